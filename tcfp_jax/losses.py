@@ -27,12 +27,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import numerics
-from pallas_kernels.matmul.api import add_product
 from pallas_kernels.operands import Operand, Quantized, Row, Tensor
 from pallas_kernels.quantize.computed import quantize_computed
 from pallas_kernels.specs import hidden_shards, sharding_of, varying_alike
 from tcfp_jax.products.annotations import differentiated_once, head
-from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, quantize_operand, rounded
+from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, rounded
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored
@@ -200,14 +199,14 @@ def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], A
 
 
 def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    dx, dw, unit, types, shares, losses = saved
+    dx, dw, types, shares, losses = saved
     of_mean, of_losses = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
     counted = jnp.where(shares == 0, 0.0, of_losses)
     total = jnp.sum(counted)
     alike = jnp.all(jnp.abs(counted - total * shares) <= _ALIKE * jnp.abs(total * shares))
     factor = of_mean + jnp.where(alike, total, jnp.nan)
-    of = lambda g, by, like: None if g is None else (g.astype(jnp.float32) * by).astype(like.dtype)
-    return of(dx, factor, types[0]), of(dw, factor * unit, types[1]), None, None, of_mean * losses
+    of = lambda g, like: None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
+    return of(dx, types[0]), of(dw, types[1]), None, None, of_mean * losses
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -221,46 +220,30 @@ def _by_chunks(
     quantized: Stored | None,
     targets: jax.Array,
     shares: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """Return (mean, losses, gradient of x, gradient of w / unit, unit) of x `[tokens, k]`; unwanted ones are None."""
-    tokens, recipe = x.shape[0], asked.recipe
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted gradients are None."""
+    tokens = x.shape[0]
     limit = asked.chunk or TOKENS_AT_ONCE * hidden_shards()
     count = -(-tokens // limit) if isinstance(tokens, int) else 1  # `jax.export` may leave the number open
     size = -(-tokens // count)
 
-    def cut(array: jax.Array, axis: int = 0) -> jax.Array:
+    def cut(array: jax.Array) -> jax.Array:
         # A chunk has every count-th token, so that devices that split the tokens share the work of each chunk.
-        padding = [(0, size * count - tokens if i == axis else 0) for i in range(array.ndim)]
-        parts = jnp.pad(array, padding).reshape(*array.shape[:axis], size, count, *array.shape[axis + 1 :])
-        return jnp.moveaxis(parts, axis + 1, 0)
+        padded = jnp.pad(array, [(0, size * count - tokens)] + [(0, 0)] * (array.ndim - 1))
+        return padded.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
 
-    # All that does not differ between chunks happens outside of the loop.
-    w_read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
-    x_q, largest, unit = None, None, jnp.float32(1)
-    if recipe.forward != "bf16" and isinstance(recipe.scaling, Tensor | Row):
-        once = quantize_operand(x, recipe.activation, recipe)
-        each = lambda scale: jnp.broadcast_to(scale, (count, *scale.shape))
-        rows, columns = once.rows, once.columns
-        of_rows = cut(rows.scale) if rows.scale.ndim else each(rows.scale)
-        x_q = Quantized(
-            replace(rows, values=cut(rows.values), scale=of_rows),
-            columns and replace(columns, values=cut(columns.values, 1), scale=each(columns.scale)),
-        )
-        if columns is not None and not asked.z_loss and recipe.wire is None:
-            # With one scale for all chunks, their weight gradients are added before they are scaled.
-            largest = numerics.amax(shares)
-            of_g, _ = numerics.scale_and_inverse(largest, recipe.gradient, recipe.scaling.scale)
-            unit = (columns.scale * of_g).reshape(-1, 1)
+    # Outside of the loop, for products that read floats.
+    read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
 
-    def of_chunk(dw: jax.Array | None, given: tuple[Any, ...]) -> tuple[Any, Any]:
-        losses, dx, dw = _chunk(asked, "x" in wanted, w_read, quantized, largest, dw, given)
+    def of_chunk(dw: jax.Array | None, given: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        losses, dx, dw = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
         return dw, (losses, dx)
 
     dw = None
     if "w" in wanted:
         assert w is not None, "a weight without floats has no gradient"
         dw = varying_alike((jnp.zeros(w.shape, jnp.float32), x))[0]
-    dw, (losses, dx) = lax.scan(of_chunk, dw, (cut(x), x_q, cut(targets), cut(shares)))
+    dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
     whole = lambda chunks: chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])[:tokens]
     losses = whole(losses)
     # Half the memory until the backward pass; float16 has too little range before it is scaled.
@@ -270,26 +253,22 @@ def _by_chunks(
         losses,
         None if dx is None else kept(whole(dx), x),
         None if dw is None else kept(dw, w),
-        unit,
     )
 
 
 def _chunk(
     asked: Loss,
+    total_dw: jax.Array | None,
     wants_dx: bool,
     w: jax.Array | None,
     quantized: Stored | None,
-    largest: jax.Array | None,
-    sum_dw: jax.Array | None,
-    given: tuple[Any, ...],
+    x: jax.Array,
+    targets: jax.Array,
+    shares: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (losses, gradient of x or None, the gradient of w so far or None) of tokens `[tokens, k]`.
-
-    `given` is (x, x quantized or None, targets, shares). With `largest`, the largest share of all tokens, the sum of
-    gradients of w has no scale; otherwise `largest` is None.
-    """
-    (x, x_q, targets, shares), recipe, smoothing = given, asked.recipe, asked.label_smoothing
-    narrow, saved = forward(Asked(recipe), x, w, quantized, x_q)
+    """Return (losses, gradient of x or None, the float32 gradient of w so far or None) of tokens `[tokens, k]`."""
+    recipe, smoothing = asked.recipe, asked.label_smoothing
+    narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
     logits, _ = _capped(asked, narrow)
     ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
@@ -302,28 +281,23 @@ def _chunk(
         if smoothing:
             picked = (1 - smoothing) * picked + smoothing * jnp.mean(logits, axis=-1)
         losses = jnp.where(shares == 0, 0.0, total - picked + asked.z_loss * jnp.square(total))
-    if sum_dw is None and not wants_dx:
+    if total_dw is None and not wants_dx:
         return losses, None, None
     with jax.named_scope("quantize_g"):
         # |softmax (1 + 2 z_loss logsumexp) - q| <= 1 + 2 z_loss |logsumexp|, and a slope is at most 1.
         bound = jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + 2 * asked.z_loss * jnp.abs(total)))
-        g_q = _quantized(asked, narrow, (targets, total, shares), bound, largest)
+        g_q = _quantized(asked, narrow, targets, total, shares, bound)
     g = _Gradient(asked, vocabulary)(narrow, targets[:, None], total[:, None], shares[:, None], ids)[0]
     # Gradients keep float32 until they are summed, and in float16 until they are scaled.
     kept = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     saved = replace(
         saved,
         x_type=jax.core.ShapedArray(x.shape, kept),
-        w_type=None if sum_dw is None or largest is not None else jax.core.ShapedArray(sum_dw.shape, jnp.float32),
+        w_type=None if total_dw is None else jax.core.ShapedArray(total_dw.shape, jnp.float32),
     )
     g = g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32)
-    dx, dw, *_ = backward(Asked(recipe), saved, g, g_q)
-    if sum_dw is not None and dw is not None:
-        sum_dw = sum_dw + dw
-    elif sum_dw is not None:
-        assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None and recipe.wgrad != "bf16"
-        sum_dw = add_product(sum_dw, saved.x.values, g_q.columns.values, recipe.wgrad, recipe.backend)
-    return losses, dx if wants_dx else None, sum_dw
+    dx, dw, *_ = backward(Asked(recipe), saved, g, g_q, total_dw)
+    return losses, dx if wants_dx else None, dw
 
 
 def _capped(asked: Loss, logits: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | float]]:
@@ -361,20 +335,14 @@ class _Gradient:
 
 
 def _quantized(
-    asked: Loss, narrow: jax.Array, rows: tuple[jax.Array, ...], bound: jax.Array, largest: jax.Array | None
+    asked: Loss, narrow: jax.Array, targets: jax.Array, total: jax.Array, shares: jax.Array, bound: jax.Array
 ) -> Quantized | None:
-    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings.
-
-    `rows` are targets, logsumexps and shares. `largest` is the bound for all chunks, if it is known.
-    """
-    targets, total, shares = rows
+    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings."""
     recipe, vocabulary = asked.recipe, narrow.shape[-1]
     scaling, dtype = recipe.scaling, recipe.gradient
     if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
         return None
-    scale, inverse = numerics.scale_and_inverse(
-        numerics.amax(bound) if largest is None else largest, dtype, scaling.scale
-    )
+    scale, inverse = numerics.scale_and_inverse(numerics.amax(bound), dtype, scaling.scale)
     of_rows, factors, of_columns = scale, [shares * inverse], scale
     if isinstance(scaling, Row):
         of_rows, inverses = numerics.scale_and_inverse(bound, dtype, scaling.scale)

@@ -134,20 +134,25 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
 
 
 def add_product(options: Product, x: Operand, w: Operand, total: jax.Array) -> jax.Array:
-    """Return `total + x @ w.T` of values without scales, see `api.add_product`."""
-    axes, fewest = dimensions(x, w), 2 * hidden_shards()
+    """Return `total + x @ w.T` of operands with one scale each and no residual, see `api.add_product`."""
+    axes = dimensions(x, w)
 
-    def in_float32(x: jax.Array, w: jax.Array, total: jax.Array) -> jax.Array:
+    def in_float32(x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array) -> jax.Array:
         wide = (x.astype(jnp.float32), w.astype(jnp.float32))
-        return total + lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST)
+        return total + lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST) * scale
 
-    def on_tensor_cores(x: jax.Array, w: jax.Array, total: jax.Array) -> jax.Array:
-        # Without a barrier and a scale, XLA hands `total` to cuBLASLt as its C operand, which is overwritten.
+    def on_tensor_cores(x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array) -> jax.Array:
+        # No barrier behind the product: XLA hands `total` to cuBLASLt as its C operand, which is overwritten.
+        x, scale = lax.optimization_barrier((x, scale))
         algorithm = _AnyFP8(x.dtype, w.dtype, jnp.float32, allow_imprecise_accumulation=options.accumulation == "fast")
-        how: Any = dict(precision=algorithm, preferred_element_type=jnp.float32, out_sharding=None)
-        return _of_matrices(x, w, axes, fewest, **how) + total
+        fewest = 2 * hidden_shards()
+        out = _of_matrices(
+            x, w, axes, fewest, precision=algorithm, preferred_element_type=jnp.float32, out_sharding=None
+        )
+        return out * scale + total
 
-    return lax.platform_dependent(x.values, w.values, total, cuda=on_tensor_cores, default=in_float32)
+    operands = (x.values, w.values, (x.scale * w.scale).astype(jnp.float32), total)
+    return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
 def _of_matrices(x: jax.Array, w: jax.Array, axes: lax.DotDimensionNumbers, fewest: int, **options: Any) -> jax.Array:

@@ -27,8 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import shared
+from pallas_kernels.matmul.api import add_product, skip_matmul
 from pallas_kernels.matmul.api import matmul as multiply
-from pallas_kernels.matmul.api import skip_matmul
 from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.specs import Sharding, entries, sharding_of, varying_alike, with_entries
@@ -261,9 +261,9 @@ def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
 
 
 def backward(
-    asked: Asked, saved: Saved, g: jax.Array, g_q: Quantized | None = None
+    asked: Asked, saved: Saved, g: jax.Array, g_q: Quantized | None = None, total: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
-    """Return the gradients of x and w from the gradient g of the result; `g_q` is g if it is quantized already."""
+    """Return the gradients of x and w (added to `total`) from the result's, g, which `g_q` may hold quantized."""
     recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
     x_sharding = sharding_of(x_type)
     g = rounded(recipe, g)
@@ -292,6 +292,8 @@ def backward(
         if recipe.wgrad != "bf16":
             assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None, "quantized above"
             options: Any = dict(out_dtype=w_type.dtype, out_sharding=w_sharding, wire=recipe.wire)
+            if total is not None and recipe.wire is None:
+                return dx, add_product(total, saved.x, g_q.columns, recipe.wgrad, recipe.backend), None, None
             dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, **options)
         else:
             assert isinstance(saved.x, jax.Array), "kept in BF16"
@@ -301,7 +303,7 @@ def backward(
             else:
                 tokens = tuple(range(g.ndim - 1))
                 dw = bf16.dot(saved.x, g, tokens, tokens, w_type.dtype, w_sharding)
-    return dx, dw, None, None
+    return dx, dw if total is None else total + dw, None, None
 
 
 _product.defvjp(_forward_rule, backward)

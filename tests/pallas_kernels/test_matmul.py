@@ -98,17 +98,18 @@ def test_bfloat16_results_and_leading_axes(scaling, backend):
 
 @pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("sizes", [(32, 64, 48), (1, 16, 16), (16, 16, 1)])
-def test_a_product_without_scales_is_added(sizes, backend):
+def test_a_product_is_added(sizes, backend):
     m, k, n = sizes
     if backend and 1 in sizes:
         pytest.skip("the kernel takes whole tiles")
     draw = lambda *shape, seed=0: np.random.default_rng(seed).integers(-8, 9, shape)
     x, w, total = (jnp.asarray(draw(*shape, seed=i)) for i, shape in enumerate(((m, k), (n, k), (m, n))))
     w = w.astype(E4M3 if backend else E5M2)  # Triton multiplies one format
-    found = add_product(total.astype(jnp.float32), x.astype(E4M3), w, "full", backend)
-    np.testing.assert_array_equal(found, total + x @ w.astype(int).T)
+    scaled, wide = lambda values: Operand(values, jnp.float32(0.5)), total.astype(jnp.float32)
+    found = add_product(wide, scaled(x.astype(E4M3)), scaled(w), "full", backend)
+    np.testing.assert_array_equal(found, np.asarray(total) + np.asarray(x) @ np.asarray(w.astype(int)).T / 4)
     with pytest.raises(NotImplementedError, match="float8_e5m2 x float8_e5m2"):
-        add_product(total.astype(jnp.float32), x.astype(E5M2), w.astype(jnp.float32).astype(E5M2), "full")
+        add_product(wide, scaled(x.astype(E5M2)), scaled(w.astype(jnp.float32).astype(E5M2)), "full")
 
 
 def test_ragged_sizes():
