@@ -199,7 +199,7 @@ class Shown:
         if self.root is None or any(len(axes) > 1 for axes in self.axes):
             return self
         if sharding_of(self.root) is not None and AxisType.Explicit not in sharding.mesh.axis_types:
-            return self  # whoever reads the numbers takes them there (`_here`)
+            return self  # readers of the numbers take them there (`_here`)
         spec = entries(sharding, len(self.axes))
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))

@@ -225,8 +225,8 @@ def test_memory_counts_the_parts(smoke):
 def test_memory_of_a_whole_model_is_counted(tmp_path):
     rows = {row.name: row for row in memory.main(["--model", "llama-tiny", "--out", str(tmp_path)])}
     stored = rows[memory.STORED]
-    # The table of tokens stays float32 with float32 moments, 12 bytes a weight.
-    assert stored.bytes_per_weight < 4.1 < 4.6 < stored.state_bytes / stored.parameters < 12
+    # The table of tokens is stored with the kernels; norms stay float32 with float32 moments, 12 bytes a weight.
+    assert 4.0 < stored.bytes_per_weight < stored.state_bytes / stored.parameters < 4.05
     assert "nothing was trained" in report.render_section("memory-llama-1b")
     assert list(rows) == ["bf16", "tensorwise", "rowwise", "tcfp12_fast", memory.STORED]
 
