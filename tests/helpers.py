@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from pallas_kernels.operands import Block, Row
+from pallas_kernels.operands import Block, Row, Tensor
 from tcfp_jax.weights.stored import Stored
 
 
@@ -68,6 +68,8 @@ def float64_of(operand):
     scale, (*_, rows, columns) = np.asarray(operand.scale, np.float64), operand.shape
     if isinstance(operand.scaling, Row):
         scale = scale[..., None]
+    elif isinstance(operand.scaling, Tensor):
+        scale = scale[..., None, None]  # one for each matrix of a stack
     elif isinstance(operand.scaling, Block):
         size = operand.scaling.size
         scale = np.repeat(scale, size, axis=-1)[..., :columns]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "pallas_kernels": [
         "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "tuning", "dispatch",
-        "explicit", "partition", "tiled", "hopper", "quantize", "adamw", "matmul",
+        "explicit", "partition", "tiled", "hopper", "quantize", "adamw", "matmul", "grouped_matmul",
         "fp4_matmul",
     ],
     "tcfp_jax": [
