@@ -20,7 +20,8 @@ from pallas_kernels.specs import Sharding, entries, sharding_of
 from pallas_kernels.tuning import Key
 from pallas_kernels.wire import Scatter, Wire, reduced
 from tcfp_jax.products.annotations import ACTIVATION_NAME, site
-from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import Halves, Recipe
+from tcfp_jax.weights.stored import Stored
 
 
 def dot(
@@ -58,6 +59,15 @@ def dot(
     by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
     y = lax.platform_dependent(a, b, cpu=widened, default=product) if by_first else product(a, b)
     return y.astype(dtype)
+
+
+def weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) -> jax.Array:
+    """Return the weight that a BF16 product reads: the floats, or some halves of the stored form."""
+    if quantized is None:
+        assert w is not None, "one of w and quantized is there"
+        return w.astype(jnp.bfloat16)
+    # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and rounded once.
+    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire) -> jax.Array:

@@ -56,6 +56,15 @@ def dgrad(g: jax.Array, w: Stored, recipe: Recipe, k: int, dtype: DTypeLike, sha
     return dx if sharding_of(dx) is None or sharding is None else moved(dx, entries(sharding, g.ndim))
 
 
+def check_odd(x: tuple[int, ...], w: Stored) -> None:
+    """Raise a ValueError if x is one value short of packed codes that do not know their odd k."""
+    if x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
+        raise ValueError(
+            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds k={w.shape[-2]}, as a byte holds "
+            "two codes; pad x with one zero if w was packed of an odd k, or pass the float weight, which is padded here"
+        )
+
+
 def _codes(w: Stored) -> Operand:
     assert w.forward is not None, "a transposed weight was turned around before"
     return w.forward

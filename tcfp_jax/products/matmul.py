@@ -35,7 +35,7 @@ from pallas_kernels.specs import Sharding, entries, sharding_of, varying_alike, 
 from pallas_kernels.wire import Wire
 from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
-from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single, describe
+from tcfp_jax.recipes import Arithmetic, Dual, Recipe, Single, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
@@ -82,17 +82,9 @@ def matmul(
     """
     if not isinstance(recipe, Recipe):
         recipe = named_recipe(recipe)
-    if isinstance(w, Operand):
-        w = Stored.of(w)
-    if isinstance(w, Stored):
-        # A stored weight is the parameter; with quantized= there would be two answers to which one is multiplied.
-        if quantized is not None:
-            raise ValueError("w is quantized already and quantized= is given too; pass one of them")
-        quantized, w = opened(w)
-    if isinstance(quantized, Operand):
-        quantized = Stored.of(quantized)
+    w, quantized = weight_of(w, quantized)
     if w is None and quantized is not None and isinstance(quantized.scaling, Fp4):
-        _check_odd(jnp.shape(x), quantized)
+        fp4_weights.check_odd(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the same product many times.
     try:
         return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
@@ -104,6 +96,20 @@ def matmul(
             'its derivative is a rule for reverse mode; use jax.grad, jax.vjp or jax.jacrev, or recipe("bf16") in the '
             "functions that are differentiated forward"
         ) from error
+
+
+def weight_of(
+    w: jax.Array | Stored | Operand | None, quantized: Stored | Operand | None
+) -> tuple[jax.Array | None, Stored | None]:
+    """Return (the floats or zeros that take the gradient, the stored form) of a weight, either of which may be None."""
+    if isinstance(w, Operand):
+        w = Stored.of(w)
+    if isinstance(w, Stored):
+        # A stored weight is the parameter; with quantized= there would be two answers to which one is multiplied.
+        if quantized is not None:
+            raise ValueError("w is quantized already and quantized= is given too; pass one of them")
+        quantized, w = opened(w)
+    return w, Stored.of(quantized) if isinstance(quantized, Operand) else quantized
 
 
 def opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
@@ -168,26 +174,33 @@ def operands_of(
     recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, Stored | None]:
     """Return (x, w, quantized), checked and with w quantized, as the rules below take them."""
-    _check_input("x", x)
+    check_input("x", x)
     if w is not None:
-        _check_input("w", w)
-    n = _check_shapes(x.shape, None if w is None else w.shape, quantized)
+        check_input("w", w)
+    _check_shapes(x.shape, None if w is None else w.shape, quantized)
+    return varying_alike((x, w, form_read(recipe, w, quantized, key)))
+
+
+def form_read(recipe: Recipe, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None) -> Stored | None:
+    """Return the stored form of a weight `[*stack, k, n]` that the products read; None if they read floats."""
     # The weight is quantized outside the custom_vjp, so a remat policy can keep the result by its name, and the
     # gradient with respect to w does not pass through rounding.
     if quantized is not None:
         quantized = constant(quantized)
-    elif recipe.stored is not None and 0 not in (*x.shape, n):
-        assert w is not None, "one of w and quantized is there"
+    elif recipe.stored is not None and w is not None and w.size:
         form, read = recipe.stored, recipe
         if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
             # Nothing reads W_lo, and outside the optimizer nothing keeps it.
             read = dataclasses.replace(recipe, weight=Single(form.dtype))
+        rounding: Any = lambda w, key: quantize_weight(w, read, key=key)[0]
+        for _ in w.shape[:-2]:
+            rounding = jax.vmap(rounding)  # so that each matrix of a stack has a scale of its own
+        key = key if key is None or w.ndim == 2 else jax.random.split(key, w.shape[:-2])
         with jax.named_scope("quantize_w"):
-            quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
+            quantized = rounding(lax.stop_gradient(w), key)
     if quantized is not None:
         _check_stored(recipe, quantized)
-    quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
-    return varying_alike((x, w, quantized))
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
 
 
 _shared_product = shared(product)
@@ -228,7 +241,7 @@ def forward(
             assert quantized is not None, "packed weights are stored"
             y = fp4_weights.forward(x, quantized, recipe, asked.out_sharding)
         elif recipe.forward == "bf16":
-            kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.stored is None else recipe.stored.forward)
+            kernel = bf16.weight(w, quantized, "hi+lo" if recipe.stored is None else recipe.stored.forward)
             y = bf16.dot(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
         else:
             assert recipe.stored is not None and quantized is not None and x_q is not None, "FP8 reads stored weights"
@@ -278,7 +291,7 @@ def backward(
             assert saved.quantized is not None, "packed weights are stored"
             dx = fp4_weights.dgrad(g, saved.quantized, recipe, x_type.shape[-1], x_type.dtype, x_sharding)
         elif recipe.dgrad == "bf16":
-            kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
+            kernel = bf16.weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
             dx = bf16.dot(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_type.dtype, x_sharding)
         else:
             assert recipe.stored is not None and saved.quantized is not None and g_q is not None
@@ -338,15 +351,8 @@ def _multiply(
     )
 
 
-def _bf16_weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) -> jax.Array:
-    if quantized is None:
-        assert w is not None, "one of w and quantized is there"
-        return w.astype(jnp.bfloat16)
-    # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and rounded once.
-    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
-
-
-def _check_input(name: str, x: jax.Array) -> None:
+def check_input(name: str, x: jax.Array) -> None:
+    """Raise a TypeError unless x is real floats of 16 bits or more."""
     check_real(name, x)
     # FP8 without its scale would be multiplied as if the scale were one.
     if jnp.dtype(x.dtype).itemsize < 2:
@@ -355,8 +361,8 @@ def _check_input(name: str, x: jax.Array) -> None:
         )
 
 
-def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> int:
-    """Return n if x `[..., k]` and the weight `[k, n]`, given as floats, quantized, or both, can be multiplied."""
+def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> None:
+    """Raise unless x `[..., k]` and the weight `[k, n]`, given as floats, quantized, or both, can be multiplied."""
     weight = w if quantized is None else quantized.shape
     if weight is None:
         raise ValueError(f"x{list(x)} has no weight: w is None, and so is quantized; pass one of them")
@@ -368,16 +374,6 @@ def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stor
         raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
     if w is not None and w != weight:
         raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
-    return weight[1]
-
-
-def _check_odd(x: tuple[int, ...], w: Stored) -> None:
-    """Raise a ValueError if x is one value short of packed codes that do not know their odd k."""
-    if x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
-        raise ValueError(
-            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds k={w.shape[-2]}, as a byte holds "
-            "two codes; pad x with one zero if w was packed of an odd k, or pass the float weight, which is padded here"
-        )
 
 
 def _check_stored(recipe: Recipe, quantized: Stored) -> None:
