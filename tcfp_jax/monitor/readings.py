@@ -107,8 +107,8 @@ def read_product(
 ) -> tuple[Reading, ...]:
     """Return the readings of x and the weight, in the order of `operands`.
 
-    `w` `[k, n]` is zeros for a stored parameter, and None without a float weight; `made` is x if it is quantized
-    already; `words` are those of FP4 training's key.
+    `w` `[k, n]`, or a stack of a grouped product, is zeros for a stored parameter, and None without a float weight;
+    `made` is x if it is quantized already; `words` are those of FP4 training's key.
     """
     if recipe.fp4 is not None:
         assert w is not None, "nothing is stored"
@@ -132,7 +132,8 @@ def read_product(
     # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of an odd k end in a zero.
     if w is None:
         return of_x, read(whole, operand)
-    given = jnp.pad(w.T.astype(jnp.float32), [(0, size - n) for size, n in zip(whole.shape, w.T.shape, strict=True)])
+    given = w.swapaxes(-1, -2).astype(jnp.float32)
+    given = jnp.pad(given, [(0, size - n) for size, n in zip(whole.shape, given.shape, strict=True)])
     return of_x, read(jnp.where(jnp.any(w != 0), given, whole), operand)
 
 

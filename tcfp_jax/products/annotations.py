@@ -38,7 +38,8 @@ class Mark(NamedTuple):
 class Site(NamedTuple):
     """A product: its recipe, and the tree and the shapes of its operands.
 
-    The operands are `(x, w, quantized, x_quantized)` of `products.matmul`, and the words of FP4 training's key.
+    The operands are `(x, w, quantized, x_quantized)` of `products.matmul`, and the words of FP4 training's key or the
+    sizes of a grouped product's groups.
     """
 
     recipe: Recipe
