@@ -30,14 +30,14 @@ LEARNED = (
     FORKS,
 )  # fmt: skip
 BENCHMARKS = (
-    "train_step", "llama", "large", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
+    "train_step", "llama", "large", "head", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
     "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_quality",
 )  # fmt: skip
 # Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
 RUNS = (
     "train_step-recipes", "train_step-stored", "fsdp-llama", "large-h100", "llama-1b", "llama-1b-others",
-    "llama-1b-h100", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured", "memory-llama-1b",
-    "memory-llama-8b", "fp4-h100",
+    "llama-1b-h100", "llama-1b-unrolled-h100", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
+    "memory-llama-1b", "memory-llama-8b", "fp4-h100",
 )  # fmt: skip
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (*BENCHMARKS, *RUNS)}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")

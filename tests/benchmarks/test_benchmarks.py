@@ -30,7 +30,7 @@ from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
 DEVICE = jax.devices()[0].device_kind
-SMOKES = ("gemm", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
+SMOKES = ("gemm", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
 
 
 @pytest.fixture(scope="module")
