@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -27,7 +26,7 @@ from pallas_kernels.explicit import BlocksOf, Letters, on_parts, one_at_a_time, 
 from pallas_kernels.specs import Entry, device_count, entries, has_explicit_axes, names, shards
 from pallas_kernels.wire import Scatter
 
-__all__ = ["BlocksOf", "Letters", "partitioned", "varying"]
+__all__ = ["BlocksOf", "Letters", "partitioned"]
 
 
 def partitioned(
@@ -131,29 +130,6 @@ def _by_xla(local: Callable[..., Any], rule: str, letters: Letters) -> Callable[
         reduction_factors=tuple(reduced), need_replication_factors=letters.whole, **sizes,
     )  # fmt: skip
     return call
-
-
-def varying(results: Any, *operands: Any) -> Any:
-    """Return a kernel's results in types that vary between devices of a `jax.shard_map` wherever an operand does.
-
-    JAX infers this for its own operations but cannot look into a kernel. Where it checks (`check_vma=True`), Pallas
-    reads it from the shapes of results, and the results of Mosaic's `kernel` vary nowhere.
-
-    Args:
-      results: a tree of `jax.ShapeDtypeStruct` before the kernel runs, or of arrays after it.
-      operands: arrays that the kernel reads.
-    """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-
-    def vary(result: Any) -> Any:
-        if isinstance(result, jax.ShapeDtypeStruct):
-            kind = jax.sharding.ManualAxisType(varying=axes)
-            return jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
-        # Sorted, so that the program, and with it the key of the compilation cache, does not depend on a set's order.
-        missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
-        return lax.pcast(result, missing, to="varying") if missing else result
-
-    return jax.tree.map(vary, results)
 
 
 def _axes(sharding: Any, side: list[str]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ longer than one is the one that is split. `regrouped` and `ungrouped` keep that 
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
 Entry: TypeAlias = str | tuple[str, ...] | None
-_T = TypeVar("_T")
 
 
 def names(entry: Entry) -> tuple[str, ...]:
@@ -161,15 +160,31 @@ def first_long(sizes: Sequence[int]) -> int:
     return next((i for i, size in enumerate(sizes) if size > 1), 0)
 
 
-def varying_alike(operands: _T) -> _T:
-    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies."""
-    # A custom_vjp must return gradients that vary over the same axes as its operands. Outside of it JAX's own pcast
-    # sums the gradient of an operand that was the same on every device.
-    varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
-    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+def varying(results: Any, *operands: Any) -> Any:
+    """Return a kernel's results in types that vary between devices of a `jax.shard_map` wherever an operand does.
 
-    def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+    JAX infers this for its own operations but cannot look into a kernel. Where it checks (`check_vma=True`), Pallas
+    reads it from the shapes of results, and the results of Mosaic's `kernel` vary nowhere.
 
-    return jax.tree.map(vary, operands) if axes else operands
+    Args:
+      results: a tree of `jax.ShapeDtypeStruct` before the kernel runs, or of arrays after it.
+      operands: arrays that the kernel reads.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+    def vary(result: Any) -> Any:
+        if isinstance(result, jax.ShapeDtypeStruct):
+            kind = jax.sharding.ManualAxisType(varying=axes)
+            return jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
+        # Sorted, so that the program, and with it the key of the compilation cache, does not depend on a set's order.
+        missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
+        return lax.pcast(result, missing, to="varying") if missing else result
+
+    return jax.tree.map(vary, results)
+
+
+def varying_alike(operands: Any) -> Any:
+    """Return a tree of operands that vary over all axes of a `jax.shard_map` over which one of them varies."""
+    # A custom_vjp must return gradients that vary as its operands do. Outside of it JAX's own pcast sums the gradient
+    # of an operand that was the same on every device.
+    return varying(operands, *jax.tree.leaves(operands))

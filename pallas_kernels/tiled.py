@@ -18,7 +18,8 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.partition import BlocksOf, partitioned, varying
+from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.specs import varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
 

@@ -17,7 +17,6 @@ Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Mode
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Row, Tensor
 from pallas_kernels.quantize.computed import quantize_computed
-from pallas_kernels.specs import hidden_shards, sharding_of, varying_alike
+from pallas_kernels.specs import sharding_of, varying, varying_alike
 from tcfp_jax.products.annotations import differentiated_once, head
 from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, rounded
 from tcfp_jax.recipes import Recipe
@@ -92,7 +92,8 @@ def cross_entropy(
       NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
 
     Over a mesh with automatic axes, tokens and the vocabulary may be split. Inside `jax.shard_map` it is the loss of
-    the device's own tokens, and the kernel must be whole.
+    the device's own tokens, and the kernel must be whole. In a loop, differentiate inside the loop: a loop that is
+    differentiated as a whole keeps a gradient of the kernel for each round.
 
     >>> loss, losses = cross_entropy(jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, -100]), ignore=-100)
     >>> float(loss) == float(losses[0]) == float(jnp.log(4.0)), float(losses[1])
@@ -212,6 +213,13 @@ def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def _devices() -> int:
+    """Return the number of devices over which XLA may split the tokens and the vocabulary."""
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto]
+    return math.prod(automatic) if mesh.axis_names else jax.device_count()
+
+
 def _by_chunks(
     asked: Loss,
     wanted: tuple[str, ...],
@@ -223,7 +231,7 @@ def _by_chunks(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted gradients are None."""
     tokens = x.shape[0]
-    limit = asked.chunk or TOKENS_AT_ONCE * hidden_shards()
+    limit = asked.chunk or TOKENS_AT_ONCE * _devices()
     count = -(-tokens // limit) if isinstance(tokens, int) else 1  # `jax.export` may leave the number open
     size = -(-tokens // count)
 
@@ -242,7 +250,7 @@ def _by_chunks(
     dw = None
     if "w" in wanted:
         assert w is not None, "a weight without floats has no gradient"
-        dw = varying_alike((jnp.zeros(w.shape, jnp.float32), x))[0]
+        dw = varying(jnp.zeros(w.shape, jnp.float32), x)
     dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
     whole = lambda chunks: chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])[:tokens]
     losses = whole(losses)
@@ -270,7 +278,7 @@ def _chunk(
     recipe, smoothing = asked.recipe, asked.label_smoothing
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
-    logits, _ = _capped(asked, narrow)
+    logits = _capped(asked, narrow)
     ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
     is_target = ids == targets[:, None]
     with jax.named_scope("loss"):
@@ -284,7 +292,7 @@ def _chunk(
     if total_dw is None and not wants_dx:
         return losses, None, None
     with jax.named_scope("quantize_g"):
-        # |softmax (1 + 2 z_loss logsumexp) - q| <= 1 + 2 z_loss |logsumexp|, and a slope is at most 1.
+        # |softmax (1 + 2 z_loss logsumexp) - q| <= 1 + 2 z_loss |logsumexp|, and the slope of a cap is at most 1.
         bound = jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + 2 * asked.z_loss * jnp.abs(total)))
         g_q = _quantized(asked, narrow, targets, total, shares, bound)
     g = _Gradient(asked, vocabulary)(narrow, targets[:, None], total[:, None], shares[:, None], ids)[0]
@@ -300,12 +308,10 @@ def _chunk(
     return losses, dx if wants_dx else None, dw
 
 
-def _capped(asked: Loss, logits: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | float]]:
-    """Return (capped float32 logits, the function of them that is the cap's derivative)."""
+def _capped(asked: Loss, logits: jax.Array) -> jax.Array:
+    """Return float32 logits below the cap, if there is one."""
     logits, cap = logits.astype(jnp.float32), asked.soft_cap
-    if cap is None:
-        return logits, lambda logits: 1.0
-    return cap * jnp.tanh(logits / cap), lambda logits: 1 - jnp.square(logits / cap)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @dataclass(frozen=True)
@@ -321,7 +327,7 @@ class _Gradient:
         """Return a gradient for each of the factors, which the ids `[1, vocabulary]` follow."""
         *factors, ids = rest
         asked, smoothing = self.asked, self.asked.label_smoothing
-        logits, slope = _capped(asked, narrow)
+        logits = _capped(asked, narrow)
         # A power of two is one instruction of a GPU. Its exponent has an error of 2**-20 for logits below 16.
         g = jnp.exp2(_LOG2_E * (logits - total))
         if asked.z_loss:
@@ -330,7 +336,7 @@ class _Gradient:
         if smoothing:
             g = g - smoothing / self.vocabulary
         if asked.soft_cap is not None:
-            g = g * slope(logits)
+            g = g * (1 - jnp.square(logits / asked.soft_cap))
         return tuple(jnp.where(factor == 0, 0.0, g * factor) for factor in factors)
 
 

@@ -5,6 +5,7 @@ import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -375,6 +376,19 @@ def test_one_chunk_of_tokens_for_each_device_is_the_default(monkeypatch):
     monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 1)
     found = equations(lambda x: cross_entropy(x, W, TARGETS)[0], X)
     assert [eqn.params["length"] for eqn in found if eqn.primitive.name == "scan"] == [-(-T // jax.device_count())]
+    inside = jax.shard_map(  # where a device has its own tokens
+        lambda x, t: cross_entropy(x, W, t)[0][None], mesh=mesh_of(2), in_specs=(P("a"), P("a")), out_specs=P("a")
+    )
+    found = equations(inside, X[:20], TARGETS[:20])
+    assert [eqn.params["length"] for eqn in found if eqn.primitive.name == "scan"] == [10]
+
+
+def test_the_number_of_tokens_may_stay_open_in_an_export():
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    step = jax.jit(jax.value_and_grad(lambda x, t: cross_entropy(x, W, t, recipe="tensorwise")[0]))
+    shapes = jax.ShapeDtypeStruct((tokens, K), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    found, wanted = jax.export.export(step)(*shapes).call(X, TARGETS), step(X, TARGETS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -20,8 +20,8 @@ from pallas_kernels import counter, dispatch, moments
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Portable, Rates, State, Step
 from pallas_kernels.moments import BLOCK
-from pallas_kernels.partition import BlocksOf, partitioned, varying
-from pallas_kernels.specs import device_count, has_explicit_axes
+from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.specs import device_count, has_explicit_axes, varying
 
 ROWS = 16  # rows of a tile; a shard has a multiple of them
 _WARPS = 4

@@ -27,8 +27,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.fp4_matmul import decode, rows
 from pallas_kernels.fp4_matmul.decode import BLOCKS
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR
-from pallas_kernels.partition import varying
 from pallas_kernels.scaling import Fp4Format
+from pallas_kernels.specs import varying
 
 # Outputs of a warpgroup.
 OUTPUTS = 64

@@ -32,8 +32,8 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels import numerics
 from pallas_kernels.fp4_matmul import decode, reference
-from pallas_kernels.partition import varying
 from pallas_kernels.quantize.triton_rows import multiplied, scale_and_inverse, warps_of
+from pallas_kernels.specs import varying
 
 # Rows of a product at least; those behind the last row of x are zeros.
 ROWS = 8

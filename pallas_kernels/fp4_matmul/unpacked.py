@@ -19,9 +19,9 @@ from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.devices import result_spec
 from pallas_kernels.operands import Fp4, Operand, Row
-from pallas_kernels.partition import BlocksOf, partitioned, varying
+from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.specs import has_explicit_axes
+from pallas_kernels.specs import has_explicit_axes, varying
 
 # (rows, blocks of 16 values of each) of a program that unpacks; transposed, its rows lie side by side in memory.
 _SIDES = {False: (16, 32), True: (128, 4)}

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Plan
 from pallas_kernels.hopper.steps import OutputTile, Ring, Steps
-from pallas_kernels.partition import varying
+from pallas_kernels.specs import varying
 
 _WAVE_ROWS = 64
 

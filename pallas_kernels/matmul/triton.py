@@ -21,7 +21,7 @@ from pallas_kernels import numerics
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
-from pallas_kernels.partition import varying
+from pallas_kernels.specs import varying
 
 _SMALLEST_SIDE = 16  # sides of tiles in Triton's tensor-core products
 

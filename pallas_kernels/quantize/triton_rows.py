@@ -26,8 +26,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.partition import BlocksOf, partitioned, varying
-from pallas_kernels.specs import device_count
+from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.specs import device_count, varying
 from pallas_kernels.tiled import WIDE
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value and

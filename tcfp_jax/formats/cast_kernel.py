@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.partition import partitioned, varying
+from pallas_kernels.partition import partitioned
+from pallas_kernels.specs import varying
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, SIGN

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.partition import partitioned, varying
-from pallas_kernels.specs import device_count
+from pallas_kernels.partition import partitioned
+from pallas_kernels.specs import device_count, varying
 from tcfp_jax.formats.nvfp4_registers import SIDE, Options, Place, Scalars, compute
 
 TILES = 128
