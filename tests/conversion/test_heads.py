@@ -119,3 +119,18 @@ def test_a_softmax_by_hand_is_told_of_the_operation(by_hand):
     other = lambda params, ids: jnp.sum(hidden(params, ids) @ params["head"])
     for silent in (other, model("untied")):
         assert "softmax" not in str(transform(silent, "tensorwise", include=WITH_HEAD).examine(PARAMS, IDS).report)
+
+
+def test_a_table_of_two_heads_adds_their_gradients():
+    def loss(params, ids):
+        x = hidden(params, ids)
+        of = lambda x, ids: cross_entropy(x, params["head"], ids)[0]
+        return of(x[:, :-1], ids[:, 1:]) + 0.5 * of(x[:, :-2], ids[:, 2:])
+
+    converted = transform(loss, "tcfp12_single", rules={"hidden": None}, include=WITH_HEAD)
+    assert [record.product.path for record in converted.examine(PARAMS, IDS).report.converted] == ["head", "head"]
+    weights = find_weights(converted, PARAMS, IDS)
+    params = tcfp_jax.store(PARAMS, weights, key=jax.random.key(0))
+    found = jax.jit(tcfp_jax.grad(converted))(params, IDS)["head"]
+    wanted = jax.jit(jax.grad(loss))({**PARAMS, "head": params["head"].dequantize()}, IDS)["head"]
+    assert float(jnp.linalg.norm(found - wanted)) < 0.1 * float(jnp.linalg.norm(wanted))
