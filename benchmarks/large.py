@@ -135,7 +135,7 @@ def train(config: Config, name: str, layers: int) -> Run:
     for windows in draw_windows(config):
         step.inputs = (windows,)
         losses.append(step())
-    timed = timing.time_interleaved({name: (step, ())}, rounds=config.rounds, calls=config.calls)[name]
+    timed = timing.time_by_wall_clock({name: (step, ())}, rounds=config.rounds, calls=config.calls)[name]
     memory = step.compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Run(
