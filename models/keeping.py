@@ -46,7 +46,7 @@ def kept_names(remat: str) -> set[str]:
 
 def kept_of_head(remat: str) -> Literal["inputs", "logits"]:
     """Return the values that the loss keeps: the logits if every product is kept."""
-    return "logits" if remat in ("none", "products") else "inputs"
+    return "logits" if remat == "none" or kept_names(remat).issuperset(KEPT_NAMES) else "inputs"
 
 
 def remat_levels(copies: Copies) -> list[str]:

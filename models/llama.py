@@ -176,8 +176,8 @@ class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
     With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
-    positions]`, of which the mean can be differentiated. Logits in BF16 then exist together only with remat="none" and
-    "products".
+    positions]`, of which the mean can be differentiated. Logits in BF16 then exist together only if blocks keep
+    all their products, too.
 
     Attributes:
       config: The size, and how it runs.
