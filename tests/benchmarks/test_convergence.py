@@ -126,17 +126,20 @@ def test_a_base_of_another_model_is_refused(smoke):
         forks.train_base(config, 0, jnp.zeros(100, jnp.uint8), "", VARIANTS[BASELINE])
 
 
-def test_runs_from_scratch_start_from_their_seed(tmp_path):
-    more = ("--model", "small", "--tasks", "text,digits")
+@pytest.mark.slow_except("text")
+@pytest.mark.parametrize("tasks", ["text", "text,digits"])
+def test_runs_from_scratch_start_from_their_seed(tmp_path, tasks):
+    more = ("--model", "small", "--tasks", tasks)
     rows = convergence.main(command(tmp_path, *more, protocol="scratch", names=(BASELINE, "fake_quantization")))
     assert [(row.task, row.name, row.base) for row in rows] == [
-        (task, name, "seed-0") for task in ("text", "digits") for name in (BASELINE, "fake_quantization")
+        (task, name, "seed-0") for task in tasks.split(",") for name in (BASELINE, "fake_quantization")
     ]
-    assert rows[2].accuracy > 0.1 and rows[0].heldout_loss != rows[1].heldout_loss  # it rounds
+    assert rows[0].heldout_loss != rows[1].heldout_loss  # it rounds
     config = content_of(tmp_path, SCRATCH)["config"]
     assert config["base_steps"] == 0 and config["parameters"] > 200_000
     page = report.render_section(SCRATCH, tmp_path)
-    assert "10 steps from scratch" in page and "20 steps of digits" in page and "--protocol scratch --json" in page
+    assert ("20 steps of digits" in page) == ("digits" in tasks) == bool(rows[-1].accuracy)
+    assert "10 steps from scratch" in page and "--protocol scratch --json" in page
 
 
 def row(name, seed, base, loss, *, task="text", milliseconds=None, device=None):

@@ -38,7 +38,12 @@ def same_codes(got, expected):
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize(("rule", "options"), CASES, ids=lambda value: "-".join(value) or None)
+# One of each rule, with and without a rotation and random bits.
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i in (0, 2))) for i, case in enumerate(CASES)],
+    ids=[f"{rule}-{'-'.join(options)}" for rule, options in CASES],
+)
 def test_the_kernel_has_the_bits_of_the_definition(rule, options):
     x = awkward("bfloat16" if rule == "four_over_six" else "float32")
     assert nvfp4_kernel.serves(x.shape, x.dtype)

@@ -109,7 +109,7 @@ def test_recipes_share_initial_weights_and_batches():
     assert not same_bits(states[0].params, other.params)
 
 
-@pytest.mark.slow_except("stored-between checkpoints")
+@pytest.mark.slow_except("uninterrupted-between checkpoints")
 @pytest.mark.parametrize(
     ("name", "saves"),
     [

@@ -93,9 +93,8 @@ def test_loops_and_branches_have_entries_of_their_own():
         multiply = lambda name: lambda x: tcfp_jax.matmul(x, params[name], recipe="tensorwise")
         return jnp.sum(jax.lax.cond(turned, multiply("yes"), multiply("no"), x))
 
-    _, bare = monitor.value_and_grad(lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe="tensorwise")), argnums=1)(
-        X, W[0]
-    )
+    product = lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe="tensorwise"))
+    _, bare = jax.eval_shape(monitor.value_and_grad(product, argnums=1), X, W[0])
     assert list(bare) == ["argument 1"]
     params = {"stack": W, "yes": W[0], "no": W[1]}
     _, readings = jax.jit(monitor.value_and_grad(loss))(params, X, True)

@@ -351,6 +351,7 @@ def _mesh_program(params, grads):
     return steps(tx, 20, params, tx.init(params), grads)
 
 
+@pytest.mark.slow_except("P('a', 'b')")
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.optimized
 def test_bits_are_the_same_on_every_mesh(spec):

@@ -308,6 +308,7 @@ def exact(table, gradients):
     return w
 
 
+@pytest.mark.slow  # quicker tests have its gradients, and its steps against Adam in float64
 def test_a_stored_table_learns_as_a_float_one():
     size = LlamaConfig(layers=1, width=64, heads=2, kv_heads=1, hidden=64, context=16)
     # Each token follows from the last by a fixed permutation of 64 ids, so a model has to learn rows and head alike.

@@ -209,6 +209,7 @@ def test_lo_and_both_moments_are_rounded_by_bits_of_their_own(backend):
 
 
 @pytest.mark.optimized
+@pytest.mark.slow_except(f"{OPTIONS[1]}-(64, 128)-bfloat16", f"{OPTIONS[2]}-(32, 256)-float32")
 @pytest.mark.parametrize(
     ("options", "shape", "dtype"),
     [(OPTIONS[0], (48, 384), "bfloat16"), (OPTIONS[1], (48, 384), "float32"), (OPTIONS[1], (64, 128), "bfloat16"),

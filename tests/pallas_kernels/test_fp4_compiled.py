@@ -32,6 +32,9 @@ def weight(mesh, scaling, axis=None, n=N):
     return Operand(on(mesh, (n, K // 2), jnp.uint8, axis), scale, scaling=scaling, outer=outer)
 
 
+@pytest.mark.slow_except(
+    "nvfp4-2048-8", "nvfp4-2048-64", "mxfp4-2048-40", "mxfp4-2048-320", "nvfp4-28672-8", "nvfp4-28672-320"
+)
 @pytest.mark.parametrize("m", [8, 40, 64, 320])
 @pytest.mark.parametrize(("form", "n"), [("nvfp4", N), ("mxfp4", N), ("nvfp4", 28672)])
 def test_decoding_stays_in_registers(form, n, m, capfd):

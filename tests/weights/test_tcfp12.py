@@ -83,6 +83,7 @@ def test_zero_residual_is_exactly_zero(residual):
     assert jnp.array_equal(unpack(pack(jnp.zeros(64), residual=residual)), jnp.zeros(64))
 
 
+@pytest.mark.slow_except("nf4")
 @every_residual
 @pytest.mark.optimized
 def test_jit_vmap_and_scan_change_no_bit(residual):

@@ -61,7 +61,7 @@ def test_a_conversion_leaves_the_original_program_as_it_is(subject):
         assert program(fn, params, *inputs) == before
 
 
-@pytest.mark.slow_except("flax lm1b", "linen scan and remat", "linen convnet", "nnx scan and remat")
+@pytest.mark.slow_except("linen scan and remat", "linen convnet", "nnx scan and remat")
 def test_trains_as_float_does(subject):
     made = subject.make()
     with made.context():
@@ -73,7 +73,7 @@ def test_trains_as_float_does(subject):
     assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
 
 
-@pytest.mark.slow_except("linen scan and remat", "nnx scan")
+@pytest.mark.slow_except("nnx scan")
 def test_trains_without_float_weights(subject):
     made = subject.make()
     with made.context():
