@@ -36,7 +36,7 @@ BENCHMARKS = (
 # Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
 RUNS = (
     "train_step-recipes", "train_step-stored", "fsdp-llama", "large-h100", "llama-1b", "llama-1b-others",
-    "llama-1b-h100", "llama-1b-unrolled-h100", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
+    "llama-1b-h100", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
     "memory-llama-1b", "memory-llama-8b", "fp4-h100",
 )  # fmt: skip
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (*BENCHMARKS, *RUNS)}
