@@ -161,6 +161,7 @@ def test_cudnn_attends_as_products_do():
     assert jnp.allclose(fast, exact, atol=0.03)
 
 
+@pytest.mark.slow_except("tcfp12", "tensorwise")
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
 def test_mlp_learns_a_separable_task(recipe):
     model = MLP(features=(32, 2), recipe=recipe, dtype=jnp.float32)

@@ -109,7 +109,7 @@ def test_recipes_share_initial_weights_and_batches():
     assert not same_bits(states[0].params, other.params)
 
 
-@pytest.mark.slow_except("uninterrupted-between checkpoints")
+@pytest.mark.slow_except("stored-between checkpoints")
 @pytest.mark.parametrize(
     ("name", "saves"),
     [
@@ -149,6 +149,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
+@pytest.mark.slow_except("stochastic", "blocks", "stored")
 @pytest.mark.parametrize(
     "change",
     [
@@ -467,6 +468,7 @@ class TestCommand:
         assert set(tcfp_jax.recipes.NAMES) <= shown
 
 
+@pytest.mark.slow_except("tcfp12", "tensorwise", "stored")
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
 def test_steps_add_nothing_atomically(recipe):
     """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""

@@ -34,7 +34,7 @@ def trained(start, moments, steps, **options):
     ],
     ids=["rate", "nesterov", "zeros", "decay", "jump"],
 )
-@pytest.mark.parametrize("stack", [(), (2,)], ids=["matrix", "stack"])
+@pytest.mark.parametrize("stack", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["matrix", "stack"])
 def test_an_update_larger_than_the_scale_of_the_weight_allows_is_not_clipped(value, steps, options, stack):
     start = jnp.full((*stack, 32, 128), value, jnp.float32)
     ours, exact = (trained(start, moments, steps, **options) for moments in ("8bit", "float32"))

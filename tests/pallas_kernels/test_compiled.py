@@ -47,6 +47,7 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
     assert max(map(int, stacks)) <= LARGEST_STACK
 
 
+@pytest.mark.slow_except("128-square-2", "64-square-1", "32-square-2", "128-vector-1")
 @pytest.mark.parametrize(
     ("block", "tile", "halves"),
     [(128, "square", 1), (128, "square", 2), (64, "square", 1), (64, "square", 2), (32, "square", 2),
@@ -128,6 +129,7 @@ def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(orientation, axe
     assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == moved
 
 
+@pytest.mark.slow_except("mosaic-float32", "triton-bfloat16")
 @pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("backend", ["mosaic", "triton"])
 def test_the_epilogue_is_part_of_the_product(backend, bias):
@@ -163,6 +165,7 @@ def test_activations_are_quantized_in_one_kernel_after_their_amax():
     assert not compiled.results("transpose")
 
 
+@pytest.mark.slow_except("None-tcfp12-4", "xla-tcfp12_fast-4", "None-tensorwise-3")
 @pytest.mark.parametrize(("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
 @pytest.mark.parametrize("backend", ["xla", None])
 def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend):
@@ -189,6 +192,10 @@ def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend
     assert f"f32[{m},{n}]" not in compiled.text.split("ENTRY")[1]
 
 
+@pytest.mark.slow_except(
+    "x_axes0-w_axes0-0-mosaic", "x_axes1-w_axes1-0-mosaic", "x_axes2-w_axes2-1-mosaic", "x_axes1-w_axes1-0-triton",
+    "x_axes2-w_axes2-1-xla",
+)  # fmt: skip
 @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
 @pytest.mark.parametrize(
     ("x_axes", "w_axes", "sums"), [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]

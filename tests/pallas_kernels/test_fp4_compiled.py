@@ -50,6 +50,7 @@ def test_decoding_stays_in_registers(form, n, m, capfd):
     assert len(compiled.results("fusion")) <= (1 if n == 28672 else 3)
 
 
+@pytest.mark.slow_except("5-2048", "4-33792", "16-28672", "64-33792", "300-2048")
 @pytest.mark.parametrize(
     ("m", "n"),
     [(5, N), (4, 132 * 256), (16, 28672), (12, 14336), (40, N), (64, 132 * 256), (256, 132 * 256), (2048, N), (300, N)],
