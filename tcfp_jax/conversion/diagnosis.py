@@ -16,6 +16,7 @@ from flax import nnx as flax_nnx
 from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.factors import GROUPED
 from tcfp_jax.conversion.policy import Policy, Record, policy
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
@@ -202,7 +203,8 @@ def _line(record: Record, usual: Policy, kernel: jax.Array | None) -> Line:
     snr, exact = (None, None) if kernel is None or recipe.fp4 is not None else _rounded(kernel, record, recipe)
     return Line(
         *of, choice.recipe is not None, choice.reason, size, 2 * size, 4 * size, stored, stored + error, snr,
-        predict(recipe, operations), bool(points) and operations < points[0][0], exact,
+        None if product.primitive == GROUPED else predict(recipe, operations),
+        bool(points) and operations < points[0][0], exact,
     )  # fmt: skip
 
 

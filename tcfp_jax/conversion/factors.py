@@ -18,6 +18,8 @@ from tcfp_jax.weights.layout import Layout
 
 # Dimension numbers of `x[t, k] @ w[k, n]`.
 MATRIX = (((1,), (0,)), ((), ()))
+# The primitive of `lax.ragged_dot`: rows in groups, each times a weight of its own.
+GROUPED = "ragged_dot_general"
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -130,6 +132,33 @@ def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Fa
     return _factors(view, groups, roles, [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]], size)
 
 
+def factors_of(eqn: Equation, side: int, view: View) -> "Factors | str":
+    """Return the product of an equation with a view as operand `side`, or why it has no such form.
+
+    A grouped product is written as the one of a stack, as if each weight multiplied an `x[e, m, k]` of its own.
+    """
+    shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
+    if eqn.primitive.name != GROUPED:
+        return factors(eqn.params["dimension_numbers"], shapes, side, view)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (of_x, of_w), batch = numbers.dot_dimension_numbers
+    by_rows = (len(shapes[0]), len(shapes[1]), *of_x, *numbers.lhs_ragged_dimensions) == (2, 3, 1, 0)
+    if side != 1 or not by_rows or any(batch) or len(eqn.invars[2].aval.shape) != 1:
+        return "a ragged_dot_general other than x[m, k] with rows in groups and one weight for each group"
+    (group,) = numbers.rhs_group_dimensions
+    if any(tuple(sorted(axes)) != axes for axes in view.axes) or (shapes[1][group] > 1 and not view.axes[group]):
+        return "the weights of its groups are copies, or merge axes in another order than the parameter's"
+    shapes[0] = (shapes[1][group], *shapes[0])
+    found = factors((((2,), tuple(of_w)), ((0,), (group,))), shapes, side, view)
+    if isinstance(found, str):
+        return found
+    stack = {letter for letter, role in zip(_LETTERS, found.roles, strict=False) if role == "b"}
+    x, rest = found.equation.split(",")
+    w, out = rest.split("->")
+    without = lambda letters: "".join(letter for letter in letters if letter not in stack)
+    return dataclasses.replace(found, equation=f"{without(x)},{w}->{without(out)} in groups")
+
+
 def _factors(view: View, x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
     x, result = ([label for group in groups for label in group] for groups in (x_groups, out_groups))
     several = lambda groups: any(len(group) != 1 for group in groups)
@@ -189,7 +218,7 @@ def product_of(
     )  # fmt: skip
     if described.reason or view is None:
         return described
-    found = factors(eqn.params["dimension_numbers"], shapes, side, view)
+    found = factors_of(eqn, side, view)
     if isinstance(found, str):
         return dataclasses.replace(described, reason=found)
     sizes = {role: math.prod(s for s, r in zip(view.sizes, found.roles, strict=True) if r == role) for role in "io"}
@@ -203,9 +232,9 @@ def _refusal(eqn: Equation, side: int, view: View | None) -> str:
     # A function that differentiates itself multiplies by parameters backward, too: not its forward products.
     if {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack} & {"jvp", "transpose"}:
         return "inside jax.grad or jax.jvp; transform the function that is differentiated, and differentiate that"
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name not in ("dot_general", GROUPED):
         return {"conv_general_dilated": "a convolution"}.get(eqn.primitive.name, f"a {eqn.primitive.name}")
-    types = [jnp.dtype(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars)]
+    types = [jnp.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)]
     if view is None or all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in types):
         return ""
     return f"a product of {types[1 - side]} by {types[side]}"

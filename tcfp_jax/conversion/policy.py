@@ -16,8 +16,9 @@ from pallas_kernels.dispatch import device_kind, surroundings
 from pallas_kernels.operands import Tensor
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import is_timed, load
-from tcfp_jax.conversion.factors import Product
+from tcfp_jax.conversion.factors import GROUPED, Product
 from tcfp_jax.explanation import Explanation, explain
+from tcfp_jax.products.grouped import unsupported
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 
@@ -168,6 +169,8 @@ class Policy:
     def _weighed(self, product: Product) -> Record:
         """Choose by measured times of the layer at its own shape; the reason says so if size decides instead."""
         assert self.recipe is not None, "a model that is converted has one"
+        if product.primitive == GROUPED:  # its times are not those of one matrix
+            return self._sized(product)
         rows = max(1, product.rows // self.devices)
         around = (surroundings(), load(), has_explicit_axes())
         found = _weighed(rows, product.k, product.n, self.recipe, around)
@@ -204,8 +207,10 @@ class Policy:
 
 
 def _storable(record: Record) -> Record:
-    """Return the choice for rows that are looked up or a head with its loss, if its recipe can serve it."""
+    """Return the choice for rows that are looked up, experts or a head with its loss, if its recipe can serve it."""
     recipe, primitive = record.recipe, record.product.primitive
+    if recipe is not None and primitive == GROUPED and (why := unsupported(recipe)):
+        return dataclasses.replace(record, recipe=None, reason=why)
     if recipe is None or primitive not in ("gather", "cross_entropy"):
         return record
     if primitive == "gather":

@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
 from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, with_entries
-from tcfp_jax.conversion.factors import MATRIX, Factors, factors
+from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
 from tcfp_jax.layers import Absent
 from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
+from tcfp_jax.products.grouped import grouped_matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.lookup import gathered, with_gradient
@@ -296,7 +297,7 @@ def multiply(
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
     view: View = weight.view
-    found, kernel, stored = _taken(weight, eqn.params["dimension_numbers"], eqn.invars, side, recipe)
+    found, kernel, stored = _taken(weight, factors_of(eqn, side, view), recipe)
     key = jax.random.key(0) if _rounds_here(stored, recipe) else drawn if recipe.draws else None
     if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
         layout = found.contraction.layout
@@ -307,6 +308,9 @@ def multiply(
         )  # fmt: skip
     # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
     x = x.astype(jnp.promote_types(x.dtype, out.dtype))
+    if eqn.primitive.name == GROUPED:
+        matrix, stored = _as_experts(found.contraction.layout, kernel, stored, inputs[2].shape[0])
+        return grouped_matmul(x, matrix, inputs[2], recipe=recipe, quantized=stored, key=key).astype(out.dtype)
     x = ungrouped(x, found.x_groups) if found.x_groups else x
     asked = eqn.params.get("out_sharding")
     if asked is not None and found.out_groups:
@@ -320,22 +324,38 @@ def multiply(
 def multiply_head(eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss) -> list[jax.Array]:
     """Return (mean, losses) of a `losses.cross_entropy` with these options, computed as the recipe says."""
     x, weight, targets, shares = inputs
-    found, kernel, stored = _taken(weight, MATRIX, eqn.invars[:2], 1, recipe)
-    layout = found.contraction.layout
-    matrix = None if kernel is None else layout.matrix(kernel)
-    if layout.transposed:
-        matrix = None if matrix is None else matrix.swapaxes(-1, -2)
-        stored = None if stored is None else stored.swap()
+    shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
+    found, kernel, stored = _taken(weight, factors(MATRIX, shapes, 1, weight.view), recipe)
+    matrix, stored = _as_matrix(found.contraction.layout, kernel, stored)
     key = jax.random.key(0) if _rounds_here(stored, recipe) else None
     asked = dataclasses.replace(options, recipe=recipe)
     return list(loss_of(asked, x, matrix, stored, targets, shares, key))
 
 
-def _taken(
-    weight: Shown, numbers: Any, operands: Sequence[Any], side: int, recipe: Recipe
-) -> tuple[Factors, jax.Array | None, Stored | None]:
+def _as_matrix(
+    layout: Layout, kernel: jax.Array | None, stored: Stored | None
+) -> tuple[jax.Array | None, Stored | None]:
+    """Return a weight as `[*stack, k, n]`, floats and stored form."""
+    matrix = None if kernel is None else layout.matrix(kernel)
+    if not layout.transposed:
+        return matrix, stored
+    return None if matrix is None else matrix.swapaxes(-1, -2), None if stored is None else stored.swap()
+
+
+def _as_experts(
+    layout: Layout, kernel: jax.Array | None, stored: Stored | None, count: int
+) -> tuple[jax.Array | None, Stored | None]:
+    """Return the weights of a grouped product as `[e, k, n]`, floats and stored form."""
+    matrix, stored = _as_matrix(layout, kernel, stored)
+    # An axis of one expert has no atom, and a reshape may have cut the axis of several.
+    if stored is not None:
+        leading = len(stored.stack)
+        stored = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[leading:]), stored)
+    return None if matrix is None else matrix.reshape(count, *matrix.shape[-2:]), stored
+
+
+def _taken(weight: Shown, found: Factors | str, recipe: Recipe) -> tuple[Factors, jax.Array | None, Stored | None]:
     """Return (a product with a weight over the weight's own axes, its float numbers, its stored form)."""
-    found = factors(numbers, [var.aval.shape for var in operands], side, weight.view)
     assert isinstance(found, Factors), "the census plans no other product"
     # The stored form serves the product that it was made for; another product of the weight quantizes it here.
     how = weight.weight

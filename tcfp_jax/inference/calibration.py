@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion import linen_models
 from tcfp_jax.conversion.evaluate import Machine, bare, bind
-from tcfp_jax.conversion.factors import Factors, factors
+from tcfp_jax.conversion.factors import GROUPED, Factors, factors_of
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.conversion.views import Equation
@@ -128,7 +128,7 @@ def _observed(
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight = inputs[side]
-    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, weight.view)
+    found = factors_of(eqn, side, weight.view)
     assert isinstance(found, Factors), "the census plans no other product"
     how, probe = weight.weight, weight.stored
     if how is None or probe is None or (how.recipe, how.layout) != (recipe, found.layout):
@@ -136,6 +136,9 @@ def _observed(
     seen.add(probe.path)
     contraction = found.contraction
     x = lax.stop_gradient(inputs[1 - side])
+    if eqn.primitive.name == GROUPED:  # each weight has moments of its own rows
+        ends, row = jnp.cumsum(inputs[2])[:, None], jnp.arange(x.shape[0])
+        x = jnp.where(((ends - inputs[2][:, None] <= row) & (row < ends))[..., None], x, 0)
     x = ungrouped(x, found.x_groups) if found.x_groups else x
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     k = math.prod(x.shape[x.ndim - len(contraction.inputs) :])

@@ -29,6 +29,7 @@ def normal(*shape, seed=0):
 
 X = normal(4, 32, seed=1) * 6
 W, STACK, TABLE = normal(32, 32), normal(32, 3, 32), normal(16, 32)
+SIZES = jnp.array([3, 1])  # of the rows of two experts
 ROTATIONS = np.cos(np.arange(4 * 32.0).reshape(4, 32)).astype(np.float32)
 
 
@@ -70,6 +71,15 @@ CONVERTED = {
     "experts with their own rows": (
         lambda p, x: jnp.einsum("etd,edf->etf", jnp.stack([x, 2 * x]), p["w"]), {"w": normal(2, 32, 16)},
         ["adb,abc->adc"],
+    ),
+    "experts with groups of rows": (
+        lambda p, x: lax.ragged_dot(x, p["w"], SIZES), {"w": normal(2, 32, 16)}, ["db,abc->dc in groups"],
+    ),
+    "layers of transposed experts, and one expert": (
+        lambda p, x: lax.ragged_dot(lax.scan(
+            lambda x, w: (jnp.tanh(lax.ragged_dot(x, w.swapaxes(1, 2), SIZES)), None), x, p["w"])[0],
+            p["v"].reshape(1, 32, 32), SIZES[:1]), {"w": normal(3, 2, 32, 32), "v": normal(4, 8, 32)},
+        ["dc,abc->db in groups", "dab,abc->dc in groups"],
     ),
     "shared and transposed": (
         lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, {"w": W}, ["ca,ab->cb", "cb,ab->ca"],
@@ -146,7 +156,14 @@ LEFT = {
     ),
     "mixed with an input": (lambda p, x: x @ (p["w"] * x.mean()), {"w": W}, "mixed with an input"),
     "jax.grad inside": (lambda p, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(p["w"]), {"w": W}, "jax.grad"),
-    "ragged": (lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([1, 3])), {"w": normal(2, 32, 16)}, "ragged_dot"),
+    "groups of columns": (
+        lambda p, x: lax.ragged_dot_general(
+            x, p["w"], jnp.array([20, 12]), lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
+        ).sum(0), {"w": W}, "rows in groups",
+    ),
+    "experts that are copies": (
+        lambda p, x: lax.ragged_dot(x, jnp.broadcast_to(p["w"], (2, *p["w"].shape)), SIZES), {"w": W}, "copies",
+    ),
 }  # fmt: skip
 
 
@@ -156,7 +173,13 @@ def close(found, wanted, part):
 
 
 @pytest.mark.slow_except(
-    "mlp", "scan and remat over axis 1", "tied head", "parts", "a table of rotations", "carried by a loop"
+    "mlp",
+    "scan and remat over axis 1",
+    "tied head",
+    "parts",
+    "a table of rotations",
+    "carried by a loop",
+    "layers of transposed experts, and one expert",
 )
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
