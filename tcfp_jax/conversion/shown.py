@@ -307,7 +307,8 @@ def multiply(
             shape=None if stored is None else stored.shape, x_quantized=x_quantized,
         )  # fmt: skip
     # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
-    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
+    with jax.numpy_dtype_promotion("standard"):
+        x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     if eqn.primitive.name == GROUPED:
         matrix, stored = _as_experts(found.contraction.layout, kernel, stored, inputs[2].shape[0])
         return grouped_matmul(x, matrix, inputs[2], recipe=recipe, quantized=stored, key=key).astype(out.dtype)

@@ -1,0 +1,158 @@
+"""A mixture of experts in plain Flax: `lax.ragged_dot` is converted, trained with and without floats, served."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from tcfp_jax import error_feedback, layer_state, optim, transform
+from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
+from tcfp_jax.inference import quantize_params
+from tcfp_jax.inference.calibration import hessians
+
+TOKENS, WIDTH, HIDDEN, EXPERTS, TOP = 64, 32, 48, 5, 2
+GROUPS = ("linear", "small")
+
+
+class Experts(nn.Module):
+    """Each token goes through its two best experts of five; rows are sorted by expert."""
+
+    @nn.compact
+    def __call__(self, x):
+        weights, chosen = lax.top_k(jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="router")(x)), TOP)
+        order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+        init = nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        gate, up = (self.param(name, init, (EXPERTS, WIDTH, HIDDEN)) for name in ("gate", "up"))
+        down = self.param("down", init, (EXPERTS, HIDDEN, WIDTH))
+        rows = x[order // TOP]
+        hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+        out = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(len(x), TOP, WIDTH)
+        return x + jnp.einsum("tk,tkd->td", weights, out)
+
+
+X = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+TARGET = jnp.tanh(X @ jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 4) + X
+FLOAT = Experts()
+PARAMS = FLOAT.init(jax.random.key(2), X)["params"]
+LOW, OTHER = (convert_to_tcfp(FLOAT, "tcfp12_single", X, include=GROUPS, rules={"router": None}) for _ in range(2))
+WEIGHTS = find_weights(OTHER, X)  # a model that was asked for its weights warns if it is trained without them
+
+
+def loss(model, params, collections=None):
+    return jnp.mean((model.apply({"params": params, **(collections or {})}, X) - TARGET) ** 2)
+
+
+def relative(found, wanted):
+    return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+
+
+def test_the_report_lists_products_in_groups():
+    report = survey(LOW, X)
+    assert [record.weight_path for record in report.converted] == ["gate", "up", "down"]
+    assert all(record.product.equation == "db,abc->dc in groups" and record.stored for record in report.converted)
+    assert report.converted[0].product.rows == TOKENS * TOP
+    assert [record.path for record in report.skipped] == ["router"]
+    assert set(WEIGHTS) == {"gate", "up", "down"} and WEIGHTS["up"].layout.stack == (0,)
+
+
+def test_losses_and_gradients_are_near_those_of_floats():
+    exact, gradients = jax.jit(jax.value_and_grad(lambda p: loss(FLOAT, p)))(PARAMS)
+    found, low = jax.jit(jax.value_and_grad(lambda p: loss(LOW, p)))(PARAMS)
+    stored = tcfp_jax.store(PARAMS, WEIGHTS, key=jax.random.key(3))
+    again, of_stored = jax.jit(tcfp_jax.value_and_grad(lambda p: loss(LOW, p)))(stored)
+    # A gradient sees six independent roundings of 2**-4 at most: two operands of each product on its way.
+    bound = 6**0.5 * 2.0**-4
+    assert abs(found - exact) <= bound * exact and abs(again - exact) <= bound * exact and found != exact
+    for name in ("gate", "up", "down"):
+        assert 0 < relative(low[name], gradients[name]) <= bound
+        assert 0 < relative(of_stored[name], gradients[name]) <= bound
+    assert relative(low["router"]["kernel"], gradients["router"]["kernel"]) <= 2 * bound
+
+
+def train(step, params, state):
+    def one(carry, _):
+        params, state, value = step(*carry)
+        return (params, state), value
+
+    (params, _), losses = jax.jit(lambda carry: lax.scan(one, carry, None, 80))((params, state))
+    return params, losses
+
+
+def test_training_falls_alike_with_floats_with_feedback_and_without_float_weights():
+    adam = optax.adam(3e-3)
+    feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))
+    stored_tx = optim.adamw(3e-3, weight_decay=0.0, key=jax.random.key(4))
+
+    def of_float(params, state):
+        value, gradients = jax.value_and_grad(lambda p: loss(FLOAT, p))(params)
+        updates, state = adam.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def of_feedback(params, state):
+        value, gradients = jax.value_and_grad(lambda p: loss(LOW, p, {"tcfp": layer_state(state)}))(params)
+        updates, state = feedback.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def of_stored(params, state):
+        value, gradients = tcfp_jax.value_and_grad(lambda p: loss(LOW, p))(params)
+        updates, state = stored_tx.update(gradients, state, params)
+        return tcfp_jax.apply_updates(params, updates), state, value
+
+    stored = tcfp_jax.store(PARAMS, WEIGHTS, key=jax.random.key(3))
+    _, exact = train(of_float, PARAMS, adam.init(PARAMS))
+    _, with_feedback = train(of_feedback, PARAMS, feedback.init(PARAMS))
+    trained, without_floats = train(of_stored, stored, stored_tx.init(stored))
+    assert exact[-1] < 0.4 * exact[0]
+    for losses in (with_feedback, without_floats):
+        assert np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
+    # The trained weights serve without floats, as they trained.
+    served = quantize_params(trained, WEIGHTS)
+    assert "gate" not in served["params"]
+    np.testing.assert_allclose(loss(LOW, served["params"], {"tcfp": served["tcfp"]}), loss(LOW, trained), rtol=1e-6)
+
+
+def test_other_recipes_say_why_not():
+    low = transform(lambda p, x: FLOAT.apply({"params": p}, x), "blockwise", include=GROUPS)
+    skipped = survey(low, PARAMS, X).skipped
+    assert {record.weight_path for record in skipped} == {"gate", "up", "down"}
+    assert all(record.reason.startswith("blockwise has no grouped product") for record in skipped)
+
+
+def test_experts_over_devices_are_converted():
+    mesh, sizes = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,)), jnp.array([20, 12, 9, 23])
+    local = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
+    fn = lambda p, x: jax.shard_map(local, mesh=mesh, in_specs=(P("e"), P("e"), P("e")), out_specs=P("e"))(
+        x, p["w"], sizes
+    )
+    params = {"w": PARAMS["gate"][:4]}
+    low = transform(fn, "tcfp12_single", include=GROUPS)
+    (record,) = survey(low, params, X).converted
+    assert "quantized at each use" in str(record) and not find_weights(low, params, X)
+    square = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))(params)
+    (found, gradient), (exact, wanted) = square(low), square(fn)
+    assert 0 < abs(found - exact) <= 2.0**-4 * exact and 0 < relative(gradient["w"], wanted["w"]) <= 2.0**-3
+
+
+def test_moments_for_calibration_are_those_of_each_expert():
+    sizes = jnp.array([20, 0, 30, 3])
+    low = transform(lambda p, x: lax.ragged_dot(x, p["w"], sizes), "tcfp12_single", include=GROUPS)
+    (found,) = hessians(low, {"w": PARAMS["gate"][:4]}, [X]).values()
+    ends = np.cumsum(sizes)
+    for moments, end, size in zip(found, ends, sizes.tolist(), strict=True):
+        np.testing.assert_allclose(moments, X[end - size : end].T @ X[end - size : end], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_results_have_the_dtype_that_the_program_asks_for(dtype):
+    fn = lambda p, x: lax.ragged_dot(x.astype(jnp.bfloat16), p["w"].astype(jnp.bfloat16), jnp.array([9, 9, 9, 9, 9]),
+                                     preferred_element_type=dtype)  # fmt: skip
+    low = transform(fn, "tcfp12_single", include=GROUPS)
+    found, exact = low({"w": PARAMS["up"]}, X), fn({"w": PARAMS["up"]}, X)
+    assert found.dtype == exact.dtype == dtype
+    assert relative(found.astype(jnp.float32), exact.astype(jnp.float32)) <= 2.0**-4
