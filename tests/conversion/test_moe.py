@@ -80,7 +80,8 @@ def train(step, params, state):
         params, state, value = step(*carry)
         return (params, state), value
 
-    (params, _), losses = jax.jit(lambda carry: lax.scan(one, carry, None, 80))((params, state))
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        (params, _), losses = jax.jit(lambda carry: lax.scan(one, carry, None, 80))((params, state))
     return params, losses
 
 
@@ -111,10 +112,11 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
     assert exact[-1] < 0.4 * exact[0]
     for losses in (with_feedback, without_floats):
         assert np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
-    # The trained weights serve without floats, as they trained.
-    served = quantize_params(trained, WEIGHTS)
+    # The trained weights serve without floats; only scales are found anew, and W_hi is rounded by them.
+    served = quantize_params(tcfp_jax.dequantize(trained), WEIGHTS)
     assert "gate" not in served["params"]
-    np.testing.assert_allclose(loss(LOW, served["params"], {"tcfp": served["tcfp"]}), loss(LOW, trained), rtol=1e-6)
+    y = LOW.apply(served, X)
+    assert relative(y, LOW.apply({"params": trained}, X)) <= 2.0**-5
 
 
 def test_other_recipes_say_why_not():
