@@ -102,7 +102,7 @@ def _ragged(numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool
 
 
 def _checked(out: jax.Array, group_sizes: jax.Array, m: int) -> jax.Array:
-    """Return the result, or NaN for sizes that are no sizes: a compiled program cannot raise."""
+    """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
     ends = jnp.cumsum(group_sizes)
     # The first sum that overflows is negative.
     sound = jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))

@@ -6,7 +6,7 @@ A layer with a mixture of experts sorts its tokens by expert and multiplies each
     dgrad     dx[m, k]     = g_q[m, n]   . (W_hi + W_lo)[e, k, n]   of each row's group
     wgrad     dW[e, k, n]  = x_qᵀ[k, m]  . g_qᵀ[n, m]               over the rows of each group
 
-Scales, rounding and the straight-through gradient are those of `products.matmul`. Each weight has scales of its own.
+Scales, rounding and the straight-through gradient are as in `products.matmul`. Each weight has scales of its own.
 """
 
 import functools

@@ -44,6 +44,9 @@ LOW, OTHER = (convert_to_tcfp(FLOAT, "tcfp12_single", X, include=GROUPS, rules={
 WEIGHTS = find_weights(OTHER, X)  # a model that was asked for its weights warns if it is trained without them
 
 
+store = jax.jit(lambda params: tcfp_jax.store(params, WEIGHTS, key=jax.random.key(3)))
+
+
 def loss(model, params, collections=None):
     return jnp.mean((model.apply({"params": params, **(collections or {})}, X) - TARGET) ** 2)
 
@@ -64,7 +67,7 @@ def test_the_report_lists_products_in_groups():
 def test_losses_and_gradients_are_near_those_of_floats():
     exact, gradients = jax.jit(jax.value_and_grad(lambda p: loss(FLOAT, p)))(PARAMS)
     found, low = jax.jit(jax.value_and_grad(lambda p: loss(LOW, p)))(PARAMS)
-    stored = tcfp_jax.store(PARAMS, WEIGHTS, key=jax.random.key(3))
+    stored = store(PARAMS)
     again, of_stored = jax.jit(tcfp_jax.value_and_grad(lambda p: loss(LOW, p)))(stored)
     # A gradient sees six independent roundings of 2**-4 at most: two operands of each product on its way.
     bound = 6**0.5 * 2.0**-4
@@ -105,7 +108,7 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
         updates, state = stored_tx.update(gradients, state, params)
         return tcfp_jax.apply_updates(params, updates), state, value
 
-    stored = tcfp_jax.store(PARAMS, WEIGHTS, key=jax.random.key(3))
+    stored = store(PARAMS)
     _, exact = train(of_float, PARAMS, adam.init(PARAMS))
     _, with_feedback = train(of_feedback, PARAMS, feedback.init(PARAMS))
     trained, without_floats = train(of_stored, stored, stored_tx.init(stored))
