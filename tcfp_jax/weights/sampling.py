@@ -76,8 +76,10 @@ def _sample(w: jax.Array) -> jax.Array:
 @jax.jit
 def _sample_of_codes(rows: Operand) -> jax.Array:
     assert rows.lo is not None, "a stored parameter has two halves"
-    # As bytes, which devices of a mesh can add up.
-    number = lambda codes: lax.bitcast_convert_type(_taken(lax.bitcast_convert_type(codes, jnp.uint8)), codes.dtype)
+    # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib 0.10 to 0.12) takes the bytes of a
+    # constant stack in another order.
+    taken = lambda codes: lax.optimization_barrier(_taken(lax.bitcast_convert_type(codes, jnp.uint8)))
+    number = lambda codes: lax.bitcast_convert_type(taken(codes), codes.dtype)
     scale = rows.scale[..., None]
     if rows.scaling != Tensor():
         scale = _taken(jnp.broadcast_to(rows.scale_of_values(), rows.values.shape))

@@ -210,6 +210,13 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
     assert all(kernel.backward.scale.shape == (3,) and kernel.nbytes < 2.1 * 3 * 16 * 32 for kernel in kernels)
 
 
+def test_a_stack_of_constants_is_stored_as_one_of_arguments():
+    params = {"w": jax.random.normal(jax.random.key(2), (5, 32, 48))}
+    weights = {"w": Weight(tcfp_jax.recipe("tcfp12_single"), Layout((1,), (2,), (0,)))}
+    store = lambda params: tcfp_jax.store(params, weights, key=jax.random.key(3))
+    assert same_bits(jax.jit(lambda: store(params))(), jax.jit(store)(params))
+
+
 @pytest.mark.slow_except("stochastic-tcfp12", "feedback-tcfp12_single")
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12", "tcfp12_fast", "tcfp12_blockwise"])
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback", "dropped"])
