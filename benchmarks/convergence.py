@@ -71,11 +71,11 @@ def measure_text(config: Config, name: str, base: Base, corpus: Corpus) -> Row:
 def measure_digits(config: Config, name: str, seed: int) -> Row:
     """Train the MLP of digits, and evaluate it."""
     started, variant = time.perf_counter(), VARIANTS[name]
-    got = digits.run(
-        digits.DigitsConfig(
-            variant.recipe, steps=config.digits_steps, seed=seed, initial_jitter=variant.perturbation
-        )
+    how = digits.DigitsConfig(
+        variant.recipe, steps=config.digits_steps, seed=seed, initial_jitter=variant.perturbation
     )  # fmt: skip
+    with nn.intercept_methods(fake_quantized):
+        got = digits.run(how)
     return Row(
         task="digits", name=name, seed=seed, base=f"seed-{seed}", train_loss=last_tenth(got.train_loss.tolist()),
         heldout_loss=got.heldout_loss, heldout_loss_bf16=got.heldout_loss_bf16, accuracy=got.heldout_accuracy,
