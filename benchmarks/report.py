@@ -109,7 +109,8 @@ def choose(results: Path = RESULTS) -> str:
     noise = 0.0 if forked is None else convergence_tables.noise_floor(convergence_tables.rows_of(forked), RERUN)
     text = [
         "Speed is of whole training steps of 4 × 4096 tokens: BF16's time divided by the recipe's. Both recompute the "
-        "blocks of Llama-3-8B in the backward pass.",
+        "blocks of Llama-3-8B in the backward pass. Speeds and perplexities of stored weights are of runs whose tables "
+        "and heads were floats.",
         "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
         "Adam's moments.",
         "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "

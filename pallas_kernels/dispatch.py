@@ -167,6 +167,15 @@ def compute_capability() -> float:
         return 0.0
 
 
+def lacks_fp8() -> str | None:
+    """Return the reason why that device cannot convert to FP8 in a kernel, or None: NVIDIA GPUs can from 8.9 on.
+
+    A device that is only described, for a program that is compiled elsewhere, has a name but no capability.
+    """
+    kind, capability = device_kind(), compute_capability()
+    return f"{kind} has no instructions for FP8" if "NVIDIA" not in kind or 0 < capability < 8.9 else None
+
+
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:

@@ -40,14 +40,9 @@ def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: object) -> st
 def decline(options: Options, *arrays: object) -> str | None:
     """Return the reason why this kernel is not the first choice, or None.
 
-    It needs the instructions that convert E4M3, which NVIDIA GPUs have from 8.9 on. On an H200 XLA's fusions of the
-    same arithmetic take three times as long, so no shape needs to be timed. A device that is only described, for a
-    program that is compiled elsewhere, has a name but no capability.
+    On an H200 XLA's fusions of the same arithmetic take three times as long, so no shape needs to be timed.
     """
-    kind, capability = dispatch.device_kind(), dispatch.compute_capability()
-    if "NVIDIA" not in kind or 0 < capability < 8.9:
-        return f"{kind} has no instructions for FP8"
-    return None
+    return dispatch.lacks_fp8()
 
 
 def adamw(

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Block, Row, Tensor
-from pallas_kernels.quantize import triton_rows
+from pallas_kernels.quantize import computed, triton_rows
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.quantize.computed import quantize_computed
 from tests.helpers import decibels, float64_of, same_bits
@@ -428,3 +429,11 @@ def test_computed_values_are_the_rounded_values_of_the_function_in_both_orientat
 def test_computed_values_whose_sizes_make_no_tiles_name_the_repair():
     with pytest.raises(NotImplementedError, match=r'x\[48, 40\].*use backend="xla" or pad'):
         quantize_computed(lambda x: (x,), jnp.ones((48, 40)), E5M2, backend="triton")
+
+
+def test_computed_values_need_no_kernel_where_a_gpu_has_no_instructions_for_fp8(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA A100")
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: 8.0)
+    options = computed.Computed(Shares(False), E5M2, 1)
+    kernel, reference = dispatch.judge(computed.IMPLEMENTATIONS, None, options, jnp.ones((64, 64)), (), ())
+    assert "NVIDIA A100 has no instructions" in kernel.reason and reference.reason is None
