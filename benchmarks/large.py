@@ -173,7 +173,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add sizes."""
     parser.add_argument("--model", choices=list(LLAMAS), help="(default: llama-8b on a GPU)")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
-    parser.add_argument("--bf16-layers", type=int, help="(default: all)")
+    parser.add_argument("--layers", type=int, help="of the model (default: all)")
+    parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
     parser.add_argument("--remat", help="values that blocks keep (default: the model's, auto for llama-8b)")
     parser.add_argument("--loop", choices=get_args(Loop), default="scan", help="over the blocks (default: scan)")
 
@@ -182,7 +183,9 @@ def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
-    model = dataclasses.replace(model, remat=options.remat or model.remat, loop=options.loop)
+    model = dataclasses.replace(
+        model, layers=options.layers or model.layers, remat=options.remat or model.remat, loop=options.loop
+    )
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
