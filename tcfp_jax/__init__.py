@@ -34,7 +34,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from tcfp_jax.weights.quantization import quantize, split
     from tcfp_jax.weights.tcfp12 import dequantize_tcfp12, fake_quantize, quantize_tcfp12
 
-__version__ = "0.3.0"
+__version__: str  # of the installed package, read when it is asked for
+
 
 __all__ = [
     "Recipe", "TCFPMode", "apply_updates", "dequantize", "dequantize_tcfp12", "error_feedback", "explain",
@@ -68,7 +69,19 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(f"tcfp_jax.{_HOMES[name]}"), name)
         globals()[name] = value  # the next read does not come here
         return value
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'tcfp_jax' has no attribute {name!r}; dir(tcfp_jax) lists its names")
+
+
+def _version() -> str:
+    """Return the version of the installed package; "0+unknown" of a checkout on the path."""
+    import importlib.metadata  # 20 ms that `import tcfp_jax` need not take
+
+    try:
+        return importlib.metadata.version("tcfp_jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

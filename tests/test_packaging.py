@@ -1,5 +1,7 @@
 """An installation, editable or not, shows two packages and nothing else."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,5 +20,15 @@ def test_an_installation_shows_the_library_and_nothing_else():
     assert wheel["dev-mode-exact"] is True
 
 
-def test_the_version_is_that_of_the_package():
-    assert tcfp_jax.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_there_is_one_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tcfp_jax.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_without_an_installation_the_version_is_unknown(tmp_path):
+    """A checkout on the path has no metadata."""
+    (tmp_path / "tcfp_jax").symlink_to(ROOT / "tcfp_jax")
+    script = f"import sys; sys.path = [{str(tmp_path)!r}, *sys.path]; import tcfp_jax; print(tcfp_jax.__version__)"
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout == "0+unknown\n"
