@@ -24,6 +24,7 @@ from models import ComputeDtype, gpt, llama
 from models.gpt import GPT, GPTConfig
 from models.keeping import Copies
 from models.llama import Llama, LlamaConfig
+from models.moe import MOES, Moe, MoeConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
@@ -37,6 +38,8 @@ INCLUDE: tuple[Include, ...] = ("linear", "small")
 TABLES: tuple[Include, ...] = ("head", "embed")
 # A GPT looks tokens up by a product with one-hot rows, which must stay exact.
 RULES = {"^embedding": None}
+# A router computes in float32: its choices are not continuous.
+ROUTER = {"router": None}
 
 
 def copies_of(recipe: Recipe) -> Copies:
@@ -79,19 +82,20 @@ def _plain_gpt(config: GPTConfig, dtype: ComputeDtype) -> nn.Module:
 
 
 def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
-    return Llama(config, dtype=dtype)
+    return Moe(config, dtype=dtype) if isinstance(config, MoeConfig) else Llama(config, dtype=dtype)
 
 
 def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype, tables: Tables) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
     include = (*INCLUDE, *TABLES) if tables == "stored" else INCLUDE
-    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=include)
+    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=include, rules=ROUTER)
     return Learner(model, find_weights(model))
 
 
 FAMILIES = {
     "gpt": Family(GPTConfig, gpt.MODELS, "bytes", _plain_gpt, _gpt),
     "llama": Family(LlamaConfig, llama.LLAMAS, "ids", _plain_llama, _llama),
+    "moe": Family(MoeConfig, MOES, "ids", _plain_llama, _llama),
 }
 
 
@@ -99,7 +103,7 @@ def model_names() -> list[str]:
     """Return the names of all sizes.
 
     >>> model_names()[0], model_names()[-1]
-    ('tiny', 'llama-8b')
+    ('tiny', 'qwen3-30b-a3b')
     """
     return [name for family in FAMILIES.values() for name in family.sizes]
 
@@ -110,7 +114,7 @@ def family_of(config: ModelConfig) -> str:
     >>> family_of(model_config("llama-8b"))
     'llama'
     """
-    return next(name for name, family in FAMILIES.items() if isinstance(config, family.config))
+    return next(name for name, family in FAMILIES.items() if type(config) is family.config)
 
 
 def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> ModelConfig:
@@ -127,7 +131,7 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
     if isinstance(model, str):
         if model not in model_names():
             raise ValueError(
-                f"model {model!r} is unknown; use one of {model_names()} or build a GPTConfig or a LlamaConfig"
+                f"model {model!r} is unknown; use one of {model_names()} or build a GPTConfig, LlamaConfig or MoeConfig"
             )
         return model_config(next(f.sizes[model] for f in FAMILIES.values() if model in f.sizes), vocabulary)
     if vocabulary is None:
@@ -166,6 +170,6 @@ def learner(
     shape, stores = jax.ShapeDtypeStruct(tokens, jnp.int32), tables == "stored" and isinstance(config, LlamaConfig)
     include = ("measured", *TABLES) if stores else ("measured",)
     model = convert_to_tcfp(
-        family.plain(config, dtype), recipe, shape, include=include, rules=None if stores else RULES
+        family.plain(config, dtype), recipe, shape, include=include, rules=ROUTER | ({} if stores else RULES)
     )
     return Learner(model, find_weights(model))

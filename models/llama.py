@@ -15,7 +15,7 @@ stretched frequencies by which Llama 3.1 and 3.2 reach a context of 131072).
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ from models.meshes import looked_up, split_batch
 from tcfp_jax.remat import checkpoint_in_fp8
 
 Head = Literal["tied", "untied"]
+QKNorm = Literal["none", "heads", "all"]
 Loop = Literal["scan", "unrolled"]
+Scaled = Literal["plain", "residual"]
 INITIAL_DEVIATION = 0.02
 
 
@@ -39,11 +41,14 @@ class LlamaConfig:
     """Size of a `Llama`, and how it runs.
 
     Attributes:
-      layers, width, heads: Number of blocks, model dimension d, query heads (d / heads values each).
+      layers, width, heads: Number of blocks, model dimension d, query heads.
       kv_heads: Heads of keys and values; each serves heads / kv_heads query heads.
       hidden: Values between the matrices of a SwiGLU.
       context: Longest sequence, and rows of the table of rotations.
       vocabulary: Rows of the embedding table, at least 256.
+      head_dim: Values of one head of attention; None is d / heads.
+      qk_norm: RMSNorms of queries and keys before their rotation: "heads" normalizes each head by one scale for all of
+        them (Qwen3), "all" normalizes all heads together (OLMoE).
       head: "tied" multiplies by the embedding table; "untied" has a matrix of its own.
       rope_theta: Base of the wavelengths of rotary positions.
       norm_eps: Constant added to mean squares.
@@ -74,13 +79,15 @@ class LlamaConfig:
     attention: Attention = "auto"
     remat: str = "none"
     loop: Loop = "scan"
+    head_dim: int | None = None
+    qk_norm: QKNorm = "none"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context) < 1:
             raise ValueError(f"{self} has a size below 1; every size must be positive")
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
-        if self.head_size % 2:
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor, or head_dim")
+        if self.head_size < 1 or self.head_size % 2:
             raise ValueError(
                 f"heads={self.heads} of width={self.width} have {self.head_size} values each, but rotary positions "
                 "turn pairs; choose heads of an even size"
@@ -92,7 +99,7 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name, allowed in dict(head=Head, attention=Attention, loop=Loop).items():
+        for name, allowed in dict(head=Head, attention=Attention, loop=Loop, qk_norm=QKNorm).items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(allowed))}")
         check_remat(self.remat)
@@ -100,7 +107,7 @@ class LlamaConfig:
     @property
     def head_size(self) -> int:
         """Values of one head of attention."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_dim is None else self.head_dim
 
 
 LLAMAS = {
@@ -130,46 +137,77 @@ class Block(nn.Module):
     dot_general_cls: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, None]:
-        """Apply causal attention and the SwiGLU, each around a residual connection."""
-        config, x = self.config, split_batch(x)
+    def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Apply causal attention and the MLP, each around a residual connection; also return the MLP's penalty."""
+        x = self._attend(split_batch(x), rotation)
+        y, penalty = self._mlp(self._norm("mlp_norm")(x))
+        return x + y, penalty
+
+    def _attend(self, x: jax.Array, rotation: jax.Array) -> jax.Array:
+        config = self.config
         normed = self._norm("attention_norm")(x)
         query, key, value = (
-            self._dense(name, heads * config.head_size)(normed).reshape(*x.shape[:-1], heads, config.head_size)
+            self._dense(name, heads * config.head_size)(normed)
             for name, heads in (("query", config.heads), ("key", config.kv_heads), ("value", config.kv_heads))
         )
+        query, key = (self._normed_heads(name, values) for name, values in (("query", query), ("key", key)))
+        value = value.reshape(*x.shape[:-1], config.kv_heads, config.head_size)
         query, key = checkpoint_name(rotate(query, rotation), "query"), checkpoint_name(rotate(key, rotation), "key")
-        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention).reshape(x.shape)
-        x = checkpoint_name(x + self._dense("output", config.width, scaled="residual")(attended), "attention_residual")
-        normed = self._norm("mlp_norm")(x)
-        gate, up = (
-            checkpoint_in_fp8(checkpoint_name(self._dense(name, config.hidden)(normed), name), f"{name}_fp8")
-            for name in ("gate", "up")
+        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention)
+        attended = attended.reshape(*x.shape[:-1], config.heads * config.head_size)
+        return checkpoint_name(
+            x + self._dense("output", config.width, scaled="residual")(attended), "attention_residual"
         )
-        return x + self._dense("down", config.width, scaled="residual")(nn.silu(gate) * up), None
+
+    def _normed_heads(self, name: str, values: jax.Array) -> jax.Array:
+        """Return queries or keys as `[batch, positions, heads, values]`, normalized as the config says."""
+        if self.config.qk_norm == "all":
+            values = self._norm(f"{name}_norm")(values)
+        values = values.reshape(*values.shape[:-1], -1, self.config.head_size)
+        return self._norm(f"{name}_norm")(values) if self.config.qk_norm == "heads" else values
+
+    def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return the SwiGLU of normalized activations, and None for the penalty of a router."""
+        return self._swiglu(x, self.config.hidden), None
+
+    def _swiglu(self, x: jax.Array, hidden: int) -> jax.Array:
+        gate, up = (self._dense(name, hidden)(x) for name in ("gate", "up"))
+        return self._dense("down", self.config.width, scaled="residual")(gated(gate, up))
 
     def _norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.config.norm_eps, dtype=jnp.dtype(self.dtype), name=name)
 
-    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
-        # Layers that write to the residual stream start smaller, so that its variance does not grow with depth.
-        deviation = INITIAL_DEVIATION / ((2 * self.config.layers) ** 0.5 if scaled == "residual" else 1)
-        normal = nn.initializers.normal(deviation)
+    def _dense(self, name: str, features: int, *, scaled: Scaled = "plain") -> nn.Dense:
         return nn.Dense(
-            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name,
+            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=initial(self.config, scaled), name=name,
             dot_general_cls=self.dot_general_cls,
         )  # fmt: skip
+
+
+def initial(config: LlamaConfig, scaled: Scaled = "plain") -> nn.initializers.Initializer:
+    """Return the initializer of a matrix; those that write to the residual stream start smaller."""
+    # Otherwise its variance would grow with depth.
+    return nn.initializers.normal(INITIAL_DEVIATION / ((2 * config.layers) ** 0.5 if scaled == "residual" else 1))
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return `silu(gate) * up`, with both named for the policy of a remat."""
+    gate, up = (
+        checkpoint_in_fp8(checkpoint_name(value, name), f"{name}_fp8") for name, value in (("gate", gate), ("up", up))
+    )
+    return nn.silu(gate) * up
 
 
 class Matrix(nn.Module):
     """The parameter `kernel` of a product that the caller writes."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    start: nn.initializers.Initializer = nn.initializers.normal(INITIAL_DEVIATION)
 
     @nn.compact
     def __call__(self) -> jax.Array:
         """Return the kernel, float32."""
-        return self.param("kernel", nn.initializers.normal(INITIAL_DEVIATION), self.shape, jnp.float32)
+        return self.param("kernel", self.start, self.shape, jnp.float32)
 
 
 class Llama(nn.Module):
@@ -187,6 +225,7 @@ class Llama(nn.Module):
       ValueError: the sequence is longer than `config.context`, or the dtype is unknown.
     """
 
+    block: ClassVar[type[Block]] = Block
     config: LlamaConfig
     dtype: ComputeDtype = "bfloat16"
 
@@ -206,22 +245,28 @@ class Llama(nn.Module):
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
         x = looked_up(embedding.embedding, tokens, dtype)
         rotation = rotations(positions, config.head_size, config.rope_theta)
-        x, _ = layers_of(config, self.dtype)(x, rotation)
+        x, penalties = layers_of(config, self.dtype, self.block)(x, rotation)
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
             matrix = embedding.embedding.T
         else:
             matrix = Matrix((config.width, config.vocabulary), name="head")()
         if targets is not None:
-            return head_losses(x, matrix, targets, kept=kept_of_head(config.remat))
+            losses = head_losses(x, matrix, targets, kept=kept_of_head(config.remat))
+            return losses if penalties is None else losses + only_gradient(penalties.mean())
         return (x @ matrix.astype(dtype)).astype(jnp.float32)
 
 
-def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
+def only_gradient(penalty: jax.Array) -> jax.Array:
+    """Return zero with the gradient of a penalty, so that losses stay those of the tokens."""
+    return penalty - jax.lax.stop_gradient(penalty)
+
+
+def layers_of(config: LlamaConfig, dtype: ComputeDtype, block: type[Block] = Block) -> nn.Module:
     """Return all blocks in sequence as one module whose parameters have a leading axis of layers."""
     layers = nn.scan(
-        _rematerialised(config), variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
-        length=config.layers, unroll=config.layers if config.loop == "unrolled" else 1,
+        _rematerialised(config, block), variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True},
+        in_axes=nn.broadcast, length=config.layers, unroll=config.layers if config.loop == "unrolled" else 1,
     )  # fmt: skip
     return layers(config, dtype, name="layers")
 
@@ -247,9 +292,10 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _rematerialised(config: LlamaConfig) -> Any:
-    """Return `Block` with a backward pass that recomputes as `config.remat` says."""
+def _rematerialised(config: LlamaConfig, block: type[Block]) -> Any:
+    """Return a block with a backward pass that recomputes as `config.remat` says."""
     if config.remat == "none":
-        return Block
+        return block
     # XLA cannot merge the recomputation with the forward pass if each is a loop of its own.
-    return nn.remat(Block, policy=policy(frozenset(kept_names(config.remat))), prevent_cse=config.loop == "unrolled")
+    kept = frozenset(kept_names(config.remat))
+    return nn.remat(block, policy=policy(kept), prevent_cse=config.loop == "unrolled")

@@ -38,6 +38,9 @@ RULES = {
     "(projection|mlp_out)/kernel": P(("tensor", "fsdp"), None),
     "(qkv|mlp_in)/bias": P("tensor"),
     "(projection|mlp_out)/bias": P(),
+    # Experts lie on the devices of `fsdp`.
+    "router/kernel": P(),
+    "(expert_gate_up|expert_down)/kernel": P("fsdp", None, None),
     # Not along its rows: a table that is also the head would need the activations of all devices.
     "embedding/embedding": P("tensor", "fsdp"),
     "head/kernel": P("fsdp", "tensor"),

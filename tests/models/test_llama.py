@@ -43,7 +43,12 @@ def loss(apply, variables):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 7])
 
 
-def numpy_llama(config, params, tokens):
+def numpy_swiglu(config, block, n):
+    gate = n @ block["gate"]["kernel"]
+    return (gate / (1 + np.exp(-gate)) * (n @ block["up"]["kernel"])) @ block["down"]["kernel"]
+
+
+def numpy_llama(config, params, tokens, mlp=numpy_swiglu):
     """Return the forward pass in float64, written from the equations: single heads, complex rotations."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     norm = lambda x, scale: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
@@ -61,6 +66,10 @@ def numpy_llama(config, params, tokens):
         block = jax.tree.map(lambda leaf: leaf[layer], p["layers"])
         n = norm(x, block["attention_norm"]["scale"])
         q, k, v = (n @ block[name]["kernel"] for name in ("query", "key", "value"))
+        if config.qk_norm != "none":
+            shape = {"heads": (*q.shape[:2], -1, size), "all": (*q.shape[:2], 1, -1)}[config.qk_norm]
+            q = norm(q.reshape(shape), block["query_norm"]["scale"]).reshape(q.shape)
+            k = norm(k.reshape(shape), block["key_norm"]["scale"]).reshape(k.shape)
         heads = []
         for head in range(config.heads):
             mine, shared = (slice(i * size, (i + 1) * size) for i in (head, head * config.kv_heads // config.heads))
@@ -68,9 +77,7 @@ def numpy_llama(config, params, tokens):
             weights = np.exp(scores) * np.tri(positions)
             heads.append(weights / weights.sum(-1, keepdims=True) @ v[..., shared])
         x = x + np.concatenate(heads, axis=-1) @ block["output"]["kernel"]
-        n = norm(x, block["mlp_norm"]["scale"])
-        gate = n @ block["gate"]["kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (n @ block["up"]["kernel"])) @ block["down"]["kernel"]
+        x = x + mlp(config, block, norm(x, block["mlp_norm"]["scale"]))
     head = p["embedding"]["embedding"].T if config.head == "tied" else p["head"]["kernel"]
     return norm(x, p["final_norm"]["scale"]) @ head
 
@@ -253,6 +260,8 @@ def test_sizes(name, billions):
         ({"remat": "all"}, "remat='all' is unknown"),
         ({"remat": "attended+gates"}, r"'attended\+gates' is unknown; use 'none', .* 'gate_fp8', .* joined by '\+'"),
         ({"head": "shared"}, "head='shared' is unknown"),
+        ({"qk_norm": "on"}, "qk_norm='on' is unknown"),
+        ({"head_dim": 3}, "have 3 values each"),
     ],
 )
 def test_a_config_names_what_is_wrong(change, message):

@@ -1,0 +1,154 @@
+"""The mixture of experts: results against loops in float64, gradients that are gathers, sizes, training, errors."""
+
+import dataclasses
+import doctest
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from models import families, moe
+from models.moe import MOES, Moe, MoeConfig
+from models.train import TrainConfig, run
+from tests.helpers import same_bits, variables_of
+from tests.models.test_llama import numpy_llama, numpy_swiglu
+
+MICRO = MoeConfig(
+    layers=2, width=32, heads=4, kv_heads=2, hidden=24, context=16, experts=5, chosen=2, shared=16, qk_norm="heads",
+    head_dim=12, remat="block", attention="products",
+)  # fmt: skip
+OTHER = dataclasses.replace(MICRO, qk_norm="all", normalized="chosen", shared=0, remat="none", head="untied")
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 17))
+INPUTS, TARGETS = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def numpy_experts(config, block, n):
+    """Return the MLP of normalized activations `[..., width]`, token by token in float64."""
+    flat, kernel = n.reshape(-1, n.shape[-1]), lambda name: block[name]["kernel"]
+    out = numpy_swiglu(config, block, flat) if config.shared else np.zeros_like(flat)
+    for row, x in enumerate(flat):
+        p = np.exp(x @ kernel("router"))
+        p /= p.sum()
+        best = np.argsort(-p)[: config.chosen]
+        for e in best:
+            gate, up = np.split(x @ kernel("expert_gate_up")[e], 2)
+            weight = p[e] / (p[best].sum() if config.normalized == "chosen" else 1)
+            out[row] += weight * ((gate / (1 + np.exp(-gate)) * up) @ kernel("expert_down")[e])
+    return out.reshape(n.shape)
+
+
+@pytest.mark.parametrize("config", [MICRO, OTHER], ids=["heads, shared", "all, chosen"])
+def test_forward_pass_is_that_of_numpy(config):
+    model = Moe(config, dtype="float32")
+    variables = variables_of(model, INPUTS)
+    logits = jax.jit(model.apply)(variables, INPUTS)
+    expected = numpy_llama(config, variables["params"], np.asarray(INPUTS), numpy_experts)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
+
+
+def test_penalties_change_gradients_and_no_loss():
+    config = dataclasses.replace(OTHER, layers=1, balance=0.5, z_loss=0.25)
+    variables = variables_of(Moe(config, dtype="float32"), INPUTS)
+    losses = lambda config, v: Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
+    plain = dataclasses.replace(config, balance=0.0, z_loss=0.0)
+    assert losses(config, variables) == losses(plain, variables)
+    (found, base) = (jax.grad(lambda v, c=c: losses(c, v))(variables)["params"]["layers"] for c in (config, plain))
+    changed = jax.tree.map(lambda a, b: not same_bits(a, b), found, base)
+    assert changed["router"]["kernel"] and not changed["expert_down"]["kernel"]
+
+    def penalty(router):
+        logits = x @ router
+        p, share = jax.nn.softmax(logits), np.bincount(np.asarray(jax.lax.top_k(logits, 2)[1]).ravel(), minlength=5)
+        return 0.5 * 5 * jnp.sum(share / 64 * p.mean(0)) + 0.25 * jnp.mean(jnp.log(jnp.exp(logits).sum(-1)) ** 2)
+
+    router, x = variables["params"]["layers"]["router"]["kernel"][0], jax.random.normal(jax.random.key(0), (32, 32))
+    ours = lambda router: moe.route(x @ router, config).penalty
+    np.testing.assert_allclose(ours(router), penalty(router), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(ours)(router), jax.grad(penalty)(router), atol=1e-6)
+
+
+def test_sorting_tokens_has_gradients_that_are_gathers():
+    order = jax.random.permutation(jax.random.key(0), 12)
+    place = jnp.argsort(order)
+    x, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (4, 3)), (2, (12, 3))))
+    for ours, plain, given in (
+        (moe.dispatch, lambda x: x[order // 3], x),
+        (moe.collect, lambda x: x[place], g),
+    ):
+        back = lambda f, given=given: jax.vjp(f, given)[1](g)[0]
+        mine = lambda x, ours=ours: ours(x, order, place)
+        np.testing.assert_allclose(back(mine), back(plain), rtol=1e-6)
+        assert "scatter" not in str(jax.make_jaxpr(lambda: back(mine))())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("moe-tiny", 9e-4, 6e-4), ("olmoe-1b-7b", 6.919, 1.282), ("qwen3-30b-a3b", 30.532, 3.353)],
+)
+def test_sizes(name, billions, active):
+    c = MOES[name]
+    shapes = jax.eval_shape(Moe(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    idle = c.layers * (c.experts - c.chosen) * 3 * c.width * c.hidden
+    assert count / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert (count - idle) / 1e9 == pytest.approx(active, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(chosen=6), "chosen=6 of experts=5"),
+        (dict(experts=0), "chosen=2 of experts=0"),
+        (dict(shared=-1), "shared=-1 must be zero or positive"),
+        (dict(balance=-0.1), "balance=-0.1"),
+        (dict(normalized="none"), "normalized='none' is unknown"),
+        (dict(heads=3), "kv_heads=2 does not divide heads=3"),
+    ],
+)
+def test_a_config_names_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MICRO, **change)
+
+
+def test_every_product_but_the_router_is_converted_and_stored():
+    learner = families.learner(MICRO, tcfp_jax.recipe("tcfp12_single"), "float32", None, "stored")
+    names = {path.split("/")[-2] for path in learner.weights}
+    assert names == {
+        "query", "key", "value", "output", "expert_gate_up", "expert_down", "gate", "up", "down", "embedding"
+    }  # fmt: skip
+    assert learner.weights["layers/expert_down/kernel"].layout.stack == (0, 1)
+
+
+RUN = TrainConfig(
+    model=dataclasses.replace(MICRO, shared=0, context=32), steps=20, batch=4, sequence=32, steps_per_call=5,
+    heldout_windows=8, corpus_bytes=1_000_000, learning_rate=1e-2, recipe="tcfp12_single", weights="stored",
+)  # fmt: skip
+
+
+def test_it_learns_and_resumes_without_float_weights(tmp_path):
+    whole = run(RUN, out=tmp_path, checkpoint_every=10)
+    assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
+    assert whole.heldout_loss == pytest.approx(whole.heldout_loss_bf16, rel=0.02)
+    shutil.rmtree(tmp_path / "checkpoints" / "20")
+    again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=10)
+    assert same_bits(again.train_loss, whole.train_loss) and again.heldout_loss == whole.heldout_loss
+
+
+@pytest.mark.slow
+def test_it_keeps_what_fits():
+    kept = run(dataclasses.replace(RUN, remat="auto", steps=5), memory=10**9).remat
+    assert kept is not None and "gate_fp8" in kept
+
+
+def test_examples_run():
+    assert doctest.testmod(moe).failed == 0
