@@ -5,16 +5,18 @@
     x = x + W_down (silu(W_gate n) * W_up n)                                    n = RMSNorm(x)      (layers times)
     logits = W_head RMSNorm(x)                                                  W_head = Eᵀ if the head is tied
 
+Options of `LlamaConfig` make it a Qwen or a Gemma. Gemma's norms multiply by `1 + w`, which is the scale here.
+
 It is plain Flax, like anybody's model, without low precision: `models.families` converts it. Layers are scanned, so
 that a program has one block at any depth. `remat` chooses the values that a block keeps for its backward pass, of which
-only gate and up may be kept in FP8. Matrices have no bias. Parameters are float32 and activations `dtype`; norms,
-rotations and softmax compute in float32.
+only gate and up may be kept in FP8. Parameters are float32 and activations `dtype`; norms, rotations and softmax
+compute in float32.
 
-Sources: Touvron et al. 2023, "Llama 2"; Grattafiori et al. 2024, "The Llama 3 Herd of Models" (sizes; without the
-stretched frequencies by which Llama 3.1 and 3.2 reach a context of 131072).
+Sources: Touvron et al. 2023, "Llama 2"; `models.shapes`.
 """
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import jax
@@ -22,108 +24,23 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from models import BYTES, ComputeDtype
-from models.attention import Attention, causal_attention
-from models.keeping import check_remat, kept_names, kept_of_head, policy
-from models.losses import head_losses
+from models import ComputeDtype
+from models.attention import causal_attention
+from models.keeping import kept_names, kept_of_head, policy
+from models.losses import IGNORED, capped, head_losses
 from models.meshes import looked_up, split_batch
+from models.positions import places, rotate, rotations
+from models.shapes import LLAMAS, LlamaConfig, Loop
 from tcfp_jax.remat import checkpoint_in_fp8
 
-Head = Literal["tied", "untied"]
-QKNorm = Literal["none", "heads", "all"]
-Loop = Literal["scan", "unrolled"]
+__all__ = ["LLAMAS", "Block", "Llama", "LlamaConfig", "Loop", "layers_of", "rotate", "rotations"]
+
 Scaled = Literal["plain", "residual"]
 INITIAL_DEVIATION = 0.02
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Size of a `Llama`, and how it runs.
-
-    Attributes:
-      layers, width, heads: Number of blocks, model dimension d, query heads.
-      kv_heads: Heads of keys and values; each serves heads / kv_heads query heads.
-      hidden: Values between the matrices of a SwiGLU.
-      context: Longest sequence, and rows of the table of rotations.
-      vocabulary: Rows of the embedding table, at least 256.
-      head_dim: Values of one head of attention; None is d / heads.
-      qk_norm: RMSNorms of queries and keys before their rotation: "heads" normalizes each head by one scale for all of
-        them (Qwen3), "all" normalizes all heads together (OLMoE).
-      head: "tied" multiplies by the embedding table; "untied" has a matrix of its own.
-      rope_theta: Base of the wavelengths of rotary positions.
-      norm_eps: Constant added to mean squares.
-      attention: Argument of `models.attention.causal_attention`; "auto" is flash attention if the device has it.
-      remat: Values that a block keeps for its backward pass. "none" recomputes nothing. "products" recomputes
-        everything except products and attention. "block" keeps only the block's input, and of the loss only the head's
-        input. "auto" is a request: `models.train` and the benchmarks keep as much as fits, and the model alone is
-        "block". Names joined by "+" keep these values, such as "attended+gate_fp8": those of `KEPT_NAMES`, gate_fp8 and
-        up_fp8 for copies in FP8, and "tcfp_activation" for inputs that products quantized.
-      loop: "scan" compiles one block. "unrolled" compiles all, which takes two to three times as long, for steps that
-        copy no kept value into a stack and out of it. Parameters are the same.
-
-    Raises:
-      ValueError: a size is below 1, heads do not divide the width or have an odd size, kv_heads do not divide heads,
-        the vocabulary is below 256, theta or epsilon is not positive, or a choice is unknown.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    context: int
-    vocabulary: int = BYTES
-    head: Head = "tied"
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    attention: Attention = "auto"
-    remat: str = "none"
-    loop: Loop = "scan"
-    head_dim: int | None = None
-    qk_norm: QKNorm = "none"
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context) < 1:
-            raise ValueError(f"{self} has a size below 1; every size must be positive")
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor, or head_dim")
-        if self.head_size < 1 or self.head_size % 2:
-            raise ValueError(
-                f"heads={self.heads} of width={self.width} have {self.head_size} values each, but rotary positions "
-                "turn pairs; choose heads of an even size"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor")
-        if self.vocabulary < BYTES:
-            raise ValueError(f"vocabulary={self.vocabulary} is below the {BYTES} byte values; raise it")
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name, allowed in dict(head=Head, attention=Attention, loop=Loop, qk_norm=QKNorm).items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(allowed))}")
-        check_remat(self.remat)
-
-    @property
-    def head_size(self) -> int:
-        """Values of one head of attention."""
-        return self.width // self.heads if self.head_dim is None else self.head_dim
-
-
-LLAMAS = {
-    "llama-tiny": LlamaConfig(layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128),
-    "llama-124m": LlamaConfig(
-        layers=12, width=768, heads=12, kv_heads=12, hidden=2048, context=1024, vocabulary=50304
-    ),
-    "llama-1b": LlamaConfig(
-        layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, context=8192, vocabulary=128_256,
-        rope_theta=500_000.0, remat="auto",
-    ),
-    "llama-8b": LlamaConfig(
-        layers=32, width=4096, heads=32, kv_heads=8, hidden=14_336, context=8192, vocabulary=128_256, head="untied",
-        rope_theta=500_000.0, remat="auto",
-    ),
-}  # fmt: skip
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu": functools.partial(nn.gelu, approximate=True),
+}
 
 
 class Block(nn.Module):
@@ -137,13 +54,24 @@ class Block(nn.Module):
     dot_general_cls: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Apply causal attention and the MLP, each around a residual connection; also return the MLP's penalty."""
-        x = self._attend(split_batch(x), rotation)
-        y, penalty = self._mlp(self._norm("mlp_norm")(x))
-        return x + y, penalty
+    def __call__(
+        self, x: jax.Array, rotation: jax.Array, mask: jax.Array | None = None, kind: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Apply causal attention and the MLP, each around a residual connection; also return the MLP's penalty.
 
-    def _attend(self, x: jax.Array, rotation: jax.Array) -> jax.Array:
+        Args:
+          x: Activations.
+          rotation: Of each position, `models.positions.rotations`.
+          mask: Tokens that a token sees, besides causality; see `causal_attention`.
+          kind: Index into a leading axis of rotation and mask; None if they have none.
+        """
+        if kind is not None and mask is not None:
+            rotation, mask = rotation[kind], mask[kind]
+        x = self._attend(split_batch(x), rotation, mask)
+        y, penalty = self._mlp(self._norm("mlp_norm")(x))
+        return x + self._after("mlp_post_norm", y), penalty
+
+    def _attend(self, x: jax.Array, rotation: jax.Array, mask: jax.Array | None) -> jax.Array:
         config = self.config
         normed = self._norm("attention_norm")(x)
         query, key, value = (
@@ -153,11 +81,17 @@ class Block(nn.Module):
         query, key = (self._normed_heads(name, values) for name, values in (("query", query), ("key", key)))
         value = value.reshape(*x.shape[:-1], config.kv_heads, config.head_size)
         query, key = checkpoint_name(rotate(query, rotation), "query"), checkpoint_name(rotate(key, rotation), "key")
-        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention)
+        attended = causal_attention(
+            query, key, checkpoint_name(value, "value"), config.attention, mask=mask, scale=config.attention_scale,
+            cap=config.attention_cap,
+        )  # fmt: skip
         attended = attended.reshape(*x.shape[:-1], config.heads * config.head_size)
-        return checkpoint_name(
-            x + self._dense("output", config.width, scaled="residual")(attended), "attention_residual"
-        )
+        output = self._after("attention_post_norm", self._dense("output", config.width, scaled="residual")(attended))
+        return checkpoint_name(x + output, "attention_residual")
+
+    def _after(self, name: str, x: jax.Array) -> jax.Array:
+        """Return the result of attention or of the MLP, normalized as the config says."""
+        return self._norm(name)(x) if self.config.post_norms == "on" else x
 
     def _normed_heads(self, name: str, values: jax.Array) -> jax.Array:
         """Return queries or keys as `[batch, positions, heads, values]`, normalized as the config says."""
@@ -172,14 +106,15 @@ class Block(nn.Module):
 
     def _swiglu(self, x: jax.Array, hidden: int) -> jax.Array:
         gate, up = (self._dense(name, hidden)(x) for name in ("gate", "up"))
-        return self._dense("down", self.config.width, scaled="residual")(gated(gate, up))
+        return self._dense("down", self.config.width, scaled="residual")(gated(gate, up, self.config.activation))
 
     def _norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.config.norm_eps, dtype=jnp.dtype(self.dtype), name=name)
 
     def _dense(self, name: str, features: int, *, scaled: Scaled = "plain") -> nn.Dense:
+        biased = self.config.bias == "qkv" and name in ("query", "key", "value")
         return nn.Dense(
-            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=initial(self.config, scaled), name=name,
+            features, use_bias=biased, dtype=jnp.dtype(self.dtype), kernel_init=initial(self.config, scaled), name=name,
             dot_general_cls=self.dot_general_cls,
         )  # fmt: skip
 
@@ -190,12 +125,12 @@ def initial(config: LlamaConfig, scaled: Scaled = "plain") -> nn.initializers.In
     return nn.initializers.normal(INITIAL_DEVIATION / ((2 * config.layers) ** 0.5 if scaled == "residual" else 1))
 
 
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return `silu(gate) * up`, with both named for the policy of a remat."""
+def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+    """Return `activation(gate) * up`, with both named for the policy of a remat."""
     gate, up = (
         checkpoint_in_fp8(checkpoint_name(value, name), f"{name}_fp8") for name, value in (("gate", gate), ("up", up))
     )
-    return nn.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 class Matrix(nn.Module):
@@ -215,7 +150,8 @@ class Llama(nn.Module):
 
     With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
     positions]`, of which the mean can be differentiated. Logits in BF16 then exist together only if blocks keep
-    all their products, too.
+    all their products, too. With `documents`, integers `[batch, positions]`, a token sees its own document alone, and
+    targets of `IGNORED` have no loss.
 
     Attributes:
       config: The size, and how it runs.
@@ -230,7 +166,9 @@ class Llama(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, targets: jax.Array | None = None, documents: jax.Array | None = None
+    ) -> jax.Array:
         """Predict the token after each position, or return the loss of the prediction."""
         config, positions = self.config, tokens.shape[-1]
         if self.dtype not in get_args(ComputeDtype):
@@ -244,17 +182,19 @@ class Llama(nn.Module):
         # Rounded after the lookup, so that the gradients of a frequent token are added in float32.
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
         x = looked_up(embedding.embedding, tokens, dtype)
-        rotation = rotations(positions, config.head_size, config.rope_theta)
-        x, penalties = layers_of(config, self.dtype, self.block)(x, rotation)
+        if config.embedding_scale != 1:
+            x = x * jnp.asarray(config.embedding_scale, dtype)
+        x, penalties = layers_of(config, self.dtype, self.block)(x, *places(config, positions, documents))
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
             matrix = embedding.embedding.T
         else:
             matrix = Matrix((config.width, config.vocabulary), name="head")()
         if targets is not None:
-            losses = head_losses(x, matrix, targets, kept=kept_of_head(config.remat))
+            ignore, kept = None if documents is None else IGNORED, kept_of_head(config.remat)
+            losses = head_losses(x, matrix, targets, kept=kept, ignore=ignore, cap=config.logit_cap)
             return losses if penalties is None else losses + only_gradient(penalties.mean())
-        return (x @ matrix.astype(dtype)).astype(jnp.float32)
+        return capped((x @ matrix.astype(dtype)).astype(jnp.float32), config.logit_cap)
 
 
 def only_gradient(penalty: jax.Array) -> jax.Array:
@@ -266,30 +206,10 @@ def layers_of(config: LlamaConfig, dtype: ComputeDtype, block: type[Block] = Blo
     """Return all blocks in sequence as one module whose parameters have a leading axis of layers."""
     layers = nn.scan(
         _rematerialised(config, block), variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True},
-        in_axes=nn.broadcast, length=config.layers, unroll=config.layers if config.loop == "unrolled" else 1,
+        in_axes=nn.broadcast if config.window is None else (nn.broadcast, nn.broadcast, 0),
+        length=config.layers, unroll=config.layers if config.loop == "unrolled" else 1,
     )  # fmt: skip
     return layers(config, dtype, name="layers")
-
-
-def rotations(positions: int, size: int, theta: float) -> jax.Array:
-    """Return cosines and sines of the angles `position * theta**(-2 i / size)`, float32 `[2, positions, size / 2]`.
-
-    >>> bool(jnp.allclose(rotations(2, 4, 100.0)[0, 1], jnp.cos(jnp.array([1.0, 0.1]))))
-    True
-    """
-    wavelengths = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    angles = jnp.arange(positions, dtype=jnp.float32)[:, None] * wavelengths
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
-
-
-def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions; `[..., positions, heads, d]`.
-
-    The pairs match Llama's checkpoints in Transformers. The sum is float32, the result has the dtype of x.
-    """
-    cos, sin = rotation[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _rematerialised(config: LlamaConfig, block: type[Block]) -> Any:

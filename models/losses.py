@@ -10,6 +10,13 @@ import jax.numpy as jnp
 
 from tcfp_jax import losses
 
+IGNORED = -100  # target of a token without a loss, as in Transformers
+
+
+def capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return `cap * tanh(logits / cap)`, or the logits without a cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return `logsumexp(logits) - logits[target]`, float32 `[...]`, of logits `[..., vocabulary]` and integers `[...]`.
@@ -24,8 +31,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def head_losses(
-    x: jax.Array, matrix: jax.Array, targets: jax.Array, *, kept: Literal["logits", "inputs"] = "inputs"
-) -> jax.Array:
+    x: jax.Array, matrix: jax.Array, targets: jax.Array, *, kept: Literal["logits", "inputs"] = "inputs",
+    ignore: int | None = None, cap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """Return `cross_entropy(x @ matrix, targets)`, float32 `[...]`, without float32 logits.
 
     Args:
@@ -34,11 +42,15 @@ def head_losses(
       matrix: float32 `[width, vocabulary]`, which is rounded to the dtype of x.
       targets: Integers `[...]`.
       kept: "logits" holds the logits of all tokens at once, "inputs" those of some tokens.
+      ignore: Target of tokens whose loss is 0, over which no mean may be taken.
+      cap: Largest magnitude of a logit, by tanh.
 
     >>> x, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
     >>> head_losses(x, jnp.eye(4), targets).shape
     (2, 3)
     """
     if x.dtype != jnp.bfloat16:
-        return cross_entropy(x @ matrix.astype(x.dtype), targets)
-    return losses.cross_entropy(x, matrix, targets, chunk=targets.size if kept == "logits" else None)[1]
+        found = cross_entropy(capped((x @ matrix.astype(x.dtype)).astype(jnp.float32), cap), targets)
+        return found if ignore is None else jnp.where(targets == ignore, 0.0, found)
+    chunk = targets.size if kept == "logits" else None
+    return losses.cross_entropy(x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunk)[1]

@@ -177,7 +177,8 @@ class MoeBlock(Block):
         down = Matrix((config.experts, config.hidden, config.width), initial(config, "residual"), name="expert_down")()
         multiply = lambda rows, matrix: lax.ragged_dot(rows, matrix.astype(x.dtype), routed.sizes)
         rows = dispatch(flat, routed.order, routed.place)
-        hidden = gated(*jnp.split(multiply(rows, gate_up), 2, axis=-1))
+        gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
+        hidden = gated(gate, up, config.activation)
         back = collect(multiply(hidden, down), routed.order, routed.place).astype(jnp.float32)
         y = jnp.sum(back.reshape(len(flat), config.chosen, -1) * routed.weights[..., None], axis=1).astype(x.dtype)
         shared = self._swiglu(x, config.shared) if config.shared else 0
