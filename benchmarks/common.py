@@ -10,8 +10,7 @@ A benchmark is a module of this package with
     show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
     plot(figure, result)       draws the same, if there is a picture
-    json_name(options)         returns the name of its JSON, if options choose one, and
-    command_of(json_name)      returns the command that writes it
+    json_name(options)         returns the name of its JSON, if options choose one
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of
 the chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
@@ -115,7 +114,7 @@ def main(name: str, arguments: list[str] | None = None, refusals: Refusals = con
     and `configure` run within the context of `refusals`.
     """
     benchmark = importlib.import_module(f"benchmarks.{name}")
-    options = _parse(benchmark, arguments)
+    options = parse(benchmark, arguments)
     if hasattr(benchmark, "check_options"):
         with refusals():
             benchmark.check_options(options)
@@ -130,7 +129,8 @@ def main(name: str, arguments: list[str] | None = None, refusals: Refusals = con
     return rows
 
 
-def _parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
+def parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of a benchmark's command line."""
     name, description = benchmark.NAME, benchmark.__doc__.split("\n\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")

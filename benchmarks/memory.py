@@ -221,16 +221,6 @@ def json_name(options: argparse.Namespace) -> str:
     return f"{NAME}-{options.model}" if options.model else NAME
 
 
-def command_of(name: str) -> str:
-    """Return the command that writes the JSON of this name.
-
-    >>> command_of("memory-llama-8b")
-    'python -m benchmarks.memory --json --model llama-8b'
-    """
-    model = name.removeprefix(NAME).removeprefix("-")
-    return f"python -m benchmarks.{NAME} --json" + (f" --model {model}" if model else "")
-
-
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
     if options.model:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import convergence_tables, memory, train_step
+from benchmarks.card import RUNS
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
 from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
 from tcfp_jax.recipes import NAMES
@@ -29,17 +30,8 @@ LEARNED = (
     "convergence", "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
     FORKS,
 )  # fmt: skip
-BENCHMARKS = (
-    "train_step", "llama", "large", "head", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_quality",
-)  # fmt: skip
-# Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
-RUNS = (
-    "train_step-recipes", "train_step-stored", "fsdp-llama", "large-h100", "llama-1b", "llama-1b-others",
-    "llama-1b-h100", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
-    "memory-llama-1b", "memory-llama-8b", "fp4-h100",
-)  # fmt: skip
-PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (*BENCHMARKS, *RUNS)}
+SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
+PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): SECTIONS}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
 PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its JSON
 STORED = "tcfp12_single"
@@ -69,22 +61,27 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     """
     if name == CHOOSE:
         return choose(results)
-    if name not in (*BENCHMARKS, *RUNS):
-        raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {BENCHMARKS}")
+    if name not in SECTIONS:
+        raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {SECTIONS}")
     result, module = read_result(name, results), benchmark(name)
-    command = f"`{module.command_of(name) if hasattr(module, 'command_of') else f'python -m benchmarks.{name} --json'}`"
+    if name in RUNS:
+        command = f"python -m benchmarks.{RUNS[name].arguments} --json"
+    else:
+        command = module.command_of(name) if name in LEARNED else f"python -m benchmarks.{name} --json"
     if result is None:
-        return f"*No numbers yet: {command} writes them.*\n"
-    source = command if name in BENCHMARKS else f"`{name}.json`"
-    drawn = name in BENCHMARKS and hasattr(module, "plot")
-    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if drawn else ""
-    return f"{module.table(result)}\n{picture}\n*{source}: {result.origin}.*\n"
+        return f"*No numbers yet: `{command}` writes them.*\n"
+    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if hasattr(module, "plot") else ""
+    return f"{module.table(result)}\n{picture}\n*`{command}`: {result.origin}.*\n"
 
 
 def choose(results: Path = RESULTS) -> str:
     """Return README's table: speed of whole models, bytes of their state, and perplexity, one line per recipe."""
     titles, columns = ["recipe"], []
-    for model, source in {"Llama-3-8B": ("large",), "Llama-3.2-1B": ("llama-1b", "llama-1b-others")}.items():
+    sources = {
+        "8 layers of Llama-3-8B": ("large-8-layers",),
+        "Llama-3.2-1B": ("llama-1b", "llama-1b-others", "llama-1b-fast"),
+    }
+    for model, source in sources.items():
         found = [result for result in (read_result(name, results) for name in source) if result is not None]
         titles.append(f"step over BF16, {model}{f', {_card(found[0])}' if found else ''}")
         columns.append(_speeds(found))
@@ -108,9 +105,9 @@ def choose(results: Path = RESULTS) -> str:
     ]
     noise = 0.0 if forked is None else convergence_tables.noise_floor(convergence_tables.rows_of(forked), RERUN)
     text = [
-        "Speed is of whole training steps of 4 × 4096 tokens: BF16's time divided by the recipe's. Both recompute the "
-        "blocks of Llama-3-8B in the backward pass. Speeds and perplexities of stored weights are of runs whose tables "
-        "and heads were floats.",
+        "Speed is of whole training steps of 4 × 4096 tokens, by the wall clock: BF16's time divided by the recipe's. "
+        "Each step keeps as many values for its backward pass as fit. Perplexities of stored weights are of runs whose "
+        "tables and heads were floats.",
         "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
         "Adam's moments.",
         "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "
@@ -144,7 +141,7 @@ def render(page: str, results: Path = RESULTS) -> str:
 
     >>> markers = ["<!-- begin: gemm -->", "<!-- end: gemm -->"]
     >>> render(chr(10).join(markers), Path("/nowhere")).splitlines()[1]
-    '*No numbers yet: `python -m benchmarks.gemm --json` writes them.*'
+    '*No numbers yet: `python -m benchmarks.gemm --measure products --json` writes them.*'
     """
     return SECTION.sub(lambda match: match[1] + render_section(match[2], results) + match[3], page)
 
@@ -228,13 +225,13 @@ def write(root: Path = ROOT, results: Path = RESULTS) -> None:
         draw(result, root / PLOTS / f"{result.name}.png")
     (root / MEASURED).parent.mkdir(parents=True, exist_ok=True)
     (root / MEASURED).write_text(measured(results), encoding="utf-8")
-    for found in (read_result(name, results) for name in BENCHMARKS):
+    for found in (read_result(name, results) for name in SECTIONS):
         if found is not None and AGE in found.origin:
             print(f"{found.name}: {found.origin}")
 
 
 def _drawn(results: Path) -> list[Result]:
-    found = [read_result(name, results) for name in BENCHMARKS if hasattr(benchmark(name), "plot")]
+    found = [read_result(name, results) for name in SECTIONS if hasattr(benchmark(name), "plot")]
     return [result for result in found if result is not None]
 
 

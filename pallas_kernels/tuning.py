@@ -2,14 +2,14 @@
 
 `python -m benchmarks.gemm --tune` times every backend and tile config on its device and writes the winners; nothing
 else writes the file. `dispatch` asks here for `backend=None`: an implementation declines if it lost near a shape, and a
-kernel also if it was never timed on this device. A device that was not timed takes the times of one with the same
-multiprocessors (`timed_device`).
+kernel also if it was never timed on this device. A variant that was not timed on a device takes the times of a device
+with the same multiprocessors.
 
 Shapes are compared by the logarithms of their sizes, and the winner of the nearest measured shape is the guess for the
 others. An entry need not have every backend: it says nothing about a backend that it does not name.
 
 `estimate` interpolates between the same times. For this the file also has times of ops without a kernel of this
-project, such as BF16 products ("dot_general").
+project, such as BF16 products ("dot_general"). Estimates are compared, so all are of one device (`timed_device`).
 """
 
 import functools
@@ -79,18 +79,28 @@ def load() -> _Tuned:
 
 def find(device: str, key: Key, backend: str) -> Entry | None:
     """Return the measurement of a backend on a device nearest to the shape of `key`, or None."""
-    return min(_entries(device, key, backend), key=lambda entry: _distance(entry.shape, key.shape), default=None)
+    return _find(device, key, backend)[1]
 
 
-def timed_device(device: str) -> str:
-    """Return the device whose times count for this one: itself if it was timed, else one like it."""
-    if device in load():
-        return device
+def _find(device: str, key: Key, backend: str) -> tuple[str, Entry | None]:
+    """Return the device of a measurement, and the measurement."""
+    for name in (device, _alike(device)):
+        if entries := _entries(name, key, backend):
+            return name, min(entries, key=lambda entry: _distance(entry.shape, key.shape))
+    return device, None
+
+
+def _alike(device: str) -> str:
     return next((other for other, names in _ALIKE.items() if any(name in device for name in names)), device)
 
 
+def timed_device(device: str) -> str:
+    """Return the device whose times are estimates for this one: itself if BF16 was timed on it, else one like it."""
+    return device if "dot_general" in load().get(device, {}) else _alike(device)
+
+
 def _entries(device: str, key: Key, backend: str) -> list[Entry]:
-    entries = load().get(timed_device(device), {}).get(key.op, ())
+    entries = load().get(device, {}).get(key.op, ())
     return [entry for entry in entries if entry.variant == key.variant and backend in entry.milliseconds]
 
 
@@ -105,14 +115,14 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 def decline(device: str, key: Key | None, backend: str) -> str | None:
     """Return the reason why a backend is not the first choice on a device, or None if it was measured to be fastest."""
-    entry = None if key is None else find(device, key, backend)
+    timed, entry = (device, None) if key is None else _find(device, key, backend)
     if key is None or entry is None:
         call = "this" if key is None else f"{key.op} ({key.variant})"
         return f"{call} was not timed on {device}; run python -m benchmarks.gemm --tune"
     if entry.backend == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
-    where = "" if timed_device(device) == device else f" on {timed_device(device)}"
+    where = "" if timed == device else f" on {timed}"
     return f"{entry.backend} was fastest at {'x'.join(map(str, entry.shape))}{where} ({times})"
 
 
@@ -131,7 +141,7 @@ def estimate(device: str, key: Key, backend: str) -> float | None:
     The estimate is exact at a measured shape, and elsewhere between the slowest and the fastest of its neighbours. The
     order of two axes does not count.
     """
-    near = [(_apart(entry.shape, key.shape), entry) for entry in _entries(device, key, backend)]
+    near = [(_apart(entry.shape, key.shape), entry) for entry in _entries(timed_device(device), key, backend)]
     near = [(distance, entry) for distance, entry in near if distance <= _NEAR]
     if not near or 0 in key.shape:
         return None

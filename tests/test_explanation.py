@@ -83,12 +83,15 @@ def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(measured, monk
     single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
     assert single.verdicts[0].reason.startswith("xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic")
     assert tuning.timed_device("NVIDIA H20") == "NVIDIA H20"
-    # Its own times count as soon as there is one.
+    # Its own times of a variant count as soon as there is one, and estimates are of one device.
     content = json.loads(tuning.PATH.read_text())
-    tuning.PATH.write_text(json.dumps({**content, "NVIDIA H100 80GB HBM3": {}}))
+    entry = next(e for e in content["NVIDIA H200"]["matmul"] if e["variant"] == "single fast bfloat16")
+    own = entry | {"backend": "mosaic", "milliseconds": {"xla": 0.9, "mosaic": 0.8}, "configs": {}}
+    tuning.PATH.write_text(json.dumps({**content, "NVIDIA H100 80GB HBM3": {"matmul": [own]}}))
     tuning.load.cache_clear()
-    reason = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"].verdicts[0].reason
-    assert reason.startswith("matmul (single fast bfloat16) was not timed on NVIDIA H100")
+    assert calls((8192, 4096), (4096, 16384), "tensorwise")["forward"].chosen.backend == "mosaic"
+    assert calls((8192, 4096), (4096, 16384), "tcfp12")["forward"].chosen == dispatch.Verdict("mosaic", None, measured)
+    assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
 
 
 def test_what_lost_declines_with_the_times_and_runs_when_named(measured):

@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
+import shlex
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ import pytest
 
 import tcfp_jax
 from benchmarks import (
+    card,
     common,
     digits,
     gemm,
@@ -66,12 +71,47 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
     assert len(lines) > 0 and {line.count("|") for line in lines} == {titles.count("|")} == {rule.count("|")}
 
 
-@pytest.mark.parametrize("name", report.BENCHMARKS)
+@pytest.mark.parametrize("name", sorted({name.partition("-")[0] for name in report.SECTIONS}))
 def test_every_benchmark_has_the_same_shape(name):
     module = report.benchmark(name)
-    assert name.partition("-")[0] == module.NAME  # behind it, another model
+    assert name == module.NAME
     assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(module.Row)
     assert all(callable(getattr(module, part)) for part in ("configure", "measure", "table", "main"))
+
+
+@pytest.mark.parametrize("name", card.RUNS)
+def test_every_run_of_a_card_is_a_command(name, monkeypatch):
+    """The arguments parse, and belong to the benchmark whose table shows the JSON."""
+    module, *arguments = shlex.split(card.RUNS[name].arguments)
+    benchmark = importlib.import_module(f"benchmarks.{module}")
+    options = common.parse(benchmark, [*arguments, "--smoke"])
+    (chosen,) = benchmark.beside(options) if hasattr(benchmark, "beside") else (module,)
+    assert chosen == name.partition("-")[0]
+    assert dataclasses.is_dataclass(importlib.import_module(f"benchmarks.{chosen}").configure(options))
+
+
+def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        if "benchmarks.head" in command:
+            return subprocess.CompletedProcess(command, 1, stdout="", stderr="no memory")
+        folder = Path(command[command.index("--out") + 1]) / "a-card"
+        folder.mkdir()
+        (folder / "any.json").write_text(json.dumps({"header": {"library": common.library_digest()}}))
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(card, "_device", lambda: ("a-card", 1))
+    monkeypatch.setattr(card.subprocess, "run", run)
+    monkeypatch.setattr(card, "RUNS", {name: card.RUNS[name] for name in ("head", "adamw", "fsdp", "casts")})
+    assert card.main(["--out", str(tmp_path)]) == 1
+    assert [*(path.name for path in sorted(tmp_path.glob("*/*")))] == ["adamw.json", "casts.json"]
+    assert "no memory" in (printed := capsys.readouterr().out) and "head: FAILED" in printed
+    ran.clear()
+    assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0 and not ran  # one is left, the first share's
+    assert card.main(["--out", str(tmp_path), "--only", "casts", "--seconds", "1"]) == 0 and not ran
+    assert "left for another call" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -70,7 +70,6 @@ NAMES = sorted({made: name for name, made in CATALOG.items()}.values())
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, "bfloat16") for name in NAMES] + [(name, "float32") for name in (*SERVED, "nvfp4")]
 )

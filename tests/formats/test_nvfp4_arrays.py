@@ -111,7 +111,6 @@ def test_other_shapes_and_dtypes_take_the_definition():
 
 
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_on_an_h200_it_is_one_kernel():
     """It needs no memory of the size of x."""
     mesh = h200s(1)

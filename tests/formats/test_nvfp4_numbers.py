@@ -77,7 +77,6 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
 
 
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_on_an_h200_rotated_values_are_written_once():
     """Two kernels run, one of them for the maximum, and no float32 array of the size of x exists."""
     mesh = h200s(1)

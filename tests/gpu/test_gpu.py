@@ -31,7 +31,6 @@ from tests.helpers import float64_of, same_bits
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 QUANTIZERS = ["xla", "triton"]
 MULTIPLIERS = ["xla", "mosaic", "triton"]

@@ -16,7 +16,6 @@ from tests.pallas_kernels.test_adamw import OPTIONS, SCALE, data, rates
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 SHAPE = (1024, 2048)
 KEY = np.array([3, 4], np.uint32)

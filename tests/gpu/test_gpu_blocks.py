@@ -18,7 +18,6 @@ from tests.helpers import float64_of, same_bits
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 E4M3 = jnp.float8_e4m3fn
 FORMS = [(128, "square", 2), (128, "vector", 1), (64, "square", 2), (32, "square", 1), (32, "vector", 2)]

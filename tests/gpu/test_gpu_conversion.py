@@ -20,7 +20,6 @@ from tests.helpers import nnx_model, same_bits, variables_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 WIDTH, HEADS = 256, 4
 # Each once: the gradient of a lookup adds rows in no fixed order on a GPU, so no row may be looked up twice.

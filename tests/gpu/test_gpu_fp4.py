@@ -19,7 +19,6 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 pytestmark = [
     pytest.mark.gpu,
     # Weights are quantized by such a kernel.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4")]
 

@@ -14,7 +14,6 @@ from tcfp_jax.formats.nvfp4_arrays import define
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 RULES = ("amax", "four_over_six", "fold_exact")
 SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)

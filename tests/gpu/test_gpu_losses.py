@@ -16,7 +16,6 @@ from tcfp_jax.weights.stored import quantize_weight
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 TOKENS, WIDTH = 640, 512  # two and a half chunks of 256
 # Relative errors of gradients: random errors of operands in E4M3 and E5M2 are 3 and 6 % in the mean.

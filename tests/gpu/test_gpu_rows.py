@@ -13,7 +13,6 @@ from tests.helpers import same_bits
 pytestmark = [
     pytest.mark.gpu,
     # Deprecated since jax 0.11 and still the way to 16-byte stores.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 ODD = (1001, 300)
 

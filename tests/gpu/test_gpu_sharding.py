@@ -18,7 +18,6 @@ from tcfp_jax.sharding import state_shardings
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 WIDTH, TOKENS = 512, 1024
 SPECS = {"layers_0": {"kernel": P("fsdp")}, "layers_2": {"kernel": P("fsdp")}}

@@ -20,7 +20,6 @@ REASON = h200.missing()
 pytestmark = [
     pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 # All matrices of one shape, so that few kernels are compiled.
 SIZE = LlamaConfig(

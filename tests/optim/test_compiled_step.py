@@ -17,7 +17,6 @@ REASON = h200.missing()
 pytestmark = [
     pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 
 TOKENS, K, N = 4096, 1024, 2048

@@ -325,7 +325,6 @@ def test_the_kernel_is_chosen_where_instructions_for_fp8_are(kind, capability, c
 needs_compiler = [
     pytest.mark.optimized,
     pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing())),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 
 

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 
 F8 = jnp.float8_e4m3fn

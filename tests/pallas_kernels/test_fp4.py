@@ -159,7 +159,6 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, monkeyp
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("n", "k", "tile"), [(256, 64, "vector"), (48, 192, "vector"), (128, 128, "square")])
 def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
@@ -177,7 +176,6 @@ def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
     assert (got[broken] & 127 == 127).all() and broken.any() == (scale.size > 127)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("m", "k", "dtype"), [(5, 512, "bfloat16"), (8, 768, "float32"), (5, 512, "float16")])
 def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     random = np.random.default_rng(0)
@@ -235,7 +233,6 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("devices", "rounds"), [(8, False), (1, False), (1, True)])
 def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monkeypatch):
     rng = np.random.default_rng(0)

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     # The rows of x are rounded by such a kernel.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 N, K = 2048, 4096
 

@@ -230,7 +230,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", KERNELS)
 def test_results_of_kernels_vary_in_a_shard_map_as_their_operands_do(name):
     def inside(x):

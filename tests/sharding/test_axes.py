@@ -305,7 +305,6 @@ def test_parameters_of_inference():
     check(infer, [P("a"), P(None, "b")], X, params["kernel"], exact=False)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_compiled_for_h200s_kernels_run():
     if missing():
         assert not expected(), missing()

@@ -27,7 +27,6 @@ from tests.collectives import Collective, collectives
 from tests.compile_for_h200 import compile_for, h200s, on, on_once
 
 REASON = h200.missing()
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 compiles = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 # All differ from each other and from the tokens of a batch or a part of it, so a shape identifies an array.

@@ -277,7 +277,6 @@ REASON = h200.missing()
 
 @pytest.mark.optimized
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):

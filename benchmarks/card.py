@@ -1,0 +1,150 @@
+"""Every JSON of the pages that a card writes, in slices: one command for each, and only those of another library.
+
+    python -m benchmarks.card --json                                what is missing or of another library
+    python -m benchmarks.card --json --seconds 540                  start nothing that would end later; call it again
+    python -m benchmarks.card --json --share 1/2                    every second run, for one of two GPUs
+    python -m benchmarks.card --only llama-1b,head --out FOLDER
+
+A run is a process of its own, which checks before it times. Its JSON replaces the committed one when it has ended well.
+Learning takes hours and is `benchmarks.convergence`'s, with slices of its own.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import common
+
+
+@dataclass(frozen=True)
+class Run:
+    """Arguments of a benchmark, the GPUs that it needs, and about how many seconds it takes on an H100."""
+
+    arguments: str
+    seconds: int
+    gpus: int = 1
+
+
+# By the name of the JSON. What a page needs most comes first.
+RUNS = {
+    "large": Run("large --model llama-8b --bf16-layers 8", 170),
+    "large-8-layers": Run("large --model llama-8b --layers 8", 120),
+    "llama-1b": Run("llama --parts step --recipes tensorwise,stored --no-peaks", 110),
+    "llama-1b-others": Run("llama --parts step --recipes rowwise,tcfp12_single --no-peaks", 110),
+    "llama-1b-fast": Run("llama --parts step --recipes tcfp12_fast --no-peaks", 80),
+    "llama-1b-unrolled": Run(
+        "llama --parts step --recipes stored --remat products --loop unrolled --no-peaks", 110
+    ),
+    "head": Run("head", 50),
+    "llama": Run("llama --parts block", 150),
+    "llama-124m": Run(
+        "llama --parts step --model llama-124m --include measured --recipes tensorwise,stored --no-peaks", 60
+    ),
+    "llama-gpt2": Run(
+        "llama --parts step --model gpt2 --include measured --recipes tensorwise,tcfp12_fast --no-peaks", 60
+    ),
+    "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training --no-peaks", 60),
+    "fsdp": Run("fsdp --parts mlp", 90, gpus=2),
+    "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 120, gpus=2),
+    "memory": Run("memory", 60),
+    "memory-llama-1b": Run("memory --model llama-1b", 20),
+    "memory-llama-8b": Run("memory --model llama-8b", 20),
+    "train_step": Run("train_step", 150),
+    "train_step-recipes": Run(
+        "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes 'stored bfloat16,tensorwise,tcfp12,"
+        "tcfp12_fast,blockwise,tcfp12_blockwise,mxfp8,rowwise'", 120
+    ),
+    "train_step-stored": Run(
+        "train_step --shapes 8192x4096x16384 --parts 'optimizer step' --recipes 'stored,stored both,stored bfloat16,"
+        "stored both bfloat16'", 80
+    ),
+    "quality": Run("quality", 60),
+    "gemm": Run("gemm --measure products", 60),
+    "scaled_products": Run("gemm --measure scales", 60),
+    "quantizers": Run("gemm --measure quantizers", 60),
+    "skip_residual": Run("skip_residual", 30),
+    "adamw": Run("adamw", 40),
+    "casts": Run("casts", 40),
+    "fp4": Run("fp4", 120),
+}  # fmt: skip
+
+
+def wanted(results: Path, only: str | None, share: tuple[int, int], gpus: int) -> list[str]:
+    """Return the names of the runs to make: those of another library, or all of `only`, of this share.
+
+    >>> wanted(Path("/nowhere"), "head,casts,adamw", (1, 2), 1)
+    ['head', 'casts']
+    """
+    names = [*(common.chosen_of("only", only, tuple(RUNS)) or RUNS)]
+    if only is None:
+        names = [name for name in names if not is_current(results / f"{name}.json")]
+    names = [name for name in names if RUNS[name].gpus <= gpus]
+    return names[share[0] - 1 :: share[1]]
+
+
+def is_current(path: Path) -> bool:
+    """Return whether every row of a JSON is of this library."""
+    if not path.exists():
+        return False
+    return bool(json.loads(path.read_text(encoding="utf-8"))["header"].get("library") == common.library_digest())
+
+
+def make(name: str, results: Path) -> bool:
+    """Run one benchmark, and put its JSON in its place if it has ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"benchmarks.{RUNS[name].arguments.split()[0]}"]
+        command += [*shlex.split(RUNS[name].arguments)[1:], "--out", folder]
+        done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True)
+        written = [*Path(folder).glob("*/*.json")]
+        if done.returncode or len(written) != 1:
+            print("\n".join((done.stdout + done.stderr).splitlines()[-12:]), flush=True)
+            return False
+        results.mkdir(parents=True, exist_ok=True)
+        shutil.move(written[0], results / f"{name}.json")
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 1 if a benchmark failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.card", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/<device>")
+    parser.add_argument("--out", type=Path, help="folder instead of benchmarks/results")
+    parser.add_argument("--only", help=f"of {', '.join(RUNS)}, also if they are of this library")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that would end later")
+    parser.add_argument("--share", default="1/1", help="I/N: every N-th run, from the I-th")
+    options = parser.parse_args(arguments)
+    if not (options.json or options.out):
+        parser.error("choose --json or --out FOLDER")
+    first, _, of = options.share.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+        parser.error(f"--share {options.share} is not I/N with 1 <= I <= N, such as 1/2")
+    device, gpus = _device()
+    results, started, failed = (options.out or common.RESULTS) / device, time.monotonic(), []
+    for name in wanted(results, options.only, (int(first), int(of)), gpus):
+        spent = time.monotonic() - started
+        if spent + RUNS[name].seconds > options.seconds:
+            print(f"{name}: left for another call, {spent:.0f} of {options.seconds:.0f} s are over", flush=True)
+            continue
+        failed += [] if make(name, results) else [name]
+        took = time.monotonic() - started - spent
+        print(f"{name}: {'FAILED' if name in failed else 'written'} after {took:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+def _device() -> tuple[str, int]:
+    """Return the folder of the card and the number of cards, from a process that ends and frees their memory."""
+    code = "import jax; from benchmarks import common; print(common.device_slug(), jax.device_count())"
+    found = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, check=True, capture_output=True, text=True)
+    slug, count = found.stdout.split()[-2:]
+    return slug, int(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
