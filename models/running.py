@@ -49,6 +49,7 @@ class RunResult:
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16 products.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`; None in other models.
       tokens_per_second: Tokens that this process trained on in a second, compilation included; NaN without a step.
+      state_bytes: Size of the parameters and of the optimizer's state, which are on the devices between two steps.
       reports: Reports of the steps that this process observed (`config.monitor`), by step, in the form of
         `models.monitoring.written`.
     """
@@ -58,6 +59,7 @@ class RunResult:
     heldout_perplexity: float
     heldout_loss_bf16: float
     tokens_per_second: float
+    state_bytes: int
     remat: str | None = None
     reports: dict[int, Any] = field(default_factory=dict)
 
@@ -224,7 +226,9 @@ def _train(
     heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
     remat = getattr(config.size, "remat", None)
-    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, remat, reports)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    perplexity = float(np.exp(np.float64(heldout)))
+    return RunResult(np.asarray(losses), heldout, perplexity, in_bf16, rate, size, remat, reports)
 
 
 def _check_losses(

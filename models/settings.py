@@ -206,18 +206,20 @@ _PRESETS: dict[str, dict[str, Any]] = {
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """Return the run of `python -m models.train --model MODEL`, with fields replaced.
 
-    Stored weights get the recipe that stores and multiplies least, and moments in 8 bits. `data` is read whole.
+    Without a recipe weights are stored, with moments in 8 bits and the recipe that stores and multiplies least. Next to
+    a recipe alone they are float32. `data` is read whole.
 
     Raises:
       ValueError: as `TrainConfig`, or `error_dtype` is given for a recipe that keeps no errors.
 
     >>> preset("small", recipe="bf16").steps
     1000
-    >>> preset(weights="stored").recipe, preset(weights="stored").moments
-    ('tcfp12_single', '8bit')
+    >>> preset().weights, preset().recipe, preset().moments, preset(recipe="tensorwise").weights
+    ('stored', 'tcfp12_single', '8bit', 'float')
     """
     model_config(model)
-    stored = dict(recipe="tcfp12_single", moments="8bit") if overrides.get("weights") == "stored" else {}
+    weights = overrides.get("weights", "float" if {"recipe", "error_dtype"} & {*overrides} else "stored")
+    stored = dict(weights="stored", recipe="tcfp12_single", moments="8bit") if weights == "stored" else {}
     whole = dict(corpus_bytes=2**63 - 1) if overrides.get("data") else {}
     config = TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **whole, **overrides})
     if config.error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:

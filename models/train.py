@@ -1,11 +1,11 @@
 """Train a language model on text next to BF16, from the same initial weights and batches.
 
-    python -m models.train                                    # a GPT on two CPU cores: under three minutes
+    python -m models.train                                    # a GPT, stored weights, two CPU cores: three minutes
     python -m models.train --model llama-tiny                 # a Llama, which is plain Flax and converted
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
-    python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
+    python -m models.train --weights float                    # float32 weights, and quantized copies for the products
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
-    python -m models.train --start base.npz --weights stored  # fine-tune a file that --export wrote
+    python -m models.train --start base.npz                    # start from a file that --export wrote
     python -m models.train --monitor 50                       # measure how operands are rounded, by layer and step
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit (a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
@@ -25,6 +25,7 @@ and their ratio. Call `run` for the same without a command line, and without fil
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import shlex
 import sys
@@ -73,26 +74,40 @@ __all__ = [
 RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
 
 
-_OVERRIDES = {
-    "steps": (int, "optimizer steps"),
-    "seed": (int, "seed of initial weights, batches and stochastic rounding (default: 0)"),
-    "batch": (int, "windows per step"),
-    "sequence": (int, "tokens predicted per window"),
-    "learning_rate": (float, "peak learning rate"),
-    "final_fraction": (float, "part of the peak learning rate at which its cosine ends (default: 0)"),
-    "weight_decay": (float, "of AdamW"),
-    "remat": (
-        str,
-        "values that a Llama keeps for its backward pass: none, products, block, names joined by +, or auto, as "
-        "many as fit (default: the model's)",
-    ),
-    "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
-    "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
-    "steps_per_call": (int, "steps in one dispatch (default: 10)"),
-    "monitor": (int, "steps between two observed ones, which measure rounding and updates (default: never)"),
-    "heldout_windows": (int, "windows of the held-out evaluation"),
-    "corpus_bytes": (int, "at most this much text (default: 16 MiB of the standard library, all of --data)"),
+_OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
+    "training": {
+        "steps": (int, "optimizer steps"),
+        "batch": (int, "windows per step"),
+        "sequence": (int, "tokens predicted per window"),
+        "learning_rate": (float, "peak learning rate"),
+        "final_fraction": (float, "part of the peak learning rate at which its cosine ends (default: 0)"),
+        "weight_decay": (float, "of AdamW"),
+        "seed": (int, "seed of initial weights, batches and stochastic rounding (default: 0)"),
+    },
+    "precision": {
+        "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
+        "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
+        "monitor": (int, "steps between two observed ones, which measure rounding and updates (default: never)"),
+    },
+    "speed and memory": {
+        "remat": (
+            str,
+            "values that a Llama keeps for its backward pass: none, products, block, names joined by +, or auto, as "
+            "many as fit (default: the model's)",
+        ),
+        "steps_per_call": (int, "steps in one dispatch (default: 10)"),
+    },
+    "model and text": {
+        "heldout_windows": (int, "windows of the held-out evaluation"),
+        "corpus_bytes": (int, "at most this much text (default: 16 MiB of the standard library, all of --data)"),
+    },
 }
+_EXAMPLES = """examples:
+  python -m models.train --data novels/ notes.txt --steps 1000
+      a small GPT with stored weights on your text, next to BF16
+  python -m models.train --model llama-1b --recipe tensorwise --mesh fsdp=8 --compare none --out runs/1b
+      a Llama with float32 weights on eight GPUs; after any interruption add --resume
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,72 +145,85 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m models.train", description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--model", choices=model_names(), help="size (default: tiny)")
-    parser.add_argument(
+        prog="python -m models.train", description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS,
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    named: dict[str, Any] = {}
+    for name in ("model and text", "precision", "training", "folder", "speed and memory", "machines"):
+        named[name] = parser.add_argument_group(name)
+    model, precision, machines = named["model and text"], named["precision"], named["machines"]
+    model.add_argument("--model", choices=model_names(), help="size (default: tiny)")
+    model.add_argument(
         "--data", nargs="+", metavar="PATH",
         help="files and folders of UTF-8 text, read as bytes, or one .npy of token ids (default: the standard library)",
     )  # fmt: skip
-    parser.add_argument("--vocabulary", type=int, help="number of token ids")
-    names = ", ".join(NAMES)
-    parser.add_argument("--recipe", metavar="NAME", help=f"{names} (default: tcfp12; of stored weights tcfp12_single)")
-    parser.add_argument(
+    model.add_argument("--vocabulary", type=int, help="number of token ids")
+    model.add_argument(
         "--start", metavar="NPZ", help="float parameters of this model to start from, as --export writes them"
     )
-    parser.add_argument(
+    precision.add_argument(
+        "--weights", choices=get_args(Weights),
+        help="W_hi + W_lo alone (default), or float32 parameters next to quantized weights (default with --recipe)",
+    )  # fmt: skip
+    names = ", ".join(NAMES)
+    precision.add_argument(
+        "--recipe", metavar="NAME", help=f"{names} (default: tcfp12_single; of float weights tcfp12)"
+    )
+    precision.add_argument(
         "--include", choices=get_args(Included),
         help="layers with the recipe: every one (default), or those measured to be faster than BF16",
     )  # fmt: skip
-    parser.add_argument(
-        "--weights", choices=get_args(Weights),
-        help="float32 parameters next to the quantized weights (default), or W_hi + W_lo alone",
-    )  # fmt: skip
-    parser.add_argument(
+    precision.add_argument(
         "--moments",
         choices=get_args(Moments),
         help="AdamW's moments of stored weights (default: 8bit; float weights have float32)",
     )
-    parser.add_argument(
+    precision.add_argument(
         "--compare", choices=["bf16", "none"], help="baseline to train too (default: bf16; none with --recipe bf16)"
     )
-    for name, (kind, text) in _OVERRIDES.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
-    _add_machines(parser)
-    parser.add_argument(
-        "--tensorboard", action="store_const", const="on", default="off",
-        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
+    for group, options in _OVERRIDES.items():
+        for name, (kind, text) in options.items():
+            named[group].add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    named["speed and memory"].add_argument(
+        "--memory", type=float, default=None, metavar="GB",
+        help="of a device that a step may need, for --remat auto (default: 95 %% of what JAX may allocate)",
     )  # fmt: skip
-    parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
-    parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
-    parser.add_argument(
-        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
-        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
-    parser.add_argument(
-        "--resume", action="store_true", default=False,
-        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
-    )  # fmt: skip
+    _add_folder(named["folder"])
+    _add_machines(machines)
     return parser
 
 
-def _add_machines(parser: argparse.ArgumentParser) -> None:
+def _add_folder(group: argparse._ArgumentGroup) -> None:
+    """Add options of the run's folder and of what is written there."""
+    group.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
+    group.add_argument(
+        "--resume", action="store_true", default=False,
+        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
+    )  # fmt: skip
+    group.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
+    group.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
+    group.add_argument(
+        "--tensorboard", action="store_const", const="on", default="off",
+        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
+    )  # fmt: skip
+    group.add_argument(
+        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
+        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
+    )  # fmt: skip
+
+
+def _add_machines(group: argparse._ArgumentGroup) -> None:
     """Add options that belong to the machines and not to the run."""
-    parser.add_argument(
+    group.add_argument(
         "--mesh", type=str, default=None, metavar="AXIS=SIZE,...",
         help=f"of all devices, axes {', '.join(AXES)} (default: one device; of several processes fsdp over all)",
     )  # fmt: skip
-    parser.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="address of the first process")
-    parser.add_argument("--processes", type=int, default=None, help="number of processes that train together")
-    parser.add_argument("--process", type=int, default=None, help="index of this process, from 0")
-    parser.add_argument(
+    group.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="address of the first process")
+    group.add_argument("--processes", type=int, default=None, help="number of processes that train together")
+    group.add_argument("--process", type=int, default=None, help="index of this process, from 0")
+    group.add_argument(
         "--heartbeat-timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
         help=f"silence after which a process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", type=float, default=None, metavar="GB",
-        help="of a device that a step may need, for --remat auto (default: 95 %% of what JAX may allocate)",
     )  # fmt: skip
 
 
@@ -207,9 +235,8 @@ def _choose_folder(options: argparse.Namespace) -> Path:
         if not started:
             raise FileNotFoundError(f"--resume without --out found no run under {RUNS}/; name its folder with --out")
         return started[-1].parent
-    stored = getattr(options, "weights", "float") == "stored"
-    name = f"{getattr(options, 'model', 'tiny')}-{getattr(options, 'recipe', 'tcfp12_single' if stored else 'tcfp12')}"
-    name += "-stored" * stored
+    config = preset(getattr(options, "model", "tiny"), **_given(options))
+    name = f"{config.model}-{config.recipe}{'-stored' * (config.weights == 'stored')}"
     return next(path for path in (RUNS / f"{name}-{i}" for i in range(sys.maxsize)) if not path.exists())
 
 
@@ -224,7 +251,16 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `TrainConfig` that the command line names, without the model."""
-    names = ("recipe", "start", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
+    names = (
+        "recipe",
+        "start",
+        "include",
+        "weights",
+        "moments",
+        "data",
+        "vocabulary",
+        *itertools.chain(*_OVERRIDES.values()),
+    )
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given
 
@@ -304,6 +340,7 @@ def _numbers(result: RunResult) -> dict[str, float | str | None]:
         "last_train_loss": _finite(float(result.train_loss[-1])),
         "tokens_per_second": _finite(result.tokens_per_second),
         "remat": result.remat,
+        "state_bytes": result.state_bytes,
     }
 
 
@@ -313,10 +350,11 @@ def _finite(value: float) -> float | None:
 
 def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
     rows = [(name, result)] + ([("bf16 (baseline)", baseline)] if baseline else [])
-    lines = ["", f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'tokens/s':>11}"]
+    lines = ["", f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'tokens/s':>11}{'MB of state':>14}"]
     for row, numbers in rows:
         rate = f"{numbers.tokens_per_second:,.0f}" if math.isfinite(numbers.tokens_per_second) else "-"
-        lines.append(f"{row:20}{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}{rate:>11}")
+        losses = f"{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}"
+        lines.append(f"{row:20}{losses}{rate:>11}{numbers.state_bytes / 1e6:14.1f}")
     if baseline:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
         lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")

@@ -356,19 +356,21 @@ class TestCommand:
 
     def test_it_prints_both_losses_and_their_ratio(self, capsys):
         assert train.main(self.ARGUMENTS) == 0
-        out = Path("runs/micro-tcfp12-0")
+        out = Path("runs/micro-tcfp12_single-stored-0")
         printed = capsys.readouterr().out
         summary = json.loads((out / "summary.json").read_text())
-        assert f"perplexity ratio tcfp12 / bf16: {summary['perplexity_ratio']:.4f}" in printed
+        assert f"perplexity ratio tcfp12_single / bf16: {summary['perplexity_ratio']:.4f}" in printed
         for part in ("run", "baseline_bf16"):
             assert f"{summary[part]['heldout_loss']:.4f}" in printed
+            assert f"{summary[part]['state_bytes'] / 1e6:.1f}\n" in printed
+        assert summary["run"]["state_bytes"] < 0.9 * summary["baseline_bf16"]["state_bytes"]
         assert summary["run"]["heldout_loss"] != summary["baseline_bf16"]["heldout_loss"]
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert len(_lines(out)) == len(_lines(out / "compare_bf16")) == 60
 
         # Again: a new folder. Resumed without settings: the same numbers, and the newest run.
         assert train.main([*self.ARGUMENTS, "--compare", "none"]) == 0
-        assert not Path("runs/micro-tcfp12-1/compare_bf16").exists()
+        assert not Path("runs/micro-tcfp12_single-stored-1/compare_bf16").exists()
         assert train.main(["--resume", "--out", str(out)]) == 0
         again = json.loads((out / "summary.json").read_text())
         assert again["perplexity_ratio"] == summary["perplexity_ratio"]
@@ -440,7 +442,7 @@ class TestCommand:
         assert train.main(shlex.split(command)[3:]) == 0
         options, out = seen[0]
         assert options.resume and options.compare == "none"
-        assert out == Path(*given[1:] or ["runs/micro-tcfp12-0"])
+        assert out == Path(*given[1:] or ["runs/micro-tcfp12_single-stored-0"])
 
     def test_a_run_that_diverges_ends_with_status_1(self, monkeypatch, capsys):
         def diverged(*arguments, **options):
@@ -461,11 +463,18 @@ class TestCommand:
         assert "recipe 'fp7' is unknown" in capsys.readouterr().err
         assert not Path("runs").exists()
 
-    def test_help_names_every_recipe(self, capsys):
+    def test_help_has_groups_examples_and_every_recipe(self, capsys):
         with pytest.raises(SystemExit):
             train.main(["--help"])
-        shown = set(re.findall(r"\w+", capsys.readouterr().out))
-        assert set(tcfp_jax.recipes.NAMES) <= shown
+        shown = capsys.readouterr().out
+        assert set(tcfp_jax.recipes.NAMES) <= set(re.findall(r"\w+", shown))
+        options = shown.split("options:")[1]
+        assert re.findall(r"^\S.*:$", options, re.M) == [
+            "model and text:", "precision:", "training:", "folder:", "speed and memory:", "machines:", "examples:",
+        ]  # fmt: skip
+        commands = re.findall(r"python -m models.train (.*)", options)
+        examples = [train._choose_config(train._parser().parse_args(shlex.split(c)), Path("new")) for c in commands]
+        assert [config.weights for config in examples] == ["stored", "float"]
 
 
 @pytest.mark.slow_except("tcfp12", "tensorwise", "stored")
