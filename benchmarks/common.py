@@ -9,7 +9,6 @@ A benchmark is a module of this package with
     measure(config)            returns rows, each verified before it is timed
     show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
-    plot(figure, result)       draws the same, if there is a picture
     json_name(options)         returns the name of its JSON, if options choose one
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of

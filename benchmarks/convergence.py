@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from benchmarks import common, digits
-from benchmarks.convergence_tables import Row, plot, ratios_of, read_row, summarize, table
+from benchmarks.convergence_tables import Row, ratios_of, read_row, summarize, table
 from benchmarks.forks import TASKS, Base, Config, Task, advance, last_tenth, start_fork, train_base, train_config
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.variants import BASELINE, FLAGS, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
@@ -43,7 +43,7 @@ from models.text import Corpus, load_installed
 from models.train import keep_programs
 from models.training import check_corpus, count_parameters, evaluate
 
-__all__ = ["Config", "Row", "plot", "ratios_of", "summarize", "table"]
+__all__ = ["Config", "Row", "ratios_of", "summarize", "table"]
 
 NAME = "convergence"
 PROTOCOLS = ("fork", "scratch")

@@ -1,12 +1,10 @@
-"""Perplexity ratios of the rows of `benchmarks.convergence` to BF16 from the same start: summaries, table, plot."""
+"""Perplexity ratios of the rows of `benchmarks.convergence` to BF16 from the same start: summaries and tables."""
 
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from benchmarks.common import Result, markdown_table
 from benchmarks.forks import TASKS, Task
@@ -256,28 +254,3 @@ def _floors(rows: list[Row]) -> list[str]:
         if ratios(rows, "text", name)
     ]
     return [f"Noise floors, of single runs: {', '.join(said)} of 1."] if said else []
-
-
-def plot(figure: Any, result: Result) -> None:
-    """Draw a panel per task and a line of dots per variant: one dot a pair of runs, a bar at the mean."""
-    rows = rows_of(result)
-    finite = [s for s in summarize(rows) if s.name != BASELINE and math.isfinite(s.mean_ratio)]
-    tasks = [task for task in TASKS if any(s.task == task for s in finite)]
-    names = [name for name in VARIANTS if any(s.name == name for s in finite)]
-    figure.set_size_inches(4.2 + 3.4 * len(tasks), 1.4 + 0.36 * len(names))
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0] if tasks else []
-    for axes, task in zip(panels, tasks, strict=True):
-        for i, name in enumerate(names):
-            values = [value for value in ratios(rows, task, name).values() if math.isfinite(value)]
-            color = "C7" if name in (RERUN, OTHER_BATCHES) else "C0"
-            axes.plot(values, np.full(len(values), i), "o", color=color, alpha=0.5, markersize=4)
-            if values:
-                axes.plot([statistics.fmean(values)], [i], "|", color=color, markersize=14, markeredgewidth=2)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(names)), names, fontsize=9)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.locator_params(axis="x", nbins=6)
-        axes.set_title({"text": "real text", "digits": "MLP on digits"}[task], fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
-    figure.suptitle("Held-out perplexity over that of BF16 from the same start; the bar is the mean", fontsize=10)

@@ -3,9 +3,9 @@
     python -m benchmarks.report            # rewrite the text between the markers, the plots and measured.json
     python -m benchmarks.report --check    # change nothing; exit with 1 if a page differs from the JSON
 
-A section of a page lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. NAME is a benchmark's, or "choose" for
-README's table. A section without numbers names the command that writes them. Captions say if the library has changed
-since; `--check` ignores that remark, because every edit of the library would change it.
+A section of a page lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. NAME is a benchmark's, "choose" for
+README's table, or "overview" for whole models. A section without numbers names the command that writes them. Captions
+say if the library has changed since; `--check` ignores that remark, because every edit of the library would change it.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from typing import Any
 from benchmarks import convergence_tables, memory, train_step
 from benchmarks.card import RUNS
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
+from benchmarks.drawing import PICTURES, digest_of, read_source, save
 from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
 from tcfp_jax.recipes import NAMES
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-CHOOSE = "choose"
+CHOOSE, OVERVIEW = "choose", "overview"
 FORKS = "convergence-fork-llama-124m"  # perplexities of README's table
 LEARNED = (
     "convergence", "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
     FORKS,
 )  # fmt: skip
 SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
-PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): SECTIONS}
+PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (OVERVIEW, *SECTIONS)}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
-PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its JSON
 STORED = "tcfp12_single"
 # The recipes of README's table, and when to use each.
 USE_IT_WHEN = {
@@ -59,8 +59,8 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     Raises:
       ValueError: no benchmark has this name.
     """
-    if name == CHOOSE:
-        return choose(results)
+    if name in (CHOOSE, OVERVIEW):
+        return choose(results) if name == CHOOSE else overview(results)
     if name not in SECTIONS:
         raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {SECTIONS}")
     result, module = read_result(name, results), benchmark(name)
@@ -70,7 +70,7 @@ def render_section(name: str, results: Path = RESULTS) -> str:
         command = module.command_of(name) if name in LEARNED else f"python -m benchmarks.{name} --json"
     if result is None:
         return f"*No numbers yet: `{command}` writes them.*\n"
-    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if hasattr(module, "plot") else ""
+    picture = f"\n![{PICTURES[name].alt}]({PLOTS.name}/{name}.svg)\n" if name in PICTURES else ""
     return f"{module.table(result)}\n{picture}\n*`{command}`: {result.origin}.*\n"
 
 
@@ -117,6 +117,36 @@ def choose(results: Path = RESULTS) -> str:
     return f"{markdown_table([*titles, 'use it when'], lines, last='left')}\n\n{' '.join(text)}\n"
 
 
+# JSON of the overview, and its models.
+WHOLE = {
+    "large": "Llama-3-8B", "large-8-layers": "8 layers of Llama-3-8B", "llama-1b": "Llama-3.2-1B",
+    "llama-1b-unrolled": "Llama-3.2-1B, unrolled",
+}  # fmt: skip
+
+
+def overview(results: Path = RESULTS) -> str:
+    """Return the table of whole steps, stored against BF16: a line per model."""
+    lines = []
+    for name, model in WHOLE.items():
+        found = read_result(name, results)
+        if found is None:
+            continue
+        stored, bf16 = found.by("recipe")["stored"], found.by("recipe")[BASELINE]
+        size = lambda row: f"{row['step_bytes'] / 1e9:.1f}" if "step_bytes" in row else "–"
+        # A BF16 run of fewer layers is of another model: this one does not fit.
+        whole = bf16.get("layers") == stored.get("layers")
+        ours, theirs = stored["median_ms"], bf16["median_ms"]
+        times = [
+            f"{theirs:,.0f}" if whole else "does not fit",
+            f"{ours:,.0f}",
+            f"**{theirs / ours:.2f}**" if whole else "–",
+        ]
+        card = f"{_card(found)}, {'wall clock' if stored['timer'] == 'wall clock' else 'kernels'}"
+        lines.append([model, card, *times, size(bf16) if whole else "–", size(stored)])
+    titles = ["whole step, 4 × 4096 tokens", "one", "BF16, ms", "stored, ms", "BF16's time over stored's"]
+    return markdown_table([*titles, "BF16, GB", "stored, GB"], lines) + "\n"
+
+
 def _card(result: Result) -> str:
     """Return the short name of the card of a result.
 
@@ -146,31 +176,7 @@ def render(page: str, results: Path = RESULTS) -> str:
     return SECTION.sub(lambda match: match[1] + render_section(match[2], results) + match[3], page)
 
 
-# Plots and the file that `diagnose` reads -----------------------------------------------------------------------------
-
-
-def draw(result: Result, path: Path) -> None:
-    """Write the plot of a benchmark that has one, with the digest of its JSON."""
-    # Imported here: it costs a second, which tables need not pay.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    benchmark(result.name).plot(figure, result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={PICTURE_SOURCE: result.digest})
-
-
-def read_source(path: Path) -> str | None:
-    """Return the digest that `draw` stored in a PNG; None if there is no such file or field."""
-    if not path.exists():
-        return None
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.load()
-        return image.info.get(PICTURE_SOURCE)
+# The file that `diagnose` reads -----------------------------------------------------------------------------
 
 
 def measured(results: Path = RESULTS) -> str:
@@ -206,9 +212,9 @@ def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
             if match[0].replace(AGE, "") != (match[1] + render_section(match[2], results) + match[3]).replace(AGE, ""):
                 found.append(f"{page}: section {match[2]}")
         found += [f"{page}: no section {name}" for name in names if f"<!-- begin: {name} -->" not in text]
-    for result in _drawn(results):
-        picture = root / PLOTS / f"{result.name}.png"
-        if read_source(picture) != result.digest:
+    for name in PICTURES:
+        digest, picture = digest_of(name, results), root / PLOTS / f"{name}.svg"
+        if digest is not None and read_source(picture) != digest:
             found.append(f"plot {picture}")
     path = root / MEASURED
     if not path.exists() or path.read_text(encoding="utf-8") != measured(results):
@@ -221,18 +227,13 @@ def write(root: Path = ROOT, results: Path = RESULTS) -> None:
     for page in PAGES:
         text = (root / page).read_text(encoding="utf-8")
         (root / page).write_text(render(text, results), encoding="utf-8")
-    for result in _drawn(results):
-        draw(result, root / PLOTS / f"{result.name}.png")
+    for name in PICTURES:
+        save(name, root / PLOTS / f"{name}.svg", results)
     (root / MEASURED).parent.mkdir(parents=True, exist_ok=True)
     (root / MEASURED).write_text(measured(results), encoding="utf-8")
     for found in (read_result(name, results) for name in SECTIONS):
         if found is not None and AGE in found.origin:
             print(f"{found.name}: {found.origin}")
-
-
-def _drawn(results: Path) -> list[Result]:
-    found = [read_result(name, results) for name in SECTIONS if hasattr(benchmark(name), "plot")]
-    return [result for result in found if result is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:

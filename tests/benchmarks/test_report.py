@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from benchmarks import common, report, train_step
+from benchmarks import common, drawing, report, train_step
 
 HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
 SECTIONS = ("train_step", "train_step-recipes")  # sections of the pages in these tests
@@ -32,8 +32,10 @@ def write(root, name, rows, library="0", device="chip"):
 def root(tmp_path, monkeypatch):
     """A folder with both pages and two results, whose report is written; its options."""
     monkeypatch.setattr(report, "SECTIONS", SECTIONS)
-    monkeypatch.setattr(train_step, "plot", lambda figure, result: figure.add_subplot(), raising=False)
-    pages = {page: names if names == ("choose",) else SECTIONS for page, names in report.PAGES.items()}
+    picture = drawing.Picture("a plot", ("train_step",), lambda figure, result: figure.add_subplot())
+    monkeypatch.setattr(report, "PICTURES", {"train_step": picture})
+    monkeypatch.setattr(drawing, "PICTURES", {"train_step": picture})
+    pages = {page: names if names == ("choose",) else ("overview", *SECTIONS) for page, names in report.PAGES.items()}
     monkeypatch.setattr(report, "PAGES", pages)
     for page, names in pages.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)
@@ -52,13 +54,13 @@ def options(root, *more):
 def test_a_fresh_report_passes_its_check_and_an_edit_does_not(root, capsys):
     assert report.main(options(root, "--check")) == 0
     page = root / "docs" / "measurements.md"
-    assert "plots/train_step.png" in page.read_text()
+    assert "![a plot](plots/train_step.svg)" in page.read_text()
     page.write_text(page.read_text().replace("**1.00**", "**1.01**", 1))
-    (root / "docs" / "plots" / "train_step.png").unlink()
+    (root / "docs" / "plots" / "train_step.svg").unlink()
     (root / report.MEASURED).write_text("{}")
     assert report.main(options(root, "--check")) == 1
     complaints = capsys.readouterr().err
-    for complaint in ("section train_step", "train_step.png", "measured.json"):
+    for complaint in ("section train_step", "train_step.svg", "measured.json"):
         assert complaint in complaints
 
 
@@ -108,6 +110,16 @@ def test_the_table_to_choose_by_is_of_whole_models():
     # All of the state, with embeddings and heads.
     assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == ["4.02 (4.02)", "4.02 (4.02)"]
     assert all(len(cells) == 7 for cells in lines.values())
+
+
+def test_the_overview_compares_whole_models_alone():
+    lines = [line.split("|")[1:-1] for line in report.overview().splitlines()[2:]]
+    assert len(lines) == len(report.WHOLE)
+    for cells, name in zip(lines, report.WHOLE, strict=True):
+        rows = common.read_result(name).by("recipe")
+        same = rows["bf16"].get("layers") == rows["stored"].get("layers")
+        assert ("does not fit" in cells[2]) != same and ("**" in cells[4]) == same
+        assert cells[3].strip() == f"{rows['stored']['median_ms']:,.0f}"
 
 
 def test_recipes_at_one_shape_are_lines(root):

@@ -26,7 +26,7 @@ def test_the_list_has_every_name(capsys, monkeypatch):
 
 def test_docs_say_what_the_code_says(capsys):
     text = DOCS.read_text()
-    assert (DOCS.parent / "plots" / "formats.png").exists() and "plots/formats.png" in text
+    assert (DOCS.parent / "plots" / "formats.svg").exists() and "plots/formats.svg" in text
     assert __main__.main(["--table"]) == 0
     table = text.split("<!-- begin: formats -->\n")[1].split("<!-- end: formats -->")[0]
     assert table == capsys.readouterr().out
