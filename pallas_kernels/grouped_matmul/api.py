@@ -8,14 +8,20 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import mosaic, reference
 from pallas_kernels.operands import Accumulation, Operand, Product, Row, Tensor, check_operands
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
 
-IMPLEMENTATIONS = (Implementation("xla", reference.grouped_matmul, key=reference.key),)
-GRADIENT_IMPLEMENTATIONS = (Implementation("xla", reference.grouped_weight_gradient, key=reference.key),)
+IMPLEMENTATIONS = (
+    Implementation("mosaic", mosaic.grouped_matmul, mosaic.reject, configure=mosaic.configure),
+    Implementation("xla", reference.grouped_matmul, key=reference.key),
+)
+GRADIENT_IMPLEMENTATIONS = (
+    Implementation("mosaic", mosaic.grouped_weight_gradient, mosaic.reject, configure=mosaic.configure),
+    Implementation("xla", reference.grouped_weight_gradient, key=reference.key),
+)
 
 
 def grouped_matmul(

@@ -101,9 +101,13 @@ def _ragged(numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool
     return product
 
 
-def _checked(out: jax.Array, group_sizes: jax.Array, m: int) -> jax.Array:
-    """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
+def are_sound(group_sizes: jax.Array, m: int) -> jax.Array:
+    """Return whether sizes are zero or more and add up to at most m."""
     ends = jnp.cumsum(group_sizes)
     # The first sum that overflows is negative.
-    sound = jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
-    return jnp.where(sound, out, jnp.nan)
+    return jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
+
+
+def _checked(out: jax.Array, group_sizes: jax.Array, m: int) -> jax.Array:
+    """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
+    return jnp.where(are_sound(group_sizes, m), out, jnp.nan)

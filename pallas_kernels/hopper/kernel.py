@@ -113,8 +113,8 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 
             if plan.promote:
                 columns = _chunk_columns(plan, out_gmem.dtype)
-                factors = _Factors(block_scales, plan.scaling, columns, ni * (tile_n // columns), steps.count)
-                add, compute = _promoting(store, factors, warpgroup * own_rows, own_rows, tile_n)
+                factors = Factors(block_scales, plan.scaling, columns, ni * (tile_n // columns), steps.count)
+                add, compute = promoting(store, factors, warpgroup * own_rows, own_rows, tile_n)
             else:
                 add, compute = _accumulating(store, warpgroup * own_rows, own_rows, tile_n)
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
@@ -135,7 +135,7 @@ def _chunk_columns(plan: Plan, out_dtype: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Factors:
+class Factors:
     """Factors of promoted sums: scales of x's rows times scales of W, in chunks of columns.
 
     `scales` are references to global memory, x's first; none with `scaling` "tensor". `first` is the index of the
@@ -168,7 +168,7 @@ class _Factors:
         return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
-def _multiply(acc: Any, x_smem: Any, w_smem: Sequence[Any], rows: Any) -> None:
+def multiply(acc: Any, x_smem: Any, w_smem: Sequence[Any], rows: Any) -> None:
     # W is [n, k] in memory and wgmma reads both operands along k: the transpose only changes a descriptor.
     for half in w_smem:
         plgpu.wgmma(acc, x_smem.at[rows], half.T)
@@ -178,7 +178,7 @@ def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[
     """Return (add, compute) of fast accumulation: one accumulator over all of k."""
 
     def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, acc: Any) -> Any:
-        _multiply(acc, x_smem, w_smem, pl.ds(first_row, height))
+        multiply(acc, x_smem, w_smem, pl.ds(first_row, height))
         # The buffers are given back when this returns, and wgmma is asynchronous, so wait until it has read them.
         plgpu.wgmma_wait(0)
         return acc
@@ -193,7 +193,7 @@ def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[
     return add, compute
 
 
-def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
+def promoting(store: Any, factors: Factors, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
     """Return (add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals.
 
     A warpgroup works in waves of 64 rows, because the totals leave no registers for a larger accumulator.
@@ -208,7 +208,7 @@ def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width
             rows = pl.ds(first_row + wave * _WAVE_ROWS, _WAVE_ROWS)
 
             def partial_sum(acc: Any, rows: Any = rows) -> jax.Array:
-                _multiply(acc, x_smem, w_smem, rows)
+                multiply(acc, x_smem, w_smem, rows)
                 return acc[...]
 
             find = functools.partial(factors.find, scales_smem, of_squares, rows)

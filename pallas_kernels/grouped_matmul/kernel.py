@@ -1,0 +1,333 @@
+"""Grouped products on Hopper: one persistent kernel for rows of groups and for sums within groups.
+
+A block walks output tiles. One warpgroup copies steps of tile_k into a ring of `stages` buffers, which runs on from one
+output tile to the next, and two warpgroups multiply, as in `hopper/kernel.py`. Lists made before the kernel say what an
+output tile reads, because the sizes of groups are known only on the device:
+
+    rows   : (group, first row, rows) of each row tile; its columns are those of the result
+    within : (first column, begin, end) of each group; steps begin at a multiple of 128 and columns before `begin` and
+             from `end` on are zeroed in shared memory, in the first and in the last step alone
+
+Row tiles begin at any row, so the last tile of a group may end with it and overlap the tile before, which writes the
+same bits. Only groups smaller than a tile have rows that must not be written. Shared memory is [rows][128 bytes],
+swizzled by its address. Copies see it in tiles of one row, which may begin anywhere, and `wgmma` in tiles of eight.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import device_kind
+from pallas_kernels.hopper.kernel import Factors, multiply, promoting
+from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Config
+from pallas_kernels.specs import varying
+
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything for which a kernel is compiled.
+
+    Attributes:
+      config: tile sizes and order; `snake` row tiles make a band, whose tiles are neighbours in time.
+      kind: "rows" for rows times the weight of their group, "within" for sums over the rows of each group.
+      halves: 2 for a weight with a residual, else 1.
+      promote: whether sums are promoted to float32 registers after each tile_k.
+      by_rows: whether scales are vectors instead of one number for each group.
+      blocks: blocks of the persistent grid.
+    """
+
+    config: Config
+    kind: Literal["rows", "within"]
+    halves: int
+    promote: bool
+    by_rows: bool
+    blocks: int
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One output tile: the group, where it reads and writes, the rows that it writes, and its steps."""
+
+    group: Any
+    row: Any
+    rows: Any
+    column: Any
+    first: Any
+    steps: Any
+    begin: Any = None
+    end: Any = None
+
+
+def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+    """Return the product of x and w by the lists of `mosaic.py`.
+
+    Args:
+      plan: everything for which the kernel is compiled.
+      out: `[m, n]` for rows, `[e, k, n]` within groups.
+      operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g `[n, m]`; the number of row tiles of
+        all groups `[1]`; the list `[3, tiles or e]`; the scales, `[e]` with one more for the rows behind the groups,
+        or those of rows `[rows]` and of columns `[e, n]`, both long enough for whole tiles.
+    """
+    interpret = device_kind() == "cpu"
+    accumulation, scaling = "full" if plan.promote else "fast", "_by_rows" if plan.by_rows else ""
+    product = plgpu.kernel(
+        functools.partial(_kernel, plan, interpret),
+        out_type=out,
+        grid=(2 if interpret else plan.blocks,),  # two blocks show every path of the persistent grid
+        grid_names=("block",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        kernel_name=f"grouped_matmul_{plan.kind}_{operands[0].dtype}_{accumulation}_{plan.halves}{scaling}",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*operands)
+    return varying(product, *operands)
+
+
+def _kernel(plan: Plan, interpret: bool, *refs: Any) -> None:
+    """Walk the output tiles of one block, in the warpgroup that copies and in those that compute."""
+    config, operands, out = plan.config, refs[: 1 + plan.halves], refs[-1]
+    count, listed, *scales = refs[1 + plan.halves : -1]
+    n_tiles = pl.cdiv(out.shape[-1], config.tile_n)
+    rings = [_ring(config, operand, rows, interpret) for operand, rows in zip(operands, _heights(plan), strict=True)]
+    barrier = functools.partial(plgpu.Barrier, num_barriers=config.stages)
+
+    @functools.partial(
+        pl.run_scoped,
+        buffers=rings,
+        store=_views((COMPUTE_WARPGROUPS, config.store_buffers, *_piece(out.dtype)), out.dtype, interpret),
+        filled=barrier(num_arrivals=len(operands)),
+        consumed=barrier(num_arrivals=COMPUTE_WARPGROUPS),
+        collective_axes="warpgroup",
+    )
+    def _scope(buffers: Any, store: Any, filled: Any, consumed: Any) -> None:
+        # (as copies see it, as registers and wgmma see it)
+        views = [(both, both) if interpret else tuple(both) for both in (*buffers, store)]
+        copied, read = zip(*views, strict=True)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def walk(visit: Any) -> None:
+            @plgpu.nd_loop((count[0] * n_tiles,), collective_axes="block", init_carry=jnp.int32(0))
+            def _tiles(loop: Any, carry: Any) -> Any:
+                tile = _tile(plan, operands, out, count[0], listed, loop.index[0])
+                visit(tile, carry)
+                return carry + tile.steps
+
+        def fill() -> None:
+            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            walk(functools.partial(_fill, plan, operands, copied[:-1], filled, consumed))
+
+        def compute() -> None:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            pieces = copied[-1].at[warpgroup], read[-1].at[warpgroup]
+
+            def visit(tile: _Tile, before: Any) -> None:
+                first_row = warpgroup * (config.tile_m // COMPUTE_WARPGROUPS)
+                finish = functools.partial(_store, plan, tile, first_row, scales, pieces, out)
+                _consume(plan, tile, before, first_row, read[:-1], filled, consumed, finish)
+
+            walk(visit)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(warpgroup == COMPUTE_WARPGROUPS, fill, compute)
+
+
+def _heights(plan: Plan) -> tuple[int, ...]:
+    return (plan.config.tile_m, *[plan.config.tile_n] * plan.halves)
+
+
+def _ring(config: Config, operand: Any, rows: int, interpret: bool) -> Any:
+    return _views((config.stages, rows, config.tile_k), operand.dtype, interpret)
+
+
+def _piece(dtype: Any) -> tuple[int, int]:
+    return EPILOGUE_ROWS, EPILOGUE_ROW_BYTES // jnp.dtype(dtype).itemsize
+
+
+def _views(shape: tuple[int, ...], dtype: Any, interpret: bool) -> Any:
+    """Return one allocation in two views: tiles of one row, which copies may begin at any row, and tiles of eight.
+
+    Rows have the width of the swizzle, so both are the same bytes. The interpreter has no tiles, and its unions no
+    common bytes.
+    """
+    width = shape[-1]
+    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    views = [plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((rows, width)), swizzle)) for rows in (1, 8)]
+    return views[1] if interpret else plgpu.RefUnion(*views)
+
+
+def _tile(plan: Plan, operands: Sequence[Any], out: Any, count: Any, listed: Any, index: Any) -> _Tile:
+    """Return the output tile with this index."""
+    config, n_tiles = plan.config, pl.cdiv(out.shape[-1], plan.config.tile_n)
+    if plan.kind == "rows":
+        item, column = _place(index, count, n_tiles, config.snake)
+        group, row, rows = (listed[i, item] for i in range(3))
+        # The rows behind the groups are a group without a weight.
+        steps = jnp.where(group < operands[1].shape[0], operands[0].shape[1] // config.tile_k, 0)
+        return _Tile(group, row, rows, column * config.tile_n, 0, steps)
+    height = pl.cdiv(out.shape[1], config.tile_m)
+    group, index = lax.div(index, height * n_tiles), lax.rem(index, height * n_tiles)
+    row, column = _place(index, height, n_tiles, config.snake)
+    first, begin, end = (listed[i, group] for i in range(3))
+    steps = lax.div(end + config.tile_k - 1, config.tile_k)
+    first = pl.multiple_of(first, config.tile_k)
+    return _Tile(group, row * config.tile_m, config.tile_m, column * config.tile_n, first, steps, begin, end)
+
+
+def _place(index: Any, height: Any, width: int, band: int) -> tuple[Any, Any]:
+    """Return (row, column) of a tile, in bands of rows in which rows come before columns.
+
+    Blocks that run at the same time then read a few panels of both operands, which stay in the L2 cache.
+    """
+    above = lax.div(index, band * width) * band
+    rest = lax.rem(index, band * width)
+    rows = jnp.minimum(band, height - above)
+    return above + lax.rem(rest, rows), lax.div(rest, rows)
+
+
+def _fill(
+    plan: Plan, operands: Sequence[Any], buffers: Any, filled: Any, consumed: Any, tile: _Tile, before: Any
+) -> None:
+    """Copy the steps of one output tile."""
+    config, x, ws = plan.config, operands[0], operands[1:]
+    rows = pl.ds(tile.row, config.tile_m), pl.ds(tile.column, config.tile_n)
+
+    @pl.loop(0, tile.steps)
+    def _steps(step: Any) -> None:
+        slot = lax.rem(before + step, config.stages)
+
+        @pl.when(before + step >= config.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(consumed.at[slot])
+
+        k = pl.ds(tile.first + step * config.tile_k, config.tile_k)
+        of_w = [w.at[tile.group, rows[1], k] if plan.kind == "rows" else w.at[rows[1], k] for w in ws]
+        for block, buffer in zip((x.at[rows[0], k], *of_w), buffers, strict=True):
+            plgpu.copy_gmem_to_smem(block, buffer.at[slot], filled.at[slot])
+
+
+def _consume(
+    plan: Plan, tile: _Tile, before: Any, first_row: Any, buffers: Any, filled: Any, consumed: Any, finish: Any
+) -> None:
+    """Multiply the steps of one output tile, and give `finish` the sums as lines of parts."""
+    config = plan.config
+    height = config.tile_m // COMPUTE_WARPGROUPS
+    rows = pl.ds(first_row, height)
+
+    def take(step: Any) -> tuple[Any, Any, Any]:
+        slot = lax.rem(before + step, config.stages)
+        plgpu.barrier_wait(filled.at[slot])
+        x, *ws = (buffer.at[slot] for buffer in buffers)
+        if plan.kind == "within":
+            _mask(tile, step, x, first_row, height)
+        return x, ws, lambda: plgpu.barrier_arrive(consumed.at[slot])
+
+    if plan.promote:
+        def add(step: Any, carry: Any) -> Any:
+            x, ws, release = take(step)
+            return adding(step, x, ws, (), release, carry)
+
+        factors = Factors((), "tensor", config.tile_n, 0, 0)
+        adding, compute = promoting(finish, factors, first_row, height, config.tile_n)
+        return compute(lambda carry: lax.fori_loop(0, tile.steps, add, carry))
+
+    def accumulate(acc: Any) -> jax.Array:
+        # A step's buffers are given back a step later, so that the tensor cores always have the next products.
+        release = lambda step: plgpu.barrier_arrive(consumed.at[lax.rem(before + step, config.stages)])
+
+        def add(step: Any, carry: None) -> None:
+            x, ws, _ = take(step)
+            multiply(acc, x, ws, rows)
+            plgpu.wgmma_wait(1)
+            pl.when(step > 0)(lambda: release(step - 1))
+
+        lax.fori_loop(0, tile.steps, add, None)
+        plgpu.wgmma_wait(0)
+        pl.when(tile.steps > 0)(lambda: release(tile.steps - 1))
+        return acc[...]
+
+    finish([[pl.run_scoped(accumulate, plgpu.ACC((height, config.tile_n), jnp.float32))]])
+
+
+def _mask(tile: _Tile, step: Any, x: Any, first_row: Any, height: int) -> None:
+    """Zero the columns of other groups in a warpgroup's own rows of x."""
+    width = x.shape[1]
+    begin, end = tile.begin - step * width, tile.end - step * width
+
+    @pl.when((begin > 0) | (end < width))
+    def _zero() -> None:
+        for i in range(0, height, EPILOGUE_ROWS):
+            part = x.at[pl.ds(first_row + i, EPILOGUE_ROWS)]
+            column = lax.broadcasted_iota(jnp.int32, part.shape, 1)
+            # Mosaic selects no values of 8 bits, but has bitwise operations of any width.
+            bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+            kept = jnp.where((column >= begin) & (column < end), 0xFFFF, 0).astype(bits)
+            part[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(part[...], bits) & kept, x.dtype)
+        plgpu.commit_smem()
+
+
+def _store(
+    plan: Plan, tile: _Tile, first_row: Any, scales: Sequence[Any], pieces: Any, out: Any, parts: list[list[Any]]
+) -> None:
+    """Scale the sums of a warpgroup, and write the rows that belong to the tile through the buffers in turn."""
+    copied, written = pieces
+    buffers, height, width = written.shape
+    (rows, columns), turn = parts[0][0].shape, itertools.count()
+    for down, line in enumerate(parts):
+        for across, part in enumerate(line):
+            for i, j in itertools.product(range(0, rows, height), range(0, columns, width)):
+                row, column = first_row + down * rows + i, tile.column + across * columns + j
+                piece = part[i : i + height, j : j + width]
+                piece = _scaled(plan, tile, scales, piece, tile.row + row, column)
+                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+                slot = next(turn) % buffers
+                written[slot] = piece.astype(out.dtype)
+                plgpu.commit_smem()
+                to = out.at[tile.group] if plan.kind == "within" else out
+                _copy_rows(copied.at[slot], to, tile.row + row, column, tile.rows - row, plan.kind == "within")
+                plgpu.commit_smem_to_gmem_group()
+
+
+def _scaled(plan: Plan, tile: _Tile, scales: Sequence[Any], piece: jax.Array, row: Any, column: Any) -> jax.Array:
+    if not plan.by_rows:
+        return piece * scales[0][tile.group]
+    # "Optimized" loads are made for swizzled shared memory and refuse global memory.
+    load = functools.partial(plgpu.load, optimized=False)
+    of_x = load(scales[0].at[pl.ds(row, piece.shape[0])], layout=plgpu.Layout.WGMMA.reduce(1))
+    group = tile.group if plan.kind == "rows" else 0
+    of_w = load(scales[1].at[group, pl.ds(column, piece.shape[1])], layout=plgpu.Layout.WGMMA.reduce(0))
+    spread = lambda vector, axis: lax.broadcast_in_dim(vector, piece.shape, (axis,))
+    return piece * spread(of_x, 0) * spread(of_w, 1)
+
+
+def _copy_rows(piece: Any, out: Any, row: Any, column: Any, count: Any, whole: bool) -> None:
+    """Copy the first `count` rows of a piece, or all: a copy has a fixed height, so one for each bit of the count."""
+    height, width = piece.shape
+    columns = pl.ds(column, width)
+    copy = functools.partial(plgpu.copy_smem_to_gmem, commit_group=False)
+    if whole:
+        return copy(piece, out.at[pl.ds(row, height), columns])
+    pl.when(count >= height)(lambda: copy(piece, out.at[pl.ds(row, height), columns]))
+
+    @pl.when((count > 0) & (count < height))
+    def _some() -> None:
+        size = height // 2
+        while size:
+            done = lax.bitwise_and(count, -2 * size)
+
+            @pl.when(lax.bitwise_and(count, size) != 0)
+            def _bit(size: int = size, done: Any = done) -> None:
+                copy(piece.at[pl.ds(done, size)], out.at[pl.ds(row + done, size), columns])
+
+            size //= 2
+    return None
