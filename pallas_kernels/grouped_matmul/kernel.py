@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
+from pallas_kernels.explicit import one_at_a_time
 from pallas_kernels.hopper.kernel import Factors, multiply, promoting
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Config
 from pallas_kernels.specs import varying
@@ -80,7 +81,7 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
     """
     interpret = device_kind() == "cpu"
     accumulation, scaling = "full" if plan.promote else "fast", "_by_rows" if plan.by_rows else ""
-    product = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, plan, interpret),
         out_type=out,
         grid=(2 if interpret else plan.blocks,),  # two blocks show every path of the persistent grid
@@ -90,8 +91,8 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name=f"grouped_matmul_{plan.kind}_{operands[0].dtype}_{accumulation}_{plan.halves}{scaling}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(*operands)
-    return varying(product, *operands)
+    )
+    return varying(one_at_a_time(kernel)(*operands), *operands)
 
 
 def _kernel(plan: Plan, interpret: bool, *refs: Any) -> None:
@@ -233,6 +234,7 @@ def _consume(
         return x, ws, lambda: plgpu.barrier_arrive(consumed.at[slot])
 
     if plan.promote:
+
         def add(step: Any, carry: Any) -> Any:
             x, ws, release = take(step)
             return adding(step, x, ws, (), release, carry)
@@ -330,4 +332,5 @@ def _copy_rows(piece: Any, out: Any, row: Any, column: Any, count: Any, whole: b
                 copy(piece.at[pl.ds(done, size)], out.at[pl.ds(row + done, size), columns])
 
             size //= 2
+
     return None

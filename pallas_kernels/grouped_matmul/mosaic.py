@@ -65,7 +65,7 @@ def misfit(config: Config, problem: Problem) -> str | None:
     if problem.m < config.tile_m:
         return f"{problem.m} rows are fewer than the {config.tile_m} of a tile"
     if rows not in (_SWIZZLE, _SWIZZLE // 2) or config.cluster != 1:
-        return f"tile_k={config.tile_k} of {problem.width} bytes must be 64 or 128 bytes, and cluster={config.cluster} 1"
+        return f"tile_k={config.tile_k} must be 64 or 128 bytes, not {rows}, and cluster={config.cluster} must be 1"
     pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * store)
     if pieces % config.store_buffers:
         return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
@@ -88,7 +88,9 @@ def reject(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, gro
     return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
 
 
-def configure(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array) -> Config | None:
+def configure(
+    options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array
+) -> Config | None:
     """Return the tile sizes that were measured near this shape, else the best guess that fits."""
     problem = Problem.of(options, x, w)
     entry = tuning.find(dispatch.device_kind(), reference.key(options, x, w, group_sizes), "mosaic")

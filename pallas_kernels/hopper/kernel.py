@@ -169,6 +169,7 @@ class Factors:
 
 
 def multiply(acc: Any, x_smem: Any, w_smem: Sequence[Any], rows: Any) -> None:
+    """Add the products of some rows of x with all halves of W, asynchronously."""
     # W is [n, k] in memory and wgmma reads both operands along k: the transpose only changes a descriptor.
     for half in w_smem:
         plgpu.wgmma(acc, x_smem.at[rows], half.T)

@@ -120,7 +120,7 @@ BAD = {
         NotImplementedError, "no tensor core",
     ),
     "accumulation": (Q, QW, jnp.array([1, 2]), dict(accumulation="slow"), ValueError, "'slow' is unknown"),
-    "backend": (Q, QW, jnp.array([1, 2]), dict(backend="mosaic"), NotImplementedError, "no 'mosaic' implementation"),
+    "backend": (Q, QW, jnp.array([1, 2]), dict(backend="triton"), NotImplementedError, "no 'triton' implementation"),
 }  # fmt: skip
 
 
