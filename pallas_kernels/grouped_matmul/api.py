@@ -50,7 +50,8 @@ def grouped_matmul(
 
     Returns:
       `[m, n]` in `out_dtype`. Rows behind the last group are zero. All is NaN if a size is negative or the sizes add up
-      to more than m, because a compiled program cannot raise. XLA multiplies every row by every weight.
+      to more than m, because a compiled program cannot raise. XLA multiplies every row by every weight; the Mosaic
+      kernel needs 128 rows, and k and n whose bytes are multiples of 64 and 128.
 
     Raises:
       TypeError: an operand is neither FP8 nor bfloat16, or sizes are not integers.

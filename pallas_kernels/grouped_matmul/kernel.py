@@ -15,15 +15,16 @@ swizzled by its address. Copies see it in tiles of one row, which may begin anyw
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import one_at_a_time
@@ -31,6 +32,8 @@ from pallas_kernels.hopper.kernel import Factors, multiply, promoting
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Config
 from pallas_kernels.specs import varying
 
+Ref: TypeAlias = Any  # of the GPU's memory, or a tree of such references
+Index: TypeAlias = jax.Array | int
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
@@ -59,14 +62,14 @@ class Plan:
 class _Tile:
     """One output tile: the group, where it reads and writes, the rows that it writes, and its steps."""
 
-    group: Any
-    row: Any
-    rows: Any
-    column: Any
-    first: Any
-    steps: Any
-    begin: Any = None
-    end: Any = None
+    group: Index
+    row: Index
+    rows: Index
+    column: Index
+    first: Index
+    steps: Index
+    begin: Index = 0
+    end: Index = 0
 
 
 def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
@@ -95,7 +98,7 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
     return varying(one_at_a_time(kernel)(*operands), *operands)
 
 
-def _kernel(plan: Plan, interpret: bool, *refs: Any) -> None:
+def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
     """Walk the output tiles of one block, in the warpgroup that copies and in those that compute."""
     config, operands, out = plan.config, refs[: 1 + plan.halves], refs[-1]
     count, listed, *scales = refs[1 + plan.halves : -1]
@@ -111,15 +114,15 @@ def _kernel(plan: Plan, interpret: bool, *refs: Any) -> None:
         consumed=barrier(num_arrivals=COMPUTE_WARPGROUPS),
         collective_axes="warpgroup",
     )
-    def _scope(buffers: Any, store: Any, filled: Any, consumed: Any) -> None:
+    def _scope(buffers: Ref, store: Ref, filled: Ref, consumed: Ref) -> None:
         # (as copies see it, as registers and wgmma see it)
         views = [(both, both) if interpret else tuple(both) for both in (*buffers, store)]
         copied, read = zip(*views, strict=True)
         warpgroup = lax.axis_index("warpgroup")
 
-        def walk(visit: Any) -> None:
+        def walk(visit: Callable[[_Tile, Index], None]) -> None:
             @plgpu.nd_loop((count[0] * n_tiles,), collective_axes="block", init_carry=jnp.int32(0))
-            def _tiles(loop: Any, carry: Any) -> Any:
+            def _tiles(loop: plgpu.NDLoopInfo, carry: Index) -> Index:
                 tile = _tile(plan, operands, out, count[0], listed, loop.index[0])
                 visit(tile, carry)
                 return carry + tile.steps
@@ -132,7 +135,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Any) -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             pieces = copied[-1].at[warpgroup], read[-1].at[warpgroup]
 
-            def visit(tile: _Tile, before: Any) -> None:
+            def visit(tile: _Tile, before: Index) -> None:
                 first_row = warpgroup * (config.tile_m // COMPUTE_WARPGROUPS)
                 finish = functools.partial(_store, plan, tile, first_row, scales, pieces, out)
                 _consume(plan, tile, before, first_row, read[:-1], filled, consumed, finish)
@@ -147,15 +150,15 @@ def _heights(plan: Plan) -> tuple[int, ...]:
     return (plan.config.tile_m, *[plan.config.tile_n] * plan.halves)
 
 
-def _ring(config: Config, operand: Any, rows: int, interpret: bool) -> Any:
+def _ring(config: Config, operand: Ref, rows: int, interpret: bool) -> Ref:
     return _views((config.stages, rows, config.tile_k), operand.dtype, interpret)
 
 
-def _piece(dtype: Any) -> tuple[int, int]:
+def _piece(dtype: DTypeLike) -> tuple[int, int]:
     return EPILOGUE_ROWS, EPILOGUE_ROW_BYTES // jnp.dtype(dtype).itemsize
 
 
-def _views(shape: tuple[int, ...], dtype: Any, interpret: bool) -> Any:
+def _views(shape: tuple[int, ...], dtype: DTypeLike, interpret: bool) -> Ref:
     """Return one allocation in two views: tiles of one row, which copies may begin at any row, and tiles of eight.
 
     Rows have the width of the swizzle, so both are the same bytes. The interpreter has no tiles, and its unions no
@@ -167,7 +170,7 @@ def _views(shape: tuple[int, ...], dtype: Any, interpret: bool) -> Any:
     return views[1] if interpret else plgpu.RefUnion(*views)
 
 
-def _tile(plan: Plan, operands: Sequence[Any], out: Any, count: Any, listed: Any, index: Any) -> _Tile:
+def _tile(plan: Plan, operands: Sequence[Ref], out: Ref, count: Index, listed: Ref, index: Index) -> _Tile:
     """Return the output tile with this index."""
     config, n_tiles = plan.config, pl.cdiv(out.shape[-1], plan.config.tile_n)
     if plan.kind == "rows":
@@ -185,7 +188,7 @@ def _tile(plan: Plan, operands: Sequence[Any], out: Any, count: Any, listed: Any
     return _Tile(group, row * config.tile_m, config.tile_m, column * config.tile_n, first, steps, begin, end)
 
 
-def _place(index: Any, height: Any, width: int, band: int) -> tuple[Any, Any]:
+def _place(index: Index, height: Index, width: int, band: int) -> tuple[Index, Index]:
     """Return (row, column) of a tile, in bands of rows in which rows come before columns.
 
     Blocks that run at the same time then read a few panels of both operands, which stay in the L2 cache.
@@ -197,14 +200,14 @@ def _place(index: Any, height: Any, width: int, band: int) -> tuple[Any, Any]:
 
 
 def _fill(
-    plan: Plan, operands: Sequence[Any], buffers: Any, filled: Any, consumed: Any, tile: _Tile, before: Any
+    plan: Plan, operands: Sequence[Ref], buffers: Ref, filled: Ref, consumed: Ref, tile: _Tile, before: Index
 ) -> None:
     """Copy the steps of one output tile."""
     config, x, ws = plan.config, operands[0], operands[1:]
     rows = pl.ds(tile.row, config.tile_m), pl.ds(tile.column, config.tile_n)
 
     @pl.loop(0, tile.steps)
-    def _steps(step: Any) -> None:
+    def _steps(step: Index) -> None:
         slot = lax.rem(before + step, config.stages)
 
         @pl.when(before + step >= config.stages)
@@ -218,14 +221,21 @@ def _fill(
 
 
 def _consume(
-    plan: Plan, tile: _Tile, before: Any, first_row: Any, buffers: Any, filled: Any, consumed: Any, finish: Any
+    plan: Plan,
+    tile: _Tile,
+    before: Index,
+    first_row: Index,
+    buffers: Ref,
+    filled: Ref,
+    consumed: Ref,
+    finish: Callable[[list[list[jax.Array]]], None],
 ) -> None:
     """Multiply the steps of one output tile, and give `finish` the sums as lines of parts."""
     config = plan.config
     height = config.tile_m // COMPUTE_WARPGROUPS
     rows = pl.ds(first_row, height)
 
-    def take(step: Any) -> tuple[Any, Any, Any]:
+    def take(step: Index) -> tuple[Ref, Sequence[Ref], Callable[[], None]]:
         slot = lax.rem(before + step, config.stages)
         plgpu.barrier_wait(filled.at[slot])
         x, *ws = (buffer.at[slot] for buffer in buffers)
@@ -235,7 +245,7 @@ def _consume(
 
     if plan.promote:
 
-        def add(step: Any, carry: Any) -> Any:
+        def add(step: Index, carry: Index) -> Ref:
             x, ws, release = take(step)
             return adding(step, x, ws, (), release, carry)
 
@@ -243,11 +253,11 @@ def _consume(
         adding, compute = promoting(finish, factors, first_row, height, config.tile_n)
         return compute(lambda carry: lax.fori_loop(0, tile.steps, add, carry))
 
-    def accumulate(acc: Any) -> jax.Array:
+    def accumulate(acc: Ref) -> jax.Array:
         # A step's buffers are given back a step later, so that the tensor cores always have the next products.
         release = lambda step: plgpu.barrier_arrive(consumed.at[lax.rem(before + step, config.stages)])
 
-        def add(step: Any, carry: None) -> None:
+        def add(step: Index, carry: None) -> None:
             x, ws, _ = take(step)
             multiply(acc, x, ws, rows)
             plgpu.wgmma_wait(1)
@@ -261,7 +271,7 @@ def _consume(
     finish([[pl.run_scoped(accumulate, plgpu.ACC((height, config.tile_n), jnp.float32))]])
 
 
-def _mask(tile: _Tile, step: Any, x: Any, first_row: Any, height: int) -> None:
+def _mask(tile: _Tile, step: Index, x: Ref, first_row: Index, height: int) -> None:
     """Zero the columns of other groups in a warpgroup's own rows of x."""
     width = x.shape[1]
     begin, end = tile.begin - step * width, tile.end - step * width
@@ -279,7 +289,13 @@ def _mask(tile: _Tile, step: Any, x: Any, first_row: Any, height: int) -> None:
 
 
 def _store(
-    plan: Plan, tile: _Tile, first_row: Any, scales: Sequence[Any], pieces: Any, out: Any, parts: list[list[Any]]
+    plan: Plan,
+    tile: _Tile,
+    first_row: Index,
+    scales: Sequence[Ref],
+    pieces: Ref,
+    out: Ref,
+    parts: list[list[jax.Array]],
 ) -> None:
     """Scale the sums of a warpgroup, and write the rows that belong to the tile through the buffers in turn."""
     copied, written = pieces
@@ -300,7 +316,7 @@ def _store(
                 plgpu.commit_smem_to_gmem_group()
 
 
-def _scaled(plan: Plan, tile: _Tile, scales: Sequence[Any], piece: jax.Array, row: Any, column: Any) -> jax.Array:
+def _scaled(plan: Plan, tile: _Tile, scales: Sequence[Ref], piece: jax.Array, row: Index, column: Index) -> jax.Array:
     if not plan.by_rows:
         return piece * scales[0][tile.group]
     # "Optimized" loads are made for swizzled shared memory and refuse global memory.
@@ -312,7 +328,7 @@ def _scaled(plan: Plan, tile: _Tile, scales: Sequence[Any], piece: jax.Array, ro
     return piece * spread(of_x, 0) * spread(of_w, 1)
 
 
-def _copy_rows(piece: Any, out: Any, row: Any, column: Any, count: Any, whole: bool) -> None:
+def _copy_rows(piece: Ref, out: Ref, row: Index, column: Index, count: Index, whole: bool) -> None:
     """Copy the first `count` rows of a piece, or all: a copy has a fixed height, so one for each bit of the count."""
     height, width = piece.shape
     columns = pl.ds(column, width)
@@ -328,7 +344,7 @@ def _copy_rows(piece: Any, out: Any, row: Any, column: Any, count: Any, whole: b
             done = lax.bitwise_and(count, -2 * size)
 
             @pl.when(lax.bitwise_and(count, size) != 0)
-            def _bit(size: int = size, done: Any = done) -> None:
+            def _bit(size: int = size, done: Index = done) -> None:
                 copy(piece.at[pl.ds(done, size)], out.at[pl.ds(row + done, size), columns])
 
             size //= 2

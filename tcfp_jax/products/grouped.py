@@ -45,8 +45,9 @@ def grouped_matmul(
     """Return each row of x times the weight of its group, as `jax.lax.ragged_dot` with the arithmetic of `recipe`.
 
     The first `group_sizes[0]` rows belong to the first weight, the next `group_sizes[1]` to the second, and so on. Use
-    it for experts, with tokens that are sorted by expert, to store their weights without a float copy. It saves no time
-    yet: on GPUs XLA computes it, and multiplies every row by every weight, as in `jax.lax.ragged_dot`.
+    it for experts, with tokens that are sorted by expert. On Hopper GPUs with jax 0.11 a kernel computes all three
+    products, in FP8 or BF16, and multiplies each row by its own weight alone. Elsewhere XLA multiplies every row by
+    every weight, as in `jax.lax.ragged_dot`, and the gain is memory: weights are stored without a float copy.
 
     Args:
       x: real floats `[m, k]` of 16 bits or more. With one scale per tensor, rows behind the last group count for it.
