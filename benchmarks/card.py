@@ -45,7 +45,7 @@ RUNS = {
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 150),
     "llama-124m": Run(
-        "llama --parts step --model llama-124m --include measured --recipes tensorwise,stored --no-peaks", 60
+        "llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored --no-peaks", 60
     ),
     "llama-gpt2": Run(
         "llama --parts step --model gpt2 --include measured --recipes tensorwise,tcfp12_fast --no-peaks", 60

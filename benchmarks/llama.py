@@ -12,7 +12,8 @@
 With remat="auto", the usual value of large models, each step keeps as much as fits next to the states of the others.
 
 With `--include measured`, only layers that measured times say gain take the recipe; stored weights are those of all
-layers. Both parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain
+layers. With `--include measured,head` the head takes it, too, and stored weights are those of layers that take it. Both
+parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain
 Flax (`models.llama`), converted by `convert_to_tcfp`. `flax Fp8DirectDotGeneralOp` is Flax's own FP8 with delayed
 scales, and `qwix` is Google's, if it is installed.
 """
@@ -53,6 +54,7 @@ USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {"step": (BASELINE, "tensorwis
 # Two blocks keep 13 dB or more. The gradients of a first layer pass the whole model: 8.4 dB after 16 blocks.
 # A wrong scale or operand gives less than 3, and with four-bit operands, which keep less, below 0.
 LEAST_SNR_DB: dict[str, float] = {"block": 11.0, "step": 5.0} | dict.fromkeys(EMULATED, 0.0)
+INCLUDES = ("linear", "measured", "measured,head")
 # Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of operands.
 PEAK_TFLOPS = 989.0
 
@@ -229,16 +231,19 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     """Return (the model of the whole step, its weights)."""
     recipe = tcfp_jax.recipe(fitting.RECIPE_OF.get(name, name))
     include, everywhere = config.include, name == STORED or name in EMULATED
-    if "measured" in include and not everywhere:
-        return learner(config.step, recipe, "bfloat16", config.step_tokens)
-    if "measured" in include or name in EMULATED:  # which gains nowhere
+    rules = {"^(embedding|head)/": recipe} if "head" in include else None  # no layer of its shape was measured
+    if "measured" in include and rules is None:
+        if not everywhere:
+            return learner(config.step, recipe, "bfloat16", config.step_tokens)
+        include = ("linear", "small")
+    if name in EMULATED:  # which gains nowhere
         include = ("linear", "small")
     if isinstance(config.step, GPTConfig):
         return learner(config.step, recipe, "bfloat16")
     if name == STORED:
         include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
-    model = convert_to_tcfp(Llama(config.step, "bfloat16"), recipe, shape, include=include)
+    model = convert_to_tcfp(Llama(config.step, "bfloat16"), recipe, shape, include=include, rules=rules)
     return model, find_weights(model)
 
 
@@ -321,7 +326,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remat", help="values that blocks of a Llama keep in the whole step (default: the model's)")
     parser.add_argument("--loop", choices=get_args(Loop), help="over the blocks of the whole step (default: scan)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
-    parser.add_argument("--include", choices=["linear", "measured"], help="what recipes convert (default: linear)")
+    parser.add_argument("--include", choices=INCLUDES, help="what recipes convert (default: linear)")
     parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
 
 
@@ -345,7 +350,7 @@ def configure(options: argparse.Namespace) -> Config:
     peaks: Any = "none" if options.no_peaks else "measured"
     few: Any = {} if on_gpu else dict(rounds=2, calls=2, include=("linear", "small"))
     if options.include:
-        few["include"] = (options.include,)
+        few["include"] = tuple(options.include.split(","))
     return Config(block, step, tokens, step_tokens, recipes, parts, peaks=peaks, **few)
 
 
