@@ -1,17 +1,36 @@
-"""Hook of mkdocs: pages that show files of the repository.
+"""Hook of mkdocs: pages that show files of the repository, and the version on every page.
 
 The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and `<!-- include: catalog -->`
-a table of every datatype. Links in an included file start at the root; this hook turns them into links of the site.
+a table of every datatype. `NAME#PART` is a part of it: a section by its heading, or one of `_PARTS`. A notebook becomes
+its text, its code, and what it printed and drew. Links in an included file start at the root; this hook turns them into
+links of the site.
 """
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
-_INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
+PAGES = {
+    "README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}  # fmt: skip
+_INCLUDE = re.compile(r"^<!-- include: (.+?) -->$", re.MULTILINE)
+_PARTS = {  # of README
+    "number": r"^\*\*.+?(?=\n\n)",
+    "diff": r"^```diff\n.*?^```$",
+    "choose": r"(?<=<!-- begin: choose -->\n).*?(?=<!-- end: choose -->)",
+}
 _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re.DOTALL)
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Write the version into the foot of every page."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.copyright = f"tcfp_jax {version}"
+    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -32,6 +51,28 @@ def site_links(text: str) -> str:
     for file, page in PAGES.items():
         text = text.replace(f"]({file}", f"]({page}")
     return text.replace("](docs/", "](")
+
+
+def part_of(text: str, part: str) -> str:
+    """Return a part of a page: one of `_PARTS`, or the section with this heading."""
+    pattern = _PARTS.get(part, rf"^## {re.escape(part)}\n.*?(?=^## |\Z)")
+    found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+    assert found, f"there is no part {part!r}"
+    return found[0]
+
+
+def notebook(path: Path) -> str:
+    """Return a notebook as Markdown: text, code, and the outputs that it holds."""
+    lines = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        lines.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if picture := "".join(output.get("data", {}).get("image/png", "")).replace("\n", ""):
+                lines.append(f'<img alt="Plot of the code above" src="data:image/png;base64,{picture}">')
+            else:
+                lines.append(f"```text\n{''.join(output['text'])}```")
+    return "\n\n".join([*lines, f"*This page is [a notebook]({path.name}) and its outputs on a CPU.*"])
 
 
 def catalog_table() -> str:
@@ -57,4 +98,8 @@ def _read(name: str) -> str:
         found = _SUMMARY.search((ROOT / "docs" / "formats.md").read_text(encoding="utf-8"))
         assert found, "docs/formats.md has no table between its markers"
         return found[1]
-    return site_links((ROOT / name).read_text(encoding="utf-8"))
+    if name.endswith(".ipynb"):
+        return notebook(ROOT / name)
+    file, _, part = name.partition("#")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return site_links(part_of(text, part) if part else text)

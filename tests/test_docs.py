@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,12 @@ from tcfp_jax import formats
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 # Pages of words and tables, and pages that include a file of the repository.
-WITHOUT_CODE = {"architecture", "catalog", "changelog", "decisions", "glossary", "index", "measurements"}
+WITHOUT_CODE = {
+    "architecture", "catalog", "changelog", "contributing", "decisions", "glossary", "index", "measurements",
+    "notebook_formats", "notebook_fp8",
+}  # fmt: skip
+NOTEBOOKS = {path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")}
+OF_THE_CHECKOUT = ("models", "benchmarks", "tests")
 PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
@@ -38,11 +44,56 @@ def test_pages_without_code_are_known():
 # Pages that repeat tests of optim, sharding, inference and products, eight seconds and more each.
 @pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - {"export", "fp4", "sharding", "stored"}))
 @pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
-def test_python_blocks_run(name):
+def test_python_blocks_run(name, elsewhere):
+    if needs_checkout(name):
+        elsewhere.undo()
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
         for block in PAGES[name]:
             exec(compile(block, f"{name}.md", "exec"), namespace)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Another folder without the checkout on the path, where users paste code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path).resolve() != ROOT])
+    for name in {*sys.modules, *OF_THE_CHECKOUT}:
+        if name.partition(".")[0] in OF_THE_CHECKOUT:
+            monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    return monkeypatch
+
+
+def needs_checkout(name):
+    used = re.search(rf"^ *(?:from|import) (?:{'|'.join(OF_THE_CHECKOUT)})\b", "\n".join(PAGES[name]), re.MULTILINE)
+    return used is not None
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(PAGES) if needs_checkout(name)])
+def test_pages_that_need_the_checkout_say_so_before_their_code(name):
+    text = (DOCS / f"{name}.md").read_text()
+    assert "needs the checkout" in text[: text.index("```")].replace("\n", " ")
+
+
+def shape_of(text):
+    """Return printed text without its numbers, which differ from one version of jax to the next."""
+    return re.sub(r"[-\d.]+", "#", text).split()
+
+
+# The other one trains two models, which takes ten seconds; the quick cases of pages train, too.
+@pytest.mark.slow_except("number_formats")
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+def test_notebooks_run_and_print_what_they_show(name, elsewhere, capsys):
+    matplotlib = pytest.importorskip("matplotlib", reason="the extra train has it")
+    matplotlib.use("agg")
+    namespace: dict = {}
+    with jax.numpy_dtype_promotion("standard"), matplotlib.rc_context():
+        for cell in NOTEBOOKS[name]:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"{name}.ipynb", "exec"), namespace)
+                shown = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+                assert shape_of(capsys.readouterr().out) == shape_of(shown)
+        namespace["plt"].close("all")
 
 
 def test_flags_of_the_guide_are_known_to_this_jax():

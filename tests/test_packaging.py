@@ -1,5 +1,6 @@
 """An installation, editable or not, shows two packages and nothing else."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,3 +33,11 @@ def test_without_an_installation_the_version_is_unknown(tmp_path):
     script = f"import sys; sys.path = [{str(tmp_path)!r}, *sys.path]; import tcfp_jax; print(tcfp_jax.__version__)"
     run = subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout == "0+unknown\n"
+
+
+def test_every_extra_for_users_is_explained():
+    """The table of the site names all but those of single test files."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    explained = {name for cell in named for name in re.findall(r"`(\w+)`", cell)} | {"monitor"}
+    assert explained == {name for name in extras if "wild" not in name and "-" not in name}

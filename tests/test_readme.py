@@ -13,11 +13,12 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_python_blocks_run():
+def test_python_blocks_run_and_print(capsys):
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
         for block in BLOCKS:
             exec(compile(block, "README.md", "exec"), namespace)
+            assert capsys.readouterr().out
     leaves = jax.tree.leaves(tcfp_jax.dequantize(namespace["params"]))
     assert len(leaves) == 4 and all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves)
 
@@ -42,5 +43,6 @@ def test_the_page_and_its_example_are_short():
 
 
 def test_links_lead_somewhere():
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    """Those to actions lead to pages of the host that shows README."""
+    targets = re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)#]+)", README)
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
