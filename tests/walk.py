@@ -18,6 +18,7 @@ import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.weights.stored import quantize_weight
+from tests.helpers import variables_of
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tuple(str(ROOT / name) for name in ("tcfp_jax", "pallas_kernels"))
@@ -61,42 +62,39 @@ def walked() -> Iterator[Walk]:
         sys.setprofile(None)
 
 
+def walk_of(fn, *arguments) -> Walk:
+    """Walk through a trace of the call, the second one: the first loads modules and tables."""
+    jax.eval_shape(fn, *arguments)
+    jax.clear_caches()
+    with walked() as walk:
+        jax.eval_shape(fn, *arguments)
+    return walk
+
+
 def matmul() -> Walk:
     """A product of a stored weight, forward and backward."""
     recipe = tcfp_jax.recipe("tcfp12_fast")
-    x, w = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (32, 32))
-    stored, _ = quantize_weight(w, recipe)
+    x = w = jnp.ones((32, 32))
+    stored, _ = jax.jit(quantize_weight, static_argnums=1)(w, recipe)
     loss = lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored))
-    jax.grad(loss, (0, 1))(x, w)  # loads modules and tables
-    jax.clear_caches()
-    with walked() as walk:
-        jax.grad(loss, (0, 1))(x, w)
-    return walk
+    return walk_of(jax.grad(loss, (0, 1)), x, w)
 
 
 def layer() -> Walk:
     """`TCFPDense`, loss and gradient."""
     model = TCFPDense(32, recipe=tcfp_jax.recipe("tcfp12_fast"))
-    x = jax.random.normal(jax.random.key(0), (32, 32))
-    params = model.init(jax.random.key(1), x)["params"]
-    jax.clear_caches()
-    with walked() as walk:
-        jax.value_and_grad(lambda params: jnp.sum(model.apply({"params": params}, x)))(params)
-    return walk
+    x = jnp.ones((32, 32))
+    params = variables_of(model, x)["params"]
+    return walk_of(jax.value_and_grad(lambda params: jnp.sum(model.apply({"params": params}, x))), params)
 
 
 def converted() -> Walk:
     """A converted model of two layers, loss and gradient."""
     plain = nn.Sequential([nn.Dense(32, use_bias=False), nn.relu, nn.Dense(32, use_bias=False)])
-    x = jax.random.normal(jax.random.key(0), (32, 32))
-    params = plain.init(jax.random.key(1), x)
+    x = jnp.ones((32, 32))
+    params = variables_of(plain, x)
     model = convert_to_tcfp(plain, "tcfp12_fast", x, include=("linear", "small"))
-    step = jax.value_and_grad(lambda params: jnp.sum(model.apply(params, x)))
-    step(params)  # loads modules and tables
-    jax.clear_caches()
-    with walked() as walk:
-        step(params)
-    return walk
+    return walk_of(jax.value_and_grad(lambda params: jnp.sum(model.apply(params, x))), params)
 
 
 WALKS = {"a product of a stored weight": matmul, "`TCFPDense`": layer, "a converted model of two layers": converted}
