@@ -5,6 +5,8 @@
     shardings = nnx.get_named_sharding(nnx.state(model), mesh)          NNX
     shardings = {"kernel": NamedSharding(mesh, P("fsdp", "tensor"))}    JAX
 
+    shardings = fsdp(params, mesh)                                      any tree, also of stored weights
+
     state = jax.eval_shape(tx.init, params)
     state = jax.jit(tx.init, out_shardings=state_shardings(shardings, state))(params)
 
@@ -22,14 +24,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Fp4
-from tcfp_jax.optim.encoding import block_parts
-from tcfp_jax.paths import PyTree, path_names
+from tcfp_jax.optim.encoding import block_parts, narrow_leaves
+from tcfp_jax.paths import PyTree, named_leaves, path_names
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.placement import Placement, neighbours
 from tcfp_jax.weights.stored import Stored, is_e5m2
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
-__all__ = ["state_shardings"]
+__all__ = ["fsdp", "state_shardings"]
 
 # Fields of our states and the fields next to them that they belong to. `_BESIDE_WEIGHTS` belong to `weights`.
 _SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
@@ -72,6 +74,83 @@ def state_shardings(params_shardings: PyTree, state: PyTree) -> PyTree:
     """
     found = _Units(params_shardings, state)
     return found.treedef.unflatten([found.shardings(path, node) for path, node in found.nodes])
+
+
+def fsdp(params: PyTree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis: str = "fsdp") -> PyTree:
+    """Return a sharding for each parameter, which splits the largest axis that may be split over a mesh axis.
+
+    An axis may be split if the mesh divides it, each device's part is contiguous in the stored matrix, and no block of
+    values that share a scale is cut: neither a weight's, nor one of 128 values of an 8-bit moment. Every device holds a
+    parameter whole if it has no such axis (four heads of 64 on eight devices), or fewer than two axes. A stack of
+    layers is not split along its layers.
+
+    Args:
+      params: parameters or their shapes, stored (`tcfp_jax.store`) or float. Prefer stored ones: float kernels of three
+        axes do not tell which of them a stored matrix merges.
+      mesh: the mesh, perhaps an abstract one.
+      axis: the name of its axis.
+
+    Returns:
+      A tree of `NamedSharding`s, one for each parameter, also for a stored one. `state_shardings` makes those of the
+      arrays of it: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    >>> found = fsdp({"kernel": jnp.ones((4, 64)), "bias": jnp.ones(64)}, mesh)
+    >>> found["kernel"].spec == PartitionSpec(None, "fsdp"), found["bias"].spec == PartitionSpec()
+    (True, True)
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"axis={axis!r}, but the mesh has the axes {list(mesh.axis_names)}; name one of them")
+    found, treedef = named_leaves(params, is_stored)
+    narrow = narrow_leaves(params, is_leaf=is_stored, sizes=_kernel_shape)
+    chosen = []
+    for (names, leaf), small in zip(found, narrow, strict=True):
+        shape = _kernel_shape(leaf)
+        layers = len(shape) - training_of(leaf).weight.layout.ndim if is_stored(leaf) else 0
+        largest_first = sorted(range(layers, len(shape)), key=lambda place: -shape[place]) if len(shape) > 1 else []
+        whole = NamedSharding(mesh, PartitionSpec())
+        tried = (NamedSharding(mesh, PartitionSpec(*[None] * place, axis)) for place in largest_first)
+        legal = (sharding for sharding in tried if _is_legal(_Parameter("/".join(names), sharding, shape), leaf, small))
+        chosen.append(next(legal, whole))
+    return treedef.unflatten(chosen)
+
+
+def shardings_of(params: PyTree) -> PyTree | None:
+    """Return how each parameter lies, for `state_shardings`; None unless all of them lie on a mesh."""
+    found, treedef = named_leaves(params, is_stored)
+    shardings = []
+    for _, leaf in found:
+        array = leaf.backward.values if is_stored(leaf) else leaf
+        sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        shape = _kernel_shape(leaf)
+        if is_stored(leaf):
+            sharding = training_of(leaf).weight.layout.stacked(len(shape)).kernel_sharding(sharding, shape)
+        shardings.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding))
+    return treedef.unflatten(shardings)
+
+
+def _kernel_shape(leaf: PyTree) -> tuple[int, ...]:
+    return kernel_shape(leaf) if is_stored(leaf) else jnp.shape(leaf)
+
+
+def _is_legal(parameter: "_Parameter", leaf: PyTree, narrow: bool) -> bool:
+    """Return whether a parameter may lie so, as the weight that it is and with 8-bit moments if those are `narrow`."""
+    try:
+        parts = parameter.kernel
+        if is_stored(leaf):
+            layout = training_of(leaf).weight.layout.stacked(len(parts.shape))
+            parts = parts.merged(layout.groups)
+            _of_stored(leaf, parts, parameter)
+        if narrow:
+            block_parts(parts)
+    except ValueError:  # the one definition of what is legal
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import jax
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import linen, nnx, paths
+from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, finds, policy
 from tcfp_jax.conversion.report import Examined, Report
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.optim.feedback import layer_state
+from tcfp_jax.layers import linen, nnx
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
@@ -152,45 +152,31 @@ def find_weights(model: object, *inputs: PyTree, options: Mapping[str, PyTree] |
     return found.weights
 
 
-def sync(model: flax_nnx.Module, optimizer: flax_nnx.Optimizer | None) -> None:
-    """Let an NNX model read the quantized weights in the optimizer's state.
+def detach(model: flax_nnx.Module) -> None:
+    """Let an NNX model quantize its own parameters at each use, instead of reading an optimizer's quantized weights.
 
-    Call it once, after the optimizer is made: modules then hold the optimizer's own variables, which `optimizer.update`
-    writes. Parameters that change in any other way (`nnx.update`, a moving average) do not fit these weights any more,
-    and the next product says so: an error, or NaN if it is traced. To evaluate averaged or restored parameters, call
-    `sync(nnx.clone(model), None)`: with None the model quantizes its own parameters again, whatever they are.
+    Those fit the parameters that the optimizer has just updated. To evaluate others, such as averages, call it for a
+    copy: `detach(copy := nnx.clone(model))`, and give the copy its parameters by `nnx.update`.
 
     Raises:
-      ValueError: the optimizer holds no quantized weight of this model, although its recipe stores some, or holds them
-        where `layer_state` refuses them; or None, and the model holds none, or it has no float parameters.
+      ValueError: the model holds no quantized weights, or no float parameters.
 
+    >>> from tcfp_jax.optim.feedback import error_feedback, layer_state
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
-    >>> import optax, tcfp_jax
-    >>> sync(model, flax_nnx.Optimizer(model, tcfp_jax.error_feedback("tcfp12"), wrt=flax_nnx.Param))
-    >>> nnx.stored_weight(model).shape
-    (4, 4)
+    >>> weights = layer_state(error_feedback("tcfp12").init(flax_nnx.state(model, flax_nnx.Param)))
+    >>> hand_out(model, weights)
+    1
+    >>> detach(model)
+    >>> nnx.stored_weight(model) is None
+    True
     """
-    own = list(_own_layers(model).values())
-    if optimizer is None:
-        if nnx_models.absent_of(model):
-            raise ValueError("the model holds quantized kernels only; load the float parameters into a new model")
-        held = [layer for layer in own if layer.stored is not None]
-        for layer in held:
-            layer.stored = flax_nnx.data(None)
-        if not nnx_models.forget(model) + len(held):
-            raise ValueError(f"{type(model).__name__} holds no stored weight; there is nothing to undo")
-    elif not hand_out(model, paths.entries(layer_state(optimizer.opt_state))):
-        # Products of "bf16" and of FP4 training store no weight, so there may be nothing to hand out.
-        chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
-        if chosen is not None and sample is not None:
-            stores = bool(nnx_models.examine(model, chosen, sample.args, sample.options).weights)
-        else:
-            stores = not own or any(layer.recipe is not None and layer.recipe.stored is not None for layer in own)
-        if stores:
-            raise ValueError(
-                "the optimizer holds no quantized weight of this model; end its optax.chain with "
-                "tcfp_jax.error_feedback"
-            )
+    if nnx_models.absent_of(model):
+        raise ValueError("the model holds quantized kernels only; load the float parameters into a new model")
+    held = [layer for layer in _own_layers(model).values() if layer.stored is not None]
+    for layer in held:
+        layer.stored = flax_nnx.data(None)
+    if not nnx_models.forget(model) + len(held):
+        raise ValueError(f"{type(model).__name__} holds no stored weight; there is nothing to undo")
 
 
 @overload

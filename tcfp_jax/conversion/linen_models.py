@@ -25,7 +25,7 @@ from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.report import Examined
 from tcfp_jax.conversion.transform import Transformed, trace
-from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
+from tcfp_jax.layers.linen import COLLECTION, OFF, RNG, switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored

@@ -27,7 +27,7 @@ from tcfp_jax.weights.training import is_stored
 _PATH, _STORED, _SAMPLE, _KEYS = _ADDED = ("tcfp_path", "tcfp_stored", "tcfp_sample", "tcfp_keys")
 # One class for equal conversions: nnx.jit compiles again for another class.
 _CLASSES: dict[tuple[type, Policy], type] = {}
-# Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that `sync` has not given back yet.
+# Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that no optimizer has given back yet.
 AWAITED: set[Policy | None] = set()
 # The path of a node in a model: names of attributes and numbers in lists.
 Path = tuple[Any, ...]
@@ -263,8 +263,8 @@ class _Call:
         if trains and chosen in AWAITED and not stored and not any(map(is_stored, params.values())):
             AWAITED.discard(chosen)
             warnings.warn(
-                "a converted NNX model is trained without its optimizer's stored weights: find_weights was called, and "
-                "sync(model, optimizer) was not; weights are quantized at each use, without error feedback",
+                "a converted NNX model is trained without its optimizer's stored weights: find_weights was called, but "
+                "no tcfp_jax.nnx.Optimizer was made; weights are quantized at each use, without error feedback",
                 stacklevel=3,
             )
         keys = getattr(self.model, _KEYS, None)

@@ -27,7 +27,7 @@ from tcfp_jax.conversion.factors import GROUPED, Factors, factors_of
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.conversion.views import Equation
-from tcfp_jax.linen import switched_off
+from tcfp_jax.layers.linen import switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 

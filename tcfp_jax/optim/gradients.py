@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.specs import Sharding, entries, sharding_of, split_entries, with_entries
+from pallas_kernels.specs import Sharding, sharding_of
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
@@ -141,7 +141,4 @@ def _sharding_of_kernel(stored: Stored) -> Sharding:
     sharding, shape = sharding_of(stored.backward.values), kernel_shape(stored)
     if sharding is None:
         return None
-    groups = training_of(stored).weight.layout.stacked(len(shape)).groups
-    spec = split_entries(sharding, entries(sharding, len(groups)), [[shape[axis] for axis in g] for g in groups])
-    by_axis = dict(zip(sum(groups, ()), spec, strict=True))
-    return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
+    return training_of(stored).weight.layout.stacked(len(shape)).kernel_sharding(sharding, shape)

@@ -151,7 +151,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return treedef.unflatten([_updated("/".join(names), leaf, update) for (names, leaf), update in pairs])
 
 
-class _OnStoredState(NamedTuple):
+class OnStoredState(NamedTuple):
     """State of `on_stored`.
 
     Attributes:
@@ -199,12 +199,12 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     """
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: PyTree) -> _OnStoredState:
-        return _OnStoredState(inner.init(dequantize(params)), jnp.zeros((), jnp.int32))
+    def init(params: PyTree) -> OnStoredState:
+        return OnStoredState(inner.init(dequantize(params)), jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: _OnStoredState, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, _OnStoredState]:
+        updates: PyTree, state: OnStoredState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, OnStoredState]:
         if params is None:
             raise ValueError("on_stored shows the parameters to the optimizer; call tx.update(grads, state, params)")
         floats = dequantize(params)
@@ -215,7 +215,7 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), same)
         finite = all_finite(updates)
         made, after = lax.cond(finite, step, nothing)
-        return made, _OnStoredState(after, state.skipped + jnp.where(finite, 0, 1))
+        return made, OnStoredState(after, state.skipped + jnp.where(finite, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

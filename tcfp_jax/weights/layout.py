@@ -16,7 +16,7 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.specs import regrouped
+from pallas_kernels.specs import Sharding, entries, regrouped, split_entries, with_entries
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
 
@@ -96,6 +96,13 @@ class Layout:
         order = sum(self.groups, ())
         parts = matrix.reshape([shape[axis] for axis in order])
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
+
+    def kernel_sharding(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+        """Return how the kernel of this shape lies if its matrix lies so."""
+        sizes = [[shape[axis] for axis in group] for group in self.groups]
+        spec = split_entries(sharding, entries(sharding, len(sizes)), sizes)
+        by_axis = dict(zip(sum(self.groups, ()), spec, strict=True))
+        return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from tcfp_jax.conversion import convert_to_tcfp, diagnose, export, find_weights, survey, sync
+from tcfp_jax.conversion import convert_to_tcfp, detach, diagnose, export, find_weights, survey
 from tcfp_jax.inference import load_quantized, quantize_params, restored
-from tcfp_jax.nnx import TCFPEmbed, TCFPLinear
+from tcfp_jax.nnx import Optimizer, TCFPEmbed, TCFPLinear
 from tests.helpers import filled, mesh_of, nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 16)), jnp.float32)
@@ -50,9 +50,7 @@ def close(a, b, tolerance=1e-5):
 def optimizer_of(model, *inputs, tx=None):
     """The optimizer of a converted model, whose weights the model reads."""
     chain = optax.chain(tx or optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, *inputs)))
-    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
-    sync(model, optimizer)
-    return optimizer
+    return Optimizer(model, chain)
 
 
 def with_state(model, params, *inputs):
@@ -64,7 +62,7 @@ def with_state(model, params, *inputs):
 # Stale state ------------------------------------------------------------------------------------------------------
 
 
-def test_other_parameters_after_sync_are_loud_and_undone_in_one_line():
+def test_other_parameters_than_the_optimizers_are_loud_and_undone_in_one_line():
     model = convert(nnx_model(MLP), "tcfp12", X)
     fresh = forward(model, X)
     optimizer_of(model)
@@ -74,12 +72,12 @@ def test_other_parameters_after_sync_are_loud_and_undone_in_one_line():
         model(X)
     assert np.isnan(forward(model, X)).all()
     evaluated = nnx.clone(model)
-    sync(evaluated, None)
+    detach(evaluated)
     wanted = convert(nnx_model(MLP), "tcfp12", X)
     nnx.update(wanted, nnx.state(model, nnx.Param))
     close(forward(evaluated, X), forward(wanted, X))
     with pytest.raises(ValueError, match="nothing to undo"):
-        sync(evaluated, None)
+        detach(evaluated)
 
 
 def test_other_parameters_beside_a_linen_state_are_loud_and_need_no_state():
@@ -541,11 +539,11 @@ def test_narrow_layers_convert_to_mxfp8():
     assert np.isfinite(jax.jit(low.apply)(with_state(low, variables["params"]), x)).all()
 
 
-def test_sync_that_was_forgotten_is_said_once():
+def test_an_optimizer_that_is_none_of_ours_is_said_once():
     model = convert(nnx_model(MLP), "tcfp12_fast", X, rules={"this model alone": None})
     find_weights(model)
     loss = lambda model: jnp.mean(model(X) ** 2)
-    with pytest.warns(UserWarning, match=r"sync\(model, optimizer\) was not"):
+    with pytest.warns(UserWarning, match="no tcfp_jax.nnx.Optimizer was made"):
         nnx.grad(loss)(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

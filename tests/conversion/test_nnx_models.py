@@ -10,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-import tcfp_jax
-from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, survey, sync
+from tcfp_jax.conversion import convert_to_tcfp, export, survey
+from tcfp_jax.nnx import Optimizer
 from tests.helpers import nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 16)), jnp.float32)
@@ -204,10 +204,8 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
     models = [convert(nnx_model(Shared), X) for _ in range(2)]
     results = []
     for model, stored in zip(models, ("stored", "at each use"), strict=True):
-        feedback = [tcfp_jax.error_feedback(find_weights(model))] if stored == "stored" else []
-        optimizer = nnx.Optimizer(model, optax.chain(optax.sgd(0.1), *feedback), wrt=nnx.Param)
-        if feedback:
-            sync(model, optimizer)
+        kind = Optimizer if stored == "stored" else nnx.Optimizer
+        optimizer = kind(model, optax.sgd(0.1), wrt=nnx.Param)
 
         @nnx.jit
         def step(model, optimizer):

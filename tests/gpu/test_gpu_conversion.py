@@ -12,10 +12,10 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey, sync, to_bf16
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.nnx import TCFPLinear
+from tcfp_jax.nnx import Optimizer, TCFPLinear
 from tests.helpers import nnx_model, same_bits, variables_of
 
 pytestmark = [
@@ -149,8 +149,7 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
     results = []
     for model in models:
         tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
-        optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-        sync(model, optimizer)
+        optimizer = Optimizer(model, tx)
         losses = [train(model, optimizer, X) for _ in range(2)]
         results.append((losses, flax_nnx.as_pure(flax_nnx.state(optimizer))))
     assert same_bits(*results) and float(results[0][0][1]) < float(results[0][0][0])

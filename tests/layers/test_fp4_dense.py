@@ -14,6 +14,7 @@ from models.gpt import GPT, GPTConfig
 from tcfp_jax import linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey
 from tcfp_jax.inference import load_quantized, quantize_params
+from tcfp_jax.layers.nnx import stored_weight
 from tcfp_jax.products import fp4_linear, pack_fp4
 from tests.helpers import nnx_model, same_bits, variables_of
 
@@ -122,7 +123,7 @@ def test_adapters_train_beside_frozen_codes_in_nnx():
     load_quantized(base, quantize_params(flax_nnx.state(base, flax_nnx.Param), "nvfp4"))
     model = flax_nnx.LoRA(32, 4, 16, base_module=base, rngs=flax_nnx.Rngs(0))
     optimizer = flax_nnx.Optimizer(model, optax.adam(0.05), wrt=flax_nnx.LoRAParam)
-    before = jax.tree.map(jnp.copy, nnx.stored_weight(base))
+    before = jax.tree.map(jnp.copy, stored_weight(base))
 
     @flax_nnx.jit
     def update(model, optimizer):
@@ -133,7 +134,7 @@ def test_adapters_train_beside_frozen_codes_in_nnx():
 
     first = jnp.copy(model.lora_a[...])
     trained(lambda _: (update(model, optimizer), None), None)
-    assert same_bits(nnx.stored_weight(base), before)
+    assert same_bits(stored_weight(base), before)
     assert not same_bits(model.lora_a[...], first)
 
 

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, sync, to_bf16
-from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
+from tcfp_jax.nnx import Optimizer, TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
 from tests.helpers import nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
@@ -76,9 +76,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     assert not report.skipped and type(model.blocks[0].up).__mro__[1] is flax_nnx.Linear
     assert same_bits(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
     assert jnp.array_equal(forward(float_model, TOKENS), before)
-    tx = optax.chain(optax.sgd(0.01), tcfp_jax.error_feedback(find_weights(model)))
-    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-    sync(model, optimizer)
+    optimizer = Optimizer(model, optax.sgd(0.01))
     TRACES.clear()
     losses = [float(train(model, optimizer, TOKENS)) for _ in range(3)]
     assert len(TRACES) == 1  # state before and after the first update has one structure
@@ -156,8 +154,7 @@ def test_stacked_layers_read_their_own_state():
     weights = find_weights(model)
     assert weights["layers/kernel"].layout.stack == (0,)
     fresh = forward(model, X)
-    optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(weights), wrt=flax_nnx.Param)
-    sync(model, optimizer)
+    optimizer = Optimizer(model, tcfp_jax.error_feedback(weights))
     np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
     optimizer.opt_state.weights["layers"]["kernel"].forward.scale[...] *= 2  # it is the stored weights that multiply
     assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
@@ -181,22 +178,21 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe):
     results = []
     for model in models:
         tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
-        optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-        sync(model, optimizer)
+        optimizer = Optimizer(model, tx)
         results.append((train(model, optimizer, X), pure(model), flax_nnx.as_pure(flax_nnx.state(optimizer))))
     assert same_bits(*results) and not survey(models[1], X).skipped
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4_training"])
 @pytest.mark.parametrize("converted", [True, False])
-def test_sync_of_a_model_that_stores_no_weights_does_nothing(recipe, converted):
+def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
     model = TCFPLinear(32, 16, recipe=recipe, rngs=flax_nnx.Rngs(0))
     if converted:
         streams = {"rngs": flax_nnx.Rngs(1)} if recipe == "nvfp4_training" else {}
         plain, x = flax_nnx.Linear(32, 16, rngs=flax_nnx.Rngs(0)), jnp.ones((2, 32))
         model = convert_to_tcfp(plain, recipe, x, include=("linear", "small", "head"), **streams)
     tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, jnp.ones((2, 32)))))
-    sync(model, flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param))
+    Optimizer(model, tx)
     assert model(jnp.ones((2, 32))).shape == (2, 16)
 
 
@@ -206,8 +202,10 @@ def test_bad_input():
         TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
     with pytest.raises(ValueError, match="unknown"):
         TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="holds no quantized weight"):
-        sync(layer, flax_nnx.Optimizer(layer, optax.sgd(0.1), wrt=flax_nnx.Param))
+    with pytest.raises(ValueError, match="find_weights needs sample inputs"):
+        Optimizer(layer, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="not converted"):
+        Optimizer(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), optax.sgd(0.1))
     with pytest.raises(ValueError, match="no low-precision layer"):
         export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
     with pytest.raises(ValueError, match="not converted"):
@@ -222,8 +220,7 @@ def test_blocks_keep_their_size_on_narrow_layers(block):
     model = nnx_model(lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs))
     x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 64)), jnp.float32)
     fresh = forward(model, x)
-    optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(recipe), wrt=flax_nnx.Param)
-    sync(model, optimizer)
+    optimizer = Optimizer(model, tcfp_jax.error_feedback(recipe))
     assert same_bits(forward(model, x), fresh)
     before = jax.tree.structure(flax_nnx.state((model, optimizer)))
     train(model, optimizer, x)
@@ -251,8 +248,7 @@ def test_shared_layers_and_accumulation_have_one_state():
     model = convert_to_tcfp(nnx_model(Shared), "tensorwise", X, include=ALL, strict=True)
     assert list(find_weights(model)) == ["first/kernel"]
     tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model))), 2)
-    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-    sync(model, optimizer)
+    optimizer = Optimizer(model, tx)
     assert model.second is model.first
     values = lambda: np.asarray(jax.tree.leaves(held(model.first))[0])
     stored, TRACES[:] = [values()], []
@@ -263,9 +259,9 @@ def test_shared_layers_and_accumulation_have_one_state():
     assert len(TRACES) == 1 and same_bits(stored[0], stored[1]) and not same_bits(stored[1], stored[2])
 
 
-def test_sync_refuses_what_layer_state_refuses():
+def test_an_optimizer_refuses_what_layer_state_refuses():
     layer = TCFPLinear(16, 32, recipe="tensorwise", rngs=flax_nnx.Rngs(0))
     one = tcfp_jax.error_feedback("tensorwise")
     with pytest.raises(ValueError, match="two error_feedback transformations hold kernel"):
-        sync(layer, flax_nnx.Optimizer(layer, optax.chain(one, one), wrt=flax_nnx.Param))
+        Optimizer(layer, optax.chain(one, one))
     assert layer.stored is None

@@ -11,9 +11,10 @@ from flax import nnx
 
 import tcfp_jax
 from tcfp_jax import paths
-from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
+from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.inference import quantize_params
+from tcfp_jax.nnx import Optimizer
 from tcfp_jax.optim import on_stored
 from tests.wild.made import Made, Subject, loss_of, pure
 
@@ -163,7 +164,6 @@ def nnx_step(subject: Subject, made: Made) -> Callable[..., Any]:
 
 
 def _train_nnx(subject: Subject, made: Made, model: Any, transformation: optax.GradientTransformation) -> list[float]:
-    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
-    sync(model, optimizer)
+    optimizer = Optimizer(model, transformation)
     step = nnx_step(subject, made)
     return [float(step(model, optimizer)) for _ in range(STEPS)]

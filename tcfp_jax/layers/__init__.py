@@ -2,7 +2,7 @@
 
     forward(read, multiply, *inputs)
 
-`read` gives the layer's parameters and fields; `tcfp_jax.linen` and `tcfp_jax.nnx` have a `Reader` each. `multiply`
+`read` gives the layer's parameters and fields; `linen.py` and `nnx.py` have a `Reader` each. `multiply`
 computes the product of a kernel as a recipe says. These functions are the bodies of this project's layers, and
 conversion runs them instead of Flax's own, so all of them give the same bits. None of them writes a variable.
 """

@@ -1,0 +1,94 @@
+"""`linen_float.py` without float weights: they are stored as `W_hi + W_lo`, two bytes each."""
+
+import os
+from functools import partial
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+
+VOCAB, WIDTH, HIDDEN, HEADS, CONTEXT, BATCH = 128, 64, 256, 4, 32, 16
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH)(tokens)
+        attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
+        x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
+        x = x + nn.Dense(WIDTH, use_bias=False)(nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x))))
+        return nn.Dense(VOCAB, use_bias=False)(nn.RMSNorm()(x))
+
+
+mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def fsdp(state):
+    """Split the largest axis of each matrix that the devices divide."""
+    return tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(state.params, mesh), state)
+
+
+class TrainState(tcfp_jax.linen.TrainState):
+    ema: dict
+
+
+def make_tx():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
+    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1, mask=mask))
+    return optax.MultiSteps(tx, every_k_schedule=2)
+
+
+def loss_fn(params, state, tokens):
+    logits = state.apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(state, tokens):
+    loss, grads = tcfp_jax.value_and_grad(loss_fn)(state.params, state, tokens)
+    state = state.apply_gradients(grads=grads)
+    ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state.ema, tcfp_jax.dequantize(state.params))
+    return state.replace(ema=ema), loss
+
+
+eval_step = jax.jit(loss_fn)
+
+
+def batch(step):
+    start = np.random.default_rng(step).integers(0, VOCAB, (BATCH, 1))
+    return jax.device_put(jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB), NamedSharding(mesh, P("fsdp")))
+
+
+def init(key):
+    tokens = jnp.zeros((1, CONTEXT), jnp.int32)
+    model = tcfp_jax.conversion.convert_to_tcfp(Transformer(), "tcfp12_single", tokens, include=("linear", "small"))
+    params = model.init(key, tokens)["params"]
+    ema = jax.tree.map(jnp.copy, params)
+    params = tcfp_jax.store(params, tcfp_jax.conversion.find_weights(model), key=key)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=make_tx(), ema=ema)
+
+
+def main():
+    key = jax.random.key(0)
+    state = jax.jit(init, out_shardings=fsdp(jax.eval_shape(init, key)))(key)
+    for step in range(20):
+        state, loss = train_step(state, batch(step))
+        if step % 5 == 4:
+            print(f"step {step + 1:2} loss {loss:.4f}", flush=True)
+    of_average = eval_step(state.ema, state, batch(999))
+    print(f"held-out loss {eval_step(state.params, state, batch(999)):.4f}, of the average {of_average:.4f}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params["Dense_1"]):
+        print("up" + jax.tree_util.keystr(path), leaf.dtype, leaf.shape, leaf.sharding.spec)
+
+
+if __name__ == "__main__":
+    main()

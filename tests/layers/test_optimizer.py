@@ -1,0 +1,183 @@
+"""`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState`: Flax's, for stored and for fed-back weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import tcfp_jax
+from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
+from tcfp_jax.linen import TrainState
+from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
+from tcfp_jax.weights.training import is_stored
+
+KEY = jax.random.key(0)
+X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
+ALL = ("linear", "small", "head")
+ADAM = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        yield
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="down")(nn.relu(nn.Dense(32, name="up")(x)))
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.down(nnx.relu(self.up(x)))
+
+
+def loss(model, x):
+    y = model(x)
+    return jnp.mean((y - x) ** 2), y
+
+
+def stored(recipe="tcfp12_single"):
+    model = convert_to_tcfp(Counted(nnx.Rngs(0)), recipe, X, include=ALL)
+    floats = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    nnx.update(model, tcfp_jax.store(floats, find_weights(model), key=KEY))
+    return model, floats
+
+
+def kernels(model):
+    return [leaf for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_stored) if is_stored(leaf)]
+
+
+def steps(model, optimizer, count):
+    @nnx.jit
+    def step(model, optimizer):
+        (value, _), gradients = value_and_grad(loss, has_aux=True)(model, X)
+        optimizer.update(model, gradients)
+        return value
+
+    return [float(step(model, optimizer)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "tx, exact_tx, state",
+    [
+        (ADAM, ADAM, "OnStoredState"),
+        (optax.MultiSteps(ADAM, 2), optax.MultiSteps(ADAM, 2), "OnStoredState"),
+        (tcfp_jax.optim.adamw(1e-2, moments="float32", weight_decay=0.0), ADAM, "AdamWState"),
+        (tcfp_jax.optim.on_stored(ADAM), ADAM, "OnStoredState"),
+    ],
+)
+def test_stored_weights_train_as_floats_do(tx, exact_tx, state):
+    model, floats = stored()
+    optimizer = Optimizer(model, tx)
+    assert type(optimizer.opt_state).__name__ == state
+    low = steps(model, optimizer, 6)
+    exact = Counted(nnx.Rngs(0))
+    nnx.update(exact, floats)
+    wanted = steps(exact, nnx.Optimizer(exact, exact_tx, wrt=nnx.Param), 6)
+    np.testing.assert_allclose(low, wanted, rtol=0.05)
+    assert low[-1] < low[0] and len(kernels(model)) == 2 and int(model.calls[...]) == 6
+    assert all(leaf.training.slot is None for leaf in kernels(model))
+    assert int(optimizer.step[...]) == 6
+
+
+def test_gradients_are_those_of_the_floats():
+    model, _ = stored()
+    exact = Counted(nnx.Rngs(0))
+    nnx.update(exact, tcfp_jax.dequantize(nnx.state(model, nnx.Param)))
+    (value, y), gradients = value_and_grad(loss, has_aux=True)(model, X)
+    (wanted, _), exact_gradients = nnx.value_and_grad(loss, has_aux=True)(exact, X)
+    np.testing.assert_allclose(value, wanted, rtol=0.02)
+    assert y.shape == X.shape and jax.tree.structure(gradients) == jax.tree.structure(exact_gradients)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True):
+        assert a.shape == b.shape and float(jnp.linalg.norm(a - b)) < 0.1 * float(jnp.linalg.norm(b))
+    with pytest.raises(TypeError, match="value_and_grad"):
+        nnx.grad(loss, has_aux=True)(model, X)
+    some = value_and_grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("down")), has_aux=True)(model, X)[1]
+    assert set(some) == {"down"}
+
+
+def test_accumulation_quantizes_when_weights_change():
+    """Error feedback behind `MultiSteps` is error feedback inside of it."""
+    results = []
+    for place in ("behind", "inside"):
+        model = convert_to_tcfp(Counted(nnx.Rngs(0)), "tcfp12_fast", X, include=ALL)
+        feedback = [tcfp_jax.error_feedback(find_weights(model))] if place == "inside" else []
+        optimizer = Optimizer(model, optax.MultiSteps(optax.chain(optax.adam(1e-2), *feedback), 2))
+        losses = steps(model, optimizer, 4)
+        results.append((losses, np.asarray(model(X))))
+    assert results[0][0] == results[1][0] and results[0][0][0] == results[0][0][1] != results[0][0][2]
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    average = jax.tree.map(lambda leaf: 0.9 * leaf, nnx.state(model, nnx.Param))
+    detach(averaged := nnx.clone(model))
+    nnx.update(averaged, average)
+    assert np.isfinite(nnx.jit(lambda model: model(X))(averaged)).all()
+
+
+def test_the_state_lies_as_the_parameters_do():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    model, _ = stored()
+    params = nnx.state(model, nnx.Param)
+    lie = tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(params, mesh), params)
+    nnx.update(model, jax.device_put(params, lie))
+    optimizer = Optimizer(model, optax.adam(1e-2))
+    mu = optimizer.opt_state.inner[0].mu
+    kernel = kernels(model)[0].backward.values
+    assert mu["down"]["kernel"][...].sharding.spec == kernel.sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(nnx.state(optimizer))} == {8}
+
+
+def test_weights_of_another_model_are_refused():
+    layer = TCFPLinear(16, 8, rngs=nnx.Rngs(0))
+    other = {"elsewhere": {"kernel": jnp.ones((16, 8))}}
+    feedback = tcfp_jax.error_feedback("tcfp12")
+    tx = optax.GradientTransformation(lambda params: feedback.init(other), feedback.update)
+    with pytest.raises(ValueError, match="elsewhere/kernel, are none of TCFPLinear's"):
+        Optimizer(layer, tx)
+
+
+@pytest.mark.parametrize("kind", ["stored", "fed back"])
+def test_train_state_of_linen(kind):
+    recipe = "tcfp12_single" if kind == "stored" else "tcfp12_fast"
+    model = convert_to_tcfp(Dense(), recipe, X, include=ALL)
+    params = jax.jit(Dense().init)(KEY, X)["params"]
+    exact = TrainStateOfFlax.create(apply_fn=Dense().apply, params=params, tx=optax.adam(1e-2))
+    if kind == "stored":
+        params = tcfp_jax.store(params, find_weights(model), key=KEY)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    def of(params, state):
+        return jnp.mean((state.apply_fn({"params": params}, X) - X) ** 2)
+
+    @jax.jit
+    def step(state, exact):
+        value, gradients = tcfp_jax.value_and_grad(of)(state.params, state.quantized)
+        wanted, exact_gradients = jax.value_and_grad(of)(exact.params, exact)
+        return state.apply_gradients(grads=gradients), exact.apply_gradients(grads=exact_gradients), (value, wanted)
+
+    losses = []
+    for _ in range(6):
+        state, exact, both = step(state, exact)
+        losses.append(both)
+    np.testing.assert_allclose(*np.transpose(losses), rtol=0.05)
+    assert losses[-1][0] < losses[0][0] and int(state.step) == 6
+    assert bool(tcfp_jax.layer_state(state.opt_state)) == (kind == "fed back")
+
+
+TrainStateOfFlax = TrainState.__mro__[1]
+
+
+def test_train_state_needs_a_converted_model():
+    params = Dense().init(KEY, X)["params"]
+    with pytest.raises(ValueError, match="find_weights needs sample inputs"):
+        TrainState.create(apply_fn=Dense().apply, params=params, tx=optax.sgd(0.1))
