@@ -25,7 +25,7 @@ from typing import Any, Literal
 import jax
 from jax.extend import source_info_util
 
-from pallas_kernels import tuning
+from pallas_kernels import pallas_triton, tuning
 from pallas_kernels.tuning import Key
 
 Backend = Literal["xla", "triton", "mosaic"]
@@ -203,7 +203,8 @@ def judge(
         elif kernel and backend is None and device == "cpu":
             reason = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
         else:
-            reason = implementation.reject(options, *arrays)
+            lacks_engine = implementation.backend == "triton" and pallas_triton.missing()
+            reason = lacks_engine or implementation.reject(options, *arrays)
             if reason is None and backend is None:
                 reason = implementation.decline(options, *arrays)
                 if reason is None and implementation.timed:

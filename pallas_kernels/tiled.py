@@ -18,6 +18,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import varying
 
@@ -176,7 +177,6 @@ def _call(
 ) -> list[jax.Array]:
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     m, k = operands[0].shape
     tile = tiling.fit(m, k)

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 # Pages of words and tables, and pages that include a file of the repository.
 WITHOUT_CODE = {
-    "architecture", "catalog", "changelog", "contributing", "decisions", "glossary", "index", "measurements",
-    "notebook_formats", "notebook_fp8",
+    "architecture", "backends", "catalog", "changelog", "contributing", "decisions", "glossary", "index",
+    "measurements", "notebook_formats", "notebook_fp8",
 }  # fmt: skip
 NOTEBOOKS = {path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")}
 OF_THE_CHECKOUT = ("models", "benchmarks", "tests")

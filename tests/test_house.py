@@ -12,6 +12,14 @@ import jax
 import pytest
 
 import tcfp_jax
+from pallas_kernels.adamw import api as adamw
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp4_matmul import api as fp4
+from pallas_kernels.grouped_matmul import api as grouped
+from pallas_kernels.matmul import api as products
+from pallas_kernels.operands import Block, Row, Tensor
+from pallas_kernels.quantize import api as quantizers
+from pallas_kernels.quantize import computed
 from tcfp_jax import formats, recipes
 from tests import walk
 
@@ -20,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 # from doors above it.
 DOORS = {
     "pallas_kernels": [
-        "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "tuning", "dispatch",
-        "explicit", "partition", "tiled", "hopper", "quantize", "adamw", "matmul", "grouped_matmul",
+        "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "pallas_triton", "tuning",
+        "dispatch", "explicit", "partition", "tiled", "hopper", "quantize", "adamw", "matmul", "grouped_matmul",
         "fp4_matmul",
     ],
     "tcfp_jax": [
@@ -61,7 +69,7 @@ PUBLIC = {
 # the random bits, which are an input of both.
 PLUMBING = {
     "pallas_kernels.specs", "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition",
-    "pallas_kernels.counter", "tcfp_jax.paths",
+    "pallas_kernels.counter", "pallas_kernels.pallas_triton", "tcfp_jax.paths",
 }  # fmt: skip
 
 
@@ -125,6 +133,32 @@ def test_no_circles():
     for module in graph:
         visit(module)
     assert done == set(MODULES)
+
+
+def test_the_page_of_backends_lists_every_table():
+    tables = {
+        "`quantize`, one scale": quantizers.IMPLEMENTATIONS[Tensor],
+        "`quantize`, a scale for each row": quantizers.IMPLEMENTATIONS[Row],
+        "`quantize`, blocks": quantizers.IMPLEMENTATIONS[Block],
+        "`dual_quantize`, one scale": quantizers.DUAL_IMPLEMENTATIONS[Tensor],
+        "`dual_quantize`, blocks": quantizers.DUAL_IMPLEMENTATIONS[Block],
+        "`quantize_computed`": computed.IMPLEMENTATIONS,
+        "`adamw`": adamw.IMPLEMENTATIONS,
+        "`matmul`, one scale or rows": products.IMPLEMENTATIONS[Tensor],
+        "`matmul`, blocks": products.IMPLEMENTATIONS[Block],
+        "`grouped_matmul`": grouped.IMPLEMENTATIONS,
+        "`grouped_weight_gradient`": grouped.GRADIENT_IMPLEMENTATIONS,
+        "`fp4_matmul`": fp4.IMPLEMENTATIONS,
+    }
+    page = (ROOT / "docs" / "backends.md").read_text().split("## ")[1]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [(name, ", ".join(entry.backend for entry in table)) for name, table in tables.items()]
+    listed = [entry for table in tables.values() for entry in table]
+    for module in map(importlib.import_module, MODULES):
+        for table in vars(module).values():
+            for entry in (*table.values(),) if isinstance(table, dict) else (table,):
+                if isinstance(entry, tuple) and any(isinstance(one, Implementation) for one in entry):
+                    assert all(one in listed for one in entry), f"{module.__name__} has a table that the page lacks"
 
 
 def test_there_are_few_doors():

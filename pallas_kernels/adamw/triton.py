@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import counter, dispatch, moments
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Portable, Rates, State, Step
 from pallas_kernels.moments import BLOCK
@@ -110,7 +111,6 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
     """Run the kernel on a device's part of a stack; `columns` is n of the whole weight."""
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     # A result in place has the type of its operand.
     operands = varying(operands, *operands)
@@ -161,7 +161,6 @@ def _kernel(
 ) -> None:  # fmt: skip
     """Compute one tile. Results overwrite the operands, so a step that is not taken writes nothing."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     old_refs, place, new_refs = refs[:_STATE], refs[_STATE : _STATE + places], refs[_STATE + places :]
     count = len(Coefficients._fields)
@@ -229,14 +228,7 @@ class _Device(Portable):
     def __init__(self, gradient: jax.Array) -> None:
         del gradient  # instructions need no guard
 
-    def _run(self, assembly: str, *values: jax.Array) -> jax.Array:
-        from jax.experimental.pallas import triton as plgpu
-
-        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
-        return plgpu.elementwise_inline_asm(
-            assembly, args=[jnp.broadcast_to(x, shape) for x in values], pack=1,
-            constraints="=f" + ",f" * len(values), result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-        )[0]  # fmt: skip
+    _run = staticmethod(plgpu.instruct)
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
+from pallas_kernels import pallas_triton, tuning
 from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.fp4_matmul import reference, unpacked
 from pallas_kernels.fp4_matmul.reference import Activation, Options, scaling_of
@@ -160,7 +160,9 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | 
 
     table = jnp.asarray(decode.table_of(scaling_of(w).format, options.activation))
     # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
-    whole = options.activation == "bfloat16" or (device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW)
+    # A kernel of Pallas-Triton rounds them in the order in which this kernel reads them.
+    rounds = device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW and pallas_triton.missing() is None
+    whole = options.activation == "bfloat16" or rounds
     return unpacked.on_each_device(on_device, options, x if whole else unpacked.quantize_rows(x), w, table)
 
 

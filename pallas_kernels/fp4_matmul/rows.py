@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels import numerics
+from pallas_kernels import pallas_triton as pltriton
 from pallas_kernels.fp4_matmul import decode, reference
 from pallas_kernels.quantize.triton_rows import multiplied, scale_and_inverse, warps_of
 from pallas_kernels.specs import varying
@@ -128,8 +129,6 @@ def ordered(x: jax.Array, rows: int, outer: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _ordered(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    from jax.experimental.pallas import triton as pltriton
-
     m, k = x.shape
     width = pl.next_power_of_2(k)
     # Four values lie side by side before and after: with an axis of their own they are loaded and stored at once.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.fp4_matmul import reference
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options
 from pallas_kernels.matmul.api import matmul
@@ -123,13 +124,13 @@ def unpack(w: Operand, *, turned: bool = False) -> jax.Array:
 def _serves(w: Operand) -> bool:
     """Return whether the kernel takes this weight: NVFP4, of whole programs."""
     (n, k), scaling = w.shape, reference.scaling_of(w)
-    return scaling.format == "nvfp4" and n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
+    fits = scaling.format == "nvfp4" and n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
+    return fits and plgpu.missing() is None
 
 
 def _unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: bool = False) -> jax.Array:
     """Run the kernel of `unpack` on a weight that it `_serves`, with `reference.e4m3_table()`."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     n, k = w.shape
     # The largest powers of two that divide the sizes, and at most `_SIDES`.
@@ -171,8 +172,6 @@ def _unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: 
 
 def _decoded(codes: jax.Array, low: jax.Array, high: jax.Array, interpret: bool) -> jax.Array:
     """Return the two E4M3 values of each byte of codes as a word of 16 bits, from magnitudes in two words of 32."""
-    from jax.experimental.pallas import triton as plgpu
-
     low, high = (jnp.broadcast_to(word, codes.shape) for word in (low, high))
     if not interpret:
         from pallas_kernels.fp4_matmul.decode import E4M3_TEXT

@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
@@ -79,7 +80,6 @@ def _multiply(options: Product, x: Operand, w: Operand, bias: jax.Array | None) 
 
 def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Array, interpret: bool) -> jax.Array:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     (m, k), (n, _) = operands[0].shape, operands[1].shape
     sides = _fit(m, k, n, scaling)

@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import device_count, varying
@@ -116,7 +117,6 @@ def _on_platform(call: Callable[..., list[jax.Array]], *operands: jax.Array) -> 
 
 def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     (m, k), (rows, columns) = x.shape, sides
     grid = pl.cdiv(m, rows), pl.cdiv(k, columns)
@@ -143,7 +143,6 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
 
 def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
     rows, columns, warps = WIDE.fit(m, k) or (64, 64, 8)
@@ -182,7 +181,6 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
 
 def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     tiles, n = tops.shape
     sides = pl.next_power_of_2(tiles), _LINES
@@ -209,7 +207,6 @@ def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> 
 
 def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
     width = pl.next_power_of_2(k)
@@ -244,7 +241,7 @@ def warps_of(sides: tuple[int, int]) -> int:
 
 def scale_and_inverse(options: Quantization, amax: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Return (scales, inverse scales) of lines with these largest magnitudes, by the device's exact division."""
-    division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
+    division = numerics.divide if interpret else functools.partial(plgpu.instruct, "div.rn.f32 $0, $1, $2;")
     return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
 
 
@@ -260,8 +257,6 @@ def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ..
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
     """Return a tile, with zeros outside of the mask."""
-    from jax.experimental.pallas import triton as plgpu
-
     return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
 
 
@@ -272,16 +267,4 @@ def multiplied(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
     """
     if interpret:
         return numerics.flush_subnormal(x) * inverse
-    return _instruction("mul.rn.ftz.f32", x, inverse)
-
-
-def _instruction(name: str, a: ArrayLike, b: ArrayLike) -> jax.Array:
-    """Return the result of one instruction on two float32 values, which no compiler replaces by another."""
-    from jax.experimental.pallas import triton as plgpu
-
-    shape = jnp.broadcast_shapes(jnp.shape(a), jnp.shape(b))
-    operands = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in (a, b)]
-    return plgpu.elementwise_inline_asm(
-        f"{name} $0, $1, $2;", args=operands, pack=1, constraints="=f,f,f",
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-    )[0]  # fmt: skip
+    return plgpu.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)

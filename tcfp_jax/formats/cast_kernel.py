@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.partition import partitioned
 from pallas_kernels.specs import varying
 from tcfp_jax.formats import float_bits, scale_rules
@@ -97,7 +98,6 @@ def _block(shape: tuple[int, ...], size: int) -> int | None:
 
 def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: bool) -> jax.Array:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     count, size = rows.shape
     tiles = _block(rows.shape, size)

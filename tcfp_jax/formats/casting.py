@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels import pallas_triton
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.specs import entries_of
@@ -80,7 +81,8 @@ def cast(
         return array
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA"):
+        has_kernel = cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA")
+        if has_kernel and pallas_triton.missing() is None:
             return _in_one_pass(x, datatype, modes)
         return _define(x, datatype, modes, key)
 

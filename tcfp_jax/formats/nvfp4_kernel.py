@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.partition import partitioned
 from pallas_kernels.specs import device_count, varying
 from tcfp_jax.formats.nvfp4_registers import SIDE, Options, Place, Scalars, compute
@@ -37,7 +38,7 @@ class _Job(NamedTuple):
 
 def serves(shape: tuple[int, ...], dtype: DTypeLike, place: Place = "last") -> bool:
     """Return True if the kernel takes arrays of this shape and dtype: whole tiles, in groups of 128."""
-    if math.prod(shape) == 0 or dtype not in (jnp.float32, jnp.bfloat16):
+    if math.prod(shape) == 0 or dtype not in (jnp.float32, jnp.bfloat16) or plgpu.missing():
         return False
     if place == "first":
         return len(shape) == 2 and shape[0] % SIDE == 0 and shape[1] % TILES == 0
@@ -115,7 +116,6 @@ def _call(
     job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
 ) -> list[jax.Array]:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     along = job.options.place == "last"
     x = tiles.reshape(-1, SIDE) if along else tiles.reshape(-1, own[1])

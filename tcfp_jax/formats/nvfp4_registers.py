@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
@@ -145,15 +146,7 @@ class _Portable:
 class _Device(_Portable):
     """The same operations by instructions of a GPU, which keep subnormals unless an instruction says `ftz`."""
 
-    def run(self, assembly: str, *values: jax.Array) -> jax.Array:
-        """Run instructions on float32 values, elementwise."""
-        from jax.experimental.pallas import triton as plgpu
-
-        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
-        return plgpu.elementwise_inline_asm(
-            assembly, args=[jnp.broadcast_to(x, shape) for x in values], pack=1,
-            constraints="=f" + ",f" * len(values), result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-        )[0]  # fmt: skip
+    run = staticmethod(plgpu.instruct)
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return self.run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
