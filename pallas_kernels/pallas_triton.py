@@ -5,7 +5,9 @@ outside its tables ask there themselves. The attributes of this module are those
 """
 
 import functools
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from jax.experimental.pallas.triton import elementwise_inline_asm as elementwise_inline_asm
     from jax.experimental.pallas.triton import load as load
     from jax.experimental.pallas.triton import store as store
+
+# Pallas-Triton takes 32-bit offsets for arrays of up to so many bytes, and Triton reads them as signed numbers.
+_BYTES_OF_32_BIT_OFFSETS, _OFFSETS = 2**32, 2**31
 
 
 def __getattr__(name: str) -> object:
@@ -33,6 +38,35 @@ def missing() -> str | None:
     except ImportError:
         return f'jax {jax.__version__} has no Pallas-Triton; use backend="xla"'
     return None
+
+
+def unreachable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Return the reason why a kernel cannot address these arrays, or None.
+
+    >>> unreachable(jax.ShapeDtypeStruct((2**31,), jnp.int8), jax.ShapeDtypeStruct((2**33,), jnp.int8))
+    >>> unreachable(jax.ShapeDtypeStruct((3, 2**30), jnp.int8))
+    'int8[3, 1073741824] has more than 2**31 values, which the 32-bit offsets of Pallas-Triton do not reach'
+    """
+    for x in arrays:
+        values = math.prod(x.shape)
+        if values > _OFFSETS and values * jnp.dtype(x.dtype).itemsize <= _BYTES_OF_32_BIT_OFFSETS:
+            return (
+                f"{jnp.dtype(x.dtype)}{list(x.shape)} has more than 2**31 values, which the 32-bit offsets of "
+                "Pallas-Triton do not reach"
+            )
+    return None
+
+
+def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> Callable[..., Any]:
+    """Return `pl.pallas_call` of a Triton kernel, which refuses arrays that it would address wrongly."""
+    from jax.experimental import pallas as pl
+
+    def call(*operands: jax.Array) -> Any:
+        if (reason := unreachable(*operands, *jax.tree.leaves(out_shape))) is not None:
+            raise NotImplementedError(f'{reason}; use backend="xla" or split the array')
+        return pl.pallas_call(kernel, out_shape=out_shape, **options)(*operands)
+
+    return call
 
 
 def instruct(assembly: str, *values: ArrayLike) -> jax.Array:

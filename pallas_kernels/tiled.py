@@ -136,7 +136,10 @@ def map_tiles(
     call = functools.partial(_call, tuple(outputs), name, count, vectors, tiling, body)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if not tiling.by_kernel or tiling.fit(*operands[0].shape) is None:
+        shape = operands[0].shape
+        results = [jax.ShapeDtypeStruct(shape, output.dtype) for output in outputs]
+        unreachable = plgpu.unreachable(*operands[:count], *results)
+        if not tiling.by_kernel or tiling.fit(*shape) is None or unreachable:
             whole = reference(*operands[:count], *_shaped(operands[count:], vectors))
             pairs = zip(outputs, whole, strict=True)
             return [
@@ -215,7 +218,7 @@ def _call(
     specs_in = [pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count
     specs_in += [of_rows] * vectors[0] + [of_columns] * vectors[1]
     specs_in += [pl.BlockSpec((1,), lambda i, j: (0,))] * (len(operands) - last)
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying(shapes, *operands),
         grid=(m // rows, k // columns),

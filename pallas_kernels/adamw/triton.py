@@ -98,6 +98,8 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
         call = functools.partial(_call, options, n)
+        if plgpu.unreachable(*operands[1:]):
+            call = functools.partial(_by_parts, call)
         return lax.platform_dependent(
             *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
@@ -105,6 +107,26 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks, merged={"l": tuple(leading)})(
         *operands, *places
     )
+
+
+def _by_parts(call: Callable[..., list[jax.Array]], *operands: jax.Array, interpret: bool) -> list[jax.Array]:
+    """Run the kernel on parts of a stack in turn: each is copied out and in again, and the state stays in place."""
+    l = operands[1].shape[0]
+    part = lambda x, parts: jax.ShapeDtypeStruct((l // parts, *x.shape[1:]), x.dtype)
+    divisors = [parts for parts in range(1, l + 1) if l % parts == 0]
+    fit = lambda parts: plgpu.unreachable(*(part(x, parts) for x in operands[1 : 2 + _STATE])) is None
+    parts = next(filter(fit, divisors), l)
+    entries, places = operands[: 2 + _STATE], operands[2 + _STATE :]
+    cut = [x.reshape(parts, l // parts, *x.shape[1:]) for x in entries]
+
+    def step(state: list[jax.Array], given: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+        i, *read = given
+        old = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in state]
+        new = call(*read, *old, *places, interpret=interpret)
+        return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(state, new, strict=False)], new[_STATE:]
+
+    state, rest = lax.scan(step, cut[2:], (jnp.arange(parts), *cut[:2]))
+    return [x.reshape(l, *x.shape[2:]) for x in (*state, *rest)]
 
 
 def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
@@ -140,7 +162,7 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
         results.append(pl.BlockSpec((None, BLOCK, rows), lambda j, i, s: (s, j, i)))
     of_entry = pl.BlockSpec((None, words.shape[1]), lambda *at: (at[-1], 0))
     first = pl.BlockSpec((1,), lambda *at: (0,))
-    new = pl.pallas_call(
+    new = plgpu.pallas_call(
         functools.partial(_kernel, options, (rows, n, columns), Portable if interpret else _Device, len(places)),
         out_shape=varying(shapes, *operands),
         grid=grid,

@@ -151,7 +151,7 @@ def _ordered(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> t
     shapes = (
         jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32),
     )  # fmt: skip
-    values, factors = pl.pallas_call(
+    values, factors = pltriton.pallas_call(
         kernel,
         out_shape=varying(shapes, x, outer),
         grid=(rows,),

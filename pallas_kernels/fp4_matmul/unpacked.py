@@ -157,7 +157,7 @@ def _unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: 
         out_specs = pl.BlockSpec((count * _BLOCK_BYTES, 2, rows), lambda i, j: (j, 0, i))
     else:
         out_shape, out_specs = jax.ShapeDtypeStruct(codes.shape, jnp.int16), block(rows, count, _BLOCK_BYTES)
-    values = pl.pallas_call(
+    values = plgpu.pallas_call(
         kernel,
         out_shape=varying(out_shape, codes, scales, table),
         grid=(n // rows, k // 16 // count),

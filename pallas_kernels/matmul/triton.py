@@ -123,7 +123,7 @@ def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Ar
         specs.append(pl.BlockSpec((1,), lambda i, j: (0,)))
     if len(operands) > len(specs):
         specs.append(pl.BlockSpec((tile_n,), lambda i, j: (j,)))
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying(jax.ShapeDtypeStruct((m, n), out_dtype), *operands),
         grid=(m // tile_m, n // tile_n),

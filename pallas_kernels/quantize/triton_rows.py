@@ -129,7 +129,7 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
             top = numerics.amax_by_bits(wide, axis).astype(dtype)
             plgpu.store(ref, top, mask=_inside((size,), top.shape, (place,)))
 
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying([jax.ShapeDtypeStruct((grid[1], m), dtype), jax.ShapeDtypeStruct((grid[0], k), dtype)], x),
         grid=grid,
@@ -167,7 +167,7 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
             values, where = (values.T, place[::-1]) if axis else (values, place)
             plgpu.store(out_ref, values, mask=_inside((k, m) if axis else (m, k), values.shape, where))
 
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying(shapes[:count], x, *inverses),
         grid=(last[0] + 1, last[1] + 1),
@@ -193,7 +193,7 @@ def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> 
             plgpu.store(ref, x, mask=_inside((n,), sides[1:], (i,)))
 
     vector = pl.BlockSpec(sides[1:], lambda i: (i,))
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying([jax.ShapeDtypeStruct((n,), jnp.float32)] * 2, tops),
         grid=(pl.cdiv(n, _LINES),),
@@ -222,7 +222,7 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
         plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
 
     matrix = pl.BlockSpec(sides, lambda i: (i, 0))
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying([jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)], x),
         grid=(pl.cdiv(m, rows),),

@@ -107,7 +107,7 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
         out[...] = _cast_block(x[...], datatype, scalemode)
 
     spec = pl.BlockSpec((tiles, size), lambda i: (i, 0))
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying(jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows),
         grid=(count // tiles,),

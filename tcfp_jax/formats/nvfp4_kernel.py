@@ -140,7 +140,7 @@ def _call(
     block = pl.BlockSpec((TILES, SIDE) if along else (SIDE, TILES), lambda i, j=0: (i, j))
     whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
     out_shape, out_specs = _results(job, pl, x.shape, grid, block)
-    return pl.pallas_call(
+    return plgpu.pallas_call(
         kernel,
         out_shape=varying(out_shape, words, x, *given),
         grid=grid,
