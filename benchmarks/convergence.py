@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +33,30 @@ from flax import linen as nn
 
 from benchmarks import common, digits
 from benchmarks.convergence_tables import Row, ratios_of, read_row, summarize, table
-from benchmarks.forks import TASKS, Base, Config, Task, advance, last_tenth, start_fork, train_base, train_config
+from benchmarks.forks import (
+    TASKS,
+    Base,
+    Config,
+    Task,
+    Tokens,
+    advance,
+    last_tenth,
+    start_fork,
+    train_base,
+    train_config,
+)
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.variants import BASELINE, FLAGS, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
+from models.batches import check_corpus
 from models.data import load_data
 from models.families import ModelConfig, model_config, model_names
 from models.gpt import GPTConfig
+from models.llama import LLAMAS
 from models.settings import preset
-from models.text import Corpus, load_installed
+from models.text import Corpus, bits_per_byte, load_installed
+from models.tokens import OWN, read_tokenizer, tokenized
 from models.train import keep_programs
-from models.training import check_corpus, count_parameters, evaluate
+from models.training import count_parameters, evaluate
 
 __all__ = ["Config", "Row", "ratios_of", "summarize", "table"]
 
@@ -57,7 +72,7 @@ def measure_text(config: Config, name: str, base: Base, corpus: Corpus) -> Row:
     with nn.intercept_methods(fake_quantized):  # it leaves all layers but those of fake quantization alone
         state = start_fork(config, variant, base.state, jax.random.key(base.seed))
         size = bytes_of_kernels(state)
-        text = _on_device(config.data, config.text_bytes)
+        text = _on_device(config.data, config.text_bytes, config.tokens)
         state, losses, milliseconds = advance(config, variant, base.seed, state, text, config.steps)
         run, heldout = train_config(config, variant, base.seed), jnp.asarray(corpus.heldout)
         trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
@@ -95,7 +110,7 @@ def measure(config: Config) -> Iterator[Row]:
     done = {(row.task, row.name, row.seed) for row in kept}
     failed: list[str] = []
     left = 0
-    corpus = _corpus(config.data, config.text_bytes)
+    corpus = _corpus(config.data, config.text_bytes, config.tokens)
     # Seeds outermost, so that the finished seeds are complete pairs when the budget stops the rest.
     for seed in config.seeds:
         for task in config.tasks:
@@ -106,7 +121,7 @@ def measure(config: Config) -> Iterator[Row]:
                 continue
             base = None
             if task == "text":
-                text = _on_device(config.data, config.text_bytes)
+                text = _on_device(config.data, config.text_bytes, config.tokens)
                 base = train_base(config, seed, text, corpus.digest, VARIANTS[BASELINE])
                 again = [BASELINE] + [RERUN] * (RERUN in config.variants or any(r.name == RERUN for r in kept))
                 there = {*wanted, *(row.name for row in kept if row.base == base.name)}
@@ -125,7 +140,12 @@ def measure(config: Config) -> Iterator[Row]:
                     failed.append(f"{name} of seed {seed}")
                     continue
                 longest = max(longest, row.seconds)
-                print(f"{task}, {name}, seed {seed}: held-out {row.heldout_loss:.5f}, {row.seconds:.1f} s", flush=True)
+                bits = bits_per_byte(row.heldout_loss, corpus.bytes_per_token if task == "text" else None)
+                shown = "" if bits is None else f" per token, {bits:.5f} bits per byte"
+                print(
+                    f"{task}, {name}, seed {seed}: held-out {row.heldout_loss:.5f} nats{shown}, {row.seconds:.1f} s",
+                    flush=True,
+                )
                 yield row
     if left:
         print(f"budget of {config.budget_seconds:g} s: {left} runs left undone; --resume does them")
@@ -138,13 +158,14 @@ def _has(task: Task, name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=2)
-def _corpus(data: tuple[str, ...], byte_limit: int) -> Corpus:
-    return load_data(data, byte_limit=byte_limit) if data else load_installed(byte_limit=byte_limit)
+def _corpus(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> Corpus:
+    text = load_data(data, byte_limit=byte_limit) if data else load_installed(byte_limit=byte_limit)
+    return text if tokens == "bytes" else tokenized(text, read_tokenizer(OWN))
 
 
 @functools.lru_cache(maxsize=1)
-def _on_device(data: tuple[str, ...], byte_limit: int) -> jax.Array:
-    return jnp.asarray(_corpus(data, byte_limit).train)
+def _on_device(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> jax.Array:
+    return jnp.asarray(_corpus(data, byte_limit, tokens).train)
 
 
 def read_rows(path: Path, config: Config) -> list[Row]:
@@ -169,6 +190,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     usual = f"{_USUAL_MODEL['fork']} to fork, {_USUAL_MODEL['scratch']} from scratch"
     add("--model", default=None, help=f"{own} (default: {usual})")
     add("--data", nargs="+", default=[], metavar="PATH", help="text (default: installed Python sources)")
+    add("--tokens", choices=get_args(Tokens), default="bytes", help="bpe: 32768 ids of a Llama (default: bytes)")
     add("--tasks", default=None, help="text, digits or both (default: both of the small GPT, else text)")
     add("--seeds", type=count, default=3, help="how many bases, or pairs of runs (default: 3)")
     add("--first-seed", type=int, default=0, help="(default: 0)")
@@ -187,10 +209,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def json_name(options: argparse.Namespace) -> str:
     """Return the name of a run's JSON: "convergence", with "fork", the flags or another model behind it.
 
-    >>> json_name(argparse.Namespace(protocol="fork", model="llama-124m", smoke=False, variants="default"))
-    'convergence-fork-llama-124m'
+    >>> chosen = dict(protocol="fork", model="llama-124m", smoke=False, variants="default")
+    >>> json_name(argparse.Namespace(**chosen, tokens="bpe"))
+    'convergence-fork-bpe-llama-124m'
     """
     parts = [NAME] + ["fork"] * (options.protocol == "fork") + ["flags"] * (options.variants == "flags")
+    parts += ["bpe"] * (options.tokens == "bpe")
     other = options.model not in (None, _USUAL_MODEL[options.protocol]) and not options.smoke
     return "-".join(parts + [str(options.model)] * other)
 
@@ -207,7 +231,9 @@ def command_of(name: str) -> str:
     protocol = "fork" if rest.split("-")[0] == "fork" else "scratch"
     rest = rest.removeprefix("fork").removeprefix("-")
     flags = "--variants flags " if rest.split("-")[0] == "flags" else ""
-    model = rest.removeprefix("flags").removeprefix("-")
+    rest = rest.removeprefix("flags").removeprefix("-")
+    flags += "--tokens bpe " if rest.split("-")[0] == "bpe" else ""
+    model = rest.removeprefix("bpe").removeprefix("-")
     return f"python -m benchmarks.{NAME} --protocol {protocol} {f'--model {model} ' if model else ''}{flags}--json"
 
 
@@ -234,6 +260,11 @@ def size_of(model: str) -> ModelConfig:
     return dataclasses.replace(size, attention="cudnn") if on_gpu else size
 
 
+def with_tokens(size: ModelConfig, tokens: Tokens) -> ModelConfig:
+    """Return a size with as many rows as its tokens need: those of a table for 50304 ids are a third of llama-124m."""
+    return size if tokens == "bytes" else dataclasses.replace(size, vocabulary=read_tokenizer(OWN).size)
+
+
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line.
 
@@ -247,6 +278,8 @@ def configure(options: argparse.Namespace) -> Config:
             "more, and runs from scratch none; leave it, or choose the other protocol"
         )
     model = options.model or _USUAL_MODEL[options.protocol]
+    if options.tokens == "bpe" and model not in LLAMAS:
+        raise ValueError(f"--tokens bpe with --model {model}, which reads bytes; use one of {list(LLAMAS)}")
     if not isinstance(size := size_of(model), GPTConfig) and set(names) & {"fake_quantization"}:
         raise ValueError(f"--variants fake_quantization of --model {model}, which has no TCFPDense; use a GPT")
     usual = "text" if forks or model != _USUAL_MODEL["scratch"] or set(names) & set(FLAGS) else "text,digits"
@@ -267,7 +300,7 @@ def configure(options: argparse.Namespace) -> Config:
         rate = preset(model).learning_rate if model in model_names() else Config.learning_rate
         given = lambda name, usual: usual if getattr(options, name) is None else getattr(options, name)
         config = Config(
-            model, size, batch=options.batch, sequence=min(Config.sequence, size.context),
+            model, with_tokens(size, options.tokens), batch=options.batch, sequence=min(Config.sequence, size.context),
             learning_rate=given("learning_rate", rate), warmup_steps=options.warmup_steps,
             base_steps=given("base_steps", Config.base_steps if forks else 0),
             steps=given("steps", _USUAL_STEPS[options.protocol]), steps_per_call=options.steps_per_call,
@@ -276,11 +309,13 @@ def configure(options: argparse.Namespace) -> Config:
     if jax.default_backend() == "gpu":
         keep_programs(bases)
     run = train_config(config, VARIANTS[BASELINE])
-    corpus = _corpus(tuple(options.data), config.text_bytes)
+    corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)
+    whole = _corpus(tuple(options.data), config.text_bytes, "bytes")
     return dataclasses.replace(
-        config, text=corpus.digest[:12], text_read=len(corpus.train) + len(corpus.heldout), data=tuple(options.data),
-        parameters=count_parameters(run), variants=names, tasks=tasks,
+        config, text=corpus.digest[:12], text_read=len(whole.train) + len(whole.heldout), data=tuple(options.data),
+        tokens=options.tokens, bytes_per_token=corpus.bytes_per_token, parameters=count_parameters(run),
+        variants=names, tasks=tasks,
         seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
         bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.common import Result, markdown_table
 from benchmarks.forks import TASKS, Task
 from benchmarks.variants import BASELINE, FLAGS, OTHER_BATCHES, RERUN, VARIANTS
+from models.text import bits_per_byte
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 _PLAIN_FP8 = {"tensorwise", "tensorwise_e4m3"}
@@ -26,7 +27,7 @@ class Row:
     Attributes:
       task: "text", or "digits": images that an MLP of float weights learns.
       base: First digits of a digest of the base's losses, or "seed-0" from scratch; runs of one base compare.
-      train_loss: Mean over the last tenth of the steps, in nats; of text per byte.
+      train_loss: Mean over the last tenth of the steps, in nats; of text per token.
       heldout_loss, heldout_loss_bf16: Nats with the products of training, and with BF16 products of the same weights.
       accuracy: Part of the digits that are right.
       bytes_per_weight: State of the kernels divided by their number.
@@ -222,7 +223,10 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
             tokens = (config.get("base_steps", 0) + config["steps"]) * config["batch"] * config["sequence"]
             of_each = f", {tokens / config['parameters']:.1f} a parameter" if config.get("parameters") else ""
             found.append(f"That is {tokens / 1e6:,.1f} million bytes{of_each}.")
-        found.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
+        mean = statistics.fmean(losses)
+        bits = bits_per_byte(mean, config["bytes_per_token"]) if config.get("tokens") == "bpe" else None
+        unit = "" if bits is None else f" per token of 32,768, {bits:.4f} bits per byte"
+        found.append(f"BF16's runs end at {mean:.4f} nats{unit} (mean).")
     if any(row.task == "digits" for row in rows):
         found.append(f"The MLP has {config['digits_steps']} steps of digits.")
     if len({row.device for row in rows}) > 1:

@@ -34,6 +34,9 @@ TASKS: tuple[Task, ...] = ("text", "digits")
 _OTHER = 1_000_003  # added to a seed for other batches
 
 
+Tokens = Literal["bytes", "bpe"]
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of a run. `--resume` refuses a file of other `settings`, because its numbers do not compare.
@@ -51,6 +54,8 @@ class Config:
       text, text_read: First digits of the text's digest, and its size in bytes.
       jax: Version of JAX.
       parameters: Number of parameters of the model.
+      tokens: "bytes", or the ids of `models.tokens.OWN`.
+      bytes_per_token: Bytes of held-out text for each token.
       data: Files and folders of text; empty means the Python sources that are installed here.
       variants, tasks, seeds: The runs that are wanted.
       budget_seconds: No run starts that would probably end later than this.
@@ -76,6 +81,8 @@ class Config:
     text_bytes: int = 200_000_000
     text: str = ""
     jax: str = jax.__version__
+    tokens: Tokens = "bytes"
+    bytes_per_token: float | None = field(default=None, compare=False)
     text_read: int = field(default=0, compare=False)
     parameters: int = field(default=0, compare=False)
     data: tuple[str, ...] = field(default=(), compare=False)
@@ -111,6 +118,8 @@ class Config:
     def settings(self) -> dict[str, object]:
         """Everything that the numbers of a run depend on."""
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+        if self.tokens == "bytes":  # as in files from before there were tokenizers
+            del chosen["tokens"]
         return {**chosen, "size": dataclasses.asdict(self.size)}
 
 

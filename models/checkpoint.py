@@ -1,7 +1,8 @@
 """The folder of one training run: its settings, its losses, and states to continue from.
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
-    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor"
+    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor".
+                         In bits per byte a loss is loss / ln 2 / bytes_per_token of `summary.json`
     DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept. Each has the
                          versions that wrote it, and a digest of every file, which is compared before it is read
     DIR/damaged/         checkpoints whose files changed after they were written; the run continued from an older one
@@ -347,9 +348,9 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str) -> None:
     old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # The name of a text does not matter if its digest is the same.
-    if "text" not in names:
-        names = [name for name in names if name != "config.data"]
+    # The name of a text does not matter if its digest is the same, and a sample is for readers.
+    free = ("config.sample",) if "text" in names else ("config.sample", "config.data", "config.tokenizer")
+    names = [name for name in names if name not in free]
     # A different name explains every difference behind it.
     for part in ("model", "recipe"):
         if f"config.{part}" in names:

@@ -2,6 +2,8 @@
 
     python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
     python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
+    python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json     text as ids
+    python -m models.train --model FOLDER --data chats.jsonl                                see `models.examples`
 
 Files are in the order of a hash of their names, and the last twentieth of the text is held out: some of many files, or
 the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
@@ -16,11 +18,11 @@ import numpy as np
 from models.text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
-IDS_SUFFIX = ".npy"
+IDS_SUFFIX, EXAMPLES_SUFFIX = ".npy", ".jsonl"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 
 
-def check_names(data: Sequence[str], vocabulary: int | None) -> None:
+def check_names(data: Sequence[str], vocabulary: int | None, tokenizer: str | None = None) -> None:
     """Raise `ValueError` if names of files and a vocabulary do not fit together; nothing is read.
 
     >>> check_names(("ids.npy",), 50257)
@@ -32,10 +34,19 @@ def check_names(data: Sequence[str], vocabulary: int | None) -> None:
         raise ValueError(f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token ids, or text alone")
     if ids and vocabulary is None:
         raise ValueError(f"{ids[0]} holds token ids, but no vocabulary is given; set vocabulary to their number")
-    if vocabulary is not None and not ids:
+    if ids and tokenizer is not None:
+        raise ValueError(f"{ids[0]} holds token ids already, and tokenizer={tokenizer!r} is for text; leave it")
+    if vocabulary is not None and not ids and tokenizer is None:
         raise ValueError(
             f"vocabulary={vocabulary} is for token ids, and text is bytes; leave it, or give one {IDS_SUFFIX} as data"
         )
+    if tokenizer is not None and vocabulary is None:
+        raise ValueError(f"tokenizer={tokenizer!r} without a vocabulary; set it to the tokenizer's number of ids")
+    lines = [path for path in data if path.endswith(EXAMPLES_SUFFIX)]
+    if lines and len(lines) < len(data):
+        raise ValueError(f"data={list(data)} is more than {EXAMPLES_SUFFIX}; give such files, or text, alone")
+    if lines and tokenizer is None:
+        raise ValueError(f"{lines[0]} holds documents for a tokenizer; name one, or a model's folder that has one")
     if vocabulary is not None and vocabulary < 1:
         raise ValueError(f"vocabulary={vocabulary} must be at least 1")
 
@@ -75,6 +86,7 @@ def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit:
         tokens[:border], tokens[border:],
         tuple(name for name, begin in zip(names, begins, strict=True) if begin < border),
         tuple(name for name, end in zip(names, ends, strict=True) if end > border),
+        1.0 if vocabulary is None else None,
     )  # fmt: skip
 
 

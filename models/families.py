@@ -38,8 +38,8 @@ INCLUDE: tuple[Include, ...] = ("linear", "small")
 TABLES: tuple[Include, ...] = ("head", "embed")
 # A GPT looks tokens up by a product with one-hot rows, which must stay exact.
 RULES = {"^embedding": None}
-# A router computes in float32: its choices are not continuous.
-ROUTER = {"router": None}
+# A router computes in float32: its choices are not continuous. Adapters are too thin to gain.
+EXACT = {"router": None, "_adapter": None}
 
 
 def copies_of(recipe: Recipe) -> Copies:
@@ -88,7 +88,7 @@ def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
 def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype, tables: Tables) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
     include = (*INCLUDE, *TABLES) if tables == "stored" else INCLUDE
-    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=include, rules=ROUTER)
+    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=include, rules=EXACT)
     return Learner(model, find_weights(model))
 
 
@@ -170,6 +170,6 @@ def learner(
     shape, stores = jax.ShapeDtypeStruct(tokens, jnp.int32), tables == "stored" and isinstance(config, LlamaConfig)
     include = ("measured", *TABLES) if stores else ("measured",)
     model = convert_to_tcfp(
-        family.plain(config, dtype), recipe, shape, include=include, rules=ROUTER | ({} if stores else RULES)
+        family.plain(config, dtype), recipe, shape, include=include, rules=EXACT | ({} if stores else RULES)
     )
     return Learner(model, find_weights(model))

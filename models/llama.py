@@ -25,6 +25,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from models import ComputeDtype
+from models.adapters import Adapter
 from models.attention import causal_attention
 from models.keeping import kept_names, kept_of_head, policy
 from models.losses import IGNORED, capped, head_losses
@@ -111,12 +112,16 @@ class Block(nn.Module):
     def _norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.config.norm_eps, dtype=jnp.dtype(self.dtype), name=name)
 
-    def _dense(self, name: str, features: int, *, scaled: Scaled = "plain") -> nn.Dense:
+    def _dense(self, name: str, features: int, *, scaled: Scaled = "plain") -> Callable[[jax.Array], jax.Array]:
         biased = self.config.bias == "qkv" and name in ("query", "key", "value")
-        return nn.Dense(
+        dense = nn.Dense(
             features, use_bias=biased, dtype=jnp.dtype(self.dtype), kernel_init=initial(self.config, scaled), name=name,
             dot_general_cls=self.dot_general_cls,
         )  # fmt: skip
+        if not self.config.lora:
+            return dense
+        adapter = Adapter(self.config.lora, features, self.dtype, name=f"{name}_adapter")
+        return lambda x: dense(x) + adapter(x)
 
 
 def initial(config: LlamaConfig, scaled: Scaled = "plain") -> nn.initializers.Initializer:

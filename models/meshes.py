@@ -45,7 +45,8 @@ RULES = {
     "embedding/embedding": P("tensor", "fsdp"),
     "head/kernel": P("fsdp", "tensor"),
     "positions": P(None, "fsdp"),
-    "[a-z]*_norm/(scale|bias)": P(),
+    "[a-z_]*_norm/(scale|bias)": P(),
+    "(query|key|value)/bias": P("tensor"),
 }
 
 

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
+from models.batches import windows
 from models.meshes import OnMesh
 from models.settings import TrainConfig
 from models.training import (
@@ -34,7 +35,6 @@ from models.training import (
     product_key,
     program,
     state_places,
-    windows,
 )
 from tcfp_jax import monitor, paths
 from tcfp_jax.optim import AdamWState
@@ -59,7 +59,7 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
     def last(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Report]:
         quantized = tcfp_jax.layer_state(state.opt_state)
         differentiate = monitor.value_and_grad(loss_of)
-        batch, bits = windows(config, state, text, key), product_key(config, state, key)
+        batch, bits = windows(config, state.step, text, key), product_key(config, state, key)
         (loss, gradients), readings = differentiate(state.params, quantized, batch, bits)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = tcfp_jax.apply_updates(state.params, updates)

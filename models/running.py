@@ -1,6 +1,8 @@
 """A training run from its config to its result: in memory, or in a folder from which it continues after a kill."""
 
+import dataclasses
 import functools
+import json
 import math
 import sys
 import time
@@ -13,20 +15,27 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+import tcfp_jax
+from models.batches import check_corpus
 from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, export, flatten, holds_run, read_config
 from models.data import load_data
+from models.examples import load_examples
 from models.fitting import fitted
+from models.folders import Form, check_folder, is_folder, write_folder
+from models.llama import LlamaConfig
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
-from models.processes import check_same, is_first, together
+from models.processes import check_same, is_first, together, whole
+from models.sampling import continued
 from models.settings import TrainConfig
-from models.text import Corpus, load_corpus
+from models.text import Corpus, bits_per_byte, load_corpus
+from models.tokens import read_tokenizer, tokenized
 from models.training import (
     TrainState,
     batch_key,
-    check_corpus,
     check_placement,
     evaluate,
+    float_parameters,
     init,
     make_train_step,
     read_start,
@@ -35,6 +44,7 @@ from models.training import (
 
 Progress = Literal["none", "bar"]
 BAD_STEPS = 20
+SAMPLES_FILE = "samples.jsonl"
 BOARD = "tensorboard"  # name of its folder within the folder of a run
 
 
@@ -46,6 +56,7 @@ class RunResult:
       train_loss: Nats per token of every step, float64 `[steps]`; a resumed run has those from the first step on.
       heldout_loss: Nats per token over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per token.
+      bytes_per_token: Bytes of held-out text for each token, by which losses become bits per byte; None if unknown.
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16 products.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`; None in other models.
       tokens_per_second: Tokens that this process trained on in a second, compilation included; NaN without a step.
@@ -62,6 +73,12 @@ class RunResult:
     state_bytes: int
     remat: str | None = None
     reports: dict[int, Any] = field(default_factory=dict)
+    bytes_per_token: float | None = None
+
+    @property
+    def heldout_bits_per_byte(self) -> float | None:
+        """The held-out loss in bits per byte of text, which does not depend on the tokenizer."""
+        return bits_per_byte(self.heldout_loss, self.bytes_per_token)
 
 
 def run(
@@ -129,18 +146,36 @@ def run(
         return _train(config, corpus, directory, every, bad_steps, progress, mesh, board, memory)
 
 
-def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
-    """Write the parameters of the newest checkpoint in `out` in float32; see `models.checkpoint.export`."""
+def export_run(out: Path, path: Path, mesh: Mesh | None = None, form: Form = "bf16") -> None:
+    """Write the parameters of the newest checkpoint in `out`.
+
+    Args:
+      out: Folder of the run.
+      path: An `.npz`, which gets float32 (`models.checkpoint.export`), or a folder (`models.folders.write_folder`).
+      mesh: As in `run`.
+      form: Form of the weights in a folder.
+    """
     config = read_config(out)
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
     with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
-        export(path, _restored(directory, config, mesh)[0].params)
+        state = _restored(directory, config, mesh)[0]
+    params, size = float_parameters(state.params, tcfp_jax.layer_state(state.opt_state)), config.size
+    if path.suffix == ".npz":
+        export(path, params)
+        return
+    check_folder(path, size, config.start)
+    params = jax.tree.map(whole, params)
+    if is_first() and isinstance(size, LlamaConfig):
+        source = Path(config.start) if config.start is not None and is_folder(config.start) else None
+        write_folder(path, params, dataclasses.replace(size, lora=0), form, source, config.tokenizer)
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
     """Return the text of a run, which is read once per process."""
-    return _corpus(config.data, config.vocabulary, config.corpus_bytes)
+    return _corpus(
+        config.data, config.vocabulary, config.corpus_bytes, config.tokenizer, config.packs * config.sequence
+    )
 
 
 def checked_corpus(config: TrainConfig) -> Corpus:
@@ -155,10 +190,15 @@ def checked_corpus(config: TrainConfig) -> Corpus:
 
 
 @functools.lru_cache(maxsize=4)
-def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> Corpus:
-    if data:
-        return load_data(data, vocabulary=vocabulary, byte_limit=byte_limit)
-    return load_corpus(byte_limit=byte_limit)
+def _corpus(
+    data: tuple[str, ...], vocabulary: int | None, byte_limit: int, tokenizer: str | None, packed: int | None
+) -> Corpus:
+    found = None if tokenizer is None else read_tokenizer(Path(tokenizer))
+    if packed and found is not None:
+        return load_examples(data, found, packed)
+    ids = vocabulary if found is None else None
+    text = load_data(data, vocabulary=ids, byte_limit=byte_limit) if data else load_corpus(byte_limit=byte_limit)
+    return text if found is None else tokenized(text, found)
 
 
 def _restored(directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | None) -> tuple[TrainState, list[float]]:
@@ -197,7 +237,7 @@ def _train(
                 directory.append(len(losses) + 1, values, report)
             board.add(len(losses) + 1, values, report)
             losses.extend(values.tolist())
-            bar.set_postfix_str(f"step {len(losses)}, loss {values[-1]:.3f}", refresh=False)
+            bar.set_postfix_str(f"step {len(losses)}, loss {_shown(values[-1], corpus)}", refresh=False)
             bar.update(len(values) * config.tokens_per_step)
             _check_losses(losses, begin, bad_steps, config, directory)
 
@@ -217,6 +257,7 @@ def _train(
                 pending = None
                 if math.isfinite(losses[-1]):  # else it would replace one from before the run diverged
                     directory.save(state, step + count)
+                    _sample(config, state, step + count, directory)
         if pending is not None:
             record(pending)
         _check_losses(losses, begin, 1, config, directory)
@@ -228,7 +269,26 @@ def _train(
     remat = getattr(config.size, "remat", None)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
     perplexity = float(np.exp(np.float64(heldout)))
-    return RunResult(np.asarray(losses), heldout, perplexity, in_bf16, rate, size, remat, reports)
+    return RunResult(
+        np.asarray(losses), heldout, perplexity, in_bf16, rate, size, remat, reports, corpus.bytes_per_token
+    )
+
+
+def _shown(loss: float, corpus: Corpus) -> str:
+    """Return a loss in nats per token, and in bits per byte if the bytes are known."""
+    bits = bits_per_byte(loss, corpus.bytes_per_token)
+    return f"{loss:.3f}" + ("" if bits is None else f" ({bits:.3f} bits/byte)")
+
+
+def _sample(config: TrainConfig, state: TrainState, step: int, directory: RunDirectory) -> None:
+    """Continue the prompt of the run, print the text, and append it to the folder."""
+    if config.sample is None:
+        return
+    text = continued(config, state, config.sample)
+    if is_first():
+        tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")
+        with (directory.path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(step=step, prompt=config.sample, text=text)) + "\n")
 
 
 def _check_losses(

@@ -3,15 +3,18 @@
 import math
 import numbers
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
 
 import tcfp_jax
 from models import ComputeDtype
-from models.data import check_names
-from models.families import ModelConfig, model_config
+from models.data import EXAMPLES_SUFFIX, IDS_SUFFIX, check_names
+from models.families import ModelConfig, model_config, model_names
+from models.folders import is_folder, read_shape
 from models.llama import LlamaConfig
+from models.tokens import read_tokenizer
 from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
@@ -49,10 +52,15 @@ class TrainConfig:
       data: Files and folders of text, read as bytes, or one `.npy` of token ids (`models.data.load_data`). Empty means
         the source of Python's standard library.
       vocabulary: Number of token ids. The model gets rows for them if it has fewer.
+      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl" then hold texts and
+        conversations, packed into rows (`models.examples`).
       monitor: Number of steps between two observed ones, whose metrics describe their numerics; 0 observes none. An
         observed step is part of the run, and may differ from a plain one in the last bit.
-      start: File of float parameters of this model, as `models.train --export` writes it, that replaces random initial
-        weights. The optimizer starts anew.
+      start: File of float parameters of this model, as `models.train --export` writes it, or a folder of Hugging Face
+        (`models.folders`), that replaces random initial weights. The optimizer starts anew.
+      lora: Rank of adapters, which train alone next to weights that are quantized once by the recipe
+        (`models.adapters`); 0 trains all weights.
+      sample: Prompt that the model continues at each checkpoint, for a reader; not part of the run.
       initial_jitter: Relative standard deviation of a perturbation of the initial weights. Runs repeat bit for bit, so
         a value such as 1e-6 shows how far differences of rounding grow.
 
@@ -85,9 +93,12 @@ class TrainConfig:
     start: str | None = None
     data: tuple[str, ...] = ()
     vocabulary: int | None = None
+    tokenizer: str | None = None
+    lora: int = 0
+    sample: str | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.data, self.vocabulary)
+        check_names(self.data, self.vocabulary, self.tokenizer)
         if not isinstance(self.data, tuple):
             raise ValueError(f"data={self.data!r} is not a tuple; write data={tuple(self.data)}")
         if self.remat is not None and not isinstance(model_config(self.model), LlamaConfig):
@@ -149,7 +160,14 @@ class TrainConfig:
     def size(self) -> ModelConfig:
         """Sizes of the model, with rows for every token id of the data."""
         size = model_config(self.model, self.vocabulary)
-        return replace(size, remat=self.remat) if self.remat is not None and isinstance(size, LlamaConfig) else size
+        if not isinstance(size, LlamaConfig):
+            return size
+        return replace(size, remat=size.remat if self.remat is None else self.remat, lora=self.lora)
+
+    @property
+    def packs(self) -> bool:
+        """If the data are documents that are packed into rows."""
+        return any(path.endswith(EXAMPLES_SUFFIX) for path in self.data)
 
     @property
     def tokens_per_step(self) -> int:
@@ -159,11 +177,19 @@ class TrainConfig:
     @property
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
-        return replace(self, recipe="bf16", include="every", weights="float", moments="float32", error_dtype="float32")
+        floats: dict[str, Any] = dict(weights="float", moments="float32", error_dtype="float32", lora=0, sample=None)
+        return replace(self, recipe="bf16", include="every", **floats)
 
 
 def _check_weights(config: TrainConfig) -> None:
     """Raise `ValueError` if a field contradicts the kind of weights."""
+    if config.lora and (config.start is None or not isinstance(config.size, LlamaConfig)):
+        raise ValueError(f"lora={config.lora} without weights to adapt; name a Llama to start from, or leave it")
+    if config.lora and (config.weights == "stored" or config.include == "measured"):
+        raise ValueError(
+            f"lora={config.lora} with weights={config.weights!r} and include={config.include!r}: frozen weights are "
+            "quantized once and do not train; leave both"
+        )
     if config.weights == "float":
         if config.moments != "float32":
             raise ValueError(
@@ -203,11 +229,30 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# A model that exists is changed little; a longer sequence or a larger batch is a matter of memory.
+_FINE_TUNING: dict[str, Any] = dict(steps=200, batch=4, learning_rate=1e-5, final_fraction=0.1, weight_decay=0.0)
+
+
+def _of_folder(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run that fine-tunes the model in a folder of Hugging Face."""
+    shape = read_shape(Path(folder))
+    # A CPU does not tell how much memory there is.
+    shape = replace(shape, remat="none" if jax.default_backend() == "cpu" else "auto")
+    fields = dict(model=shape, start=folder, sequence=min(shape.context, 1024), **_FINE_TUNING)
+    if overrides.get("lora"):  # matrices that begin at zero need larger steps
+        fields |= dict(recipe="tensorwise", learning_rate=2e-4)
+    tokenizer = Path(folder) / "tokenizer.json"
+    if tokenizer.is_file() and not any(path.endswith(IDS_SUFFIX) for path in overrides.get("data", ())):
+        fields |= dict(tokenizer=str(tokenizer))
+    return fields
+
+
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """Return the run of `python -m models.train --model MODEL`, with fields replaced.
 
     Without a recipe weights are stored, with moments in 8 bits and the recipe that stores and multiplies least. Next to
-    a recipe alone they are float32. `data` is read whole.
+    a recipe alone they are float32. `data` is read whole. A model may be a folder of Hugging Face, whose weights and
+    tokenizer are taken.
 
     Raises:
       ValueError: as `TrainConfig`, or `error_dtype` is given for a recipe that keeps no errors.
@@ -217,11 +262,18 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     >>> preset().weights, preset().recipe, preset().moments, preset(recipe="tensorwise").weights
     ('stored', 'tcfp12_single', '8bit', 'float')
     """
-    model_config(model)
-    weights = overrides.get("weights", "float" if {"recipe", "error_dtype"} & {*overrides} else "stored")
+    if model not in model_names() and is_folder(model):
+        named = _of_folder(model, overrides)
+    else:
+        model_config(model)
+        named = {"model": model, **_PRESETS.get(model, {})}
+    given = {**named, **overrides}
+    weights = given.get("weights", "float" if {"recipe", "error_dtype"} & {*given} else "stored")
     stored = dict(weights="stored", recipe="tcfp12_single", moments="8bit") if weights == "stored" else {}
-    whole = dict(corpus_bytes=2**63 - 1) if overrides.get("data") else {}
-    config = TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **whole, **overrides})
+    whole = dict(corpus_bytes=2**63 - 1) if given.get("data") else {}
+    if given.get("tokenizer") is not None and given.get("vocabulary") is None:
+        given["vocabulary"] = read_tokenizer(Path(given["tokenizer"])).size
+    config = TrainConfig(**{**stored, **whole, **given})
     if config.error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:
         raise ValueError(
             f"error_dtype={config.error_dtype!r} with recipe {_named(config.recipe)!r}: no error of a weight is kept; "

@@ -57,6 +57,7 @@ class LlamaConfig:
       window: Number of positions that a layer sees, itself included, if it is not every `global_every`-th; None sees
         all.
       global_every: Distance of layers that see all positions, among those with a window.
+      lora: Rank of the adapters next to the matrices of layers (`models.adapters`); 0 has none.
       norm_offset: Number that Transformers adds to the scale of a norm, 1 in Gemma. The scales here include it.
       local_theta: `rope_theta` of layers with a window, unstretched (Gemma 3); None rotates them like all others.
 
@@ -95,11 +96,14 @@ class LlamaConfig:
     global_every: int = 2
     local_theta: float | None = None
     norm_offset: float = 0.0
+    lora: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context, self.global_every)
         if min(*sizes, *(n for n in (self.head_dim, self.window, self.rope_original) if n is not None)) < 1:
             raise ValueError(f"{self} has a size below 1; every size must be positive")
+        if self.lora < 0:
+            raise ValueError(f"lora={self.lora} must be a rank of at least 1, or 0 for no adapters")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor, or head_dim")
         if self.head_size % 2:

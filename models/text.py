@@ -8,6 +8,7 @@ no other file, and the two parts never share one.
 """
 
 import hashlib
+import math
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -31,15 +32,18 @@ class Corpus:
     """Tokens to learn from and tokens to evaluate on.
 
     Attributes:
-      train, heldout: uint8 `[bytes]`, each file followed by one zero byte; or integers `[tokens]`.
+      train, heldout: uint8 `[bytes]`, each file followed by one zero byte; integers `[tokens]`; or rows of documents
+        (`models.examples.load_examples`).
       train_files, heldout_files: Relative POSIX paths in the order of their bytes. `models.data.load_data` cuts one
         file at the border, which is in both.
+      bytes_per_token: Bytes of held-out text for each token that counts; None if they are unknown.
     """
 
     train: np.ndarray
     heldout: np.ndarray
     train_files: tuple[str, ...]
     heldout_files: tuple[str, ...]
+    bytes_per_token: float | None = 1.0
 
     @property
     def digest(self) -> str:
@@ -48,6 +52,15 @@ class Corpus:
         digest.update(b"held out")
         digest.update(self.heldout.data)
         return digest.hexdigest()
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float | None:
+    """Return a loss in bits per byte of text; None if the bytes are unknown.
+
+    >>> bits_per_byte(math.log(16), 4.0)
+    1.0
+    """
+    return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
 
 
 def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Corpus:

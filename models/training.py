@@ -26,11 +26,14 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
+from models.adapters import adapting, frozen, is_adapter, merged
+from models.batches import check_text, heldout_offsets, heldout_windows, window_losses, windows, windows_at
 from models.families import Learner, learner
-from models.meshes import OnMesh, parameter_shardings, split_batch
+from models.folders import read_folder
+from models.llama import LlamaConfig
+from models.meshes import OnMesh, parameter_shardings
 from models.settings import TrainConfig
 from models.starting import read_parameters
-from models.text import Corpus
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
@@ -72,14 +75,18 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 
 
 def read_start(config: TrainConfig) -> Any:
-    """Return the float parameters in `config.start`.
+    """Return the float parameters in `config.start`, a file or a folder of Hugging Face.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
       ValueError: the checkpoint is of another model.
     """
+    config = replace(config, lora=0)
     shapes = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(config.seed))
-    return read_parameters(Path(str(config.start)), shapes)
+    path, size = Path(str(config.start)), config.size
+    if path.is_dir() and isinstance(size, LlamaConfig):
+        return read_folder(path, shapes, size)
+    return read_parameters(path, shapes)
 
 
 def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:
@@ -114,48 +121,28 @@ def evaluate(
       ValueError: the text is shorter than one window.
     """
     check_text("held-out", heldout, config)
-    offsets = _heldout_offsets(config, len(heldout))
+    offsets = heldout_offsets(config, heldout)
     params, quantized = state.params, tcfp_jax.layer_state(state.opt_state)
     if products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program of the evaluation.
-        config, params, quantized = config.in_bf16, float_parameters(params), {}
-    losses = _evaluate_function(program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
-    return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
+        config, params, quantized = config.in_bf16, float_parameters(params, quantized), {}
+    found = _evaluate_function(program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
+    losses, counted = np.asarray(found, np.float64).reshape(-1, 2)[: heldout_windows(config, heldout)].T
+    return float(losses.sum() / counted.sum() if heldout.ndim > 1 else losses.mean())
 
 
-def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
-    """Return the first token of every window, int32 `[batches, batch]`; zeros fill up the last batch."""
-    offsets = np.linspace(0, length - config.sequence - 1, config.heldout_windows).astype(np.int32)
-    padding = -len(offsets) % config.batch
-    return jnp.asarray(np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch))
+def float_parameters(params: Any, quantized: Any = None) -> Any:
+    """Return float32 parameters in Flax's own tree, for export and for BF16 products.
 
-
-def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
-    """Raise `ValueError` if the training or the held-out text is shorter than one window."""
-    read = corpus.train.nbytes + corpus.heldout.nbytes
-    # A file of ids is cut at a whole id, so up to one id fewer than asked for may be read.
-    cut = read + corpus.train.itemsize > config.corpus_bytes
-    more = f"raise corpus_bytes (now {config.corpus_bytes})" if cut else "give more text"
-    for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
-        check_text(name, text, config, more)
-
-
-def check_text(name: str, text: Any, config: TrainConfig, more: str = "give more text") -> None:
-    """Raise `ValueError`, which says how to get more, if `text` is shorter than one window."""
-    if len(text) <= config.sequence:
-        raise ValueError(
-            f"the {name} text has {len(text)} tokens, but one window needs {config.sequence + 1}; {more}, or shorten "
-            f"the sequence (now {config.sequence})"
-        )
-
-
-def float_parameters(params: Any) -> Any:
-    """Return float32 parameters in Flax's own tree, for export and for BF16 products."""
+    Adapters are merged with the `quantized` weights of `layer_state`.
+    """
+    if any(is_adapter(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
+        return _merged(params, quantized)
     stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
     return _dequantize(params) if stored else params
 
 
-_dequantize = jax.jit(tcfp_jax.dequantize)
+_dequantize, _merged = jax.jit(tcfp_jax.dequantize), jax.jit(merged)
 
 
 def make_optimizer(
@@ -184,6 +171,8 @@ def _optimizer(
     if config.weights == "stored":
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
         return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key, quality=quality)
+    if config.lora:
+        return adapting(optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.adamw(**adamw)))
     recipe = tcfp_jax.recipe(config.recipe)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -204,8 +193,8 @@ def program(config: TrainConfig) -> TrainConfig:
     """Return the config that the compiled functions depend on, so that runs with other data share them."""
     return replace(
         config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
-        heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, monitor=0, start=None,
-        remat=None,
+        heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, tokenizer=None, monitor=0,
+        start="" if config.lora else None, remat=None, sample=None,
     )  # fmt: skip
 
 
@@ -243,6 +232,8 @@ def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
     """Raise `ValueError` if no layer takes the recipe, or if the mesh does not divide an array of the state."""
     own = program(config)
     _learner(own)
+    if mesh is not None and config.lora:
+        raise ValueError(f"lora={config.lora} runs on one device; leave the mesh, or train all weights")
     if mesh is not None:
         state_places(own, mesh)
 
@@ -259,6 +250,11 @@ def _initialize(config: TrainConfig, seed_key: jax.Array, start: Any = None, mes
         return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
     params: Any = None
+    if config.lora:
+        params, opt_state = frozen(
+            _floats(config, seed_key), start, _learner(config).weights, _optimizer(config, seed_key)
+        )
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
     if config.weights == "stored":
         rounding = jax.random.fold_in(seed_key, _ROUNDING)
         params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
@@ -271,7 +267,7 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
     """Return the initial parameters, float32."""
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
     # The BF16 recipe gives the same parameters, and no weight is quantized for tracing.
-    model = _learner(config.in_bf16).model
+    model = _learner(replace(config.in_bf16, lora=config.lora)).model
     params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
     if not config.initial_jitter:
         return params
@@ -306,7 +302,7 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
     loss_of = loss_function(config)
 
     def one_step(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array]:
-        batch = windows(config, state, text, key)
+        batch = windows(config, state.step, text, key)
         quantized = tcfp_jax.layer_state(state.opt_state)
         bits = product_key(config, state, key)
         loss, gradients = tcfp_jax.value_and_grad(loss_of)(state.params, quantized, batch, bits)
@@ -324,7 +320,8 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
     model = _learner(config).model
 
     def loss_of(params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return _window_losses(model, params, quantized, windows, key).mean()
+        losses, counted = window_losses(model, params, quantized, windows, key)
+        return losses.mean() if counted is None else losses.sum() / counted.sum()
 
     return loss_of
 
@@ -336,11 +333,9 @@ def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.A
     return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
 
 
-def windows(config: TrainConfig, state: TrainState, text: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the windows of the next step."""
-    step_key = jax.random.fold_in(key, state.step)
-    offsets = jax.random.randint(step_key, (config.batch,), 0, text.shape[0] - config.sequence)
-    return _windows(text, offsets, config)
+def model_of(config: TrainConfig) -> nn.Module:
+    """Return the model that a run trains; configs of one program share it."""
+    return _learner(program(config)).model
 
 
 def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
@@ -355,22 +350,11 @@ def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
 
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
-            return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
+            losses, counted = window_losses(model, params, quantized, windows_at(text, offsets, config))
+            if counted is None:
+                return jnp.stack([losses.mean(axis=-1), jnp.ones(len(losses))], axis=-1)
+            return jnp.stack([losses.sum(axis=-1), counted.sum(axis=-1, dtype=jnp.float32)], axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 
     return OnMesh(jax.jit(losses, out_shardings=None if mesh is None else NamedSharding(mesh, P())), mesh)
-
-
-def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Array:
-    """Return int32 `[batch, sequence + 1]`: inputs without the last token, targets without the first."""
-    return split_batch(text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32))
-
-
-def _window_losses(
-    model: nn.Module, params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None
-) -> jax.Array:
-    """Return the cross-entropy of every predicted token, float32 `[batch, sequence]`."""
-    rngs = None if key is None else {"tcfp": key}
-    of_tokens: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1], windows[:, 1:], rngs=rngs)
-    return of_tokens

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -46,10 +46,13 @@ def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
     partial.replace(path)
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, dict[str, str]]]:
-    """Return (config, arrays by name, metadata of its file by name) of a folder of the compressed-tensors format.
+def read(
+    folder: Path, form: Literal["compressed", "float"] = "compressed"
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, dict[str, str]]]:
+    """Return (config, arrays by name, metadata of its file by name) of a folder.
 
-    Arrays are read from disk when they are used.
+    Its weights are in the compressed-tensors format, or all of them are floats. Arrays are read from disk when they are
+    used.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -58,7 +61,10 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
         folder, or weights are stored in a way that is not read here.
     """
     config, places = _read_json(folder, CONFIG), {}
-    _check_config(folder / CONFIG, config.get("quantization_config"))
+    if form == "compressed":
+        _check_config(folder / CONFIG, config.get("quantization_config"))
+    elif config.get("quantization_config"):
+        raise ValueError(f"{folder / CONFIG} has a quantization_config, but weights must be floats; take the original")
     if (folder / INDEX).exists():
         places = _read_json(folder, INDEX).get("weight_map")
         if not isinstance(places, dict) or not places or not all(isinstance(one, str) for one in places.values()):

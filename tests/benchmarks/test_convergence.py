@@ -263,6 +263,7 @@ def test_options_name_what_is_wrong(tmp_path):
         "needs --out": ["fork", "--smoke", "--resume"],
         "from scratch none": ["scratch", "--base-steps", "100"],
         "one step or more": ["fork", "--base-steps", "0"],
+        "which reads bytes": ["fork", *small, "--tokens", "bpe"],
         "learned from scratch": ["fork", "--smoke", "--tasks", "digits"],
         "layers and width": ["fork", "--model", "gpt13"],
         "not a multiple": ["fork", "--model", "1x100"],
@@ -281,8 +282,9 @@ def test_committed_files_are_read_and_their_commands_name_them():
         options = convergence.command_of(name).split()[3:]
         asked = dict(zip(options[::2], options[1::2], strict=False))
         given = types.SimpleNamespace(
-            protocol=asked["--protocol"], model=asked.get("--model"), smoke=False, variants=asked.get("--variants")
-        )
+            protocol=asked["--protocol"], model=asked.get("--model"), smoke=False, variants=asked.get("--variants"),
+            tokens=asked.get("--tokens", "bytes"),
+        )  # fmt: skip
         assert convergence.json_name(given) == name
 
 

@@ -414,8 +414,8 @@ def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
 
 def test_a_parameter_without_a_rule_is_named():
     assert parameter_spec("layers/down/kernel", 3) == P(None, ("tensor", "fsdp"), None)
-    with pytest.raises(ValueError, match="no rule says where the parameter layers/router/kernel lies"):
-        parameter_spec("layers/router/kernel", 3)
+    with pytest.raises(ValueError, match="no rule says where the parameter layers/mixer/kernel lies"):
+        parameter_spec("layers/mixer/kernel", 3)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Folders of Hugging Face: a model to start from, and the trained model as another one.
+
+    params = read_folder(folder, shapes, read_shape(folder))
+    write_folder(other, params, read_shape(folder), "fp8", source=folder, tokenizer=None)
+
+A folder has
+
+FOLDER/config.json      the shape (`models.hf_configs`)
+FOLDER/*.safetensors    the weights, in one file or in several with an index
+FOLDER/tokenizer.json   the tokenizer, with tokenizer_config.json and a chat template (`models.tokens`)
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.hf_configs import llama_config, llama_dict
+from models.huggingface import from_huggingface, to_huggingface
+from models.shapes import LlamaConfig
+from models.tokens import COMPANIONS
+from pallas_kernels.operands import Fp4, Row, Scaling
+from tcfp_jax.inference import safetensors
+from tcfp_jax.inference.compressed_tensors import save_compressed
+from tcfp_jax.paths import leaves
+
+Form = Literal["bf16", "fp8", "nvfp4"]
+_SCALINGS: dict[str, Scaling] = {"fp8": Row(), "nvfp4": Fp4("nvfp4")}
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether a path is a folder of a model."""
+    return (Path(path) / safetensors.CONFIG).is_file()
+
+
+def read_shape(folder: Path) -> LlamaConfig:
+    """Return the shape of the model in a folder.
+
+    Raises:
+      ValueError: `config.json` is damaged, or describes a model that is unknown here.
+    """
+    return llama_config(_described(folder))
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    path = folder / safetensors.CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a config.json ({error}); copy the model's own") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of an object; copy the model's own")
+    return found
+
+
+def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
+    """Return the parameters in a folder, float32 on the host, as a tree of these shapes.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, weights are quantized, or they are those of another model.
+    """
+    _, arrays, _ = safetensors.read(folder, "float")
+    params = from_huggingface(arrays, config)["params"]
+    found, wanted = leaves(params), leaves(shapes)
+    for name in sorted({*found, *wanted}):
+        shape = tuple(getattr(found.get(name), "shape", ()))
+        if name not in found or name not in wanted or shape != tuple(wanted[name].shape):
+            asked = list(wanted[name].shape) if name in wanted else "none"
+            raise ValueError(
+                f"{folder} has {name!r} of shape {list(shape)}, and its config.json and tokenizer ask for {asked}; "
+                "copy all files of one model"
+            )
+    return params
+
+
+def check_folder(folder: Path, config: object, start: str | None) -> None:
+    """Raise `ValueError` if `write_folder` cannot write a model of this size and start there."""
+    if type(config) is not LlamaConfig:
+        raise ValueError(
+            f"{folder} would be a folder of Hugging Face, which is for Llamas; choose a name that ends in .npz"
+        )
+    if start is None or not is_folder(start):
+        llama_dict(replace(config, lora=0))
+    elif folder.resolve() == Path(start).resolve():
+        raise ValueError(f"{folder} is the folder that the run starts from; choose another")
+
+
+def write_folder(
+    folder: Path, params: Mapping[str, Any], config: LlamaConfig, form: Form, source: Path | None, tokenizer: str | None
+) -> None:
+    """Write a model as a folder that Transformers and vLLM read.
+
+    Args:
+      folder: The folder to write; it is made if it is missing.
+      params: Float parameters.
+      config: Size of the model.
+      form: "bf16"; "fp8" has E4M3 weights with a scale for each output channel, and asks engines to round
+        activations as well; "nvfp4" has weights of 4.5 bits.
+      source: Folder of which the run started, whose `config.json` is copied; None describes a Llama.
+      tokenizer: A `tokenizer.json`, which is copied with the files that belong to it.
+
+    Raises:
+      ValueError: the size is not a Llama, and there is no source.
+    """
+    found = llama_dict(config) if source is None else _described(source)
+    found = {name: value for name, value in found.items() if name not in ("quantization_config", "dtype")}
+    found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
+    tensors = to_huggingface(jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "bf16":
+        safetensors.write(folder / safetensors.FILE, tensors, {"format": "pt"})
+        (folder / safetensors.INDEX).unlink(missing_ok=True)
+        (folder / safetensors.CONFIG).write_text(json.dumps(found, indent=2) + "\n")
+    else:
+        save_compressed(folder, tensors, config=found, activations="float8" if form == "fp8" else "bfloat16")
+    if tokenizer is not None:
+        for name in COMPANIONS:
+            if (path := Path(tokenizer).with_name(name)).is_file():
+                shutil.copyfile(path, folder / name)
+        if not (folder / "tokenizer.json").is_file():
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")

@@ -1,0 +1,60 @@
+"""Text as ids: the tokenizer of this project, losses in bits per byte, and settings that do not fit."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from models.settings import preset
+from models.text import Corpus, load_corpus
+from models.tokens import OWN, read_tokenizer, tokenized, train_tokenizer
+
+DIGEST = "6f98730492458712"
+
+
+def test_the_file_is_the_one_that_measurements_used():
+    assert hashlib.sha256(OWN.read_bytes()).hexdigest().startswith(DIGEST)
+    assert read_tokenizer(OWN).size == 32_768
+
+
+def test_a_corpus_keeps_its_text_and_knows_its_bytes():
+    whole = load_corpus(byte_limit=300_000)
+    corpus = tokenized(whole, read_tokenizer(OWN))
+    assert corpus.train_files == whole.train_files and corpus.digest != whole.digest
+    assert read_tokenizer(OWN).decode(corpus.heldout).encode() == whole.heldout.tobytes()
+    assert corpus.bytes_per_token == len(whole.heldout) / len(corpus.heldout) > 3
+
+
+def test_bytes_that_are_no_text_are_replaced():
+    part = np.frombuffer(b"caf\xe9\0ok\0", np.uint8)
+    corpus = tokenized(Corpus(part, part, ("a",), ("a",)), read_tokenizer(OWN))
+    assert read_tokenizer(OWN).decode(corpus.train) == "caf�\0ok\0"
+    assert corpus.bytes_per_token * len(corpus.heldout) == len("caf�\0ok\0".encode())
+
+
+def test_equal_texts_train_equal_tokenizers():
+    corpus = load_corpus(byte_limit=100_000)
+    first, second = (train_tokenizer(corpus, 400) for _ in range(2))
+    assert first.to_str() == second.to_str() and first.get_vocab_size() == 400
+    assert first.decode(first.encode("é☃").ids) == "é☃"  # bytes that the corpus does not have
+
+
+def test_a_run_gets_rows_for_the_tokenizer():
+    config = preset("llama-tiny", tokenizer=str(OWN))
+    assert config.vocabulary == config.size.vocabulary == 32_768
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("tiny", dict(tokenizer=str(OWN)), "with a model that reads bytes alone"),
+        ("llama-tiny", dict(tokenizer="nowhere.json"), r"no tokenizer nowhere\.json"),
+        ("llama-tiny", dict(data=("a.jsonl",)), r"a\.jsonl holds documents for a tokenizer"),
+        ("llama-tiny", dict(data=("a.jsonl", "b.txt"), tokenizer=str(OWN)), "such files, or text, alone"),
+        ("llama-tiny", dict(data=("a.npy",), vocabulary=9, tokenizer=str(OWN)), "holds token ids already"),
+        ("llama-tiny", dict(lora=2), "without weights to adapt"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(model, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        preset(model, **changes)
