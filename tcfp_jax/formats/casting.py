@@ -28,17 +28,28 @@ from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
+from tcfp_jax.formats.catalog import named
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.quantization import assemble, quantize
+from tcfp_jax.formats.rotation import check_axis
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode
+
+# Names of the same modes in microxcaling, TensorCast and torchao.
+_ELSEWHERE = {
+    "scalemode=floor": ': OCP\'s rule, floor(log2(amax)) - emax, is "max"',
+    "scalemode=rceil": ': the smallest scale that clips nothing is "ceil"',
+    "roundmode=floor": ': microxcaling\'s "floor", toward zero, is "zero"',
+    "roundmode=away": ': ties away from zero are "nearest"',
+}
 
 
 def cast(
     x: ArrayLike,
-    datatype: DataType,
+    datatype: DataType | str,
     *,
+    axis: int = -1,
     roundmode: RoundMode = "even",
     scalemode: ScaleMode | None = None,
     key: jax.Array | None = None,
@@ -51,13 +62,14 @@ def cast(
 
     Args:
       x: real floats of any shape; float64 is rounded to float32 first. Ragged last tiles are filled with zeros.
-      datatype: made by `formats.datatype`, or from the catalog.
+      datatype: made by `formats.datatype`, or from the catalog, also by its name.
+      axis: the axis that takes the place of the last one, along which tiles lie.
       roundmode: "even" (nearest, ties to even), "nearest" (ties away from zero), "zero" (toward zero), or "stochastic"
         (one of the two neighbours, by distance). "stochastic" is unbiased except for values that saturate: the largest
         of a tile may, under the default `scalemode` of powers of two; under "ceil" none does.
       scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto" for exponent scales that do not name their own
         mode; "max", "four_over_six" or "fold_exact" for NVFP4's two levels. `tcfp_jax.formats.scale_rules` has the
-        formulas.
+        formulas. "max" is OCP's rule, which others call "floor".
       key: JAX random key, for "stochastic" only.
       saturate: whether inf and values that are too large become the largest value; see the module's docstring.
 
@@ -76,9 +88,15 @@ def cast(
     >>> cast(jnp.array([1.0, -0.3, 0.07]), formats.datatype("e2m1f", "e8m0")).tolist()
     [1.0, -0.25, 0.125]
     """
+    datatype = named(datatype)
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     if array.size == 0:
         return array
+    if axis != -1:
+        check_axis(axis, array.shape)
+        last = jnp.moveaxis(array, axis, -1)
+        made = cast(last, datatype, roundmode=roundmode, scalemode=scalemode, key=key, saturate=saturate)
+        return jnp.moveaxis(made, -1, axis)
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
         has_kernel = cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA")
@@ -140,13 +158,14 @@ def check_arguments(
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"x is {array.dtype}, and casts take real floats; convert it first, such as x.astype(float32)")
     if not isinstance(datatype, DataType):
-        raise TypeError(f"datatype is {type(datatype).__name__}; make a DataType with formats.datatype(number, scale)")
+        raise TypeError(f"datatype is {type(datatype).__name__}; give a DataType, or a name of the catalog")
     for name, value, kind in (
         ("roundmode", roundmode, RoundMode),
         ("scalemode", "max" if scalemode is None else scalemode, ScaleMode),
     ):
         if not isinstance(value, str) or value not in get_args(kind):
-            raise ValueError(f"{name}={value!r} is unknown; use one of {list(get_args(kind))}")
+            known = _ELSEWHERE.get(f"{name}={value}", "")
+            raise ValueError(f"{name}={value!r} is unknown; use one of {list(get_args(kind))}{known}")
     if not isinstance(saturate, bool):
         raise ValueError(f"saturate={saturate!r} is not a bool; use True or False")
     scales = [part.scale for part in (datatype, datatype.residual) if part is not None and part.scale is not None]

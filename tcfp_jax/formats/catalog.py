@@ -10,6 +10,8 @@ Some names of TensorCast contradict its definitions; here the name is right. `ui
 have -0 and no NaN (`f`; `fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
 """
 
+import difflib
+
 from tcfp_jax.formats.datatypes import DataType, datatype
 
 CATALOG: dict[str, DataType] = {}
@@ -108,6 +110,26 @@ def _add_tiled() -> None:
     _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
     _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
     _add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
+
+
+def named(datatype: DataType | str) -> DataType:
+    """Return a datatype, or the one of the catalog that has this name.
+
+    Raises:
+      ValueError: the catalog has no such name.
+
+    >>> named("mxfp4e2").bits_per_value()
+    4.25
+    """
+    if not isinstance(datatype, str):
+        return datatype
+    if datatype not in CATALOG:
+        near = difflib.get_close_matches(datatype, CATALOG, n=3, cutoff=0.5)
+        raise ValueError(
+            f"the catalog has no datatype {datatype!r}" + (f"; did you mean one of {near}?" if near else "")
+            + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number, scale) makes others"
+        )  # fmt: skip
+    return CATALOG[datatype]
 
 
 _add_unscaled()

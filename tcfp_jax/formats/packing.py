@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from pallas_kernels.explicit import with_automatic_axes
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.casting import check_arguments
+from tcfp_jax.formats.catalog import named
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
@@ -74,7 +75,7 @@ serialize_with_flax(PackedArray)
 
 def pack(
     x: ArrayLike,
-    datatype: DataType,
+    datatype: DataType | str,
     *,
     roundmode: RoundMode = "even",
     scalemode: ScaleMode | None = None,
@@ -99,6 +100,7 @@ def pack(
     >>> packed.nbytes, packed.values.shape, packed.scales.shape
     (34, (32,), (2,))
     """
+    datatype = named(datatype)
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     _check(array, datatype, sparsity)
     packed = functools.partial(_pack, datatype=datatype, modes=modes, sparsity=sparsity)
