@@ -256,7 +256,7 @@ def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact]
 
 
 def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
-    """Each device multiplies its part of a weight, or all parts gathered: no stored form fits either of them."""
+    """Each device multiplies its part of a stack, whose stored form is split alike, or of a weight, which has none."""
     body, local = bodies_of(eqn)[0], []
     variables: list[Any] = body[0].invars
     for fact, var in zip(inputs, variables, strict=True):

@@ -232,21 +232,23 @@ def placed(value: Any, sharding: object) -> Any:
 def _shard_map(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key) -> Values:
     params, body = eqn.params, opened(eqn.params["jaxpr"])
     variables: Values = body[0].invars
-    views = [
-        value.view.local(var.aval.shape) if isinstance(value, Shown) else None
-        for value, var in zip(inputs, variables, strict=True)
+    split = [
+        value.split(var.aval.shape, spec) if isinstance(value, Shown) else None
+        for value, var, spec in zip(inputs, variables, params["in_specs"], strict=True)
+    ]
+    given = [
+        (bare([value], [var])[0], spec) if one is None else one[:2]
+        for one, value, var, spec in zip(split, inputs, eqn.invars, params["in_specs"], strict=True)
     ]
 
-    def run(*parts: jax.Array) -> tuple[jax.Array, ...]:
-        given = [
-            part if view is None else Shown.of(part, None, None).seen_as(view)
-            for part, view in zip(parts, views, strict=True)
-        ]
-        return tuple(bare(machine.run(body, given, plan, own), body[0].outvars))
+    def run(*parts: Any) -> tuple[jax.Array, ...]:
+        values = [part if one is None else one[2](part) for part, one in zip(parts, split, strict=True)]
+        return tuple(bare(machine.run(body, values, plan, own), body[0].outvars))
 
-    options = dict(mesh=params["mesh"], in_specs=params["in_specs"], out_specs=tuple(params["out_specs"]))
+    in_specs = tuple(spec for _, spec in given)
+    options = dict(mesh=params["mesh"], in_specs=in_specs, out_specs=tuple(params["out_specs"]))
     mapped = jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=params["newly_manual_axes"])
-    return list(mapped(*bare(inputs, eqn.invars)))
+    return list(mapped(*(arrays for arrays, _ in given)))
 
 
 def _scan(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:

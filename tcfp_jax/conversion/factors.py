@@ -183,7 +183,8 @@ def _factors(view: View, x_groups: list[Any], roles: list[str], out_groups: list
 def _layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
     """Return the layout of the whole parameter, with the axes that loops and indices removed as its stack.
 
-    None: it cannot be stored, because two parts of the product share one of its axes, or only a part is multiplied.
+    None: it cannot be stored, because two parts of the product share one of its axes, or only a part is multiplied. A
+    device's part of a stack is whole: each weight has a scale of its own.
     """
     if not view.whole:
         return None
@@ -191,7 +192,7 @@ def _layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
     for axis in range(len(view.shape)):
         parts = {role for origin, role in zip(view.origin, roles, strict=True) if origin == axis}
         parts |= {"b" for taken in view.taken if taken == axis}
-        if len(parts) > 1:
+        if len(parts) > 1 or (axis in view.split and parts != {"b"}):
             return None
         found.append(parts.pop() if parts else None)
     # An axis of size 1 has no role. With the role of its neighbour it keeps the matrix's orientation.

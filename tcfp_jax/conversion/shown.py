@@ -17,7 +17,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
 from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, with_entries
 from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
-from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
+from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View, without_ones
 from tcfp_jax.layers import Absent
 from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
@@ -71,7 +71,7 @@ class Shown:
             stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
         root = None if isinstance(leaf, SHAPES) else leaf
         if root is not None and view.sizes != leaf.shape:
-            root = regrouped(root, _without_ones(leaf.shape))
+            root = regrouped(root, without_ones(leaf.shape))
         only_products = stored is not None and weight is not None and weight.float_reads == "none"
         if root is not None and only_products and gradient_dtype is not None:
             root = root.astype(gradient_dtype)  # nothing reads the numbers, and a loop stacks gradients in their dtype
@@ -110,9 +110,10 @@ class Shown:
         view = self.view
         first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
         order = [a for a in (*self.stacked, *first, *second) if view.shape[a] > 1 and a not in view.taken]
-        size = lambda axes: math.prod(view.shape[axis] for axis in axes)
+        held = lambda axis: math.prod(size for size, of in zip(view.sizes, view.origin, strict=True) if of == axis)
+        size = lambda axes: math.prod(map(held, axes))
         # Packed codes of an odd k have a zero at their end.
-        whole = matrix[..., : size(first), : size(second)].reshape([view.shape[axis] for axis in order])
+        whole = matrix[..., : size(first), : size(second)].reshape(list(map(held, order)))
         return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
 
     def rows(self, eqn: Equation, indices: jax.Array) -> jax.Array | None:
@@ -180,7 +181,40 @@ class Shown:
         (atom,) = self.axes[axis]
         root = lax.all_gather(self.numbers(), name, axis=atom, tiled=True)
         local = self.root if self.local is None else self.local
-        return self.seen_as(view, root=root, local=local, gathers=(*self.gathers, (atom, name)))
+        gathers = (*self.gathers, (atom, name))
+        return self.seen_as(view, root=root, stored=None, stacked=(), local=local, gathers=gathers)
+
+    def split(self, shape: Shape, spec: PartitionSpec) -> "tuple[Any, Any, Callable[[Any], Shown]] | None":
+        """Return (arrays, their specs, the function that makes a `Shown` of a device's arrays) for `shard_map`.
+
+        The stored form goes along if the devices split nothing but stacks, whose weights have scales of their own.
+
+        Args:
+          shape: shape of a device's part of the array; None comes back if it cuts merged axes.
+          spec: the axes of the mesh that split the array.
+        """
+        view = self.view.local(shape)
+        if view is None:
+            return None
+        entry = {atoms[0]: one for atoms, one in zip(self.axes, spec, strict=False) if len(atoms) == 1}
+        cut = {*view.split, *view.taken} - {*self.view.taken}
+        stored = self.stored if view.whole and cut <= {*self.stacked} else None
+        root = self.numbers() if stored is None else self.root
+        by_axis = {self.view.origin[atom]: one for atom, one in entry.items()}
+        specs = (
+            PartitionSpec(*map(entry.get, range(len(self.view.sizes)))),
+            PartitionSpec(*map(by_axis.get, self.stacked)) if stored is not None else PartitionSpec(),
+        )
+        alone = [atoms[0] for atoms, size in zip(self.axes, shape, strict=True) if len(atoms) == 1 == size]
+        gone = [number for number, axis in enumerate(self.stacked) if axis in view.taken]
+        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis not in view.taken)
+
+        def part(arrays: Any) -> "Shown":
+            root = None if arrays[0] is None else lax.squeeze(arrays[0], alone)
+            stored = jax.tree.map(lambda leaf: lax.squeeze(leaf, gone), arrays[1])
+            return self.seen_as(view, root=root, stored=stored, stacked=stacked)
+
+        return (root, stored), specs, part
 
     def same(self, eqn: Equation) -> "Shown":
         """Apply an equation that does not move the numbers: it may stop their gradient, place them or change a type."""
@@ -237,17 +271,6 @@ def _split(x: jax.Array, sizes: Shape) -> jax.Array:
             group.append(rest.pop(0))
         groups.append(group)
     return x if x.shape == tuple(sizes) else ungrouped(x, groups)
-
-
-def _without_ones(shape: Shape) -> list[list[int]]:
-    """Return neighbouring axes as groups, each with one axis that is longer than one."""
-    groups: list[list[int]] = []
-    for size in shape:
-        if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
-            groups[-1].append(size)
-        else:
-            groups.append([size])
-    return groups if max(shape, default=1) > 1 else []
 
 
 def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:

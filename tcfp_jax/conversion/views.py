@@ -13,6 +13,7 @@ views hold arrays, therefore moves by the same rules as the census.
 """
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -79,6 +80,7 @@ class View:
       taken: the parameter's axes that loops and indices removed, outermost first.
       whole: whether no axis was cut. A part of a parameter has no stored form.
       casts: the dtypes that the numbers went through.
+      split: the parameter's axes of which a device has a part inside `shard_map`.
     """
 
     shape: Shape
@@ -88,6 +90,7 @@ class View:
     taken: Shape = ()
     whole: bool = True
     casts: tuple[str, ...] = ()
+    split: Shape = ()
 
     @staticmethod
     def of(shape: Shape) -> "View":
@@ -172,21 +175,52 @@ class View:
         """Return the view of all devices' parts of an axis, joined in order; None if the axis has several atoms."""
         if len(self.axes[axis]) != 1:
             return None
-        return self._resized(axis, self.sizes[self.axes[axis][0]] * devices, whole=self.whole)
+        return self._resized(axis, self.sizes[self.axes[axis][0]] * devices, whole=False)
 
     def _resized(self, axis: int, size: int, *, whole: bool) -> "View":
         (atom,) = self.axes[axis]
         return dataclasses.replace(self, sizes=(*self.sizes[:atom], size, *self.sizes[atom + 1 :]), whole=whole)
 
     def local(self, shape: Shape) -> "View | None":
-        """Return one device's part inside `shard_map` of a parameter that was not moved; None for any other view."""
-        if self != dataclasses.replace(View.of(self.shape), casts=self.casts):
-            return None
-        return dataclasses.replace(View.of(shape), shape=self.shape, whole=False, casts=self.casts)
+        """Return one device's part of the array, of this shape, inside `shard_map`; None if it cuts merged axes.
+
+        >>> View.of((8, 4, 2)).local((2, 4, 2)).split, View.of((2, 4, 2)).local((1, 4, 2)).taken
+        ((0,), (0,))
+        """
+        view = self
+        for axis, (atoms, size) in enumerate(zip(self.axes, shape, strict=True)):
+            if math.prod(self.sizes[atom] for atom in atoms) in (1, size):
+                continue
+            if len(atoms) > 1:
+                return None
+            if size == 1:  # a stack of one weight: the device takes it out of the stack
+                view = view.at(axis, 0)
+                continue
+            origin = self.origin[atoms[0]]
+            alone = self.origin.count(origin) == 1
+            view = dataclasses.replace(
+                view._resized(axis, size, whole=view.whole and alone), split=(*view.split, origin)
+            )
+        return view
 
     def same(self, eqn: Equation) -> "View":
         """Return the view itself: the equation may place the numbers or stop their gradient, but does not move them."""
         return self
+
+
+def without_ones(shape: Shape) -> list[list[int]]:
+    """Return neighbouring axes as groups, each with one axis that is longer than one.
+
+    >>> without_ones((1, 8, 1, 4))
+    [[1, 8, 1], [4]]
+    """
+    groups: list[list[int]] = []
+    for size in shape:
+        if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    return groups if max(shape, default=1) > 1 else []
 
 
 def operand_number(eqn: Equation, number: int) -> int | None:
