@@ -27,6 +27,7 @@ from benchmarks import common, fitting, llama, timing
 from benchmarks.common import Result, markdown_table
 from benchmarks.llama import BASELINE, PEAK_TFLOPS, STORED
 from models.llama import LLAMAS, LlamaConfig, Loop
+from models.moe import MOES
 from models.text import load_installed
 
 NAME = "large"
@@ -171,7 +172,7 @@ def check_losses(name: str, losses: tuple[float, ...], first: float) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add sizes."""
-    parser.add_argument("--model", choices=list(LLAMAS), help="(default: llama-8b on a GPU)")
+    parser.add_argument("--model", choices=[*LLAMAS, *MOES], help="(default: llama-8b on a GPU)")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
@@ -182,7 +183,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
-    model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
+    model = (LLAMAS | MOES)[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
     model = dataclasses.replace(
         model, layers=options.layers or model.layers, remat=options.remat or model.remat, loop=options.loop
     )

@@ -39,9 +39,10 @@ from benchmarks.fitting import BASELINE, STORED
 from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
-from models.families import FAMILIES, TABLES, ModelConfig, family_of, learner, model_config, model_names
+from models.families import FAMILIES, ROUTER, TABLES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
-from models.llama import LLAMAS, Block, Llama, LlamaConfig, Loop, rotations
+from models.llama import LLAMAS, Block, LlamaConfig, Loop, rotations
+from models.moe import MoeConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
 NAME = "llama"
@@ -139,11 +140,10 @@ def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> floa
     """
     batch, positions = tokens
     if isinstance(config, GPTConfig):
-        weights = 12 * config.width**2
+        weights, heads = 12 * config.width**2, config.width
     else:
-        keys = config.kv_heads * config.head_size
-        weights = config.width * (2 * config.width + 2 * keys + 3 * config.hidden)
-    attention = 2 * batch * positions**2 * config.width  # two products of scores, half of each
+        weights, heads = config.width * config.columns, config.heads * config.head_size
+    attention = 2 * batch * positions**2 * heads  # two products of scores, half of each
     forward = config.layers * (2 * batch * positions * weights + attention)
     if part == "step":
         forward += 2 * batch * positions * config.width * config.vocabulary
@@ -186,7 +186,9 @@ def make_training(config: Config, name: str, rate: float | optax.Schedule = 1e-4
     """Return a whole training step before it is compiled; `rate` is AdamW's."""
     (batch, positions), size = config.step_tokens, config.step
     model = FAMILIES[family_of(size)].plain(size, "bfloat16")
-    converted, weights = (model, None) if name == BASELINE else _converted_step(config, name)
+    # XLA multiplies every row by every expert, so the baseline of experts is the recipe, whose products are grouped.
+    plain = name == BASELINE and not isinstance(size, MoeConfig)
+    converted, weights = (model, None) if plain else _converted_step(config, name)
     optimizer = _optimizer(name, weights, rate)
 
     @tcfp_jax.value_and_grad
@@ -243,8 +245,9 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     if name == STORED:
         include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
-    model = convert_to_tcfp(Llama(config.step, "bfloat16"), recipe, shape, include=include, rules=rules)
-    return model, find_weights(model)
+    plain = FAMILIES[family_of(config.step)].plain(config.step, "bfloat16")
+    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=ROUTER | (rules or {}))
+    return model, find_weights(model) or None
 
 
 def _optimizer(name: str, weights: Any, rate: float | optax.Schedule) -> optax.GradientTransformation:

@@ -60,6 +60,11 @@ class MoeConfig(LlamaConfig):
         if self.normalized not in get_args(Normalized):
             raise ValueError(f"normalized={self.normalized!r} is unknown; use one of {list(get_args(Normalized))}")
 
+    @property
+    def columns(self) -> int:
+        """As in `LlamaConfig`: those of the router, and of the experts that a token goes through."""
+        return super().columns + 3 * ((self.chosen - 1) * self.hidden + self.shared) + self.experts
+
 
 MOES = {
     "moe-tiny": MoeConfig(

@@ -134,6 +134,11 @@ class LlamaConfig:
         """Values of one head of attention."""
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def columns(self) -> int:
+        """Columns of all matrices of a block that a token multiplies, with `width` rows or transposed."""
+        return (2 * self.heads + 2 * self.kv_heads) * self.head_size + 3 * self.hidden
+
 
 LLAMAS = {
     "llama-tiny": LlamaConfig(layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128),

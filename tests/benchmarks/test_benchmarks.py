@@ -35,7 +35,7 @@ from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
 DEVICE = jax.devices()[0].device_kind
-SMOKES = ("gemm", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
+SMOKES = ("gemm", "grouped", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def smoke(tmp_path_factory):
     return out, run
 
 
-@pytest.mark.slow_except("gemm")
+@pytest.mark.slow_except("gemm", "grouped")
 @pytest.mark.parametrize("name", SMOKES)
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, run = smoke

@@ -13,6 +13,7 @@ from benchmarks import breakdown, common, large, llama, report
 from benchmarks.breakdown import KINDS
 from models.gpt import GPT, MODELS, GPTConfig
 from models.llama import LlamaConfig
+from models.moe import MoeConfig
 
 PROGRAM = """
 ENTRY %main {
@@ -53,6 +54,9 @@ def test_operations_of_a_step_are_those_of_its_products():
     scores = 3 * 2 * 32 * 32 * 64  # two products of a sequence, half of each masked
     assert llama.operations(size, (2, 32), "block") == 3 * 2 * (2 * 32 * weights + scores)
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
+    sizes = dataclasses.asdict(size) | dict(hidden=40, experts=6, chosen=2, shared=16)  # 96 values, and a router
+    of_router = 3 * 64 * 6
+    assert llama.operations(MoeConfig(**sizes), (2, 32), "block") == 3 * 2 * (2 * 32 * (weights + of_router) + scores)
 
 
 def test_a_gpt_steps_as_well():
