@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import counter, numerics
 from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
+from pallas_kernels.specs import entries_of, moved
 from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
@@ -239,11 +240,12 @@ def train(
     if key is not None:
         seed = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - _WORD_BITS)
         rounding = jnp.concatenate([seed.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
+        rounding = moved(rounding, (*entries_of(amax), None))  # a stack that explicit axes split
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
     sample = jnp.zeros((*stack, SIZE)) if target.size > _WHOLE else None  # `_written` fills it
     training = Training(rounding, amax, error, None, sample, weight, shape, dtype, of_gradient, remainder)
-    scale = next_scale(jnp.zeros(stack), amax) if weight.recipe.scaling == Tensor() else None
+    scale = next_scale(jnp.zeros_like(amax), amax) if weight.recipe.scaling == Tensor() else None
     return _written(Stored(None, None, training=training), target, scale)
 
 

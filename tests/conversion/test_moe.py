@@ -184,3 +184,65 @@ def test_results_have_the_dtype_that_the_program_asks_for(dtype):
     found, exact = low({"w": PARAMS["up"]}, X), fn({"w": PARAMS["up"]}, X)
     assert found.dtype == exact.dtype == dtype
     assert relative(found.astype(jnp.float32), exact.astype(jnp.float32)) <= 2.0**-4
+
+
+def test_a_wrapper_with_a_gradient_of_its_own_is_opened_by_a_rule():
+    @jax.custom_vjp
+    def wrapped(x, w, sizes):
+        return lax.ragged_dot(x, w, sizes)
+
+    wrapped.defvjp(lambda *args: (wrapped(*args), args), lambda args, g: (g @ args[1][0].T, args[1], None))
+    sizes = jnp.array([20, 0, 30, 3])
+    fn, params = (lambda p, x: wrapped(x, p["experts"], sizes)), {"experts": PARAMS["gate"][:4]}
+    assert "inside custom_vjp" in str(survey(transform(fn, "tcfp12_single", include=GROUPS), params, X))
+    low = transform(fn, "tcfp12_single", include=GROUPS, rules={"experts": "inline"})
+    assert [record.stored for record in survey(low, params, X).converted] == [True]
+
+
+def test_experts_by_einsum_are_stacks():
+    """Dispatch by one-hot rows to places of a fixed number, and all experts for every token."""
+
+    def by_places(p, x):
+        one_hot = jax.nn.one_hot(jnp.argmax(x @ p["router"], axis=-1), 4)
+        place = jnp.cumsum(one_hot, axis=1) * one_hot - 1
+        send = jax.nn.one_hot(place.astype(int), 10)
+        hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", jnp.einsum("bsec,bsd->becd", send, x), p["gate"]))
+        return jnp.einsum("bsec,becd->bsd", send, jnp.einsum("becf,efd->becd", hidden, p["down"]))
+
+    def by_all(p, x):
+        return jnp.einsum("bsef,efd->bsd", jnp.einsum("bsd,edf->bsef", x, p["gate"]), p["down"])
+
+    params = {"gate": PARAMS["gate"][:4], "down": PARAMS["down"][:4], "router": jnp.ones((WIDTH, 4))}
+    for fn, stacks in ((by_places, [(0,), (0,)]), (by_all, [(), ()])):
+        low = transform(fn, "tcfp12_single", include=GROUPS, rules={"router": None})
+        weights = find_weights(low, params, X.reshape(2, 32, WIDTH))
+        assert [weights[name].layout.stack for name in ("gate", "down")] == stacks
+
+
+@pytest.mark.slow
+def test_experts_on_an_explicit_mesh():
+    """A stack that lies over devices is stored there, multiplied inside `shard_map`, and updated where it lies."""
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
+    spec, sizes = P("e"), jnp.array([20, 12, 9, 23])
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, jax.NamedSharding(mesh, P("e", *[None] * (array.ndim - 1))))
+        x, sizes, params = put(X), put(sizes), {"w": put(PARAMS["gate"][:4])}
+        layer = jax.shard_map(lax.ragged_dot, in_specs=(spec, spec, spec), out_specs=spec)
+        fn = lambda p, x, sizes: layer(x, p["w"], sizes)
+        low = transform(fn, "tcfp12_single", include=GROUPS)
+        stored = tcfp_jax.store(params, find_weights(low, params, x, sizes), key=jax.random.key(6))
+        tx = optim.adamw(1e-3, key=jax.random.key(4))
+        with jax.numpy_dtype_promotion("standard"):
+
+            @jax.jit
+            def step(params, state):
+                value, gradients = tcfp_jax.value_and_grad(lambda p: jnp.sum(low(p, x, sizes) ** 2))(params)
+                updates, state = tx.update(gradients, state, params)
+                return tcfp_jax.apply_updates(params, updates), value
+
+            new, value = step(stored, tx.init(stored))
+        exact = jnp.sum(fn(params, x, sizes) ** 2)
+        assert 0 < abs(value - exact) <= 2.0**-4 * exact
+        for one in (stored, new):
+            assert jax.typeof(one["w"].backward.values).sharding.spec == P("e", None, None)
+        assert step(new, tx.init(new))[1] < value
