@@ -165,42 +165,38 @@ def check(part: Part, function: Any, pair: tuple[Any, Any], sizes: np.ndarray, l
     Raises:
       ArithmeticError: it is above 1, or not a number, or rows behind the last group are not zero.
     """
-    out, random = function(*pair, jnp.asarray(sizes)), np.random.default_rng(seed)
+    out, random = np.asarray(function(*pair, jnp.asarray(sizes))), np.random.default_rng(seed)
     ends = np.cumsum(sizes)
+    begins = ends - sizes
     worst, columns = 0.0, np.sort(random.choice(out.shape[-1], min(48, out.shape[-1]), replace=False))
-
-    def compare(got: jax.Array, a: np.ndarray, b: np.ndarray) -> None:
-        nonlocal worst
-        exact, bound = a @ b.T, limit * (np.abs(a) @ np.abs(b).T) + 2.0**-8 * np.abs(a @ b.T) + 1e-30
-        worst = max(worst, float(np.max(np.abs(np.asarray(got.astype(jnp.float32), np.float64) - exact) / bound)))
-
-    # The largest group, one with a single row or none, and the last one.
+    # The largest group, the smallest, the second, which may have a single row, and the last one.
     for group in {int(np.argmax(sizes)), int(np.argmin(sizes)), 1, len(sizes) - 1}:
         if part == "wgrad":
-            rows = np.arange(min(48, out.shape[1]))
-            within = slice(int(ends[group] - sizes[group]), int(ends[group]))
-            compare(out[group][rows][:, columns], wide(pair[0], rows, within), wide(pair[1], columns, within))
+            rows, within = np.arange(min(48, out.shape[1])), slice(begins[group], ends[group])
+            got, a, b = out[group][rows], wide(pair[0], rows)[:, within], wide(pair[1], columns)[:, within]
         elif sizes[group]:
-            rows = np.unique(np.clip([ends[group] - sizes[group], ends[group] - 1, ends[group] - 128], 0, None))
-            rows = rows[rows >= ends[group] - sizes[group]]
-            weight = jax.tree.map(lambda leaf, group=group: leaf[group], pair[1])
-            compare(out[rows][:, columns], wide(pair[0], rows), wide(weight, columns))
-    if part != "wgrad" and bool(jnp.any(out[int(ends[-1]) :] != 0)):
+            rows = np.unique(np.clip([begins[group], ends[group] - 128, ends[group] - 1], begins[group], None))
+            got, a, b = out[rows], wide(pair[0], rows), wide(pair[1], columns, group)
+        else:
+            continue
+        exact = a @ b.T
+        bound = limit * (np.abs(a) @ np.abs(b).T) + 2.0**-8 * np.abs(exact) + 1e-30  # the result is BF16
+        worst = max(worst, float(np.max(np.abs(got[:, columns].astype(np.float64) - exact) / bound)))
+    if part != "wgrad" and np.any(out[ends[-1] :].astype(np.float32)):
         worst = math.nan
     if not worst <= 1:
         raise ArithmeticError(f"{part}: the error is {worst} of its bound; the product is wrong, so it is not timed")
     return worst
 
 
-def wide(operand: Operand | jax.Array, rows: np.ndarray, columns: slice = slice(None)) -> np.ndarray:
-    """Return some rows of a matrix in float64."""
+def wide(operand: Operand | jax.Array, rows: np.ndarray, group: int | None = None) -> np.ndarray:
+    """Return some rows of a matrix, or of one of a stack, in float64; the host reads the array once."""
+    take = lambda array: np.asarray(array)[() if group is None else group]
     if not isinstance(operand, Operand):
-        return np.asarray(operand[rows][:, columns].astype(jnp.float32), np.float64)
-    scale = operand.scaling.spread(operand.scale, operand.values.shape[:-1] + (1,))
-    values = np.asarray(operand.values[rows][:, columns].astype(jnp.float32), np.float64)
-    if operand.lo is not None:
-        values = values + np.asarray(operand.lo[rows][:, columns].astype(jnp.float32), np.float64)
-    return values * np.asarray(jnp.broadcast_to(scale, (operand.values.shape[0], 1))[rows], np.float64)
+        return take(operand)[rows].astype(np.float64)
+    halves = [half for half in (operand.values, operand.lo) if half is not None]
+    scale = take(operand.scale).astype(np.float64)
+    return sum(take(half)[rows].astype(np.float64) for half in halves) * (scale[rows, None] if scale.ndim else scale)
 
 
 def layer_of(how: Recipe) -> Callable[..., tuple[jax.Array, ...]]:

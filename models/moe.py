@@ -70,6 +70,9 @@ MOES = {
     "moe-tiny": MoeConfig(
         layers=2, width=128, heads=4, kv_heads=2, hidden=128, context=128, qk_norm="heads", normalized="chosen"
     ),
+    "moe-109m": MoeConfig(
+        layers=8, width=512, heads=8, kv_heads=8, hidden=512, context=1024, qk_norm="heads", experts=16, chosen=4
+    ),
     "olmoe-1b-7b": MoeConfig(
         layers=16, width=2048, heads=16, kv_heads=16, hidden=1024, context=4096, vocabulary=50_304, head="untied",
         remat="auto", qk_norm="all", experts=64, chosen=8,

@@ -224,6 +224,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "llama-1b": dict(steps=2000, batch=4, sequence=4096, learning_rate=3e-4),
     "llama-8b": dict(steps=2000, batch=2, sequence=4096, learning_rate=3e-4),
     "moe-tiny": dict(steps=300),
+    "moe-109m": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
     "olmoe-1b-7b": dict(steps=2000, batch=4, sequence=4096, learning_rate=4e-4),
     "qwen3-30b-a3b": dict(steps=2000, batch=2, sequence=4096, learning_rate=3e-4),
 }

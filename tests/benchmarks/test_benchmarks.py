@@ -35,7 +35,7 @@ from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
 DEVICE = jax.devices()[0].device_kind
-SMOKES = ("gemm", "grouped", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
+SMOKES = ("gemm", "grouped", "routing", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
 
 
 @pytest.fixture(scope="module")

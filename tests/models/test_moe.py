@@ -93,7 +93,12 @@ def test_sorting_tokens_has_gradients_that_are_gathers():
 
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
-    [("moe-tiny", 9e-4, 6e-4), ("olmoe-1b-7b", 6.919, 1.282), ("qwen3-30b-a3b", 30.532, 3.353)],
+    [
+        ("moe-tiny", 9e-4, 6e-4),
+        ("moe-109m", 0.109, 0.034),
+        ("olmoe-1b-7b", 6.919, 1.282),
+        ("qwen3-30b-a3b", 30.532, 3.353),
+    ],
 )
 def test_sizes(name, billions, active):
     c = MOES[name]
