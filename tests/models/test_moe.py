@@ -12,8 +12,11 @@ import pytest
 
 import tcfp_jax
 from models import families, moe
+from models.meshes import make_mesh
 from models.moe import MOES, Moe, MoeConfig
 from models.train import TrainConfig, run
+from models.training import check_placement, program, state_places
+from tcfp_jax.paths import path_names
 from tests.helpers import same_bits, variables_of
 from tests.models.test_llama import numpy_llama, numpy_swiglu
 
@@ -147,6 +150,28 @@ def test_it_learns_and_resumes_without_float_weights(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "20")
     again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=10)
     assert same_bits(again.train_loss, whole.train_loss) and again.heldout_loss == whole.heldout_loss
+
+
+def test_experts_lie_on_the_devices_of_a_mesh_with_their_state():
+    mesh = make_mesh({"data": jax.device_count() // 2, "fsdp": 2})
+    with pytest.raises(ValueError, match="fsdp=2 does not divide axis 1 of layers/expert_down/kernel"):
+        check_placement(RUN, mesh)
+    even = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, experts=6))
+    places = state_places(program(even), mesh)
+    of_experts = {
+        "/".join(path_names(path)): place.spec
+        for path, place in jax.tree_util.tree_leaves_with_path(places)
+        if "expert_down" in jax.tree_util.keystr(path)
+    }
+    split = [spec for spec in of_experts.values() if spec[:2] == (None, "fsdp")]
+    assert len(split) > 3 and len(split) == len(of_experts), of_experts
+
+
+@pytest.mark.slow
+def test_it_learns_alike_on_a_mesh():
+    even = dataclasses.replace(RUN, batch=8, steps=5, model=dataclasses.replace(RUN.model, experts=4))
+    alone, split = (run(even, mesh=mesh) for mesh in (None, make_mesh({"data": jax.device_count() // 2, "fsdp": 2})))
+    np.testing.assert_allclose(split.train_loss, alone.train_loss, rtol=1e-3)
 
 
 @pytest.mark.slow
