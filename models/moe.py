@@ -21,9 +21,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from models.keeping import CHOICE
 from models.llama import Block, Llama, LlamaConfig, Matrix, gated, initial
+from models.meshes import AXES, BATCH
+from models.shapes import Activation
 
 Normalized = Literal["all", "chosen"]
 
@@ -86,22 +89,10 @@ MOES = {
 
 
 class Routed(NamedTuple):
-    """Choices of a router for t tokens.
-
-    Attributes:
-      chosen: Experts of each token, int32 `[t, chosen]`.
-      weights: Their weights, float32 `[t, chosen]`.
-      sizes: Number of rows of each expert, int32 `[experts]`.
-      order: The row, of token `row // chosen`, at each place of the rows that are sorted by expert.
-      place: Its inverse: the place of each row.
-      penalty: Weighted sum of both penalties, float32.
-    """
+    """Choices of a router for t tokens: experts, int32 `[t, chosen]`, their float32 weights, and the penalty."""
 
     chosen: jax.Array
     weights: jax.Array
-    sizes: jax.Array
-    order: jax.Array
-    place: jax.Array
     penalty: jax.Array
 
 
@@ -109,9 +100,8 @@ def route(logits: jax.Array, config: MoeConfig) -> Routed:
     """Return the choices for the logits of a router, float32 `[t, experts]`.
 
     >>> config = MoeConfig(layers=1, width=2, heads=1, kv_heads=1, hidden=1, context=1, experts=3)
-    >>> routed = route(jnp.log(jnp.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])), config)
-    >>> routed.chosen.tolist(), routed.sizes.tolist(), routed.order.tolist()
-    ([[2, 1], [0, 1]], [1, 2, 1], [2, 1, 3, 0])
+    >>> route(jnp.log(jnp.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])), config).chosen.tolist()
+    [[2, 1], [0, 1]]
     """
     probabilities = jax.nn.softmax(logits)
     chosen = checkpoint_name(lax.top_k(lax.stop_gradient(probabilities), config.chosen)[1], CHOICE)
@@ -120,12 +110,55 @@ def route(logits: jax.Array, config: MoeConfig) -> Routed:
     weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None], 0.0), axis=-1)
     if config.normalized == "chosen":
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    sizes = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.int32)
-    order = jnp.argsort(chosen.reshape(-1))
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    balance = config.experts * jnp.sum(sizes / chosen.size * jnp.mean(probabilities, axis=0))
+    balance = config.experts * jnp.sum(jnp.mean(is_chosen, axis=(0, 1)) * jnp.mean(probabilities, axis=0))
     z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    return Routed(chosen, weights, sizes, order, place, config.balance * balance + config.z_loss * z_loss)
+    return Routed(chosen, weights, config.balance * balance + config.z_loss * z_loss)
+
+
+def mix(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, first: jax.Array | int,
+    activation: Activation,
+) -> jax.Array:  # fmt: skip
+    """Return the sum over some experts, the ones from number `first` on, float32 `[t, width]`.
+
+    Args:
+      x: Tokens `[t, width]`.
+      chosen, weights: Of a router. Experts that are not among these add nothing.
+      gate_up, down: Matrices `[experts, width, 2 hidden]` and `[experts, hidden, width]`.
+      first: Number of the first expert.
+      activation: As in `LlamaConfig`.
+    """
+    own = chosen.reshape(-1) - first
+    experts = len(gate_up)
+    own = jnp.where((own >= 0) & (own < experts), own, experts)  # sorted behind the last group, where rows are zero
+    sizes = jnp.sum(own[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    order = jnp.argsort(own)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    rows = dispatch(x, order, place)
+    gate, up = jnp.split(lax.ragged_dot(rows, gate_up.astype(x.dtype), sizes), 2, axis=-1)
+    out = lax.ragged_dot(gated(gate, up, activation), down.astype(x.dtype), sizes)
+    back = collect(out, order, place).astype(jnp.float32).reshape(*chosen.shape, -1)
+    return jnp.sum(back * weights[..., None], axis=1)
+
+
+def mix_on_mesh(x: jax.Array, routed: Routed, gate_up: jax.Array, down: jax.Array, activation: Activation) -> jax.Array:
+    """Return `mix` over all experts; on a mesh of `models.meshes` each device of `fsdp` multiplies its own experts.
+
+    The devices along `fsdp` gather their tokens and add up their sums, so that no weight travels.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or mesh.size == 1:
+        return mix(x, routed.chosen, routed.weights, gate_up, down, 0, activation)
+
+    def of_device(
+        x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        x, chosen, weights = (lax.all_gather(array, "fsdp", tiled=True) for array in (x, chosen, weights))
+        first = lax.axis_index("fsdp") * len(gate_up)
+        return lax.psum_scatter(mix(x, chosen, weights, gate_up, down, first, activation), "fsdp", tiled=True)
+
+    specs = (*[BATCH] * 3, *[P("fsdp")] * 2)
+    return jax.shard_map(of_device, in_specs=specs, out_specs=BATCH)(x, routed.chosen, routed.weights, gate_up, down)
 
 
 @jax.custom_vjp
@@ -183,12 +216,7 @@ class MoeBlock(Block):
         self.sow("intermediates", "chosen", routed.chosen)
         gate_up = Matrix((config.experts, config.width, 2 * config.hidden), initial(config), name="expert_gate_up")()
         down = Matrix((config.experts, config.hidden, config.width), initial(config, "residual"), name="expert_down")()
-        multiply = lambda rows, matrix: lax.ragged_dot(rows, matrix.astype(x.dtype), routed.sizes)
-        rows = dispatch(flat, routed.order, routed.place)
-        gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
-        hidden = gated(gate, up, config.activation)
-        back = collect(multiply(hidden, down), routed.order, routed.place).astype(jnp.float32)
-        y = jnp.sum(back.reshape(len(flat), config.chosen, -1) * routed.weights[..., None], axis=1).astype(x.dtype)
+        y = mix_on_mesh(flat, routed, gate_up, down, config.activation).astype(x.dtype)
         shared = self._swiglu(x, config.shared) if config.shared else 0
         return y.reshape(x.shape) + shared, routed.penalty
 

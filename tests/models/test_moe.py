@@ -3,16 +3,19 @@
 import dataclasses
 import doctest
 import math
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models import families, moe
-from models.meshes import make_mesh
+from models.meshes import OnMesh, make_mesh
 from models.moe import MOES, Moe, MoeConfig
 from models.train import TrainConfig, run
 from models.training import check_placement, program, state_places
@@ -64,8 +67,9 @@ def test_penalties_change_gradients_and_no_loss():
     variables = variables_of(Moe(config, dtype="float32"), INPUTS)
     losses = lambda config, v: Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
     plain = dataclasses.replace(config, balance=0.0, z_loss=0.0)
-    assert losses(config, variables) == losses(plain, variables)
-    (found, base) = (jax.grad(lambda v, c=c: losses(c, v))(variables)["params"]["layers"] for c in (config, plain))
+    both = jax.jit(lambda v: [jax.value_and_grad(lambda v, c=c: losses(c, v))(v) for c in (config, plain)])(variables)
+    (loss, found), (base_loss, base) = ((loss, gradients["params"]["layers"]) for loss, gradients in both)
+    assert loss == base_loss
     changed = jax.tree.map(lambda a, b: not same_bits(a, b), found, base)
     assert changed["router"]["kernel"] and not changed["expert_down"]["kernel"]
 
@@ -165,6 +169,27 @@ def test_experts_lie_on_the_devices_of_a_mesh_with_their_state():
     }
     split = [spec for spec in of_experts.values() if spec[:2] == (None, "fsdp")]
     assert len(split) > 3 and len(split) == len(of_experts), of_experts
+
+
+def test_devices_multiply_their_own_experts():
+    mesh = make_mesh({"data": jax.device_count() // 2, "fsdp": 2})
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((64, 16), (6, 16, 48), (6, 24, 16), (64, 6))
+    x, gate_up, down, logits = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+    def loss(x, gate_up, down):
+        routed = moe.route(logits, dataclasses.replace(OTHER, experts=6))
+        return jnp.sum(moe.mix_on_mesh(x, routed, gate_up, down, "silu") ** 2)
+
+    graded = jax.value_and_grad(loss, (0, 1, 2))
+    split = OnMesh(jax.jit(graded), mesh)
+    for found, wanted in zip(*(jax.tree.leaves(f(x, gate_up, down)) for f in (split, graded)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * float(jnp.abs(wanted).max()))
+    rules = (P(("data", "fsdp")), P("fsdp"), P("fsdp"))
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, gate_up, down), rules, strict=True)]
+    text = split.lower(*placed).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    assert gathered and not [shape for shape in gathered if shape.count(",") == 2]  # tokens, and no weights
 
 
 @pytest.mark.slow
