@@ -13,9 +13,9 @@ With remat="auto", the usual value of large models, each step keeps as much as f
 
 With `--include measured`, only layers that measured times say gain take the recipe; stored weights are those of all
 layers. With `--include measured,head` the head takes it, too, and stored weights are those of layers that take it. Both
-parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain
-Flax (`models.llama`), converted by `convert_to_tcfp`. `flax Fp8DirectDotGeneralOp` is Flax's own FP8 with delayed
-scales, and `qwix` is Google's, if it is installed.
+parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain Flax, converted
+by `convert_to_tcfp`. `flax Fp8DirectDotGeneralOp` is Flax's own FP8 with delayed scales, and `qwix` is Google's, if it
+is installed.
 """
 
 import argparse
@@ -139,12 +139,8 @@ def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> floa
     True
     """
     batch, positions = tokens
-    if isinstance(config, GPTConfig):
-        weights, heads = 12 * config.width**2, config.width
-    else:
-        weights, heads = config.width * config.columns, config.heads * config.head_size
-    attention = 2 * batch * positions**2 * heads  # two products of scores, half of each
-    forward = config.layers * (2 * batch * positions * weights + attention)
+    attention = 2 * batch * positions**2 * config.heads * config.head_size  # two products of scores, half of each
+    forward = config.layers * (2 * batch * positions * config.width * config.columns + attention)
     if part == "step":
         forward += 2 * batch * positions * config.width * config.vocabulary
     return 3.0 * forward
@@ -233,8 +229,8 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     """Return (the model of the whole step, its weights)."""
     recipe = tcfp_jax.recipe(fitting.RECIPE_OF.get(name, name))
     include, everywhere = config.include, name == STORED or name in EMULATED
-    rules = {"^(embedding|head)/": recipe} if "head" in include else None  # no layer of its shape was measured
-    if "measured" in include and rules is None:
+    rules: Any = {"^(embedding|head)/": recipe} if "head" in include else {}  # no layer of its shape was measured
+    if "measured" in include and not rules:
         if not everywhere:
             return learner(config.step, recipe, "bfloat16", config.step_tokens)
         include = ("linear", "small")
@@ -246,7 +242,7 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
         include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
     plain = FAMILIES[family_of(config.step)].plain(config.step, "bfloat16")
-    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=ROUTER | (rules or {}))
+    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=ROUTER | rules)
     return model, find_weights(model) or None
 
 

@@ -61,6 +61,16 @@ class GPTConfig:
         if self.attention not in get_args(Attention):
             raise ValueError(f"attention={self.attention!r} is unknown; use one of {list(get_args(Attention))}")
 
+    @property
+    def head_size(self) -> int:
+        """Values of one head of attention."""
+        return self.width // self.heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of all matrices of a block, with `width` rows or transposed."""
+        return 12 * self.width
+
 
 MODELS = {
     "tiny": GPTConfig(layers=2, width=128, heads=4, context=128),

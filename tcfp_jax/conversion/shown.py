@@ -30,6 +30,9 @@ from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 # Shapes that stand for arrays without values.
 SHAPES = (jax.ShapeDtypeStruct, Absent)
 _static: Any = functools.partial(field, metadata=dict(static=True))
+# The root and the stored form; inside `shard_map` a device's parts of them.
+Parts = tuple[jax.Array | None, Stored | None]
+Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], "Shown"]]
 
 
 @jax.tree_util.register_dataclass
@@ -184,7 +187,7 @@ class Shown:
         gathers = (*self.gathers, (atom, name))
         return self.seen_as(view, root=root, stored=None, stacked=(), local=local, gathers=gathers)
 
-    def split(self, shape: Shape, spec: PartitionSpec) -> "tuple[Any, Any, Callable[[Any], Shown]] | None":
+    def split(self, shape: Shape, spec: PartitionSpec) -> "Split | None":
         """Return (arrays, their specs, the function that makes a `Shown` of a device's arrays) for `shard_map`.
 
         The stored form goes along if the devices split nothing but stacks, whose weights have scales of their own.
@@ -209,7 +212,7 @@ class Shown:
         gone = [number for number, axis in enumerate(self.stacked) if axis in view.taken]
         stacked = () if stored is None else tuple(axis for axis in self.stacked if axis not in view.taken)
 
-        def part(arrays: Any) -> "Shown":
+        def part(arrays: Parts) -> "Shown":
             root = None if arrays[0] is None else lax.squeeze(arrays[0], alone)
             stored = jax.tree.map(lambda leaf: lax.squeeze(leaf, gone), arrays[1])
             return self.seen_as(view, root=root, stored=stored, stacked=stacked)
