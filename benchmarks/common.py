@@ -10,6 +10,7 @@ A benchmark is a module of this package with
     show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
     json_name(options)         returns the name of its JSON, if options choose one
+    SMOKE                      options of a smoke run that the command line does not name
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of
 the chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
@@ -36,12 +37,18 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from benchmarks.options import chosen_of as chosen_of
+from benchmarks.options import counted
+from benchmarks.options import positive as positive
 from benchmarks.timing import take_memory_as_needed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("pallas_kernels", "tcfp_jax")
-NO_FP8 = "a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing"
+NO_FP8 = (
+    "a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing. --smoke shows in "
+    "seconds that a benchmark runs"
+)
 AGE = "; the library has changed since"
 
 
@@ -135,12 +142,16 @@ def parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")
     parser.add_argument(
         "--smoke", action="store_true",
-        help="tiny sizes, few steps and one seed, whatever else is asked for: its numbers mean nothing",
+        help="tiny sizes, few steps and one seed, in about ten seconds: its numbers mean nothing",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, help="folder instead of benchmarks/results; implies --json")
     if hasattr(benchmark, "add_options"):
         benchmark.add_options(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        for name, value in getattr(benchmark, "SMOKE", {}).items():
+            setattr(options, name, getattr(options, name) or value)
+    return options
 
 
 def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list[Any]:
@@ -151,9 +162,11 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
         f"{NO_FP8 if header.platform == 'cpu' else ''}",
         flush=True,
     )
-    for row in benchmark.measure(config):
-        rows.append(row)
-        write_result(path, benchmark.NAME, header, config, rows)
+    with counted() as count:
+        for row in benchmark.measure(config):
+            rows.append(row)
+            write_result(path, benchmark.NAME, header, config, rows)
+            count(len(rows))
     getattr(benchmark, "show", print_rows)(rows)
     if path is not None:
         print(f"written: {path}")
@@ -163,6 +176,8 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
 def command(name: str) -> None:
     """Run a benchmark as a program; a request that cannot be met prints one line and exits with status 2."""
     take_memory_as_needed()
+    if "--smoke" in sys.argv and jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)  # a smoke run compiles much and computes little
     main(name, refusals=_in_one_line)
 
 
@@ -173,38 +188,6 @@ def _in_one_line() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-
-
-def positive(text: str) -> int:
-    """Return the value of an option that counts; use it as the type of an argument.
-
-    >>> positive("3")
-    3
-
-    Raises:
-      ArgumentTypeError: the text is not an integer of at least 1.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1; give one")
-    return int(text)
-
-
-def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the names in "NAME,NAME", or all allowed names without a text.
-
-    >>> chosen_of("recipes", "tcfp12, error bfloat16,bf16", ["bf16", "tcfp12", "tcfp12, error bfloat16"])
-    ('tcfp12, error bfloat16', 'bf16')
-
-    Raises:
-      ValueError: a name is not allowed.
-    """
-    names: list[Any] = [] if text else [*allowed]
-    for name in map(str.strip, text.split(",") if text else ()):
-        joined = f"{names[-1]}, {name}" if names else None  # a name with a comma
-        names = [*names[:-1], joined] if joined in allowed else [*names, name]
-    if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
-    return tuple(names)
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -271,7 +271,8 @@ def configure(options: argparse.Namespace) -> Config:
     Raises:
       ValueError: a name is unknown, the text is shorter than a window, or runs from scratch have base steps.
     """
-    names, forks = chosen_of(options.variants), options.protocol == "fork"
+    few = options.smoke and options.variants == "default"
+    names, forks = chosen_of("stored" if few else options.variants), options.protocol == "fork"
     if options.base_steps is not None and (options.base_steps > 0) != forks:
         raise ValueError(
             f"--base-steps {options.base_steps} with --protocol {options.protocol}: forks have a base of one step or "

@@ -55,7 +55,7 @@ USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {"step": (BASELINE, "tensorwis
 # Two blocks keep 13 dB or more. The gradients of a first layer pass the whole model: 8.4 dB after 16 blocks.
 # A wrong scale or operand gives less than 3, and with four-bit operands, which keep less, below 0.
 LEAST_SNR_DB: dict[str, float] = {"block": 11.0, "step": 5.0} | dict.fromkeys(EMULATED, 0.0)
-INCLUDES = ("linear", "measured", "measured,head")
+INCLUDES, SMOKE = ("linear", "measured", "measured,head"), {"recipes": "tensorwise", "parts": "block", "no_peaks": True}
 # Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of operands.
 PEAK_TFLOPS = 989.0
 

@@ -12,7 +12,7 @@ a cast of 128 x 1024 normal values, and bits are counted per value, scales and a
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,13 @@ def _describe(made: DataType) -> str:
     )  # fmt: skip
 
 
-def _table() -> str:
-    """Return the datatypes of `TABLE` as a Markdown table."""
-    lines = ["| datatype | content | bits per value | SNR on N(0, 1), dB |", "|---|---|--:|--:|"]
+def _table() -> Iterator[str]:
+    """Yield the lines of a Markdown table of the datatypes of `TABLE`."""
+    yield "| datatype | content | bits per value | SNR on N(0, 1), dB |"
+    yield "|---|---|--:|--:|"
     for name in TABLE:
         made = CATALOG[name]
-        lines.append(f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {_snr_db(made):.1f} |")
-    return "\n".join(lines)
+        yield f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {_snr_db(made):.1f} |"
 
 
 def _content(made: DataType) -> str:
@@ -152,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         _plot(options.plot)
     elif options.table:
-        print(_table())
+        for line in _table():
+            print(line, flush=True)
     elif options.name is not None:
         try:
             made = CATALOG[options.name] if options.name in CATALOG else datatype(options.name)

@@ -153,7 +153,18 @@ def test_the_pages_agree_with_the_committed_numbers():
 
 @pytest.mark.parametrize(
     "name",
-    ["common", "memory", "report", "shapes", "casts", "timing", "convergence", "convergence_tables", "variants"],
+    [
+        "common",
+        "options",
+        "memory",
+        "report",
+        "shapes",
+        "casts",
+        "timing",
+        "convergence",
+        "convergence_tables",
+        "variants",
+    ],
 )
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
