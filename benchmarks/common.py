@@ -10,7 +10,7 @@ A benchmark is a module of this package with
     show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
     json_name(options)         returns the name of its JSON, if options choose one
-    SMOKE                      options of a smoke run that the command line does not name
+    SMOKE_OPTIONS              options of a smoke run that the command line does not name
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of
 the chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
@@ -149,7 +149,7 @@ def parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
         benchmark.add_options(parser)
     options = parser.parse_args(arguments)
     if options.smoke:
-        for name, value in getattr(benchmark, "SMOKE", {}).items():
+        for name, value in getattr(benchmark, "SMOKE_OPTIONS", {}).items():
             setattr(options, name, getattr(options, name) or value)
     return options
 

@@ -87,7 +87,7 @@ DEFAULT = (
     "nearest", "four_over_six", "fold_exact", "search", "gptq", "gptq_four_over_six", "gptq_search", "mxfp4",
     "mxfp4_search",
 )  # fmt: skip
-SMOKE = {"methods": "nearest,fold_exact"}
+SMOKE_OPTIONS = {"methods": "nearest,fold_exact"}
 
 
 @dataclass(frozen=True)

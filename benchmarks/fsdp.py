@@ -40,7 +40,7 @@ NAME = "fsdp"
 Part = Literal["mlp", "llama"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
-SMOKE = {"recipes": STORED, "parts": "mlp"}
+SMOKE_OPTIONS = {"recipes": STORED, "parts": "mlp"}
 NARROW = " wire=bfloat16"
 RECIPES = (BASELINE, "tensorwise", "tensorwise" + NARROW, "tcfp12_fast", "tcfp12_fast" + NARROW, STORED)
 

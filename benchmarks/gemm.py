@@ -30,7 +30,7 @@ MEASURES = {"products": NAME, "scales": "scaled_products", "quantizers": "quanti
 KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
 BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
 # Dense tensor-core rates, NVIDIA's data sheets.
-SMOKE = {"measure": "products"}
+SMOKE_OPTIONS = {"measure": "products"}
 PEAK_TFLOPS = {name: {"bf16": 989.5, "fp8": 1979.0} for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
 
 

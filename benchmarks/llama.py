@@ -55,7 +55,7 @@ USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {"step": (BASELINE, "tensorwis
 # Two blocks keep 13 dB or more. The gradients of a first layer pass the whole model: 8.4 dB after 16 blocks.
 # A wrong scale or operand gives less than 3, and with four-bit operands, which keep less, below 0.
 LEAST_SNR_DB: dict[str, float] = {"block": 11.0, "step": 5.0} | dict.fromkeys(EMULATED, 0.0)
-INCLUDES, SMOKE = ("linear", "measured", "measured,head"), {"recipes": "tensorwise", "parts": "block", "no_peaks": True}
+INCLUDES, SMOKE_OPTIONS = ("linear", "measured", "measured,head"), {"recipes": "tensorwise", "parts": "block"}
 # Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of operands.
 PEAK_TFLOPS = 989.0
 
@@ -346,7 +346,7 @@ def configure(options: argparse.Namespace) -> Config:
         step = dataclasses.replace(step, attention="cudnn")
     tokens = (2, 4096) if on_gpu else (2, 32)
     step_tokens = (max(1, 16384 // min(4096, step.context)), min(4096, step.context)) if on_gpu else (2, 32)
-    peaks: Any = "none" if options.no_peaks else "measured"
+    peaks: Any = "none" if options.no_peaks or options.smoke else "measured"
     few: Any = {} if on_gpu else dict(rounds=2, calls=2, include=("linear", "small"))
     if options.include:
         few["include"] = tuple(options.include.split(","))

@@ -293,6 +293,15 @@ def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
         assert status.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["fp4_quality", "fsdp", "gemm", "llama", "train_step"])
+def test_a_smoke_run_tries_few_candidates_unless_they_are_named(name):
+    benchmark = importlib.import_module(f"benchmarks.{name}")
+    options = common.parse(benchmark, ["--smoke"])
+    assert {option: getattr(options, option) for option in benchmark.SMOKE_OPTIONS} == benchmark.SMOKE_OPTIONS
+    option, value = next(iter(benchmark.SMOKE_OPTIONS.items()))
+    assert getattr(common.parse(benchmark, ["--smoke", f"--{option}", "mine"]), option) == "mine" != value
+
+
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
         gemm.main(["--smoke", "--out", str(common.RESULTS)])
