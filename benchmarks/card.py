@@ -36,6 +36,7 @@ class Run:
 RUNS = {
     "large": Run("large --model llama-8b --bf16-layers 8", 170),
     "large-8-layers": Run("large --model llama-8b --layers 8", 120),
+    "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8 --remat block", 100),
     "llama-1b": Run("llama --parts step --recipes tensorwise,stored --no-peaks", 110),
     "llama-1b-others": Run("llama --parts step --recipes rowwise,tcfp12_single --no-peaks", 110),
     "llama-1b-fast": Run("llama --parts step --recipes tcfp12_fast --no-peaks", 80),
@@ -68,6 +69,10 @@ RUNS = {
     "quality": Run("quality", 60),
     "gemm": Run("gemm --measure products", 60),
     "scaled_products": Run("gemm --measure scales", 60),
+    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2'", 70),
+    "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 90),
+    "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 90),
+    "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 150),
     "quantizers": Run("gemm --measure quantizers", 60),
     "skip_residual": Run("skip_residual", 30),
     "adamw": Run("adamw", 40),

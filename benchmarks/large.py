@@ -222,8 +222,9 @@ def table(result: Result) -> str:
         "compiling, s", "loss",
     ]  # fmt: skip
     size, (batch, positions) = result.config["model"], result.config["tokens"]
+    kind = f"mixture of {size['experts']} experts" if "experts" in size else "Llama"
     return (
-        f"{markdown_table(titles, lines)}\n\nA Llama of width {size['width']}, hidden {size['hidden']}, a vocabulary "
+        f"{markdown_table(titles, lines)}\n\nA {kind} of width {size['width']}, hidden {size['hidden']}, a vocabulary "
         f"of {size['vocabulary']}, {batch} × {positions} tokens a step. Step is what the compiled step needs, with its "
         f"state; peak is the allocator's. The losses are those of the first {result.config['steps']} steps, in nats "
         f"per byte, of {result.rows[0]['text']}."
