@@ -39,7 +39,7 @@ from benchmarks.fitting import BASELINE, STORED
 from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
-from models.families import FAMILIES, ROUTER, TABLES, ModelConfig, family_of, learner, model_config, model_names
+from models.families import EXACT, FAMILIES, TABLES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
 from models.llama import LLAMAS, Block, LlamaConfig, Loop, rotations
 from models.moe import MoeConfig
@@ -242,7 +242,7 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
         include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
     plain = FAMILIES[family_of(config.step)].plain(config.step, "bfloat16")
-    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=ROUTER | rules)
+    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=EXACT | rules)
     return model, find_weights(model) or None
 
 

@@ -24,10 +24,11 @@ from benchmarks import common
 from benchmarks.common import Result, markdown_table
 from benchmarks.forks import Base, Config, advance, start_fork, train_base, train_config
 from benchmarks.variants import BASELINE, RERUN, VARIANTS, Variant
+from models.batches import check_corpus
 from models.families import learner
 from models.moe import MOES, MoeConfig
 from models.text import Corpus, load_installed
-from models.training import TrainState, check_corpus, count_parameters, evaluate
+from models.training import TrainState, count_parameters, evaluate
 
 NAME = "routing"
 DEFAULT = (BASELINE, RERUN, "stored", "tensorwise")

@@ -30,6 +30,9 @@ Rules = Mapping[str, Recipe | str | None] | Iterable[Rule] | None
 # side of 1024 were measured at 1.19 of BF16's speed for tensorwise, of 768 at 0.99, of 512 at 0.81 (H200,
 # benchmarks/results/nvidia-h200/train_step-narrow.json).
 _SMALL = 1024
+# Both passes of experts of 2048 x 768 have 1.22 of the BF16 kernel's speed with quantization, and far more of that of
+# XLA's `ragged_dot`, which is left otherwise (benchmarks/results/nvidia-h100-80gb-hbm3/grouped-up.json).
+_SMALL_OF_EXPERTS = 768
 # Least measured gain for which a product is converted: interpolation between measured times may be wrong by as much.
 _WORTHWHILE = 1.02
 _SWITCHED_OFF = "switched off by to_bf16"
@@ -161,10 +164,10 @@ class Policy:
 
     def _sized(self, product: Product) -> Record:
         """Choose by the sides of the matrix."""
-        side = min(product.k, product.n)
-        if "small" in self.include or side >= _SMALL:
+        side, least = min(product.k, product.n), _SMALL_OF_EXPERTS if product.primitive == GROUPED else _SMALL
+        if "small" in self.include or side >= least:
             return Record(product, self.recipe)
-        return Record(product, None, f"too small to win: a side of {side}, below {_SMALL}; {self._with('small')}")
+        return Record(product, None, f"too small to win: a side of {side}, below {least}; {self._with('small')}")
 
     def _weighed(self, product: Product) -> Record:
         """Choose by measured times of the layer at its own shape; the reason says so if size decides instead."""

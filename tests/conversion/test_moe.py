@@ -129,6 +129,14 @@ def test_other_recipes_say_why_not():
     assert all(record.reason.startswith("blockwise has no grouped product") for record in skipped)
 
 
+def test_experts_gain_at_smaller_sizes_than_one_matrix():
+    fn = lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([4, 4]))
+    low = transform(fn, "tcfp12_single")
+    for k, converted in ((768, True), (512, False)):
+        params, x = {"w": jax.ShapeDtypeStruct((2, k, 1024), jnp.float32)}, jax.ShapeDtypeStruct((8, k), jnp.float32)
+        assert bool(survey(low, params, x).converted) == converted
+
+
 @pytest.mark.slow_except("4")
 @pytest.mark.parametrize("experts", [4, 2])  # two or one on each device
 def test_experts_over_devices_are_stored(experts):
