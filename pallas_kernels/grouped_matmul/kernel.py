@@ -1,12 +1,10 @@
 """Grouped products on Hopper: one persistent kernel for rows of groups and for sums within groups.
 
 A block walks output tiles. One warpgroup copies steps of tile_k into a ring of `stages` buffers, which runs on from one
-output tile to the next, and two warpgroups multiply, as in `hopper/kernel.py`. Lists made before the kernel say what an
-output tile reads, because the sizes of groups are known only on the device:
-
-    rows   : (group, first row, rows) of each row tile; its columns are those of the result
-    within : (first column, begin, end) of each group; steps begin at a multiple of 128 and columns before `begin` and
-             from `end` on are zeroed in shared memory, in the first and in the last step alone
+output tile to the next, and two warpgroups multiply, as in `hopper/kernel.py`. Two small XLA operations before the
+kernel say where groups begin, because sizes are known only on the device, and which group a row tile belongs to. Sums
+within a group begin at a multiple of tile_k: columns of other groups are zeroed in shared memory, in the first and the
+last step alone. A block reads these numbers for its next output tile while it computes one.
 
 Row tiles begin at any row, so the last tile of a group may end with it and overlap the tile before, which writes the
 same bits. Only groups smaller than a tile have rows that must not be written. Shared memory is [rows][128 bytes],
@@ -46,7 +44,7 @@ class Plan:
       kind: "rows" for rows times the weight of their group, "within" for sums over the rows of each group.
       halves: 2 for a weight with a residual, else 1.
       promote: whether sums are promoted to float32 registers after each tile_k.
-      by_rows: whether scales are vectors instead of one number for each group.
+      scales: "none", one of x and one for each group ("tensor"), or vectors ("rows").
       blocks: blocks of the persistent grid.
     """
 
@@ -54,13 +52,14 @@ class Plan:
     kind: Literal["rows", "within"]
     halves: int
     promote: bool
-    by_rows: bool
+    scales: Literal["none", "tensor", "rows"]
     blocks: int
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Tile:
-    """One output tile: the group, where it reads and writes, the rows that it writes, and its steps."""
+    """One output tile: its group, the rows and columns that it writes, the steps that it reads, and its scale."""
 
     group: Index
     row: Index
@@ -68,8 +67,22 @@ class _Tile:
     column: Index
     first: Index
     steps: Index
-    begin: Index = 0
-    end: Index = 0
+    begin: Index
+    end: Index
+    factor: jax.Array
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Where groups begin, `[e + 1]`; and for rows the row tiles before each group, and the facts of each row tile.
+
+    The last group are the rows behind the others, which have no weight. `facts` are its group, the group's first tile,
+    and the rows where the group begins and ends.
+    """
+
+    starts: Ref
+    before: Ref = None
+    facts: Sequence[Ref] = ()
 
 
 def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
@@ -78,12 +91,12 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
     Args:
       plan: everything for which the kernel is compiled.
       out: `[m, n]` for rows, `[e, k, n]` within groups.
-      operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g `[n, m]`; the number of row tiles of
-        all groups `[1]`; the list `[3, tiles or e]`; the scales, `[e]` with one more for the rows behind the groups,
-        or those of rows `[rows]` and of columns `[e, n]`, both long enough for whole tiles.
+      operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g `[n, m]`; the arrays of
+        `_Lists`; the scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, both long enough for
+        whole tiles.
     """
     interpret = device_kind() == "cpu"
-    accumulation, scaling = "full" if plan.promote else "fast", "_by_rows" if plan.by_rows else ""
+    accumulation = "full" if plan.promote else "fast"
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan, interpret),
         out_type=out,
@@ -92,7 +105,7 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=f"grouped_matmul_{plan.kind}_{operands[0].dtype}_{accumulation}_{plan.halves}{scaling}",
+        kernel_name=f"grouped_matmul_{plan.kind}_{operands[0].dtype}_{accumulation}_{plan.halves}_{plan.scales}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return varying(one_at_a_time(kernel)(*operands), *operands)
@@ -101,8 +114,10 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
 def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
     """Walk the output tiles of one block, in the warpgroup that copies and in those that compute."""
     config, operands, out = plan.config, refs[: 1 + plan.halves], refs[-1]
-    count, listed, *scales = refs[1 + plan.halves : -1]
-    n_tiles = pl.cdiv(out.shape[-1], config.tile_n)
+    rest = refs[1 + plan.halves : -1]
+    lists, scales = (
+        (_Lists(rest[0], rest[1], rest[2:6]), rest[6:]) if plan.kind == "rows" else (_Lists(rest[0]), rest[1:])
+    )
     rings = [_ring(config, operand, rows, interpret) for operand, rows in zip(operands, _heights(plan), strict=True)]
     barrier = functools.partial(plgpu.Barrier, num_barriers=config.stages)
 
@@ -121,11 +136,27 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
         warpgroup = lax.axis_index("warpgroup")
 
         def walk(visit: Callable[[_Tile, Index], None]) -> None:
-            @plgpu.nd_loop((count[0] * n_tiles,), collective_axes="block", init_carry=jnp.int32(0))
-            def _tiles(loop: plgpu.NDLoopInfo, carry: Index) -> Index:
-                tile = _tile(plan, operands, out, count[0], listed, loop.index[0])
-                visit(tile, carry)
-                return carry + tile.steps
+            block, blocks = lax.axis_index("block"), lax.axis_size("block")
+            total = _count(plan, operands, out, lists)
+            find = lambda index: _tile(plan, operands, out, lists, scales, jnp.minimum(index, total - 1))
+
+            turns = lax.div(total - block + blocks - 1, blocks)
+
+            def visit_next(i: Index, carry: tuple[Index, _Tile]) -> tuple[Index, _Tile]:
+                before, tile = carry
+                following = find(block + (i + 1) * blocks)  # loads that the products of this tile hide
+                visit(tile, before)
+                return before + tile.steps, following
+
+            def visit_alone(i: Index, before: Index) -> Index:
+                tile = find(block + i * blocks)
+                visit(tile, before)
+                return before + tile.steps
+
+            if plan.promote:  # totals leave no registers for a second tile
+                lax.fori_loop(0, turns, visit_alone, jnp.int32(0))
+            else:
+                lax.fori_loop(0, turns, visit_next, (jnp.int32(0), find(block)))
 
         def fill() -> None:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
@@ -170,22 +201,47 @@ def _views(shape: tuple[int, ...], dtype: DTypeLike, interpret: bool) -> Ref:
     return views[1] if interpret else plgpu.RefUnion(*views)
 
 
-def _tile(plan: Plan, operands: Sequence[Ref], out: Ref, count: Index, listed: Ref, index: Index) -> _Tile:
-    """Return the output tile with this index."""
+def _count(plan: Plan, operands: Sequence[Ref], out: Ref, lists: _Lists) -> Index:
+    """Return the number of output tiles."""
+    n_tiles = pl.cdiv(out.shape[-1], plan.config.tile_n)
+    if plan.kind == "within":
+        return jnp.int32(out.shape[0] * pl.cdiv(out.shape[1], plan.config.tile_m) * n_tiles)
+    return _row_tiles(plan, out, lists) * n_tiles
+
+
+def _row_tiles(plan: Plan, out: Ref, lists: _Lists) -> Index:
+    last, tile_m = lists.starts.shape[0] - 1, plan.config.tile_m
+    behind = jnp.maximum(out.shape[0] - lists.starts[last], 0)
+    return jnp.minimum(lists.before[last] + lax.div(behind + tile_m - 1, tile_m), lists.facts[0].shape[0])
+
+
+def _tile(plan: Plan, operands: Sequence[Ref], out: Ref, lists: _Lists, scales: Sequence[Ref], index: Index) -> _Tile:
+    """Return the output tile with this index. Wrong sizes add up to more than the rows, and their scale is NaN."""
     config, n_tiles = plan.config, pl.cdiv(out.shape[-1], plan.config.tile_n)
+    groups, zero = lists.starts.shape[0] - 1, jnp.int32(0)
     if plan.kind == "rows":
-        item, column = _place(index, count, n_tiles, config.snake)
-        group, row, rows = (listed[i, item] for i in range(3))
-        # The rows behind the groups are a group without a weight.
-        steps = jnp.where(group < operands[1].shape[0], operands[0].shape[1] // config.tile_k, 0)
-        return _Tile(group, row, rows, column * config.tile_n, 0, steps)
-    height = pl.cdiv(out.shape[1], config.tile_m)
-    group, index = lax.div(index, height * n_tiles), lax.rem(index, height * n_tiles)
-    row, column = _place(index, height, n_tiles, config.snake)
-    first, begin, end = (listed[i, group] for i in range(3))
-    steps = lax.div(end + config.tile_k - 1, config.tile_k)
-    first = pl.multiple_of(first, config.tile_k)
-    return _Tile(group, row * config.tile_m, config.tile_m, column * config.tile_n, first, steps, begin, end)
+        m, k = operands[0].shape
+        item, column = _place(index, _row_tiles(plan, out, lists), n_tiles, config.snake)
+        group, before, start, end = (fact[item] for fact in lists.facts)
+        row = start + jnp.minimum((item - before) * config.tile_m, jnp.maximum(end - start - config.tile_m, 0))
+        steps = jnp.where(group < groups, k // config.tile_k, 0)
+        rows = jnp.minimum(end - start, config.tile_m)
+        place = group, jnp.minimum(row, m), rows, column * config.tile_n, zero, steps, zero, zero
+    else:
+        m, height = operands[0].shape[1], pl.cdiv(out.shape[1], config.tile_m)
+        group, rest = lax.div(index, height * n_tiles), lax.rem(index, height * n_tiles)
+        row, column = _place(rest, height, n_tiles, config.snake)
+        start, end = (jnp.minimum(lists.starts[group + i], m) for i in range(2))
+        first = lax.div(start, config.tile_k) * config.tile_k
+        steps = jnp.where(end > start, lax.div(end - first + config.tile_k - 1, config.tile_k), 0)
+        rows = jnp.int32(config.tile_m)
+        place = group, row * rows, rows, column * config.tile_n, first, steps, start - first, end - first
+    factor = jnp.where(lists.starts[groups] > m, jnp.float32(jnp.nan), jnp.float32(1))
+    if plan.scales == "tensor":
+        factor = factor * scales[0][0] * scales[1][jnp.minimum(group, scales[1].shape[0] - 1)]
+        if plan.kind == "rows":  # nothing but NaN for wrong sizes is a scale of the rows behind the groups
+            factor = jnp.where((group < groups) | (lists.starts[groups] > m), factor, jnp.float32(0))
+    return _Tile(*place, factor)
 
 
 def _place(index: Index, height: Index, width: int, band: int) -> tuple[Index, Index]:
@@ -214,7 +270,8 @@ def _fill(
         def _wait() -> None:
             plgpu.barrier_wait(consumed.at[slot])
 
-        k = pl.ds(tile.first + step * config.tile_k, config.tile_k)
+        first = pl.multiple_of(tile.first, config.tile_k) if plan.kind == "within" else 0
+        k = pl.ds(first + step * config.tile_k, config.tile_k)
         of_w = [w.at[tile.group, rows[1], k] if plan.kind == "rows" else w.at[rows[1], k] for w in ws]
         for block, buffer in zip((x.at[rows[0], k], *of_w), buffers, strict=True):
             plgpu.copy_gmem_to_smem(block, buffer.at[slot], filled.at[slot])
@@ -301,12 +358,14 @@ def _store(
     copied, written = pieces
     buffers, height, width = written.shape
     (rows, columns), turn = parts[0][0].shape, itertools.count()
+    left = pl.multiple_of(tile.column, plan.config.tile_n)
     for down, line in enumerate(parts):
         for across, part in enumerate(line):
             for i, j in itertools.product(range(0, rows, height), range(0, columns, width)):
-                row, column = first_row + down * rows + i, tile.column + across * columns + j
-                piece = part[i : i + height, j : j + width]
-                piece = _scaled(plan, tile, scales, piece, tile.row + row, column)
+                row, column = first_row + down * rows + i, left + across * columns + j
+                piece = part[i : i + height, j : j + width] * tile.factor
+                if plan.scales == "rows":
+                    piece = _scaled_by_rows(plan, tile, scales, piece, tile.row + row, column)
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 slot = next(turn) % buffers
                 written[slot] = piece.astype(out.dtype)
@@ -316,9 +375,9 @@ def _store(
                 plgpu.commit_smem_to_gmem_group()
 
 
-def _scaled(plan: Plan, tile: _Tile, scales: Sequence[Ref], piece: jax.Array, row: Index, column: Index) -> jax.Array:
-    if not plan.by_rows:
-        return piece * scales[0][tile.group]
+def _scaled_by_rows(
+    plan: Plan, tile: _Tile, scales: Sequence[Ref], piece: jax.Array, row: Index, column: Index
+) -> jax.Array:
     # "Optimized" loads are made for swizzled shared memory and refuse global memory.
     load = functools.partial(plgpu.load, optimized=False)
     of_x = load(scales[0].at[pl.ds(row, piece.shape[0])], layout=plgpu.Layout.WGMMA.reduce(1))

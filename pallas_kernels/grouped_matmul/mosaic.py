@@ -1,11 +1,11 @@
 """Grouped products on Hopper: lists of work from the sizes of groups, scales, and tile sizes for `kernel.py`.
 
-Both lists are a handful of small XLA operations on the device. `rows` has an item for every row tile of a group, so an
-empty group costs nothing, and the rows behind the last group are one more group without a weight.
+The lists are two small fusions on the device. They have an item for every row tile of a group, so an empty group costs
+nothing, and the rows behind the last group are one more group without a weight.
 """
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,16 @@ class Problem:
     out_width: int
     halves: int
     promote: bool
+    groups: int
 
     @classmethod
-    def of(cls, options: Product, x: Operand | jax.Array, w: Operand | jax.Array) -> "Problem":
+    def of(cls, options: Product, x: Operand | jax.Array, w: Operand | jax.Array, groups: int) -> "Problem":
         """Return the sizes of a product; BF16 is added in float32 anyway."""
         (m, k), values = reference.values_of(x).shape, reference.values_of(w)
         halves = 2 if isinstance(w, Operand) and w.lo is not None else 1
         promote = options.accumulation == "full" and isinstance(x, Operand)
         widths = values.dtype.itemsize, jnp.dtype(options.out_dtype).itemsize
-        return cls(m, k, values.shape[-2], values.ndim == 2, *widths, halves, promote)
+        return cls(m, k, values.shape[-2], values.ndim == 2, *widths, halves, promote, groups)
 
 
 def candidates(problem: Problem) -> list[Config]:
@@ -47,8 +48,11 @@ def candidates(problem: Problem) -> list[Config]:
     found = []
     for rows in (_SWIZZLE, _SWIZZLE // 2):
         base = Config(tile_k=rows // problem.width, cluster=1, snake=16, pipeline="ring")  # type: ignore[arg-type]
-        # Totals in registers leave no room for sums of 64 x 256.
-        shapes = [(128, 256), (256, 128), (128, 128)] if not problem.promote else [(256, 128), (128, 128)]
+        shapes = [(128, 256), (256, 128), (128, 128)]
+        if problem.promote:
+            # Totals in registers leave no room for sums of 64 x 256, and small groups fill no tiles of 256 rows.
+            few = not problem.within and problem.m < 768 * problem.groups
+            shapes = [(128, 128), (256, 128)] if few else [(256, 128), (128, 128)]
         for tile_m, tile_n in shapes:
             stages = min(8, (SHARED_MEMORY - 33 * 1024) // ((tile_m + problem.halves * tile_n) * rows))
             found.append(dataclasses.replace(base, tile_m=tile_m, tile_n=tile_n, stages=stages))
@@ -78,9 +82,10 @@ def reject(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, gro
     """Return the reason why this kernel cannot multiply these operands here, or None."""
     if (reason := hopper.reject(options.out_dtype)) is not None:
         return reason
-    problem = Problem.of(options, x, w)
-    if group_sizes.shape[0] == 0:
-        return "there are no groups"
+    problem = Problem.of(options, x, w, group_sizes.shape[0])
+    groups, rows = group_sizes.shape[0], problem.k if problem.within else problem.m
+    if groups == 0 or groups * (rows + 1) >= 2**31:
+        return f'{groups} groups of {rows} rows: their product must be above 0 and fit 31 bits; use backend="xla"'
     if candidates(problem):
         return None
     rows = _SWIZZLE // 2 // problem.width
@@ -92,7 +97,7 @@ def configure(
     options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else the best guess that fits."""
-    problem = Problem.of(options, x, w)
+    problem = Problem.of(options, x, w, group_sizes.shape[0])
     entry = tuning.find(dispatch.device_kind(), reference.key(options, x, w, group_sizes), "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
@@ -114,18 +119,15 @@ def grouped_matmul(
     experts, n = values.shape[:2]
     config = config or configure(options, x, w, group_sizes)
     assert config is not None, "rejected"
-    sound, sizes = _sound(group_sizes, m)
-    total = jnp.sum(sizes)
-    tiles = list_tiles(jnp.append(sizes, m - total), config.tile_m, m // config.tile_m + experts + 1)
-    poison = jnp.where(sound, 1.0, jnp.nan).astype(jnp.float32)
-    if isinstance(x, Operand) and isinstance(w, Operand) and isinstance(w.scaling, Row):
-        inside = jnp.arange(m + config.tile_m) < total
-        of_x = jnp.where(inside, jnp.pad(x.scale, (0, config.tile_m)), 0) * poison
-        scales = [of_x, jnp.pad(w.scale, ((0, 1), (0, config.tile_n)))]
-    else:
-        scale = x.scale * w.scale if isinstance(x, Operand) and isinstance(w, Operand) else jnp.ones(experts)
-        scales = [jnp.append(scale.astype(jnp.float32), 0.0) * poison]
-    return _run(options, config, x, w, jax.ShapeDtypeStruct((m, n), options.out_dtype), tiles, scales)
+    starts, before = list_groups(group_sizes, m, config.tile_m)
+    scales = _scales(x, w)
+    if len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
+        # Rows behind the groups are zero, also if their scales are not finite.
+        inside = jnp.arange(m + config.tile_m) < starts[-1]
+        scales = [jnp.where(inside, jnp.pad(scales[0], (0, config.tile_m)), 0)]
+        scales += [jnp.pad(w.scale, ((0, 1), (0, config.tile_n)))]  # type: ignore[union-attr]
+    lists = starts, before, *list_tiles(starts, before, m, m // config.tile_m + experts + 1)
+    return _run(options, config, x, w, jax.ShapeDtypeStruct((m, n), options.out_dtype), lists, scales)
 
 
 def grouped_weight_gradient(
@@ -140,20 +142,17 @@ def grouped_weight_gradient(
     (k, m), n, experts = reference.values_of(x).shape, reference.values_of(g).shape[0], group_sizes.shape[0]
     config = config or configure(options, x, g, group_sizes)
     assert config is not None, "rejected"
-    sound, sizes = _sound(group_sizes, m)
-    ends = jnp.cumsum(sizes)
-    first = (ends - sizes) // config.tile_k * config.tile_k
-    listed = jnp.stack([first, ends - sizes - first, jnp.where(sizes > 0, ends - first, 0)])
-    count = jnp.full(1, experts * -(-k // config.tile_m), jnp.int32)
-    poison = jnp.where(sound, 1.0, jnp.nan).astype(jnp.float32)
-    if isinstance(x, Operand) and isinstance(g, Operand) and isinstance(x.scaling, Row):
-        of_x, of_g = jnp.pad(x.scale, (0, config.tile_m)) * poison, jnp.pad(g.scale, (0, config.tile_n))
-        scales = [of_x, of_g[None]]
-    else:
-        scale = x.scale * g.scale if isinstance(x, Operand) and isinstance(g, Operand) else 1.0
-        scales = [jnp.broadcast_to(scale * poison, experts)]
+    scales = _scales(x, g)
+    if len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
+        scales = [jnp.pad(scales[0], (0, config.tile_m)), jnp.pad(scales[1], (0, config.tile_n))[None]]
     out = jax.ShapeDtypeStruct((experts, k, n), options.out_dtype)
-    return _run(options, config, x, g, out, (count, listed), scales)
+    return _run(options, config, x, g, out, list_groups(group_sizes, m, config.tile_m)[:1], scales)
+
+
+def _scales(x: Operand | jax.Array, w: Operand | jax.Array) -> list[jax.Array]:
+    """Return the float32 scales of both operands; none of BF16."""
+    found = [one.scale.astype(jnp.float32) for one in (x, w) if isinstance(one, Operand)]
+    return [scale.reshape(1) if scale.ndim == 0 else scale for scale in found]
 
 
 def _run(
@@ -162,41 +161,53 @@ def _run(
     x: Operand | jax.Array,
     w: Operand | jax.Array,
     out: jax.ShapeDtypeStruct,
-    tiles: tuple[jax.Array, jax.Array],
+    lists: tuple[jax.Array, ...],
     scales: list[jax.Array],
 ) -> jax.Array:
     # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
     from pallas_kernels.grouped_matmul import kernel
 
-    problem = Problem.of(options, x, w)
-    kind: Any = "within" if problem.within else "rows"
-    by_rows, blocks = len(scales) == 2, hopper.blocks(config)
-    plan = kernel.Plan(config, kind, problem.halves, problem.promote, by_rows, blocks)
+    groups, blocks = lists[0].shape[0] - 1, hopper.blocks(config)
+    problem = Problem.of(options, x, w, groups)
+    kind: Literal["rows", "within"] = "within" if problem.within else "rows"
+    scaling: Literal["none", "tensor", "rows"] = "none"
+    if isinstance(x, Operand):
+        scaling = "rows" if isinstance(x.scaling, Row) else "tensor"
+    plan = kernel.Plan(config, kind, problem.halves, problem.promote, scaling, blocks)
     lo = [w.lo] if isinstance(w, Operand) and w.lo is not None else []
     values = [reference.values_of(x), reference.values_of(w), *lo]
-    return kernel.call(plan, out, *values, *tiles, *scales)
+    return kernel.call(plan, out, *values, *lists, *scales)
 
 
-def _sound(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """Return (whether sizes are such, sizes that are), so that a kernel stays in its arrays."""
-    sound = reference.are_sound(group_sizes, m)
-    return sound, jnp.where(sound, group_sizes, 0)
+def list_groups(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
+    """Return (first row of each group, row tiles before it), int32 `[e + 1]`, in one fusion.
+
+    The last are sums over all groups. A size that is none counts as m + 1, so the sum is above m if sizes are wrong.
+
+    >>> [found.tolist() for found in list_groups(jnp.array([5, 0, 3]), 9, 4)]
+    [[0, 5, 5, 8], [0, 2, 2, 3]]
+    """
+    sizes = jnp.where((sizes < 0) | (sizes > m), m + 1, sizes).astype(jnp.int32)
+    # Comparing all with all is one fusion; a sum over prefixes is several kernels.
+    earlier = jnp.arange(len(sizes)) < jnp.arange(len(sizes) + 1)[:, None]
+    total = lambda x: jnp.sum(jnp.where(earlier, x, 0), axis=1, dtype=jnp.int32)
+    return total(sizes), total((sizes + tile_m - 1) // tile_m)
 
 
-def list_tiles(sizes: jax.Array, tile_m: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Return (number of row tiles `[1]`, (group, first row, rows) of each, `[3, most]`), int32.
+def list_tiles(starts: jax.Array, before: jax.Array, m: int, most: int) -> tuple[jax.Array, ...]:
+    """Return (group, first tile of the group, first row, last row + 1) of each row tile, int32 `[most]`, in one fusion.
 
     The last tile of a group that is larger than a tile ends with the group, and overlaps the tile before.
 
-    >>> list_tiles(jnp.array([5, 0, 3]), 4, 4)[1].T.tolist()[:3]
-    [[0, 0, 4], [0, 1, 4], [2, 5, 3]]
+    >>> [found.tolist() for found in list_tiles(*list_groups(jnp.array([5, 0, 3]), 9, 4), 9, 4)]
+    [[0, 0, 2, 3], [0, 0, 2, 3], [0, 0, 5, 8], [5, 5, 8, 9]]
     """
-    sizes = sizes.astype(jnp.int32)
-    tiles = (sizes + tile_m - 1) // tile_m
-    starts, behind = jnp.cumsum(sizes) - sizes, jnp.cumsum(tiles)
-    tile = jnp.arange(most, dtype=jnp.int32)
-    # Comparing all with all is one fusion; a search is a loop of small kernels.
-    group = jnp.minimum(jnp.sum(behind <= tile[:, None], axis=1, dtype=jnp.int32), len(sizes) - 1)
-    size, place = sizes[group], tile - (behind - tiles)[group]
-    row = starts[group] + jnp.minimum(place * tile_m, jnp.maximum(size - tile_m, 0))
-    return behind[-1:], jnp.stack([group, row, jnp.minimum(size, tile_m)])
+    here = before <= jnp.arange(most, dtype=jnp.int32)[:, None]
+    # Groups begin one after the other, so the largest of those that have begun is the last of them.
+    largest = lambda x: jnp.max(jnp.where(here, x, 0), axis=1)
+    return (
+        largest(jnp.arange(len(before), dtype=jnp.int32)),
+        largest(before),
+        largest(starts),
+        jnp.min(jnp.where(here, m, starts), axis=1),
+    )

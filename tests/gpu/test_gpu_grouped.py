@@ -64,7 +64,7 @@ def test_every_config_stays_within_the_bound(form, accumulation):
     w = w if form == "dual" else w.drop_residual()
     exact, magnitude = (by_groups(*pair, sizes) for pair in ((x, w), (abs(float64_of(x)), abs(float64_of(w)))))
     options = Product(jnp.dtype(jnp.bfloat16), accumulation)
-    configs = mosaic.candidates(mosaic.Problem.of(options, x, w))
+    configs = mosaic.candidates(mosaic.Problem.of(options, x, w, e))
     assert len({(config.tile_m, config.tile_n, config.tile_k) for config in configs}) >= 4
     for config in configs:
         got = jax.jit(functools.partial(mosaic.grouped_matmul, options, config=config))(x, w, jnp.asarray(sizes))

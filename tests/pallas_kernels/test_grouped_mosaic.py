@@ -27,17 +27,28 @@ SMALL = functools.partial(Config, 128, 128, cluster=1, snake=2, pipeline="ring")
 @pytest.mark.parametrize("tile", [4, 128])
 @pytest.mark.parametrize("sizes", [*SIZES, [1] * 6, [3, 381], [0, 0, 1], np.asarray(sizes_of(3000, 40, 0.2))], ids=str)
 def test_the_list_of_tiles_covers_each_group_and_nothing_else(sizes, tile):
-    most = int(sum(sizes)) // tile + len(sizes)
-    count, listed = (
-        np.asarray(a) for a in jax.jit(mosaic.list_tiles, static_argnums=(1, 2))(jnp.asarray(sizes), tile, most)
-    )
-    expected, start = [], 0
-    for group, size in enumerate(sizes):
-        for i in range(0, size, tile):
-            expected.append((group, start + (i if size < tile else min(i, size - tile)), min(size, tile)))
-        start += size
-    assert count.tolist() == [len(expected)] and len(expected) <= most
-    assert listed.T[: len(expected)].tolist() == [list(map(int, tile)) for tile in expected]
+    m = int(sum(sizes)) + 3  # the last group are the rows behind the others
+    most = m // tile + len(sizes) + 1
+
+    @jax.jit
+    def lists(sizes):
+        starts, before = mosaic.list_groups(sizes, m, tile)
+        return starts, before, mosaic.list_tiles(starts, before, m, most)
+
+    starts, before, facts = jax.tree.map(np.asarray, lists(jnp.asarray(sizes)))
+    tiles = [-(-size // tile) for size in (*sizes, 3)]
+    assert starts.tolist() == [0, *np.cumsum(sizes)] and before.tolist() == [0, *np.cumsum(tiles[:-1])]
+    expected, ends = [], np.cumsum([*sizes, 3])
+    for group, (size, count, end) in enumerate(zip((*sizes, 3), tiles, ends, strict=True)):
+        expected += [(group, sum(tiles[:group]), end - size, end)] * count
+    assert [tuple(map(int, fact)) for fact in zip(*facts, strict=True)][: len(expected)] == expected
+    assert len(expected) <= most
+
+
+@pytest.mark.parametrize("sizes", [[3, -1, 2], [10, 0, 1], [2**31 - 1, 2**31 - 1, 39], [0, 11, 0]])
+def test_wrong_sizes_begin_behind_the_rows(sizes):
+    starts, _ = mosaic.list_groups(jnp.array(sizes, jnp.int32), 10, 4)
+    assert int(starts[-1]) > 10
 
 
 @needs_mosaic
@@ -114,7 +125,7 @@ def test_shapes_without_a_tile_are_refused_with_the_reason(x, w, message):
 def test_every_candidate_fits():
     shapes = {"olmoe": (65536, 2048, 1024), "gpt-oss": (32768, 2880, 5760)}
     for (m, k, n), width, halves in ((shape, w, h) for shape in shapes.values() for w in (1, 2) for h in (1, 2)):
-        problem = mosaic.Problem(m, k, n, False, width, 2, halves, False)
+        problem = mosaic.Problem(m, k, n, False, width, 2, halves, False, 64)
         found = mosaic.candidates(problem)
         assert found and k % found[0].tile_k == 0 and found[0].stages >= 2
 
