@@ -47,8 +47,10 @@ def candidates(problem: Problem) -> list[Config]:
     """Return the configs that fit a product, the best guess first."""
     found = []
     for rows in (_SWIZZLE, _SWIZZLE // 2):
-        base = Config(tile_k=rows // problem.width, cluster=1, snake=16, pipeline="ring")  # type: ignore[arg-type]
+        base = Config(tile_k=rows // problem.width, cluster=1, snake=8, pipeline="ring")  # type: ignore[arg-type]
         shapes = [(128, 256), (256, 128), (128, 128)]
+        if problem.halves == 2:
+            shapes.reverse()  # wide tiles of two halves leave two stages
         if problem.promote:
             # Totals in registers leave no room for sums of 64 x 256, and small groups fill no tiles of 256 rows.
             few = not problem.within and problem.m < 768 * problem.groups
