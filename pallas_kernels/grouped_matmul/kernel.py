@@ -14,8 +14,6 @@ swizzled by its address. Copies see it in tiles of one row, which may begin anyw
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,63 +24,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import one_at_a_time
+from pallas_kernels.grouped_matmul.tiles import Index, Lists, Plan, Ref, Tile, walk
 from pallas_kernels.hopper.kernel import Factors, multiply, promoting
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Config
 from pallas_kernels.specs import varying
 
-Ref: TypeAlias = Any  # of the GPU's memory, or a tree of such references
-Index: TypeAlias = jax.Array | int
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything for which a kernel is compiled.
-
-    Attributes:
-      config: tile sizes and order; `snake` row tiles make a band, whose tiles are neighbours in time.
-      kind: "rows" for rows times the weight of their group, "within" for sums over the rows of each group.
-      halves: 2 for a weight with a residual, else 1.
-      promote: whether sums are promoted to float32 registers after each tile_k.
-      scales: "none", one of x and one for each group ("tensor"), or vectors ("rows").
-      blocks: blocks of the persistent grid.
-    """
-
-    config: Config
-    kind: Literal["rows", "within"]
-    halves: int
-    promote: bool
-    scales: Literal["none", "tensor", "rows"]
-    blocks: int
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Tile:
-    """One output tile: its group, the rows and columns that it writes, the steps that it reads, and its scale."""
-
-    group: Index
-    row: Index
-    rows: Index
-    column: Index
-    first: Index
-    steps: Index
-    begin: Index
-    end: Index
-    factor: jax.Array
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """Where groups begin, `[e + 1]`; and for rows the row tiles before each group, and the facts of each row tile.
-
-    The last group are the rows behind the others, which have no weight. `facts` are its group, the group's first tile,
-    and the rows where the group begins and ends.
-    """
-
-    starts: Ref
-    before: Ref = None
-    facts: Sequence[Ref] = ()
 
 
 def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
@@ -92,7 +39,7 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
       plan: everything for which the kernel is compiled.
       out: `[m, n]` for rows, `[e, k, n]` within groups.
       operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g `[n, m]`; the arrays of
-        `_Lists`; the scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, both long enough for
+        `Lists`; the scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, both long enough for
         whole tiles.
     """
     interpret = device_kind() == "cpu"
@@ -116,7 +63,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
     config, operands, out = plan.config, refs[: 1 + plan.halves], refs[-1]
     rest = refs[1 + plan.halves : -1]
     lists, scales = (
-        (_Lists(rest[0], rest[1], rest[2:6]), rest[6:]) if plan.kind == "rows" else (_Lists(rest[0]), rest[1:])
+        (Lists(rest[0], rest[1], rest[2:6]), rest[6:]) if plan.kind == "rows" else (Lists(rest[0]), rest[1:])
     )
     rings = [_ring(config, operand, rows, interpret) for operand, rows in zip(operands, _heights(plan), strict=True)]
     barrier = functools.partial(plgpu.Barrier, num_barriers=config.stages)
@@ -135,43 +82,22 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
         copied, read = zip(*views, strict=True)
         warpgroup = lax.axis_index("warpgroup")
 
-        def walk(visit: Callable[[_Tile, Index], None]) -> None:
-            block, blocks = lax.axis_index("block"), lax.axis_size("block")
-            total = _count(plan, operands, out, lists)
-            find = lambda index: _tile(plan, operands, out, lists, scales, jnp.minimum(index, total - 1))
-
-            turns = lax.div(total - block + blocks - 1, blocks)
-
-            def visit_next(i: Index, carry: tuple[Index, _Tile]) -> tuple[Index, _Tile]:
-                before, tile = carry
-                following = find(block + (i + 1) * blocks)  # loads that the products of this tile hide
-                visit(tile, before)
-                return before + tile.steps, following
-
-            def visit_alone(i: Index, before: Index) -> Index:
-                tile = find(block + i * blocks)
-                visit(tile, before)
-                return before + tile.steps
-
-            if plan.promote:  # totals leave no registers for a second tile
-                lax.fori_loop(0, turns, visit_alone, jnp.int32(0))
-            else:
-                lax.fori_loop(0, turns, visit_next, (jnp.int32(0), find(block)))
+        read_tiles = functools.partial(walk, plan, operands, out, lists, scales)
 
         def fill() -> None:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            walk(functools.partial(_fill, plan, operands, copied[:-1], filled, consumed))
+            read_tiles(functools.partial(_fill, plan, operands, copied[:-1], filled, consumed))
 
         def compute() -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             pieces = copied[-1].at[warpgroup], read[-1].at[warpgroup]
 
-            def visit(tile: _Tile, before: Index) -> None:
+            def visit(tile: Tile, before: Index) -> None:
                 first_row = warpgroup * (config.tile_m // COMPUTE_WARPGROUPS)
                 finish = functools.partial(_store, plan, tile, first_row, scales, pieces, out)
                 _consume(plan, tile, before, first_row, read[:-1], filled, consumed, finish)
 
-            walk(visit)
+            read_tiles(visit)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(warpgroup == COMPUTE_WARPGROUPS, fill, compute)
@@ -201,62 +127,8 @@ def _views(shape: tuple[int, ...], dtype: DTypeLike, interpret: bool) -> Ref:
     return views[1] if interpret else plgpu.RefUnion(*views)
 
 
-def _count(plan: Plan, operands: Sequence[Ref], out: Ref, lists: _Lists) -> Index:
-    """Return the number of output tiles."""
-    n_tiles = pl.cdiv(out.shape[-1], plan.config.tile_n)
-    if plan.kind == "within":
-        return jnp.int32(out.shape[0] * pl.cdiv(out.shape[1], plan.config.tile_m) * n_tiles)
-    return _row_tiles(plan, out, lists) * n_tiles
-
-
-def _row_tiles(plan: Plan, out: Ref, lists: _Lists) -> Index:
-    last, tile_m = lists.starts.shape[0] - 1, plan.config.tile_m
-    behind = jnp.maximum(out.shape[0] - lists.starts[last], 0)
-    return jnp.minimum(lists.before[last] + lax.div(behind + tile_m - 1, tile_m), lists.facts[0].shape[0])
-
-
-def _tile(plan: Plan, operands: Sequence[Ref], out: Ref, lists: _Lists, scales: Sequence[Ref], index: Index) -> _Tile:
-    """Return the output tile with this index. Wrong sizes add up to more than the rows, and their scale is NaN."""
-    config, n_tiles = plan.config, pl.cdiv(out.shape[-1], plan.config.tile_n)
-    groups, zero = lists.starts.shape[0] - 1, jnp.int32(0)
-    if plan.kind == "rows":
-        m, k = operands[0].shape
-        item, column = _place(index, _row_tiles(plan, out, lists), n_tiles, config.snake)
-        group, before, start, end = (fact[item] for fact in lists.facts)
-        row = start + jnp.minimum((item - before) * config.tile_m, jnp.maximum(end - start - config.tile_m, 0))
-        steps = jnp.where(group < groups, k // config.tile_k, 0)
-        rows = jnp.minimum(end - start, config.tile_m)
-        place = group, jnp.minimum(row, m), rows, column * config.tile_n, zero, steps, zero, zero
-    else:
-        m, height = operands[0].shape[1], pl.cdiv(out.shape[1], config.tile_m)
-        group, rest = lax.div(index, height * n_tiles), lax.rem(index, height * n_tiles)
-        row, column = _place(rest, height, n_tiles, config.snake)
-        start, end = (jnp.minimum(lists.starts[group + i], m) for i in range(2))
-        first = lax.div(start, config.tile_k) * config.tile_k
-        steps = jnp.where(end > start, lax.div(end - first + config.tile_k - 1, config.tile_k), 0)
-        rows = jnp.int32(config.tile_m)
-        place = group, row * rows, rows, column * config.tile_n, first, steps, start - first, end - first
-    factor = jnp.where(lists.starts[groups] > m, jnp.float32(jnp.nan), jnp.float32(1))
-    if plan.scales == "tensor":
-        factor = factor * scales[0][0] * scales[1][jnp.minimum(group, scales[1].shape[0] - 1)]
-        if plan.kind == "rows":  # nothing but NaN for wrong sizes is a scale of the rows behind the groups
-            factor = jnp.where((group < groups) | (lists.starts[groups] > m), factor, jnp.float32(0))
-    return _Tile(*place, factor)
-
-
-def _place(index: Index, height: Index, width: int, band: int) -> tuple[Index, Index]:
-    """Return (row, column) of a tile, in bands of rows in which rows come before columns.
-
-    Blocks that run at the same time then read a few panels of both operands, which stay in the L2 cache.
-    """
-    above = lax.div(index, band * width) * band
-    rest = lax.rem(index, band * width)
-    rows = jnp.minimum(band, height - above)
-    return above + lax.rem(rest, rows), lax.div(rest, rows)
-
-
 def _fill(
-    plan: Plan, operands: Sequence[Ref], buffers: Ref, filled: Ref, consumed: Ref, tile: _Tile, before: Index
+    plan: Plan, operands: Sequence[Ref], buffers: Ref, filled: Ref, consumed: Ref, tile: Tile, before: Index
 ) -> None:
     """Copy the steps of one output tile."""
     config, x, ws = plan.config, operands[0], operands[1:]
@@ -279,7 +151,7 @@ def _fill(
 
 def _consume(
     plan: Plan,
-    tile: _Tile,
+    tile: Tile,
     before: Index,
     first_row: Index,
     buffers: Ref,
@@ -328,7 +200,7 @@ def _consume(
     finish([[pl.run_scoped(accumulate, plgpu.ACC((height, config.tile_n), jnp.float32))]])
 
 
-def _mask(tile: _Tile, step: Index, x: Ref, first_row: Index, height: int) -> None:
+def _mask(tile: Tile, step: Index, x: Ref, first_row: Index, height: int) -> None:
     """Zero the columns of other groups in a warpgroup's own rows of x."""
     width = x.shape[1]
     begin, end = tile.begin - step * width, tile.end - step * width
@@ -347,7 +219,7 @@ def _mask(tile: _Tile, step: Index, x: Ref, first_row: Index, height: int) -> No
 
 def _store(
     plan: Plan,
-    tile: _Tile,
+    tile: Tile,
     first_row: Index,
     scales: Sequence[Ref],
     pieces: Ref,
@@ -376,7 +248,7 @@ def _store(
 
 
 def _scaled_by_rows(
-    plan: Plan, tile: _Tile, scales: Sequence[Ref], piece: jax.Array, row: Index, column: Index
+    plan: Plan, tile: Tile, scales: Sequence[Ref], piece: jax.Array, row: Index, column: Index
 ) -> jax.Array:
     # "Optimized" loads are made for swizzled shared memory and refuse global memory.
     load = functools.partial(plgpu.load, optimized=False)

@@ -1,8 +1,4 @@
-"""Grouped products on Hopper: lists of work from the sizes of groups, scales, and tile sizes for `kernel.py`.
-
-The lists are two small fusions on the device. They have an item for every row tile of a group, so an empty group costs
-nothing, and the rows behind the last group are one more group without a weight.
-"""
+"""Grouped products on Hopper: scales, lists of groups and tile sizes for `kernel.py`."""
 
 import dataclasses
 from typing import Literal
@@ -12,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.tiles import Plan, list_groups, list_tiles
 from pallas_kernels.hopper import plan as hopper
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SHARED_MEMORY, Config
 from pallas_kernels.operands import Operand, Product, Row
@@ -175,41 +172,7 @@ def _run(
     scaling: Literal["none", "tensor", "rows"] = "none"
     if isinstance(x, Operand):
         scaling = "rows" if isinstance(x.scaling, Row) else "tensor"
-    plan = kernel.Plan(config, kind, problem.halves, problem.promote, scaling, blocks)
+    plan = Plan(config, kind, problem.halves, problem.promote, scaling, blocks)
     lo = [w.lo] if isinstance(w, Operand) and w.lo is not None else []
     values = [reference.values_of(x), reference.values_of(w), *lo]
     return kernel.call(plan, out, *values, *lists, *scales)
-
-
-def list_groups(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
-    """Return (first row of each group, row tiles before it), int32 `[e + 1]`, in one fusion.
-
-    The last are sums over all groups. A size that is none counts as m + 1, so the sum is above m if sizes are wrong.
-
-    >>> [found.tolist() for found in list_groups(jnp.array([5, 0, 3]), 9, 4)]
-    [[0, 5, 5, 8], [0, 2, 2, 3]]
-    """
-    sizes = jnp.where((sizes < 0) | (sizes > m), m + 1, sizes).astype(jnp.int32)
-    # Comparing all with all is one fusion; a sum over prefixes is several kernels.
-    earlier = jnp.arange(len(sizes)) < jnp.arange(len(sizes) + 1)[:, None]
-    total = lambda x: jnp.sum(jnp.where(earlier, x, 0), axis=1, dtype=jnp.int32)
-    return total(sizes), total((sizes + tile_m - 1) // tile_m)
-
-
-def list_tiles(starts: jax.Array, before: jax.Array, m: int, most: int) -> tuple[jax.Array, ...]:
-    """Return (group, first tile of the group, first row, last row + 1) of each row tile, int32 `[most]`, in one fusion.
-
-    The last tile of a group that is larger than a tile ends with the group, and overlaps the tile before.
-
-    >>> [found.tolist() for found in list_tiles(*list_groups(jnp.array([5, 0, 3]), 9, 4), 9, 4)]
-    [[0, 0, 2, 3], [0, 0, 2, 3], [0, 0, 5, 8], [5, 5, 8, 9]]
-    """
-    here = before <= jnp.arange(most, dtype=jnp.int32)[:, None]
-    # Groups begin one after the other, so the largest of those that have begun is the last of them.
-    largest = lambda x: jnp.max(jnp.where(here, x, 0), axis=1)
-    return (
-        largest(jnp.arange(len(before), dtype=jnp.int32)),
-        largest(before),
-        largest(starts),
-        jnp.min(jnp.where(here, m, starts), axis=1),
-    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic
+from pallas_kernels.grouped_matmul import mosaic, tiles
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Config
 from pallas_kernels.operands import Operand, Product, Row, Tensor
@@ -32,22 +32,22 @@ def test_the_list_of_tiles_covers_each_group_and_nothing_else(sizes, tile):
 
     @jax.jit
     def lists(sizes):
-        starts, before = mosaic.list_groups(sizes, m, tile)
-        return starts, before, mosaic.list_tiles(starts, before, m, most)
+        starts, before = tiles.list_groups(sizes, m, tile)
+        return starts, before, tiles.list_tiles(starts, before, m, most)
 
     starts, before, facts = jax.tree.map(np.asarray, lists(jnp.asarray(sizes)))
-    tiles = [-(-size // tile) for size in (*sizes, 3)]
-    assert starts.tolist() == [0, *np.cumsum(sizes)] and before.tolist() == [0, *np.cumsum(tiles[:-1])]
+    counts = [-(-size // tile) for size in (*sizes, 3)]
+    assert starts.tolist() == [0, *np.cumsum(sizes)] and before.tolist() == [0, *np.cumsum(counts[:-1])]
     expected, ends = [], np.cumsum([*sizes, 3])
-    for group, (size, count, end) in enumerate(zip((*sizes, 3), tiles, ends, strict=True)):
-        expected += [(group, sum(tiles[:group]), end - size, end)] * count
+    for group, (size, count, end) in enumerate(zip((*sizes, 3), counts, ends, strict=True)):
+        expected += [(group, sum(counts[:group]), end - size, end)] * count
     assert [tuple(map(int, fact)) for fact in zip(*facts, strict=True)][: len(expected)] == expected
     assert len(expected) <= most
 
 
 @pytest.mark.parametrize("sizes", [[3, -1, 2], [10, 0, 1], [2**31 - 1, 2**31 - 1, 39], [0, 11, 0]])
 def test_wrong_sizes_begin_behind_the_rows(sizes):
-    starts, _ = mosaic.list_groups(jnp.array(sizes, jnp.int32), 10, 4)
+    starts, _ = tiles.list_groups(jnp.array(sizes, jnp.int32), 10, 4)
     assert int(starts[-1]) > 10
 
 
