@@ -24,7 +24,9 @@ WITHOUT_CODE = {
 }  # fmt: skip
 NOTEBOOKS = {path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")}
 OF_THE_CHECKOUT = ("models", "benchmarks", "tests")
-PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
+# Blocks of frameworks.md need other frameworks; tests/wild/test_frameworks.py runs them.
+TEXTS = {path.stem: path.read_text() for path in DOCS.glob("*.md") if path.stem != "frameworks"}
+PAGES = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in TEXTS.items()}
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
 # Entries of the reference, without modules of which it shows the docstring alone.
