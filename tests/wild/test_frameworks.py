@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
-BLOCKS = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
-PACKAGES = {"Equinox": "equinox", "Haiku": "haiku", "Keras 3": "keras", "Haliax and Levanter": "haliax"}
+BLOCKS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+PACKAGES = {
+    "Equinox": "equinox",
+    "Haiku": "haiku",
+    "Keras 3": "keras",
+    "Haliax and Levanter": "haliax",
+    "tunix": "tunix",
+}
 
 
 def test_every_recipe_is_tested():
