@@ -2,7 +2,7 @@
 
 Programs are compiled without LLVM's optimizations (XLA's own passes run), because tests compile much and compute
 little. Tests marked `optimized` compile as users do: they compare bits of two programs, read compiled programs, or run
-thousands of steps. All tests marked `gpu` do, too.
+thousands of steps. Of those marked `optimized("slow")` only the slow cases do. All tests marked `gpu` do, too.
 """
 
 import contextlib
@@ -41,11 +41,13 @@ hypothesis.settings.load_profile("repeatable")
 
 # Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one of them ends alone.
 LONGEST = (
-    "test_collectives", "test_compiled", "test_fp4_compiled", "test_wild", "test_adamw", "test_train", "test_docs",
-    "test_gemm", "test_house", "test_fp4", "test_stored", "test_fp4_training", "test_golden", "test_state",
-    "test_casting", "test_monitor", "test_transformations", "test_tcfp12", "test_convergence", "test_x64",
-    "test_calibration", "test_scaled_recipes", "test_conversion", "test_serving", "test_observed", "test_quantizers",
-    "test_moments", "test_fp4_readings", "test_freshness", "test_export", "test_nnx", "test_failures",
+    "test_compiled", "test_collectives", "test_arena", "test_train", "test_house", "test_stored", "test_wild",
+    "test_adamw", "test_golden", "test_axes", "test_gemm", "test_fp4", "test_fp4_training", "test_docs",
+    "test_fp4_compiled", "test_quantizers", "test_casting", "test_calibration", "test_transform", "test_convergence",
+    "test_conversion", "test_compiled_step", "test_remat", "test_scaled_recipes", "test_serving", "test_state",
+    "test_moe", "test_losses", "test_observed", "test_nnx", "test_transformations", "test_tcfp12", "test_freshness",
+    "test_monitor", "test_moments", "test_linen", "test_export", "test_llama", "test_distributed", "test_failures",
+    "test_fp4_readings", "test_x64",
 )  # fmt: skip
 
 
@@ -118,7 +120,10 @@ def pytest_collection() -> Iterator[None]:
 
 def compiled_for_users(item: pytest.Item) -> bool:
     """Return whether a test compiles with all optimizations."""
-    return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
+    marker = item.get_closest_marker("optimized")
+    if marker is not None and marker.args == ("slow",):
+        marker = item.get_closest_marker("slow")
+    return marker is not None or item.get_closest_marker("gpu") is not None
 
 
 def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,8 +43,11 @@ def test_pages_without_code_are_known():
     assert "```python" not in REFERENCE
 
 
-# Pages that repeat tests of optim, sharding, inference and products, eight seconds and more each.
-@pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - {"export", "finetune", "fp4", "sharding", "stored"}))
+# Pages that repeat tests of conversion, optim, sharding, inference and products, eight seconds and more each.
+SLOW = {"convert", "export", "finetune", "fp4", "sharding", "stored"}
+
+
+@pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))
 @pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
 def test_python_blocks_run(name, elsewhere):
     if needs_checkout(name):

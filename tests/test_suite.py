@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from tests import compile_for_h200 as h200
-from tests.conftest import asks_for_gpu, mark_slow_cases, no_meshes
+from tests.conftest import asks_for_gpu, compiled_for_users, mark_slow_cases, no_meshes
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,17 @@ def test_cases_are_slow_but_for_those_that_are_named():
     with pytest.raises(pytest.UsageError, match=r"no case \['small'\]"):
         mark_slow_cases(config, [_Case("renamed")])
     mark_slow_cases(SimpleNamespace(args=["test_file.py::test_it[large]"]), [_Case("large")])
+
+
+@pytest.mark.parametrize(
+    "marks, optimized",
+    [([], False), ([pytest.mark.optimized], True), ([pytest.mark.optimized("slow")], False), ([pytest.mark.gpu], True),
+     ([pytest.mark.optimized("slow"), pytest.mark.slow], True), ([pytest.mark.slow], False)],
+)  # fmt: skip
+def test_cases_compile_as_users_do_where_they_are_marked(marks, optimized):
+    case = _Case("small")
+    case.marks = marks
+    assert compiled_for_users(case) is optimized
 
 
 def test_no_file_needs_devices_to_be_collected():

@@ -243,7 +243,8 @@ def _check_parts(packed: PackedArray) -> None:
             f"the packed array has a residual, or {packed.datatype.name} has one, but not both; pack it again"
         )
     if packed.residual is not None:
-        if packed.residual.datatype != packed.datatype.residual or packed.residual.shape != packed.shape:
+        of = packed.residual if isinstance(packed.residual, PackedArray) else None
+        if of is None or of.datatype != packed.datatype.residual or of.shape != packed.shape:
             raise ValueError("the residual of the packed array has another datatype or shape than it; pack it again")
         _check_parts(packed.residual)
 

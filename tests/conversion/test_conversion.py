@@ -110,7 +110,7 @@ def step(model, params, x, weights):
 
 
 @pytest.mark.slow_except("tcfp12_fast-no")
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 @pytest.mark.parametrize(
     "recipe, remat", [("bf16", "no"), ("tcfp12", "yes"), ("tcfp12_fast", "no"), ("tensorwise", "yes")]
 )

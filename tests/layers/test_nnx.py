@@ -169,7 +169,7 @@ class MLP(flax_nnx.Module):
 
 
 @pytest.mark.slow_except("tensorwise")
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
 def test_a_step_is_that_of_the_model_written_by_hand(recipe):
     linear = lambda *sizes, rngs: TCFPLinear(*sizes, recipe=recipe, rngs=rngs)

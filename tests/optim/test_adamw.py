@@ -33,7 +33,7 @@ GRADS = filled(PARAMS, seed=1)
 KEY = jax.random.key(3)
 STACK = {"layers": PARAMS.pop("layers")}  # for a few tests only, because it doubles the compile time
 STACK_GRADS = {"layers": GRADS.pop("layers")}
-STORED = optim.store(PARAMS, "tcfp12_single", key=KEY)
+STORED = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(PARAMS)
 MOMENTS = ("8bit", "bfloat16", "float32")
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
@@ -90,7 +90,7 @@ OPTIONS = {
 
 @pytest.mark.slow_except("decay", "nesterov")
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 def test_float_parameters_take_the_steps_of_optax(name):
     rate = optax.linear_schedule(1e-2, 0.0, 5) if name == "decay" else 1e-2
     exact, _ = stepped(optax.adamw(rate, **OPTIONS[name]), PARAMS)
@@ -434,7 +434,7 @@ def test_training_converges_as_with_floats():
 
     rate = optax.cosine_decay_schedule(3e-3, 150)
     exact = trained(optax.adamw(rate), params, jax.value_and_grad)
-    stored = optim.store(params, "tcfp12_single", key=KEY)
+    stored = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(params)
     ours = trained(optim.adamw(rate, key=KEY), stored, tcfp_jax.value_and_grad)
     assert ours[-1] < 0.1 * ours[0] and abs(ours[-1] / exact[-1] - 1) < 0.1
 

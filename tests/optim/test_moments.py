@@ -269,8 +269,9 @@ def test_bits_depend_on_key_step_and_leaf():
     assert len({tuple(int(word) for word in key) for key in keys}) == 2
 
 
+@pytest.mark.slow_except("P(None, ('a', 'b'))")
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, ("a", "b"))], ids=str)
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 def test_bits_are_the_same_on_every_mesh(spec):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 320)), jnp.float32)
     stored = jax.jit(

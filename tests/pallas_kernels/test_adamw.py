@@ -171,7 +171,6 @@ def test_what_is_not_finite_is_never_a_number_again(bad, backend):
     assert np.all(np.isnan(np.asarray(after.hi, np.float32)[5, :128]))
 
 
-@pytest.mark.optimized
 def test_lo_keeps_the_mean_of_the_weight():
     """Over many keys, within 4 standard errors: a step far below lo's grid moves the weight by its mean."""
     g, hi, lo, state = data()
@@ -208,12 +207,12 @@ def test_lo_and_both_moments_are_rounded_by_bits_of_their_own(backend):
 # The kernel -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 @pytest.mark.slow_except(f"{OPTIONS[1]}-(64, 128)-bfloat16", f"{OPTIONS[2]}-(32, 256)-float32")
 @pytest.mark.parametrize(
     ("options", "shape", "dtype"),
     [(OPTIONS[0], (48, 384), "bfloat16"), (OPTIONS[1], (48, 384), "float32"), (OPTIONS[1], (64, 128), "bfloat16"),
-     (OPTIONS[2], (32, 256), "float32")],
+     pytest.param(OPTIONS[2], (32, 256), "float32", marks=pytest.mark.optimized)],
     ids=str,
 )  # fmt: skip
 def test_the_kernel_is_the_definition(options, shape, dtype):
@@ -241,7 +240,7 @@ def test_a_last_block_may_be_short():
 
 
 @pytest.mark.slow_except("xla")
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     parts = [data((16, 128), seed) for seed in range(3)]
@@ -264,7 +263,7 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
 
 
 @pytest.mark.slow_except("P('a', 'b')-xla", "P('a', 'b')-triton")
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):

@@ -212,7 +212,7 @@ def test_converted_models_draw_by_place_and_turn():
             return layers()(x, None)[0]
 
     x = operands(32, 32, 32)[0]
-    model = convert_to_tcfp(Scanned(), "nvfp4_training", x, include=("linear", "small", "head"))
+    model = convert_to_tcfp(Scanned(), FORWARD_IN_BF16, x, include=("linear", "small", "head"))
     variables = variables_of(Scanned(), x)
     loss = lambda v, key: jnp.square(model.apply(v, x, rngs=None if key is None else {"tcfp": key})).sum()
     gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)
@@ -232,7 +232,7 @@ def test_equal_products_of_a_converted_function_are_rounded_by_bits_of_their_own
         return y + jnp.sum(jax.lax.scan(lambda carry, w: (carry, (x @ w) * g), 0.0, params["stack"])[1])
 
     params = {"first": w, "second": w, "stack": jnp.stack([w, w])}
-    converted = transform(loss, "nvfp4_training", include=("linear", "small", "head"))
+    converted = transform(loss, FORWARD_IN_BF16, include=("linear", "small", "head"))
     gradient = jax.jit(lambda key: jax.grad(functools.partial(converted, product_key=key))(params, x))
     found = jax.tree.leaves(gradient(jax.random.key(1)))
     for a, b in ((found[0], found[1]), found[2]):

@@ -88,7 +88,7 @@ def test_zero_residual_is_exactly_zero(residual):
 
 @pytest.mark.slow_except("nf4")
 @every_residual
-@pytest.mark.optimized
+@pytest.mark.optimized("slow")
 def test_jit_vmap_and_scan_change_no_bit(residual):
     pack = lambda x: tcfp_jax.quantize_tcfp12(x, residual=residual)
     expected = pack(SMALL)

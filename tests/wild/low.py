@@ -96,7 +96,7 @@ def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
     params, inputs = made.params, (*made.inputs, dict(made.options))
     if subject.kind == "nnx":
         _, params, _ = nnx.split(low.model, nnx.Param, ...)
-    params = tcfp_jax.store(params, low.weights, key=jax.random.key(5))
+    params = jax.jit(lambda params: tcfp_jax.store(params, low.weights, key=jax.random.key(5)))(params)
     optimizer = on_stored(optax.adamw(subject.rate))
 
     @jax.jit
