@@ -60,6 +60,7 @@ def saved_and_loaded(served, path, weights=None):
         return checkpointer.restore(path / "served", jax.tree.map(np.empty_like, served))
 
 
+@pytest.mark.slow_except("tcfp12-recipe", "tcfp12_fast-packed")
 @pytest.mark.parametrize("recipe, storage", [("tcfp12", "recipe"), ("tensorwise", "recipe"), ("tcfp12_fast", "packed")])
 def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     params = variables_of(Model(), X)["params"]
@@ -141,6 +142,7 @@ def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_ker
     assert model.apply(served, x).dtype == model.apply({"params": params}, x).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow_except("packed")
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     forward = flax_nnx.jit(lambda model, tokens: model(tokens))

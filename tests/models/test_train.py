@@ -150,7 +150,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("stochastic", "blocks", "stored")
+@pytest.mark.slow_except("blocks", "stored")
 @pytest.mark.parametrize(
     "change",
     [

@@ -167,7 +167,10 @@ def test_layers_of_all_kinds(kind, weights):
         assert 25 < reading["w"].snr < 35 and 25 < reading["x"].snr < 35 and 25 < reading["g"].snr < 35
 
 
-@pytest.mark.parametrize("name, module", [("tcfp12_single", matmul), ("nvfp4_training", fp4_training)])
+@pytest.mark.parametrize(
+    "name, module",
+    [("tcfp12_single", matmul), pytest.param("nvfp4_training", fp4_training, marks=pytest.mark.slow)],
+)
 def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
     one = {"up": {"kernel": W[0]}}
     params = one if name == "nvfp4_training" else tcfp_jax.store(one, name, key=jax.random.key(0))
