@@ -40,8 +40,8 @@ _AFTER = {
 # Engines multiply these as one matrix, so they share scales, as in `quantize_params(..., fused=FUSED)`.
 FUSED = (("query", "key", "value"), ("gate", "up"))
 _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Scales of activations and cache that an engine may round; both stay bfloat16 here.
-_OF_ACTIVATIONS = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
+# Scales of activations and cache that an engine may round, and both stay bfloat16 here; frequencies of old files.
+_UNREAD = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale", ".rotary_emb.inv_freq")
 
 
 def vectors(config: LlamaConfig) -> dict[tuple[str, str], str]:
@@ -114,7 +114,7 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
     Raises:
       ValueError: a tensor is unknown or missing, or layers store a weight in different ways.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_OF_ACTIVATIONS)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)}
     variables: dict[str, Any] = {"params": {}, "tcfp": {}}
 
     def take(name: str) -> Any:
