@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from models.text import Corpus, stable_hash
 from models.tokens import Tokenizer
@@ -48,7 +49,8 @@ def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> 
     for path in map(Path, paths):
         if not path.is_file():
             raise FileNotFoundError(f"data {path} does not exist (looked from {Path.cwd()}); correct the path")
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        lines = path.read_bytes().splitlines()
+        for number, line in enumerate(tqdm(lines, path.name, unit=" lines", leave=False, delay=3), 1):
             if line.strip():
                 try:
                     found[line.decode("utf-8")] = example(json.loads(line), tokenizer)

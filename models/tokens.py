@@ -25,6 +25,7 @@ import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 import tokenizers
+from tqdm import tqdm
 
 from models.text import SEPARATOR, Corpus, load_corpus
 
@@ -161,7 +162,7 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     """Return a corpus of bytes as ids, file by file; bytes that are not UTF-8 become the replacement character."""
     parts, sizes = [], []
     for part in (corpus.train, corpus.heldout):
-        ids, size, texts = [], 0, _texts(part)
+        ids, size, texts = [], 0, iter(tqdm(_texts(part), "tokens", unit=" files", leave=False, delay=3))
         while some := list(itertools.islice(texts, AT_ONCE)):
             found = tokenizer.model.encode_batch_fast(some, add_special_tokens=False)
             ids += [np.asarray(one.ids, np.uint32) for one in found]
