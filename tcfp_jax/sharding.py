@@ -91,8 +91,8 @@ def fsdp(params: PyTree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, ax
       axis: the name of its axis.
 
     Returns:
-      A tree of `NamedSharding`s, one for each parameter, also for a stored one. `state_shardings` makes those of the
-      arrays of it: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
+      A tree of `NamedSharding`s, one for each parameter, also for a stored one. `state_shardings` makes those of its
+      arrays: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -148,7 +148,7 @@ def _is_legal(parameter: "_Parameter", leaf: PyTree, narrow: bool) -> bool:
             _of_stored(leaf, parts, parameter)
         if narrow:
             block_parts(parts)
-    except ValueError:  # the one definition of what is legal
+    except ValueError:  # the errors are the definition of a legal placement
         return False
     return True
 

@@ -37,7 +37,7 @@ def suited(
     """
     tx = optax.with_extra_args_support(optax.GradientTransformationExtraArgs(tx.init, tx.update))
     stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
-    # The state tells which transformations the chain has. PyTree of them takes floats, so floats are what it is shown.
+    # The state tells which transformations the chain has. All of them take floats, and not all take stored weights.
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)
     wanted = _OF_STORED if stored else ErrorFeedbackState
     is_wanted = lambda node: isinstance(node, wanted)

@@ -20,6 +20,7 @@ from benchmarks import (
     common,
     digits,
     gemm,
+    grouped,
     memory,
     products,
     quality,
@@ -302,3 +303,16 @@ def test_a_smoke_run_tries_few_candidates_unless_they_are_named(name):
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
         gemm.main(["--smoke", "--out", str(common.RESULTS)])
+
+
+def test_a_wrong_grouped_product_is_not_timed():
+    shape = grouped.SMOKE["smoke"]
+    held = grouped.read(recipe("bf16"), *grouped.draw(shape))
+    config = grouped.Config({"smoke": shape})
+    for part in ("forward", "wgrad"):
+        function, pair = grouped.product_of(part, config, held)
+        sizes = grouped.group_sizes(shape, "odd")
+        assert 0 < grouped.check(part, function, pair, sizes, grouped.BF16_SUM_BOUND) <= 1
+        shifted = lambda *operands, function=function: function(*operands[:2], jnp.roll(operands[2], 1))
+        with pytest.raises(ArithmeticError, match=f"{part}: the error is"):
+            grouped.check(part, shifted, pair, sizes, grouped.BF16_SUM_BOUND)
