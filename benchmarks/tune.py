@@ -26,7 +26,7 @@ from benchmarks.products import Form, donating, draw, same_bits
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import Backend, device_kind
+from pallas_kernels.dispatch import BACKENDS, Backend, device_kind
 from pallas_kernels.matmul.api import scale_rows
 from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
@@ -211,11 +211,20 @@ def _splits(op: str, shape: tuple[int, int], form: str, split: Callable[..., Any
 
 
 def _case(op: str, shape: tuple[int, int], variant: str, call: Callable[..., Any], *dtypes: Any) -> Case:
-    backends: tuple[Backend, ...] = ("xla", "triton")
+    drawn = jax.eval_shape(lambda: draw(shape, dtypes))
+    backends = [backend for backend in BACKENDS[::-1] if backend == "xla" or _runs(call, drawn, backend)]
     candidates: list[Named] = [(b, jax.jit(functools.partial(call, backend=b)), None) for b in backends]
     agree = lambda arguments, backend, got, expected: same_bits(got, expected)
     memory: Any = "keeps" if len(dtypes) == 1 else "donates"
     return Case(op, shape, variant, functools.partial(draw, shape, dtypes), candidates, agree, memory)
+
+
+def _runs(call: Callable[..., Any], drawn: tuple[Any, ...], backend: Backend) -> bool:
+    try:
+        jax.eval_shape(functools.partial(call, backend=backend), *drawn)
+    except NotImplementedError:
+        return False
+    return True
 
 
 # The grid of layers ---------------------------------------------------------------------------------------------------

@@ -203,18 +203,23 @@ def judge(
         elif kernel and backend is None and device == "cpu":
             reason = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
         else:
-            lacks_engine = implementation.backend == "triton" and pallas_triton.missing()
-            reason = lacks_engine or implementation.reject(options, *arrays)
+            reason = _reject(implementation, options, *arrays)
             if reason is None and backend is None:
                 reason = implementation.decline(options, *arrays)
                 if reason is None and implementation.timed:
-                    reason = tuning.decline(device, table[-1].key(options, *arrays), implementation.backend)
+                    able = {other.backend for other in table if _reject(other, options, *arrays) is None}
+                    reason = tuning.decline(device, table[-1].key(options, *arrays), implementation.backend, able)
         if reason is None and chosen is not None:
             reason = f"{chosen} comes first"
         if reason is None:
             chosen, config = implementation.backend, implementation.configure(options, *arrays)
         verdicts.append(Verdict(implementation.backend, reason, config))
     return tuple(verdicts)
+
+
+def _reject(implementation: Implementation, options: Hashable, *arrays: Any) -> str | None:
+    lacks_engine = pallas_triton.missing() if implementation.backend == "triton" else None
+    return lacks_engine or implementation.reject(options, *arrays)
 
 
 def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, options: Hashable, *arrays: Any) -> Any:

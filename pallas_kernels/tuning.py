@@ -15,7 +15,7 @@ project, such as BF16 products ("dot_general"). Estimates are compared, so all a
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,17 +113,23 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return sum(abs(math.log2(max(1, x) / max(1, y))) for x, y in zip(a, b, strict=True))
 
 
-def decline(device: str, key: Key | None, backend: str) -> str | None:
-    """Return the reason why a backend is not the first choice on a device, or None if it was measured to be fastest."""
+def decline(device: str, key: Key | None, backend: str, able: Collection[str] | None = None) -> str | None:
+    """Return the reason why a backend is not the first choice on a device, or None if it was measured to be fastest.
+
+    Backends that are not among those `able` to run the call do not count; None counts all.
+    """
     timed, entry = (device, None) if key is None else _find(device, key, backend)
     if key is None or entry is None:
         call = "this" if key is None else f"{key.op} ({key.variant})"
         return f"{call} was not timed on {device}; run python -m benchmarks.gemm --tune"
-    if entry.backend == backend:
+    fastest = entry.backend
+    if able is not None and fastest not in able:
+        fastest = min((name for name in entry.milliseconds if name in able), key=entry.milliseconds.__getitem__)
+    if fastest == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
     where = "" if timed == device else f" on {timed}"
-    return f"{entry.backend} was fastest at {'x'.join(map(str, entry.shape))}{where} ({times})"
+    return f"{fastest} was fastest at {'x'.join(map(str, entry.shape))}{where} ({times})"
 
 
 def is_timed(device: str) -> bool:

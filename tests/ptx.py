@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 WARP = 32
+_HALF = np.uint32(0xFFFF)
 
 
 def run(text, count, operands, memory=None):
@@ -23,8 +24,11 @@ def run(text, count, operands, memory=None):
         name, _, rest = line.partition(" ")
         if name.startswith("ld.shared"):
             _load(name, rest, registers, memory)
-        elif name == "st.shared.b32":
-            _store(rest, registers, memory, np.broadcast_to(where, shape))
+        elif name.startswith("st.shared"):
+            _store(name, rest, registers, memory, np.broadcast_to(where, shape))
+        elif name == "mov.b32" and rest.startswith("{"):  # a word into its halves
+            *halves, word = (part.strip("{} ") for part in rest.split(","))
+            registers |= {half: registers[word] >> np.uint32(16 * i) & _HALF for i, half in enumerate(halves)}
         else:
             target, *sources = (word.strip("{} ") for word in rest.split(","))
             values = [_value(source, registers) for source in sources]
@@ -122,6 +126,22 @@ def _in_float(operation, flush=False):
     return run
 
 
+def _from_e4m3x2(codes):
+    """Convert two E4M3 to float16."""
+    low, high = ((codes >> np.uint32(8 * i) & np.uint32(255)).astype(np.uint8) for i in range(2))
+    low, high = (_u32(a.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16)) for a in (low, high))
+    return low | high << np.uint32(16)
+
+
+def _to_bf16x2(high, low):
+    low, high = (_u32(_float(a).astype(ml_dtypes.bfloat16).view(np.uint16)) for a in (low, high))
+    return low | high << np.uint32(16)
+
+
+def _from_float16(a):
+    return (a & _HALF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+
+
 def _e4m3x2(high, low):
     """Convert two float32 to E4M3; values beyond the range become the largest."""
 
@@ -142,24 +162,35 @@ _INSTRUCTIONS = {
     "setp.eq.u32": lambda a, b: a == b, "setp.ge.u32": lambda a, b: a >= b,
     "setp.le.f32": lambda a, b: _float(a) <= _float(b), "selp.f32": lambda a, b, which: np.where(which, a, b),
     "div.rn.f32": _in_float(np.divide), "rcp.rn.f32": _in_float(np.reciprocal),
-    "mul.rn.ftz.f32": _in_float(np.multiply, flush=True), "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
+    "mul.rn.ftz.f32": _in_float(np.multiply, flush=True), "mul.rn.f32": _in_float(np.multiply),
+    "add.rn.f32": _in_float(np.add), "sub.rn.f32": _in_float(np.subtract),
+    "fma.rn.f32": _in_float(lambda a, b, c: a * b + c), "selp.b32": lambda a, b, which: np.where(which, a, b),
+    "setp.ne.u32": lambda a, b: a != b, "mov.b16": lambda a: a,
+    "cvt.rn.bf16x2.f32": _to_bf16x2, "cvt.rn.f16x2.e4m3x2": _from_e4m3x2, "cvt.f32.f16": _from_float16,
+    "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
 }  # fmt: skip
 
 
-def _store(rest, registers, memory, where):
-    """A word at the address in brackets, a register and perhaps bytes to add."""
-    address, more, source = re.match(r"\[(\S+?)(?: \+ (\d+))?\], (\S+)$", rest).groups()
-    first = registers[address] + np.uint32(more or 0)
-    at, words = np.broadcast_to(first, where.shape), np.broadcast_to(registers[source], where.shape)
-    assert not (at % 4).any()
-    memory.view(np.uint32)[at[where] // 4] = words[where]
+def _store(name, rest, registers, memory, where):
+    """Words at the address in brackets, a register and perhaps bytes to add."""
+    address, more, sources = re.match(r"\[(\S+?)(?: \+ (\d+))?\], (.*)$", rest, re.DOTALL).groups()
+    sources = [source.strip() for source in sources.strip("{} ").split(",")]
+    at = np.broadcast_to(registers[address] + np.uint32(more or 0), where.shape)
+    assert len(sources) == _words(name) and not (at % (4 * len(sources))).any()
+    for i, source in enumerate(sources):
+        memory.view(np.uint32)[at[where] // 4 + i] = np.broadcast_to(registers[source], where.shape)[where]
+
+
+def _words(name):
+    """Return the number of words that an instruction moves."""
+    return {"b32": 1, "v2.b32": 2, "v4.b32": 4, "v4.f32": 4}[name.split("shared.")[1]]
 
 
 def _load(name, rest, registers, memory):
     """Words of memory at the address in brackets, a register and perhaps bytes to add."""
     targets, address, more = re.match(r"(.*), \[(\S+?)(?: \+ (\d+))?\]$", rest, re.DOTALL).groups()
     targets = [target.strip() for target in targets.strip("{} ").split(",")]
-    assert len(targets) == {"b32": 1, "v2.b32": 2, "v4.b32": 4}[name.removeprefix("ld.shared.")]
+    assert len(targets) == _words(name)
     first = registers[address] + np.uint32(more or 0)
     assert not (first % (4 * len(targets))).any(), "a load of n bytes is at a multiple of n"
     for i, target in enumerate(targets):

@@ -21,7 +21,7 @@ from pallas_kernels.operands import (
     check_quantizer,
     check_real,
 )
-from pallas_kernels.quantize import reference, triton, triton_dual, triton_rows
+from pallas_kernels.quantize import mosaic, reference, triton, triton_dual, triton_rows
 from pallas_kernels.tuning import Key
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -52,13 +52,17 @@ def _dual_key(
 _XLA = Implementation("xla", reference.quantize, key=_key)
 _TILES = Implementation("triton", triton.quantize, triton.reject, timed=True)
 IMPLEMENTATIONS = {
-    Tensor: (_TILES, _XLA),
+    Tensor: (Implementation("mosaic", mosaic.quantize, mosaic.reject, timed=True), _TILES, _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
     Block: (_TILES, Implementation("xla", triton.by_reference, key=_key)),
 }
 _DUAL_TILES = Implementation("triton", triton_dual.dual_quantize, triton_dual.reject, timed=True)
 DUAL_IMPLEMENTATIONS = {
-    Tensor: (_DUAL_TILES, Implementation("xla", reference.dual_quantize, key=_dual_key)),
+    Tensor: (
+        Implementation("mosaic", mosaic.dual_quantize, mosaic.reject_dual, timed=True),
+        _DUAL_TILES,
+        Implementation("xla", reference.dual_quantize, key=_dual_key),
+    ),
     Block: (_DUAL_TILES, Implementation("xla", triton_dual.by_reference, key=_dual_key)),
 }
 

@@ -76,6 +76,22 @@ def test_what_declines_runs_only_when_it_is_named():
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_the_fastest_that_can_run_is_chosen(monkeypatch):
+    """A winner that rejects a call leaves it to the second, not to XLA."""
+    times = {"mosaic": 1.0, "triton": 1.1, "xla": 2.0}
+    entry = tuning.Entry((32,), "v", "mosaic", times, {})
+    monkeypatch.setattr(tuning, "_find", lambda *_: ("NVIDIA H200", entry))
+    made = functools.partial(Implementation, timed=True)
+    table = (
+        made("mosaic", None, multiples_of_16),
+        made("triton", None, lambda options, k: "odd" if k % 2 else None),
+        Implementation("xla", None, key=lambda options, k: tuning.Key("op", "v", (k,))),
+    )
+    assert [chosen(table, None, k) for k in (32, 8, 5)] == ["mosaic", "triton", "xla"]
+    assert judge(table, None, None, 32)[1].reason.startswith("mosaic was fastest at 32")
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_under_explicit_axes_the_same_runs():
     with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
         assert chosen(TABLE, None, 32) == "mosaic" and chosen(CHOICE, None, 32) == "triton"
@@ -103,7 +119,7 @@ def test_calls_are_recorded_with_what_they_are_for():
         quantize(jnp.ones((24, 16)), jnp.float8_e4m3fn, backend="triton")  # which cannot run it
     assert [(call.step, call.op) for call in calls] == [("quantize x", "quantize")] * 2
     assert calls[0].operands == "bfloat16[24, 16]" and calls[0].chosen.backend == "xla"
-    assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[0].reason
+    assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[1].reason
 
 
 # Traced products -----------------------------------------------------------------------------------------------------
