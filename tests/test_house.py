@@ -41,15 +41,15 @@ LIBRARIES = tuple(DOORS)
 # Size of the two libraries. A number may fall and never rise: lower it here when it has fallen. If a change needs more,
 # take something out first.
 LIMITS = {
-    "lines of the two libraries": 28_200,
-    "lines of all Python": 72_200,
+    "lines of the two libraries": 28_000,
+    "lines of all Python": 71_200,
     "lines of a file": 400,
     "lines of a function without its docstring": 60,
     "arguments of a function": 9,
     "public definitions": 575,
     "named recipes": 12,
     "aliases of `Literal`": 30,
-    "the word `Any`": 630,
+    "the word `Any`": 620,
     "modules that `import tcfp_jax` loads": 70,
 }
 # Files that a call enters, and calls from one file into another.
