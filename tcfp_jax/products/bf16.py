@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import note
 from pallas_kernels.partition import partitioned
-from pallas_kernels.specs import Sharding, entries, sharding_of
+from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
 from pallas_kernels.tuning import Key
 from pallas_kernels.wire import Scatter, Wire, reduced
 from tcfp_jax.products.annotations import ACTIVATION_NAME, site
@@ -137,8 +137,9 @@ def _computed(
 def _dgrad(g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped, **_: object) -> jax.Array:
     def one(g: jax.Array, w: jax.Array) -> jax.Array:
         operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-        return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding_of(x.aval))
+        return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding)
 
+    sharding = _sharding_of_one(x.aval, [of_x for of_x, _ in mapped])
     with jax.named_scope("dgrad"):
         return _of_all(one, tuple((of_w, of_x) for of_x, of_w in mapped))(g, w)
 
@@ -149,11 +150,24 @@ def _wgrad(
     def one(g: jax.Array, x: jax.Array) -> jax.Array:
         operands, tokens = (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tuple(range(g.ndim - 1))
         if wire is not None:
-            return weight_gradient(*operands, w.aval.dtype, sharding_of(w.aval), wire)
-        return dot(*operands, tokens, tokens, w.aval.dtype, sharding_of(w.aval))
+            return weight_gradient(*operands, w.aval.dtype, sharding, wire)
+        return dot(*operands, tokens, tokens, w.aval.dtype, sharding)
 
+    sharding = _sharding_of_one(w.aval, [of_w for _, of_w in mapped])
     with jax.named_scope("wgrad"):
         return _of_all(one, mapped)(g, x)
+
+
+def _sharding_of_one(aval: jax.core.ShapedArray, axes: Sequence[int | None]) -> Sharding:
+    """Return the sharding of an operand without the axes that each `jax.vmap` maps, the innermost first."""
+    sharding = sharding_of(aval)
+    if sharding is None:
+        return None
+    spec = list(entries(sharding, aval.ndim))
+    for axis in reversed(axes):
+        if axis is not None:
+            del spec[axis]
+    return with_entries(sharding, spec)
 
 
 def _of_all(one: Callable[..., jax.Array], mapped: _Mapped) -> Callable[..., jax.Array]:

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
             restored, losses = directory.restore(training.init(config, mesh))
         assert len(losses) == 4 and same_bits(restored, state)
         if mesh is not None:
-            assert restored.params["embedding"]["embedding"].sharding.mesh == mesh
+            assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(restored.params["embedding"]))
     other = dataclasses.replace(config, model=dataclasses.replace(MICRO, layers=2))
     with pytest.raises(ValueError, match="layers=1 in the folder but 2 now"):
         RunDirectory(tmp_path / "run", other, "digest", resume="allowed")
@@ -192,7 +192,7 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path):
     assert "micro-llama" not in other_printed and "loss" not in other_printed + other_shown
     np.testing.assert_allclose(losses_of(out)[:2], expected[:2], rtol=1e-5)
     np.testing.assert_allclose(losses_of(out), expected, rtol=CLOSE)
-    assert len(json.loads((out / "summary.json").read_text())["run"]) == 5
+    assert json.loads((out / "summary.json").read_text())["run"]["heldout_loss"] > 0
 
     # One process goes on, on one device and on eight.
     with pytest.MonkeyPatch.context() as patch:

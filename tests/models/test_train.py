@@ -237,8 +237,9 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
     floats = train.TrainState(params, (), jnp.int32(0))
     heldout = jnp.asarray(train.corpus_of(config).heldout)
     assert train.evaluate(config.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
-    with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
-        train.export_run(out, tmp_path / "weights.safetensors")
+    if name == "stored":  # a Llama is written as a folder of Hugging Face, too
+        with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
+            train.export_run(out, tmp_path / "weights.safetensors")
     for unwritable, why in ((path / "in_a_file.npz", "cannot be made"), (path.parent / "f.npz", "is a folder")):
         (path.parent / "f.npz").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=why):
