@@ -257,9 +257,10 @@ def test_memory_counts_the_parts(smoke):
     for name, per_weight in {"float32": 20, "bfloat16": 18, "float8_e5m2": 17}.items():
         assert rows[f"tcfp12, error {name}"].bytes_per_weight == pytest.approx(per_weight, abs=0.01)
     assert rows["tcfp12, stochastic lo, no error buffer"].errors_bytes == 0
+    # 16 samples of each kernel are 0.002 bytes a weight of these small ones.
     for name, per_weight in {"": 4 + 2 / 128, ", both orientations": 5 + 2 / 128}.items():
-        assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(per_weight, abs=1e-3)
-    assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(10, abs=1e-3)
+        assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(per_weight, abs=3e-3)
+    assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(10, abs=3e-3)
     assert len({row.parameters for row in rows.values()}) == 1
 
 
