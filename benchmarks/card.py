@@ -84,7 +84,7 @@ RUNS = {
 
 
 def wanted(results: Path, only: str | None, share: tuple[int, int], gpus: int) -> list[str]:
-    """Return the names of the runs to make: those of another library, or all of `only`, of this share.
+    """Return the names of this share of the runs: those of `only`, or all whose JSON is of another library.
 
     >>> wanted(Path("/nowhere"), "head,casts,adamw", (1, 2), 1)
     ['head', 'casts']
@@ -97,7 +97,7 @@ def wanted(results: Path, only: str | None, share: tuple[int, int], gpus: int) -
 
 
 def is_current(path: Path) -> bool:
-    """Return whether every row of a JSON is of this library."""
+    """Return whether there is a JSON, and its last run was of this library."""
     if not path.exists():
         return False
     return bool(json.loads(path.read_text(encoding="utf-8"))["header"].get("library") == common.library_digest())

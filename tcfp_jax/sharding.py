@@ -91,8 +91,8 @@ def fsdp(params: PyTree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, ax
       axis: the name of its axis.
 
     Returns:
-      A tree of `NamedSharding`s, one for each parameter, also for a stored one. `state_shardings` makes those of its
-      arrays: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
+      A tree with one `NamedSharding` for each parameter, stored or float. `state_shardings` derives the shardings of
+      the arrays inside: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
 
     Raises:
       ValueError: the mesh has no such axis.

@@ -86,7 +86,7 @@ def store(layer: Any, weight: Stored) -> None:
 
 def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
     """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits."""
-    # Flax itself sets these where nobody chose: Linear's product, Einsum's, and the promotion of both.
+    # Flax sets these if the user chose nothing: Linear's product, Einsum's, and the promotion of both.
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
     for name in CHOICES:
         if not any((value := getattr(layer, name, None)) is one for one in usual):
@@ -145,7 +145,7 @@ class _Reader:
         return nnx.LayerNorm.__call__(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        value = getattr(self._layer, name)  # a parameter is an attribute, next to fields that are no arrays
+        value = getattr(self._layer, name)  # an attribute is a parameter or a plain field
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 

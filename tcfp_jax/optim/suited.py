@@ -1,4 +1,4 @@
-"""The transformation that trains the parameters of a model as they are: stored, or float and fed back.
+"""`suited` adapts an optax transformation to the parameters of a model: stored ones, or float ones with error feedback.
 
 `tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState` pass their own through here, so that a training script names
 optax's transformations alone.
