@@ -2,8 +2,10 @@
 
     python -m benchmarks.large --json
     python -m benchmarks.large --json --bf16-layers 8        if BF16's state does not fit at full depth
+    python -m benchmarks.large --json --model llama-1b --recipes stored,tensorwise
 
-"stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32 masters and `optax.adamw`. Each
+"stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32 masters and `optax.adamw`, and so
+have other recipes, with error feedback. Every recipe takes the head, too. Each
 runs in a process of its own with all of the GPU's memory, from the same initial weights on the same windows of
 installed Python sources, as bytes. The learning rate grows from zero. Losses must fall, and the first losses agree,
 before steps are timed. With remat="auto" each keeps as much for its backward pass as fits. Speeds are per layer,
@@ -25,7 +27,7 @@ import optax
 
 from benchmarks import common, fitting, llama, timing
 from benchmarks.common import Result, markdown_table
-from benchmarks.llama import BASELINE, PEAK_TFLOPS, STORED
+from benchmarks.llama import BASELINE, CANDIDATES, PEAK_TFLOPS, STORED
 from models.llama import LLAMAS, LlamaConfig, Loop
 from models.moe import MOES
 from models.text import load_installed
@@ -130,7 +132,7 @@ def measure(config: Config) -> Iterator[Row]:
 def train(config: Config, name: str, layers: int) -> Run:
     """Train twenty steps, then time further ones."""
     size = dataclasses.replace(config.model, layers=layers)
-    settings: Any = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
+    settings: Any = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small", "head"))
     # A first update of full size would raise the loss of a model this wide to 27.
     make = functools.partial(llama.make_training, rate=optax.linear_schedule(0.0, 4e-5, config.steps))
     settings, done = fitting.settled(settings, name, make)
@@ -175,6 +177,7 @@ def check_losses(name: str, losses: tuple[float, ...], first: float, alike: floa
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add sizes."""
     parser.add_argument("--model", choices=[*LLAMAS, *MOES], help="(default: llama-8b on a GPU)")
+    parser.add_argument("--recipes", default=STORED, help=f"next to {BASELINE} (default: {STORED})")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
@@ -192,7 +195,8 @@ def configure(options: argparse.Namespace) -> Config:
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
-    layers = ((BASELINE, baseline), (STORED, model.layers))
+    names = common.chosen_of("recipes", options.recipes, [name for name in CANDIDATES["step"] if name != BASELINE])
+    layers = ((BASELINE, baseline), *((name, model.layers) for name in names))
     if not on_gpu:
         return Config(model, layers, (2, 64), text_bytes=2**18, rounds=1, calls=1)
     return Config(model, layers, (options.sequences, min(4096, model.context)))
