@@ -35,15 +35,13 @@ class Run:
 # By the name of the JSON. What a page needs most comes first.
 RUNS = {
     "large": Run("large --model llama-8b --bf16-layers 8", 170),
-    "large-8-layers": Run("large --model llama-8b --layers 8", 120),
-    "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8 --remat block", 100),
-    "llama-1b": Run("llama --parts step --recipes stored --no-peaks", 110),
+    "large-8-layers": Run("large --model llama-8b --layers 8 --recipes stored,tensorwise,rowwise", 170),
+    "large-1b": Run("large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 200),
+    "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8", 160),
     # One recipe next to BF16: the states of more leave no memory for a step.
-    "llama-1b-tensorwise": Run("llama --parts step --recipes tensorwise --no-peaks", 90),
-    "llama-1b-rowwise": Run("llama --parts step --recipes rowwise --no-peaks", 90),
-    "llama-1b-fast": Run("llama --parts step --recipes tcfp12_fast --no-peaks", 90),
+    "llama-1b": Run("llama --parts step --recipes stored --no-peaks", 60),
     "llama-1b-unrolled": Run(
-        "llama --parts step --recipes stored --remat products --loop unrolled --no-peaks", 110
+        "llama --parts step --recipes stored --remat products --loop unrolled --no-peaks", 80
     ),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 150),

@@ -79,7 +79,7 @@ def choose(results: Path = RESULTS) -> str:
     titles, columns = ["recipe"], []
     sources = {
         "8 layers of Llama-3-8B": ("large-8-layers",),
-        "Llama-3.2-1B": ("llama-1b", "llama-1b-tensorwise", "llama-1b-rowwise", "llama-1b-fast"),
+        "Llama-3.2-1B": ("large-1b",),
     }
     for model, source in sources.items():
         found = [result for result in (read_result(name, results) for name in source) if result is not None]
@@ -119,8 +119,8 @@ def choose(results: Path = RESULTS) -> str:
 
 # JSON of the overview, and its models.
 WHOLE = {
-    "large": "Llama-3-8B", "large-8-layers": "8 layers of Llama-3-8B", "llama-1b": "Llama-3.2-1B",
-    "llama-1b-unrolled": "Llama-3.2-1B, unrolled",
+    "large": "Llama-3-8B", "large-8-layers": "8 layers of Llama-3-8B", "large-1b": "Llama-3.2-1B",
+    "llama-1b-unrolled": "Llama-3.2-1B, unrolled", "large-olmoe": "OLMoE-1B-7B",
 }  # fmt: skip
 
 

@@ -136,9 +136,11 @@ def mix(
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     rows = dispatch(x, order, place)
     gate, up = jnp.split(lax.ragged_dot(rows, gate_up.astype(x.dtype), sizes), 2, axis=-1)
-    out = lax.ragged_dot(gated(gate, up, activation), down.astype(x.dtype), sizes)
-    back = collect(out, order, place).astype(jnp.float32).reshape(*chosen.shape, -1)
-    return jnp.sum(back * weights[..., None], axis=1)
+    # Before the last product, whose result the gradient of the weights then does not need.
+    of_rows = collect(weights.reshape(-1, 1), place, order)
+    hidden = (gated(gate, up, activation) * of_rows).astype(x.dtype)
+    out = collect(lax.ragged_dot(hidden, down.astype(x.dtype), sizes), order, place)
+    return jnp.sum(out.reshape(*chosen.shape, -1), axis=1, dtype=jnp.float32)
 
 
 def mix_on_mesh(x: jax.Array, routed: Routed, gate_up: jax.Array, down: jax.Array, activation: Activation) -> jax.Array:

@@ -84,6 +84,26 @@ def test_penalties_change_gradients_and_no_loss():
     np.testing.assert_allclose(jax.grad(ours)(router), jax.grad(penalty)(router), atol=1e-6)
 
 
+def test_experts_have_the_gradients_of_weighted_results():
+    config, t = OTHER, 6
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (t, config.width))
+    routed = moe.route(jax.random.normal(keys[1], (t, config.experts)), config)
+    gate_up = jax.random.normal(keys[2], (config.experts, config.width, 2 * config.hidden))
+    down = jax.random.normal(keys[3], (config.experts, config.hidden, config.width))
+
+    def plain(x, weights, gate_up, down):
+        gate, up = jnp.split(jnp.einsum("tw,tcwh->tch", x, gate_up[routed.chosen]), 2, axis=-1)
+        return jnp.einsum("tch,tchw,tc->tw", jax.nn.silu(gate) * up, down[routed.chosen], weights)
+
+    ours = lambda x, weights, *matrices: moe.mix(x, routed.chosen, weights, *matrices, 0, "silu")
+    arrays = x, routed.weights, gate_up, down
+    (y, pull), (expected, back) = jax.vjp(ours, *arrays), jax.vjp(plain, *arrays)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    for mine, exact in zip(pull(y), back(y), strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=1e-4, atol=1e-4 * float(exact.std()))
+
+
 def test_sorting_tokens_has_gradients_that_are_gathers():
     order = jax.random.permutation(jax.random.key(0), 12)
     place = jnp.argsort(order)
