@@ -36,6 +36,7 @@ class Run:
 RUNS = {
     "large": Run("large --model llama-8b --bf16-layers 8", 170),
     "large-8-layers": Run("large --model llama-8b --layers 8 --recipes stored,tensorwise,rowwise", 170),
+    "large-curves": Run("large --model llama-8b --layers 8 --steps 300", 330),
     "large-1b": Run("large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 200),
     "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8", 160),
     # One recipe next to BF16: the states of more leave no memory for a step.

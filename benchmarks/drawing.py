@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory
+import numpy as np
+
+from benchmarks import large, memory
 from benchmarks.common import RESULTS, Result, read_result
 from benchmarks.convergence_tables import ratios, rows_of, standard_error
 from benchmarks.variants import BASELINE, OTHER_BATCHES, RECOMMENDED, RERUN
@@ -67,6 +69,24 @@ def draw_whole_model(figure: Any, counted: Result, timed: Result) -> None:
     panels[0].text(82, 0.5, "one 80 GB card", color=ORANGE, va="center")
 
 
+def draw_curves(figure: Any, result: Result) -> None:
+    """Draw the losses of a long run of `benchmarks.large`: each step as a faint line, and means over ten steps."""
+    figure.set_size_inches(7.2, 2.8)
+    axes = figure.add_subplot()
+    for row, color in zip(result.rows, (GRAY, BLUE, ORANGE), strict=False):
+        losses = np.asarray(row["losses"])
+        axes.plot(np.arange(1, len(losses) + 1), losses, color=color, linewidth=0.7, alpha=0.3)
+        means = np.convolve(losses, np.full(10, 0.1), "valid")
+        label = f"{row['recipe']}, last {large.LAST} steps {losses[-large.LAST :].mean():.3f}"
+        # BF16's line is wide, so that a curve that lies on it leaves it visible.
+        width = 4.0 if row["recipe"] == BASELINE else 1.4
+        axes.plot(np.arange(len(means)) + 5.5, means, color=color, linewidth=width, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.grid(axis="y")
+    axes.legend(frameon=False, labelcolor=INK)
+
+
 def draw_forks(figure: Any, result: Result) -> None:
     """Draw groups of variants: a faint dot per pair of runs, the mean, and its standard error if there are three."""
     rows, place = rows_of(result), 0.0
@@ -106,6 +126,11 @@ PICTURES = {
         "step takes less time",
         ("memory-llama-8b", "large-8-layers"),
         draw_whole_model,
+    ),
+    "large-curves": Picture(
+        "Curves: the losses of 8 layers of Llama-3-8B's width with stored weights and in BF16, on the same batches",
+        ("large-curves",),
+        draw_curves,
     ),
     "convergence-fork-llama-124m": Picture(
         "Dots and error bars: the perplexities of all recipes are about as close to BF16's as BF16 is when it runs "

@@ -3,13 +3,15 @@
     python -m benchmarks.large --json
     python -m benchmarks.large --json --bf16-layers 8        if BF16's state does not fit at full depth
     python -m benchmarks.large --json --model llama-1b --recipes stored,tensorwise
+    python -m benchmarks.large --json --layers 8 --steps 300 --recipes bf16        curves, one candidate in a call:
+    python -m benchmarks.large --json --layers 8 --steps 300 --resume              it keeps BF16's row
 
 "stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32 masters and `optax.adamw`, and so
 have other recipes, with error feedback. Every recipe takes the head, too. Each
 runs in a process of its own with all of the GPU's memory, from the same initial weights on the same windows of
-installed Python sources, as bytes. The learning rate grows from zero. Losses must fall, and the first losses agree,
-before steps are timed. With remat="auto" each keeps as much for its backward pass as fits. Speeds are per layer,
-because BF16 may have fewer layers.
+installed Python sources, as ids of `models.tokens.OWN`. The learning rate grows from zero. Losses must fall, and the
+first losses agree, before steps are timed. With remat="auto" each keeps as much for its backward pass as fits. Speeds
+are per layer, because BF16 may have fewer layers.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -31,9 +34,11 @@ from benchmarks.llama import BASELINE, CANDIDATES, PEAK_TFLOPS, STORED
 from models.llama import LLAMAS, LlamaConfig, Loop
 from models.moe import MOES
 from models.text import load_installed
+from models.tokens import OWN, read_tokenizer, tokenized
 
 NAME = "large"
-TEXT = "Python files of site-packages and of the standard library, as bytes"
+TEXT = "Python files of site-packages and of the standard library"
+SHORT, LAST, PEAK = 20, 30, 1e-4  # steps before the timing; of a longer run the last steps, and the largest rate
 # Largest relative difference of two first losses, which are both near the logarithm of the vocabulary, of models with
 # the same layers and with others.
 FIRST_LOSS, OTHER_DEPTH = 0.01, 0.04
@@ -48,17 +53,33 @@ class Config:
       layers: (name, layers) of each candidate in order; the first is BF16.
       tokens: Sequences, and tokens in each.
       text_bytes: Size of the text.
-      steps: Steps with a loss before the timed ones.
+      steps: Steps with a loss before the timed ones. The rate rises all the time of a short run; of a longer one it
+        rises for a fifth, and falls as a cosine.
+      resume: JSON whose rows are kept.
       rounds, calls: Repetitions of the timing.
     """
 
     model: LlamaConfig
     layers: tuple[tuple[str, int], ...]
     tokens: tuple[int, int]
-    text_bytes: int = 2**24
-    steps: int = 20
+    text_bytes: int = 2**25
+    steps: int = SHORT
     rounds: int = 2
     calls: int = 2
+    resume: str | None = None
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Everything that rows of one table share."""
+        shared = {**dataclasses.asdict(self), "tokens": [*self.tokens]}
+        return {name: value for name, value in shared.items() if name not in ("layers", "resume")}
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate; a first update of full size would raise the loss of a model this wide to 27."""
+        if self.steps <= SHORT:
+            return optax.linear_schedule(0.0, 4e-5, self.steps)
+        return optax.warmup_cosine_decay_schedule(0.0, PEAK, self.steps // 5, self.steps)
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,7 @@ class Row(timing.Timing):
       arena_bytes: Temporary memory of the program, besides arguments and results.
       step_bytes: Arguments, results and arena.
       peak_bytes: Peak of the allocator; None if none is reported.
-      losses: Losses of the first steps, in nats per byte.
+      losses: Losses of the first steps, in nats per token.
       text: The text they were trained on.
     """
 
@@ -104,40 +125,50 @@ class Run(NamedTuple):
     step_bytes: int
     peak_bytes: int | None
     losses: tuple[float, ...]
+    text: str
 
 
 def measure(config: Config) -> Iterator[Row]:
     """Measure the candidates in sequence; raise `ArithmeticError` if losses do not fall or differ at the start."""
-    first: Run | None = None
-    speed = 1.0
+    found = [] if config.resume is None else common.rows_to_resume(Path(config.resume), config.settings)
+    known = [{field.name: row[field.name] for field in dataclasses.fields(Row)} for row in found]
+    rows = [Row(**{**row, "losses": tuple(row["losses"])}) for row in known]
+    yield from rows
     for name, layers in config.layers:
+        if name in {row.recipe for row in rows}:
+            continue
         call = (config, name, layers)
         run = timing.measure_alone(train, [call], "whole")[0] if timing.has_peaks() else train(*call)
         alike = FIRST_LOSS if layers == config.layers[0][1] else OTHER_DEPTH
-        check_losses(name, run.losses, first.losses[0] if first else run.losses[0], alike)
+        check_losses(name, run.losses, rows[0].losses[0] if rows else run.losses[0], alike)
+        if rows and run.text != rows[0].text:
+            raise ValueError(f"{name} learned from {run.text}, but BF16 from {rows[0].text}; run both on one machine")
         seconds, count = run.timed.median_ms / 1e3, math.prod(config.tokens)
         size = dataclasses.replace(config.model, layers=layers)
         tflops = llama.operations(size, config.tokens, "step") / seconds / 1e12
-        if first is None:
-            first, speed = run, layers / seconds
-        yield Row(
+        speed = rows[0].layers / rows[0].median_ms * 1e3 if rows else layers / seconds
+        row = Row(
             **dataclasses.asdict(run.timed), recipe=name, layers=layers, tokens=count,
             tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
             layer_speed_over_bf16=layers / seconds / speed, remat=run.remat, compile_seconds=run.compile_seconds,
             arena_bytes=run.arena_bytes, step_bytes=run.step_bytes, peak_bytes=run.peak_bytes, losses=run.losses,
-            text=TEXT,
+            text=run.text,
         )  # fmt: skip
+        rows.append(row)
+        yield row
 
 
 def train(config: Config, name: str, layers: int) -> Run:
-    """Train twenty steps, then time further ones."""
+    """Train, then time further steps."""
     size = dataclasses.replace(config.model, layers=layers)
     settings: Any = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small", "head"))
-    # A first update of full size would raise the loss of a model this wide to 27.
-    make = functools.partial(llama.make_training, rate=optax.linear_schedule(0.0, 4e-5, config.steps))
+    make = functools.partial(llama.make_training, rate=config.schedule)
     settings, done = fitting.settled(settings, name, make)
     (step, compile_seconds), losses = make(settings, name).compile(done=done), []
-    for windows in draw_windows(config):
+    text, tokenizer = load_installed(byte_limit=config.text_bytes), read_tokenizer(OWN)
+    if size.vocabulary >= tokenizer.size:  # the smallest models read bytes
+        text = tokenized(text, tokenizer)
+    for windows in draw_windows(config, text.train):
         step.inputs = (windows,)
         losses.append(step())
     timed = timing.time_by_wall_clock({name: (step, ())}, rounds=config.rounds, calls=config.calls)[name]
@@ -146,12 +177,12 @@ def train(config: Config, name: str, layers: int) -> Run:
     return Run(
         timed, settings.step.remat, compile_seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes,
         timing.peak_bytes(), tuple(map(float, losses)),
+        f"{TEXT} ({len(text.train) / 1e6:.1f} million tokens, digest {text.digest[:12]})",
     )  # fmt: skip
 
 
-def draw_windows(config: Config) -> Iterator[jax.Array]:
+def draw_windows(config: Config, text: np.ndarray) -> Iterator[jax.Array]:
     """Yield int32 `[batch, positions + 1]` of the text for each step, the same for every candidate."""
-    text = load_installed(byte_limit=config.text_bytes).train
     rng, (batch, positions) = np.random.default_rng(0), config.tokens
     for _ in range(config.steps):
         begins = rng.integers(0, len(text) - positions, batch)
@@ -177,7 +208,9 @@ def check_losses(name: str, losses: tuple[float, ...], first: float, alike: floa
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add sizes."""
     parser.add_argument("--model", choices=[*LLAMAS, *MOES], help="(default: llama-8b on a GPU)")
-    parser.add_argument("--recipes", default=STORED, help=f"next to {BASELINE} (default: {STORED})")
+    parser.add_argument("--recipes", default=STORED, help=f"next to {BASELINE}, or it alone (default: {STORED})")
+    parser.add_argument("--steps", type=common.positive, help=f"before the timed ones (default: {SHORT})")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the JSON file, run those it lacks")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
@@ -195,11 +228,17 @@ def configure(options: argparse.Namespace) -> Config:
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
-    names = common.chosen_of("recipes", options.recipes, [name for name in CANDIDATES["step"] if name != BASELINE])
-    layers = ((BASELINE, baseline), *((name, model.layers) for name in names))
+    names = common.chosen_of("recipes", options.recipes, CANDIDATES["step"])
+    layers = ((BASELINE, baseline), *((name, model.layers) for name in names if name != BASELINE))
+    more: Any = dict(steps=options.steps or SHORT, resume=str(options.path) if options.resume else None)
     if not on_gpu:
-        return Config(model, layers, (2, 64), text_bytes=2**18, rounds=1, calls=1)
-    return Config(model, layers, (options.sequences, min(4096, model.context)))
+        return Config(model, layers, (2, 64), text_bytes=2**18, rounds=1, calls=1, **more)
+    return Config(model, layers, (options.sequences, min(4096, model.context)), **more)
+
+
+def json_name(options: argparse.Namespace) -> str:
+    """Return the name of a run's JSON: "large", or "large-curves" of a long one."""
+    return f"{NAME}-curves" if (options.steps or SHORT) > SHORT else NAME
 
 
 def show(rows: list[Row]) -> None:
@@ -211,30 +250,40 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """Return the page's table, one line per candidate."""
-    lines = []
+    """Return the page's table, one line per candidate; of a long run its losses, of a short one its speed."""
+    lines, long = [], result.config["steps"] > SHORT
     for row in result.rows:
         peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
-        lines.append(
-            [
-                f"`{row['recipe']}`", str(row["layers"]), f"{row['median_ms']:,.0f}",
+        cells = [f"`{row['recipe']}`", str(row["layers"]), f"{row['median_ms']:,.0f}"]
+        if long:
+            cells += [f"{np.mean(row['losses'][-LAST:]):.4f}", "–" if row is result.rows[0] else _over(result, row)]
+        else:
+            cells += [
                 f"{row['tokens_per_second']:,.0f}", f"**{row['layer_speed_over_bf16']:.2f}**", f"{row['mfu']:.0%}",
                 f"{row['step_bytes'] / 1e9:.1f}", peak, f"{row['compile_seconds']:.0f}",
-                f"{row['losses'][0]:.2f} → {row['losses'][-1]:.2f}",
-            ]
-        )  # fmt: skip
-    titles = [
-        "", "layers", "ms a step", "tokens a second", "per layer over BF16", "MFU", "step, GB", "peak, GB",
-        "compiling, s", "loss",
-    ]  # fmt: skip
+            ]  # fmt: skip
+        lines.append(cells)
+    titles = ["", "layers", "ms a step", "tokens a second", "per layer over BF16", "MFU", "step, GB", "peak, GB"]
+    titles = [*titles[:3], "loss", "over BF16's, nats a token"] if long else [*titles, "compiling, s"]
     size, (batch, positions) = result.config["model"], result.config["tokens"]
     kind = f"mixture of {size['experts']} experts" if "experts" in size else "Llama"
-    return (
+    text = (
         f"{markdown_table(titles, lines)}\n\nA {kind} of width {size['width']}, hidden {size['hidden']}, a vocabulary "
-        f"of {size['vocabulary']}, {batch} × {positions} tokens a step. Step is what the compiled step needs, with its "
-        f"state; peak is the allocator's. The losses are those of the first {result.config['steps']} steps, in nats "
-        f"per byte, of {result.rows[0]['text']}."
+        f"of {size['vocabulary']}, {batch} × {positions} tokens a step. "
     )
+    if not long:
+        return f"{text}Step is what the compiled step needs, with its state; peak is the allocator's."
+    return (
+        f"{text}{result.config['steps']} steps of {result.rows[0]['text']}, with the same batches and clipping, a rate "
+        f"that rises for a fifth of them to {PEAK:g} and falls as a cosine to zero. A loss is the mean of the last "
+        f"{LAST} steps, in nats per token, and its difference has the standard error of these steps."
+    )
+
+
+def _over(result: Result, row: dict[str, Any]) -> str:
+    """Return the mean difference of the last losses of a row from the first row's, with its standard error."""
+    gaps = np.subtract(row["losses"][-LAST:], result.rows[0]["losses"][-LAST:])
+    return f"**{gaps.mean():+.4f}** ± {gaps.std(ddof=1) / math.sqrt(len(gaps)):.4f}"
 
 
 main = functools.partial(common.main, NAME)

@@ -126,6 +126,13 @@ def test_a_large_run_compares_losses_on_text(tmp_path):
     assert bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
     result = common.read_result("large", tmp_path)
     assert result is not None and "| `stored` | 2 |" in large.table(result)
+    more = ["--smoke", "--out", str(tmp_path), "--steps", "32"]
+    (alone,) = large.main([*more, "--recipes", "bf16"])
+    kept, stored = large.main([*more, "--resume"])
+    assert kept == alone and len(stored.losses) == 32 and stored.text == kept.text
+    gap = np.mean(np.subtract(stored.losses, kept.losses)[-large.LAST :])
+    page = report.render_section("large-curves", tmp_path)
+    assert f"**{gap:+.4f}** ± " in page and "nats a token" in page and abs(gap) < 0.02
 
 
 @pytest.mark.parametrize(
