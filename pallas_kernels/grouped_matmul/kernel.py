@@ -174,13 +174,18 @@ def _consume(
 
     if plan.promote:
 
-        def add(step: Index, carry: Index) -> Ref:
-            x, ws, release = take(step)
-            return adding(step, x, ws, (), release, carry)
+        def add(count: int, step: Index, carry: Ref) -> Ref:
+            xs, ws, releases = zip(*[take(step + i) for i in range(count)], strict=True)
+            return adding(step, xs, ws, (), lambda: [release() for release in releases], carry)
+
+        def add_all(carry: Ref) -> Ref:
+            pairs = lax.div(tile.steps, 2) if plan.in_pairs else 0
+            carry = lax.fori_loop(0, pairs, lambda i, carry: add(2, 2 * i, carry), carry)
+            return lax.fori_loop(2 * pairs, tile.steps, functools.partial(add, 1), carry)
 
         factors = Factors((), "tensor", config.tile_n, 0, 0)
-        adding, compute = promoting(finish, factors, first_row, height, config.tile_n)
-        return compute(lambda carry: lax.fori_loop(0, tile.steps, add, carry))
+        adding, compute = promoting(finish, factors, first_row, height, config.tile_n, _multiply_steps)
+        return compute(add_all)
 
     def accumulate(acc: Ref) -> jax.Array:
         # A step's buffers are given back a step later, so that the tensor cores always have the next products.
@@ -198,6 +203,11 @@ def _consume(
         return acc[...]
 
     finish([[pl.run_scoped(accumulate, plgpu.ACC((height, config.tile_n), jnp.float32))]])
+
+
+def _multiply_steps(acc: Ref, xs: Sequence[Ref], ws: Sequence[Sequence[Ref]], rows: Ref) -> None:
+    for x, halves in zip(xs, ws, strict=True):
+        multiply(acc, x, halves, rows)
 
 
 def _mask(tile: Tile, step: Index, x: Ref, first_row: Index, height: int) -> None:

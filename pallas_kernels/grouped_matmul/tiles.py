@@ -27,7 +27,7 @@ class Plan:
       config: tile sizes and order; `snake` row tiles make a band, whose tiles are neighbours in time.
       kind: "rows" for rows times the weight of their group, "within" for sums over the rows of each group.
       halves: 2 for a weight with a residual, else 1.
-      promote: whether sums are promoted to float32 registers after each tile_k.
+      promote: whether sums are promoted to float32 registers, after 256 values if the ring holds two steps more.
       scales: "none", one of x and one for each group ("tensor"), or vectors ("rows").
       blocks: blocks of the persistent grid.
     """
@@ -38,6 +38,11 @@ class Plan:
     promote: bool
     scales: Literal["none", "tensor", "rows"]
     blocks: int
+
+    @property
+    def in_pairs(self) -> bool:
+        """Return whether two steps are promoted together; the two halves of a weight are as many products."""
+        return self.halves == 1 and self.config.stages >= 4
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +133,7 @@ def walk(
         visit(tile, before)
         return before + tile.steps
 
-    if plan.promote:  # totals leave no registers for a second tile
+    if plan.promote and plan.kind == "within":  # totals leave no registers for a second tile
         lax.fori_loop(0, turns, visit_alone, jnp.int32(0))
     else:
         lax.fori_loop(0, turns, visit_next, (jnp.int32(0), find(block)))

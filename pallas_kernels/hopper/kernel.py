@@ -194,8 +194,10 @@ def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[
     return add, compute
 
 
-def promoting(store: Any, factors: Factors, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
-    """Return (add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals.
+def promoting(
+    store: Any, factors: Factors, first_row: Any, height: int, width: int, multiply: Any = multiply
+) -> tuple[Any, Any]:
+    """Return (add, compute) of full accumulation: an accumulator for every step, scaled and added to float32 totals.
 
     A warpgroup works in waves of 64 rows, because the totals leave no registers for a larger accumulator.
     """

@@ -79,7 +79,7 @@ def test_rows_of_groups(dtype, scaling, halves, accumulation, config):
     "dtype, scaling, accumulation, config",
     [
         (E4M3, Tensor(), "fast", SMALL(tile_k=128, stages=2)),
-        (E4M3, Row(), "full", None),
+        (E4M3, Row(), "full", SMALL(tile_k=128, stages=4)),
         (BF16, None, "fast", SMALL(tile_k=64, stages=3)),
     ],
     ids=["mixed", "rows", "bf16"],
@@ -91,6 +91,16 @@ def test_sums_within_groups(dtype, scaling, accumulation, config):
     for sizes in SIZES:
         np.testing.assert_array_equal(multiply(x, g, jnp.array(sizes)), within_groups(x, g, sizes))
     assert jnp.isnan(multiply(x, g, jnp.array([300, 200, 0, 0, 0, 0]))).all()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("steps", [2, 3])
+def test_sums_of_two_steps_are_promoted_together(steps):
+    x, w = integers(E4M3, (M, 128 * steps), Tensor()), integers(E4M3, (128, 128 * steps), Tensor(), stack=(6,), seed=1)
+    y = mosaic.grouped_matmul(
+        Product(jnp.dtype(jnp.float32), "full"), x, w, jnp.array(SIZES[0]), config=SMALL(tile_k=128, stages=4)
+    )
+    np.testing.assert_array_equal(y, by_groups(x, w, SIZES[0]))
 
 
 @needs_mosaic
