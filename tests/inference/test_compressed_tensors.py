@@ -11,13 +11,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.folders import read_shape, write_folder
 from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
 from models.llama import Llama, LlamaConfig
 from pallas_kernels.operands import Fp4, Operand, Row, Tensor
 from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
+from tests.models.record_transformers import FILE, weights_of
 
 REASON = "compressed-tensors brings torch; install .[export-test] in an environment of its own"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -112,6 +115,30 @@ def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
     assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(
         scaling, Fp4
     )  # the weights are quantized indeed
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "gemma3_text"])
+def test_transformers_loads_exported_folders(tmp_path, case, form):
+    recorded = json.loads(FILE.read_text())[case]
+    (tmp_path / "config.json").write_text(json.dumps(recorded["config"]))
+    config, arrays = read_shape(tmp_path), weights_of(recorded["shapes"])
+    params = from_huggingface(arrays, config)["params"]
+    write_folder(tmp_path / "out", params, config, form, source=tmp_path, tokenizer=None)
+    asked = {} if form == "bf16" else dict(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager", **asked
+    )
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits.numpy()
+    found = safetensors.read(tmp_path / "out", "float")[1] if form == "bf16" else load_compressed(tmp_path / "out")[0]
+    dtype = jnp.bfloat16 if form == "nvfp4" else jnp.float32
+    plain = {
+        name: tensor.forward.dequantize(dtype).astype(jnp.float32) if hasattr(tensor, "forward") else tensor
+        for name, tensor in found.items()
+    }
+    ours = Llama(read_shape(tmp_path / "out"), "float32").apply(from_huggingface(plain, config), TOKENS)
+    np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4 * theirs.std())
 
 
 @pytest.mark.parametrize(("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")])
