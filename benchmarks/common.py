@@ -10,6 +10,7 @@ A benchmark is a module of this package with
     show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
     json_name(options)         returns the name of its JSON, if options choose one
+    joined(config, rows)       returns the rows to write, if other processes may have added some to the file
     SMOKE_OPTIONS              options of a smoke run that the command line does not name
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of
@@ -19,11 +20,13 @@ the chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes
 import argparse
 import contextlib
 import datetime
+import fcntl
 import functools
 import hashlib
 import importlib
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -103,7 +106,7 @@ def library_digest(root: Path = ROOT) -> str:
 
 
 @functools.cache
-def origin_of_row() -> dict[str, str]:
+def origin_of_row() -> dict[str, Any]:
     """Return the library and the device of a row, which may stand next to rows of other runs."""
     return {"library": library_digest(), "device": jax.devices()[0].device_kind}
 
@@ -165,7 +168,9 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
     with counted() as count:
         for row in benchmark.measure(config):
             rows.append(row)
-            write_result(path, benchmark.NAME, header, config, rows)
+            with _alone(path):
+                joined = benchmark.joined(config, rows) if hasattr(benchmark, "joined") else rows
+                write_result(path, benchmark.NAME, header, config, joined)
             count(len(rows))
     getattr(benchmark, "show", print_rows)(rows)
     if path is not None:
@@ -236,6 +241,21 @@ def read_result(name: str, results: Path = RESULTS) -> Result | None:
     data = paths[0].read_bytes()
     content, digest = json.loads(data), hashlib.sha256(data).hexdigest()[:16]
     return Result(name, content["header"], content["config"], content["rows"], digest)
+
+
+@contextlib.contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """Hold the folder of a file, so that processes that add rows to it write one after another."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def device_slug() -> str:

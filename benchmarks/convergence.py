@@ -19,13 +19,14 @@ that is gone is trained again, together with BF16's fork.
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,14 @@ from benchmarks.forks import (
     Task,
     Tokens,
     advance,
+    claimed,
+    curve_of,
+    folder_of,
     last_tenth,
     start_fork,
     train_base,
     train_config,
+    whole_run,
 )
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.variants import BASELINE, FLAGS, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
@@ -51,7 +56,7 @@ from models.batches import check_corpus
 from models.data import load_data
 from models.families import ModelConfig, model_config, model_names
 from models.gpt import GPTConfig
-from models.llama import LLAMAS
+from models.llama import LLAMAS, LlamaConfig
 from models.settings import preset
 from models.text import Corpus, bits_per_byte, load_installed
 from models.tokens import OWN, read_tokenizer, tokenized
@@ -62,24 +67,30 @@ __all__ = ["Config", "Row", "ratios_of", "summarize", "table"]
 
 NAME = "convergence"
 PROTOCOLS = ("fork", "scratch")
+SETTINGS = ("batch", "warmup_steps", "learning_rate", "base_steps", "steps")  # options of which a default is a choice
 _USUAL_MODEL = {"fork": "12x768", "scratch": "small"}
 _USUAL_STEPS = {"fork": Config.steps, "scratch": 1000}
 
 
-def measure_text(config: Config, name: str, base: Base, corpus: Corpus) -> Row:
-    """Train a variant from a base to a rate of zero, and evaluate it."""
+def measure_text(config: Config, name: str, base: Base, corpus: Corpus, deadline: float = math.inf) -> Row:
+    """Train a variant from a base to a rate of zero, and evaluate it. Runs from scratch leave checkpoints."""
     started, variant = time.perf_counter(), VARIANTS[name]
     with nn.intercept_methods(fake_quantized):  # it leaves all layers but those of fake quantization alone
         state = start_fork(config, variant, base.state, jax.random.key(base.seed))
         size = bytes_of_kernels(state)
         text = _on_device(config.data, config.text_bytes, config.tokens)
-        state, losses, milliseconds = advance(config, variant, base.seed, state, text, config.steps)
         run, heldout = train_config(config, variant, base.seed), jnp.asarray(corpus.heldout)
+        kept = dataclasses.replace(config, bases=None if config.base_steps else config.bases)
+        with folder_of(kept, run, corpus.digest, f"run-{name}-{base.seed}-{config.steps}") as folder:
+            state, losses, milliseconds = advance(
+                config, variant, base.seed, state, text, config.steps, folder, deadline
+            )
         trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
     return Row(
         task="text", name=name, seed=base.seed, base=base.name, train_loss=last_tenth(losses), heldout_loss=trained,
         heldout_loss_bf16=in_bf16, accuracy=None, bytes_per_weight=size, milliseconds=milliseconds,
-        seconds=time.perf_counter() - started, **common.origin_of_row(),
+        seconds=time.perf_counter() - started, curve=() if config.base_steps else curve_of(losses),
+        **common.origin_of_row(),
     )  # fmt: skip
 
 
@@ -101,56 +112,86 @@ def measure_digits(config: Config, name: str, seed: int) -> Row:
 def measure(config: Config) -> Iterator[Row]:
     """Yield the rows that are kept, then the wanted ones that they lack, base after base, until the budget is spent.
 
+    Processes that share a file and a folder of bases share the runs, each of which one of them does.
+
     Raises:
       RuntimeError: a run failed; the others were done first.
     """
-    started, longest = time.perf_counter(), 0.0
+    deadline, longest = time.perf_counter() + config.budget_seconds, 0.0
     kept = [] if config.resume is None else read_rows(Path(config.resume), config)
     yield from kept
-    done = {(row.task, row.name, row.seed) for row in kept}
     failed: list[str] = []
     left = 0
     corpus = _corpus(config.data, config.text_bytes, config.tokens)
     # Seeds outermost, so that the finished seeds are complete pairs when the budget stops the rest.
-    for seed in config.seeds:
-        for task in config.tasks:
-            wanted = [n for n in config.variants if _has(task, n) and (task, n, seed) not in done]
-            over = lambda: time.perf_counter() - started + longest > config.budget_seconds
-            if not wanted or over():
-                left += len(wanted)
-                continue
-            base = None
-            if task == "text":
-                text = _on_device(config.data, config.text_bytes, config.tokens)
-                base = train_base(config, seed, text, corpus.digest, VARIANTS[BASELINE])
-                again = [BASELINE] + [RERUN] * (RERUN in config.variants or any(r.name == RERUN for r in kept))
-                there = {*wanted, *(row.name for row in kept if row.base == base.name)}
-                # A base that was trained again needs the baseline of its own, and its noise floor.
-                wanted[:0] = [name for name in again if name not in there]
-            for name in wanted:
-                if over():
-                    left += 1
+    for seed, task in itertools.product(config.seeds, config.tasks):
+        possible = [name for name in config.variants if _has(task, name)]
+        for names in [possible] if config.base_steps else [[name] for name in possible]:
+            with claimed(config, f"{task}-{seed}-{'forks' if config.base_steps else names[0]}") as mine:
+                if config.resume is not None:
+                    kept = read_rows(Path(config.resume), config)
+                done = {(row.task, row.name, row.seed) for row in kept}
+                wanted = [name for name in names if (task, name, seed) not in done]
+                over = lambda: time.perf_counter() + longest > deadline
+                if not mine or not wanted or over():
+                    left += len(wanted)
                     continue
-                try:
-                    row = (
-                        measure_digits(config, name, seed) if base is None else measure_text(config, name, base, corpus)
-                    )
-                except Exception:
-                    traceback.print_exc()
-                    failed.append(f"{name} of seed {seed}")
-                    continue
-                longest = max(longest, row.seconds)
-                bits = bits_per_byte(row.heldout_loss, corpus.bytes_per_token if task == "text" else None)
-                shown = "" if bits is None else f" per token, {bits:.5f} bits per byte"
-                print(
-                    f"{task}, {name}, seed {seed}: held-out {row.heldout_loss:.5f} nats{shown}, {row.seconds:.1f} s",
-                    flush=True,
-                )
-                yield row
+                base = None if task == "digits" else _base(config, seed, corpus.digest)
+                if base is not None and config.base_steps:
+                    again = [BASELINE] + [RERUN] * (RERUN in config.variants or any(r.name == RERUN for r in kept))
+                    there = {*wanted, *(row.name for row in kept if row.base == base.name)}
+                    # A base that was trained again needs the baseline of its own, and its noise floor.
+                    wanted[:0] = [name for name in again if name not in there]
+                for name in wanted:
+                    try:
+                        if over():
+                            raise TimeoutError("not begun")
+                        row = (
+                            measure_digits(config, name, seed)
+                            if base is None
+                            else measure_text(config, name, base, corpus, deadline)
+                        )
+                    except TimeoutError as error:
+                        print(f"{task}, {name}, seed {seed}: {error}", flush=True)
+                        left += 1
+                        continue
+                    except Exception:
+                        traceback.print_exc()
+                        failed.append(f"{name} of seed {seed}")
+                        continue
+                    # A run from scratch stops at the deadline and goes on later, so any time that is left serves.
+                    longest = max(longest, row.seconds) if config.base_steps else 0.0
+                    _tell(row, corpus.bytes_per_token)
+                    yield row
     if left:
         print(f"budget of {config.budget_seconds:g} s: {left} runs left undone; --resume does them")
     if failed:
         raise RuntimeError(f"{len(failed)} runs failed, see above: {', '.join(failed)}")
+
+
+def _base(config: Config, seed: int, digest: str) -> Base:
+    text = _on_device(config.data, config.text_bytes, config.tokens)
+    return train_base(config, seed, text, digest, VARIANTS[BASELINE])
+
+
+def _tell(row: Row, bytes_per_token: float | None) -> None:
+    bits = bits_per_byte(row.heldout_loss, bytes_per_token if row.task == "text" else None)
+    shown = "" if bits is None else f" per token, {bits:.5f} bits per byte"
+    speed = "" if row.milliseconds is None else f", {row.milliseconds:.1f} ms a step"
+    print(
+        f"{row.task}, {row.name}, seed {row.seed}: held-out {row.heldout_loss:.5f} nats{shown}, {row.seconds:.1f} s"
+        f"{speed}",
+        flush=True,
+    )
+
+
+def joined(config: Config, rows: list[Row]) -> list[Row]:
+    """Return the rows of the file of a run that is resumed, to which other processes may have added, then new ones."""
+    if config.resume is None:
+        return rows
+    there = read_rows(Path(config.resume), config)
+    known = {(row.task, row.name, row.seed, row.base) for row in there}
+    return there + [row for row in rows if (row.task, row.name, row.seed, row.base) not in known]
 
 
 def _has(task: Task, name: str) -> bool:
@@ -185,8 +226,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, common.positive
     add("--protocol", choices=PROTOCOLS, required=True, help="forks of a BF16 run, or runs from scratch")
     names = f"groups of {', '.join(GROUPS)}, and names of {', '.join(VARIANTS)}; {BASELINE} is always one"
-    add("--variants", default="default", help=names)
-    own = f"of {', '.join(model_names())}, or 12x768, a GPT of 12 layers of width 768 in heads of 64"
+    add("--variants", default=None, help=f"{names} (default: default, or whole of a Llama from scratch)")
+    own = f"of {', '.join(model_names())}, or 12x768, 12 layers of width 768 in heads of 64: a GPT, of ids a Llama"
     usual = f"{_USUAL_MODEL['fork']} to fork, {_USUAL_MODEL['scratch']} from scratch"
     add("--model", default=None, help=f"{own} (default: {usual})")
     add("--data", nargs="+", default=[], metavar="PATH", help="text (default: installed Python sources)")
@@ -196,7 +237,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--first-seed", type=int, default=0, help="(default: 0)")
     add("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
     add("--base-steps", type=int, default=None, help="before forks (default: 1000)")
-    for name in ("batch", "warmup_steps", "steps_per_call", "digits_steps"):
+    for name in ("batch", "warmup_steps"):
+        add("--" + name.replace("_", "-"), type=int, help=f"(default: {getattr(Config, name)}, or `whole_run`'s)")
+    for name in ("steps_per_call", "digits_steps"):
         default = getattr(Config, name)
         add("--" + name.replace("_", "-"), type=int, default=default, help=f"(default: {default})")
     add("--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)")
@@ -237,14 +280,14 @@ def command_of(name: str) -> str:
     return f"python -m benchmarks.{NAME} --protocol {protocol} {f'--model {model} ' if model else ''}{flags}--json"
 
 
-def size_of(model: str) -> ModelConfig:
+def size_of(model: str, tokens: Tokens = "bytes") -> ModelConfig:
     """Return the sizes of a model by its name, or by layers and width, with cuDNN's attention if the device has it.
 
     Raises:
       ValueError: the name is neither.
 
-    >>> size_of("2x128").heads
-    2
+    >>> size_of("2x128").heads, size_of("2x128", "bpe").hidden
+    (2, 384)
     """
     own = re.fullmatch(r"(\d+)x(\d+)", model)
     if own:
@@ -252,6 +295,9 @@ def size_of(model: str) -> ModelConfig:
         if width % 64:
             raise ValueError(f"--model {model}: heads have 64 values, but width {width} is not a multiple; change it")
         size: ModelConfig = GPTConfig(layers=layers, width=width, heads=width // 64, context=1024)
+        if tokens == "bpe":  # about the hidden size of Llamas, in whole tiles
+            heads, hidden = width // 64, 128 * math.ceil(8 * width / 3 / 128)
+            size = LlamaConfig(layers, width, heads=heads, kv_heads=heads, hidden=hidden, context=1024)
     elif model in model_names():
         size = model_config(model)
     else:
@@ -271,17 +317,17 @@ def configure(options: argparse.Namespace) -> Config:
     Raises:
       ValueError: a name is unknown, the text is shorter than a window, or runs from scratch have base steps.
     """
-    few = options.smoke and options.variants == "default"
-    names, forks = chosen_of("stored" if few else options.variants), options.protocol == "fork"
+    names, forks = chosen_of(options.variants or ("stored" if options.smoke else "default")), options.protocol == "fork"
     if options.base_steps is not None and (options.base_steps > 0) != forks:
         raise ValueError(
             f"--base-steps {options.base_steps} with --protocol {options.protocol}: forks have a base of one step or "
             "more, and runs from scratch none; leave it, or choose the other protocol"
         )
     model = options.model or _USUAL_MODEL[options.protocol]
-    if options.tokens == "bpe" and model not in LLAMAS:
-        raise ValueError(f"--tokens bpe with --model {model}, which reads bytes; use one of {list(LLAMAS)}")
-    if not isinstance(size := size_of(model), GPTConfig) and set(names) & {"fake_quantization"}:
+    size = size_of(model, options.tokens)
+    if options.tokens == "bpe" and not isinstance(size, LlamaConfig):
+        raise ValueError(f"--tokens bpe with --model {model}, which reads bytes; use one of {list(LLAMAS)} or 6x640")
+    if not isinstance(size, GPTConfig) and set(names) & {"fake_quantization"}:
         raise ValueError(f"--variants fake_quantization of --model {model}, which has no TCFPDense; use a GPT")
     usual = "text" if forks or model != _USUAL_MODEL["scratch"] or set(names) & set(FLAGS) else "text,digits"
     tasks = common.chosen_of("tasks", options.tasks or usual, TASKS)
@@ -299,13 +345,15 @@ def configure(options: argparse.Namespace) -> Config:
         )  # fmt: skip
     else:
         rate = preset(model).learning_rate if model in model_names() else Config.learning_rate
-        given = lambda name, usual: usual if getattr(options, name) is None else getattr(options, name)
+        steps, base_steps = _USUAL_STEPS[options.protocol], Config.base_steps if forks else 0
+        own: dict[str, Any] = dict(learning_rate=rate, base_steps=base_steps, steps=steps)
+        if isinstance(size, LlamaConfig) and options.tokens == "bpe" and not forks:
+            own |= whole_run(size, options.steps_per_call)
+            names = chosen_of(options.variants or "whole")
+        given = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
         config = Config(
-            model, with_tokens(size, options.tokens), batch=options.batch, sequence=min(Config.sequence, size.context),
-            learning_rate=given("learning_rate", rate), warmup_steps=options.warmup_steps,
-            base_steps=given("base_steps", Config.base_steps if forks else 0),
-            steps=given("steps", _USUAL_STEPS[options.protocol]), steps_per_call=options.steps_per_call,
-            digits_steps=options.digits_steps,
+            model, with_tokens(size, options.tokens), sequence=min(Config.sequence, size.context),
+            steps_per_call=options.steps_per_call, digits_steps=options.digits_steps, **{**own, **given},
         )  # fmt: skip
     if jax.default_backend() == "gpu":
         keep_programs(bases)

@@ -35,6 +35,7 @@ class Row:
       seconds: Duration of the whole run.
       library: Digest of the libraries; None in older files.
       device: JAX's name of the chip; None in older files, whose header has it.
+      curve: Of a run from scratch, the mean training loss of each hundredth of its steps.
     """
 
     task: Task
@@ -50,11 +51,13 @@ class Row:
     seconds: float
     library: str | None
     device: str | None = None
+    curve: tuple[float, ...] = ()
 
 
 def read_row(row: Mapping[str, Any]) -> Row:
     """Return the row of JSON, which has null for a loss that is not finite."""
-    return Row(**{**row, **{name: math.nan for name in _LOSSES if row[name] is None}})
+    curve = tuple(math.nan if loss is None else loss for loss in row.get("curve", ()))
+    return Row(**{**row, **{name: math.nan for name in _LOSSES if row[name] is None}, "curve": curve})
 
 
 def rows_of(result: Result) -> list[Row]:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ import tcfp_jax
 from benchmarks.variants import BASELINE, Variant, without_perturbation
 from models.checkpoint import RunDirectory
 from models.families import ModelConfig
+from models.intact import lock
+from models.llama import LlamaConfig
 from models.settings import TrainConfig
 from models.training import StepFunction, TrainState, batch_key, init, jittered, layouts, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
@@ -32,6 +35,7 @@ from tcfp_jax.paths import path_names
 Task = Literal["text", "digits"]
 TASKS: tuple[Task, ...] = ("text", "digits")
 _OTHER = 1_000_003  # added to a seed for other batches
+SAVE_SECONDS = 120.0  # between two checkpoints of a run
 
 
 Tokens = Literal["bytes", "bpe"]
@@ -126,11 +130,23 @@ class Config:
 def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig:
     """Return the run of a variant, base and fork together, except for its schedule of rates."""
     return TrainConfig(
-        model=config.size, recipe=variant.recipe, weights=variant.weights, moments=variant.moments, seed=seed,
-        batch=config.batch, sequence=config.sequence, steps=config.base_steps + config.steps,
-        learning_rate=config.learning_rate, steps_per_call=config.steps_per_call,
-        heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
+        model=config.size, recipe=variant.recipe, include=variant.include, weights=variant.weights,
+        moments=variant.moments, seed=seed, batch=config.batch, sequence=config.sequence,
+        steps=config.base_steps + config.steps, learning_rate=config.learning_rate,
+        steps_per_call=config.steps_per_call, heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
     )  # fmt: skip
+
+
+def whole_run(size: LlamaConfig, steps_per_call: int = Config.steps_per_call) -> dict[str, Any]:
+    """Return the settings of a Llama's run from scratch, of 20 tokens a parameter besides its table.
+
+    >>> whole_run(LlamaConfig(6, 640, heads=10, kv_heads=10, hidden=1792, context=1024))["steps"]
+    9300
+    """
+    batch, warmup = 64, 200
+    tokens = 20 * size.layers * size.width * size.columns
+    calls = round(tokens / (batch * min(Config.sequence, size.context) * steps_per_call))
+    return dict(batch=batch, warmup_steps=warmup, learning_rate=2e-3, steps=calls * steps_per_call)
 
 
 def schedule_of(config: Config) -> optax.Schedule:
@@ -231,30 +247,51 @@ def train_base(config: Config, seed: int, text: jax.Array, digest: str, variant:
     if not config.base_steps:
         return Base(seed, f"seed-{seed}", state)
     losses: list[float] = []
-    with contextlib.nullcontext() if config.bases is None else _base_folder(config, run, digest) as folder:
-        if folder is not None and folder.holds_state:
-            state, losses = folder.restore(state)
-            # Restored arrays are bound to their device, for which programs would be compiled anew.
-            state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
-        else:
-            state, losses, _ = advance(config, variant, seed, state, text, config.base_steps)
-            if folder is not None:
-                folder.append(1, np.asarray(losses))
-                folder.save(state, len(losses))
+    name = f"base-{seed}-{config.warmup_steps}-{config.base_steps}"
+    with folder_of(config, dataclasses.replace(run, steps=config.base_steps), digest, name) as folder:
+        state, losses, _ = advance(config, variant, seed, state, text, config.base_steps, folder)
     name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
     print(f"base {name}, seed {seed}: training loss {last_tenth(losses):.4f}", flush=True)
     return Base(seed, name, state)
 
 
-def _base_folder(config: Config, run: TrainConfig, digest: str) -> RunDirectory:
-    """Open the folder of a base.
+def folder_of(
+    config: Config, run: TrainConfig, digest: str, name: str
+) -> contextlib.AbstractContextManager[RunDirectory | None]:
+    """Return the folder of a base or of a run as a context; None if none is kept.
 
     Raises:
-      ValueError: it holds a base of another model or text.
+      ValueError: it holds a run of another model or text.
     """
-    folder = Path(str(config.bases)) / f"base-{run.seed}-{config.warmup_steps}-{config.base_steps}"
-    alone = dataclasses.replace(run, steps=config.base_steps)
-    return RunDirectory(folder, alone, digest, resume="allowed", option="--bases")
+    if config.bases is None:
+        return contextlib.nullcontext()
+    return RunDirectory(Path(config.bases) / name, run, digest, resume="allowed", option="--bases")
+
+
+@contextlib.contextmanager
+def claimed(config: Config, name: str) -> Iterator[bool]:
+    """Yield whether this process alone may do the runs of this name; processes of one machine share them so."""
+    if config.bases is None:
+        yield True
+        return
+    folder = Path(config.bases) / f"claim-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(folder)
+    except ValueError:
+        yield False
+        return
+    with held:
+        yield True
+
+
+def curve_of(losses: list[float]) -> tuple[float, ...]:
+    """Return the means of a hundred equal parts of losses, or of as many as there are.
+
+    >>> curve_of([4.0, 2.0, 1.0])
+    (4.0, 2.0, 1.0)
+    """
+    return tuple(float(np.mean(part)) for part in np.array_split(losses, min(100, len(losses))))
 
 
 def last_tenth(losses: list[float]) -> float:
@@ -263,17 +300,37 @@ def last_tenth(losses: list[float]) -> float:
 
 
 def advance(
-    config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int
-) -> tuple[TrainState, list[float], float]:
-    """Train so many steps; return (state, losses, milliseconds of a step without the first call)."""
+    config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int,
+    folder: RunDirectory | None = None, deadline: float = math.inf,
+) -> tuple[TrainState, list[float], float]:  # fmt: skip
+    """Train so many steps, from the last checkpoint in a folder; return (state, losses, milliseconds of a step).
+
+    Raises:
+      TimeoutError: `time.perf_counter()` passed the deadline; the folder holds a checkpoint.
+    """
     run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
     step, key = steps_of(config, without_perturbation(variant)), batch_key(run)
     losses: list[float] = []
     seconds = []
-    for _ in range(0, steps, config.steps_per_call):
+    if folder is not None and folder.holds_state:
+        state, losses = folder.restore(state)
+        # Restored arrays are bound to their device, for which programs would be compiled anew.
+        state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+    saved = time.perf_counter()
+    for _ in range(len(losses), steps, config.steps_per_call):
         jax.block_until_ready(state)
         started = time.perf_counter()
         state, values = step(state, text, key)
-        losses += np.asarray(values, np.float64).tolist()
+        found = np.asarray(values, np.float64)
         seconds.append(time.perf_counter() - started)
-    return state, losses, float(np.mean(seconds[1:] or seconds)) * 1e3 / config.steps_per_call
+        if folder is not None:
+            folder.append(len(losses) + 1, found)
+        losses += found.tolist()
+        now = time.perf_counter()
+        if folder is not None and (now - saved > SAVE_SECONDS or now > deadline or len(losses) == steps):
+            folder.save(state, len(losses))
+            saved = time.perf_counter()
+        if now > deadline and len(losses) < steps:
+            raise TimeoutError(f"{len(losses)} of {steps} steps")
+    # The first call compiles.
+    return state, losses, float(np.mean(seconds[1:] or seconds or [math.nan])) * 1e3 / config.steps_per_call

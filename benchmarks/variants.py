@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.settings import Moments, Weights
+from models.settings import Included, Moments, Weights
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import NAMES, Recipe, recipe
@@ -36,6 +36,7 @@ class Variant:
       recipe: Recipe of every layer.
       remainder: Treatment of the rounding error of a stored weight.
       gradient_dtype: Dtype of the gradients of stored weights.
+      include: "every" stores tables and multiplies the head in FP8, too, where weights are stored; "layers" does not.
       perturbation: Relative deviation of noise on the weights before the first step.
       batches: "same" as the baseline's of the same seed, or "other".
       meaning: Description in words.
@@ -46,6 +47,7 @@ class Variant:
     moments: Moments = "float32"
     remainder: Literal["stochastic", "feedback"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    include: Included = "every"
     perturbation: float = 0.0
     batches: Literal["same", "other"] = "same"
     meaning: str = field(default="", compare=False, repr=False)
@@ -57,7 +59,7 @@ class Variant:
 
 
 def _stored(moments: Moments = "8bit", *, meaning: str, **overrides: Any) -> Variant:
-    own = {name: overrides.pop(name) for name in ("remainder", "gradient_dtype") if name in overrides}
+    own = {name: overrides.pop(name) for name in ("remainder", "gradient_dtype", "include") if name in overrides}
     return Variant(recipe("tcfp12_single", **overrides), "stored", moments, meaning=f"stored, {meaning}", **own)
 
 
@@ -88,6 +90,9 @@ _STORED = {
     "stored_bfloat16_moments": _stored("bfloat16", meaning="bfloat16 moments"),
     "stored_float32_moments": _stored("float32", meaning="float32 moments"),
     "stored_bfloat16_gradients": _stored(meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"),
+    "stored_bf16_head": _stored(
+        meaning="the same, table and head float, head in BF16", gradient_dtype="bfloat16", include="layers"
+    ),
     "stored_dual_forward": _stored(meaning="forward by hi + lo", forward_weight="hi+lo"),
     "stored_feedback": _stored(meaning="an FP8 error instead of random bits", remainder="feedback"),
 }
@@ -148,6 +153,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "blocks": ("blockwise", "tcfp12_blockwise", "stored", *_BLOCKS),
     "fp4": _OF_FP4,
     "flags": (RERUN, *FLAGS, "tensorwise", "tensorwise_e4m3"),
+    "whole": (RERUN, "tensorwise", "rowwise", RECOMMENDED, "stored_bf16_head", *EMULATED),
 }
 
 

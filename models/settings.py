@@ -19,7 +19,7 @@ from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
-Included = Literal["every", "measured"]
+Included = Literal["every", "layers", "measured"]
 Moments = Literal["8bit", "bfloat16", "float32"]
 
 
@@ -31,7 +31,8 @@ class TrainConfig:
       model: A name in `models.families.model_names()`, or a `GPTConfig` or `LlamaConfig`.
       recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is the baseline.
       include: "every" layer takes the recipe, or only the layers that measured times say are faster than BF16 on this
-        device at `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
+        device at `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`). "layers" leaves tables and
+        heads float where "every" would store them.
       remat: Values that each block of a Llama keeps for its backward pass, as in `LlamaConfig`; None is the model's.
         "auto" keeps as much as fits, and is decided before the first step.
       steps: Optimizer updates. The learning rate falls as a cosine over them, so they are part of the run.

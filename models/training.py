@@ -200,7 +200,8 @@ def program(config: TrainConfig) -> TrainConfig:
 
 def _learner(config: TrainConfig) -> Learner:
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens, config.weights)
+    tables = "float" if config.include == "layers" else config.weights
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens, tables)
 
 
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
