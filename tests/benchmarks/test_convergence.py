@@ -29,6 +29,7 @@ from tests.helpers import decibels
 
 NAMES_OF_SMOKE = (BASELINE, RERUN, OTHER_BATCHES, "stored")
 FORK, SCRATCH = "convergence-fork", "convergence"
+DEVICE = jax.devices()[0].device_kind
 TINY = Config("1x128", GPTConfig(layers=1, width=128, heads=2, context=8), sequence=8)
 
 
@@ -60,7 +61,7 @@ def test_every_fork_is_a_row(smoke):
     assert rows[0].heldout_loss_bf16 == rows[0].heldout_loss
     content = content_of(out)
     assert content["benchmark"] == "convergence" and content["header"]["library"] == common.library_digest()
-    assert content["rows"] == [dataclasses.asdict(row) for row in rows]
+    assert content["rows"] == json.loads(json.dumps([dataclasses.asdict(row) for row in rows]))
     assert content["config"]["text_read"] > 900_000 and len(content["config"]["text"]) == 12
     page = convergence_tables.table(common.read_result(FORK, out))
     assert "hi + lo alone" in page and "| 4.02 |" in page and "4 steps in BF16" in page
@@ -140,6 +141,42 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path, tasks):
     page = report.render_section(SCRATCH, tmp_path)
     assert ("20 steps of digits" in page) == ("digits" in tasks) == bool(rows[-1].accuracy)
     assert "10 steps from scratch" in page and "--protocol scratch --json" in page
+
+
+@pytest.mark.parametrize("name", [BASELINE, "stored_bf16_head"])
+def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
+    stack = LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=8)
+    config = Config("1x32", stack, batch=2, sequence=8, warmup_steps=1, steps=8, base_steps=0, steps_per_call=2)
+    config, variant = dataclasses.replace(config, bases=str(tmp_path)), VARIANTS[name]
+    text = jnp.asarray(np.random.default_rng(0).integers(0, 256, 400), jnp.int32)
+    run = forks.train_config(config, variant)
+
+    def train(folder=None, deadline=math.inf):
+        base = forks.train_base(dataclasses.replace(config, bases=None), 0, text, "", VARIANTS[BASELINE])
+        state = forks.start_fork(config, variant, base.state, jax.random.key(0))
+        return forks.advance(config, variant, 0, state, text, config.steps, folder, deadline)
+
+    with forks.claimed(config, "run") as mine, forks.claimed(config, "run") as again:
+        assert mine and not again
+    for done in ("2 of 8", "4 of 8"):
+        with forks.folder_of(config, run, "", "run") as folder, pytest.raises(TimeoutError, match=done):
+            train(folder, deadline=0.0)
+    with forks.folder_of(config, run, "", "run") as folder:
+        state, losses, _ = train(folder)
+    whole, expected, _ = train()
+    assert losses == expected and len(losses) == 8
+    assert all(map(jnp.array_equal, jax.tree.leaves(state), jax.tree.leaves(whole)))
+    kinds = [is_stored(leaf) for leaf in jax.tree.leaves(whole.params, is_leaf=is_stored)]
+    assert any(kinds) == (name != BASELINE) and not is_stored(whole.params["embedding"]["embedding"])
+
+
+def test_rows_of_other_processes_stay_in_the_file(tmp_path):
+    config = dataclasses.replace(TINY, resume=str(tmp_path / "file.json"))
+    mine, theirs = row("stored", 0, "seed-0", 1.0), row(BASELINE, 0, "seed-0", 1.1, device=DEVICE)
+    header = common.make_header()
+    common.write_result(tmp_path / "file.json", "convergence", header, config, [theirs])
+    assert convergence.joined(config, [mine]) == [theirs, mine]
+    assert convergence.joined(dataclasses.replace(config, resume=None), [mine]) == [mine]
 
 
 def row(name, seed, base, loss, *, task="text", milliseconds=None, device=None):
@@ -263,7 +300,7 @@ def test_options_name_what_is_wrong(tmp_path):
         "needs --out": ["fork", "--smoke", "--resume"],
         "from scratch none": ["scratch", "--base-steps", "100"],
         "one step or more": ["fork", "--base-steps", "0"],
-        "which reads bytes": ["fork", *small, "--tokens", "bpe"],
+        "which reads bytes": ["fork", *small, "--tokens", "bpe", "--model", "small"],
         "learned from scratch": ["fork", "--smoke", "--tasks", "digits"],
         "layers and width": ["fork", "--model", "gpt13"],
         "not a multiple": ["fork", "--model", "1x100"],
