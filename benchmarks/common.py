@@ -168,7 +168,7 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
     with counted() as count:
         for row in benchmark.measure(config):
             rows.append(row)
-            with _alone(path):
+            with contextlib.nullcontext() if path is None else _alone(path):
                 joined = benchmark.joined(config, rows) if hasattr(benchmark, "joined") else rows
                 write_result(path, benchmark.NAME, header, config, joined)
             count(len(rows))
@@ -244,11 +244,8 @@ def read_result(name: str, results: Path = RESULTS) -> Result | None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path | None) -> Iterator[None]:
+def _alone(path: Path) -> Iterator[None]:
     """Hold the folder of a file, so that processes that add rows to it write one after another."""
-    if path is None:
-        yield
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

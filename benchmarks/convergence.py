@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence --protocol fork --json --model llama-124m --variants default,storage
     python -m benchmarks.convergence --protocol fork --json --budget-seconds 500 --resume     # until nothing is left
-    python -m benchmarks.convergence --protocol scratch --json                  # a small GPT, and digits
+    python -m benchmarks.convergence --protocol scratch --json                  # a small GPT
     python -m benchmarks.convergence --protocol scratch --json --variants flags # the PyTorch original's comparison
 
 fork: a base trains in BF16 with float32 weights and AdamW, at a constant rate after a warm-up. Each fork continues from
@@ -19,7 +19,6 @@ that is gone is trained again, together with BF16's fork.
 import argparse
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import time
@@ -32,13 +31,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks import common, digits
+from benchmarks import common
 from benchmarks.convergence_tables import Row, ratios_of, read_row, summarize, table
 from benchmarks.forks import (
-    TASKS,
     Base,
     Config,
-    Task,
     Tokens,
     advance,
     claimed,
@@ -51,7 +48,7 @@ from benchmarks.forks import (
     whole_run,
 )
 from benchmarks.memory import bytes_of_kernels
-from benchmarks.variants import BASELINE, FLAGS, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
+from benchmarks.variants import BASELINE, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
 from models.batches import check_corpus
 from models.data import load_data
 from models.families import ModelConfig, model_config, model_names
@@ -87,25 +84,10 @@ def measure_text(config: Config, name: str, base: Base, corpus: Corpus, deadline
             )
         trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
     return Row(
-        task="text", name=name, seed=base.seed, base=base.name, train_loss=last_tenth(losses), heldout_loss=trained,
-        heldout_loss_bf16=in_bf16, accuracy=None, bytes_per_weight=size, milliseconds=milliseconds,
+        name=name, seed=base.seed, base=base.name, train_loss=last_tenth(losses), heldout_loss=trained,
+        heldout_loss_bf16=in_bf16, bytes_per_weight=size, milliseconds=milliseconds,
         seconds=time.perf_counter() - started, curve=() if config.base_steps else curve_of(losses),
         **common.origin_of_row(),
-    )  # fmt: skip
-
-
-def measure_digits(config: Config, name: str, seed: int) -> Row:
-    """Train the MLP of digits, and evaluate it."""
-    started, variant = time.perf_counter(), VARIANTS[name]
-    how = digits.DigitsConfig(
-        variant.recipe, steps=config.digits_steps, seed=seed, initial_jitter=variant.perturbation
-    )  # fmt: skip
-    with nn.intercept_methods(fake_quantized):
-        got = digits.run(how)
-    return Row(
-        task="digits", name=name, seed=seed, base=f"seed-{seed}", train_loss=last_tenth(got.train_loss.tolist()),
-        heldout_loss=got.heldout_loss, heldout_loss_bf16=got.heldout_loss_bf16, accuracy=got.heldout_accuracy,
-        bytes_per_weight=None, milliseconds=None, seconds=time.perf_counter() - started, **common.origin_of_row(),
     )  # fmt: skip
 
 
@@ -124,20 +106,20 @@ def measure(config: Config) -> Iterator[Row]:
     left = 0
     corpus = _corpus(config.data, config.text_bytes, config.tokens)
     # Seeds outermost, so that the finished seeds are complete pairs when the budget stops the rest.
-    for seed, task in itertools.product(config.seeds, config.tasks):
-        possible = [name for name in config.variants if _has(task, name)]
-        for names in [possible] if config.base_steps else [[name] for name in possible]:
-            with claimed(config, f"{task}-{seed}-{'forks' if config.base_steps else names[0]}") as mine:
+    for seed in config.seeds:
+        for names in [config.variants] if config.base_steps else [(name,) for name in config.variants]:
+            with claimed(config, f"{seed}-{'forks' if config.base_steps else names[0]}") as mine:
                 if config.resume is not None:
                     kept = read_rows(Path(config.resume), config)
-                done = {(row.task, row.name, row.seed) for row in kept}
-                wanted = [name for name in names if (task, name, seed) not in done]
+                done = {(row.name, row.seed) for row in kept}
+                wanted = [name for name in names if (name, seed) not in done]
                 over = lambda: time.perf_counter() + longest > deadline
                 if not mine or not wanted or over():
                     left += len(wanted)
                     continue
-                base = None if task == "digits" else _base(config, seed, corpus.digest)
-                if base is not None and config.base_steps:
+                text = _on_device(config.data, config.text_bytes, config.tokens)
+                base = train_base(config, seed, text, corpus.digest, VARIANTS[BASELINE])
+                if config.base_steps:
                     again = [BASELINE] + [RERUN] * (RERUN in config.variants or any(r.name == RERUN for r in kept))
                     there = {*wanted, *(row.name for row in kept if row.base == base.name)}
                     # A base that was trained again needs the baseline of its own, and its noise floor.
@@ -146,13 +128,9 @@ def measure(config: Config) -> Iterator[Row]:
                     try:
                         if over():
                             raise TimeoutError("not begun")
-                        row = (
-                            measure_digits(config, name, seed)
-                            if base is None
-                            else measure_text(config, name, base, corpus, deadline)
-                        )
+                        row = measure_text(config, name, base, corpus, deadline)
                     except TimeoutError as error:
-                        print(f"{task}, {name}, seed {seed}: {error}", flush=True)
+                        print(f"{name}, seed {seed}: {error}", flush=True)
                         left += 1
                         continue
                     except Exception:
@@ -169,18 +147,12 @@ def measure(config: Config) -> Iterator[Row]:
         raise RuntimeError(f"{len(failed)} runs failed, see above: {', '.join(failed)}")
 
 
-def _base(config: Config, seed: int, digest: str) -> Base:
-    text = _on_device(config.data, config.text_bytes, config.tokens)
-    return train_base(config, seed, text, digest, VARIANTS[BASELINE])
-
-
 def _tell(row: Row, bytes_per_token: float | None) -> None:
-    bits = bits_per_byte(row.heldout_loss, bytes_per_token if row.task == "text" else None)
+    bits = bits_per_byte(row.heldout_loss, bytes_per_token)
     shown = "" if bits is None else f" per token, {bits:.5f} bits per byte"
     speed = "" if row.milliseconds is None else f", {row.milliseconds:.1f} ms a step"
     print(
-        f"{row.task}, {row.name}, seed {row.seed}: held-out {row.heldout_loss:.5f} nats{shown}, {row.seconds:.1f} s"
-        f"{speed}",
+        f"{row.name}, seed {row.seed}: held-out {row.heldout_loss:.5f} nats{shown}, {row.seconds:.1f} s{speed}",
         flush=True,
     )
 
@@ -190,12 +162,8 @@ def joined(config: Config, rows: list[Row]) -> list[Row]:
     if config.resume is None:
         return rows
     there = read_rows(Path(config.resume), config)
-    known = {(row.task, row.name, row.seed, row.base) for row in there}
-    return there + [row for row in rows if (row.task, row.name, row.seed, row.base) not in known]
-
-
-def _has(task: Task, name: str) -> bool:
-    return task == "text" or VARIANTS[name].trains_digits
+    known = {(row.name, row.seed, row.base) for row in there}
+    return there + [row for row in rows if (row.name, row.seed, row.base) not in known]
 
 
 @functools.lru_cache(maxsize=2)
@@ -232,16 +200,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default=None, help=f"{own} (default: {usual})")
     add("--data", nargs="+", default=[], metavar="PATH", help="text (default: installed Python sources)")
     add("--tokens", choices=get_args(Tokens), default="bytes", help="bpe: 32768 ids of a Llama (default: bytes)")
-    add("--tasks", default=None, help="text, digits or both (default: both of the small GPT, else text)")
     add("--seeds", type=count, default=3, help="how many bases, or pairs of runs (default: 3)")
     add("--first-seed", type=int, default=0, help="(default: 0)")
     add("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
     add("--base-steps", type=int, default=None, help="before forks (default: 1000)")
     for name in ("batch", "warmup_steps"):
         add("--" + name.replace("_", "-"), type=int, help=f"(default: {getattr(Config, name)}, or `whole_run`'s)")
-    for name in ("steps_per_call", "digits_steps"):
-        default = getattr(Config, name)
-        add("--" + name.replace("_", "-"), type=int, default=default, help=f"(default: {default})")
+    add("--steps-per-call", type=int, default=Config.steps_per_call, help=f"(default: {Config.steps_per_call})")
     add("--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)")
     add("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
     add("--resume", action="store_true", help="keep the rows of the JSON file and do those it lacks")
@@ -329,18 +294,12 @@ def configure(options: argparse.Namespace) -> Config:
         raise ValueError(f"--tokens bpe with --model {model}, which reads bytes; use one of {list(LLAMAS)} or 6x640")
     if not isinstance(size, GPTConfig) and set(names) & {"fake_quantization"}:
         raise ValueError(f"--variants fake_quantization of --model {model}, which has no TCFPDense; use a GPT")
-    usual = "text" if forks or model != _USUAL_MODEL["scratch"] or set(names) & set(FLAGS) else "text,digits"
-    tasks = common.chosen_of("tasks", options.tasks or usual, TASKS)
-    if forks and "digits" in tasks:
-        raise ValueError(
-            f"--tasks {options.tasks} with --protocol fork: digits are learned from scratch alone; drop them"
-        )
     bases = options.bases or common.ROOT / "runs" / NAME / model
     if options.smoke:
         options.seeds, bases = 1, options.bases or options.out / "bases"
         config = Config(
             "1x128", GPTConfig(layers=1, width=128, heads=2, context=32), batch=2, sequence=32, warmup_steps=2,
-            base_steps=4 if forks else 0, steps=10, steps_per_call=1, heldout_windows=4, digits_steps=20,
+            base_steps=4 if forks else 0, steps=10, steps_per_call=1, heldout_windows=4,
             text_bytes=1_000_000,
         )  # fmt: skip
     else:
@@ -353,7 +312,7 @@ def configure(options: argparse.Namespace) -> Config:
         given = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
         config = Config(
             model, with_tokens(size, options.tokens), sequence=min(Config.sequence, size.context),
-            steps_per_call=options.steps_per_call, digits_steps=options.digits_steps, **{**own, **given},
+            steps_per_call=options.steps_per_call, **{**own, **given},
         )  # fmt: skip
     if jax.default_backend() == "gpu":
         keep_programs(bases)
@@ -364,7 +323,7 @@ def configure(options: argparse.Namespace) -> Config:
     return dataclasses.replace(
         config, text=corpus.digest[:12], text_read=len(whole.train) + len(whole.heldout), data=tuple(options.data),
         tokens=options.tokens, bytes_per_token=corpus.bytes_per_token, parameters=count_parameters(run),
-        variants=names, tasks=tasks,
+        variants=names,
         seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
         bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
     )  # fmt: skip
@@ -372,8 +331,8 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print a summary of each variant."""
-    columns = ("name", "task", "pairs", "mean_ratio", "min_ratio", "max_ratio", "standard_error", "mean_ratio_bf16")
-    common.print_rows(summarize(rows), *columns, "mean_accuracy", "bytes_per_weight", "milliseconds")
+    columns = ("name", "pairs", "mean_ratio", "min_ratio", "max_ratio", "standard_error", "mean_ratio_bf16")
+    common.print_rows(summarize(rows), *columns, "bytes_per_weight", "milliseconds")
 
 
 main = functools.partial(common.main, NAME)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Result, markdown_table
-from benchmarks.forks import TASKS, Task
 from benchmarks.variants import BASELINE, FLAGS, OTHER_BATCHES, RERUN, VARIANTS
-from models.text import bits_per_byte
+from models.text import HELDOUT_PARTS, bits_per_byte
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 _PLAIN_FP8 = {"tensorwise", "tensorwise_e4m3"}
@@ -25,11 +24,9 @@ class Row:
     """One run.
 
     Attributes:
-      task: "text", or "digits": images that an MLP of float weights learns.
       base: First digits of a digest of the base's losses, or "seed-0" from scratch; runs of one base compare.
       train_loss: Mean over the last tenth of the steps, in nats; of text per token.
       heldout_loss, heldout_loss_bf16: Nats with the products of training, and with BF16 products of the same weights.
-      accuracy: Part of the digits that are right.
       bytes_per_weight: State of the kernels divided by their number.
       milliseconds: Wall clock of a step.
       seconds: Duration of the whole run.
@@ -38,14 +35,12 @@ class Row:
       curve: Of a run from scratch, the mean training loss of each hundredth of its steps.
     """
 
-    task: Task
     name: str
     seed: int
     base: str
     train_loss: float
     heldout_loss: float
     heldout_loss_bf16: float
-    accuracy: float | None
     bytes_per_weight: float | None
     milliseconds: float | None
     seconds: float
@@ -57,7 +52,8 @@ class Row:
 def read_row(row: Mapping[str, Any]) -> Row:
     """Return the row of JSON, which has null for a loss that is not finite."""
     curve = tuple(math.nan if loss is None else loss for loss in row.get("curve", ()))
-    return Row(**{**row, **{name: math.nan for name in _LOSSES if row[name] is None}, "curve": curve})
+    given = {name: value for name, value in row.items() if name not in ("task", "accuracy")}  # of older files
+    return Row(**{**given, **{name: math.nan for name in _LOSSES if row[name] is None}, "curve": curve})
 
 
 def rows_of(result: Result) -> list[Row]:
@@ -70,12 +66,11 @@ def rows_of(result: Result) -> list[Row]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Perplexity ratios of one variant on one task, over the `pairs` of runs from the same base.
+    """Perplexity ratios of one variant, over the `pairs` of runs from the same base.
 
     `mean_ratio_bf16` is of the same weights with BF16 products; `milliseconds` are those on `timed_on(rows)`.
     """
 
-    task: Task
     name: str
     pairs: int
     bytes_per_weight: float | None
@@ -85,7 +80,6 @@ class Summary:
     standard_error: float
     mean_ratio_bf16: float
     mean_heldout_loss: float
-    mean_accuracy: float | None
     milliseconds: float | None
 
 
@@ -98,23 +92,23 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
     return math.exp(loss - baseline) if math.isfinite(loss) and math.isfinite(baseline) else math.inf
 
 
-def baselines(rows: list[Row], task: Task, name: str) -> dict[str, float]:
+def baselines(rows: list[Row], name: str) -> dict[str, float]:
     """Return the held-out loss by base that a variant is compared with.
 
     It is the mean of BF16's run and its rerun if there is one, because chance in a single baseline would move every
     variant of its base alike. These two are compared with BF16's run alone.
     """
-    own, again = ({r.base: r.heldout_loss for r in rows if (r.task, r.name) == (task, n)} for n in (BASELINE, RERUN))
+    own, again = ({r.base: r.heldout_loss for r in rows if r.name == n} for n in (BASELINE, RERUN))
     if name in (BASELINE, RERUN):
         return own
     found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
     return {base: mean if math.isfinite(mean) else own[base] for base, mean in found.items()}
 
 
-def ratios(rows: list[Row], task: Task, name: str) -> dict[str, float]:
+def ratios(rows: list[Row], name: str) -> dict[str, float]:
     """Return the ratio of a variant by base, for bases with a baseline."""
-    baseline = baselines(rows, task, name)
-    chosen = [row for row in rows if (row.task, row.name) == (task, name) and row.base in baseline]
+    baseline = baselines(rows, name)
+    chosen = [row for row in rows if row.name == name and row.base in baseline]
     return {row.base: perplexity_ratio(row.heldout_loss, baseline[row.base]) for row in chosen}
 
 
@@ -126,26 +120,23 @@ def timed_on(rows: list[Row]) -> str | None:
 def summarize(rows: list[Row]) -> list[Summary]:
     """Return a summary of every variant that shares a base with the baseline, in the order of `VARIANTS`."""
     found, device = [], timed_on(rows)
-    for task in TASKS:
-        for name in VARIANTS:
-            baseline = baselines(rows, task, name)
-            paired = [row for row in rows if (row.task, row.name) == (task, name) and row.base in baseline]
-            if not paired:
-                continue
-            values = list(ratios(rows, task, name).values())
-            in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired]
-            times = [row.milliseconds for row in paired if row.milliseconds is not None and row.device == device]
-            accuracies = [row.accuracy for row in paired if row.accuracy is not None]
-            found.append(
-                Summary(
-                    task=task, name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
-                    mean_ratio=statistics.fmean(values), min_ratio=min(values), max_ratio=max(values),
-                    standard_error=standard_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
-                    mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
-                    mean_accuracy=statistics.fmean(accuracies) if accuracies else None,
-                    milliseconds=min(times) if times else None,
-                )
-            )  # fmt: skip
+    for name in VARIANTS:
+        baseline = baselines(rows, name)
+        paired = [row for row in rows if row.name == name and row.base in baseline]
+        if not paired:
+            continue
+        values = list(ratios(rows, name).values())
+        in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired]
+        times = [row.milliseconds for row in paired if row.milliseconds is not None and row.device == device]
+        found.append(
+            Summary(
+                name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
+                mean_ratio=statistics.fmean(values), min_ratio=min(values), max_ratio=max(values),
+                standard_error=standard_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
+                mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
+                milliseconds=min(times) if times else None,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -158,63 +149,65 @@ def standard_error(values: list[float]) -> float:
 
 def noise_floor(rows: list[Row], name: str = RERUN) -> float:
     """Return the largest distance from 1 of the ratios of BF16's own other run; 0 without one."""
-    return max((abs(value - 1) for value in ratios(rows, "text", name).values()), default=0.0)
+    return max((abs(value - 1) for value in ratios(rows, name).values()), default=0.0)
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
 
 
 def ratios_of(result: Result) -> dict[str, str]:
-    """Return the ratio on text and its standard error by variant, as tables show them."""
-    return {s.name: _ratio_cell(s) for s in summarize(rows_of(result)) if s.task == "text"}
+    """Return the ratio on text, or nats a token of ids, and its standard error by variant, as tables show them."""
+    nats = result.config.get("tokens") == "bpe"
+    return {s.name: _ratio_cell(s, nats) for s in summarize(rows_of(result))}
 
 
 def table(result: Result) -> str:
     """Return the page's table, one line per variant, without columns of which nothing is known."""
     rows = rows_of(result)
-    found = {(s.task, s.name): s for s in summarize(rows)}
-    titles = [
-        "variant", "bytes a weight", "held-out perplexity over BF16's", "range, runs", "evaluated in BF16", "ms",
-        "MLP on digits",
-    ]  # fmt: skip
-    names = [name for name in VARIANTS if any((task, name) in found for task in TASKS)]
-    lines = [_line(name, found.get(("text", name)), found.get(("digits", name))) for name in names]
+    found = {s.name: s for s in summarize(rows)}
+    nats = result.config.get("tokens") == "bpe"
+    over = "held-out loss over BF16's, nats a token" if nats else "held-out perplexity over BF16's"
+    titles = ["variant", "bytes a weight", over, "range, runs", "evaluated in BF16", "ms"]
+    lines = [_line(summary, nats) for summary in found.values()]
     shown = [i for i in range(len(titles)) if any(line[i] != "–" for line in lines)]
-    of_flags = set(FLAGS) & set(names)
-    trained = {name for name in names if math.isfinite(found["text", name].mean_ratio)} if of_flags else set()
-    said = [*_described(result.config, rows), *_floors(rows), *([WHY] if trained >= _PLAIN_FP8 else [])]
+    of_flags = set(FLAGS) & set(found)
+    trained = {name for name, summary in found.items() if math.isfinite(summary.mean_ratio)} if of_flags else set()
+    said = [*_described(result.config, rows), *_floors(rows, nats), *([WHY] if trained >= _PLAIN_FP8 else [])]
     cells = [[line[i] for i in shown] for line in lines]
     return f"{markdown_table([titles[i] for i in shown], cells)}\n\n{' '.join(said)}"
 
 
-def _line(name: str, text: Summary | None, digits: Summary | None) -> list[str]:
+def _line(text: Summary, nats: bool) -> list[str]:
     number = lambda value, digits: "–" if value is None else f"{value:.{digits}f}"
-    cells = ["–"] * 5
-    if text is not None:
-        spread = f"{text.min_ratio:.4f} to {text.max_ratio:.4f}, {text.pairs}"
-        in_bf16 = f"{text.mean_ratio_bf16:.4f}" if math.isfinite(text.mean_ratio_bf16) else "–"
-        cells = [
-            number(text.bytes_per_weight, 2), _ratio_cell(text), spread, in_bf16, number(text.milliseconds, 1)
-        ]  # fmt: skip
-    meaning = VARIANTS[name].meaning
-    return [f"`{name}`: {meaning}", *cells, "–" if digits is None else f"{_ratio_cell(digits)}, {digits.pairs}"]
+    spread = f"{_shown(text.min_ratio, nats)} to {_shown(text.max_ratio, nats)}, {text.pairs}"
+    in_bf16 = _shown(text.mean_ratio_bf16, nats) if math.isfinite(text.mean_ratio_bf16) else "–"
+    return [
+        f"`{text.name}`: {VARIANTS[text.name].meaning}", number(text.bytes_per_weight, 2), _ratio_cell(text, nats),
+        spread, in_bf16, number(text.milliseconds, 1),
+    ]  # fmt: skip
 
 
-def _ratio_cell(summary: Summary) -> str:
+def _ratio_cell(summary: Summary, nats: bool = False) -> str:
     if summary.name == BASELINE:
-        return "1"
+        return "0" if nats else "1"
     if not math.isfinite(summary.mean_ratio):
         return "diverged"
+    # The error of a logarithm near zero is that of its number.
     error = f" ± {summary.standard_error:.4f}" if math.isfinite(summary.standard_error) else ""
-    return f"{summary.mean_ratio:.4f}{error}"
+    return f"{_shown(summary.mean_ratio, nats)}{error}"
+
+
+def _shown(ratio: float, nats: bool) -> str:
+    return f"{math.log(ratio):+.4f}" if nats else f"{ratio:.4f}"
 
 
 def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     """Return sentences on what was run; files of older versions lack some of the settings."""
-    losses = [row.heldout_loss for row in rows if (row.task, row.name) == ("text", BASELINE)]
+    losses = [row.heldout_loss for row in rows if row.name == BASELINE]
     found = []
     if losses:
-        size = f", {config['batch']} × {config['sequence']} bytes a step" if "batch" in config else ""
+        unit = "tokens" if config.get("tokens") == "bpe" else "bytes"
+        size = f", {config['batch']} × {config['sequence']} {unit} a step" if "batch" in config else ""
         if config.get("base_steps"):
             rate = config["learning_rate"]
             way = f"{config['base_steps']} steps in BF16 at a rate of {rate:g}, then {config['steps']} to zero"
@@ -225,24 +218,30 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
         if "batch" in config:
             tokens = (config.get("base_steps", 0) + config["steps"]) * config["batch"] * config["sequence"]
             of_each = f", {tokens / config['parameters']:.1f} a parameter" if config.get("parameters") else ""
-            found.append(f"That is {tokens / 1e6:,.1f} million bytes{of_each}.")
+            found.append(f"That is {tokens / 1e6:,.1f} million {unit}{of_each}{_passes(config, tokens)}.")
         mean = statistics.fmean(losses)
         bits = bits_per_byte(mean, config["bytes_per_token"]) if config.get("tokens") == "bpe" else None
         unit = "" if bits is None else f" per token of 32,768, {bits:.4f} bits per byte"
         found.append(f"BF16's runs end at {mean:.4f} nats{unit} (mean).")
-    if any(row.task == "digits" for row in rows):
-        found.append(f"The MLP has {config['digits_steps']} steps of digits.")
     if len({row.device for row in rows}) > 1:
         found.append(f"Times are those of one {timed_on(rows)}.")
-    task = "text" if losses else "digits"
-    bases, again = ({row.base for row in rows if (row.task, row.name) == (task, n)} for n in (BASELINE, RERUN))
+    bases, again = ({row.base for row in rows if row.name == n} for n in (BASELINE, RERUN))
     if both := len(bases & again):
         alone = len(bases) - both
         some = f", or BF16's run alone if there is none ({alone} of {len(bases)})," if alone else ""
         found.append(
             f"The other variants are compared with the mean of BF16's run and its rerun{some}.".replace(",.", ".")
         )
-    return [*found, "Ratios are means ± standard error over bases or seeds."]
+    kind = "Differences" if config.get("tokens") == "bpe" else "Ratios"
+    return [*found, f"{kind} are means ± standard error over bases or seeds."]
+
+
+def _passes(config: dict[str, Any], tokens: int) -> str:
+    """Say how often a run on ids read its text, of which a tenth is held out."""
+    if config.get("tokens") != "bpe":
+        return ""
+    text = config["text_read"] * (1 - 1 / HELDOUT_PARTS) / config["bytes_per_token"]
+    return f" and {tokens / text:.1f} passes over the text"
 
 
 def _text_of(config: dict[str, Any]) -> str:
@@ -253,11 +252,8 @@ def _text_of(config: dict[str, Any]) -> str:
     return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
 
 
-def _floors(rows: list[Row]) -> list[str]:
+def _floors(rows: list[Row], nats: bool) -> list[str]:
     """Return a sentence on the noise of BF16's own other runs."""
-    said = [
-        f"`{name}` within {noise_floor(rows, name):.4f}"
-        for name in (RERUN, OTHER_BATCHES)
-        if ratios(rows, "text", name)
-    ]
-    return [f"Noise floors, of single runs: {', '.join(said)} of 1."] if said else []
+    said = [f"`{name}` within {noise_floor(rows, name):.4f}" for name in (RERUN, OTHER_BATCHES) if ratios(rows, name)]
+    of = "nats of BF16" if nats else "of 1"
+    return [f"Noise floors, of single runs: {', '.join(said)} {of}."] if said else []

@@ -39,6 +39,9 @@ FORKED = {
 }  # fmt: skip
 
 
+WHOLE_RUNS = ("3x384", "4x512", "6x640")  # layers and width of Llamas from scratch
+
+
 @dataclass(frozen=True)
 class Picture:
     """A plot: its text for readers who do not see it, its JSON files, and the function of them that draws it."""
@@ -97,7 +100,7 @@ def draw_forks(figure: Any, result: Result) -> None:
     for (group, members), color in zip(FORKED.items(), (INK, BLUE, ORANGE), strict=True):
         axes.text(0.0, place, group, color=color, weight="bold", va="center", transform=axes.get_yaxis_transform())
         for name, label in members.items():
-            values = [value for value in ratios(rows, "text", name).values() if math.isfinite(value)]
+            values = [value for value in ratios(rows, name).values() if math.isfinite(value)]
             place += 1
             ticks, labels = [*ticks, place], [*labels, label]
             if not values:
@@ -120,6 +123,31 @@ def draw_forks(figure: Any, result: Result) -> None:
     axes.set_xlabel("held-out perplexity over BF16's from the same start:\nruns, their mean and its standard error")
 
 
+def draw_whole_runs(figure: Any, result: Result) -> None:
+    """Draw the losses of runs from scratch, and their differences from BF16's of the same seed, as means over seeds."""
+    rows = rows_of(result)
+    bf16 = {row.seed: np.asarray(row.curve) for row in rows if row.name == BASELINE}
+    figure.set_size_inches(7.2, 3.2)
+    losses, gaps = figure.subplots(1, 2)
+    for name in dict.fromkeys(row.name for row in rows):
+        curves = {row.seed: np.asarray(row.curve) for row in rows if row.name == name and row.seed in bf16}
+        if not curves:
+            continue
+        percent = 100 * np.arange(1, len(curve := np.mean([*curves.values()], axis=0)) + 1) / len(curve)
+        losses.plot(percent, curve, linewidth=1.0)
+        gap = np.mean([values - bf16[seed] for seed, values in curves.items()], axis=0)
+        gaps.plot(percent, gap, linewidth=1.2, label=name, color=INK if name == BASELINE else None)
+    for axes, title in ((losses, "training loss, nats per token"), (gaps, "over BF16's of the same batches")):
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("% of the run")
+        axes.grid(axis="y")
+    gaps.legend(frameon=False, labelcolor=INK, fontsize=7)
+    last = np.asarray([row.curve[-1] for row in rows if row.curve])
+    if len(last):
+        losses.set_ylim(last.min() - 0.1, last.min() + 2.5)
+        gaps.set_ylim(-0.04, 0.08)
+
+
 PICTURES = {
     "large-8-layers": Picture(
         "Bars: with stored weights the state of Llama-3-8B takes a third of BF16's and fits on a card of 80 GB, and a "
@@ -132,6 +160,14 @@ PICTURES = {
         ("large-curves",),
         draw_curves,
     ),
+    **{
+        f"convergence-bpe-{size}": Picture(
+            f"Curves: training losses of a Llama of {size} from scratch by recipe, and their distances from BF16's",
+            (f"convergence-bpe-{size}",),
+            draw_whole_runs,
+        )
+        for size in WHOLE_RUNS
+    },
     "convergence-fork-llama-124m": Picture(
         "Dots and error bars: the perplexities of all recipes are about as close to BF16's as BF16 is when it runs "
         "again",

@@ -32,8 +32,6 @@ from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.paths import path_names
 
-Task = Literal["text", "digits"]
-TASKS: tuple[Task, ...] = ("text", "digits")
 _OTHER = 1_000_003  # added to a seed for other batches
 SAVE_SECONDS = 120.0  # between two checkpoints of a run
 
@@ -53,7 +51,6 @@ class Config:
       steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to zero after the warm-up.
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
       heldout_windows: Windows of the evaluation.
-      digits_steps: Steps of the task of digits.
       text_bytes: Largest size of the text.
       text, text_read: First digits of the text's digest, and its size in bytes.
       jax: Version of JAX.
@@ -61,7 +58,7 @@ class Config:
       tokens: "bytes", or the ids of `models.tokens.OWN`.
       bytes_per_token: Bytes of held-out text for each token.
       data: Files and folders of text; empty means the Python sources that are installed here.
-      variants, tasks, seeds: The runs that are wanted.
+      variants, seeds: The runs that are wanted.
       budget_seconds: No run starts that would probably end later than this.
       bases: Folder of bases; None keeps none.
       resume: JSON whose rows are kept.
@@ -81,7 +78,6 @@ class Config:
     steps: int = 300
     steps_per_call: int = 20
     heldout_windows: int = 768
-    digits_steps: int = 400
     text_bytes: int = 200_000_000
     text: str = ""
     jax: str = jax.__version__
@@ -91,14 +87,13 @@ class Config:
     parameters: int = field(default=0, compare=False)
     data: tuple[str, ...] = field(default=(), compare=False)
     variants: tuple[str, ...] = field(default=(BASELINE,), compare=False)
-    tasks: tuple[Task, ...] = field(default=("text",), compare=False)
     seeds: tuple[int, ...] = field(default=(0,), compare=False)
     budget_seconds: float = field(default=math.inf, compare=False)
     bases: str | None = field(default=None, compare=False)
     resume: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        least = dict(batch=1, steps_per_call=1, digits_steps=1, warmup_steps=0, base_steps=0, steps=1)
+        least = dict(batch=1, steps_per_call=1, warmup_steps=0, base_steps=0, steps=1)
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}")

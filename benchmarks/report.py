@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import convergence_tables, memory, train_step
 from benchmarks.card import RUNS
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
-from benchmarks.drawing import PICTURES, digest_of, read_source, save
+from benchmarks.drawing import PICTURES, WHOLE_RUNS, digest_of, read_source, save
 from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
 from tcfp_jax.recipes import NAMES
 
@@ -28,8 +28,8 @@ SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DO
 CHOOSE, OVERVIEW = "choose", "overview"
 FORKS = "convergence-fork-llama-124m"  # perplexities of README's table
 LEARNED = (
-    "convergence", "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
-    FORKS,
+    "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
+    FORKS, *(f"convergence-bpe-{size}" for size in WHOLE_RUNS),
 )  # fmt: skip
 SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (OVERVIEW, *SECTIONS)}

@@ -52,11 +52,6 @@ class Variant:
     batches: Literal["same", "other"] = "same"
     meaning: str = field(default="", compare=False, repr=False)
 
-    @property
-    def trains_digits(self) -> bool:
-        """If `benchmarks.digits` can train it: float weights, no random bits, at most a perturbation."""
-        return not self.recipe.draws and self == Variant(self.recipe, perturbation=self.perturbation)
-
 
 def _stored(moments: Moments = "8bit", *, meaning: str, **overrides: Any) -> Variant:
     own = {name: overrides.pop(name) for name in ("remainder", "gradient_dtype", "include") if name in overrides}

@@ -18,7 +18,6 @@ import tcfp_jax
 from benchmarks import (
     card,
     common,
-    digits,
     gemm,
     grouped,
     memory,
@@ -271,10 +270,6 @@ def test_memory_of_a_whole_model_is_counted(tmp_path):
     assert 4.0 < stored.bytes_per_weight < stored.state_bytes / stored.parameters < 4.05
     assert "nothing was trained" in report.render_section("memory-llama-1b")
     assert list(rows) == ["bf16", "tensorwise", "rowwise", "tcfp12_fast", memory.STORED]
-
-
-def test_digits_are_learned():
-    assert digits.run(digits.DigitsConfig(recipe("tcfp12"), steps=150)).heldout_accuracy > 0.9
 
 
 def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
