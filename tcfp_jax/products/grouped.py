@@ -19,6 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import shared
+from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.grouped_matmul.api import check_sizes, grouped_weight_gradient
 from pallas_kernels.grouped_matmul.api import grouped_matmul as multiply
 from pallas_kernels.operands import Operand, Row, Tensor
@@ -77,7 +78,7 @@ def grouped_matmul(
     recipe = named_recipe(recipe)
     if reason := unsupported(recipe):
         raise NotImplementedError(f'{reason}; use "bf16", "tcfp12_single", "tensorwise" or "rowwise" for these weights')
-    if has_explicit_axes():
+    if under_own_mesh(lambda *_: has_explicit_axes())(x, w, group_sizes):
         raise NotImplementedError(
             "a grouped product under a mesh with explicit axes: rows of a group may lie on several devices; call it "
             "inside jax.shard_map, or make the mesh with axis_types=jax.sharding.AxisType.Auto"

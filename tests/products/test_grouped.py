@@ -1,5 +1,6 @@
 """`grouped_matmul`: values and gradients against float64 loops over the groups, stored weights, state and bad input."""
 
+import contextlib
 import functools
 import re
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
@@ -17,7 +18,7 @@ from tcfp_jax.products import grouped_matmul
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import quantize_weight
-from tests.helpers import float64_of
+from tests.helpers import float64_of, mesh_of
 
 M, K, N, E = 37, 24, 20, 4
 SIZES = jnp.array([9, 0, 17, 5])
@@ -184,3 +185,19 @@ def test_derivatives_that_do_not_exist():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=re.escape("inside jax.shard_map")):
         loss(X)
+
+
+@pytest.mark.parametrize("in_use", (True, False), ids=("mesh in use", "mesh of the arrays"))
+def test_explicit_axes(in_use):
+    mesh = mesh_of(2, 4, axis_type=AxisType.Explicit)
+    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    given = put(X), put(W, None, None, "b"), put(SIZES)
+    multiply = functools.partial(grouped_matmul, recipe="rowwise")
+    with jax.set_mesh(mesh) if in_use else contextlib.nullcontext():
+        for call in (multiply, jax.jit(multiply)):
+            with pytest.raises(NotImplementedError, match=re.escape("inside jax.shard_map")):
+                call(*given)
+        split = dict(in_specs=(P(), P(None, None, "b"), P()), out_specs=P(None, "b"))
+        got = jax.jit(jax.shard_map(multiply, mesh=mesh, **split))(*given)
+    assert jax.typeof(got).sharding.spec == P(None, "b")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(jax.jit(multiply)(X, W, SIZES)))
