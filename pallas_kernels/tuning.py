@@ -104,6 +104,11 @@ def _entries(device: str, key: Key, backend: str) -> list[Entry]:
     return [entry for entry in entries if entry.variant == key.variant and backend in entry.milliseconds]
 
 
+def is_near(entry: Entry, key: Key) -> bool:
+    """Return whether the shape of a measurement is within two octaves of one."""
+    return _distance(entry.shape, key.shape) < _NEAR
+
+
 def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     # A pass over a matrix takes as long as one over its transpose.
     return _distance(tuple(sorted(a)), tuple(sorted(b))) if len(a) == 2 else _distance(a, b)

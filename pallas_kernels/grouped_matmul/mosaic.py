@@ -97,8 +97,9 @@ def configure(
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else the best guess that fits."""
     problem = Problem.of(options, x, w, group_sizes.shape[0])
-    entry = tuning.find(dispatch.device_kind(), reference.key(options, x, w, group_sizes), "mosaic")
-    if entry is not None and "mosaic" in entry.configs:
+    key = reference.key(options, x, w, group_sizes)
+    entry = tuning.find(dispatch.device_kind(), key, "mosaic")
+    if entry is not None and "mosaic" in entry.configs and tuning.is_near(entry, key):
         tuned = Config(**entry.configs["mosaic"])
         if misfit(tuned, problem) is None:
             return tuned
