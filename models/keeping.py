@@ -21,7 +21,7 @@ _ORDER: dict[Copies, tuple[str, ...]] = {
     "exact": ("attended", "key+value", "query", "attention_residual", "gate", "up"),
     "fp8": ("attended", "gate_fp8", "up_fp8", "key+value+query", "attention_residual", ACTIVATION_NAME),
 }
-CHOICE = "chosen_experts"  # by a router
+CHOICE = "chosen_experts"  # logits and choices of a router
 # Flash attention returns sums without a name that its backward pass needs, so it is known by its primitive.
 FLASH_FORWARD = "dot_product_attention_fwd_wrapper"
 
@@ -67,7 +67,7 @@ def remat_levels(copies: Copies) -> list[str]:
 def policy(names: frozenset[str]) -> Callable[..., bool]:
     """Return the policy of a remat that keeps values by name, and the result of flash attention as "attended".
 
-    It always keeps the choice of experts, which few bytes hold: computed again, a tie may end in another way.
+    It always keeps the logits and choices of routers, which few bytes hold: computed again, a tie may end another way.
     """
     named = jax.checkpoint_policies.save_only_these_names(*names, CHOICE)
 

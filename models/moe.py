@@ -18,7 +18,6 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -94,6 +93,26 @@ class Routed(NamedTuple):
     chosen: jax.Array
     weights: jax.Array
     penalty: jax.Array
+
+
+@jax.custom_vjp
+def score(x: jax.Array, router: jax.Array) -> jax.Array:
+    """Return logits, float32 `[t, experts]`, of tokens `[t, width]` and the matrix of a router.
+
+    Choices are not continuous, so they take float32. Gradients take TF32, the default of GPUs, in a third of the time.
+
+    >>> score(jnp.ones((1, 2), jnp.bfloat16), jnp.eye(2)).tolist()
+    [[1.0, 1.0]]
+    """
+    return jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+
+
+def _score_back(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, router = residuals
+    return (g @ router.T).astype(x.dtype), x.astype(g.dtype).T @ g
+
+
+score.defvjp(lambda x, router: (score(x, router), (x, router)), _score_back)
 
 
 def route(logits: jax.Array, config: MoeConfig) -> Routed:
@@ -209,12 +228,8 @@ class MoeBlock(Block):
 
     def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, flat = self.config, x.reshape(-1, x.shape[-1])
-        # TF32, the default of float32 on GPUs, has the bits of BF16.
-        router = nn.Dense(
-            config.experts, use_bias=False, dtype=jnp.float32, precision=lax.Precision.HIGHEST,
-            kernel_init=initial(config), name="router",
-        )  # fmt: skip
-        routed = route(router(flat.astype(jnp.float32)), config)
+        router = Matrix((config.width, config.experts), initial(config), name="router")()
+        routed = route(checkpoint_name(score(flat, router), CHOICE), config)
         self.sow("intermediates", "chosen", routed.chosen)
         gate_up = Matrix((config.experts, config.width, 2 * config.hidden), initial(config), name="expert_gate_up")()
         down = Matrix((config.experts, config.hidden, config.width), initial(config, "residual"), name="expert_down")()
