@@ -1,6 +1,6 @@
 """Passes over matrices that write FP8 in both orientations: their instructions on a Hopper GPU, in PTX.
 
-A warpgroup takes a tile of 128 rows in turns. A thread computes 4 rows of 4 neighbouring columns, twice, 32 columns
+A warpgroup takes a tile of 128 x 64 in two turns. A thread computes 4 rows of 4 neighbouring columns, twice, 32 columns
 apart: it stores a word of each row, turns the bytes by `prmt`, and stores a word of each column. (`ldmatrix` turns
 values of 16 bits alone.)
 
@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.hopper.plan import SHARED_MEMORY
-
-ROWS = 128
-_BARRIERS = 2048  # bytes at most, with the alignment of the buffers
+ROWS, COLUMNS = 128, 64  # of a tile
+TURNS = 2
 _KINDS = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 
 
@@ -57,44 +55,15 @@ class Pass:
     replaced: int | None = None
 
     @property
-    def columns(self) -> int:
-        """Columns of a tile."""
-        return 64 if "float32" in self.dtypes or len(self.dtypes + self.turned) > 2 else 128
-
-    @property
-    def stages(self) -> int:
-        """Tiles of the matrices that a block holds.
-
-        Four blocks on a multiprocessor wait in turn; fewer copy the next tile meanwhile. A tile that is replaced stays
-        until it is written.
-        """
-        return 1 if self.replaced is not None or SHARED_MEMORY // self._held(1) >= 4 else 2
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that a multiprocessor holds."""
-        return SHARED_MEMORY // self._held(self.stages)
-
-    def _held(self, stages: int) -> int:
-        """Return the bytes of shared memory of a block."""
-        values = sum(4 if dtype == "float32" else 2 for dtype in self.dtypes)
-        return ROWS * self.columns * (stages * values + len(self.results)) + _BARRIERS
-
-    @property
     def results(self) -> list[bool]:
         """Whether each matrix of codes is a transpose."""
         return [turns for turned in self.turned for turns in (False, True)[: 1 + turned]]
 
-    @property
-    def turns(self) -> int:
-        """Turns of a warpgroup, which takes 32 rows of 128 columns or 64 rows of 64 at a time."""
-        return 2 * self.columns // 64
-
     def misfit(self, m: int, k: int) -> str | None:
         """Return the reason why no tile divides `[m, k]`, or None."""
-        if m and k and m % ROWS == 0 and k % self.columns == 0:
+        if m and k and m % ROWS == 0 and k % COLUMNS == 0:
             return None
-        return f'[{m}, {k}] must be multiples of {ROWS} and {self.columns} for backend="mosaic"'
+        return f'[{m}, {k}] must be multiples of {ROWS} and {COLUMNS} for backend="mosaic"'
 
 
 def text(one: Pass, turn: int, scalars: int) -> str:
@@ -103,11 +72,11 @@ def text(one: Pass, turn: int, scalars: int) -> str:
 
 
 def _lines(one: Pass, turn: int, scalars: int) -> list[str]:
-    count, wide = len(one.dtypes), one.columns // 64
+    count = len(one.dtypes)
     places = count + len(one.results)
     thread, factors = f"${places}", [f"${places + 1 + i}" for i in range(scalars)]
     lines = [
-        ".reg .b32 column, group, panel, odd, pair, a, t, u, q<4>, l<4>, o<12>",
+        ".reg .b32 column, group, odd, pair, a, t, u, q<4>, l<4>, o<12>",
         f".reg .b32 w<{8 * len(one.turned)}>, b<{places}>",
         f".reg .f32 v<{4 * count}>, s<2>",
         ".reg .b16 h<12>",
@@ -115,17 +84,16 @@ def _lines(one: Pass, turn: int, scalars: int) -> list[str]:
         # A warp has 4 groups of 4 rows and 8 groups of 4 columns, and the same 32 columns further.
         f"and.b32 column, {thread}, 7",
         f"bfe.u32 t, {thread}, 3, 2",
-        f"bfe.u32 panel, {thread}, 5, {wide - 1}",
-        f"bfe.u32 group, {thread}, {4 + wide}, {3 - wide}",
+        f"shr.u32 group, {thread}, 5",
         "mad.lo.u32 group, group, 4, t",
-        f"add.u32 group, group, {(16 // wide) * turn}",
+        f"add.u32 group, group, {16 * turn}",
         "and.b32 odd, group, 1",
         "shr.u32 pair, group, 1",
     ]
     for i, dtype in enumerate(one.dtypes):
-        lines += _place_of_values(f"b{i}", f"${i}", dtype, wide)
+        lines += _place_of_values(f"b{i}", f"${i}", dtype)
     for i, turns in enumerate(one.results, count):
-        lines += (_place_of_columns if turns else _place_of_codes)(f"b{i}", f"${i}", wide)
+        lines += (_place_of_columns if turns else _place_of_codes)(f"b{i}", f"${i}")
     for row in range(4):
         for half in (0, 1):
             lines += _quad(one, factors, row, half)
@@ -143,34 +111,33 @@ def _sum(target: str, address: str, *terms: tuple[str, int]) -> list[str]:
     return [f"mad.lo.u32 {target}, t, 16, {address}"] + [f"mad.lo.u32 {target}, {x}, {by}, {target}" for x, by in terms]
 
 
-def _place_of_values(target: str, address: str, dtype: str, wide: int) -> list[str]:
-    """Return the place of the first four values of row 0 of a group: tiles of 8 rows of 128 bytes, side by side."""
+def _place_of_values(target: str, address: str, dtype: str) -> list[str]:
+    """Return the place of the first four values of row 0 of a group: tiles of 8 rows of 128 bytes."""
     if dtype == "float32":
         piece = ["shl.b32 t, odd, 2", "xor.b32 t, t, column"]
-        return piece + _sum(target, address, ("pair", 2048 * wide), ("panel", 2048), ("odd", 512))
+        return piece + _sum(target, address, ("pair", 2048), ("odd", 512))
     piece = ["shl.b32 t, odd, 2", "shr.u32 u, column, 1", "xor.b32 t, t, u", "and.b32 u, column, 1"]
-    return piece + _sum(target, address, ("pair", 1024 * wide), ("panel", 1024), ("odd", 512), ("u", 8))
+    return piece + _sum(target, address, ("pair", 1024), ("odd", 512), ("u", 8))
 
 
-def _place_of_codes(target: str, address: str, wide: int) -> list[str]:
-    """Return the place of the first four codes of row 0 of a group: tiles of 8 rows of 64 or 128 bytes."""
-    piece = ["shr.u32 t, column, 2", "mad.lo.u32 t, panel, 4, t", f"shl.b32 u, odd, {wide}", "xor.b32 t, t, u"]
-    piece.append("and.b32 u, column, 3")
-    return piece + _sum(target, address, ("pair", 512 * wide), ("odd", 256 * wide), ("u", 4))
+def _place_of_codes(target: str, address: str) -> list[str]:
+    """Return the place of the first four codes of row 0 of a group: tiles of 8 rows of 64 bytes."""
+    piece = ["shr.u32 t, column, 2", "shl.b32 u, odd, 1", "xor.b32 t, t, u", "and.b32 u, column, 3"]
+    return piece + _sum(target, address, ("pair", 512), ("odd", 256), ("u", 4))
 
 
-def _place_of_columns(target: str, address: str, wide: int) -> list[str]:
+def _place_of_columns(target: str, address: str) -> list[str]:
     """Return the place of a group of 4 rows in the first column that a thread stores: rows of 128 bytes."""
     piece = ["shr.u32 t, group, 2", "and.b32 u, column, 1", "mad.lo.u32 u, u, 4, 0", "xor.b32 t, t, u"]
     piece.append("and.b32 u, group, 3")
-    lines = piece + _sum(target, address, ("panel", 64 * 128), ("column", 4 * 128), ("u", 4))
+    lines = piece + _sum(target, address, ("column", 4 * 128), ("u", 4))
     # Neighbours begin with other columns.
     return [*lines, "shr.u32 u, column, 1", "mul.lo.u32 u, u, 0x90", f"xor.b32 {target}, {target}, u"]
 
 
 def _quad(one: Pass, factors: list[str], row: int, half: int) -> list[str]:
     """Return the lines that compute four values of a row, and store their codes."""
-    count, wide = len(one.dtypes), one.columns // 64
+    count = len(one.dtypes)
     lines = [line for i, dtype in enumerate(one.dtypes) for line in _load(i, dtype, row, half)]
     for j in (0, 2):
         pairs = [(f"v{4 * i + j}", f"v{4 * i + j + 1}") for i in range(count)]
@@ -180,9 +147,9 @@ def _quad(one: Pass, factors: list[str], row: int, half: int) -> list[str]:
         lines += [f"mov.b32 l{j + i}, {rest}" for i, rest in enumerate(found.left)]
     place = count
     for code, turned in enumerate(one.turned):
-        word, shift = f"w{8 * code + 2 * row + half}", (row if wide == 2 else row >> 1) << 4 ^ half << 5
+        word, shift = f"w{8 * code + 2 * row + half}", row >> 1 << 4 | half << 5
         lines += [f"mov.b32 {word}, {{h{4 + 2 * code}, h{5 + 2 * code}}}", f"xor.b32 a, b{place}, {shift}"]
-        lines.append(f"st.shared.b32 [a + {64 * wide * row}], {word}")
+        lines.append(f"st.shared.b32 [a + {64 * row}], {word}")
         place += 1 + turned
     if one.replaced is not None:
         lines += _store(one.replaced, one.dtypes[one.replaced], row, half)
