@@ -70,7 +70,7 @@ RUNS = {
     "quality": Run("quality", 60),
     "gemm": Run("gemm --measure products", 60),
     "scaled_products": Run("gemm --measure scales", 60),
-    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2'", 70),
+    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2' --recipes tcfp12_single,tcfp12_single_both", 70),
     "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 90),
     "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 90),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 150),

@@ -40,7 +40,11 @@ NAME = "grouped"
 Part = Literal["forward", "dgrad", "wgrad", "layer", "layer, weights too"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE = "bf16"
-RECIPES = (BASELINE, "tcfp12_single", "rowwise")
+# "_both" stores each weight in both orientations, so that no product reads a transpose.
+RECIPES = {name: recipe(name) for name in (BASELINE, "tcfp12_single", "rowwise")} | {
+    "tcfp12_single_both": recipe("tcfp12_single", copies="both")
+}
+USUAL = (BASELINE, "tcfp12_single")
 LEAST_SNR_DB = 20.0  # of a layer against BF16's; a wrong scale or a wrong expert gives less than 6
 
 
@@ -76,7 +80,7 @@ class Config:
 
     shapes: dict[str, Shape]
     parts: tuple[Part, ...] = PARTS
-    recipes: tuple[str, ...] = RECIPES[:2]
+    recipes: tuple[str, ...] = USUAL
     accumulation: Accumulation = "fast"
     rounds: int = 5
     calls: int = 5
@@ -214,7 +218,7 @@ def measure(config: Config) -> Iterator[Row]:
     """Check and time every part at every shape, with all recipes in turn."""
     for name, shape in config.shapes.items():
         drawn = jax.jit(draw, static_argnums=(0, 1))(shape, config.seed)
-        held = {kind: read(recipe(kind), *drawn) for kind in config.recipes}
+        held = {kind: read(RECIPES[kind], *drawn) for kind in config.recipes}
         for part in config.parts:
             candidates, checked = (make_layers if part.startswith("layer") else make_products)(
                 part, config, shape, drawn, held
@@ -253,7 +257,7 @@ def make_layers(part: Part, config: Config, shape: Shape, drawn: Arrays, held: d
     checked: dict[str, float | None] = {}
     reference = None
     for kind in config.recipes:
-        passes, args = layer_of(recipe(kind)), (x, w, g, sizes, held[kind].stored if part == "layer" else None)
+        passes, args = layer_of(RECIPES[kind]), (x, w, g, sizes, held[kind].stored if part == "layer" else None)
         outputs = passes(*args)
         checked[kind] = None if reference is None else check_outputs(kind, reference, outputs, least=LEAST_SNR_DB)
         reference = outputs if reference is None else reference
@@ -268,14 +272,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add shapes, parts and recipes."""
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)} (default: all on a GPU)")
     parser.add_argument("--parts", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--recipes", help=f"of {', '.join(RECIPES)} (default: the first two); {BASELINE} always runs")
+    parser.add_argument("--recipes", help=f"of {', '.join(RECIPES)} (default: {USUAL[1]}); {BASELINE} always runs")
     parser.add_argument("--accumulation", choices=get_args(Accumulation), default="fast", help="(default: fast)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` for an unknown name."""
     parts = common.chosen_of("parts", options.parts, PARTS)
-    wanted = common.chosen_of("recipes", options.recipes or ",".join(RECIPES[:2]), RECIPES)
+    wanted = common.chosen_of("recipes", options.recipes or ",".join(USUAL), tuple(RECIPES))
     recipes = tuple(name for name in RECIPES if name in (BASELINE, *wanted))
     if options.smoke or jax.default_backend() != "gpu":
         return Config(SMOKE, parts, recipes, options.accumulation, rounds=2, calls=2)
