@@ -43,6 +43,7 @@ import numpy as np
 from benchmarks.options import chosen_of as chosen_of
 from benchmarks.options import counted
 from benchmarks.options import positive as positive
+from benchmarks.origins import release_of
 from benchmarks.timing import take_memory_as_needed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,7 +222,7 @@ class Result:
         if len(libraries) > 1:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
         age = "" if libraries == [library_digest()] else AGE
-        return f"{' and '.join(devices)}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
+        return f"{' and '.join(devices)}, jax {h['jax']}, {commit}, {source}, {h['date']}, {release_of(h['date'])}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:
         """Return the values of one or several fields, in the order of the rows."""

@@ -21,6 +21,7 @@ from benchmarks import convergence_tables, memory, train_step
 from benchmarks.card import RUNS
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
 from benchmarks.drawing import PICTURES, WHOLE_RUNS, digest_of, read_source, save
+from benchmarks.origins import release_of
 from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
 from tcfp_jax.recipes import NAMES
 
@@ -77,6 +78,7 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 def choose(results: Path = RESULTS) -> str:
     """Return README's table: speed of whole models, bytes of their state, and perplexity, one line per recipe."""
     titles, columns = ["recipe"], []
+    times: dict[str, None] = {}
     sources = {
         "8 layers of Llama-3-8B": ("large-8-layers",),
         "Llama-3.2-1B": ("large-1b",),
@@ -85,6 +87,7 @@ def choose(results: Path = RESULTS) -> str:
         found = [result for result in (read_result(name, results) for name in source) if result is not None]
         titles.append(f"step over BF16, {model}{f', {_card(found[0])}' if found else ''}")
         columns.append(_speeds(found))
+        times.update(dict.fromkeys(map(_of, found)))
     for model in ("llama-8b", "llama-1b"):
         counted = read_result(f"memory-{model}", results)
         titles.append(f"bytes of state a weight, {model.removeprefix('llama-').upper()} (of kernels alone)")
@@ -112,6 +115,7 @@ def choose(results: Path = RESULTS) -> str:
         "Adam's moments.",
         "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "
         f"have 8-bit moments and BF16 gradients; BF16 itself differs by {noise:.4f} when it runs again.",
+        f"Speeds: {' · '.join(times) or 'none'}. Perplexities: {'none' if forked is None else _of(forked)}.",
         "[Measurements](docs/measurements.md) has every source.",
     ]
     return f"{markdown_table([*titles, 'use it when'], lines, last='left')}\n\n{' '.join(text)}\n"
@@ -141,7 +145,7 @@ def overview(results: Path = RESULTS) -> str:
             f"{ours:,.0f}",
             f"**{theirs / ours:.2f}**" if whole else "–",
         ]
-        card = f"{_card(found)}, {'wall clock' if stored['timer'] == 'wall clock' else 'kernels'}"
+        card = f"{_of(found)}, {'wall clock' if stored['timer'] == 'wall clock' else 'kernels'}"
         lines.append([model, card, *times, size(bf16) if whole else "–", size(stored)])
     titles = ["whole step, 4 × 4096 tokens", "one", "BF16, ms", "stored, ms", "BF16's time over stored's"]
     return markdown_table([*titles, "BF16, GB", "stored, GB"], lines) + "\n"
@@ -154,6 +158,11 @@ def _card(result: Result) -> str:
     'H100'
     """
     return result.header["device"].removeprefix("NVIDIA ").split()[0]
+
+
+def _of(result: Result) -> str:
+    """Return the card of a result, and the releases around its day."""
+    return f"{_card(result)}, {release_of(result.header['date'])}"
 
 
 def _speeds(found: list[Result]) -> Mapping[str, str]:

@@ -4,11 +4,12 @@ import dataclasses
 import doctest
 import importlib
 import json
+import re
 import shutil
 
 import pytest
 
-from benchmarks import common, drawing, report, train_step
+from benchmarks import common, drawing, origins, report, train_step
 
 HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
 SECTIONS = ("train_step", "train_step-recipes")  # sections of the pages in these tests
@@ -87,6 +88,40 @@ def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsy
     assert report.main(options(root, "--check")) == 0
 
 
+@pytest.mark.parametrize("page", report.PAGES, ids=str)
+def test_a_page_names_card_and_release_of_every_number(page):
+    """Numbers of an older library belong to a release, which the text between the markers names."""
+    for _, name, _ in report.SECTION.findall(text := (common.ROOT / page).read_text()):
+        section = text.split(f"<!-- begin: {name} -->")[1].split(f"<!-- end: {name} -->")[0]
+        if "No numbers yet" in section:
+            continue
+        assert re.search(r"(about|after|before) release \d+\.\d+\.\d+|between releases ", section), f"{page}: {name}"
+        assert re.search(r"\b(H100|H200|cpu)\b", section), f"{page}: {name} names no card"
+
+
+def test_sentences_repeat_numbers_of_the_tables():
+    """Milliseconds, gigabytes and ratios that a person wrote stand in a table that a JSON fills."""
+    page = (common.ROOT / "docs" / "measurements.md").read_text()
+    tables = "".join(match[0] for match in report.SECTION.finditer(page))
+    there = {*re.findall(r"\d[\d,]*(?:\.\d+)?", tables)}
+    bullets = page.split("<!-- end: overview -->")[1].split("`python -m benchmarks.report`")[0]
+    (headline,) = re.findall(r"^\*\*All of .*", (common.ROOT / "README.md").read_text(), re.MULTILINE)
+    for text in (bullets, headline):
+        found = re.findall(r"\b(\d[\d,]*(?:\.\d+)?)(?: ms| GB\b)|\b(\d\.\d\d)\b", text)
+        assert found
+        wrong = [number for number in map("".join, found) if number not in there]
+        assert not wrong, f"{wrong} of the text stand in no table"
+
+
+def test_a_day_lies_between_releases(tmp_path, monkeypatch):
+    monkeypatch.setattr(origins, "CHANGELOG", tmp_path / "CHANGELOG.md")
+    (tmp_path / "CHANGELOG.md").write_text("## [0.2.0] - 2026-02-02\n\n## [0.1.0] - 2026-01-01\n")
+    find = origins.release_of.__wrapped__
+    assert [find(day) for day in ("2025-12-31", "2026-01-01", "2026-01-02", "2026-03-01")] == [
+        "before release 0.1.0", "about release 0.1.0", "between releases 0.1.0 and 0.2.0", "after release 0.2.0"
+    ]  # fmt: skip
+
+
 def test_the_digest_is_that_of_the_libraries(tmp_path):
     for name in (*common.LIBRARIES, "benchmarks"):
         (tmp_path / name).mkdir()
@@ -156,6 +191,7 @@ def test_the_pages_agree_with_the_committed_numbers():
     [
         "common",
         "options",
+        "origins",
         "memory",
         "report",
         "shapes",
