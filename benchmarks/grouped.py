@@ -40,10 +40,8 @@ NAME = "grouped"
 Part = Literal["forward", "dgrad", "wgrad", "layer", "layer, weights too"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE = "bf16"
-# "_both" stores each weight in both orientations, so that no product reads a transpose.
-RECIPES = {name: recipe(name) for name in (BASELINE, "tcfp12_single", "rowwise")} | {
-    "tcfp12_single_both": recipe("tcfp12_single", copies="both")
-}
+RECIPES = {name: recipe(name) for name in (BASELINE, "tcfp12_single", "rowwise")}
+RECIPES["tcfp12_single_both"] = recipe("tcfp12_single", copies="both")  # no product reads a transposed weight
 USUAL = (BASELINE, "tcfp12_single")
 LEAST_SNR_DB = 20.0  # of a layer against BF16's; a wrong scale or a wrong expert gives less than 6
 

@@ -79,7 +79,7 @@ def test_penalties_change_gradients_and_no_loss():
         return 0.5 * 5 * jnp.sum(share / 64 * p.mean(0)) + 0.25 * jnp.mean(jnp.log(jnp.exp(logits).sum(-1)) ** 2)
 
     router, x = variables["params"]["layers"]["router"]["kernel"][0], jax.random.normal(jax.random.key(0), (32, 32))
-    ours = lambda router: moe.route(x @ router, config).penalty
+    ours = lambda router: moe.route(moe.score(x, router), config).penalty
     np.testing.assert_allclose(ours(router), penalty(router), rtol=1e-5)
     np.testing.assert_allclose(jax.grad(ours)(router), jax.grad(penalty)(router), atol=1e-6)
 
@@ -102,6 +102,13 @@ def test_experts_have_the_gradients_of_weighted_results():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     for mine, exact in zip(pull(y), back(y), strict=True):
         np.testing.assert_allclose(mine, exact, rtol=1e-4, atol=1e-4 * float(exact.std()))
+
+
+def test_routers_compute_their_logits_once():
+    model = Moe(dataclasses.replace(MICRO, layers=1), dtype="float32")
+    gradients = jax.jit(jax.grad(lambda variables: model.apply(variables, INPUTS, TARGETS).mean()))
+    compiled = gradients.lower(variables_of(model, INPUTS)).compile()
+    assert compiled.as_text().count("operand_precision={highest,highest}") == 1
 
 
 def test_sorting_tokens_has_gradients_that_are_gathers():
