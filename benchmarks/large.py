@@ -230,9 +230,10 @@ def configure(options: argparse.Namespace) -> Config:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
     names = common.chosen_of("recipes", options.recipes, CANDIDATES["step"])
     layers = ((BASELINE, baseline), *((name, model.layers) for name in names if name != BASELINE))
-    more: Any = dict(steps=options.steps or SHORT, resume=str(options.path) if options.resume else None)
+    more: Any = dict(steps=options.steps or (2 if options.smoke else SHORT))
+    more["resume"] = str(options.path) if options.resume else None
     if not on_gpu:
-        return Config(model, layers, (2, 64), text_bytes=2**18, rounds=1, calls=1, **more)
+        return Config(model, layers, (1, 32), text_bytes=2**18, rounds=1, calls=1, **more)
     return Config(model, layers, (options.sequences, min(4096, model.context)), **more)
 
 

@@ -32,6 +32,7 @@ from models.training import TrainState, count_parameters, evaluate
 
 NAME = "routing"
 DEFAULT = (BASELINE, RERUN, "stored", "tensorwise")
+SMOKE_OPTIONS = {"variants": f"{BASELINE},stored"}
 WINDOWS = 32  # of held-out text, whose choices are compared
 
 
@@ -147,9 +148,9 @@ def configure(options: argparse.Namespace) -> Config:
     )  # fmt: skip
     if options.smoke or jax.default_backend() == "cpu":
         size = MoeConfig(
-            layers=2, width=32, heads=2, kv_heads=2, hidden=32, context=32, experts=4, attention="products"
+            layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=32, experts=4, attention="products"
         )
-        given |= dict(batch=4, base_steps=40, steps=20, warmup_steps=5, text_bytes=1_000_000, heldout_windows=16)
+        given |= dict(batch=4, base_steps=20, steps=20, warmup_steps=2, text_bytes=200_000, heldout_windows=4)
         config = Config("smoke", size, sequence=32, learning_rate=1e-2, **given)
     else:
         config = Config(name, MOES[name], **given)

@@ -78,7 +78,7 @@ VARIANTS |= {
     for name, kept in KEPT.items()
 }
 VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
-SMOKE_OPTIONS = {"recipes": "stored"}
+SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # Two numbers of tokens, because the optimizer's share of a step falls with them.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
