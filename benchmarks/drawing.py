@@ -39,7 +39,7 @@ FORKED = {
 }  # fmt: skip
 
 
-WHOLE_RUNS = ("3x384", "4x512", "6x640")  # layers and width of Llamas from scratch
+WHOLE_RUNS = ("6x640",)  # layers and width of Llamas from scratch
 
 
 @dataclass(frozen=True)
