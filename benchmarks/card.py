@@ -55,6 +55,7 @@ RUNS = {
     "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training --no-peaks", 60),
     "fsdp": Run("fsdp --parts mlp", 90, gpus=2),
     "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 120, gpus=2),
+    "fsdp-olmoe": Run("fsdp --parts olmoe --recipes stored", 120, gpus=2),
     "memory": Run("memory", 60),
     "memory-llama-1b": Run("memory --model llama-1b", 20),
     "memory-llama-8b": Run("memory --model llama-8b", 20),

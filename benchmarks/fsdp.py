@@ -3,8 +3,9 @@
     python -m benchmarks.fsdp --json
     python -m benchmarks.fsdp --json --parts mlp --recipes "tensorwise,stored" --devices 4
 
-* *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in `benchmarks.llama`; both with AdamW.
-  Every GPU has as many tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
+* *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in `benchmarks.llama`; *olmoe* is one
+  of four layers of OLMoE-1B-7B, whose experts are split, so that no weight of theirs travels; all with AdamW. Every GPU
+  has as many tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
 * Every matrix is split along one axis, the same in every recipe: the first one in the MLP, and as in
   `models.train --mesh` in the Llama. `tcfp_jax.sharding.state_shardings` places the state. XLA gathers a weight before
   it is read and scatters the sums of its gradients. Gradients travel in float32, unless a name says otherwise; "stored"
@@ -33,11 +34,12 @@ from benchmarks.shapes import GemmShape
 from benchmarks.train_step import check_outputs
 from models.llama import LLAMAS, LlamaConfig
 from models.meshes import AXES, BATCH, parameter_shardings
+from models.moe import MOES, MoeConfig
 from tcfp_jax.recipes import recipe
 from tcfp_jax.sharding import state_shardings
 
 NAME = "fsdp"
-Part = Literal["mlp", "llama"]
+Part = Literal["mlp", "llama", "olmoe"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
 SMOKE_OPTIONS = {"recipes": STORED, "parts": "mlp"}
@@ -51,7 +53,7 @@ class Config:
 
     Attributes:
       mlp: Tokens, d and d_ff of one device.
-      llama: Size of the model.
+      llama, olmoe: Sizes of the models.
       llama_tokens: Sequences and positions of one device.
       devices: Numbers of devices; 1 is the comparison.
       xla_flags: Flags of the environment, which decide how XLA hides communication.
@@ -59,6 +61,7 @@ class Config:
 
     mlp: GemmShape
     llama: LlamaConfig
+    olmoe: MoeConfig
     llama_tokens: tuple[int, int]
     recipes: tuple[str, ...]
     parts: tuple[Part, ...] = PARTS
@@ -98,9 +101,10 @@ class Row(timing.Timing):
 
 def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[timing.Training, int]:
     """Return (the step of a candidate with the same number of tokens on every device, its tokens)."""
-    if part == "llama":
+    if part != "mlp":
         tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
-        few = llama.Config(config.llama, config.llama, tokens, tokens, {}, include=("linear", "small"))
+        size = config.llama if part == "llama" else config.olmoe
+        few = llama.Config(size, size, tokens, tokens, {}, include=("linear", "small"))
         return llama.make_training(few, name), math.prod(tokens)
     shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
     kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")
@@ -142,13 +146,14 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
     (floats, _), *_ = jax.eval_shape(make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0))
     with jax.set_mesh(mesh):
         for name in config.recipes:
-            if name.endswith(NARROW) and (devices == 1 or part == "llama"):
+            if name.endswith(NARROW) and (devices == 1 or part != "mlp"):
                 continue
             training, tokens = make_training(part, name, config, devices)
             step, seconds = training.compile(place=functools.partial(placed, mesh, floats))
             made[name] = step, seconds, tokens
-            if part == "llama" and devices > 1:
-                # Its gradients were compared on one GPU; compiling them again would take as long as the rest.
+            if part == "olmoe" or (part == "llama" and devices > 1):
+                # A Llama's gradients were compared on one GPU; compiling them again would take as long as the rest.
+                # A router chooses other experts for some tokens in FP8, and their gradients are not alike.
                 outputs: dict[str, Any] = {"loss": step()}
             else:
                 outputs = dict(
@@ -176,7 +181,7 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add parts, recipes and devices."""
-    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--recipes", help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs")
     parser.add_argument("--devices", type=int, help="how many, beside one alone (default: all)")
 
@@ -191,9 +196,13 @@ def configure(options: argparse.Namespace) -> Config:
         raise ValueError(f"--devices {wanted}, but this machine has {here}; use 1 to {here}")
     devices = tuple(sorted({1, wanted}))
     if jax.default_backend() == "gpu" and not options.smoke:
-        return Config(GemmShape(8192, 4096, 16384), LLAMAS["llama-1b"], (4, 4096), recipes, parts, devices)
-    tiny = LLAMAS["llama-tiny"]
-    return Config(GemmShape(64, 32, 64), tiny, (2, 32), recipes, parts, devices, rounds=1, calls=2)
+        # As many layers as BF16's state and the others' leave room for on one GPU.
+        olmoe = dataclasses.replace(MOES["olmoe-1b-7b"], layers=4, remat="block")
+        return Config(GemmShape(8192, 4096, 16384), LLAMAS["llama-1b"], olmoe, (4, 4096), recipes, parts, devices)
+    # Blocks of 128 values of the moments, on each of two devices.
+    tiny = dataclasses.replace(LLAMAS["llama-tiny"], width=256)
+    moe = dataclasses.replace(MOES["moe-tiny"], width=256)
+    return Config(GemmShape(64, 32, 64), tiny, moe, (2, 32), recipes, parts, devices, rounds=1, calls=2)
 
 
 def table(result: Result) -> str:
@@ -211,12 +220,13 @@ def table(result: Result) -> str:
                 ]
             )  # fmt: skip
         titles = ["GPUs", "", "ms", "speed over BF16", "tokens a second", "over one GPU", "state, GB", "arena, GB"]
-        mlp, size = result.config["mlp"], result.config["llama"]
+        mlp, size = result.config["mlp"], result.config[part if part == "olmoe" else "llama"]
+        kind = "A Llama" if part == "llama" else "OLMoE-1B-7B"
         tokens = " × ".join(map(str, result.config["llama_tokens"]))
         what = (
             f"An MLP of {mlp['k']} → {mlp['n']} → {mlp['k']}, {mlp['m']} tokens a GPU"
             if part == "mlp"
-            else f"A Llama of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
+            else f"{kind} of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
         )
         texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
     flags = result.config.get("xla_flags")

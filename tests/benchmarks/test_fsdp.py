@@ -8,10 +8,11 @@ from benchmarks import common, fsdp
 
 
 @pytest.mark.slow
-def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path):
-    options = ["--smoke", "--out", str(tmp_path), "--parts", "mlp", "--recipes", "tensorwise", "--devices", "2"]
+@pytest.mark.parametrize(("part", "recipe", "size"), [("mlp", "tensorwise", "64"), ("olmoe", "stored", "2 × 32")])
+def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, size):
+    options = ["--smoke", "--out", str(tmp_path), "--parts", part, "--recipes", recipe, "--devices", "2"]
     rows = common.main(fsdp.NAME, options)
-    assert [(row.devices, row.recipe) for row in rows] == [(n, name) for n in (1, 2) for name in ("bf16", "tensorwise")]
+    assert [(row.devices, row.recipe) for row in rows] == [(n, name) for n in (1, 2) for name in ("bf16", recipe)]
     for alone, both in zip(rows[:2], rows[2:], strict=True):
         # Counters and scales are whole on both.
         assert both.state_bytes < 0.51 * alone.state_bytes
@@ -19,7 +20,7 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path):
         assert both.timer == "wall clock"
     assert rows[3].worst_snr_db > 10
     text = fsdp.table(common.read_result(fsdp.NAME, tmp_path))
-    assert "| 2 | `tensorwise` |" in text and "64 tokens a GPU" in text
+    assert f"| 2 | `{recipe}` |" in text and f"{size} tokens a GPU" in text
 
 
 def test_more_devices_than_there_are_are_refused():
