@@ -50,7 +50,7 @@ RUNS = {
         "llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored --no-peaks", 60
     ),
     "llama-gpt2": Run(
-        "llama --parts step --model gpt2 --include measured --recipes tensorwise,tcfp12_fast --no-peaks", 60
+        "llama --parts step --model gpt2 --include measured,head --recipes tensorwise,tcfp12_fast --no-peaks", 60
     ),
     "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training --no-peaks", 60),
     "fsdp": Run("fsdp --parts mlp", 90, gpus=2),
