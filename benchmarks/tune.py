@@ -22,13 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.products import Form, donating, draw, same_bits
+from benchmarks import grouped
+from benchmarks.products import BF16_SUM_BOUND, Form, donating, draw, same_bits
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import BACKENDS, Backend, device_kind
-from pallas_kernels.matmul.api import scale_rows
-from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
+from pallas_kernels.grouped_matmul import mosaic
+from pallas_kernels.grouped_matmul import reference as grouped_reference
+from pallas_kernels.matmul.api import SUM_BOUND, scale_rows
+from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Accumulation, Block, Operand, Orientation, Product, Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tuning import Entry
 
@@ -54,6 +57,7 @@ class Case(NamedTuple):
     candidates: list[Named]
     agree: Callable[..., bool]
     memory: Literal["keeps", "donates"] = "keeps"
+    check: Callable[..., Any] | None = None  # of the first way, where XLA is too slow to compare with
 
 
 def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") -> list[Entry]:
@@ -62,10 +66,12 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
     "missing" cases are those of all widths that `tuned.json` lacks. Each entry is written as soon as it is measured.
     """
     started, entries = time.perf_counter(), []
-    every = grid() if cases == "grid" else itertools.chain(_products(), _quantizers())
+    experts = only.startswith("grouped")  # other cases take seconds to list
+    every = grid() if cases == "grid" else itertools.chain(_grouped(), *(() if experts else (_quantizers(), _products())))
     wanted = (case for case in every if only in f"{case.op} {case.variant}")
     wanted = (case for case in wanted if cases != "missing" or not _is_timed(case))
-    while together := list(itertools.islice(wanted, TOGETHER if cases == "grid" else 1)):
+    at_once = TOGETHER if cases == "grid" else 4 if experts else 1
+    while together := list(itertools.islice(wanted, at_once)):
         spent, case = time.perf_counter() - started, together[0]
         if spent > budget_seconds:
             print(f"budget of {budget_seconds:g} s: stopped before {case.op} {case.variant} at {case.shape}")
@@ -99,9 +105,11 @@ def time_case(case: Case) -> Entry:
     with ThreadPoolExecutor() as pool:  # most of a kernel's compilation is ptxas, a process of its own
         compiled = list(pool.map(lambda named: named[1].lower(*arguments).compile(), candidates))
     expected = compiled[0](*arguments)
+    if case.check is not None:
+        case.check(compiled[0], arguments)
     for (backend, _, config), function in list(zip(candidates, compiled, strict=True))[1:]:
         if not case.agree(arguments, backend, function(*arguments), expected):
-            raise ArithmeticError(f"{backend} {config} at {at} differs from XLA; it is not timed")
+            raise ArithmeticError(f"{backend} {config} at {at} differs from {candidates[0][0]}; it is not timed")
     donates = case.memory == "donates"
     named = {str(i): donating(f, *arguments) if donates else (f, arguments) for i, (_, f, _) in enumerate(candidates)}
     times = time_interleaved(named, rounds=ROUNDS, calls=CALLS)
@@ -113,6 +121,9 @@ def time_case(case: Case) -> Entry:
             milliseconds[backend] = round(taken, 5)
             if config is not None:
                 configs[backend] = dataclasses.asdict(config)
+    if candidates[0][0] != "xla":
+        rule, best = times["0"].median_ms, min(milliseconds.values())
+        print(f"the rule takes {rule:.4f} ms, {best:.4f} is {rule / best - 1:.1%} faster: {configs}", flush=True)
     winner: Any = min(milliseconds, key=lambda backend: milliseconds[backend])
     return Entry(case.shape, case.variant, winner, milliseconds, configs)
 
@@ -173,6 +184,73 @@ def product_case(shape: GemmShape, form: Form, configs: Literal["guessed", "chos
 def _configs(shape: GemmShape, form: Form) -> list[Any]:
     guesses = form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]
     return [dataclasses.replace(guess, inner=inner) for guess in guesses for inner in INNER]
+
+
+# Grouped products, most used first: 16,384 tokens of the models, then the shapes of `benchmarks.grouped`.
+_MODELS = {
+    "olmoe w13": grouped.SHAPES["olmoe w13"],
+    "olmoe w2": grouped.SHAPES["olmoe w2"],
+    "qwen3-30b w13": grouped.Shape(131072, 2048, 1536, 128),
+    "qwen3-30b w2": grouped.Shape(131072, 768, 2048, 128),
+}
+
+
+def _grouped() -> Iterator[Case]:
+    """Yield the products of experts of the recipes that read FP8 with one scale, then those of BF16."""
+    seen = set()
+    fp8, bf16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
+    for dtype, shape in itertools.product((fp8, bf16), dict.fromkeys((*_MODELS.values(), *grouped.SHAPES.values()))):
+        for part in grouped.PARTS[:3]:
+            options = Product(bf16, "full" if dtype == fp8 and part != "forward" else "fast")
+            case = _grouped_case(part, shape, dtype, options)
+            if (key := (case.op, case.shape, case.variant)) not in seen:
+                seen.add(key)
+                yield case
+
+
+def _grouped_case(part: Any, shape: grouped.Shape, dtype: Any, options: Product) -> Case:
+    """Return the kernel with its rule's tile sizes and others. XLA multiplies densely, so float64 is the check."""
+    m, k, n, e = dataclasses.astuple(shape)
+    sides = {"forward": ((m, k), (e, n, k)), "dgrad": ((m, n), (e, k, n)), "wgrad": ((k, m), (n, m))}[part]
+    sizes = grouped.group_sizes(shape, "drawn")
+
+    def operand(seed: int, side: tuple[int, ...]) -> Any:
+        values = (8 * jax.random.normal(jax.random.key(seed), side)).astype(dtype)
+        return values if dtype == jnp.bfloat16 else Operand(values, jnp.full(side[:-2], 0.125, SCALE_DTYPE))
+
+    @jax.jit
+    def operands() -> tuple[Any, ...]:
+        return operand(0, sides[0]), operand(1, sides[1]), jnp.asarray(sizes)
+
+    drawn = jax.eval_shape(operands)
+    multiply: Any = mosaic.grouped_weight_gradient if part == "wgrad" else mosaic.grouped_matmul
+    ways: list[Named] = [
+        ("mosaic", jax.jit(functools.partial(multiply, options, config=config)), config)
+        for config in _grouped_configs(mosaic.Problem.of(options, *drawn[:2], e))
+    ]
+    key = grouped_reference.key(options, *drawn)
+    limit = BF16_SUM_BOUND if dtype == jnp.bfloat16 else max(SUM_BOUND.values())
+    check = lambda product, made: grouped.check(part, product, made[:2], sizes, limit)
+    return Case(key.op, key.shape, key.variant, operands, ways, _alike, check=check)
+
+
+def _grouped_configs(problem: mosaic.Problem) -> list[mosaic.Config]:
+    """Return the rule's config, the other tiles with the same steps, and the rule's tiles in other orders."""
+    rule, *others = mosaic.candidates(problem)
+    tried = [rule, *(other for other in others if other.tile_k == rule.tile_k)]
+    tried += [dataclasses.replace(rule, snake=snake) for snake in (4, 16)]
+    tried += [dataclasses.replace(rule, store_buffers=4, stages=stages) for stages in (rule.stages, rule.stages - 1)]
+    return [config for config in tried if mosaic.misfit(config, problem) is None][:7]
+
+
+@jax.jit
+def _largest_difference(got: jax.Array, expected: jax.Array) -> jax.Array:
+    wide = expected.astype(jnp.float32)
+    return jnp.max(jnp.abs(got.astype(jnp.float32) - wide)) / jnp.sqrt(jnp.mean(wide**2))
+
+
+def _alike(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
+    return float(_largest_difference(got, expected)) < 2**-4  # of a deviation; a wrong tile gives above 1
 
 
 # Quantizers -----------------------------------------------------------------------------------------------------------
