@@ -31,7 +31,7 @@ from pallas_kernels.dispatch import BACKENDS, Backend, device_kind
 from pallas_kernels.grouped_matmul import mosaic
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul.api import SUM_BOUND, scale_rows
-from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Accumulation, Block, Operand, Orientation, Product, Row
+from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Operand, Orientation, Product, Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tuning import Entry
 
@@ -67,7 +67,8 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
     """
     started, entries = time.perf_counter(), []
     experts = only.startswith("grouped")  # other cases take seconds to list
-    every = grid() if cases == "grid" else itertools.chain(_grouped(), *(() if experts else (_quantizers(), _products())))
+    rest = () if experts else (_quantizers(), _products())
+    every = grid() if cases == "grid" else itertools.chain(_grouped(), *rest)
     wanted = (case for case in every if only in f"{case.op} {case.variant}")
     wanted = (case for case in wanted if cases != "missing" or not _is_timed(case))
     at_once = TOGETHER if cases == "grid" else 4 if experts else 1
@@ -197,8 +198,7 @@ _MODELS = {
 
 def _grouped() -> Iterator[Case]:
     """Yield the products of experts of the recipes that read FP8 with one scale, then those of BF16."""
-    seen = set()
-    fp8, bf16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
+    seen, fp8, bf16 = set(), jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
     for dtype, shape in itertools.product((fp8, bf16), dict.fromkeys((*_MODELS.values(), *grouped.SHAPES.values()))):
         for part in grouped.PARTS[:3]:
             options = Product(bf16, "full" if dtype == fp8 and part != "forward" else "fast")
@@ -216,7 +216,7 @@ def _grouped_case(part: Any, shape: grouped.Shape, dtype: Any, options: Product)
 
     def operand(seed: int, side: tuple[int, ...]) -> Any:
         values = (8 * jax.random.normal(jax.random.key(seed), side)).astype(dtype)
-        return values if dtype == jnp.bfloat16 else Operand(values, jnp.full(side[:-2], 0.125, SCALE_DTYPE))
+        return values if dtype == jnp.bfloat16 else Operand(values, jnp.full(side[:-2], 0.125, jnp.float32))
 
     @jax.jit
     def operands() -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ def _grouped_case(part: Any, shape: grouped.Shape, dtype: Any, options: Product)
     multiply: Any = mosaic.grouped_weight_gradient if part == "wgrad" else mosaic.grouped_matmul
     ways: list[Named] = [
         ("mosaic", jax.jit(functools.partial(multiply, options, config=config)), config)
-        for config in _grouped_configs(mosaic.Problem.of(options, *drawn[:2], e))
+        for config in _grouped_configs(mosaic.Problem.of(options, drawn[0], drawn[1], e))
     ]
     key = grouped_reference.key(options, *drawn)
     limit = BF16_SUM_BOUND if dtype == jnp.bfloat16 else max(SUM_BOUND.values())

@@ -31,6 +31,8 @@ from benchmarks import (
 )
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.operands import Product
 from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
@@ -189,9 +191,26 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     assert tuning.find(DEVICE, Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", DEVICE}
     wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
-    with pytest.raises(ArithmeticError, match="differs from XLA"):
+    with pytest.raises(ArithmeticError, match="differs from xla"):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
     tuning.load.cache_clear()
+
+
+def test_tuning_of_grouped_products_checks_them():
+    names = ["matmul", "matmul", "weight_gradient"] * 2
+    assert [case.op for case in tune._grouped()][:6] == [f"grouped_{name}" for name in names]
+    shape, options = grouped.Shape(256, 128, 64, 3), Product(jnp.dtype(jnp.bfloat16), "full")
+    for part in grouped.PARTS[:3]:
+        case = tune._grouped_case(part, shape, jnp.dtype(jnp.float8_e4m3fn), options)
+        assert len({way[2] for way in case.candidates}) == len(case.candidates) > 2
+        run = getattr(reference, case.op)
+        right, ones = jax.jit(functools.partial(run, options)), jax.jit(lambda *a, run=run: run(options, *a) + 1)
+        ways = [("mosaic", right, case.candidates[0][2]), ("mosaic", right, case.candidates[1][2])]
+        assert tune.time_case(case._replace(candidates=ways)).configs["mosaic"]["tile_k"] in (64, 128)
+        with pytest.raises(ArithmeticError, match="differs from mosaic"):
+            tune.time_case(case._replace(candidates=[ways[0], ("mosaic", ones, None)]))
+        with pytest.raises(ArithmeticError, match="the product is wrong"):
+            tune.time_case(case._replace(candidates=[("mosaic", ones, None)]))
 
 
 @pytest.mark.slow
