@@ -146,7 +146,7 @@ def parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")
     parser.add_argument(
         "--smoke", action="store_true",
-        help="tiny sizes, few steps and one seed, in 3 to 20 seconds: its numbers mean nothing",
+        help="tiny sizes, few steps and one seed, in 3 to 30 seconds: its numbers mean nothing",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, help="folder instead of benchmarks/results; implies --json")
     if hasattr(benchmark, "add_options"):
