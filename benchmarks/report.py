@@ -109,7 +109,8 @@ def choose(results: Path = RESULTS) -> str:
     noise = 0.0 if forked is None else convergence_tables.noise_floor(convergence_tables.rows_of(forked), RERUN)
     text = [
         "Speed is of whole training steps of 4 × 4096 tokens, by the wall clock: BF16's time divided by the recipe's. "
-        "Each step keeps as many values for its backward pass as fit. Perplexities of stored weights are of runs whose "
+        "Each step keeps as many values for its backward pass as fit, and the head takes the recipe; bytes of recipes "
+        "with float weights count a float head. Perplexities of stored weights are of runs whose "
         "tables and heads were floats.",
         "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
         "Adam's moments.",

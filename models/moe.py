@@ -142,7 +142,7 @@ def mix(
 
     Args:
       x: Tokens `[t, width]`.
-      chosen, weights: Of a router. Experts that are not among these add nothing.
+      chosen, weights: Fields of `Routed`. Experts that are not among these add nothing.
       gate_up, down: Matrices `[experts, width, 2 hidden]` and `[experts, hidden, width]`.
       first: Number of the first expert.
       activation: As in `LlamaConfig`.

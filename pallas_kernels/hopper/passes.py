@@ -1,7 +1,7 @@
 """One pass over matrices on Hopper in Pallas Mosaic GPU, which writes FP8 results in both orientations.
 
-A block takes one tile, and a multiprocessor holds several blocks: one waits for its copy while others compute. Blocks
-that walk tiles take 6 % longer. Bulk copies bring a tile into shared memory and take the results from there.
+A block takes one tile, and a multiprocessor holds several blocks: one waits for its copy while others compute. A pass
+whose blocks walk tiles takes 6 % longer. Bulk copies bring a tile into shared memory and take the results from there.
 `pass_text.py` has the instructions in between.
 """
 
