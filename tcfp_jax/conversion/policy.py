@@ -34,7 +34,7 @@ _SMALL = 1024
 # XLA's `ragged_dot`, which is left otherwise (benchmarks/results/nvidia-h100-80gb-hbm3/grouped-up.json).
 _SMALL_OF_EXPERTS = 768
 # Least measured gain for which a product is converted: interpolation between measured times may be wrong by as much.
-_WORTHWHILE = 1.02
+WORTHWHILE = 1.02
 _SWITCHED_OFF = "switched off by to_bf16"
 
 
@@ -182,7 +182,7 @@ class Policy:
             sized = self._sized(product)
             return sized if sized.recipe is None else Record(product, self.recipe, f"{found.summary}: its size decided")
         why = f"{found.summary} at {rows}x{product.k}x{product.n}"
-        return Record(product, self.recipe if speed >= _WORTHWHILE else None, why, speed=speed)
+        return Record(product, self.recipe if speed >= WORTHWHILE else None, why, speed=speed)
 
     def settle(self, products: Iterable[Product]) -> "Policy":
         """Return the policy with its choices by measured times settled; a path's first product decides.
