@@ -186,6 +186,11 @@ def calibrate(config: Config, params: Any, corpus: Corpus) -> dict[str, jax.Arra
 
 
 @jax.jit
+def _dequantized(operand: Operand) -> jax.Array:
+    return operand.dequantize()
+
+
+@jax.jit
 def _noise(w: jax.Array, stood_for: jax.Array, hessian: jax.Array) -> jax.Array:
     """Return (signal, noise) of a kernel, and of its products with the inputs of a Hessian."""
     made = lambda w: jnp.sum(jnp.matmul(w, hessian, precision="highest") * w)
@@ -201,7 +206,7 @@ def quantized(method: Method, params: Any, moments: Mapping[str, jax.Array]) -> 
     for path, hessian in moments.items():
         w = leaves[path].T  # [n, k]
         operand = method(w, hessian)
-        stood_for = operand.dequantize()
+        stood_for = _dequantized(operand)
         if not bool(jnp.isfinite(stood_for).all()):
             raise ValueError(f"the operand of {path} is not finite")
         noise += np.asarray(_noise(w, stood_for, hessian), np.float64)
@@ -213,7 +218,7 @@ def quantized(method: Method, params: Any, moments: Mapping[str, jax.Array]) -> 
 
 def measure(config: Config) -> Iterator[Row]:
     """Measure BF16, then each method on the same trained weights, for every seed."""
-    corpus = _corpus(config.text_bytes)
+    corpus = load_installed(byte_limit=config.text_bytes)
     for seed in config.seeds:
         state = train(config, seed, corpus)
         started = time.perf_counter()
@@ -250,11 +255,6 @@ def _closed(name: str, gaps: Mapping[str, float]) -> float | None:
     return 1 - gaps[name] / nearest if nearest > 0 else None
 
 
-@functools.lru_cache(maxsize=2)
-def _corpus(byte_limit: int) -> Corpus:
-    return load_installed(byte_limit=byte_limit)
-
-
 # The command and its table --------------------------------------------------------------------------------------------
 
 
@@ -288,7 +288,7 @@ def configure(options: argparse.Namespace) -> Config:
         chosen |= dict(steps=5, batch=4, sequence=32, calibration_windows=2, heldout_windows=8, text_bytes=200_000)
     if jax.default_backend() == "gpu":  # most of a first run is compilation
         keep_programs(common.ROOT / "runs" / NAME)
-    corpus = _corpus(chosen["text_bytes"])
+    corpus = load_installed(byte_limit=int(chosen["text_bytes"]))
     config = Config(model, seeds=tuple(range(options.seeds)), methods=methods, text=corpus.digest[:12], **chosen)
     return dataclasses.replace(config, text_read=len(corpus.train) + len(corpus.heldout))
 

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import common, llama, timing, train_step
 from benchmarks.common import Result, markdown_table
-from benchmarks.shapes import GemmShape
+from benchmarks.shapes import GemmShape, quick
 from benchmarks.train_step import check_outputs
 from models.llama import LLAMAS, LlamaConfig
 from models.meshes import AXES, BATCH, parameter_shardings
@@ -200,8 +200,7 @@ def configure(options: argparse.Namespace) -> Config:
         olmoe = dataclasses.replace(MOES["olmoe-1b-7b"], layers=4, remat="block")
         return Config(GemmShape(8192, 4096, 16384), LLAMAS["llama-1b"], olmoe, (4, 4096), recipes, parts, devices)
     # Blocks of 128 values of the moments, on each of two devices.
-    tiny = dataclasses.replace(LLAMAS["llama-tiny"], width=256)
-    moe = dataclasses.replace(MOES["moe-tiny"], width=256)
+    tiny, moe = (quick(dataclasses.replace(size, width=256)) for size in (LLAMAS["llama-tiny"], MOES["moe-tiny"]))
     return Config(GemmShape(64, 32, 64), tiny, moe, (2, 32), recipes, parts, devices, rounds=1, calls=2)
 
 

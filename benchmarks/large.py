@@ -31,6 +31,7 @@ import optax
 from benchmarks import common, fitting, llama, timing
 from benchmarks.common import Result, markdown_table
 from benchmarks.llama import BASELINE, CANDIDATES, PEAK_TFLOPS, STORED
+from benchmarks.shapes import quick
 from models.llama import LLAMAS, LlamaConfig, Loop
 from models.moe import MOES
 from models.text import load_installed
@@ -215,16 +216,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
     parser.add_argument("--remat", help="values that blocks keep (default: the model's, auto for llama-8b)")
-    parser.add_argument("--loop", choices=get_args(Loop), default="scan", help="over the blocks (default: scan)")
+    parser.add_argument("--loop", choices=get_args(Loop), help="over the blocks (default: scan)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = (LLAMAS | MOES)[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
-    model = dataclasses.replace(
-        model, layers=options.layers or model.layers, remat=options.remat or model.remat, loop=options.loop
-    )
+    if options.smoke and options.model is None:
+        model = quick(model)
+    model = dataclasses.replace(model, **{n: v for n in ("layers", "remat", "loop") if (v := getattr(options, n))})
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")

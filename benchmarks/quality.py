@@ -272,8 +272,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
     if options.smoke:
-        steps: Any = dict(still_steps=200, moving_steps=300, reported_steps=(1, 10, 100))
-        return Config(size=256, tokens=32, moving_size=64, blocks=(32,), **steps)
+        return Config(
+            size=128, tokens=32, moving_size=128, still_steps=200, moving_steps=20, reported_steps=(10,), blocks=(32,)
+        )
     # Thousands of steps take a GPU seconds, but a CPU minutes.
     moving_size = min(options.size, Config.moving_size) if jax.default_backend() == "cpu" else options.size
     return Config(size=options.size, moving_size=moving_size)

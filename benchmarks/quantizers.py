@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,6 @@ from tcfp_jax.formats import nvfp4_arrays
 NAME = "quantizers"
 COPY = "copy of a matrix in bfloat16"
 Amax = Literal["apply", "whole"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """Sizes of the matrices, and backends."""
-
-    shapes: tuple[tuple[int, int], ...]
-    backends: tuple[Backend, ...] = ("xla", "triton")
-    rounds: int = 5
-    calls: int = 5
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,27 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "x in NVFP4": (_in_nvfp4("nearest"), (jnp.bfloat16,)),
     "x in NVFP4, stochastic": (_in_nvfp4("stochastic"), (jnp.bfloat16,)),
 }
+# Scales of rows cannot be given.
+CASES: tuple[tuple[str, Amax], ...] = tuple(
+    (name, amax) for name in QUANTIZERS for amax in get_args(Amax) if amax == "whole" or "a row" not in name
+)
+# One of each kind: a scale a tensor and a row, an error that is donated, random bits.
+SMOKE: tuple[tuple[str, Amax], ...] = (
+    ("x, both orientations", "apply"), ("w = hi + lo with error, both orientations", "whole"),
+    ("x with a float32 scale a row, both orientations", "whole"), ("x in NVFP4, stochastic", "apply"),
+)  # fmt: skip
 add_options = gemm.add_shape_options
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the matrices, backends, and the quantizers with the ways to run them."""
+
+    shapes: tuple[tuple[int, int], ...]
+    backends: tuple[Backend, ...] = ("xla", "triton")
+    cases: tuple[tuple[str, Amax], ...] = CASES
+    rounds: int = 5
+    calls: int = 5
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -107,7 +117,8 @@ def configure(options: argparse.Namespace) -> Config:
     shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in config.shapes))
     # A CPU interprets the kernels: a smoke run checks them, but their time means nothing.
     compiled = jax.default_backend() == "gpu" or options.smoke
-    return Config(shapes, ("xla", "triton") if compiled else ("xla",), config.rounds, config.calls)
+    backends: tuple[Backend, ...] = ("xla", "triton") if compiled else ("xla",)
+    return Config(shapes, backends, SMOKE if options.smoke else CASES, config.rounds, config.calls)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -121,19 +132,13 @@ def measure(config: Config) -> Iterator[Row]:
         copied = timing.time_interleaved({COPY: (jax.jit(_copy), (x,))}, rounds=config.rounds, calls=config.calls)
         copy = _row(copied[COPY], COPY, "apply", "xla", shape, 2 * x.nbytes)
         yield copy
-        for name, (_, dtypes) in QUANTIZERS.items():
-            arguments = products.draw(shape, dtypes)
-            for amax in _amaxes(name):
-                yield from _measure_one(name, amax, arguments, config, copy.terabytes_per_second)
+        for name, amax in config.cases:
+            arguments = products.draw(shape, QUANTIZERS[name][1])
+            yield from _measure_one(name, amax, arguments, config, copy.terabytes_per_second)
 
 
 def _copy(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype)
-
-
-def _amaxes(name: str) -> tuple[Amax, ...]:
-    """Return the ways to run a quantizer; scales of rows cannot be given."""
-    return ("whole",) if "a row" in name else ("apply", "whole")
 
 
 def _row(

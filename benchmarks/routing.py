@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from models.training import TrainState, count_parameters, evaluate
 
 NAME = "routing"
 DEFAULT = (BASELINE, RERUN, "stored", "tensorwise")
-SMOKE_OPTIONS = {"variants": f"{BASELINE},stored"}
+SMOKE_OPTIONS = {"variants": f"{BASELINE},tensorwise"}
 WINDOWS = 32  # of held-out text, whose choices are compared
 
 
@@ -61,6 +61,13 @@ class Row:
 
 def choices(config: Config, variant: Variant, state: TrainState, windows: jax.Array) -> np.ndarray:
     """Return the experts of each token of the windows, int `[layers, tokens, chosen]`, as the variant computes them."""
+    chosen = _chosen(config, variant)
+    return np.concatenate([np.asarray(chosen(state, part)) for part in jnp.split(windows, len(windows) // 2)], axis=1)
+
+
+@functools.cache
+def _chosen(config: Config, variant: Variant) -> Callable[[TrainState, jax.Array], Any]:
+    """Return the jitted choices of some windows, which start and end of a fork share."""
     run = train_config(config, variant)
     model = learner(config.size, tcfp_jax.recipe(run.recipe), run.compute_dtype, None, run.weights).model
 
@@ -69,7 +76,7 @@ def choices(config: Config, variant: Variant, state: TrainState, windows: jax.Ar
         variables = {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)}
         return model.apply(variables, windows, mutable="intermediates")[1]["intermediates"]["layers"]["chosen"][0]
 
-    return np.concatenate([np.asarray(chosen(state, part)) for part in jnp.split(windows, len(windows) // 2)], axis=1)
+    return chosen
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -147,9 +154,8 @@ def configure(options: argparse.Namespace) -> Config:
         seeds=tuple(range(options.seeds)),
     )  # fmt: skip
     if options.smoke or jax.default_backend() == "cpu":
-        size = MoeConfig(
-            layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=32, experts=4, attention="products"
-        )
+        small: Any = dict(attention="products", loop="unrolled")
+        size = MoeConfig(1, 32, heads=2, kv_heads=2, hidden=32, context=32, experts=4, **small)
         given |= dict(batch=4, base_steps=20, steps=20, warmup_steps=2, text_bytes=200_000, heldout_windows=4)
         config = Config("smoke", size, sequence=32, learning_rate=1e-2, **given)
     else:

@@ -1,6 +1,8 @@
-"""Shapes that benchmarks measure, and the random operands of a product."""
+"""Shapes that benchmarks measure, the random operands of a product, and a small Llama."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +71,8 @@ def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Arr
 def dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
     """Return BF16 `x[m, k] @ w[n, k].T`, accumulated in float32: the baseline of every product."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def quick(size: Any) -> Any:
+    """Return a Llama of one block whose kernels have one shape, for smoke runs: XLA compiles it in half the time."""
+    return dataclasses.replace(size, layers=1, kv_heads=size.heads, hidden=size.width, loop="unrolled")

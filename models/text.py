@@ -7,11 +7,11 @@ no other file, and the two parts never share one.
     part(path) = held out   if sha256(path) mod 10 = 0   else training
 """
 
+import functools
 import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -91,7 +91,8 @@ def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Co
     return _split(chosen, str(root), byte_limit)
 
 
-def load_installed(roots: Sequence[Path] | None = None, *, byte_limit: int = 200_000_000) -> Corpus:
+@functools.lru_cache(maxsize=2)
+def load_installed(roots: tuple[Path, ...] | None = None, *, byte_limit: int = 200_000_000) -> Corpus:
     """Read the Python files of all installed packages and of the standard library: hundreds of megabytes.
 
     A text that several packages ship is read once, so that no copy of a training file is held out. Files below 200

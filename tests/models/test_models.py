@@ -65,16 +65,16 @@ def test_installed_packages_are_read_once_each(library):
         (packages / "tests").mkdir(exist_ok=True)
         (packages / "tests" / f"test_{index}.py").write_text(text)
     (packages / "short.py").write_text("x = 1\n")
-    corpus = load_installed([packages, library])
+    corpus = load_installed((packages, library))
     texts = (corpus.train.tobytes() + corpus.heldout.tobytes()).split(SEPARATOR)[:-1]
     assert len(texts) == len(set(texts)) == 40 + 60  # modules of both roots, without copies and short files
     names = corpus.train_files + corpus.heldout_files
     assert sum(name.startswith("site-packages/tests/") for name in names) == 40
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
-    limited = load_installed([packages, library], byte_limit=4000)
+    limited = load_installed((packages, library), byte_limit=4000)
     assert len(limited.train) + len(limited.heldout) <= 4000 + len(limited.train_files + limited.heldout_files)
     with pytest.raises(FileNotFoundError, match="no training file"):
-        load_installed([library / "json"])
+        load_installed((library / "json",))
 
 
 def test_corpus_refuses_an_empty_tree(tmp_path):
