@@ -50,8 +50,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("pallas_kernels", "tcfp_jax")
 NO_FP8 = (
-    "a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing. --smoke shows in "
-    "seconds that a benchmark runs"
+    "\na CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing. --smoke shows "
+    "in seconds that a benchmark runs"
 )
 AGE = "; the library has changed since"
 
@@ -129,13 +129,20 @@ def main(name: str, arguments: list[str] | None = None, refusals: Refusals = con
         with refusals():
             benchmark.check_options(options)
     header = make_header()
+    place = f"{header.device}, jax {header.jax}, Python {header.python}, commit {header.commit or 'unknown'}, library "
+    warning = NO_FP8 if header.platform == "cpu" else ""
+    print(f"benchmarks.{name} on {place}{header.library}, {header.date}{warning}", flush=True)
     rows: list[Any] = []
     for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):
         module = importlib.import_module(f"benchmarks.{chosen}")
-        with refusals():
-            options.path = result_path(module.json_name(options) if hasattr(module, "json_name") else chosen, options)
-            config = module.configure(options)
-        rows += _run(module, header, config, options.path)
+        with counted() as count:
+            with refusals():
+                options.path = result_path(getattr(module, "json_name", lambda _: chosen)(options), options)
+                config = module.configure(options)
+            rows += (found := _run(module, header, config, options.path, count))
+        getattr(module, "show", print_rows)(found)
+        if options.path is not None:
+            print(f"written: {options.path}")
     return rows
 
 
@@ -158,24 +165,15 @@ def parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list[Any]:
+def _run(benchmark: Any, header: Header, config: Any, path: Path | None, count: Callable[[int], None]) -> list[Any]:
     rows: list[Any] = []
-    print(
-        f"benchmarks.{benchmark.NAME} on {header.device}, jax {header.jax}, Python {header.python}, commit "
-        f"{header.commit or 'unknown'}, library {header.library}, {header.date}\n{asdict(config)}\n"
-        f"{NO_FP8 if header.platform == 'cpu' else ''}",
-        flush=True,
-    )
-    with counted() as count:
-        for row in benchmark.measure(config):
-            rows.append(row)
-            with contextlib.nullcontext() if path is None else _alone(path):
-                joined = benchmark.joined(config, rows) if hasattr(benchmark, "joined") else rows
-                write_result(path, benchmark.NAME, header, config, joined)
-            count(len(rows))
-    getattr(benchmark, "show", print_rows)(rows)
-    if path is not None:
-        print(f"written: {path}")
+    print(f"{benchmark.NAME}: {asdict(config)}", flush=True)
+    for row in benchmark.measure(config):
+        rows.append(row)
+        with contextlib.nullcontext() if path is None else _alone(path):
+            joined = benchmark.joined(config, rows) if hasattr(benchmark, "joined") else rows
+            write_result(path, benchmark.NAME, header, config, joined)
+        count(len(rows))
     return rows
 
 

@@ -43,15 +43,17 @@ def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[An
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many rows there are after how long; the first one may take most of the time."""
-    if not sys.stderr.isatty():
-        yield lambda rows: None
-        return
+    """Show how many rows there are after how long, in one line of a terminal, elsewhere in a line every ten seconds.
+
+    The first row may take most of the time.
+    """
     started, found, ended = time.monotonic(), [0], threading.Event()
+    seconds, form = (1.0, "\r{}") if sys.stderr.isatty() else (10.0, "{}\n")
 
     def show() -> None:
-        while not ended.wait(1.0):
-            print(f"\r{found[0]} rows, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+        while not ended.wait(seconds):
+            text = f"{found[0]} rows, {time.monotonic() - started:.0f} s"
+            print(form.format(text), end="", file=sys.stderr, flush=True)
 
     shown = threading.Thread(target=show, daemon=True)
     shown.start()
@@ -60,4 +62,4 @@ def counted() -> Iterator[Callable[[int], None]]:
     finally:
         ended.set()
         shown.join()
-        print("\r", end="", file=sys.stderr)
+        print("\r" if seconds == 1.0 else "", end="", file=sys.stderr)
