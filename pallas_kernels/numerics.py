@@ -229,7 +229,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
 def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
     """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
-    return jnp.where(jnp.isfinite(x), clipped, _nan_like(x))
+    return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))  # Mosaic lacks `isfinite`
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -26,9 +26,6 @@ def run(text, count, operands, memory=None):
             _load(name, rest, registers, memory)
         elif name.startswith("st.shared"):
             _store(name, rest, registers, memory, np.broadcast_to(where, shape))
-        elif name == "mov.b32" and rest.startswith("{"):  # a word into its halves
-            *halves, word = (part.strip("{} ") for part in rest.split(","))
-            registers |= {half: registers[word] >> np.uint32(16 * i) & _HALF for i, half in enumerate(halves)}
         else:
             target, *sources = (word.strip("{} ") for word in rest.split(","))
             values = [_value(source, registers) for source in sources]
@@ -126,22 +123,6 @@ def _in_float(operation, flush=False):
     return run
 
 
-def _from_e4m3x2(codes):
-    """Convert two E4M3 to float16."""
-    low, high = ((codes >> np.uint32(8 * i) & np.uint32(255)).astype(np.uint8) for i in range(2))
-    low, high = (_u32(a.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16)) for a in (low, high))
-    return low | high << np.uint32(16)
-
-
-def _to_bf16x2(high, low):
-    low, high = (_u32(_float(a).astype(ml_dtypes.bfloat16).view(np.uint16)) for a in (low, high))
-    return low | high << np.uint32(16)
-
-
-def _from_float16(a):
-    return (a & _HALF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
-
-
 def _e4m3x2(high, low):
     """Convert two float32 to E4M3; values beyond the range become the largest."""
 
@@ -163,10 +144,7 @@ _INSTRUCTIONS = {
     "setp.le.f32": lambda a, b: _float(a) <= _float(b), "selp.f32": lambda a, b, which: np.where(which, a, b),
     "div.rn.f32": _in_float(np.divide), "rcp.rn.f32": _in_float(np.reciprocal),
     "mul.rn.ftz.f32": _in_float(np.multiply, flush=True), "mul.rn.f32": _in_float(np.multiply),
-    "add.rn.f32": _in_float(np.add), "sub.rn.f32": _in_float(np.subtract),
     "fma.rn.f32": _in_float(lambda a, b, c: a * b + c), "selp.b32": lambda a, b, which: np.where(which, a, b),
-    "setp.ne.u32": lambda a, b: a != b, "mov.b16": lambda a: a,
-    "cvt.rn.bf16x2.f32": _to_bf16x2, "cvt.rn.f16x2.e4m3x2": _from_e4m3x2, "cvt.f32.f16": _from_float16,
     "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import moments as codec
-from pallas_kernels.adamw import reference, triton
+from pallas_kernels.adamw import mosaic, reference, triton
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, check_real
@@ -36,6 +36,7 @@ def _by_reference(
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.adamw, triton.reject, triton.decline),
+    Implementation("mosaic", mosaic.adamw, mosaic.reject),
     Implementation("xla", _by_reference),
 )
 

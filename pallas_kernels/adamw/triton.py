@@ -9,7 +9,7 @@ The compiled kernel uses the arithmetic of `_Device`, and the interpreter `refer
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import device_count, has_explicit_axes, varying
 
+Kernel: TypeAlias = Callable[..., list[jax.Array]]
 ROWS = 16  # rows of a tile; a shard has a multiple of them
 _WARPS = 4
 _STATE = 6  # hi, lo, m, m_scale, v, v_scale
@@ -47,12 +48,13 @@ def decline(options: Options, *arrays: object) -> str | None:
 
 
 def adamw(
-    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
-) -> Step:
-    """Take the step, see `api.adamw`."""
+    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array,
+    kernel: Kernel | None = None,
+) -> Step:  # fmt: skip
+    """Take the step, see `api.adamw`; `kernel` is another one, for a device's part of a stack."""
     as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
     operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
-    run = functools.partial(_partitioned, options) if has_explicit_axes() else _stacked(options)
+    run = functools.partial(_partitioned, options, kernel) if has_explicit_axes() else _stacked(options, kernel)
     results = run(*operands)
     new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
@@ -69,12 +71,12 @@ def _words(rates: Rates, key: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
+def _stacked(options: Options, kernel: Kernel | None) -> Kernel:
     """Return the step of a stack of matrices `[*l, ...]`; vmap makes the stack longer, and the step stays in place."""
 
     @custom_vmap
     def call(*operands: jax.Array) -> list[jax.Array]:
-        return _partitioned(options, *operands)
+        return _partitioned(options, kernel, *operands)
 
     @call.def_vmap
     def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[list[jax.Array], list[bool]]:
@@ -87,7 +89,7 @@ def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
     return call
 
 
-def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
+def _partitioned(options: Options, kernel: Kernel | None, *operands: jax.Array) -> list[jax.Array]:
     *leading, k, n = operands[2].shape
     # Global rows and columns, split like the weight; a single device needs none.
     places = () if device_count() == 1 else (lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n))
@@ -97,6 +99,8 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
     blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
+        if kernel is not None:
+            return kernel(options, n, *operands)
         call = functools.partial(_call, options, n)
         if plgpu.unreachable(*operands[1:]):
             call = functools.partial(_by_parts, call)
@@ -109,7 +113,7 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
     )
 
 
-def _by_parts(call: Callable[..., list[jax.Array]], *operands: jax.Array, interpret: bool) -> list[jax.Array]:
+def _by_parts(call: Kernel, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
     """Run the kernel on parts of a stack in turn: each is copied out and in again, and the state stays in place."""
     l = operands[1].shape[0]
     part = lambda x, parts: jax.ShapeDtypeStruct((l // parts, *x.shape[1:]), x.dtype)

@@ -2,117 +2,80 @@
 
 A block takes one tile, and a multiprocessor holds several blocks: one waits for its copy while others compute. A pass
 whose blocks walk tiles takes 6 % longer. Bulk copies bring a tile into shared memory and take the results from there.
-`pass_text.py` has the instructions in between.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, memref
 
+from pallas_kernels import numerics
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.hopper.pass_text import COLUMNS, ROWS, TURNS, Pass, text
+from pallas_kernels.hopper.plan import COLUMNS, ROWS
+from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
+from pallas_kernels.tiled import Body, Output
 
-Ref: TypeAlias = Any  # of the GPU's memory, or a tree of such references
-
-
-def _swizzled(width: int, dtype: Any) -> tuple[Any, ...]:
-    """Return the transforms of rows of `width` values: pieces as wide as the swizzle, of 8 rows."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, width * size)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+_TURN = 8  # rows
+_REGISTERS = Registers((_TURN, COLUMNS))
 
 
-def call(one: Pass, matrices: Sequence[jax.Array], scalars: jax.Array) -> list[jax.Array]:
-    """Return for each FP8 result its matrix `[m, k]`, and `[k, m]` if it is turned; then the replaced matrix, if any.
-
-    `scalars` are float32 `[n]`.
-    """
-    (m, k), interpret = matrices[0].shape, device_kind() == "cpu"
-    shapes = [jax.ShapeDtypeStruct((k, m) if turns else (m, k), one.dtype) for turns in one.results]
-
-    def smem(box: tuple[int, ...], dtype: str) -> Any:
-        return plgpu.SMEM(box, jnp.dtype(dtype), transforms=_swizzled(box[1], dtype))
-
+def call(
+    body: Body, outputs: Sequence[Output], name: str, matrices: Sequence[jax.Array], scalars: jax.Array
+) -> list[jax.Array]:
+    """Return the outputs of a function of `round_to`, matrices `[m, k]` and scalars, in float32 `[n]`."""
+    m, k = matrices[0].shape
+    written = [output for output in outputs if output.replaces is None]
+    shapes = [jax.ShapeDtypeStruct(x, out.dtype) for out in written for x in ((m, k), (k, m))[: 1 + out.transposed]]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, one, k // COLUMNS, interpret),
+        functools.partial(_kernel, body, outputs, k // COLUMNS),
         out_type=shapes,
         grid=((m // ROWS) * (k // COLUMNS),),
         grid_names=("tile",),
         scratch_types=dict(
-            tiles=[smem((ROWS, COLUMNS), dtype) for dtype in one.dtypes],
-            codes=[smem((COLUMNS, ROWS) if turns else (ROWS, COLUMNS), one.dtype) for turns in one.results],
+            tiles=[plgpu.SMEM((ROWS, COLUMNS), matrix.dtype) for matrix in matrices],
+            codes=[plgpu.SMEM((ROWS, COLUMNS), jnp.dtype(output.dtype)) for output in written],
+            memory=[_REGISTERS.turned(ROWS, COLUMNS, output.dtype) for output in written if output.transposed],
             filled=plgpu.Barrier(num_arrivals=len(matrices)),
         ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=one.name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=plgpu.InterpretGPUParams() if device_kind() == "cpu" else None,
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    if one.replaced is None:
-        return varying(kernel(*matrices, scalars), *matrices, scalars)
     # A reference, so that the matrix is replaced where it lies if its buffer is donated.
-    place = jax.new_ref(matrices[one.replaced])
-    operands = [place if i == one.replaced else matrix for i, matrix in enumerate(matrices)]
-    return varying([*kernel(*operands, scalars), jax.freeze(place)], *matrices, scalars)
+    places = {i: jax.new_ref(matrices[i]) for i in (output.replaces for output in outputs) if i is not None}
+    results = kernel(*(places.get(i, matrix) for i, matrix in enumerate(matrices)), scalars)
+    return varying([*results, *map(jax.freeze, places.values())], *matrices, scalars)
 
 
-def _kernel(one: Pass, across: int, interpret: bool, *refs: Ref, tiles: Ref, codes: Ref, filled: Ref) -> None:
+def _kernel(
+    body: Body, outputs: Sequence[Output], across: int, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, filled: Ref
+) -> None:
     """Compute one tile."""
-    count, tile = len(one.dtypes), lax.axis_index("tile")
-    matrices, scalars, outs = refs[:count], refs[count], refs[count + 1 :]
+    count, tile = len(tiles), lax.axis_index("tile")
+    matrices, scalars, outs = refs[:count], refs[count], iter(refs[count + 1 :])
     at = pl.ds(lax.div(tile, across) * ROWS, ROWS), pl.ds(lax.rem(tile, across) * COLUMNS, COLUMNS)
     for matrix, here in zip(matrices, tiles, strict=True):
         plgpu.copy_gmem_to_smem(matrix.at[at], here, filled)
+    numbers, free = [scalars[i] for i in range(scalars.shape[0])], (iter(codes), iter(memory))
+    results, transposes = [], []
+    for output in outputs:
+        if output.replaces is not None:
+            results.append((tiles[output.replaces], matrices[output.replaces].at[at]))
+            continue
+        results.append((next(free[0]), next(outs).at[at]))
+        if output.transposed:
+            transposes.append((results[-1][0], next(free[1]), next(outs).at[at[::-1]]))
     plgpu.barrier_wait(filled)
-    (_by_numbers if interpret else _by_instructions)(one, tiles, codes, scalars)
-    # All threads have read the matrices and written the results.
-    plgpu.commit_smem()
-    results = list(zip(codes, outs, (at[::-1] if turns else at for turns in one.results), strict=True))
-    if one.replaced is not None:
-        results.append((tiles[one.replaced], matrices[one.replaced], at))
-    for source, out, where in results:
-        plgpu.copy_smem_to_gmem(source, out.at[where], commit_group=False)
-    plgpu.commit_smem_to_gmem_group()
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _by_numbers(one: Pass, matrices: list[Ref], codes: list[Ref], scalars: Ref) -> None:
-    """Compute a tile as the interpreter can."""
-    found = one.by_numbers(*(ref[...] for ref in matrices), *(scalars[i] for i in range(scalars.shape[0])))
-    targets = iter(codes)
-    for result, turns in zip(found, one.turned, strict=False):
-        next(targets)[...] = result
-        if turns:
-            next(targets)[...] = result.T
-    if one.replaced is not None:
-        matrices[one.replaced][...] = found[-1]
-
-
-def _by_instructions(one: Pass, matrices: list[Ref], codes: list[Ref], scalars: Ref) -> None:
-    """Compute a tile by PTX."""
-    refs = [plgpu.RefType(_swizzled(ref.shape[1], ref.dtype)) for ref in (*matrices, *codes)]
-
-    @plgpu.inline_mgpu(arg_types=(*refs, plgpu.RefType()))
-    def run(_: object, *operands: ir.Value) -> None:
-        *smem, gmem = operands
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        count = ir.MemRefType(gmem.type).shape[0]
-        values = [memref.load(gmem, [mgpu.utils.c(i, index)]) for i in range(count)]
-        places = [llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)) for ref in smem]
-        constraints = ",".join(["r"] * (len(places) + 1) + ["f"] * count + ["~{memory}"])
-        for turn in range(TURNS):
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [*places, mgpu.utils.thread_idx(), *values], text(one, turn, count),
-                constraints, asm_dialect=0, has_side_effects=True,
-            )  # fmt: skip
-
-    run(*matrices, *codes, scalars)
+    # In a kernel no compiler deletes a cast and back.
+    cast = lambda x, dtype: numerics.saturating_cast(x, dtype).astype(jnp.float32)
+    round_to = numerics.round_to if device_kind() == "cpu" else cast
+    for first in range(0, ROWS, _TURN):
+        rows = pl.ds(first, _TURN)
+        found = body(round_to, *(_REGISTERS.load(tile.at[rows]) for tile in tiles), *numbers)
+        _REGISTERS.store(found, [ref.at[rows] for ref, _ in results])
+    write_back(results, transposes)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper import plan
-from pallas_kernels.hopper.pass_text import Pass, quantized, split
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import Letters, partitioned
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import device_count, has_explicit_axes
+from pallas_kernels.tiled import Body, Output
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -41,22 +41,26 @@ def _reject(*matrices: jax.Array) -> str | None:
     dtypes = tuple(str(x.dtype) for x in matrices)
     if not {*dtypes} <= {"bfloat16", "float32"}:
         return f'{" and ".join(dtypes)} must be bfloat16 or float32; use backend="triton" or "xla"'
-    x = matrices[0]
-    return Pass("", dtypes, "", (), quantized, lambda *_: ()).misfit(math.prod(x.shape[:-1]), x.shape[-1])
+    return _misfit(math.prod(matrices[0].shape[:-1]), matrices[0].shape[-1])
+
+
+def _misfit(m: int, k: int) -> str | None:
+    if m and k and m % plan.ROWS == 0 and k % plan.COLUMNS == 0:
+        return None
+    return f'[{m}, {k}] must be multiples of {plan.ROWS} and {plan.COLUMNS} for backend="mosaic"'
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
     scale, inverse = options.scaling.find(x, options.dtype, amax)
 
-    def by_numbers(x: jax.Array, inverse: jax.Array) -> list[jax.Array]:
-        return [numerics.scaled_cast(x.astype(jnp.float32), inverse, options.dtype)]
+    def body(_: object, x: jax.Array, inverse: jax.Array) -> tuple[jax.Array]:
+        return (numerics.scaled_cast(x.astype(jnp.float32), inverse, options.dtype),)
 
-    both = options.orientation == "both"
-    one = Pass("quantize", (str(x.dtype),), jnp.dtype(options.dtype).name, (both,), quantized, by_numbers)
-    values, *turned = _run(one, [x], [inverse])
+    outputs = [Output(options.dtype, options.orientation == "both")]
+    values, *turned = _run(body, outputs, "quantize", [x], [inverse])
     rows = Operand(values, scale, scaling=options.scaling)
-    return Quantized(rows, Operand(turned[0], scale, scaling=options.scaling) if both else None)
+    return Quantized(rows, Operand(turned[0], scale, scaling=options.scaling) if turned else None)
 
 
 def dual_quantize(
@@ -68,16 +72,14 @@ def dual_quantize(
         amax = numerics.amax(reference.target(w, error))
     scale, inverse = numerics.scale_and_inverse(amax, options.dtype, "pow2")
 
-    def by_numbers(*operands: jax.Array) -> Sequence[jax.Array]:
-        *matrices, inverse, scale, _ = operands
+    def body(round_to: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
+        *matrices, inverse, scale = operands
         target = reference.target(matrices[0], matrices[1] if error is not None else None)
-        return reference.split(target, inverse, scale, options.dtype, None)[: 2 + (error is not None)]
+        return reference.split(target, inverse, scale, options.dtype, None, round_to)[: 2 + (error is not None)]
 
     both = options.orientation == "both"
-    dtypes, replaced = tuple(str(x.dtype) for x in matrices), None if error is None else 1
-    kind = jnp.dtype(options.dtype).name
-    one = Pass("dual_quantize", dtypes, kind, (both, both), split, by_numbers, replaced)
-    results = _run(one, matrices, [inverse, scale, jnp.float32(1)])
+    outputs = [Output(options.dtype, both)] * 2 + ([] if error is None else [Output(error.dtype, replaces=1)])
+    results = _run(body, outputs, "dual_quantize", matrices, [inverse, scale])
     each = 1 + both  # results of hi, and of lo
     rows, *columns = (
         Operand(hi, scale, lo, scaling=options.scaling)
@@ -86,22 +88,23 @@ def dual_quantize(
     return Quantized(rows, columns[0] if both else None, None if error is None else results[-1])
 
 
-def _run(one: Pass, matrices: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
+def _run(
+    body: Body, outputs: Sequence[Output], name: str, matrices: Sequence[jax.Array], scalars: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Run a pass over matrices `[*m, k]`, each device over its part."""
     count = len(matrices)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
-        if one.misfit(*operands[0].shape) is not None:
-            found = one.by_numbers(*operands[:count], *(scalar[0] for scalar in operands[count:]))
-            turned = [*one.turned, *[False] * (len(found) - len(one.turned))]
-            return [x for y, turns in zip(found, turned, strict=True) for x in ([y, y.T] if turns else [y])]
+        if _misfit(*operands[0].shape) is not None:
+            found = body(numerics.round_to, *operands[:count], *(scalar[0] for scalar in operands[count:]))
+            cast = [(y.astype(output.dtype), output) for y, output in zip(found, outputs, strict=True)]
+            return [x for y, output in cast for x in ([y, y.T] if output.transposed else [y])]
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.hopper import passes
 
-        return passes.call(one, operands[:count], jnp.concatenate(operands[count:]))
+        return passes.call(body, outputs, name, operands[:count], jnp.concatenate(operands[count:]))
 
-    results = ["j i" if turns else "i j" for turns in one.results] + ["i j"] * (one.replaced is not None)
-    rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> " + ", ".join(results)
+    rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> " + ", ".join(output.rule for output in outputs)
     operands, merged = [*matrices, *(x.reshape(1) for x in scalars)], {"i": matrices[0].shape[:-1]}
     run: Callable[..., list[jax.Array]] = partitioned(local, rule, merged=merged)
     if device_kind() == "cpu" and not has_explicit_axes():

@@ -28,10 +28,7 @@ from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.weights.stored import quantize_weight
 from tests.helpers import float64_of, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
-]
+pytestmark = pytest.mark.gpu
 QUANTIZERS = ["xla", "triton"]
 MULTIPLIERS = ["xla", "mosaic", "triton"]
 
@@ -117,7 +114,7 @@ def test_an_error_computed_by_the_user_in_jit_is_not_deleted():
     assert same_bits(left, on_cpu(lambda x: x - tcfp_jax.quantize(x).dequantize(), W))
 
 
-@pytest.mark.parametrize("backend", QUANTIZERS)
+@pytest.mark.parametrize("backend", [*QUANTIZERS, "mosaic"])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("scale", ["pow2", "float32"])
 def test_quantize_is_bit_identical_to_the_cpu(dtype, scale, backend):
@@ -127,6 +124,16 @@ def test_quantize_is_bit_identical_to_the_cpu(dtype, scale, backend):
         call = functools.partial(quantize_values, dtype=dtype, scaling=Tensor(scale), orientation="both")
         expected = on_cpu(functools.partial(call, backend="xla"), x)
         assert same_bits(jax.jit(functools.partial(call, backend=backend))(x), expected)
+
+
+@pytest.mark.parametrize("error", [None, "float32", "bfloat16"])
+def test_mosaic_splits_as_the_definition(error):
+    e = None if error is None else E.astype(error)
+    split = lambda backend, w, e: dual_quantize(w, error=e, amax=np.float32(0.01), orientation="both", backend=backend)
+    numbers = lambda x: np.nan_to_num(np.asarray(x, np.float32), nan=1)  # a GPU's NaN has other bits than a CPU's
+    for w in (W, W * 1e-38, W.at[3, 5].set(jnp.inf).at[4, 6].set(jnp.nan)):
+        got, wanted = split("mosaic", w, e), on_cpu(functools.partial(split, "xla"), w, e)
+        assert same_bits(got[:2], wanted[:2]) and same_bits(numbers(got.error), numbers(wanted.error))
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)

@@ -13,12 +13,10 @@ from pallas_kernels.adamw.api import Moments, adamw
 from tests.helpers import same_bits
 from tests.pallas_kernels.test_adamw import OPTIONS, SCALE, data, rates
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores.
-]
+pytestmark = pytest.mark.gpu
 SHAPE = (1024, 2048)
 KEY = np.array([3, 4], np.uint32)
+by_engine = pytest.mark.parametrize("engine", ["triton", "mosaic"])
 
 
 def on_cpu(function, *arguments):
@@ -50,15 +48,16 @@ def hard_data():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["usual", "hard"])
-def test_every_bit_is_the_definitions(kind, options, dtype):
+@by_engine
+def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     g, hi, lo, state = data(SHAPE, 5) if kind == "usual" else hard_data()
     g = jnp.asarray(g, dtype)
     more = dict(eps=0.0, new_scale=2 * SCALE) if kind == "hard" else dict(gradient_scale=0.7)
     given = rates(nesterov="momentum" in options, **more)
     call = functools.partial(adamw, **options)
     expected = on_cpu(functools.partial(call, backend="xla"), g, hi, lo, state, given, KEY)
-    arguments = jax.tree.map(jnp.asarray, (g, hi, lo, state, given, KEY))
-    got = jax.device_get(jax.jit(functools.partial(call, backend="triton"))(*arguments))
+    arguments = jax.tree.map(jnp.asarray, jax.device_get((g, hi, lo, state, given, KEY)))  # the state is on the CPU
+    got = jax.device_get(jax.jit(functools.partial(call, backend=engine))(*arguments))
     parts = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     as_bytes = lambda x: np.frombuffer(np.asarray(x).tobytes(), np.uint8)
     shares = [float(np.mean(as_bytes(a) == as_bytes(b))) for a, b in parts]  # which, and how far, where one is not
@@ -83,10 +82,11 @@ def test_the_choice_is_the_kernel_and_it_works_in_place(orientation):
     assert columns is None or same_bits(jax.device_get(columns), np.asarray(new[0]).T)
 
 
-def test_a_step_that_is_not_taken_and_one_that_is_not_finite():
+@by_engine
+def test_a_step_that_is_not_taken_and_one_that_is_not_finite(engine):
     g, hi, lo, state = data(SHAPE, 5)
     bad = g.at[5, 7].set(jnp.nan).at[6, 200].set(jnp.inf)
-    call = jax.jit(functools.partial(adamw, orientation="both", backend="triton"))
+    call = jax.jit(functools.partial(adamw, orientation="both", backend=engine))
     kept = call(bad, hi, lo, state, rates(keep=False), KEY)
     assert same_bits(
         jax.device_get((kept.hi, kept.lo, kept.moments, kept.columns)), jax.device_get((hi, lo, state, hi.T))
@@ -97,11 +97,12 @@ def test_a_step_that_is_not_taken_and_one_that_is_not_finite():
     assert np.argwhere(np.isnan(np.asarray(new.hi, np.float32))).tolist() == [[5, 7], [6, 200]]
 
 
-def test_a_stack_is_its_matrices():
+@by_engine
+def test_a_stack_is_its_matrices(engine):
     parts = [data((64, 256), seed) for seed in range(3)]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     keys = jnp.stack([jnp.stack(counter.keys(9, i)) for i in range(3)])
-    call = jax.vmap(functools.partial(adamw, backend="triton"), in_axes=(0, 0, 0, 0, None, 0))
+    call = jax.vmap(functools.partial(adamw, backend=engine), in_axes=(0, 0, 0, 0, None, 0))
     got = jax.device_get(jax.jit(call)(*stack, rates(), keys))
     for i, part in enumerate(parts):
         expected = on_cpu(functools.partial(adamw, backend="xla"), *part, rates(), keys[i])

@@ -15,10 +15,7 @@ from pallas_kernels.operands import Block, Product
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.helpers import float64_of, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores.
-]
+pytestmark = pytest.mark.gpu
 E4M3 = jnp.float8_e4m3fn
 FORMS = [(128, "square", 2), (128, "vector", 1), (64, "square", 2), (32, "square", 1), (32, "vector", 2)]
 

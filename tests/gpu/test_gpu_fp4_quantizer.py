@@ -11,10 +11,7 @@ from pallas_kernels import counter
 from tcfp_jax.formats import nvfp4_arrays, nvfp4_kernel, quantize_nvfp4
 from tcfp_jax.formats.nvfp4_arrays import define
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores.
-]
+pytestmark = pytest.mark.gpu
 RULES = ("amax", "four_over_six", "fold_exact")
 SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
 SHAPE = (256, 1024)

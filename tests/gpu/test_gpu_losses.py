@@ -13,10 +13,7 @@ from tcfp_jax.losses import cross_entropy
 from tcfp_jax.remat import checkpoint_in_fp8
 from tcfp_jax.weights.stored import quantize_weight
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores.
-]
+pytestmark = pytest.mark.gpu
 TOKENS, WIDTH = 640, 512  # two and a half chunks of 256
 # Relative errors of gradients: random errors of operands in E4M3 and E5M2 are 3 and 6 % in the mean.
 LEAST = {"bf16": 6e-3, "tensorwise": 0.1, "rowwise": 0.1, "tcfp12_single": 0.1}

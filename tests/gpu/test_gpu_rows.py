@@ -10,10 +10,7 @@ from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import quantize
 from tests.helpers import same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Deprecated since jax 0.11 and still the way to 16-byte stores.
-]
+pytestmark = pytest.mark.gpu
 ODD = (1001, 300)
 
 

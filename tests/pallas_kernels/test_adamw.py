@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import counter, moments
-from pallas_kernels.adamw import reference, triton
+from pallas_kernels import counter, dispatch, moments, pallas_triton
+from pallas_kernels.adamw import mosaic, reference, triton
 from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.hopper import plan
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
 from tests.helpers import mesh_of, same_bits
@@ -319,6 +320,19 @@ def test_the_kernel_is_chosen_where_instructions_for_fp8_are(kind, capability, c
     assert reason is None if chosen else kind in reason
 
 
+def test_mosaic_says_why_it_cannot_take_a_step(monkeypatch):
+    reason = lambda rows: mosaic.reject(reference.Options(), *[jnp.ones((rows, 256), jnp.float16)] * 2)
+    if jax.__version_info__[:2] < plan.SMALLEST_JAX:
+        assert "older than 0.11" in reason(64)
+        return
+    assert "need a GPU" in reason(64)
+    for module in (mosaic, dispatch):
+        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H200")
+    for devices, rows, expected in ((2, 64, "several devices"), (1, 48, "multiples of 32"), (1, 64, "g is float16")):
+        monkeypatch.setattr(mosaic, "device_count", lambda devices=devices: devices)
+        assert expected in reason(rows)
+
+
 # Compiled for an H200, without one ------------------------------------------------------------------------------------
 
 needs_compiler = [
@@ -351,12 +365,17 @@ class TestCompiled:
 
     @pytest.mark.parametrize("orientation", ["rows", "both"])
     @pytest.mark.parametrize("shape", [(4096, 16384), (4, 1024, 4096)], ids=str)
-    def test_a_step_is_one_kernel_in_place(self, shape, orientation):
+    @pytest.mark.parametrize("engine", ["triton", "mosaic"])
+    def test_a_step_is_one_kernel_in_place(self, engine, shape, orientation, monkeypatch):
         """Nothing else has a weight's size: no copy of what is donated, of a stack neither, and no loop over it."""
+        if engine == "mosaic":
+            if jax.__version_info__[:2] < plan.SMALLEST_JAX:
+                pytest.skip("Mosaic's FP8 needs jax 0.11")
+            monkeypatch.setattr(pallas_triton, "missing", lambda: "Pallas-Triton is gone")
         mesh = h200.h200s(1)
         call = functools.partial(train, orientation=orientation, mapped=len(shape) == 3)
         compiled = h200.compile_for(mesh, call, *described(mesh, shape), donate_argnums=0)
-        assert compiled.targets == ["__gpu$xla.gpu.triton"]
+        assert compiled.targets == [{"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}[engine]]
         assert not compiled.results("copy") and not compiled.results("while")
         size = np.prod(shape)
         entry = compiled.text.split("ENTRY")[1]

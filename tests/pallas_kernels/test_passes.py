@@ -1,4 +1,4 @@
-"""Passes in Pallas Mosaic: their instructions in NumPy, the whole kernel interpreted, and compiled for an H200."""
+"""Passes in Pallas Mosaic: the kernel interpreted, and compiled for an H200; `tests/gpu` has their bits on a GPU."""
 
 import functools
 import re
@@ -9,13 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import numerics
-from pallas_kernels.hopper import pass_text, plan
+from pallas_kernels.hopper import plan
 from pallas_kernels.operands import Tensor
-from pallas_kernels.quantize import mosaic, reference
+from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests import compile_for_h200 as h200
-from tests import ptx
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.helpers import same_bits
 
@@ -30,77 +28,6 @@ def values_of(shape, dtype, deviation):
     x = np.random.default_rng(0).standard_normal(shape) * deviation
     x[1, 1], x[3, 5], x[7, 9], x[9, 2], x[20, 20], x[21, 30] = np.nan, np.inf, -np.inf, -0.0, 1e-39, -1e-39
     return x.astype(ml_dtypes.bfloat16 if dtype == BF16 else np.float32)
-
-
-def swizzled(array):
-    """Return the bytes of a matrix in shared memory: pieces of 16 bytes trade places within 8 rows of 128 or 64."""
-    lines = np.ascontiguousarray(array).view(np.uint8)
-    width = min(128, lines.shape[1])
-    pieces = lines.reshape(len(lines) // 8, 8, -1, width // 16, 16).transpose(0, 2, 1, 3, 4)
-    row, piece = np.ogrid[:8, : width // 16]
-    place = piece ^ (row if width == 128 else row // 2)
-    out = np.empty_like(pieces)
-    out[:, :, row, place] = pieces[:, :, row, piece]
-    return out.reshape(-1)
-
-
-@pytest.fixture
-def conflicts(monkeypatch):
-    """The largest number of words of one bank that the lanes of a warp read or write at once."""
-    found = [0]
-
-    def counted(function):
-        def run(name, rest, registers, *others):
-            address, more = re.search(r"\[(\S+?)(?: \+ (\d+))?\]", rest).groups()
-            count, first = ptx._words(name), registers[address] + np.uint32(more or 0)
-            banks = (first[:, None] // 4 + np.arange(count)).reshape(-1, 32) % 32  # 32 lanes of a word, or 8 of four
-            found[0] = max(found[0], *(np.bincount(line).max() for line in banks))
-            return function(name, rest, registers, *others)
-
-        return run
-
-    for name in ("_load", "_store"):
-        monkeypatch.setattr(ptx, name, counted(getattr(ptx, name)))
-    return found
-
-
-@pytest.mark.parametrize(
-    "dtypes, turned, split",
-    [
-        ((BF16,), (True,), False), ((BF16,), (False,), False), ((F32,), (True,), False),
-        ((F32,), (True, True), True), ((F32, F32), (True, True), True), ((BF16, F32), (False, False), True),
-        ((F32, BF16), (True, True), True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_the_instructions_are_the_reference_bit_for_bit(dtypes, turned, split, conflicts):
-    program, replaced = (pass_text.split, 1 if len(dtypes) > 1 else None) if split else (pass_text.quantized, None)
-    one = pass_text.Pass("pass", dtypes, E4M3.name, turned, program, numerics.scaled_cast, replaced)
-    shape, (inverse, scale) = (pass_text.ROWS, pass_text.COLUMNS), (np.float32(0.5), np.float32(2))
-    matrices = [values_of(shape, dtype, (200, 0.3)[i]) for i, dtype in enumerate(dtypes)]
-    wide = [jnp.asarray(x) for x in matrices]
-    if split:
-        target = reference.target(wide[0], wide[1] if replaced else None)
-        *codes, left = reference.split(target, inverse, scale, E4M3, None)
-    else:
-        codes, left = [numerics.scaled_cast(wide[0].astype(jnp.float32), inverse, E4M3)], None
-    expected = [np.asarray(y) for code, turns in zip(codes, turned, strict=True) for y in (code, code.T)[: 1 + turns]]
-    parts = [swizzled(x) for x in matrices] + [np.zeros(y.size, np.uint8) for y in expected]
-    places = np.cumsum([0, *map(len, parts)])
-    memory, scalars = np.concatenate(parts), [inverse, scale, np.float32(1)][: 3 if split else 1]
-    for turn in range(pass_text.TURNS):
-        text = pass_text.text(one, turn, len(scalars))
-        ptx.run(text, 0, [*places[:-1], np.arange(128), *(x.view(np.uint32) for x in scalars)], memory)
-    for place, y in zip(places[len(matrices) :], expected, strict=False):
-        found, wanted = memory[place : place + y.size], swizzled(y)
-        nan = wanted & 127 == 127  # of either sign
-        np.testing.assert_array_equal(found[~nan], wanted[~nan])
-        assert np.all(found[nan] & 127 == 127)
-    if replaced:
-        wanted = swizzled(np.asarray(left.astype(dtypes[1]))).view(matrices[1].dtype)
-        found = memory[places[1] : places[2]].view(matrices[1].dtype)
-        np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
-    assert conflicts[0] <= 2
 
 
 @needs_mosaic
