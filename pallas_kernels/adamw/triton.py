@@ -93,24 +93,24 @@ def _partitioned(options: Options, kernel: Kernel | None, *operands: jax.Array) 
     *leading, k, n = operands[2].shape
     # Global rows and columns, split like the weight; a single device needs none.
     places = () if device_count() == 1 else (lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n))
-    state = ["l i j", "l i j", "l i j", "l i q", "l i j", "l i q"]
-    inputs = ["l u", "l i j", *state, *("i", "j")[: len(places)]]
-    outputs = [*state, "l p q"] + ["l j i"] * (options.orientation == "both")
+    # A letter for each axis of a stack, because layers of experts are split in their second axis.
+    l = " ".join("abcdefgh"[: len(leading)])
+    state = [f"{l} {x}" for x in ("i j", "i j", "i j", "i q", "i j", "i q")]
+    inputs = [f"{l} u", f"{l} i j", *state, *("i", "j")[: len(places)]]
+    outputs = [*state, f"{l} p q"] + [f"{l} j i"] * (options.orientation == "both")
     blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if kernel is not None:
-            return kernel(options, n, *operands)
+        stack, rest = operands[2].shape[:-2], operands[2 + _STATE :]
+        merged = [x.reshape(-1, *x.shape[len(stack) :]) for x in operands[: 2 + _STATE]]
         call = functools.partial(_call, options, n)
-        if plgpu.unreachable(*operands[1:]):
+        if plgpu.unreachable(*merged[1:]):
             call = functools.partial(_by_parts, call)
-        return lax.platform_dependent(
-            *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-        )
+        here = dict(cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False))
+        results = kernel(options, n, *merged, *rest) if kernel else lax.platform_dependent(*merged, *rest, **here)
+        return [x.reshape(*stack, *x.shape[1:]) for x in results]
 
-    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks, merged={"l": tuple(leading)})(
-        *operands, *places
-    )
+    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks)(*operands, *places)
 
 
 def _by_parts(call: Kernel, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
