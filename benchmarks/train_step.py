@@ -8,13 +8,11 @@
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights for a given gradient of
   the output. (It returns the output, because XLA would drop an unused product, and not time it.)
-- "mlp gelu": the same with gelu, whose tanh XLA computes at two thirds of the memory's rate, twice a step.
 - "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
 - "optimizer step": loss, gradients of the first MLP's weights, AdamW and `error_feedback`; each donates its state to
-  the next one. Only this part includes the quantization of weights, once a step. A name may give the dtype of errors,
-  which is float32 otherwise. "stored" is `tcfp12_single` with `W_hi + W_lo` as the only copy of a weight and 8-bit
-  moments in `tcfp_jax.optim.adamw`. "both" keeps W_hi in both orientations, "bfloat16" has weight gradients in
-  bfloat16, and "float32 moments" has float32 moments.
+  the next one. Only this part includes the quantization of weights, once a step. "stored" is `tcfp12_single` with
+  `W_hi + W_lo` as the only copy of a weight and 8-bit moments in `tcfp_jax.optim.adamw`. "both" keeps W_hi in both
+  orientations, and "bfloat16" has weight gradients in bfloat16.
 
 Outputs are compared with BF16's before the timing. The ratio is BF16's median divided by the recipe's. The peak is the
 allocator's, in a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
@@ -37,46 +35,37 @@ from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table, times
 from benchmarks.shapes import H200_SHAPES, GemmShape, parse_shapes
 from models.gpt import Block, GPTConfig
-from models.mlp import MLP, Activation
-from models.settings import ErrorDtype, Moments, Weights
+from models.mlp import MLP
+from models.settings import Moments, Weights
 from models.training import float_parameters
 from pallas_kernels.dispatch import Backend
 from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "train_step"
-Part = Literal["mlp", "mlp gelu", "block", "optimizer step"]
+Part = Literal["mlp", "block", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[-1]
-VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
-VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="full"), "tcfp12_fast": recipe("tcfp12_fast")}
+VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12", "tcfp12_fast")}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """State of an optimizer step: float weights with errors of a dtype, or stored weights with moments."""
+    """State of an optimizer step: float weights, or stored weights with moments and gradients of a dtype."""
 
     weights: Weights = "float"
-    error_dtype: ErrorDtype = "float32"
     moments: Moments = "float32"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 # Variants that differ only in the optimizer's state.
 KEPT = {
-    "tcfp12_fast, error bfloat16": Kept(error_dtype="bfloat16"),
     "stored": Kept("stored", moments="8bit"),
     "stored both": Kept("stored", moments="8bit"),
     "stored bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
     "stored both bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
-    "stored float32 moments": Kept("stored"),
 }
 USUAL = tuple(VARIANTS) + tuple(KEPT)
-VARIANTS |= {
-    name: recipe("tcfp12_single", copies="both" if "both" in name else "one")
-    if kept.weights == "stored"
-    else recipe(name.split(",")[0])
-    for name, kept in KEPT.items()
-}
+VARIANTS |= {name: recipe("tcfp12_single", copies="both" if "both" in name else "one") for name in KEPT}
 VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
@@ -130,9 +119,8 @@ class _Candidate(NamedTuple):
 def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> tuple[Any, tuple[int, ...]]:
     """Return the model of a part, and the sizes of its input and output."""
     if part != "block":
-        activation: Activation = "gelu" if part == "mlp gelu" else "relu"
         features = (shape.n, shape.k)
-        return MLP(features=features, recipe=chosen, use_bias=False, activation=activation), (shape.m, shape.k)
+        return MLP(features=features, recipe=chosen, use_bias=False, activation="relu"), (shape.m, shape.k)
     sequence = min(shape.m, SEQUENCE)
     if shape.m % sequence:
         raise ValueError(f"shape {shape}: {shape.m} tokens are no multiple of sequence {sequence}; change the tokens")
@@ -173,7 +161,7 @@ def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
     if kept.weights == "stored":
         key = None if kept.moments == "float32" else jax.random.key(0)
         return tcfp_jax.optim.adamw(1e-4, moments=kept.moments, key=key)
-    return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen, error_dtype=kept.error_dtype))
+    return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
 
 
 def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Training:
