@@ -2,8 +2,6 @@
 
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
-    python -m benchmarks.train_step --parts "optimizer step" --recipes "stored,stored both,stored bfloat16"
-    python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes all
 
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights for a given gradient of
@@ -305,8 +303,7 @@ def configure(options: argparse.Namespace) -> Config:
     asked = {None: USUAL, "all": tuple(VARIANTS)}.get(options.recipes)
     recipes = dict.fromkeys((BASELINE, *(asked or common.chosen_of("recipes", options.recipes, tuple(VARIANTS)))))
     parts = common.chosen_of("parts", options.parts, PARTS)
-    # A table of one shape has no column for peaks.
-    peaks = 1 if shapes is H200_SHAPES else 0
+    peaks = int(shapes is H200_SHAPES)  # a table of one shape has no column for them
     config = Config(shapes, optimizer_shapes, tuple(recipes), parts, options.backend, peaks=peaks)
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
