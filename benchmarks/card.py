@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common
+from models.progress import shown
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         if spent + RUNS[name].seconds > options.seconds:
             print(f"{name}: left for another call, {spent:.0f} of {options.seconds:.0f} s are over", flush=True)
             continue
-        failed += [] if make(name, results) else [name]
+        with shown(lambda: name):
+            failed += [] if make(name, results) else [name]
         took = time.monotonic() - started - spent
         print(f"{name}: {'FAILED' if name in failed else 'written'} after {took:.0f} s", flush=True)
     return 1 if failed else 0

@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from models.progress import shown
 
 
 def positive(text: str) -> int:
@@ -43,23 +42,7 @@ def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[An
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[int], None]]:
-    """Show how many rows there are after how long, in one line of a terminal, elsewhere in a line every ten seconds.
-
-    The first row may take most of the time.
-    """
-    started, found, ended = time.monotonic(), [0], threading.Event()
-    seconds, form = (1.0, "\r{}") if sys.stderr.isatty() else (10.0, "{}\n")
-
-    def show() -> None:
-        while not ended.wait(seconds):
-            text = f"{found[0]} rows, {time.monotonic() - started:.0f} s"
-            print(form.format(text), end="", file=sys.stderr, flush=True)
-
-    shown = threading.Thread(target=show, daemon=True)
-    shown.start()
-    try:
+    """Show how many rows there are after how long; the first one may take most of the time."""
+    found = [0]
+    with shown(lambda: f"{found[0]} rows"):
         yield lambda rows: found.__setitem__(0, rows)
-    finally:
-        ended.set()
-        shown.join()
-        print("\r" if seconds == 1.0 else "", end="", file=sys.stderr)

@@ -79,10 +79,7 @@ def choose(results: Path = RESULTS) -> str:
     """Return README's table: speed of whole models, bytes of their state, and perplexity, one line per recipe."""
     titles, columns = ["recipe"], []
     times: dict[str, None] = {}
-    sources = {
-        "8 layers of Llama-3-8B": ("large-8-layers",),
-        "Llama-3.2-1B": ("large-1b",),
-    }
+    sources = {"8 layers of Llama-3-8B": ("large-8-layers",), "Llama-3.2-1B": ("large-1b",)}
     for model, source in sources.items():
         found = [result for result in (read_result(name, results) for name in source) if result is not None]
         titles.append(f"step over BF16, {model}{f', {_card(found[0])}' if found else ''}")

@@ -188,9 +188,7 @@ def peak_bytes() -> int | None:
 
 
 def measure_alone(
-    function: Callable[..., Any],
-    calls: Sequence[tuple[Any, ...]],
-    memory: Literal["as needed", "whole"] = "as needed",
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], memory: Literal["as needed", "whole"] = "as needed"
 ) -> list[Any]:
     """Return `function(*args)` for each `args`, each in a new process, because a peak never falls.
 

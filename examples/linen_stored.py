@@ -78,6 +78,7 @@ def init(key):
 
 
 def main():
+    print(f"{jax.device_count()} devices; the first step is compiled, which takes most of the time", flush=True)
     key = jax.random.key(0)
     state = jax.jit(init, out_shardings=fsdp(jax.eval_shape(init, key)))(key)
     for step in range(20):

@@ -96,6 +96,7 @@ def run(model, optimizer, ema, first, last):
 
 
 def main():
+    print(f"{jax.device_count()} devices; the first step is compiled, which takes most of the time", flush=True)
     model, optimizer, ema = make()
     ema = run(model, optimizer, ema, 0, 10)
 

@@ -236,11 +236,12 @@ def main() -> None:
         return (tcfp_jax.apply_updates(params, updates), opt_state), value
 
     text = jnp.asarray(list(__doc__.encode()))
+    print(f"{len(jax.devices())} devices; the first step is compiled, which takes most of the time", flush=True)
     for i in range(20):
         offsets = jax.random.randint(jax.random.fold_in(key, i), (8,), 0, len(text) - 33)
         windows = jax.device_put(text[offsets[:, None] + jnp.arange(33)], NamedSharding(mesh, P("data")))
         state, value = step(state, windows)
-        print(f"step {i}: {float(value):.3f} nats a byte")
+        print(f"step {i}: {float(value):.3f} nats a byte", flush=True)
     kernel = state[0]["layers"]["query"]["kernel"].backward.values
     for shard in kernel.addressable_shards:
         print(f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values {kernel.shape} of all queries")

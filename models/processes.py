@@ -24,10 +24,7 @@ T = TypeVar("T")
 HEARTBEAT_TIMEOUT = 100  # seconds, JAX's default
 # Variables by which `jax.distributed` knows a launcher, and the variable with its number of processes.
 _LAUNCHERS = {
-    "SLURM": (
-        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-        "SLURM_NTASKS",
-    ),
+    "SLURM": (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"), "SLURM_NTASKS"),
     "Open MPI": (("OMPI_MCA_orte_hnp_uri",), "OMPI_COMM_WORLD_SIZE"),
 }
 

@@ -26,6 +26,7 @@ from models.llama import LlamaConfig
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
 from models.processes import check_same, is_first, together, whole
+from models.progress import repeated, shown
 from models.sampling import continued
 from models.settings import TrainConfig
 from models.text import Corpus, bits_per_byte, load_corpus
@@ -213,21 +214,23 @@ def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, bad_steps: int,
     progress: Progress, mesh: Mesh | None, board_folder: Path | None = None, memory: int | None = None,
 ) -> RunResult:  # fmt: skip
-    state, losses = _restored(directory, config, mesh)
-    reports: dict[int, Any] = {}
-    if directory is not None and config.start is not None and not directory.holds_state:
-        # From here on the run does not need the file of `start`, which may move or change.
-        directory.save(state, 0)
-    board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
-    begin, started = len(losses), time.perf_counter()
-    text, key = everywhere(corpus.train, mesh), batch_key(config)
-    # Lowered for the arrays of the first call, which then finds the compiled step.
-    count = min(config.steps_per_call, max(1, config.steps - begin))
-    lower: Any = lambda one: make_train_step(one, count, mesh).lower(state, text, key)  # type: ignore[attr-defined]
-    config, line = fitted(config, lower, memory)
-    if line is not None and progress == "bar" and is_first():
+    telling = progress == "bar" and is_first()
+    with shown(lambda: "preparing the first step", telling):
+        state, losses = _restored(directory, config, mesh)
+        reports: dict[int, Any] = {}
+        if directory is not None and config.start is not None and not directory.holds_state:
+            # From here on the run does not need the file of `start`, which may move or change.
+            directory.save(state, 0)
+        board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
+        begin, started = len(losses), time.perf_counter()
+        text, key = everywhere(corpus.train, mesh), batch_key(config)
+        # Lowered for the arrays of the first call, which then finds the compiled step.
+        count = min(config.steps_per_call, max(1, config.steps - begin))
+        lower: Any = lambda one: make_train_step(one, count, mesh).lower(state, text, key)  # type: ignore[attr-defined]
+        config, line = fitted(config, lower, memory)
+    if line is not None and telling:
         print(line, flush=True)
-    with _bar(config, begin, progress) as bar:
+    with _bar(config, begin, progress) as bar, repeated(bar.refresh):
 
         def record(pending: tuple[jax.Array, Any]) -> None:
             values, report = np.asarray(pending[0], np.float64), None
@@ -264,14 +267,13 @@ def _train(
     board.close()
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
-    heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
+    with shown(lambda: "evaluating on held-out text", telling):
+        heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
-    remat = getattr(config.size, "remat", None)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    perplexity = float(np.exp(np.float64(heldout)))
-    return RunResult(
-        np.asarray(losses), heldout, perplexity, in_bf16, rate, size, remat, reports, corpus.bytes_per_token
-    )
+    remat, perplexity = getattr(config.size, "remat", None), float(np.exp(np.float64(heldout)))
+    curve = np.asarray(losses)
+    return RunResult(curve, heldout, perplexity, in_bf16, rate, size, remat, reports, corpus.bytes_per_token)
 
 
 def _shown(loss: float, corpus: Corpus) -> str:
@@ -321,7 +323,7 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
     return tqdm(
         total=config.steps * config.tokens_per_step, initial=begin * config.tokens_per_step, desc=name, unit="tok",
         unit_scale=True, disable=progress == "none" or not is_first(), mininterval=0.5 if sys.stderr.isatty() else 10.0,
-        bar_format="{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {remaining} left",
+        bar_format="{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {elapsed} gone, {remaining} left",
     )  # fmt: skip
 
 

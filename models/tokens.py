@@ -27,6 +27,7 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
+from models.progress import shown
 from models.text import SEPARATOR, Corpus, load_corpus
 
 OWN = Path(__file__).with_name("python-bpe-32768.json")
@@ -197,8 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=32_768, help="number of ids (default: 32768)")
     parser.add_argument("--corpus-bytes", type=int, default=16 * 2**20, help="of text (default: 16 MiB)")
     options = parser.parse_args(arguments)
-    corpus = load_corpus(byte_limit=options.corpus_bytes)
-    train_tokenizer(corpus, options.size).save(str(options.out), pretty=False)
+    with shown(lambda: "reading the text and training"):
+        corpus = load_corpus(byte_limit=options.corpus_bytes)
+        train_tokenizer(corpus, options.size).save(str(options.out), pretty=False)
     held = tokenized(corpus, read_tokenizer(options.out))
     print(
         f"text {corpus.digest[:16]}, {options.out} {hashlib.sha256(options.out.read_bytes()).hexdigest()[:16]}, "

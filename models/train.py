@@ -49,34 +49,16 @@ from models.monitoring import read_reports
 from models.options import given_settings, parser_of
 from models.plotting import plot_losses, plot_reports
 from models.processes import end_after, is_first, of_first, start, together
+from models.progress import shown
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import TrainConfig, preset
 from models.text import bits_per_byte
-from models.training import (
-    TrainState,
-    batch_key,
-    count_parameters,
-    evaluate,
-    init,
-    make_optimizer,
-    make_train_step,
-)
+from models.training import TrainState, batch_key, count_parameters, evaluate, init, make_optimizer, make_train_step
 
 __all__ = [
-    "RunResult",
-    "TrainConfig",
-    "TrainState",
-    "batch_key",
-    "corpus_of",
-    "evaluate",
-    "export_run",
-    "init",
-    "keep_programs",
-    "make_optimizer",
-    "make_train_step",
-    "preset",
-    "run",
-]
+    "RunResult", "TrainConfig", "TrainState", "batch_key", "corpus_of", "evaluate", "export_run", "init",
+    "keep_programs", "make_optimizer", "make_train_step", "preset", "run",
+]  # fmt: skip
 
 RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
 
@@ -154,8 +136,10 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         progress="bar", mesh=mesh, tensorboard=options.tensorboard, bad_steps=options.bad_steps,
         memory=None if options.memory is None else int(options.memory * 1e9),
     )  # fmt: skip
+    with shown(lambda: "reading the text", is_first()):
+        heading = _heading(config, out, mesh) if is_first() else ""
     if is_first():
-        print(_heading(config, out, mesh), flush=True)
+        print(heading, flush=True)
     name = str(config.recipe)
     result, baseline = train(config, out=out), None
     curves = {name: result.train_loss}
@@ -163,19 +147,24 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         baseline = train(dataclasses.replace(config.in_bf16, monitor=0), out=out / BASELINE_FOLDER)
         curves["bf16 (baseline)"] = baseline.train_loss
     if options.export is not None:
-        export_run(out, options.export, mesh, options.format)
+        with shown(lambda: f"writing {options.export}", is_first()):
+            export_run(out, options.export, mesh, options.format)
     if not is_first():
         return
-    pictures = ["loss.png"]
-    plot_losses(out / "loss.png", curves, title=f"{_name(config)}, seed {config.seed}: {_source(config)}")
-    if config.monitor:
-        pictures.append("monitor.png")
-        plot_reports(out / "monitor.png", read_reports(out / METRICS_FILE), title=f"{_name(config)}: {name}")
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
     if options.export is not None:
         print(f"exported: {options.export}")
-    print("written:", ", ".join(str(out / each) for each in (*pictures, "summary.json")))
+    written = ["summary.json"]
+    try:
+        plot_losses(out / "loss.png", curves, title=f"{_name(config)}, seed {config.seed}: {_source(config)}")
+        written.append("loss.png")
+        if config.monitor:
+            plot_reports(out / "monitor.png", read_reports(out / METRICS_FILE), title=f"{_name(config)}: {name}")
+            written.append("monitor.png")
+    except ImportError as error:  # after hours of training
+        print(f"no plot: {error}; the numbers are in metrics.jsonl; to draw them, pip install matplotlib and --resume")
+    print("written:", ", ".join(str(out / each) for each in written))
 
 
 def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:

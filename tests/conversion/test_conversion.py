@@ -10,14 +10,7 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import (
-    convert_to_tcfp,
-    export,
-    find_weights,
-    restore,
-    survey,
-    to_bf16,
-)
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES

@@ -17,7 +17,7 @@ from tcfp_jax import matmul, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu
     # Weights are quantized by such a kernel.
 ]
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4")]

@@ -17,10 +17,7 @@ from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import h200s
 
 REASON = h200.missing()
-pytestmark = [
-    pytest.mark.optimized,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [pytest.mark.optimized, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 # All matrices of one shape, so that few kernels are compiled.
 SIZE = LlamaConfig(
     layers=2, width=1024, heads=8, kv_heads=8, hidden=1024, context=2048, vocabulary=8192, remat="products"
@@ -85,10 +82,7 @@ def arena(monkeypatch):
     return bytes_of
 
 
-@pytest.mark.parametrize(
-    ("part", "names"),
-    [("step", ("tensorwise", "stored")), ("block", ("tcfp12_fast",))],
-)
+@pytest.mark.parametrize(("part", "names"), [("step", ("tensorwise", "stored")), ("block", ("tcfp12_fast",))])
 def test_no_recipe_needs_a_larger_arena_than_bf16(arena, part, names):
     size = SIZE if part == "step" else dataclasses.replace(SIZE, remat="none")
     found = {name: arena(part, name, size) for name in ("bf16", *names)}

@@ -115,10 +115,7 @@ def test_sorting_tokens_has_gradients_that_are_gathers():
     order = jax.random.permutation(jax.random.key(0), 12)
     place = jnp.argsort(order)
     x, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (4, 3)), (2, (12, 3))))
-    for ours, plain, given in (
-        (moe.dispatch, lambda x: x[order // 3], x),
-        (moe.collect, lambda x: x[place], g),
-    ):
+    for ours, plain, given in ((moe.dispatch, lambda x: x[order // 3], x), (moe.collect, lambda x: x[place], g)):
         back = lambda f, given=given: jax.vjp(f, given)[1](g)[0]
         mine = lambda x, ours=ours: ours(x, order, place)
         np.testing.assert_allclose(back(mine), back(plain), rtol=1e-6)

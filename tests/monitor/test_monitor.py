@@ -168,8 +168,7 @@ def test_layers_of_all_kinds(kind, weights):
 
 
 @pytest.mark.parametrize(
-    "name, module",
-    [("tcfp12_single", matmul), pytest.param("nvfp4_training", fp4_training, marks=pytest.mark.slow)],
+    "name, module", [("tcfp12_single", matmul), pytest.param("nvfp4_training", fp4_training, marks=pytest.mark.slow)]
 )
 def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
     one = {"up": {"kernel": W[0]}}

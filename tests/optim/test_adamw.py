@@ -200,8 +200,7 @@ def test_kernels_of_any_layout(layout):
 
 
 @pytest.mark.parametrize(
-    "bad, path",
-    [(np.nan, "up/bias"), (np.nan, "up/kernel"), (-np.inf, "small/kernel"), (np.inf, "embed/table")],
+    "bad, path", [(np.nan, "up/bias"), (np.nan, "up/kernel"), (-np.inf, "small/kernel"), (np.inf, "embed/table")]
 )
 def test_a_step_that_is_not_finite_changes_nothing(bad, path):
     tx, update = _skipping()

@@ -14,10 +14,7 @@ from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s
 
 REASON = h200.missing()
-pytestmark = [
-    pytest.mark.optimized,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [pytest.mark.optimized, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 TOKENS, K, N = 4096, 1024, 2048
 

@@ -21,11 +21,7 @@ from tests.helpers import mesh_of, same_bits
 E4M3 = moments.E4M3
 SHAPE = (32, 256)
 SCALE = 2.0**-9
-OPTIONS = [
-    {},
-    dict(momentum="nesterov", orientation="both"),
-    dict(remainder="nearest"),
-]
+OPTIONS = [{}, dict(momentum="nesterov", orientation="both"), dict(remainder="nearest")]
 by_option = pytest.mark.parametrize("options", OPTIONS, ids=["classic", "nesterov and columns", "nearest"])
 
 
@@ -352,10 +348,7 @@ def test_mosaic_says_why_it_cannot_take_a_step(monkeypatch):
 
 # Compiled for an H200, without one ------------------------------------------------------------------------------------
 
-needs_compiler = [
-    pytest.mark.optimized,
-    pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing())),
-]
+needs_compiler = [pytest.mark.optimized, pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))]
 
 
 def described(mesh, shape, *axes, dtype=jnp.float32):
