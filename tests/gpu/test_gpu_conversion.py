@@ -18,7 +18,7 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import Optimizer, TCFPLinear
 from tests.helpers import nnx_model, same_bits, variables_of
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 WIDTH, HEADS = 256, 4
 # Each once: the gradient of a lookup adds rows in no fixed order on a GPU, so no row may be looked up twice.
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(512)[:256].reshape(2, 128))

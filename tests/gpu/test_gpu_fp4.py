@@ -16,10 +16,7 @@ from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import matmul, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
-pytestmark = [
-    pytest.mark.gpu
-    # Weights are quantized by such a kernel.
-]
+pytestmark = pytest.mark.gpu
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4")]
 
 

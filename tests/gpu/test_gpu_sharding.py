@@ -16,7 +16,7 @@ import tcfp_jax
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.sharding import state_shardings
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 512, 1024
 SPECS = {"layers_0": {"kernel": P("fsdp")}, "layers_2": {"kernel": P("fsdp")}}
 
