@@ -23,7 +23,8 @@ WITHOUT_CODE = {
     "measurements", "notebook_formats", "notebook_fp8",
 }  # fmt: skip
 NOTEBOOKS = {path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")}
-OF_THE_CHECKOUT = ("models", "benchmarks", "tests")
+OF_THE_CHECKOUT = re.compile(r"^ *(?:from|import) (?:models|benchmarks|tests)\b", re.MULTILINE)
+NAMES_CHECKOUT = re.compile(rf"{OF_THE_CHECKOUT.pattern}|python -m (?:models|benchmarks)|examples/", re.MULTILINE)
 # Blocks of frameworks.md need other frameworks; tests/wild/test_frameworks.py runs them.
 TEXTS = {path.stem: path.read_text() for path in DOCS.glob("*.md") if path.stem != "frameworks"}
 PAGES = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in TEXTS.items()}
@@ -50,11 +51,12 @@ SLOW = {"convert", "export", "finetune", "fp4", "sharding", "stored"}
 @pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))
 @pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
 def test_python_blocks_run(name, elsewhere):
-    if needs_checkout(name):
-        elsewhere.undo()
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
         for block in PAGES[name]:
+            if OF_THE_CHECKOUT.search(block):  # from here on the user is in the folder of the clone
+                elsewhere.undo()
+                elsewhere.chdir(ROOT)
             exec(compile(block, f"{name}.md", "exec"), namespace)
 
 
@@ -63,21 +65,23 @@ def elsewhere(tmp_path, monkeypatch):
     """Another folder without the checkout on the path, where users paste code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path).resolve() != ROOT])
-    for name in {*sys.modules, *OF_THE_CHECKOUT}:
-        if name.partition(".")[0] in OF_THE_CHECKOUT:
+    for name in {*sys.modules, "models", "benchmarks", "tests"}:
+        if name.partition(".")[0] in ("models", "benchmarks", "tests"):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     return monkeypatch
 
 
-def needs_checkout(name):
-    used = re.search(rf"^ *(?:from|import) (?:{'|'.join(OF_THE_CHECKOUT)})\b", "\n".join(PAGES[name]), re.MULTILINE)
-    return used is not None
-
-
-@pytest.mark.parametrize("name", [name for name in sorted(PAGES) if needs_checkout(name)])
-def test_pages_that_need_the_checkout_say_so_before_their_code(name):
-    text = (DOCS / f"{name}.md").read_text()
-    assert "needs the checkout" in text[: text.index("```")].replace("\n", " ")
+# index tells how to get the checkout, and captions of measurements name the commands that made them.
+@pytest.mark.parametrize(
+    "name", sorted(n for n in {*TEXTS} - {"index", "measurements"} if NAMES_CHECKOUT.search(TEXTS[n]))
+)
+def test_sections_that_need_the_checkout_say_so_before_their_code(name):
+    """Blocks that import it, its commands and its examples; an earlier section may speak for the whole page."""
+    head, *sections = re.split(r"^## ", TEXTS[name], flags=re.MULTILINE)
+    for section in (head, *sections):
+        for found in NAMES_CHECKOUT.finditer(section):
+            before = section[: section.find("\n\n", found.start())]
+            assert "the checkout" in before.lower() or "[needs the checkout]" in head, (name, found[0])
 
 
 def shape_of(text):

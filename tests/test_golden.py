@@ -38,18 +38,8 @@ VARIANTS = {
     "nvfp4, four_over_six": ("nvfp4", dict(rule="four_over_six")),
 }
 CASTS = (
-    "fp8",
-    "bf8",
-    "mxfp8e4",
-    "mxfp6e3",
-    "mxfp4e2",
-    "nvfp4",
-    "nf4",
-    "tcfp12",
-    "int8_F",
-    "uint4_ff32",
-    "icb44fi4_e32",
-)
+    "fp8", "bf8", "mxfp8e4", "mxfp6e3", "mxfp4e2", "nvfp4", "nf4", "tcfp12", "int8_F", "uint4_ff32", "icb44fi4_e32",
+)  # fmt: skip
 
 
 def digest(tree) -> str:

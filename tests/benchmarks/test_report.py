@@ -189,19 +189,10 @@ def test_the_pages_agree_with_the_committed_numbers():
 @pytest.mark.parametrize(
     "name",
     [
-        "common",
-        "options",
-        "origins",
-        "memory",
-        "report",
-        "shapes",
-        "casts",
-        "timing",
-        "convergence",
-        "convergence_tables",
-        "variants",
+        "common", "options", "origins", "memory", "report", "shapes", "casts", "timing", "convergence",
+        "convergence_tables", "variants",
     ],
-)
+)  # fmt: skip
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 

@@ -592,13 +592,8 @@ def test_what_is_no_llama_is_refused(llama):
         with pytest.raises(ValueError, match=r"is not one of|computes"):
             llama_config(llama_dict(CONFIG) | changes)
     for name in (
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "rms_norm_eps",
-        "rope_theta",
-    ):
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta",
+    ):  # fmt: skip
         for value in ([1], "64", -1):
             with pytest.raises(ValueError, match=f"{name}=.*is not a positive number"):
                 llama_config(llama_dict(CONFIG) | {name: value})
