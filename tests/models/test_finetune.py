@@ -148,6 +148,27 @@ def test_a_folder_is_fine_tuned_and_written(tmp_path, tokenizer_folder, data, ca
         assert error / 20 < far < error, form
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch and Transformers
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("case", ["llama 3.1, tied", "qwen3", "gemma", "gemma3_text"])
+def test_transformers_reads_what_was_written(tmp_path, tokenizer_folder, data, case, form):
+    """Logits are ours. Transformers rounds FP4 weights to bfloat16, and the inputs of FP8 weights if it keeps these."""
+    torch, _ = (pytest.importorskip(n, reason="see the extra export-test") for n in ("torch", "compressed_tensors"))
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    *_, new = fine_tuned(tmp_path, tokenizer_folder, data, case, *PLAIN, "--steps", "5", "--format", form)
+    ours = logits_of(new)
+    floats = dict(quantization_config=CompressedTensorsConfig(dequantize=True))
+    for options, limit in {"bf16": [({}, 1e-5)], "fp8": [(floats, 1e-5), ({}, 0.2)], "nvfp4": [(floats, 0.02)]}[form]:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            new, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **options
+        )
+        assert not any(found.values()), found
+        theirs = model(torch.arange(8)[None]).logits.detach().numpy()
+        far = np.sqrt(np.mean((ours - theirs) ** 2)) / ours.std()
+        assert limit / 1e3 * (limit > 1e-5) < far < limit, (options, far)
+
+
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_adapters_train_next_to_frozen_weights(tmp_path, tokenizer_folder, data, recipe):
