@@ -87,7 +87,7 @@ class Registers:
         self._inline(copy, [], [*sources, *targets])
 
     def write_numbers(self, first: ArrayLike, numbers: Sequence[jax.Array], refs: Sequence[Ref]) -> None:
-        """Write the number of the row of each warp, int32, from `first` on, as a byte or as it is."""
+        """Write an int32 for the row of each warp, from row `first` on, as a byte or an int32."""
 
         def write(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> None:
             row, lane = _place(arrays[0])
