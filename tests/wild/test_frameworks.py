@@ -10,12 +10,9 @@ import pytest
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 BLOCKS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
 PACKAGES = {
-    "Equinox": "equinox",
-    "Haiku": "haiku",
-    "Keras 3": "keras",
-    "Haliax and Levanter": "haliax",
-    "tunix": "tunix",
-}
+    "Equinox": "equinox", "Haiku": "haiku", "Keras 3": "keras", "Haliax and Levanter": "haliax", "tunix": "tunix",
+    "MaxText": "maxtext",
+}  # fmt: skip
 
 
 def test_every_recipe_is_tested():
