@@ -22,7 +22,8 @@ def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "USUAL", tuple(VARIANTS))
-        return out, train_step.main(["--smoke", "--out", str(out), "--recipes", ",".join(train_step.USUAL)])
+        asked = ["--recipes", ",".join(train_step.USUAL), "--parts", ",".join(train_step.PARTS)]
+        return out, train_step.main(["--smoke", "--out", str(out), *asked])
 
 
 @pytest.mark.slow
