@@ -1,7 +1,7 @@
 """Matrices in the registers of a warpgroup: `jax.numpy` computes with them in a kernel, and PTX where it must be exact.
 
 A lane has four neighbours of a row, and the next lane the next four. Tiles in shared memory lie row after row, so that
-lanes read and write them without conflicts, and wait for nobody.
+lanes read and write them without bank conflicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.dispatch import device_kind
 
-Ref: TypeAlias = Any  # of memory, or a tree of such references
+Ref: TypeAlias = Any  # reference to memory, or a tree of references
 
 
 @dataclass(frozen=True)
