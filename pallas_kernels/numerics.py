@@ -279,12 +279,14 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.round(clipped * inverse, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
 
 
-def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
+def stochastic_round_to(
+    x: jax.Array, dtype: DTypeLike, bits: jax.Array, floor: Callable[[jax.Array], jax.Array] = jnp.floor
+) -> jax.Array:
     """Return one of the two values of `dtype` around `x`, the upper one with probability (x - lower) / (upper - lower).
 
     `bits` are independent uniform uint32, one for each value. The 24 highest are used, so E[result] = x to 2**-24 of
     the distance between the neighbours. Values of `dtype` come back unchanged, and values beyond its range saturate.
-    Input and result are float32.
+    Input and result are float32. A kernel may give its own `floor`.
 
     >>> halfway = jnp.float32(1.0625)
     >>> [float(stochastic_round_to(halfway, "float8_e4m3fn", jnp.uint32(b))) for b in (0, 2**32 - 1)]
@@ -293,7 +295,7 @@ def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.
     clipped = _clip_finite(x, largest(dtype))
     spacing, inverse = _grid(clipped, dtype)
     units = clipped * inverse
-    lower = jnp.floor(units)
+    lower = floor(units)
     # float32 holds 24 bits exactly, so the comparison below does not round.
     uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
     upper = (uniform < units - lower).astype(jnp.float32)

@@ -1,11 +1,11 @@
-"""One pass over matrices that writes each result in both orientations, for the Pallas-Triton quantizers.
+"""One pass over matrices that writes each result in both orientations, for the quantizers.
 
 A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it that reads the input once but
 stores the transposed bytes one at a time (2.2 TB/s on an H200). A Triton program holds a square tile in registers,
 turns it around through shared memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
 
 `map_tiles` runs a function of tiles over matrices of one shape `[m, k]`: compiled on CUDA, interpreted on CPUs, and
-under a mesh on each device's own part (see `partition.py`).
+under a mesh on each device's own part (see `partition.py`). The engine is Pallas-Triton, or the one that it is given.
 """
 
 import functools
@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
-from pallas_kernels.partition import BlocksOf, partitioned
-from pallas_kernels.specs import varying
+from pallas_kernels.dispatch import device_kind
+from pallas_kernels.partition import BlocksOf, Letters, partitioned
+from pallas_kernels.specs import has_explicit_axes, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
+Engine = Callable[..., list[jax.Array] | None]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 _SMALLEST_SIDE = 16
@@ -41,18 +45,16 @@ class Tiling:
     Attributes:
       rows, columns: sides, the largest first.
       values_per_thread: values of a tile over the threads that hold it.
-      by_kernel: False lets each device compute its part without a kernel; tiles then only say what must not be cut.
     """
 
     rows: tuple[int, ...] = (64, 32, 16)
     columns: tuple[int, ...] = (64, 32, 16)
     values_per_thread: int = 16
-    by_kernel: bool = True
 
     @staticmethod
-    def of_blocks(size: int, values_per_thread: int = 16, by_kernel: bool = True) -> "Tiling":
+    def of_blocks(size: int, values_per_thread: int = 16) -> "Tiling":
         """Return tiles that are square blocks."""
-        return Tiling((size,), (size,), values_per_thread, by_kernel)
+        return Tiling((size,), (size,), values_per_thread)
 
     def fit(self, m: int, k: int) -> tuple[int, int, int] | None:
         """Return (rows, columns, warps of 32 threads) of a tile of a matrix `[m, k]`, or None if no tile divides it.
@@ -103,6 +105,46 @@ class Output:
         return f"{axes}, j i" if self.transposed else axes
 
 
+class Operations:
+    """The operations of a body in which engines differ; these are Triton's."""
+
+    scaled = staticmethod(numerics.scaled_for_rounding)
+
+    def floor(self, x: jax.Array) -> jax.Array:
+        """Return the largest integers up to x."""
+        return jnp.floor(x)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Return the largest magnitude of a tile as an array that broadcasts to it, NaN if there is one.
+
+        All results may depend on the first that a body asks for, and on a second one only results of form "one".
+        """
+        return numerics.amax_by_bits(numerics.amax_by_bits(x, 1, keepdims=True), 0, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The static arguments of `map_tiles`, and the numbers of its matrices and of its vectors of rows and columns."""
+
+    body: Body
+    outputs: tuple[Output, ...]
+    name: str
+    tiling: Tiling
+    count: int
+    vectors: tuple[int, int]
+
+
+def by_triton(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
+    """Run a pass over a device's part by Pallas-Triton; return None if no tile divides it or it is too large."""
+    results = [jax.ShapeDtypeStruct(operands[0].shape, output.dtype) for output in one.outputs]
+    if one.tiling.fit(*operands[0].shape) is None or plgpu.unreachable(*operands[: one.count], *results):
+        return None
+    call = functools.partial(_call, one)
+    return lax.platform_dependent(
+        *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
+    )
+
+
 def map_tiles(
     body: Body,
     inputs: Sequence[jax.Array],
@@ -110,55 +152,53 @@ def map_tiles(
     outputs: Sequence[Output],
     *,
     name: str,
-    reference: Body,
+    reference: Body | None = None,
     tiling: Tiling = Tiling(),
-    rows: Sequence[jax.Array] = (),
-    columns: Sequence[jax.Array] = (),
+    vectors: tuple[Sequence[jax.Array], Sequence[jax.Array]] = ((), ()),
+    engine: Engine | None = by_triton,
 ) -> list[jax.Array]:
-    """Run `body(*tiles, *rows, *columns, *scalars)` over every tile of matrices `[*m, k]`; m may be several axes.
+    """Run `body(operations, *tiles, *rows, *columns, *scalars)` over every tile of matrices `[*m, k]`, m several axes.
 
     Args:
-      body: computes one tile; it returns a value for each of `outputs`, in its form.
+      body: computes one tile by `Operations`; it returns a value for each of `outputs`, in its form.
       inputs: matrices of one shape.
       scalars: arrays of one value each, which `body` gets as scalars.
       outputs: the results.
       name: name of the kernel in profiles.
-      reference: the same computation on whole matrices, without a kernel, with results in the shapes that are written.
-        It runs on devices whose part no tile divides.
+      reference: the same computation on whole matrices, without a kernel, with results in the shapes that are written;
+        None for the body. It runs on devices whose part no tile divides.
+      engine: runs a `Pass` over a device's part, or returns None. Without one, tiles only say what must not be cut.
       tiling: cut of the matrices.
-      rows, columns: vectors `[*m]` with a value for each row, and `[k]` for each column; `body` gets `[rows, 1]` and
-        `[1, columns]`.
+      vectors: rows `[*m]` with a value for each row, and columns `[k]`; `body` gets `[rows, 1]` and `[1, columns]`.
 
     Returns:
       For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is wanted.
     """
-    count, vectors = len(inputs), (len(rows), len(columns))
-    call = functools.partial(_call, tuple(outputs), name, count, vectors, tiling, body)
+    rows, columns = vectors
+    one = Pass(body, tuple(outputs), name, tiling, len(inputs), (len(rows), len(columns)))
 
-    def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        shape = operands[0].shape
-        results = [jax.ShapeDtypeStruct(shape, output.dtype) for output in outputs]
-        unreachable = plgpu.unreachable(*operands[:count], *results)
-        if not tiling.by_kernel or tiling.fit(*shape) is None or unreachable:
-            whole = reference(*operands[:count], *_shaped(operands[count:], vectors))
-            pairs = zip(outputs, whole, strict=True)
-            return [
-                x for output, y in pairs
-                for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
-            ]  # fmt: skip
-        return lax.platform_dependent(
-            *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-        )
+    def local(*operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
+        if engine is not None and (results := engine(one, *operands)) is not None:
+            return results
+        whole = reference or functools.partial(body, Operations())
+        found = whole(*operands[: one.count], *_shaped(operands[one.count :], one.vectors))
+        pairs = zip(outputs, found, strict=True)
+        return [
+            x for output, y in pairs
+            for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
+        ]  # fmt: skip
 
-    letters = ["i j"] * count + ["i"] * len(rows) + ["j"] * len(columns) + ["u"] * len(scalars)
+    letters = ["i j"] * one.count + ["i"] * len(rows) + ["j"] * len(columns) + ["u"] * len(scalars)
     rule = ", ".join(letters) + " -> " + ", ".join(output.rule for output in outputs)
     *leading, k = inputs[0].shape
     m = math.prod(leading)
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
     blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
-    return partitioned(local, rule, blocks, merged={"i": tuple(leading)})(
-        *inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars)
-    )
+    run: Callable[..., list[jax.Array]] = partitioned(local, rule, blocks, merged={"i": tuple(leading)})
+    if engine not in (None, by_triton) and device_kind() == "cpu" and not has_explicit_axes():
+        # Mosaic's interpreter calls back into Python, which a partitioned function cannot do.
+        run = Letters.read(rule, {"i": tuple(leading)}).over_arrays(local)
+    return run(*inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars))
 
 
 def _shaped(operands: Sequence[jax.Array], vectors: tuple[int, int]) -> list[jax.Array]:
@@ -168,21 +208,13 @@ def _shaped(operands: Sequence[jax.Array], vectors: tuple[int, int]) -> list[jax
     return [*of_rows, *of_columns, *(x[0] for x in operands[last:])]
 
 
-def _call(
-    outputs: tuple[Output, ...],
-    name: str,
-    count: int,
-    vectors: tuple[int, int],
-    tiling: Tiling,
-    body: Body,
-    *operands: jax.Array,
-    interpret: bool,
-) -> list[jax.Array]:
+def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
 
+    count, vectors = one.count, one.vectors
     m, k = operands[0].shape
-    tile = tiling.fit(m, k)
+    tile = one.tiling.fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns, warps = tile
     # (shape, block, whether the grid's first axis runs along the second axis of the matrix)
@@ -195,7 +227,7 @@ def _call(
     }
     shapes: list[jax.ShapeDtypeStruct] = []
     specs, aliases = [], {}
-    for output in outputs:
+    for output in one.outputs:
         if output.replaces is not None:
             aliases[output.replaces] = len(shapes)
         for form in (output.form, "transposed")[: 1 + output.transposed]:
@@ -207,7 +239,7 @@ def _call(
         tiles = [ref[...] for ref in refs[:count]]
         rest = _shaped([ref[...] for ref in refs[count:last]], vectors) + [ref[0] for ref in refs[last : len(operands)]]
         targets = iter(refs[len(operands) :])
-        for output, result in zip(outputs, body(*tiles, *rest), strict=True):
+        for output, result in zip(one.outputs, one.body(Operations(), *tiles, *rest), strict=True):
             target = next(targets)
             target[...] = result.T if output.form == "transposed" else result.reshape(target.shape)
             if output.transposed:
@@ -227,5 +259,5 @@ def _call(
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        name=name,
+        name=one.name,
     )(*varying(operands, *operands))  # a result in place has the type of its input

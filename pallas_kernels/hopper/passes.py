@@ -5,34 +5,33 @@ whose blocks walk tiles takes 6 % longer. Bulk copies bring a tile into shared m
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COLUMNS, ROWS
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
-from pallas_kernels.tiled import Body, Output
+from pallas_kernels.tiled import Operations, Pass
 
 _TURN = 8  # rows
 _REGISTERS = Registers((_TURN, COLUMNS))
 
 
-def call(
-    body: Body, outputs: Sequence[Output], name: str, matrices: Sequence[jax.Array], scalars: jax.Array
-) -> list[jax.Array]:
-    """Return the outputs of a function of `round_to`, matrices `[m, k]` and scalars, in float32 `[n]`."""
+def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
+    """Return the outputs of a pass over matrices `[m, k]`; scalars are float32 `[1]`."""
+    matrices, scalars = operands[: one.count], operands[one.count :]
     m, k = matrices[0].shape
-    written = [output for output in outputs if output.replaces is None]
+    written = [output for output in one.outputs if output.replaces is None]
     shapes = [jax.ShapeDtypeStruct(x, out.dtype) for out in written for x in ((m, k), (k, m))[: 1 + out.transposed]]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, body, outputs, k // COLUMNS),
+        functools.partial(_kernel, one, k // COLUMNS),
         out_type=shapes,
         grid=((m // ROWS) * (k // COLUMNS),),
         grid_names=("tile",),
@@ -43,27 +42,25 @@ def call(
             filled=plgpu.Barrier(num_arrivals=len(matrices)),
         ),
         interpret=plgpu.InterpretGPUParams() if device_kind() == "cpu" else None,
-        kernel_name=name,
+        kernel_name=one.name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     # A reference, so that the matrix is replaced where it lies if its buffer is donated.
-    places = {i: jax.new_ref(matrices[i]) for i in (output.replaces for output in outputs) if i is not None}
-    results = kernel(*(places.get(i, matrix) for i, matrix in enumerate(matrices)), scalars)
-    return varying([*results, *map(jax.freeze, places.values())], *matrices, scalars)
+    places = {i: jax.new_ref(matrices[i]) for i in (output.replaces for output in one.outputs) if i is not None}
+    results = kernel(*(places.get(i, matrix) for i, matrix in enumerate(matrices)), *scalars)
+    return varying([*results, *map(jax.freeze, places.values())], *operands)
 
 
-def _kernel(
-    body: Body, outputs: Sequence[Output], across: int, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, filled: Ref
-) -> None:
+def _kernel(one: Pass, across: int, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, filled: Ref) -> None:
     """Compute one tile."""
-    count, tile = len(tiles), lax.axis_index("tile")
-    matrices, scalars, outs = refs[:count], refs[count], iter(refs[count + 1 :])
+    tile, places = lax.axis_index("tile"), len(memory) + len(codes)
+    matrices, scalars, outs = refs[: one.count], refs[one.count : -places], iter(refs[-places:])
     at = pl.ds(lax.div(tile, across) * ROWS, ROWS), pl.ds(lax.rem(tile, across) * COLUMNS, COLUMNS)
     for matrix, here in zip(matrices, tiles, strict=True):
         plgpu.copy_gmem_to_smem(matrix.at[at], here, filled)
-    numbers, free = [scalars[i] for i in range(scalars.shape[0])], (iter(codes), iter(memory))
+    numbers, free = [ref[0] for ref in scalars], (iter(codes), iter(memory))
     results, transposes = [], []
-    for output in outputs:
+    for output in one.outputs:
         if output.replaces is not None:
             results.append((tiles[output.replaces], matrices[output.replaces].at[at]))
             continue
@@ -71,11 +68,20 @@ def _kernel(
         if output.transposed:
             transposes.append((results[-1][0], next(free[1]), next(outs).at[at[::-1]]))
     plgpu.barrier_wait(filled)
-    # In a kernel no compiler deletes a cast and back.
-    cast = lambda x, dtype: numerics.saturating_cast(x, dtype).astype(jnp.float32)
-    round_to = numerics.round_to if device_kind() == "cpu" else cast
     for first in range(0, ROWS, _TURN):
         rows = pl.ds(first, _TURN)
-        found = body(round_to, *(_REGISTERS.load(tile.at[rows]) for tile in tiles), *numbers)
+        found = one.body(_Operations(), *(_REGISTERS.load(tile.at[rows]) for tile in tiles), *numbers)
         _REGISTERS.store(found, [ref.at[rows] for ref, _ in results])
     write_back(results, transposes)
+
+
+class _Operations(Operations):
+    """The operations on eight rows of a tile."""
+
+    def floor(self, x: jax.Array) -> jax.Array:
+        return jnp.floor(x) if device_kind() == "cpu" else _REGISTERS.instruct("cvt.rmi.f32.f32 $0, $1;", x)
+
+    def scaled(self, x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
+        if device_kind() == "cpu":
+            return numerics.flush_subnormal(x) * inverse
+        return _REGISTERS.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)

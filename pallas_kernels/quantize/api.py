@@ -3,6 +3,7 @@
 Both can return the result for products over either side from one pass over the input.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -21,7 +22,7 @@ from pallas_kernels.operands import (
     check_quantizer,
     check_real,
 )
-from pallas_kernels.quantize import mosaic, reference, triton, triton_dual, triton_rows
+from pallas_kernels.quantize import dual_tiles, mosaic, reference, tiles, triton_rows
 from pallas_kernels.tuning import Key
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -49,21 +50,21 @@ def _dual_key(
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
+_MOSAIC, _DUAL_MOSAIC = (
+    Implementation("mosaic", functools.partial(run, engine=mosaic.by_mosaic), mosaic.reject, timed=True)
+    for run in (tiles.quantize, dual_tiles.dual_quantize)
+)
 _XLA = Implementation("xla", reference.quantize, key=_key)
-_TILES = Implementation("triton", triton.quantize, triton.reject, timed=True)
+_TILES = Implementation("triton", tiles.quantize, tiles.reject, timed=True)
 IMPLEMENTATIONS = {
-    Tensor: (Implementation("mosaic", mosaic.quantize, mosaic.reject, timed=True), _TILES, _XLA),
+    Tensor: (_MOSAIC, _TILES, _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
-    Block: (_TILES, Implementation("xla", triton.by_reference, key=_key)),
+    Block: (_TILES, Implementation("xla", tiles.by_reference, key=_key)),
 }
-_DUAL_TILES = Implementation("triton", triton_dual.dual_quantize, triton_dual.reject, timed=True)
+_DUAL_TILES = Implementation("triton", dual_tiles.dual_quantize, dual_tiles.reject, timed=True)
 DUAL_IMPLEMENTATIONS = {
-    Tensor: (
-        Implementation("mosaic", mosaic.dual_quantize, mosaic.reject_dual, timed=True),
-        _DUAL_TILES,
-        Implementation("xla", reference.dual_quantize, key=_dual_key),
-    ),
-    Block: (_DUAL_TILES, Implementation("xla", triton_dual.by_reference, key=_dual_key)),
+    Tensor: (_DUAL_MOSAIC, _DUAL_TILES, Implementation("xla", reference.dual_quantize, key=_dual_key)),
+    Block: (_DUAL_TILES, Implementation("xla", dual_tiles.by_reference, key=_dual_key)),
 }
 
 

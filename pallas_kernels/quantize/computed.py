@@ -8,6 +8,7 @@ its floats are never written. XLA makes one fusion of it, too, but stores the tr
 The exponential of a kernel may differ from XLA's in the last bits, and so may then the rounding of a value.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
-from pallas_kernels.tiled import Output, Tiling, map_tiles
+from pallas_kernels.tiled import Engine, Operations, Output, Tiling, by_triton, map_tiles
 
 Vectors = tuple[jax.Array, ...]
 # Fewer values a thread than a plain quantizer, because each of them has several numbers at a time.
@@ -31,7 +32,7 @@ class Computed:
     dtype: DTypeLike
     results: int
 
-    def tile(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def tile(self, do: Operations, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Return the values of a tile."""
         return tuple(wide.astype(self.dtype) for wide in self.compute(*operands))
 
@@ -45,16 +46,18 @@ def _decline(options: Computed, *arrays: object) -> str | None:
     return lacks_fp8()
 
 
-def _kernel(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors) -> list[jax.Array]:
+def _kernel(
+    options: Computed, x: jax.Array, rows: Vectors, columns: Vectors, engine: Engine = by_triton
+) -> list[jax.Array]:
     outputs = [Output(options.dtype, transposed=True)]
     if options.results == 2:
         outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
-    call = dict(name="quantize_computed", reference=options.tile, tiling=_TILING, rows=rows, columns=columns)
-    return map_tiles(options.tile, [x], [], outputs, **call)  # type: ignore[arg-type]
+    run = functools.partial(map_tiles, name="quantize_computed", tiling=_TILING, engine=engine)
+    return run(options.tile, [x], [], outputs, vectors=(rows, columns))
 
 
 def _reference(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors) -> list[jax.Array]:
-    values = options.tile(x, *(v[:, None] for v in rows), *(v[None] for v in columns))
+    values = options.tile(Operations(), x, *(v[:, None] for v in rows), *(v[None] for v in columns))
     return [values[0], values[-1].T]
 
 

@@ -1,7 +1,5 @@
 """The definition of `quantize` and `dual_quantize` in plain jax.numpy: the CPU path and the oracle of every kernel."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,14 +62,13 @@ def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
 
 
 def split(
-    target: jax.Array, inverse: jax.Array, scale: jax.Array, dtype: DTypeLike, bits: jax.Array | None,
-    round_to: Callable[[jax.Array, DTypeLike], jax.Array] = numerics.round_to,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    target: jax.Array, inverse: jax.Array, scale: jax.Array, dtype: DTypeLike, bits: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (hi, lo, the remaining error), elementwise; `inverse` is 1 / scale."""
     scaled = numerics.flush_subnormal(target) * inverse
-    hi = round_to(scaled, dtype)
+    hi = numerics.round_to(scaled, dtype)
     rest = numerics.residual(scaled, hi)
-    lo = round_to(rest, dtype) if bits is None else numerics.stochastic_round_to(rest, dtype, bits)
+    lo = numerics.round_to(rest, dtype) if bits is None else numerics.stochastic_round_to(rest, dtype, bits)
     # The casts are exact: hi and lo are values of the format already.
     return hi.astype(dtype), lo.astype(dtype), numerics.residual(rest, lo) * scale
 

@@ -136,7 +136,7 @@ def test_mosaic_splits_as_the_definition(error):
         assert same_bits(got[:2], wanted[:2]) and same_bits(numbers(got.error), numbers(wanted.error))
 
 
-@pytest.mark.parametrize("backend", QUANTIZERS)
+@pytest.mark.parametrize("backend", [*QUANTIZERS, "mosaic"])
 def test_stochastic_residual_is_bit_identical_to_the_cpu(backend):
     bits = jax.random.bits(jax.random.key(2), W.shape)
     call = lambda w, bits, backend: dual_quantize(w, bits=bits, backend=backend)

@@ -11,7 +11,6 @@ import pytest
 
 from pallas_kernels.hopper import plan
 from pallas_kernels.operands import Tensor
-from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
@@ -44,18 +43,14 @@ def test_the_kernel_is_the_reference_bit_for_bit(shape, orientation):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("with_bits", [False, True])
 @pytest.mark.parametrize("with_error", [False, True])
-def test_both_halves_are_the_reference_bit_for_bit(with_error):
+def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
     w, error = (jnp.asarray(values_of((256, 64), F32, deviation)) for deviation in (1, 0.01))
-    call = functools.partial(dual_quantize, w, error=error if with_error else None, amax=jnp.float32(2))
+    bits = jax.random.bits(jax.random.key(0), w.shape) if with_bits else None
+    call = functools.partial(dual_quantize, w, error=error if with_error else None, bits=bits, amax=jnp.float32(2))
     got, expected = (call(orientation="both", backend=backend) for backend in ("mosaic", "xla"))
     assert same_bits(got, expected)
-
-
-def test_a_tile_must_fit_and_bits_go_elsewhere():
-    w = jnp.ones((128, 64))
-    assert mosaic.reject_dual(None, w, None, jnp.ones(w.shape, jnp.uint32), None) is not None
-    assert OLD_JAX or mosaic.reject_dual(None, w, None, None, None) is None
 
 
 @needs_mosaic
