@@ -184,7 +184,7 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     wanted = _exponent(values) - (int(exponent) - 1) + carry
     scale = _power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
     scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
-    return jnp.where(jnp.isfinite(values), scale, _nan_like(scale))
+    return jnp.where(jnp.abs(values) < jnp.inf, scale, _nan_like(scale))  # Mosaic lacks `isfinite`
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:
@@ -229,7 +229,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
 def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
     """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
-    return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))  # Mosaic lacks `isfinite`
+    return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels import counter, dispatch, moments
+from pallas_kernels import counter, moments
 from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Portable, Rates, State, Step
@@ -37,14 +37,6 @@ def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: object) -> st
     if k % ROWS or n % BLOCK:
         return f'hi[{k}, {n}]: the sizes must be multiples of {ROWS} and {BLOCK}; use backend="xla" or pad'
     return None
-
-
-def decline(options: Options, *arrays: object) -> str | None:
-    """Return the reason why this kernel is not the first choice, or None.
-
-    On an H200 XLA's fusions of the same arithmetic take three times as long, so no shape needs to be timed.
-    """
-    return dispatch.lacks_fp8()
 
 
 def adamw(

@@ -2,9 +2,13 @@
 
 A block takes one tile, and a multiprocessor holds several blocks: one waits for its copy while others compute. A pass
 whose blocks walk tiles takes 6 % longer. Bulk copies bring a tile into shared memory and take the results from there.
+The body of a pass gets a few rows at a time. If it asks for the largest value of a square, all rows run up to there
+first and then anew, from shared memory.
 """
 
+import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +24,25 @@ from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
 from pallas_kernels.tiled import Operations, Pass
 
-_TURN = 8  # rows
-_REGISTERS = Registers((_TURN, COLUMNS))
-
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     """Return the outputs of a pass over matrices `[m, k]`; scalars are float32 `[1]`."""
-    matrices, scalars = operands[: one.count], operands[one.count :]
-    m, k = matrices[0].shape
+    matrices, scalars, size = operands[: one.count], operands[one.count :], one.tiling.rows[0]
+    (m, k), columns = matrices[0].shape, max(COLUMNS, size)
     written = [output for output in one.outputs if output.replaces is None]
-    shapes = [jax.ShapeDtypeStruct(x, out.dtype) for out in written for x in ((m, k), (k, m))[: 1 + out.transposed]]
+    coded = [output for output in written if output.form == "tile"]
+    forms = {"tile": (m, k), "transposed": (k, m), "one": (m // size, k // size)}
+    shape = lambda form, x: jax.ShapeDtypeStruct(forms[form], x.dtype)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, one, k // COLUMNS),
-        out_type=shapes,
-        grid=((m // ROWS) * (k // COLUMNS),),
+        functools.partial(_kernel, one),
+        out_type=[shape(form, x) for x in written for form in (x.form, "transposed")[: 1 + x.transposed]],
+        grid=((m // ROWS) * (k // columns),),
         grid_names=("tile",),
         scratch_types=dict(
-            tiles=[plgpu.SMEM((ROWS, COLUMNS), matrix.dtype) for matrix in matrices],
-            codes=[plgpu.SMEM((ROWS, COLUMNS), jnp.dtype(output.dtype)) for output in written],
-            memory=[_REGISTERS.turned(ROWS, COLUMNS, output.dtype) for output in written if output.transposed],
+            tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
+            codes=[plgpu.SMEM((ROWS, columns), jnp.dtype(output.dtype)) for output in coded],
+            memory=[Registers.turned(ROWS, columns, output.dtype) for output in coded if output.transposed],
+            tops=[plgpu.SMEM((ROWS // size * columns // size, 4), jnp.int32)] * (0 if coded == written else 2),
             filled=plgpu.Barrier(num_arrivals=len(matrices)),
         ),
         interpret=plgpu.InterpretGPUParams() if device_kind() == "cpu" else None,
@@ -51,37 +55,80 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     return varying([*results, *map(jax.freeze, places.values())], *operands)
 
 
-def _kernel(one: Pass, across: int, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, filled: Ref) -> None:
+def _kernel(one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Ref, filled: Ref) -> None:
     """Compute one tile."""
-    tile, places = lax.axis_index("tile"), len(memory) + len(codes)
-    matrices, scalars, outs = refs[: one.count], refs[one.count : -places], iter(refs[-places:])
-    at = pl.ds(lax.div(tile, across) * ROWS, ROWS), pl.ds(lax.rem(tile, across) * COLUMNS, COLUMNS)
+    matrices, size, columns, tile = refs[: one.count], one.tiling.rows[0], tiles[0].shape[1], lax.axis_index("tile")
+    place = lax.div(tile, refs[0].shape[1] // columns), lax.rem(tile, refs[0].shape[1] // columns)
+    at = pl.ds(place[0] * ROWS, ROWS), pl.ds(place[1] * columns, columns)
     for matrix, here in zip(matrices, tiles, strict=True):
         plgpu.copy_gmem_to_smem(matrix.at[at], here, filled)
-    numbers, free = [ref[0] for ref in scalars], (iter(codes), iter(memory))
-    results, transposes = [], []
+    first_out = len(refs) - sum(1 + x.transposed for x in one.outputs if x.replaces is None)
+    numbers, outs = [ref[0] for ref in refs[one.count : first_out]], iter(refs[first_out:])
+    free, results, transposes, of_squares = (iter(codes), iter(memory)), [], [], []
     for output in one.outputs:
-        if output.replaces is not None:
+        if output.form == "one":
+            few = [(i, side // size) for i, side in zip(place, (ROWS, columns), strict=True)]
+            of_squares.append(next(outs).at[tuple(pl.ds(i * count, count) for i, count in few)])
+        elif output.replaces is not None:
             results.append((tiles[output.replaces], matrices[output.replaces].at[at]))
-            continue
-        results.append((next(free[0]), next(outs).at[at]))
-        if output.transposed:
-            transposes.append((results[-1][0], next(free[1]), next(outs).at[at[::-1]]))
+        else:
+            results.append((next(free[0]), next(outs).at[at]))
+            if output.transposed:
+                transposes.append((results[-1][0], next(free[1]), next(outs).at[at[::-1]]))
     plgpu.barrier_wait(filled)
-    for first in range(0, ROWS, _TURN):
-        rows = pl.ds(first, _TURN)
-        found = one.body(_Operations(), *(_REGISTERS.load(tile.at[rows]) for tile in tiles), *numbers)
-        _REGISTERS.store(found, [ref.at[rows] for ref, _ in results])
+    _compute(one, tiles, numbers, [ref for ref, _ in results], of_squares, tops)
     write_back(results, transposes)
 
 
+def _compute(
+    one: Pass, tiles: Ref, numbers: list[jax.Array], targets: list[Ref], of_squares: list[Ref], memory: Ref
+) -> None:
+    """Compute a tile: matrices in `targets`, and a number for each of its squares."""
+    (rows, columns), size = tiles[0].shape, one.tiling.rows[0]
+    registers, turn = Registers((512 // columns, columns)), 512 // columns
+    is_one = [output.form == "one" for output in one.outputs]
+    maxima: list[list[jax.Array]] = []  # the ones that the body has asked for, for each band
+    while True:
+        found, seen, do = [], [], _Operations(registers, [])
+        for band in range(0, rows, size):
+            values, tops = tuple[jax.Array, ...](), []
+            # Matrices are written once the first maximum is known, if there is one; then only numbers are left.
+            for first in range(band, band + (size if len(maxima) < 2 else turn), turn):
+                do, at = _Operations(registers, [of_bands[band // size] for of_bands in maxima]), pl.ds(first, turn)
+                with contextlib.suppress(StopIteration):
+                    values = one.body(do, *(registers.load(tile.at[at]) for tile in tiles), *numbers)
+                if len(do.asked) > len(maxima):
+                    # Bits without their sign are ordered like magnitudes, and NaN is the largest.
+                    tops.append(lax.bitcast_convert_type(do.asked[-1], jnp.int32) & 0x7FFFFFFF)
+                if len(maxima) == min(1, len(do.asked)):
+                    matrices = [x for x, skip in zip(values, is_one, strict=True) if not skip]
+                    registers.store(matrices, [ref.at[at] for ref in targets])
+            found.append(itertools.compress(values, is_one))
+            seen.append(tops)
+        if len(do.asked) == len(maxima):
+            for ref, values in zip(of_squares, zip(*found, strict=True), strict=True):
+                registers.write_squares(size, values, ref)
+            return
+        bits = [functools.reduce(jnp.maximum, tops) for tops in seen]
+        maxima.append(registers.largest_of_squares(size, bits, memory[len(maxima)]))
+
+
 class _Operations(Operations):
-    """The operations on eight rows of a tile."""
+    """The operations on some rows of a tile, with the maxima of their squares as far as they are known."""
+
+    def __init__(self, registers: Registers, known: list[jax.Array]) -> None:
+        self.registers, self.known, self.asked = registers, known, list[jax.Array]()
 
     def floor(self, x: jax.Array) -> jax.Array:
-        return jnp.floor(x) if device_kind() == "cpu" else _REGISTERS.instruct("cvt.rmi.f32.f32 $0, $1;", x)
+        return jnp.floor(x) if device_kind() == "cpu" else self.registers.instruct("cvt.rmi.f32.f32 $0, $1;", x)
 
     def scaled(self, x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
         if device_kind() == "cpu":
             return numerics.flush_subnormal(x) * inverse
-        return _REGISTERS.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)
+        return self.registers.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        self.asked.append(x)
+        if not self.known:
+            raise StopIteration  # the rest of the body needs this maximum
+        return self.known[len(self.asked) - 1] if len(self.asked) <= len(self.known) else self.registers.spread(0)

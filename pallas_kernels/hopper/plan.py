@@ -24,7 +24,7 @@ SMALLEST_JAX = (0, 11)
 SWIZZLE = 128
 COMPUTE_WARPGROUPS = 2
 SHARED_MEMORY = 227 * 1024
-ROWS, COLUMNS = 128, 64  # size of a tile in passes.py
+ROWS, COLUMNS = 128, 64  # fewest of a tile in passes.py, which has whole squares
 # A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
 EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
 _BARRIERS = 1024  # bytes at most, with the alignment of the buffers

@@ -4,6 +4,7 @@ A lane has four neighbours of a row, and the next lane the next four. Tiles in s
 lanes read and write them without bank conflicts.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
@@ -46,6 +48,47 @@ class Registers:
         lines = ["{ .reg .b32 t; mov.b32 t, 0", *(f"{maximum} t, t, ${i}" for i in (1, 2, 3, 4))]
         text = "; ".join([*lines, "redux.sync.max.s32 $0, t, 0xFFFFFFFF", "}"])
         return self._by_lanes(lambda lane: [_asm(text, *lane)] * 4, x)
+
+    def largest_of_squares(self, size: int, tops: Sequence[jax.Array], memory: Ref) -> list[jax.Array]:
+        """Return the largest float32 of each square where its values are, from bits: a matrix for a band of squares.
+
+        `memory` is int32 `[squares, warps]`.
+        """
+        across, lanes = self.shape[1] // size, self.shape[1] // 4
+
+        def run(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> list[mgpu.FragmentedArray]:
+            warp, lane = _split(gpu.thread_id(gpu.Dimension.x), mgpu.utils.WARP_SIZE)
+            square, _ = _split(_split(lane, lanes)[1], size // 4)
+            places = [arith.addi(square, _index(band * across)) for band in range(len(arrays))]
+            for x, place in zip(arrays, places, strict=True):
+                top = functools.reduce(arith.maxsi, (_value(x, i) for i in range(4)))
+                for distance in (1, 2, 4, 8, 16):
+                    if distance < size // 4 or distance >= lanes:  # else the other lane has another square
+                        top = arith.maxsi(top, mgpu.utils.shfl_bfly(top, distance))
+                memref.store(top, refs[0], [place, warp])
+            mgpu.utils.warpgroup_barrier()
+            of_warps = [[memref.load(refs[0], [place, _index(i)]) for i in range(4)] for place in places]
+            tops = [arith.bitcast(ir.F32Type.get(), functools.reduce(arith.maxsi, x)) for x in of_warps]
+            return [self._array([top] * 4) for top in tops]
+
+        if device_kind() != "cpu":
+            return self._inline(run, tops, [memory], [jnp.float32] * len(tops))
+        bits = [jnp.repeat(jnp.max(top.reshape(-1, across, size), (0, 2)), size) for top in tops]
+        return [jnp.broadcast_to(lax.bitcast_convert_type(x, jnp.float32), self.shape) for x in bits]
+
+    def write_squares(self, size: int, numbers: Sequence[jax.Array], ref: Ref) -> None:
+        """Write the number of each square, from a matrix for a band of squares."""
+
+        def run(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> None:
+            square, within = _split(gpu.thread_id(gpu.Dimension.x), size // 4)
+            is_inside = arith.cmpi(arith.CmpIPredicate.ult, square, _index(self.shape[1] // size))
+            with mgpu.utils.when(arith.andi(is_inside, arith.cmpi(arith.CmpIPredicate.eq, within, _index(0)))):
+                for i, x in enumerate(arrays):
+                    memref.store(_value(x, 0), refs[0], [_index(i), square])
+
+        if device_kind() != "cpu":
+            return self._inline(run, numbers, [ref])
+        ref[...] = jnp.stack([x[0, ::size] for x in numbers])
 
     def load(self, ref: Ref) -> jax.Array:
         """Read a matrix from a tile; interpreters know no layouts."""

@@ -4,6 +4,7 @@ Both can return the result for products over either side from one pass over the 
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -50,22 +51,25 @@ def _dual_key(
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
-_MOSAIC, _DUAL_MOSAIC = (
-    Implementation("mosaic", functools.partial(run, engine=mosaic.by_mosaic), mosaic.reject, timed=True)
-    for run in (tiles.quantize, dual_tiles.dual_quantize)
-)
+def _tiled(
+    run: Callable[..., Quantized], reject: Callable[..., str | None], key: Callable[..., Key | None]
+) -> tuple[Implementation, ...]:
+    """Return the table of a quantizer of tiles, which has two engines and the definition."""
+    by_mosaic, by_definition = (functools.partial(run, engine=engine) for engine in (mosaic.by_mosaic, None))
+    return (
+        Implementation("mosaic", by_mosaic, mosaic.reject, timed=True),
+        Implementation("triton", run, reject, timed=True),
+        Implementation("xla", by_definition, key=key),
+    )
+
+
+_TILES = _tiled(tiles.quantize, tiles.reject, _key)
+_DUAL_TILES = _tiled(dual_tiles.dual_quantize, dual_tiles.reject, _dual_key)
 _XLA = Implementation("xla", reference.quantize, key=_key)
-_TILES = Implementation("triton", tiles.quantize, tiles.reject, timed=True)
-IMPLEMENTATIONS = {
-    Tensor: (_MOSAIC, _TILES, _XLA),
-    Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
-    Block: (_TILES, Implementation("xla", tiles.by_reference, key=_key)),
-}
-_DUAL_TILES = Implementation("triton", dual_tiles.dual_quantize, dual_tiles.reject, timed=True)
-DUAL_IMPLEMENTATIONS = {
-    Tensor: (_DUAL_MOSAIC, _DUAL_TILES, Implementation("xla", reference.dual_quantize, key=_dual_key)),
-    Block: (_DUAL_TILES, Implementation("xla", dual_tiles.by_reference, key=_dual_key)),
-}
+_DUAL_XLA = Implementation("xla", reference.dual_quantize, key=_dual_key)
+_ROWS = (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA)
+IMPLEMENTATIONS = {Tensor: (*_TILES[:2], _XLA), Row: _ROWS, Block: _TILES}
+DUAL_IMPLEMENTATIONS = {Tensor: (*_DUAL_TILES[:2], _DUAL_XLA), Block: _DUAL_TILES}
 
 
 def quantize(

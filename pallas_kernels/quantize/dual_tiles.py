@@ -5,12 +5,10 @@ XLA never sees the body of a compiled kernel. It does see the interpreter's on C
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
@@ -31,119 +29,65 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
 
 def dual_quantize(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None,
-    engine: Engine = by_triton,
+    engine: Engine | None = by_triton,
 ) -> Quantized:  # fmt: skip
-    """Return both halves, see `api.dual_quantize`."""
-    if isinstance(options.scaling, Block):
-        return _in_blocks(options, options.scaling, w, error, bits, engine)
-    dtype, both = options.dtype, options.orientation == "both"
-    has_error, has_bits = error is not None, bits is not None
-    if amax is None:
-        amax = numerics.amax(reference.target(w, error))
-    scale, inverse = numerics.scale_and_inverse(amax, dtype, "pow2")
+    """Return both halves, see `api.dual_quantize`; without an engine the definition."""
+    if engine is None and not (has_explicit_axes() and isinstance(options.scaling, Block)):
+        return reference.dual_quantize(options, w, error, bits, amax)
+    dtype, scaling, both = options.dtype, options.scaling, options.orientation == "both"
+    block = scaling if isinstance(scaling, Block) else None
+    has_error, has_bits, scalars = error is not None, bits is not None, list[jax.Array]()
+    inputs = [operand for operand in (w, error, bits) if operand is not None]
+    if block is None:
+        amax = numerics.amax(reference.target(w, error)) if amax is None else amax
+        scalars = [*numerics.scale_and_inverse(amax, dtype, "pow2")][::-1]
+
+    def body(do: Operations, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        tiles, numbers = operands[: len(inputs)], operands[len(inputs) :]
+        wanted = reference.target(tiles[0], tiles[1] if has_error else None)
+        inverse, scale = numbers or numerics.scale_and_inverse(do.largest(wanted), dtype, "pow2")[::-1]
+        is_exact = block or has_error or has_bits
+        scaled = numerics.flush_subnormal(wanted) * inverse if is_exact else do.scaled(wanted, inverse, dtype)
+        # In a block nothing is to be clipped: its scale covers its largest value, and is NaN if that is not finite.
+        cast = (lambda x: x.astype(dtype)) if block else functools.partial(numerics.saturating_cast, dtype=dtype)
+        hi = cast(scaled)
+        rest = numerics.residual(scaled, hi.astype(jnp.float32))
+        lo = numerics.stochastic_round_to(rest, dtype, tiles[-1], do.floor).astype(dtype) if has_bits else cast(rest)
+        results = [hi, lo]
+        if block:
+            code = numerics.e8m0_code(scale)
+            # NaN is not zero: the comparison is false, and the block keeps its scale.
+            is_zero = do.largest(lo.astype(jnp.float32)) == 0
+            results += [code, jnp.where(is_zero, ZERO_BLOCK, code.astype(jnp.int32)).astype(jnp.uint8)]
+        if has_error:
+            results.append((numerics.residual(rest, lo.astype(jnp.float32)) * scale).astype(tiles[1].dtype))
+        return tuple(results)
 
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        *matrices, inverse, scale = operands
-        target = reference.target(matrices[0], matrices[1] if has_error else None)
-        hi, lo, left = reference.split(target, inverse, scale, dtype, matrices[-1] if has_bits else None)
-        return (hi, lo, left.astype(matrices[1].dtype)) if has_error else (hi, lo)
-
-    def body(do: Operations, *tiles: jax.Array) -> tuple[jax.Array, ...]:
-        *matrices, inverse, scale = tiles
-        target = reference.target(matrices[0], matrices[1] if has_error else None)
-        if has_error or has_bits:
-            scaled = numerics.flush_subnormal(target) * inverse
-        else:
-            scaled = do.scaled(target, inverse, dtype)
-        hi, lo, rest = _split(do, scaled, numerics.saturating_cast, dtype, matrices[-1] if has_bits else None)
-        if not has_error:
-            return hi, lo
-        left = numerics.residual(rest, lo.astype(jnp.float32)) * scale
-        return hi, lo, left.astype(matrices[1].dtype)
-
-    inputs = [operand for operand in (w, error, bits) if operand is not None]
-    # Stochastic rounding computes more a value, and wants more threads (`Tiling`).
-    tiling = Tiling(values_per_thread=8 if has_bits else 16)
-    outputs = _outputs(dtype, both, error)
-    run = functools.partial(map_tiles, name="dual_quantize", reference=whole, tiling=tiling, engine=engine)
-    results = run(body, inputs, [inverse, scale], outputs)
-    each = 1 + both  # results of hi, and of lo
-    rows, *columns = (Operand(hi, scale, lo, scaling=options.scaling) for hi, lo in zip(results[:each], results[each:]))
-    return Quantized(rows, columns[0] if both else None, results[-1] if has_error else None)
-
-
-def by_reference(
-    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
-) -> Quantized:
-    """Return the definition; with explicit axes, which JAX does not cut into blocks, on each device's part."""
-    if has_explicit_axes() and isinstance(options.scaling, Block):
-        return _in_blocks(options, options.scaling, w, error, bits, None)
-    return reference.dual_quantize(options, w, error, bits, amax)
-
-
-def _in_blocks(
-    options: Quantization, block: Block, w: jax.Array, error: jax.Array | None, bits: jax.Array | None,
-    engine: Engine | None,
-) -> Quantized:  # fmt: skip
-    """Return both halves from tiles that are square blocks."""
-    dtype, both = options.dtype, options.orientation == "both"
-    has_error, has_bits = error is not None, bits is not None
-
-    def body(do: Operations, *tiles: jax.Array) -> tuple[jax.Array, ...]:
-        wanted = reference.target(tiles[0], tiles[1] if has_error else None)
-        scale, inverse = numerics.scale_and_inverse(do.largest(wanted), dtype, "pow2")
-        scaled = numerics.flush_subnormal(wanted) * inverse
-        # Nothing to clip: the scale of a block covers its largest value, and is NaN if that is not finite.
-        hi, lo, rest = _split(do, scaled, lambda x, dtype: x.astype(dtype), dtype, tiles[-1] if has_bits else None)
-        back = lo.astype(jnp.float32)
-        code = numerics.e8m0_code(scale)
-        # NaN is not zero: the comparison is false, and the block keeps its scale.
-        residual_code = jnp.where(do.largest(back) == 0, jnp.full_like(code, ZERO_BLOCK), code)
-        if not has_error:
-            return hi, lo, code, residual_code
-        return hi, lo, code, residual_code, (numerics.residual(rest, back) * scale).astype(tiles[1].dtype)
-
-    def whole(*tensors: jax.Array) -> tuple[jax.Array, ...]:
-        rows, _, left = reference.dual_quantize(
-            Quantization(dtype, block), tensors[0], tensors[1] if has_error else None,
-            tensors[-1] if has_bits else None, None,
-        )  # fmt: skip
+        tiles, numbers = operands[: len(inputs)], operands[len(inputs) :]
+        given = tiles[0], tiles[1] if has_error else None, tiles[-1] if has_bits else None
+        if block is None:
+            hi, lo, left = reference.split(reference.target(*given[:2]), numbers[0], numbers[1], dtype, given[2])
+            return (hi, lo, left.astype(tiles[1].dtype)) if has_error else (hi, lo)
+        rows, _, error = reference.dual_quantize(Quantization(dtype, block), *given, None)
         assert rows.lo is not None and rows.lo_scale is not None
         codes = [lax.bitcast_convert_type(s, jnp.uint8) for s in (rows.scale, rows.lo_scale)]
-        return (rows.values, rows.lo, *codes) if left is None else (rows.values, rows.lo, *codes, left)
+        return (rows.values, rows.lo, *codes) if error is None else (rows.values, rows.lo, *codes, error)
 
-    codes = Output(jnp.uint8, form="one" if block.tile == "square" else "rows")
-    outputs = _outputs(dtype, both, error, codes, codes)
-    inputs = [operand for operand in (w, error, bits) if operand is not None]
-    # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128 values a thread, and at 2.8 with 32.
-    # With an error they run out of registers at 128, 1.9 TB/s, and 64 values give 2.6.
-    values = (64 if has_error or has_bits else 128) if block.size == 128 else 32
-    tiling = Tiling.of_blocks(block.size, values)
-    run = functools.partial(map_tiles, name="block_dual_quantize", reference=whole, tiling=tiling, engine=engine)
-    results = run(body, inputs, [], outputs)
-    each = 1 + both
-    scale, lo_scale = (lax.bitcast_convert_type(x, SCALE_DTYPE) for x in results[2 * each : 2 * each + 2])
-    rows = Operand(results[0], scale, results[each], lo_scale, block)
-    columns = Operand(results[1], scale.T, results[each + 1], lo_scale.T, block) if both else None
-    return Quantized(rows, columns, results[-1] if has_error else None)
-
-
-def _split(
-    do: Operations, scaled: jax.Array, cast: Callable[[jax.Array, DTypeLike], jax.Array], dtype: DTypeLike,
-    bits: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return (hi, lo, the rest that lo rounds), elementwise."""
-    hi = cast(scaled, dtype)
-    rest = numerics.residual(scaled, hi.astype(jnp.float32))
-    lo = cast(rest, dtype) if bits is None else numerics.stochastic_round_to(rest, dtype, bits, do.floor).astype(dtype)
-    return hi, lo, rest
-
-
-def _outputs(dtype: DTypeLike, both: bool, error: jax.Array | None, *codes: Output) -> list[Output]:
+    # Stochastic rounding computes more a value, and wants more threads (`Tiling`).
+    tiling, codes = Tiling(values_per_thread=8 if has_bits else 16), list[Output]()
+    if block:
+        # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128 values a thread, and at 2.8 with
+        # 32. With an error they run out of registers at 128, 1.9 TB/s, and 64 values give 2.6.
+        tiling = Tiling.of_blocks(block.size, 32 if block.size < 128 else 64 if has_error or has_bits else 128)
+        codes = [Output(jnp.uint8, form="one" if block.tile == "square" else "rows")] * 2
     # The new error is written over the old one, tile by tile.
-    return [
-        Output(dtype, both),
-        Output(dtype, both),
-        *codes,
-        *([] if error is None else [Output(error.dtype, replaces=1)]),
-    ]
+    outputs = [*[Output(dtype, both)] * 2, *codes, *([] if error is None else [Output(error.dtype, replaces=1)])]
+    name = f"{'block_' if block else ''}dual_quantize"
+    results = map_tiles(body, inputs, scalars, outputs, name=name, reference=whole, tiling=tiling, engine=engine)
+    hi, lo, rest = results[: 1 + both], results[1 + both : 2 + 2 * both], results[2 + 2 * both :]
+    scales = [lax.bitcast_convert_type(x, SCALE_DTYPE) for x in rest[:2]] if block else scalars[1:]
+    of_both = (scales, [scale.T for scale in scales])
+    parts = zip(hi, lo, of_both, strict=False)
+    rows, *columns = (Operand(h, s[0], l, s[1] if block else None, scaling) for h, l, s in parts)
+    return Quantized(rows, columns[0] if both else None, rest[-1] if has_error else None)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper import plan
-from pallas_kernels.operands import Quantization
+from pallas_kernels.operands import Block, Quantization
 from pallas_kernels.specs import device_count
 from pallas_kernels.tiled import Pass
+
+_MEMORY = plan.SHARED_MEMORY - 2048  # for tiles, besides maxima and barriers
 
 
 def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> str | None:
@@ -23,21 +25,30 @@ def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> st
         return 'an error on several devices; use backend="triton" or "xla"'
     if (reason := plan.reject(jnp.bfloat16)) is not None:
         return reason
-    dtypes = [str(matrix.dtype) for matrix in (x, error) if matrix is not None]
+    matrices = [matrix for matrix in (x, *arrays[:-1]) if matrix is not None]
+    dtypes = [str(matrix.dtype) for matrix in matrices if matrix.dtype != jnp.uint32]
     if not {*dtypes} <= {"bfloat16", "float32"}:
         return f'{" and ".join(dtypes)} must be bfloat16 or float32; use backend="triton" or "xla"'
-    return _misfit(math.prod(x.shape[:-1]), x.shape[-1])
+    scaling, results = options.scaling, (1 + is_dual) * (1 + (options.orientation == "both"))
+    if isinstance(scaling, Block) and scaling.tile != "square":
+        return f'{scaling.tile} blocks; use squares, or backend="triton" or "xla"'
+    columns = max(plan.COLUMNS, scaling.size if isinstance(scaling, Block) else 0)
+    used = plan.ROWS * columns * (sum(matrix.dtype.itemsize for matrix in matrices) + results)
+    if used > _MEMORY:
+        return f'a tile takes {used} bytes of shared memory of {_MEMORY}; use smaller blocks or backend="triton"'
+    return _misfit(math.prod(x.shape[:-1]), x.shape[-1], columns)
 
 
-def _misfit(m: int, k: int) -> str | None:
-    if m and k and m % plan.ROWS == 0 and k % plan.COLUMNS == 0:
+def _misfit(m: int, k: int, columns: int) -> str | None:
+    if m and k and m % plan.ROWS == 0 and k % columns == 0:
         return None
-    return f'[{m}, {k}] must be multiples of {plan.ROWS} and {plan.COLUMNS} for backend="mosaic"'
+    return f'[{m}, {k}] must be multiples of {plan.ROWS} and {columns} for backend="mosaic"'
 
 
 def by_mosaic(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
     """Run a pass over a device's part, see `tiled.by_triton`."""
-    if _misfit(*operands[0].shape) is not None:
+    m, k = operands[0].shape
+    if _misfit(m, k, max(plan.COLUMNS, one.tiling.rows[0])) is not None:
         return None
     # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
     from pallas_kernels.hopper import passes

@@ -19,9 +19,14 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
     return tiling.misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1])
 
 
-def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None, engine: Engine = by_triton) -> Quantized:
-    """Return the quantized tensor, see `api.quantize`."""
+def quantize(
+    options: Quantization, x: jax.Array, amax: jax.Array | None, engine: Engine | None = by_triton
+) -> Quantized:
+    """Return the quantized tensor, see `api.quantize`; without an engine the definition."""
     dtype, scaling = options.dtype, options.scaling
+    # JAX does not cut explicit axes into blocks, so there each device computes the definition of its part.
+    if engine is None and not (has_explicit_axes() and isinstance(scaling, Block)):
+        return reference.quantize(options, x, amax)
     if isinstance(scaling, Block):
         return _in_blocks(options, scaling, x, engine)
     scale, inverse = scaling.find(x, dtype, amax)
@@ -30,16 +35,9 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None, engine
         return (numerics.saturating_cast(do.scaled(x.astype(jnp.float32), inverse, dtype), dtype),)
 
     outputs = [Output(dtype, transposed=options.orientation == "both")]
-    values, *turned = map_tiles(body, [x], [inverse], outputs, name="quantize", tiling=WIDE, engine=engine)
-    rows = Operand(values, scale, scaling=scaling)
-    return Quantized(rows, Operand(turned[0], scale, scaling=scaling) if turned else None)
-
-
-def by_reference(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
-    """Return the definition; with explicit axes, which JAX does not cut into blocks, on each device's part."""
-    if has_explicit_axes() and isinstance(options.scaling, Block):
-        return _in_blocks(options, options.scaling, x, None)
-    return reference.quantize(options, x, amax)
+    values = map_tiles(body, [x], [inverse], outputs, name="quantize", tiling=WIDE, engine=engine)
+    rows, *columns = (Operand(x, scale, scaling=scaling) for x in values)
+    return Quantized(rows, columns[0] if columns else None)
 
 
 def _in_blocks(options: Quantization, block: Block, x: jax.Array, engine: Engine | None) -> Quantized:
@@ -60,24 +58,20 @@ def _in_blocks(options: Quantization, block: Block, x: jax.Array, engine: Engine
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
         rows, columns, _ = reference.quantize(options, x, None)
-        code = lambda operand: lax.bitcast_convert_type(operand.scale, jnp.uint8)
-        if squares or columns is None:
-            return rows.values, code(rows)
-        return rows.values, code(rows), columns.values.T, code(columns)
+        vectors = () if squares or columns is None else (columns.values.T, columns.scale)
+        results = (rows.values, rows.scale, *vectors)
+        return tuple(x if x.dtype == dtype else lax.bitcast_convert_type(x, jnp.uint8) for x in results)
 
-    if squares:
-        outputs = [Output(dtype, transposed=both), Output(jnp.uint8, form="one")]
-    else:
-        outputs = [Output(dtype), Output(jnp.uint8, form="rows")]
-        if both:
-            outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
+    outputs = [Output(dtype, transposed=both and squares), Output(jnp.uint8, form="one" if squares else "rows")]
+    if both and not squares:
+        outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
     # Few warps, because each thread finds the scales of all rows and columns that it touches. Measured on an H200, both
     # orientations of vectors of 128 and 64: 2.7 TB/s; with 16 values a thread 1.1 and 1.5.
     tiling = Tiling.of_blocks(block.size, block.size)
     results = map_tiles(body, [x], [], outputs, name="block_quantize", reference=whole, tiling=tiling, engine=engine)
     scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
-    values, *turned = (r for r in results if r.dtype != jnp.uint8)
-    rows = Operand(values, scales[0], scaling=block)
-    if not both:
-        return Quantized(rows)
-    return Quantized(rows, Operand(turned[0], scales[0].T if squares else scales[1], scaling=block))
+    values = [r for r in results if r.dtype != jnp.uint8]
+    # Squares have no scales of columns, but those of the rows serve them.
+    pairs = zip(values, [*scales, scales[0].T], strict=False)
+    rows, *columns = (Operand(x, scale, scaling=block) for x, scale in pairs)
+    return Quantized(rows, columns[0] if columns else None)

@@ -33,17 +33,20 @@ def test_quantizing_is_the_same_on_every_backend_and_on_the_cpu(data, block, til
     x = data[0].at[3, 5].set(jnp.nan).at[200:264, :128].set(0.0).astype(jnp.bfloat16)
     call = functools.partial(quantize, dtype=E4M3, scaling=Block(block, tile), orientation="both")
     expected = jax.jit(functools.partial(call, backend="xla"))(x)
-    assert same_bits(jax.jit(functools.partial(call, backend="triton"))(x), expected)
+    for backend in ("triton", "mosaic")[: 1 + (tile == "square")]:
+        assert same_bits(jax.jit(functools.partial(call, backend=backend))(x), expected)
     with jax.default_device(jax.devices("cpu")[0]):
         assert same_bits(call(jax.device_put(x, jax.devices("cpu")[0]), backend="xla"), expected)
 
 
+@pytest.mark.parametrize("with_bits", [False, True])
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_the_residual_of_blocks_is_there_and_the_same(data, block):
+def test_the_residual_of_blocks_is_there_and_the_same(data, block, with_bits):
     w, error = data[1].at[:128, :128].set(0.5), data[1] * 1e-3
+    given = dict(bits=jax.random.bits(jax.random.key(3), w.shape)) if with_bits else dict(error=error)
     call = functools.partial(dual_quantize, scaling=Block(block), orientation="both")
-    parts = [jax.jit(functools.partial(call, backend=b))(w, error=error) for b in ("xla", "triton")]
-    assert same_bits(*parts)
+    parts = [jax.jit(functools.partial(call, backend=b))(w, **given) for b in ("xla", "triton", "mosaic")]
+    assert same_bits(parts[0], parts[1]) and same_bits(parts[0], parts[2])
     assert np.mean(np.asarray(parts[0].rows.lo[128:].astype(jnp.float32)) != 0) > 0.95
 
 

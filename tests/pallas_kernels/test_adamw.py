@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import counter, dispatch, moments, pallas_triton
-from pallas_kernels.adamw import mosaic, reference, triton
-from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.adamw import mosaic, reference
+from pallas_kernels.adamw.api import IMPLEMENTATIONS, Moments, Rates, adamw
 from pallas_kernels.hopper import plan
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
@@ -327,9 +327,9 @@ def test_bad_input_says_what_to_do():
 )
 def test_the_kernel_is_chosen_where_instructions_for_fp8_are(kind, capability, chosen, monkeypatch):
     """A device that is only described has no capability."""
-    monkeypatch.setattr(triton.dispatch, "device_kind", lambda: kind)
-    monkeypatch.setattr(triton.dispatch, "compute_capability", lambda: capability)
-    reason = triton.decline(reference.Options())
+    monkeypatch.setattr(dispatch, "device_kind", lambda: kind)
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+    reason = IMPLEMENTATIONS[0].decline(reference.Options())
     assert reason is None if chosen else kind in reason
 
 

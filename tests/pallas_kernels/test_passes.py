@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import plan
-from pallas_kernels.operands import Tensor
+from pallas_kernels.operands import Block, Quantization, Tensor
+from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
@@ -54,11 +55,24 @@ def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("size, with_error", [(32, True), (64, False), (128, False)])
+def test_squares_are_the_reference_bit_for_bit(size, with_error):
+    x = jnp.asarray(values_of((128, 128), F32, 3)).at[64:].multiply(2.0**-70).at[:, 96:].set(0)
+    error = x * 0.01 if with_error else None
+    call = lambda backend: dual_quantize(x, Block(size), error=error, orientation="both", backend=backend)
+    assert same_bits(call("mosaic"), call("xla"))
+    call = lambda backend: quantize(x, E4M3, Block(size, "square"), orientation="both", backend=backend)
+    assert size == 128 or same_bits(call("mosaic"), call("xla"))
+    assert "of shared memory" in mosaic.reject(Quantization(E4M3, Block(128), "both"), x, x, x.astype(jnp.uint32), None)
+
+
+@needs_mosaic
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+@pytest.mark.parametrize("scaling", [Tensor(), Block(128), Block(32)], ids=str)
 @pytest.mark.parametrize("call, dtype", [(quantize, BF16), (dual_quantize, F32)])
-def test_a_pass_compiles_without_spills(call, dtype, capfd):
-    mesh = h200s(1)
-    options = dict(dtype=E4M3, amax=jnp.float32(1), orientation="both", backend="mosaic")
+def test_a_pass_compiles_without_spills(call, dtype, scaling, capfd):
+    mesh, amax = h200s(1), jnp.float32(1) if scaling == Tensor() else None
+    options = dict(dtype=E4M3, amax=amax, orientation="both", backend="mosaic", scaling=scaling)
     compiled = compile_for(mesh, functools.partial(call, **options), on(mesh, (4096, 8192), dtype))
     assert compiled.targets == ["mosaic_gpu_v2"]
     said = "".join(capfd.readouterr())
