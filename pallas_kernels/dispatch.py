@@ -48,6 +48,7 @@ class Implementation:
       configure: returns the tile sizes that would run, or None if there are none to choose.
       key: returns the name of the call in `tuned.json`, or None. XLA's implementation has it for the whole table.
       timed: whether it is the first choice only if it was measured to be the fastest.
+      replaces: a backend where it comes first untimed, too, if that one cannot run.
     """
 
     backend: Backend
@@ -57,6 +58,7 @@ class Implementation:
     configure: Callable[..., object] = _no_objection
     key: Callable[..., Key | None] = _no_objection
     timed: bool = False
+    replaces: Backend | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,9 @@ def judge(
                 reason = implementation.decline(options, *arrays)
                 if reason is None and implementation.timed:
                     able = {other.backend for other in table if _reject(other, options, *arrays) is None}
-                    reason = tuning.decline(device, table[-1].key(options, *arrays), implementation.backend, able)
+                    key, name = table[-1].key(options, *arrays), implementation.backend
+                    if implementation.replaces in {None, *able} or (key and tuning.find(device, key, name)):
+                        reason = tuning.decline(device, key, name, able)
         if reason is None and chosen is not None:
             reason = f"{chosen} comes first"
         if reason is None:

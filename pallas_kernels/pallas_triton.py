@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> 
         return pl.pallas_call(kernel, out_shape=out_shape, **options)(*operands)
 
     return call
+
+
+def on_platform(call: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Return `call(*operands, interpret=...)`, compiled on CUDA and interpreted on CPUs."""
+    interpreted, compiled = (functools.partial(call, interpret=interpret) for interpret in (True, False))
+    return lax.platform_dependent(*operands, cpu=interpreted, cuda=compiled)
 
 
 def instruct(assembly: str, *values: ArrayLike) -> jax.Array:

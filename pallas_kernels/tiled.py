@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -139,10 +138,7 @@ def by_triton(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
     results = [jax.ShapeDtypeStruct(operands[0].shape, output.dtype) for output in one.outputs]
     if one.tiling.fit(*operands[0].shape) is None or plgpu.unreachable(*operands[: one.count], *results):
         return None
-    call = functools.partial(_call, one)
-    return lax.platform_dependent(
-        *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-    )
+    return plgpu.on_platform(functools.partial(_call, one), *operands)
 
 
 def map_tiles(

@@ -98,8 +98,7 @@ def _partitioned(options: Options, kernel: Kernel | None, *operands: jax.Array) 
         call = functools.partial(_call, options, n)
         if plgpu.unreachable(*merged[1:]):
             call = functools.partial(_by_parts, call)
-        here = dict(cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False))
-        results = kernel(options, n, *merged, *rest) if kernel else lax.platform_dependent(*merged, *rest, **here)
+        results = kernel(options, n, *merged, *rest) if kernel else plgpu.on_platform(call, *merged, *rest)
         return [x.reshape(*stack, *x.shape[1:]) for x in results]
 
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks)(*operands, *places)

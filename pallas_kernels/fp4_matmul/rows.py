@@ -122,10 +122,7 @@ def ordered(x: jax.Array, rows: int, outer: jax.Array) -> tuple[jax.Array, jax.A
     A factor is the scale of a row times `outer`, the float32 scale of the weight, over `E4M3_FACTOR`. Rows from m on
     are zeros.
     """
-    call = functools.partial(_ordered, rows)
-    return lax.platform_dependent(
-        x, outer, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-    )
+    return pltriton.on_platform(functools.partial(_ordered, rows), x, outer)
 
 
 def _ordered(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

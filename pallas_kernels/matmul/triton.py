@@ -73,9 +73,7 @@ def _multiply(options: Product, x: Operand, w: Operand, bias: jax.Array | None) 
     halves = [half for half in (w.values, w.lo) if half is not None]
     call = functools.partial(_call, scaling, len(halves), options.out_dtype)
     operands = [x.values, *halves, *scales, *([] if bias is None else [bias])]
-    return lax.platform_dependent(
-        *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-    )
+    return plgpu.on_platform(call, *operands)
 
 
 def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Array, interpret: bool) -> jax.Array:

@@ -57,7 +57,7 @@ def _tiled(
     """Return the table of a quantizer of tiles, which has two engines and the definition."""
     by_mosaic, by_definition = (functools.partial(run, engine=engine) for engine in (mosaic.by_mosaic, None))
     return (
-        Implementation("mosaic", by_mosaic, mosaic.reject, timed=True),
+        Implementation("mosaic", by_mosaic, mosaic.reject, timed=True, replaces="triton"),
         Implementation("triton", run, reject, timed=True),
         Implementation("xla", by_definition, key=key),
     )

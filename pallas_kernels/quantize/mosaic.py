@@ -16,8 +16,7 @@ _MEMORY = plan.SHARED_MEMORY - 2048  # for tiles, besides maxima and barriers
 
 def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize or split x, or None; `arrays` are those of the op."""
-    is_dual = len(arrays) > 1
-    error = arrays[0] if is_dual else None
+    error = arrays[0] if (is_dual := len(arrays) > 1) else None
     if x.ndim < 2 or (is_dual and x.ndim > 2):
         return f'{"w" if is_dual else "x"}{list(x.shape)} is not a matrix; use backend="xla" or jax.vmap'
     if error is not None and device_count() > 1 and device_kind() != "cpu":

@@ -16,7 +16,6 @@ share crosses the mesh. If rows are split, "rows" takes two passes as well.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,20 +73,20 @@ def _side(size: int, sides: tuple[int, ...]) -> int:
 def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
     """Return values `[m, k]` and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
     if not summed_over and x.shape[1] <= LONGEST_ROW:
-        return _on_platform(functools.partial(_call_rows, options), x)
+        return plgpu.on_platform(functools.partial(_call_rows, options), x)
     inverse, scale = _scales_by_xla(options, x, 1, summed_over)
     return [_apply(options.dtype, x, inverse)[0], scale]
 
 
 def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
     """Return the largest magnitudes of the rows of every tile, `[k / side, m]`, and of its columns, `[m / side, k]`."""
-    return _on_platform(functools.partial(_call_tops, sides), x)
+    return plgpu.on_platform(functools.partial(_call_tops, sides), x)
 
 
 def _scales(options: Quantization, tops: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
     """Return inverse scales and scales `[n]` of lines from `_tops`; axes `summed_over` hold tiles of the same lines."""
     if not summed_over and tops.shape[0] <= MOST_TILES:
-        return _on_platform(functools.partial(_call_scales, options), tops)
+        return plgpu.on_platform(functools.partial(_call_scales, options), tops)
     return _scales_by_xla(options, tops, 0, summed_over)
 
 
@@ -103,13 +102,7 @@ def _scales_by_xla(options: Quantization, x: jax.Array, axis: int, summed_over: 
 
 def _apply(dtype: DTypeLike, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
     """Return x times the inverse scales of its rows and, if given, x times the ones of its columns, transposed."""
-    return _on_platform(functools.partial(_call_apply, dtype), *operands)
-
-
-def _on_platform(call: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    return lax.platform_dependent(
-        *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
-    )
+    return plgpu.on_platform(functools.partial(_call_apply, dtype), *operands)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,9 @@ def test_the_fastest_that_can_run_is_chosen(monkeypatch):
     )
     assert [chosen(table, None, k) for k in (32, 8, 5)] == ["mosaic", "triton", "xla"]
     assert judge(table, None, None, 32)[1].reason.startswith("mosaic was fastest at 32")
+    monkeypatch.setattr(tuning, "_find", lambda *_: ("NVIDIA H200", None))
+    table = made("mosaic", None, replaces="triton"), *table[1:]
+    assert [chosen(table, None, k) for k in (32, 5)] == ["xla", "mosaic"]
 
 
 @pytest.mark.usefixtures("on_gpu")
