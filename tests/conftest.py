@@ -11,11 +11,14 @@ import gc
 import os
 import re
 import tempfile
+import types
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
 import jax
 import pytest
+from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 QUICK = "jax_disable_most_optimizations"
@@ -80,6 +83,8 @@ def share_context() -> None:
     """Lower all programs in one MLIR context; JAX makes one for each, which takes a fifth of a small one's time."""
     if hasattr(mlir, "make_ir_context"):
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+    # Half the time to write a program.
+    compilation_cache.zlib = types.SimpleNamespace(compress=lambda b: zlib.compress(b, 1), decompress=zlib.decompress)
 
 
 def pytest_configure(config: pytest.Config) -> None:

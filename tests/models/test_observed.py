@@ -120,18 +120,16 @@ def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch
     base, out = tmp_path / "base.npz", tmp_path / "run"
     export(base, init(dataclasses.replace(CONFIG, seed=3)).params)
     config = dataclasses.replace(STORED, start=str(base), steps=10)
-    whole = run(config)
+    whole = run(config, out=out if until == "end" else None)
 
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        if until == "first step":
+    if until == "first step":
+        with monkeypatch.context() as patch:
             patch.setattr(running, "make_train_step", killed)
             with pytest.raises(KeyboardInterrupt):
                 run(config, out=out)
-        else:
-            run(config, out=out)
     export(base, init(dataclasses.replace(CONFIG, seed=4)).params)  # another of the same name
     base.rename(tmp_path / "moved.npz")
     # Restoring makes no second state.
