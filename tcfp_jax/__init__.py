@@ -1,28 +1,15 @@
 """Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state.
 
-Every name and submodule loads when it is first read: `import tcfp_jax` takes no time, and Flax is imported only by code
-that uses it.
+Every name and submodule loads when it is first read: `import tcfp_jax` takes no time, and imports no Flax.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
-    from tcfp_jax import (
-        conversion,
-        formats,
-        inference,
-        linen,
-        losses,
-        monitor,
-        nnx,
-        optim,
-        products,
-        recipes,
-        remat,
-        sharding,
-        weights,
-    )
+    from tcfp_jax import (  # isort: skip
+        conversion, formats, inference, linen, losses, monitor, nnx, optim, products, recipes, remat, sharding, weights,
+    )  # fmt: skip
     from tcfp_jax.conversion.transform import transform
     from tcfp_jax.explanation import explain
     from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -70,18 +57,13 @@ def __getattr__(name: str) -> object:
         globals()[name] = value  # the next read does not come here
         return value
     if name == "__version__":
-        return _version()
+        from importlib import metadata  # 20 ms that `import tcfp_jax` need not take
+
+        try:
+            return metadata.version("tcfp_jax")
+        except metadata.PackageNotFoundError:  # a checkout on the path
+            return "0+unknown"
     raise AttributeError(f"module 'tcfp_jax' has no attribute {name!r}; dir(tcfp_jax) lists its names")
-
-
-def _version() -> str:
-    """Return the version of the installed package; "0+unknown" of a checkout on the path."""
-    import importlib.metadata  # 20 ms that `import tcfp_jax` need not take
-
-    try:
-        return importlib.metadata.version("tcfp_jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

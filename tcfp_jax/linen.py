@@ -9,16 +9,10 @@ import optax
 from flax.training import train_state
 
 from tcfp_jax.conversion.convert import find_weights
-from tcfp_jax.layers.linen import (
-    COLLECTION,
-    RNG,
-    Fp4Dense,
-    TCFPDense,
-    TCFPDenseGeneral,
-    TCFPEinsum,
-    TCFPEmbed,
-    TCFPLayerNorm,
-)
+
+from tcfp_jax.layers.linen import (  # isort: skip
+    COLLECTION, RNG, Fp4Dense, TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm,
+)  # fmt: skip
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.optim.stored import apply_updates
 from tcfp_jax.optim.suited import suited

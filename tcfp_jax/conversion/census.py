@@ -3,8 +3,7 @@
 Nothing is evaluated. Each variable of the jaxpr carries a `Fact`: the parameters that it was computed from, whether an
 input took part, the view that it is of one parameter, and the products that it follows. `_RULES` holds the rule of each
 primitive; `_ordinary` is the rule of all others. The report, `find_weights` and the evaluation all come from this one
-list, so that none of them can claim what another does not do. It also holds the products that are left alone, each with
-its reason.
+list, so that none of them can claim what another does not do. Products that are left alone are in it with a reason.
 """
 
 import dataclasses
@@ -15,18 +14,8 @@ from typing import Any
 
 from jax.extend import core
 
-from tcfp_jax.conversion.evaluate import (
-    CALLS,
-    CUSTOM,
-    PRODUCTS,
-    Body,
-    bodies_of,
-    eval_jaxpr,
-    is_head,
-    is_inlined,
-    opened,
-    scan_counts,
-)
+from tcfp_jax.conversion import evaluate as programs
+from tcfp_jax.conversion.evaluate import Body, bodies_of, opened
 from tcfp_jax.conversion.factors import Product, head_of_loss, lookup_of, product_by_hand, product_of
 from tcfp_jax.conversion.unfold import linearity
 from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Place, move, operand_number
@@ -81,11 +70,8 @@ class Census:
         # A body takes and returns weights as arrays, unless it is read as part of the program.
         plain = lambda fact: fact if inline or not fact.linear else dataclasses.replace(fact, linear="")
         whole = lambda facts: list(map(plain, facts))
-        return whole(
-            eval_jaxpr(
-                jaxpr, [*closed, *whole(facts)], rule, literal=lambda value: Fact(uniform="number" if value else "zero")
-            )
-        )
+        literal = lambda value: Fact(uniform="number" if value else "zero")
+        return whole(programs.eval_jaxpr(jaxpr, [*closed, *whole(facts)], rule, literal))
 
     def forget(self, place: Place) -> None:
         """Forget the marks at a place."""
@@ -148,8 +134,8 @@ def _join(facts: Sequence[Fact]) -> Fact:
 def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     """Return the facts of an ordinary equation: views of its operand, or mixtures of all of its operands."""
     bodies = bodies_of(eqn)
-    if bodies and eqn.primitive.name in CUSTOM:
-        if is_head(eqn, bodies):
+    if bodies and eqn.primitive.name in programs.CUSTOM:
+        if programs.is_head(eqn, bodies):
             return _head(found, eqn, inputs, place)
         scope = str(eqn.source_info.name_stack)
         rules = {found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)}
@@ -238,7 +224,7 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     if eqn.params.get("differentiated"):  # a checkpoint inside a derivative: its body is not evaluated again
         return _opaque(found, eqn, bodies_of(eqn), inputs, place)
-    inline = any(fact.params for fact in inputs) and is_inlined(eqn)
+    inline = any(fact.params for fact in inputs) and programs.is_inlined(eqn)
     return found.walk(bodies_of(eqn)[0], inputs, place, inline=inline)
 
 
@@ -270,7 +256,7 @@ def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -
 
 
 def _scan(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
-    body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
+    body, (first, count) = opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
     jaxpr, second = body[0], first + count
     fixed, carry, xs = inputs[:first], inputs[first:second], [fact.entry() for fact in inputs[second:]]
     # A value that every round hands on unchanged keeps its view.
@@ -391,6 +377,6 @@ def _head(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> lis
 
 _Rule = Callable[[Census, Equation, list[Fact], Place], list[Fact]]
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(PRODUCTS, _product), **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(programs.PRODUCTS, _product), **dict.fromkeys(programs.CALLS, _call),
     "name": _named, "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
 }  # fmt: skip

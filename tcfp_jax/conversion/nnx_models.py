@@ -29,6 +29,7 @@ _PATH, _STORED, _SAMPLE, _KEYS = _ADDED = ("tcfp_path", "tcfp_stored", "tcfp_sam
 _CLASSES: dict[tuple[type, Policy], type] = {}
 # Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that no optimizer has given back yet.
 AWAITED: set[Policy | None] = set()
+_GONE = object()  # stands for an attribute that a method deleted
 # The path of a node in a model: names of attributes and numbers in lists.
 Path = tuple[Any, ...]
 
@@ -275,7 +276,7 @@ class _Call:
         for path, value in values:
             nodes[path].set_raw_value(value)
         for path, name, value in attributes:
-            if isinstance(value, _Gone):  # the method deleted it
+            if value is _GONE:
                 delattr(nodes[path], name)
             else:
                 setattr(nodes[path], name, value)
@@ -323,10 +324,6 @@ class _Node:
     path: Path
 
 
-class _Gone:
-    """Stands for an attribute that a method deleted."""
-
-
 def _changes(nodes: PyTree, before: dict[Path, PyTree], values: dict[Path, PyTree], absent: set[Path]) -> PyTree:
     """Return `[(path, value)]` of changed variables and `[(path, name, value)]` of changed attributes of modules.
 
@@ -343,9 +340,9 @@ def _changes(nodes: PyTree, before: dict[Path, PyTree], values: dict[Path, PyTre
     for path, module in _nodes_of(nodes, nnx.Module).items():
         now, old = vars(module), before.get(path, vars(module))
         for name in {*now, *old}:
-            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (*path, name) in absent:
+            if name.startswith("_pytree__") or now.get(name, _GONE) is old.get(name, _GONE) or (*path, name) in absent:
                 continue
-            value = now.get(name, _Gone())
+            value = now.get(name, _GONE)
             if isinstance(value, nnx.Module):
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a module that the method makes while it runs; call the model "

@@ -127,13 +127,7 @@ def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> l
 
 
 def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
-    """Return the origins of a program's outputs, and the products in it and in its bodies.
-
-    Args:
-      body: the program and its constants.
-      origins: origins of its inputs.
-      axes: lengths of the loops around it.
-    """
+    """Return the origins of a program's outputs, and its products; `axes` are the lengths of the loops around it."""
     jaxpr, consts = body
     plan: _Plan = {}
 
@@ -269,12 +263,6 @@ def _watched(
     return outputs
 
 
-def _watched_forward(
-    site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array | None]]:
-    return outputs, (forward, words)
-
-
 def _watched_backward(
     site: Site, saved: tuple[jax.Array, jax.Array | None], gradients: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, None]:
@@ -289,7 +277,7 @@ def _watched_backward(
     return gradients, jnp.concatenate([forward, rows], axis=-2), jnp.zeros_like(forward), None
 
 
-_watched.defvjp(_watched_forward, _watched_backward)
+_watched.defvjp(lambda site, outputs, probe, forward, words: (outputs, (forward, words)), _watched_backward)
 
 
 def _rows(readings: Sequence[Reading]) -> jax.Array:

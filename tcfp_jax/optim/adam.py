@@ -22,20 +22,8 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
-from tcfp_jax.optim.encoding import (
-    Format,
-    Keys,
-    Moment,
-    by_name,
-    check_moment,
-    checked_key,
-    found,
-    kept,
-    narrow_leaves,
-    spread,
-    stream,
-    zeros,
-)
+from tcfp_jax.optim import encoding
+from tcfp_jax.optim.encoding import Format, Keys, Moment
 from tcfp_jax.optim.steps import Quality, Scalars, Step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves, put
@@ -128,7 +116,7 @@ def adamw(
     for name, value, known in (("moments", moments, [*_FORMATS]), ("quality", quality, ["off", "on"])):
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; use one of {known}")
-    words = checked_key("adamw", key, moments != "float32", f"moments={moments!r}")
+    words = encoding.checked_key("adamw", key, moments != "float32", f"moments={moments!r}")
 
     def init(params: PyTree) -> AdamWState:
         tree = _Tree(params, moments, mask, quality == "on")
@@ -181,14 +169,14 @@ class _Leaf(NamedTuple):
     def zeros(self, i: int) -> Moment:
         """Return zeros for the i-th moment, sharded as the parameter is."""
         like = self.parameter.backward.values if self.is_stored else self.parameter
-        check_moment("/".join(self.names), self.forms[i], like)
-        return zeros(self.forms[i], like)
+        encoding.check_moment("/".join(self.names), self.forms[i], like)
+        return encoding.zeros(self.forms[i], like)
 
     def keys(self, words: jax.Array | None, count: jax.Array, place: int) -> Keys | None:
         """Return the keys of the counter hash in one step; a fused parameter has keys for each entry of its stack."""
         stack = self.parameter.shape[:-2] if self.is_fused else ()
         entries = jnp.arange(int(np.prod(stack)), dtype=jnp.uint32).reshape(stack)
-        return stream(words, count, place, entries)
+        return encoding.stream(words, count, place, entries)
 
     def gradient(self, g: Any) -> jax.Array:
         """Return the gradient in the parameter's shape, for a stored parameter as a matrix."""
@@ -216,7 +204,7 @@ class _Tree:
             if is_stored(leaf):
                 training_of(leaf)  # raises for a copy of a parameter that is not the parameter itself
         sizes = lambda leaf: leaf.shape if is_stored(leaf) else jnp.shape(leaf)
-        narrow = narrow_leaves(params, is_leaf=is_stored, sizes=sizes)
+        narrow = encoding.narrow_leaves(params, is_leaf=is_stored, sizes=sizes)
         decays = [True] * len(found) if mask is None else _decays(mask, params)
         forms = (_FORMATS["float32"], _FORMATS[moments])
         self.leaves = [
@@ -239,14 +227,14 @@ class _Tree:
         for leaf, quality in zip(self.leaves, qualities, strict=True):
             if quality is not None:
                 put(named, leaf.names, quality)
-        of_weights = by_name(named, self.params) if self.quality else None
+        of_weights = encoding.by_name(named, self.params) if self.quality else None
         return AdamWState(*counts, mu, nu, mu_scale, nu_scale, key, of_weights)
 
     def _kept(self, moments: list[Moment]) -> tuple[PyTree, dict[str, Any]]:
         scales: dict[str, Any] = {}
         pairs = zip(self.leaves, moments, strict=True)
-        tree = self.treedef.unflatten([kept(moment, leaf.names, scales) for leaf, moment in pairs])
-        return tree, by_name(scales, self.params)
+        tree = self.treedef.unflatten([encoding.kept(moment, leaf.names, scales) for leaf, moment in pairs])
+        return tree, encoding.by_name(scales, self.params)
 
     def stepped(
         self,
@@ -260,8 +248,8 @@ class _Tree:
         mu, nu = (self.treedef.flatten_up_to(tree) for tree in (state.mu, state.nu))
         updates, first, second, qualities = [], [], [], []
         for i, (leaf, gradient) in enumerate(zip(self.leaves, gradients, strict=True)):
-            m = found(leaf.forms[0], mu[i], leaf.names, state.mu_scale)
-            v = found(leaf.forms[1], nu[i], leaf.names, state.nu_scale)
+            m = encoding.found(leaf.forms[0], mu[i], leaf.names, state.mu_scale)
+            v = encoding.found(leaf.forms[1], nu[i], leaf.names, state.nu_scale)
             how = Step(leaf.forms, nesterov, leaf.decays, self.quality, leaf.is_fused)
             keys = leaf.keys(state.key, step[0], i)
             made, m, v, quality = how.run(leaf.parameter, gradient, m, v, scalars, keys, step[1])
@@ -276,7 +264,7 @@ def _decays(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[A
     if callable(mask):
         seen = lambda leaf: jax.ShapeDtypeStruct(kernel_shape(leaf), training_of(leaf).dtype)
         mask = mask(jax.tree.map(lambda leaf: seen(leaf) if is_stored(leaf) else leaf, params, is_leaf=is_stored))
-    return spread(mask, params, is_leaf=is_stored)
+    return encoding.spread(mask, params, is_leaf=is_stored)
 
 
 def _finite(gradients: list[jax.Array], max_norm: ArrayLike | None) -> tuple[jax.Array, jax.Array]:

@@ -120,10 +120,6 @@ def _codes(leaf: Stored, slot: jax.Array) -> Stored:
     return leaf
 
 
-def _codes_forward(leaf: Stored, slot: jax.Array) -> tuple[Stored, None]:
-    return jax.tree.map(lambda given: given.value, leaf), None
-
-
 def _codes_backward(saved: None, cotangents: object) -> NoReturn:
     raise TypeError(
         "the function reads FP8 codes and scales of a stored weight as numbers, such as by a sum over "
@@ -132,7 +128,8 @@ def _codes_backward(saved: None, cotangents: object) -> NoReturn:
     )
 
 
-_codes.defvjp(_codes_forward, _codes_backward, symbolic_zeros=True)
+_values = lambda leaf, slot: (jax.tree.map(lambda given: given.value, leaf), None)
+_codes.defvjp(_values, _codes_backward, symbolic_zeros=True)
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:

@@ -14,18 +14,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from tcfp_jax.optim.encoding import (
-    Format,
-    by_name,
-    check_moment,
-    checked_key,
-    decode,
-    encode,
-    found,
-    kept,
-    narrow_leaves,
-    stream,
-)
+from tcfp_jax.optim import encoding
+from tcfp_jax.optim.encoding import Format
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import PyTree, named_leaves, path_names
 
@@ -123,7 +113,7 @@ def low_precision_moments(
     """
     formats: dict[str, Format] = {"mu": _format_of("mu", mu), "nu": _format_of("nu", nu), "float32": "float32"}
     rounds = formats["mu"] != "float32" or formats["nu"] != "float32"
-    words = checked_key("low_precision_moments", key, rounds, f"mu={formats['mu']!r}, nu={formats['nu']!r}")
+    words = encoding.checked_key("low_precision_moments", key, rounds, f"mu={formats['mu']!r}, nu={formats['nu']!r}")
     roles_by_field = dict(fields or {})
     for name, role in roles_by_field.items():
         if role not in get_args(Role):
@@ -133,7 +123,7 @@ def low_precision_moments(
     def plan(like: PyTree) -> list[Format]:
         like = jax.eval_shape(dequantize, like)  # floats instead of stored weights, as `on_stored` shows them
         state = jax.eval_shape(inner_tx.init, like)
-        allowed = narrow_leaves(like, mask)
+        allowed = encoding.narrow_leaves(like, mask)
         places = _roles(inner_tx, state, like, roles_by_field)
         return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in places]
 
@@ -144,14 +134,15 @@ def low_precision_moments(
         leaves, treedef = named_leaves(state)
         moments = []
         for i, (form, (names, leaf)) in enumerate(zip(chosen, leaves, strict=True)):
-            moments.append(kept(encode(form, leaf, stream(key, count, i)), names, scales))
-        return LowPrecisionState(count, key, treedef.unflatten(moments), by_name(scales, like))
+            moment = encoding.encode(form, leaf, encoding.stream(key, count, i))
+            moments.append(encoding.kept(moment, names, scales))
+        return LowPrecisionState(count, key, treedef.unflatten(moments), encoding.by_name(scales, like))
 
     def init(params: PyTree) -> LowPrecisionState:
         chosen = plan(params)
         first = inner_tx.init(params)
         for form, (names, leaf) in zip(chosen, named_leaves(first)[0], strict=True):
-            check_moment("/".join(names), form, leaf)
+            encoding.check_moment("/".join(names), form, leaf)
         # Without the barrier XLA rounds the zeros at compile time, which takes seconds.
         first = lax.optimization_barrier(first)
         return encoded(first, chosen, jnp.zeros((), jnp.int32), None if words is None else jnp.copy(words), params)
@@ -163,7 +154,8 @@ def low_precision_moments(
         chosen = plan(like)
         leaves, treedef = named_leaves(state.inner)
         pairs = zip(chosen, leaves, strict=True)
-        moments = [decode(form, found(form, leaf, names, state.scales)) for form, (names, leaf) in pairs]
+        held = [(form, encoding.found(form, leaf, names, state.scales)) for form, (names, leaf) in pairs]
+        moments = [encoding.decode(form, moment) for form, moment in held]
         updates, inner = inner_tx.update(updates, treedef.unflatten(moments), params, **extra)
         return updates, encoded(inner, chosen, optax.safe_increment(state.count), state.key, like)
 

@@ -22,19 +22,11 @@ from pallas_kernels.scaling import Block
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights import training
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import (
-    Remainder,
-    Rewritten,
-    is_stored,
-    kernel_of,
-    kernel_shape,
-    rewrite,
-    train,
-    training_of,
-)
+from tcfp_jax.weights.training import Remainder, Rewritten, is_stored, kernel_shape, training_of
 
 _MATRIX = Layout((0,), (1,))
 
@@ -95,7 +87,7 @@ def store(
                 turned = weight.recipe.copies == "both"
                 check_blocks("/".join(names), matrix, weight.recipe.scaling, turned=turned)
             own = None if key is None else jax.random.fold_in(key, place)
-            made = train(made, weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
+            made = training.train(made, weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
         leaves.append(made)
     return jax.tree.unflatten(treedef, leaves)
 
@@ -122,7 +114,7 @@ def dequantize(params: PyTree) -> PyTree:
                 "of its kernel; take its float matrix [..., k, n] with weight.dequantize(), or train adapters beside "
                 "it (LoRA, see docs/fp4.md)"
             )
-        return kernel_of(leaf)
+        return training.kernel_of(leaf)
 
     return jax.tree.map(floats, params, is_leaf=is_stored)
 
@@ -310,4 +302,4 @@ def _updated(path: str, leaf: Any, update: Any) -> Any:
     change = training_of(leaf).weight.layout.stacked(update.ndim).matrix(update).astype(jnp.float32)
     leaf = training_of(leaf).intact(leaf)
     values = replace(leaf, training=None)
-    return lax.cond(jnp.any(change != 0), lambda: rewrite(leaf, values.dequantize() + change), lambda: leaf)
+    return lax.cond(jnp.any(change != 0), lambda: training.rewrite(leaf, values.dequantize() + change), lambda: leaf)

@@ -84,10 +84,6 @@ def _with_gradient(gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, 
     return rows
 
 
-def _forward(gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, indices: jax.Array) -> Any:
-    return rows, indices
-
-
 def _backward(gather: Gather, kind: Any, indices: jax.Array, g: jax.Array) -> Any:
     # A frequent token has thousands of gradients; a sum in bfloat16 would stop growing after 256 of them.
     wide = jax.linear_transpose(lambda slot: gather(slot, indices), kind.update(dtype=jnp.dtype(jnp.float32)))
@@ -95,4 +91,4 @@ def _backward(gather: Gather, kind: Any, indices: jax.Array, g: jax.Array) -> An
     return None, total.astype(kind.dtype), None
 
 
-_with_gradient.defvjp(_forward, _backward)
+_with_gradient.defvjp(lambda gather, kind, rows, slot, indices: (rows, indices), _backward)
