@@ -29,7 +29,7 @@ from models.llama import LlamaConfig
 from models.settings import TrainConfig
 from models.training import StepFunction, TrainState, batch_key, init, jittered, layouts, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
-from tcfp_jax.optim import moments as narrow
+from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.paths import path_names
 
 _OTHER = 1_000_003  # added to a seed for other batches
