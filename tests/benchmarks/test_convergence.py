@@ -22,7 +22,7 @@ from models.llama import LlamaConfig
 from models.training import init
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.optim import moments as narrow
+from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.training import is_stored
 from tests.helpers import decibels
