@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.operands import Operand, Tensor
+from pallas_kernels import numerics
+from pallas_kernels.operands import Block, Operand, Tensor
 from tests import helpers
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
@@ -18,6 +19,7 @@ def integers(dtype, shape, scaling=Tensor(), stack=(), halves=1, seed=0):
         return draw()
     scale = jnp.asarray(2.0 ** rng.integers(-2, 3, scaling.scale_shape((*stack, *shape))), jnp.float32)
     scale = jnp.asarray(2.0 ** rng.integers(-2, 3, stack), jnp.float32) if isinstance(scaling, Tensor) else scale
+    scale = numerics.encode_e8m0(scale) if isinstance(scaling, Block) else scale
     return Operand(draw(), scale, draw() if halves == 2 else None, scaling=scaling)
 
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.grouped_matmul import mosaic, reference
-from pallas_kernels.operands import Accumulation, Operand, Product, Row, Tensor, check_operands
+from pallas_kernels.operands import Accumulation, Operand, Product, check_operands
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
@@ -41,8 +41,8 @@ def grouped_matmul(
 
     Args:
       x: `[m, k]`, an operand without a residual, or a bfloat16 array.
-      w: `[e, n, k]`, an operand with a scale for each weight (`Tensor`, `[e]`) or each of its rows (`Row`, `[e, n]`),
-        or a bfloat16 array if x is one. A residual shares its scales.
+      w: `[e, n, k]`, an operand with a scale for each weight (`Tensor`, `[e]`), each of its rows (`Row`, `[e, n]`) or
+        its blocks (`Block`; x then has vectors), or a bfloat16 array if x is one. A residual shares its scales.
       group_sizes: integers, zero or more; they may add up to less than m.
       out_dtype: a real float; sums are scaled in float32 and then rounded to it.
       accumulation: as in `matmul`. XLA adds in float32 for both.
@@ -54,10 +54,10 @@ def grouped_matmul(
       kernel needs 128 rows, and k and n whose bytes are multiples of 64 and 128.
 
     Raises:
-      TypeError: an operand is neither FP8 nor bfloat16, or sizes are not integers.
+      TypeError: an operand is neither FP8 nor bfloat16, such as FP4, or sizes are not integers.
       ValueError: shapes or scales do not fit, concrete sizes are negative or add up to more than m, or an unknown
         `accumulation` or `backend`.
-      NotImplementedError: E5M2 x E5M2, blocks, or a named backend that cannot run this product.
+      NotImplementedError: E5M2 x E5M2, or a named backend that cannot run this product.
 
     >>> x, w = jnp.ones((4, 2), jnp.bfloat16), jnp.asarray([[[1, 1]], [[2, 2]]], jnp.bfloat16)
     >>> grouped_matmul(x, w, jnp.array([1, 2]))[:, 0].tolist()
@@ -94,7 +94,7 @@ def grouped_weight_gradient(
     `out[e, k, n] = sum_i x[k, i] s_x * g[n, i] s_g` over the rows i of group e; zero for an empty group.
 
     Args:
-      x: `[k, m]`, an operand with one scale or one for each k, or a bfloat16 array.
+      x: `[k, m]`, an operand with one scale, one for each k, or vectors of blocks, or a bfloat16 array.
       g: `[n, m]`, of the same kind.
       group_sizes, accumulation, backend: as in `grouped_matmul`.
       out_dtype: a real float.
@@ -136,8 +136,6 @@ def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) ->
     if accumulation not in ("fast", "full"):
         raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
     if isinstance(x, Operand) and isinstance(w, Operand):
-        if not isinstance(w.scaling, Tensor | Row):
-            raise NotImplementedError(f"{w.scaling}: grouped products have one scale a weight or a row, and no blocks")
         return check_operands(x, w)
     a, b = (reference.values_of(one) for one in (x, w))
     if isinstance(x, Operand) or isinstance(w, Operand) or not a.dtype == b.dtype == jnp.bfloat16:

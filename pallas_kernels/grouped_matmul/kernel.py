@@ -14,6 +14,7 @@ swizzled by its address. Copies see it in tiles of one row, which may begin anyw
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Arr
       plan: everything for which the kernel is compiled.
       out: `[m, n]` for rows, `[e, k, n]` within groups.
       operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g `[n, m]`; the arrays of
-        `Lists`; the scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, both long enough for
-        whole tiles.
+        `Lists`; the scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, or those of blocks
+        `[k / tile_k, m]` and `[e, k / tile_k, n]` (squares: n / tile_k), long enough for whole tiles.
     """
     interpret = device_kind() == "cpu"
     accumulation = "full" if plan.promote else "fast"
@@ -95,7 +96,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
             def visit(tile: Tile, before: Index) -> None:
                 first_row = warpgroup * (config.tile_m // COMPUTE_WARPGROUPS)
                 finish = functools.partial(_store, plan, tile, first_row, scales, pieces, out)
-                _consume(plan, tile, before, first_row, read[:-1], filled, consumed, finish)
+                _consume(plan, tile, before, first_row, read[:-1], scales, filled, consumed, finish)
 
             read_tiles(visit)
             plgpu.wait_smem_to_gmem(0)
@@ -155,6 +156,7 @@ def _consume(
     before: Index,
     first_row: Index,
     buffers: Ref,
+    scales: Sequence[Ref],
     filled: Ref,
     consumed: Ref,
     finish: Callable[[list[list[jax.Array]]], None],
@@ -176,14 +178,20 @@ def _consume(
 
         def add(count: int, step: Index, carry: Ref) -> Ref:
             xs, ws, releases = zip(*[take(step + i) for i in range(count)], strict=True)
-            return adding(step, xs, ws, (), lambda: [release() for release in releases], carry)
+            block = lax.div(tile.first, config.tile_k) + step
+            return adding(step, xs, ws, block, lambda: [release() for release in releases], carry)
 
         def add_all(carry: Ref) -> Ref:
             pairs = lax.div(tile.steps, 2) if plan.in_pairs else 0
             carry = lax.fori_loop(0, pairs, lambda i, carry: add(2, 2 * i, carry), carry)
             return lax.fori_loop(2 * pairs, tile.steps, functools.partial(add, 1), carry)
 
-        factors = Factors((), "tensor", config.tile_n, 0, 0)
+        factors: Factors = Factors((), "tensor", config.tile_n, 0, 0)
+        if plan.in_blocks:
+            columns = config.tile_k if plan.scales == "square" else EPILOGUE_ROW_BYTES // 2
+            of_w = scales[1].at[tile.group if plan.kind == "rows" else 0]
+            first = lax.div(tile.column, columns)
+            factors = _OfBlocks((scales[0], of_w), plan.scales, columns, first, tile.steps, tile.row)
         adding, compute = promoting(finish, factors, first_row, height, config.tile_n, _multiply_steps)
         return compute(add_all)
 
@@ -203,6 +211,24 @@ def _consume(
         return acc[...]
 
     finish([[pl.run_scoped(accumulate, plgpu.ACC((height, config.tile_n), jnp.float32))]])
+
+
+@dataclass(frozen=True)
+class _OfBlocks(Factors):
+    """Factors of blocks, read from global memory: rows of a group begin anywhere, and bulk copies do not."""
+
+    row: Index
+
+    def find(self, block: Index, of_squares: Sequence[Index], rows: Ref, chunk: int) -> jax.Array:
+        """Return the factor of these rows of the tile and one chunk of its columns in one block of k."""
+        load, shape = functools.partial(plgpu.load, optimized=False), (rows.size, self.columns)
+        at = pl.ds(self.row + rows.start, rows.size)
+        of_x = load(self.scales[0].at[block, at], layout=plgpu.Layout.WGMMA.reduce(1))
+        if of_squares:
+            return lax.broadcast_in_dim(of_x * of_squares[chunk], shape, (0,))
+        at = pl.ds((self.first + chunk) * self.columns, self.columns)
+        of_w = load(self.scales[1].at[block, at], layout=plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
 def _multiply_steps(acc: Ref, xs: Sequence[Ref], ws: Sequence[Sequence[Ref]], rows: Ref) -> None:

@@ -6,19 +6,22 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import dispatch, numerics, tuning
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.tiles import Plan, list_groups, list_tiles
 from pallas_kernels.hopper import plan as hopper
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SHARED_MEMORY, Config
-from pallas_kernels.operands import Operand, Product, Row
+from pallas_kernels.operands import Block, Operand, Product, Row
 
 _SWIZZLE = 128  # bytes of a row of shared memory, at most; copies and wgmma agree on rows of one swizzle
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A grouped product `[m, k] x [e, n, k]`, or `[m, k] x [n, k]` over ranges of k, by sizes and bytes of a value."""
+    """A grouped product `[m, k] x [e, n, k]`, or `[m, k] x [n, k]` over ranges of k, by sizes and bytes of a value.
+
+    `block` is the side of blocks that share a scale, or 0.
+    """
 
     m: int
     k: int
@@ -29,15 +32,17 @@ class Problem:
     halves: int
     promote: bool
     groups: int
+    block: int = 0
 
     @classmethod
     def of(cls, options: Product, x: Operand | jax.Array, w: Operand | jax.Array, groups: int) -> "Problem":
         """Return the sizes of a product; BF16 is added in float32 anyway."""
         (m, k), values = reference.values_of(x).shape, reference.values_of(w)
         halves = 2 if isinstance(w, Operand) and w.lo is not None else 1
-        promote = options.accumulation == "full" and isinstance(x, Operand)
+        block = x.scaling.size if isinstance(x, Operand) and isinstance(x.scaling, Block) else 0
+        promote = isinstance(x, Operand) and (options.accumulation == "full" or block > 0)
         widths = values.dtype.itemsize, jnp.dtype(options.out_dtype).itemsize
-        return cls(m, k, values.shape[-2], values.ndim == 2, *widths, halves, promote, groups)
+        return cls(m, k, values.shape[-2], values.ndim == 2, *widths, halves, promote, groups, block)
 
 
 def candidates(problem: Problem) -> list[Config]:
@@ -50,7 +55,7 @@ def candidates(problem: Problem) -> list[Config]:
             shapes.reverse()  # wide tiles of two halves leave two stages
         if problem.promote:
             # Totals in registers leave no room for sums of 64 x 256, and small groups fill no tiles of 256 rows.
-            few = not problem.within and problem.m < 768 * problem.groups
+            few = problem.block or (not problem.within and problem.m < 768 * problem.groups)
             shapes = [(128, 128), (256, 128)] if few else [(256, 128), (128, 128)]
         for tile_m, tile_n in shapes:
             stages = min(8, (SHARED_MEMORY - 33 * 1024) // ((tile_m + problem.halves * tile_n) * rows))
@@ -67,6 +72,8 @@ def misfit(config: Config, problem: Problem) -> str | None:
         return f"n={problem.n} must be a multiple of {store}"
     if problem.m < config.tile_m:
         return f"{problem.m} rows are fewer than the {config.tile_m} of a tile"
+    if problem.block not in (0, config.tile_k):
+        return f"block={problem.block} must be tile_k={config.tile_k}"
     if rows not in (_SWIZZLE, _SWIZZLE // 2) or config.cluster != 1:
         return f"tile_k={config.tile_k} must be 64 or 128 bytes, not {rows}, and cluster={config.cluster} must be 1"
     pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * store)
@@ -121,7 +128,10 @@ def grouped_matmul(
     assert config is not None, "rejected"
     starts, before = list_groups(group_sizes, m, config.tile_m)
     scales = _scales(x, w)
-    if len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
+    if isinstance(w, Operand) and isinstance(w.scaling, Block):
+        scales = _by_steps(config, x, w)
+        scales[1] = jnp.pad(scales[1], ((0, 1), (0, 0), (0, 0)))  # read, and not used, for rows behind the groups
+    elif len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
         # Rows behind the groups are zero, also if their scales are not finite.
         inside = jnp.arange(m + config.tile_m) < starts[-1]
         scales = [jnp.where(inside, jnp.pad(scales[0], (0, config.tile_m)), 0)]
@@ -143,7 +153,10 @@ def grouped_weight_gradient(
     config = config or configure(options, x, g, group_sizes)
     assert config is not None, "rejected"
     scales = _scales(x, g)
-    if len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
+    if isinstance(g, Operand) and isinstance(g.scaling, Block):
+        scales = _by_steps(config, x, g)
+        scales[1] = scales[1][None]
+    elif len(scales) == 2 and isinstance(x, Operand) and isinstance(x.scaling, Row):
         scales = [jnp.pad(scales[0], (0, config.tile_m)), jnp.pad(scales[1], (0, config.tile_n))[None]]
     out = jax.ShapeDtypeStruct((experts, k, n), options.out_dtype)
     return _run(options, config, x, g, out, list_groups(group_sizes, m, config.tile_m)[:1], scales)
@@ -153,6 +166,16 @@ def _scales(x: Operand | jax.Array, w: Operand | jax.Array) -> list[jax.Array]:
     """Return the float32 scales of both operands; none of BF16."""
     found = [one.scale.astype(jnp.float32) for one in (x, w) if isinstance(one, Operand)]
     return [scale.reshape(1) if scale.ndim == 0 else scale for scale in found]
+
+
+def _by_steps(config: Config, *operands: Operand | jax.Array) -> list[jax.Array]:
+    """Return the float32 scales of blocks as `[..., steps of k, rows or squares]`, long enough for whole tiles."""
+    found = []
+    for operand, more in zip(operands, (config.tile_m, config.tile_n), strict=True):
+        assert isinstance(operand, Operand), "blocks are FP8"
+        scale = numerics.decode_e8m0(operand.scale).swapaxes(-1, -2)
+        found.append(jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, more)]))
+    return found
 
 
 def _run(
@@ -170,9 +193,10 @@ def _run(
     groups, blocks = lists[0].shape[0] - 1, hopper.blocks(config)
     problem = Problem.of(options, x, w, groups)
     kind: Literal["rows", "within"] = "within" if problem.within else "rows"
-    scaling: Literal["none", "tensor", "rows"] = "none"
-    if isinstance(x, Operand):
-        scaling = "rows" if isinstance(x.scaling, Row) else "tensor"
+    scaling: Literal["none", "tensor", "rows", "square", "vector"] = "none"
+    if isinstance(w, Operand):
+        scaling = "rows" if isinstance(w.scaling, Row) else "tensor"
+        scaling = w.scaling.tile if isinstance(w.scaling, Block) else scaling
     plan = Plan(config, kind, problem.halves, problem.promote, scaling, blocks)
     lo = [w.lo] if isinstance(w, Operand) and w.lo is not None else []
     values = [reference.values_of(x), reference.values_of(w), *lo]

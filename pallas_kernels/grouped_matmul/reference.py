@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.operands import Operand, Product
+from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.tuning import Key
 
 # x[m, k] . w[e, n, k] of the rows' groups, and x[k, m] . g[n, m] within each group.
@@ -24,6 +24,7 @@ _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 def grouped_matmul(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array) -> Any:
     """Return the product of each row with the weight of its group, see `api.grouped_matmul`."""
+    x, w = _without_blocks(x), _without_blocks(w)
     out = _unscaled(_ROWS, x, w, group_sizes)
     m = out.shape[0]
     ends, rows = jnp.cumsum(group_sizes), jnp.arange(m, dtype=group_sizes.dtype)
@@ -40,6 +41,7 @@ def grouped_weight_gradient(
     options: Product, x: Operand | jax.Array, g: Operand | jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """Return the product over the rows of each group, see `api.grouped_weight_gradient`."""
+    x, g = _without_blocks(x), _without_blocks(g)
     out = _unscaled(_WITHIN, x, g, group_sizes)
     if isinstance(x, Operand) and isinstance(g, Operand):
         out = out * x.scaling.spread(x.scale, (x.shape[0], 1)) * g.scaling.spread(g.scale, (g.shape[0], 1))[..., 0]
@@ -51,6 +53,8 @@ def key(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_
     (m, k), n = values_of(x).shape, values_of(w).shape[-2]
     halves = "dual" if getattr(w, "lo", None) is not None else "single"
     variant = f"{halves} {options.accumulation} {values_of(w).dtype} {jnp.dtype(options.out_dtype)}"
+    if isinstance(w, Operand) and isinstance(w.scaling, Block):
+        variant += f" {w.scaling.tile} {w.scaling.size}"
     if values_of(w).ndim == 2:
         return Key("grouped_weight_gradient", variant, (group_sizes.shape[0], k, m, n))
     return Key("grouped_matmul", variant, (group_sizes.shape[0], m, k, n))
@@ -59,6 +63,15 @@ def key(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_
 def values_of(x: Operand | jax.Array) -> jax.Array:
     """Return the values of an operand, which is an array itself if it is BF16."""
     return x.values if isinstance(x, Operand) else x
+
+
+def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
+    """Return an operand in blocks with one scale of 1: an FP8 value times a power of two is exact in bfloat16."""
+    if not (isinstance(x, Operand) and isinstance(x.scaling, Block)):
+        return x
+    scale, lo = x.scale_of_values(), x.lo
+    wide = lambda half: (lax.optimization_barrier(half).astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    return Operand(wide(x.values), jnp.ones(x.values.shape[:-2]), None if lo is None else wide(lo))
 
 
 def _unscaled(numbers: lax.RaggedDotDimensionNumbers, x: Any, w: Any, group_sizes: jax.Array) -> jax.Array:

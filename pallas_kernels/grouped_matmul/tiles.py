@@ -28,7 +28,8 @@ class Plan:
       kind: "rows" for rows times the weight of their group, "within" for sums over the rows of each group.
       halves: 2 for a weight with a residual, else 1.
       promote: whether sums are promoted to float32 registers, after 256 values if the ring holds two steps more.
-      scales: "none", one of x and one for each group ("tensor"), or vectors ("rows").
+      scales: "none", one of x and one for each group ("tensor"), one for each row ("rows"), or one for each row of x
+        and each "square" or row ("vector") of w in every step of k.
       blocks: blocks of the persistent grid.
     """
 
@@ -36,13 +37,18 @@ class Plan:
     kind: Literal["rows", "within"]
     halves: int
     promote: bool
-    scales: Literal["none", "tensor", "rows"]
+    scales: Literal["none", "tensor", "rows", "square", "vector"]
     blocks: int
 
     @property
     def in_pairs(self) -> bool:
         """Return whether two steps are promoted together; the two halves of a weight are as many products."""
-        return self.halves == 1 and self.config.stages >= 4
+        return self.halves == 1 and self.config.stages >= 4 and not self.in_blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Return whether every step has scales of its own."""
+        return self.scales in ("square", "vector")
 
 
 @jax.tree_util.register_dataclass

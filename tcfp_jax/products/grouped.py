@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import shared
 from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.grouped_matmul.api import check_sizes, grouped_weight_gradient
 from pallas_kernels.grouped_matmul.api import grouped_matmul as multiply
-from pallas_kernels.operands import Operand, Row, Tensor
+from pallas_kernels.operands import Operand
 from pallas_kernels.specs import has_explicit_axes, varying_alike
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, differentiated_once, site
@@ -56,7 +56,7 @@ def grouped_matmul(
       w: the weights `[e, k, n]`: real floats, or a `Stored` stack as in `tcfp_jax.matmul`, such as a parameter that
         `tcfp_jax.store` made.
       group_sizes: integers, zero or more, that add up to at most m; they have no gradient.
-      recipe: "bf16", or a recipe with one scale per tensor or row, such as "tcfp12_single", "tensorwise" or "rowwise".
+      recipe: "bf16", or a recipe of FP8, such as "tcfp12_single", "tensorwise", "rowwise" or "blockwise".
       quantized: `w` as `error_feedback` stored it. Without it, `w` is quantized here, each weight with its own scale.
       key: as in `tcfp_jax.matmul`.
 
@@ -69,7 +69,7 @@ def grouped_matmul(
         is asked for by `jax.grad`, or a second derivative.
       ValueError: shapes do not fit, concrete sizes are negative or add up to more than m, or the recipe cannot read
         `quantized`.
-      NotImplementedError: a recipe with blocks, FP4 or a `wire`, or a mesh with explicit axes.
+      NotImplementedError: a recipe with FP4 or a `wire`, or a mesh with explicit axes.
 
     >>> x, w = jnp.ones((4, 2)), jnp.stack([jnp.ones((2, 1)), jnp.full((2, 1), 0.5)])
     >>> grouped_matmul(x, w, jnp.array([1, 2]), recipe="tensorwise")[:, 0].tolist()
@@ -97,11 +97,11 @@ def grouped_matmul(
 def unsupported(recipe: Recipe) -> str:
     """Return why a recipe has no grouped product, or "".
 
-    >>> unsupported(named_recipe("tensorwise")), unsupported(named_recipe("blockwise"))
-    ('', 'blockwise has no grouped product: its scales are neither one per tensor nor one per row')
+    >>> unsupported(named_recipe("blockwise")), unsupported(named_recipe("nvfp4_training"))
+    ('', 'nvfp4_training has no grouped product, which multiplies FP8 or BF16')
     """
-    if recipe.fp4 is not None or not isinstance(recipe.scaling, Tensor | Row):
-        return f"{describe(recipe)} has no grouped product: its scales are neither one per tensor nor one per row"
+    if recipe.fp4 is not None:
+        return f"{describe(recipe)} has no grouped product, which multiplies FP8 or BF16"
     return "" if recipe.wire is None else f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
 
 

@@ -125,10 +125,10 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
 
 
 def test_other_recipes_say_why_not():
-    low = transform(lambda p, x: FLOAT.apply({"params": p}, x), "blockwise", include=GROUPS)
+    low = transform(lambda p, x: FLOAT.apply({"params": p}, x), "nvfp4_training", include=GROUPS)
     skipped = survey(low, PARAMS, X).skipped
     assert {record.weight_path for record in skipped} == {"gate", "up", "down"}
-    assert all(record.reason.startswith("blockwise has no grouped product") for record in skipped)
+    assert all(record.reason.startswith("nvfp4_training has no grouped product") for record in skipped)
 
 
 def test_experts_gain_at_smaller_sizes_than_one_matrix():

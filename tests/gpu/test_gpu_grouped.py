@@ -11,7 +11,7 @@ import tcfp_jax
 from pallas_kernels.grouped_matmul import mosaic
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.matmul.api import SUM_BOUND
-from pallas_kernels.operands import Product, Row, Tensor
+from pallas_kernels.operands import Block, Product, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.grouped import BF16, E4M3, E5M2, by_groups, float64_of, integers, sizes_of, within_groups
 
@@ -29,7 +29,8 @@ SIZES = {
 WRONG = [[M, 1, 0, 0, 0, 0], [30, -1, 2, 0, 0, 0]]
 FORMS = {
     "bf16": (BF16, BF16, None, 1), "tensor": (E4M3, E4M3, Tensor(), 1), "mixed": (E5M2, E4M3, Tensor(), 1),
-    "residual": (E4M3, E4M3, Tensor(), 2), "rows": (E4M3, E5M2, Row(), 1),
+    "residual": (E4M3, E4M3, Tensor(), 2), "rows": (E4M3, E5M2, Row(), 1), "squares": (E4M3, E4M3, Block(128), 1),
+    "small squares": (E5M2, E4M3, Block(64), 2), "vectors": (E4M3, E5M2, Block(128, "vector"), 1),
 }  # fmt: skip
 
 
@@ -38,14 +39,15 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_exact_sums_are_exact(form, accumulation, backend):
     x_dtype, w_dtype, scaling, halves = FORMS[form]
-    x, w = integers(x_dtype, (M, K), scaling), integers(w_dtype, (N, K), scaling, (E,), halves, seed=1)
+    of_rows = scaling if scaling is None else scaling.along_rows
+    x, w = integers(x_dtype, (M, K), of_rows), integers(w_dtype, (N, K), scaling, (E,), halves, seed=1)
     options = dict(out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
     forward = jax.jit(functools.partial(grouped_matmul, **options))
     for name, sizes in SIZES.items():
         np.testing.assert_array_equal(forward(x, w, jnp.array(sizes)), by_groups(x, w, sizes), name)
     assert all(jnp.isnan(forward(x, w, jnp.array(sizes))).all() for sizes in WRONG)
     if halves == 1:
-        columns, g = integers(w_dtype, (K, M), scaling), integers(x_dtype, (N, M), scaling, seed=1)
+        columns, g = integers(w_dtype, (K, M), of_rows), integers(x_dtype, (N, M), of_rows, seed=1)
         gradient = jax.jit(functools.partial(grouped_weight_gradient, **options))
         for name, sizes in SIZES.items():
             np.testing.assert_array_equal(
@@ -72,7 +74,7 @@ def test_every_config_stays_within_the_bound(form, accumulation):
         assert np.all(error <= SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact)), config
 
 
-@pytest.mark.parametrize("name", ["bf16", "tensorwise", "tcfp12_single", "rowwise"])
+@pytest.mark.parametrize("name", ["bf16", "tensorwise", "tcfp12_single", "rowwise", "blockwise"])
 def test_a_layer_of_experts_learns_with_the_kernel_as_with_xla(name):
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(M, K), (E, K, N)]))
     sizes, cotangent = jnp.array(SIZES["skewed"]), jax.random.normal(jax.random.key(2), (M, N))
@@ -87,7 +89,7 @@ def test_a_layer_of_experts_learns_with_the_kernel_as_with_xla(name):
         assert float(jnp.linalg.norm(got - expected)) <= 2e-3 * float(jnp.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "blockwise"])
 def test_the_kernel_is_the_first_choice_on_hopper(recipe):
     x, w, sizes = jnp.ones((M, K), BF16), jnp.ones((E, K, N), BF16), jnp.array(SIZES["skewed"])
     call = jax.jit(lambda *a: tcfp_jax.products.grouped.grouped_matmul(*a, recipe=recipe))

@@ -1,7 +1,6 @@
 """Grouped products against a loop over the groups in float64."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 M, K, N, E = 37, 19, 11, 4
 # Sizes of 37 rows: odd ones, empty groups, all rows in one group, a sum below m, nothing, single rows.
 SIZES = [[7, 13, 5, 12], [0, 20, 0, 17], [0, 0, 37, 0], [3, 0, 9, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
-KINDS = ["bf16", "tensor", "float32 scale", "dual", "rows"]
+KINDS = ["bf16", "tensor", "float32 scale", "dual", "rows", "squares", "vectors"]
 ROUNDING = 2.0**-19  # of sums in float32, per unit of |x| @ |w|
 
 
@@ -31,9 +30,10 @@ def operands(kind, experts=E):
     if kind == "bf16":
         found = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), x.T.astype(jnp.bfloat16), g.T.astype(jnp.bfloat16))
         return found, [np.asarray(one, np.float64) for one in found]
-    scaling = Row() if kind == "rows" else Tensor("float32" if kind == "float32 scale" else "pow2")
-    split = lambda w: (dual_quantize(w, scaling) if kind == "dual" else quantize(w, E4M3, scaling)).rows
-    rows = [quantize(one, dtype, scaling).rows for one, dtype in ((x, E4M3), (x.T, E4M3), (g.T, E5M2))]
+    scalings = {"rows": Row(), "squares": Block(64), "vectors": Block(32, "vector"), "float32 scale": Tensor("float32")}
+    scaling = scalings.get(kind, Tensor())
+    split = lambda w: (dual_quantize(w, scaling) if kind in ("dual", "squares") else quantize(w, E4M3, scaling)).rows
+    rows = [quantize(one, dtype, scaling.along_rows).rows for one, dtype in ((x, E4M3), (x.T, E4M3), (g.T, E5M2))]
     found = rows[0], jax.vmap(split)(w), *rows[1:]
     return found, [float64_of(one) for one in found]
 
@@ -129,14 +129,6 @@ def test_bad_input(name):
     x, w, sizes, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
         grouped_matmul(x, w, sizes, **options)
-
-
-def test_blocks_are_refused():
-    scales = lambda *shape: jnp.ones(shape, jnp.float8_e8m0fnu)
-    x = Operand(Q.values, scales(3, 1), scaling=Block(32, "vector"))
-    w = Operand(QW.values, scales(2, 4, 1), scaling=Block(32, "vector"))
-    with pytest.raises(NotImplementedError, match=re.escape(f"{Block(32, 'vector')}: grouped products")):
-        grouped_matmul(x, w, jnp.array([1, 2]))
 
 
 def test_a_gradient_needs_matrices():

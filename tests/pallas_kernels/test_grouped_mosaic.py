@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.grouped_matmul import mosaic, tiles
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Config
-from pallas_kernels.operands import Operand, Product, Row, Tensor
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Product, Row, Tensor
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.grouped import BF16, E4M3, E5M2, by_groups, integers, sizes_of, within_groups
@@ -59,12 +59,15 @@ def test_wrong_sizes_begin_behind_the_rows(sizes):
         (E5M2, Tensor(), 1, "fast", SMALL(tile_k=128, stages=2)),
         (E4M3, Tensor(), 2, "full", None),
         (E4M3, Row(), 1, "fast", Config(256, 128, 128, 3, 1, pipeline="ring")),
+        (E4M3, Block(128), 1, "fast", SMALL(tile_k=128, stages=4)),
+        (E5M2, Block(64), 2, "fast", None),
+        (E4M3, Block(64, "vector"), 1, "full", None),
         (BF16, None, 1, "fast", SMALL(tile_k=32, stages=3)),
     ],
-    ids=["mixed", "residual", "rows", "bf16"],
+    ids=["mixed", "residual", "rows", "squares", "small squares", "vectors", "bf16"],
 )  # fmt: skip
 def test_rows_of_groups(dtype, scaling, halves, accumulation, config):
-    x = integers(dtype, (M, 128), scaling)
+    x = integers(dtype, (M, 128), scaling.along_rows if isinstance(scaling, Block) else scaling)
     w = integers(BF16 if dtype == BF16 else E4M3, (192, 128), scaling, stack=(6,), halves=halves, seed=1)
     options = Product(jnp.dtype(jnp.float32), accumulation)
     multiply = jax.jit(functools.partial(mosaic.grouped_matmul, options, config=config))
@@ -80,9 +83,10 @@ def test_rows_of_groups(dtype, scaling, halves, accumulation, config):
     [
         (E4M3, Tensor(), "fast", SMALL(tile_k=128, stages=2)),
         (E4M3, Row(), "full", SMALL(tile_k=128, stages=4)),
+        (E4M3, Block(64, "vector"), "fast", SMALL(tile_k=64, stages=4)),
         (BF16, None, "fast", SMALL(tile_k=64, stages=3)),
     ],
-    ids=["mixed", "rows", "bf16"],
+    ids=["mixed", "rows", "vectors", "bf16"],
 )  # fmt: skip
 def test_sums_within_groups(dtype, scaling, accumulation, config):
     x, g = integers(dtype, (96, M), scaling), integers(BF16 if dtype == BF16 else E5M2, (64, M), scaling, seed=1)
@@ -142,7 +146,7 @@ def test_every_candidate_fits():
 
 MODES = {
     "fast": (E4M3, Tensor(), 1, "fast"), "full": (E4M3, Tensor(), 1, "full"), "rows": (E5M2, Row(), 2, "fast"),
-    "bf16": (BF16, None, 1, "fast"),
+    "bf16": (BF16, None, 1, "fast"), "squares": (E4M3, Block(128), 1, "fast"), "two": (E5M2, Block(128), 2, "fast"),
 }  # fmt: skip
 
 
@@ -160,8 +164,10 @@ def test_products_stay_in_registers(kind, mode, capfd):
         values = on(mesh, shape, dtype)
         if dtype == BF16:
             return values
-        scale = shape[:-1] if isinstance(scaling, Row) else shape[:-2]
-        return Operand(values, on(mesh, scale, jnp.float32), values if halves == 2 else None, scaling=scaling)
+        own = scaling if len(shape) == 3 or not isinstance(scaling, Block) else scaling.along_rows
+        scale = shape[:-2] if isinstance(own, Tensor) else own.scale_shape(shape)
+        scale = on(mesh, scale, SCALE_DTYPE if isinstance(own, Block) else jnp.float32)
+        return Operand(values, scale, values if halves == 2 else None, scaling=own)
 
     other = BF16 if dtype == BF16 else E4M3
     if kind == "rows of groups":

@@ -26,7 +26,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (M, K)) * jnp.exp(jax.random.normal(KEYS[1], (M, 1)))
 W = jax.random.normal(KEYS[1], (E, K, N)) * jnp.array([0.1, 1.0, 3.0, 0.01])[:, None, None]
 G = jax.random.normal(KEYS[2], (M, N))
-RECIPES = ["bf16", "tensorwise", "tcfp12", "tcfp12_fast", "tcfp12_single", "rowwise"]
+RECIPES = ["bf16", "tensorwise", "tcfp12", "tcfp12_fast", "tcfp12_single", "rowwise", "blockwise", "tcfp12_blockwise"]
 ROUNDING = 2.0**-19  # of sums in float32, per unit of sums of magnitudes
 
 
@@ -153,7 +153,6 @@ def test_nothing_to_multiply():
 
 
 BAD = {
-    "blocks": (dict(recipe="blockwise"), NotImplementedError, "neither one per tensor nor one per row"),
     "FP4": (dict(recipe="nvfp4_training"), NotImplementedError, "nvfp4_training has no grouped product"),
     "wire": (dict(recipe=tcfp_jax.recipe("tensorwise", wire="bfloat16")), NotImplementedError, "over a wire"),
     "k": (dict(x=X[:, :5]), ValueError, r"x\[37, 5\] and w\[4, 24, 20\]"),
