@@ -70,6 +70,7 @@ RUNS = {
     "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2' --recipes tcfp12_single,tcfp12_single_both", 130),
     "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 130),
     "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 90),
+    "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 110),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
     "quantizers": Run("gemm --measure quantizers", 80),
     "skip_residual": Run("skip_residual", 30),

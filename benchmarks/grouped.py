@@ -30,7 +30,7 @@ from benchmarks.products import BF16_SUM_BOUND
 from benchmarks.train_step import check_outputs
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.matmul.api import SUM_BOUND
-from pallas_kernels.operands import Accumulation, Operand
+from pallas_kernels.operands import Accumulation, Block, Operand
 from tcfp_jax.products import grouped_matmul as layer
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe, recipe
@@ -41,6 +41,7 @@ Part = Literal["forward", "dgrad", "wgrad", "layer", "layer, weights too"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE = "bf16"
 RECIPES = {name: recipe(name) for name in (BASELINE, "tcfp12_single", "rowwise")}
+RECIPES["tcfp12_single_128"] = recipe("tcfp12_single", block=128)
 RECIPES["tcfp12_single_both"] = recipe("tcfp12_single", copies="both")  # no product reads a transposed weight
 USUAL = (BASELINE, "tcfp12_single")
 LEAST_SNR_DB = 20.0  # of a layer against BF16's; a wrong scale or a wrong expert gives less than 6
@@ -197,8 +198,13 @@ def wide(operand: Operand | jax.Array, rows: np.ndarray, group: int | None = Non
     if not isinstance(operand, Operand):
         return take(operand)[rows].astype(np.float64)
     halves = [half for half in (operand.values, operand.lo) if half is not None]
-    scale = take(operand.scale).astype(np.float64)
-    return sum(take(half)[rows].astype(np.float64) for half in halves) * (scale[rows, None] if scale.ndim else scale)
+    scale, scaling = take(operand.scale).astype(np.float64), operand.scaling
+    if isinstance(scaling, Block):
+        scale = scale[rows // scaling.size if scaling.tile == "square" else rows]
+        scale = np.repeat(scale, scaling.size, axis=1)[:, : operand.values.shape[-1]]
+    elif scale.ndim:
+        scale = scale[rows, None]
+    return sum(take(half)[rows].astype(np.float64) for half in halves) * scale
 
 
 def layer_of(how: Recipe) -> Callable[..., tuple[jax.Array, ...]]:
