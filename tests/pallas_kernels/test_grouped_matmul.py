@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.operands import Block, Operand, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from tests.helpers import float64_of
+from tests.grouped import by_groups, float64_of, within_groups
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 M, K, N, E = 37, 19, 11, 4
@@ -38,19 +38,6 @@ def operands(kind, experts=E):
     return found, [float64_of(one) for one in found]
 
 
-def by_groups(x, w, sizes):
-    out, start = np.zeros((len(x), w.shape[1])), 0
-    for one, size in zip(w, sizes, strict=True):
-        out[start : start + size] = x[start : start + size] @ one.T
-        start += size
-    return out
-
-
-def gradient_by_groups(x, g, sizes):
-    ends = np.cumsum(sizes)
-    return np.stack([x[:, end - size : end] @ g[:, end - size : end].T for end, size in zip(ends, sizes, strict=True)])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_groups(kind):
     (x, w, columns, g), exact = operands(kind)
@@ -62,8 +49,8 @@ def test_products_of_groups(kind):
         assert np.all(np.abs(got - by_groups(exact[0], exact[1], sizes)) <= ROUNDING * bound)
         assert got[: sum(sizes)].all() and not got[sum(sizes) :].any()
         got = np.asarray(gradient(columns, g, jnp.asarray(sizes)), np.float64)
-        bound = gradient_by_groups(np.abs(exact[2]), np.abs(exact[3]), sizes)
-        assert np.all(np.abs(got - gradient_by_groups(exact[2], exact[3], sizes)) <= ROUNDING * bound)
+        bound = within_groups(np.abs(exact[2]), np.abs(exact[3]), sizes)
+        assert np.all(np.abs(got - within_groups(exact[2], exact[3], sizes)) <= ROUNDING * bound)
 
 
 def test_one_group_of_all_rows_is_the_dense_product():

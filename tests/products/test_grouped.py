@@ -18,6 +18,7 @@ from tcfp_jax.products import grouped_matmul
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import quantize_weight
+from tests import grouped
 from tests.helpers import float64_of, mesh_of
 
 M, K, N, E = 37, 24, 20, 4
@@ -31,17 +32,11 @@ ROUNDING = 2.0**-19  # of sums in float32, per unit of sums of magnitudes
 
 
 def rows_by_groups(x, w):
-    out, start = np.zeros((M, w.shape[2])), 0
-    for one, size in zip(w, SIZES.tolist(), strict=True):
-        out[start : start + size] = x[start : start + size] @ one
-        start += size
-    return out
+    return grouped.by_groups(x, w.swapaxes(1, 2), SIZES)
 
 
 def within_groups(x, g):
-    ends = np.cumsum(SIZES)
-    pairs = zip(ends, SIZES.tolist(), strict=True)
-    return np.stack([x[end - size : end].T @ g[end - size : end] for end, size in pairs])
+    return grouped.within_groups(x.T, g.T, SIZES)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
