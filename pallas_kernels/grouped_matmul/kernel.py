@@ -219,15 +219,15 @@ class _OfBlocks(Factors):
 
     row: Index
 
-    def find(self, block: Index, of_squares: Sequence[Index], rows: Ref, chunk: int) -> jax.Array:
-        """Return the factor of these rows of the tile and one chunk of its columns in one block of k."""
+    def find(self, copied: Index, of_squares: Sequence[Index], rows: Ref, chunk: int) -> jax.Array:
+        """Return the factor of these rows of the tile and one chunk of its columns; instead of copies, k's block."""
         load, shape = functools.partial(plgpu.load, optimized=False), (rows.size, self.columns)
         at = pl.ds(self.row + rows.start, rows.size)
-        of_x = load(self.scales[0].at[block, at], layout=plgpu.Layout.WGMMA.reduce(1))
+        of_x = load(self.scales[0].at[copied, at], layout=plgpu.Layout.WGMMA.reduce(1))
         if of_squares:
             return lax.broadcast_in_dim(of_x * of_squares[chunk], shape, (0,))
         at = pl.ds((self.first + chunk) * self.columns, self.columns)
-        of_w = load(self.scales[1].at[block, at], layout=plgpu.Layout.WGMMA.reduce(0))
+        of_w = load(self.scales[1].at[copied, at], layout=plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 

@@ -146,7 +146,7 @@ class Factors:
     scaling: str
     columns: int
     first: Any
-    steps: int
+    steps: Any
 
     def of_squares(self, step: Any, chunks: int) -> tuple[Any, ...]:
         """Return W's scales of one step if they are numbers; a step beyond the last one gets the scales of the last."""
@@ -155,7 +155,7 @@ class Factors:
         step = jnp.minimum(step, self.steps - 1)
         return tuple(self.scales[1][step, self.first + chunk] for chunk in range(chunks))
 
-    def find(self, copied: Sequence[Any], of_squares: Sequence[Any], rows: Any, chunk: int) -> jax.Array | None:
+    def find(self, copied: Any, of_squares: Sequence[Any], rows: Any, chunk: int) -> jax.Array | None:
         """Return the factor of these rows and one chunk, or None; `copied` are scales in shared memory."""
         if self.scaling == "tensor":
             return None
