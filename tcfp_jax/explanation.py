@@ -1,8 +1,7 @@
 """`explain`: backend, tile sizes and time of each operation of a layer on this device, and why others do not run.
 
 `explain` traces the real training step: `tcfp_jax.matmul`, its backward pass and the optimizer's update.
-`pallas_kernels.dispatch` records each call on the way, and `pallas_kernels.tuning` has the times. A conversion with
-`include="measured"` chooses by them.
+`pallas_kernels.dispatch` records each call, `pallas_kernels.tuning` has the times, and `include="measured"` reads them.
 """
 
 from collections.abc import Sequence
@@ -33,8 +32,7 @@ class Explanation:
       bf16: the same for the layer in BF16, `recipe("bf16")`.
       times, bf16_times: milliseconds of each operation, interpolated between measurements on `timed_on`
         (`pallas_kernels.tuning.estimate`); None if no measurement is near.
-      emulated: note on the operands of FP4 training, otherwise "". Its quantizers are not among the operations, so it
-        has no speed.
+      emulated: note on the operands of FP4 training, whose quantizers are not listed, so it has no speed; or "".
       timed_on: device of the measurements: this one, or one with the same multiprocessors; "" without times.
     """
 
@@ -110,8 +108,7 @@ def explain(
     """Return the operations of a training step of `matmul` of x `[..., k]` and w `[k, n]` on the device in use.
 
     Use it to see which kernels run, and whether a layer is worth converting. The step is traced and nothing is
-    computed. Shapes are those of one device. If a backend that the recipe names cannot run, its reason is shown and
-    nothing is raised.
+    computed. Shapes are those of one device. If a named backend cannot run, its reason is shown and nothing raises.
 
     On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every operation has its time, and their
     sum is compared with BF16's three products. The sum counts the quantization of the weight, once a step. It ignores

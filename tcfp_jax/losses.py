@@ -9,8 +9,7 @@ some tokens at a time. A gradient needs nothing but the weight of each token in 
 the gradients of a chunk as soon as it has the chunk's logits, and keeps the gradients of x and the kernel alone. The
 backward pass multiplies them by a number.
 
-A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed. No pass over it
-finds a maximum.
+A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed, without a pass.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """
@@ -67,8 +66,7 @@ def cross_entropy(
 
     Args:
       x: real floats `[..., k]`.
-      kernel: real floats `[k, vocabulary]`, or a `Stored` weight. Pass a tied table `[vocabulary, k]` as `table.T`, or
-        as `table.swap()` if it is stored.
+      kernel: real floats `[k, vocabulary]`, or a `Stored` weight. Pass a tied table as `table.T` or `table.swap()`.
       targets: integers `[...]`. A token whose target is not below the vocabulary makes the mean NaN.
       recipe: a `Recipe` or the name of one; it multiplies as in `tcfp_jax.matmul`.
       weights: weight of each token in the mean, real floats or bools `[...]`; None weighs all alike.
@@ -86,8 +84,7 @@ def cross_entropy(
       `losses.mean()` are without `weights`. Any other function has NaN gradients.
 
     Raises:
-      TypeError: x or the kernel is not real floating point, targets are not integers, or a second derivative is asked
-        for where operands are rounded.
+      TypeError: x or kernel is not real floating point, targets are not integers, or rounding is differentiated twice.
       ValueError: shapes do not fit, or an option is out of range.
       NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
 

@@ -95,8 +95,7 @@ def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> 
 def serialize_with_flax(*kinds: type) -> None:
     """Let `flax.serialization` save these classes, registered pytrees, by the names of their children.
 
-    Nothing here imports Flax. Classes that come before Flax are registered by the next call, and `tcfp_jax.layers`,
-    which needs Flax, makes one.
+    Nothing here imports Flax: classes that come before it are registered by the next call (of `tcfp_jax.layers`).
     """
     _SERIALIZED.extend(kinds)
     flax = sys.modules.get("flax.serialization")

@@ -54,8 +54,7 @@ def save_what_fits(
     Args:
       make_step: Function of a level that returns the lowered training step, `jax.jit(step).lower(...)`. Shapes serve as
         arguments, so no state has to exist.
-      levels: Policies, names of values, or anything else that `make_step` understands, in the order of the bytes that
-        they keep, least first.
+      levels: Policies, names of values, or anything else that `make_step` understands; those that keep least first.
       budget: Bytes of one device; None is `device_budget()`.
 
     Raises:

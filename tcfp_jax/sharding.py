@@ -60,9 +60,8 @@ def state_shardings(params_shardings: PyTree, state: PyTree) -> PyTree:
 
     Raises:
       TypeError: a leaf of `params_shardings` is not a sharding on a mesh.
-      ValueError: a mesh does not divide an axis, or cuts a block of values that share a scale; a shard of a kernel is
-        not contiguous in the stored matrix; shardings on several meshes, of another tree, or that do not tell the
-        shape of a parameter.
+      ValueError: a mesh does not divide an axis, or cuts a block of values that share a scale; a kernel's shard is not
+        contiguous in the stored matrix; shardings on several meshes, of another tree, or without a parameter's shape.
 
     >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp", None))}
@@ -371,8 +370,7 @@ def _parameter(name: str, leaf: Any) -> _Parameter:
             f"the sharding of {name} is {sharding or leaf!r}, which has no mesh; give NamedSharding(mesh, spec), an "
             "array that was placed with one, or the result of nn.get_sharding or nnx.get_named_sharding"
         )
-    shape = None if leaf is sharding else tuple(leaf.shape)
-    return _Parameter(name, sharding, shape)
+    return _Parameter(name, sharding, None if leaf is sharding else tuple(leaf.shape))
 
 
 def _one_mesh(parameters: list[_Parameter]) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:

@@ -43,8 +43,7 @@ def convert_to_tcfp(
     stays as it is, and the result is another model of the same class. Parameters keep their names, shapes and values.
 
     Args:
-      model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`. Converting a converted model converts the
-        original one anew.
+      model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`. A converted one is converted anew.
       recipe: a `Recipe` or the name of one.
       inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`. With them, or with `options`, the model
         is traced now, so that errors come now and `survey(model)` and `find_weights(model)` need no inputs.
@@ -62,8 +61,7 @@ def convert_to_tcfp(
       TypeError: not a Flax module, an argument that the model's call does not have, or `rngs` of another type.
       ValueError: a bound model, `rngs` of a Linen model, an unknown recipe or group, a rule that is not a regex,
         "measured" without sample arguments, nothing to convert (without sample arguments: when the model is called; if
-        measured times say that nothing pays, the model runs unchanged), or a product that `strict` forbids. An NNX
-        model is unchanged then.
+        measured times advise against it, it runs unchanged), or a product that `strict` forbids. Then nothing changes.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> isinstance(model, nn.Dense)
@@ -112,8 +110,7 @@ def survey(model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None 
 
     Args:
       model: from `convert_to_tcfp` or `transform`, or a model written with this library's layers.
-      inputs: sample arguments, traced and never computed (of a function all of its arguments). Without them the
-        conversion's own are used.
+      inputs: sample arguments, traced and never computed (all of a function's). Without any, the conversion's own.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
@@ -228,8 +225,7 @@ def to_bf16(model: _Model, *patterns: str) -> _Model:
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
-      ValueError: no pattern, one that is not a regex, or one that finds no low-precision product (a model without
-        sample inputs takes any pattern).
+      ValueError: no pattern, one that is not a regex, or one that finds no product (if there were sample inputs).
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
     >>> x = jax.numpy.ones((2, 3))

@@ -45,8 +45,7 @@ class Line:
       parameters: number of values of the whole kernel, all layers of a stack.
       bytes_bf16, bytes_fp32, bytes_stored, bytes_with_error: bytes of the kernel in BF16, in float32, as
         `error_feedback` stores it for the layers, and stored with its float32 error buffer. The float master is extra.
-      snr_db: signal-to-noise ratio of the quantized weight; None without parameters, and for FP4 training, which stores
-        none.
+      snr_db: signal-to-noise ratio of the quantized weight; None without parameters, and for FP4 training.
       speed_up: predicted speed of its forward and backward products over BF16; None if nothing was measured.
       extrapolated: whether the product is smaller than the smallest that was measured.
       exact: share of the blocks of an NVFP4 weight that FP8 tensor cores multiply without rounding, because their
@@ -115,8 +114,7 @@ def diagnose(
     """Print and return the effect of `recipe` on every layer: eligibility, bytes, signal-to-noise ratio and speed.
 
     Use it before a conversion. It converts nothing, and traces the model without running it. Speed is interpolated in
-    the number of operations between measured shapes on an H100 (`measured.json`); beyond them, the smallest or largest
-    shape counts.
+    the number of operations between measured shapes on an H100 (`measured.json`); beyond them, the nearest one counts.
 
     Args:
       model: a Linen or NNX model, or a function of parameters and inputs, which are then the inputs.
@@ -165,10 +163,8 @@ def _measured_speed(recipe: Recipe, at: float | None) -> str:
         return f"{describe(recipe)} was not measured against BF16 on an {_CARD}"
     if at is None:
         return f"{describe(recipe)} is faster than BF16 on an {_CARD} at none of the sizes that were measured"
-    smallest = ", the smallest that was measured" if at == points[0][0] else ""
-    return (
-        f"{describe(recipe)} is faster than BF16 on an {_CARD} from {at:.1e} operations a product (2 m k n){smallest}"
-    )
+    note = ", the smallest that was measured" if at == points[0][0] else ""
+    return f"{describe(recipe)} is faster than BF16 on an {_CARD} from {at:.1e} operations a product (2 m k n){note}"
 
 
 def predict(recipe: Recipe, operations: float) -> float | None:
@@ -225,8 +221,7 @@ def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
 def _rounded(kernel: jax.Array, record: Record, recipe: Recipe) -> tuple[float, float | None]:
     """Return the signal over rounding noise in dB of a part of a kernel, and `Line.exact` of it.
 
-    The part is the first values, quantized as one tensor. For FP4 it is whole rows of the first matrix `[n, k]`,
-    because blocks lie along these rows.
+    The part is the first values, as one tensor; for FP4 whole rows of the first matrix `[n, k]`, where blocks lie.
     """
     w, layout = jnp.asarray(kernel), record.product.layout
     if isinstance(recipe.scaling, Fp4) and layout is not None:

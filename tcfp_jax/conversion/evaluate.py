@@ -279,9 +279,8 @@ def _scan(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key)
     carried, made = iter(last), iter(ys)
     # The outputs in the order of the original loop: views that stayed outside, and the arrays that the loop made.
     outputs = [value if held else next(carried) for value, held in zip(carry, still, strict=True)]
-    return outputs + [
-        inputs[passed[var]] if skip else next(made) for var, skip in zip(jaxpr.outvars[count:], same, strict=True)
-    ]
+    pairs = zip(jaxpr.outvars[count:], same, strict=True)
+    return outputs + [inputs[passed[var]] if skip else next(made) for var, skip in pairs]
 
 
 def _runs_over(value: Any, var: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -71,8 +71,7 @@ class Factors:
 
     Attributes:
       contraction: product of x, reshaped by `x_groups`, and the parameter in atoms.
-      x_groups: sizes into which each axis of x is split, as the atoms are; none for an axis of size 1. () if no axis
-        has to be split.
+      x_groups: sizes into which each axis of x is split, as the atoms are; none for an axis of size 1. () splits none.
       out_groups: sizes of the product's axes that make each axis of the result; () if each is one.
       roles: role of each atom: "i" is contracted, "o" is in the result alone, "b" is in all three arrays.
       rows: number of rows of x that each matrix multiplies.
@@ -168,9 +167,8 @@ def _factors(view: View, x_groups: list[Any], roles: list[str], out_groups: list
     own = [label for label in x if label >= len(roles)]
     natural = [*stack, *own, *outputs]
     order = None if natural == result else tuple(natural.index(label) for label in result)
-    contraction = Contraction(
-        Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
-    )
+    places = tuple(map(x.index, inputs)), tuple(map(x.index, stack))
+    contraction = Contraction(Layout(inputs, outputs, stack), len(x), *places, order)
     kernel = range(len(roles))
     letter = dict(zip([*kernel, *own], _LETTERS, strict=False))
     written = lambda labels: "".join(letter[label] for label in labels)
@@ -204,18 +202,16 @@ def _layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
     return None if None in found else Layout(pick("i"), pick("o"), view.taken + rest)
 
 
-def product_of(
-    eqn: Equation, side: int, path: str, reason: str, view: View | None = None, no_view: str = ""
-) -> Product:
+def product_of(eqn: Equation, side: int, path: str, reason: str, view: View | None = None, why: str = "") -> Product:
     """Return the product of operand `side`, over the axes of the parameter that it shows, or with a reason.
 
-    `reason` says why the product cannot be converted, if that is known already, and `no_view` why the weight is not a
+    `reason` says why the product cannot be converted, if that is known already, and `why` tells why the weight is not a
     view: the equation may have another reason, which comes first.
     """
     shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
     described = Product(
         path, shapes[side] if view is None else view.shape, eqn.primitive.name, precision=_precision(eqn),
-        scope=str(eqn.source_info.name_stack), reason=reason or _refusal(eqn, side, view) or no_view,
+        scope=str(eqn.source_info.name_stack), reason=reason or _refusal(eqn, side, view) or why,
     )  # fmt: skip
     if described.reason or view is None:
         return described

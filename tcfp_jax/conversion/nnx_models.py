@@ -77,16 +77,14 @@ def conversion_of(module: object) -> Policy | None:
     return chosen
 
 
-def convert(
-    model: nnx.Module, chosen: Policy, weights: list[str] | None, sample: Any, keys: nnx.RngStream | None
-) -> None:
-    """Give converted classes to the modules that hold these weights, or any parameter if the weights are unknown.
+def convert(model: nnx.Module, chosen: Policy, held: list[str] | None, sample: Any, keys: nnx.RngStream | None) -> None:
+    """Give converted classes to the modules that hold weights at these paths, or any parameter if they are unknown.
 
     `sample` is the arguments and the options of the conversion, if it had some.
     """
-    if weights is None:
-        weights = ["/".join(map(str, path)) for path in _nodes_of(model, nnx.Param)]
-    above = {"/".join(path.split("/")[:i]) for path in weights for i in range(len(path.split("/")))}
+    if held is None:
+        held = ["/".join(map(str, path)) for path in _nodes_of(model, nnx.Param)]
+    above = {"/".join(path.split("/")[:i]) for path in held for i in range(len(path.split("/")))}
     # All classes are made before the first module changes: an error leaves the model unchanged. Flax's lists and dicts
     # of modules multiply nothing themselves.
     planned = {

@@ -272,8 +272,7 @@ def last_blocks(count: int, blocks: int, recipe: Recipe | str | None = "bf16") -
 
         convert_to_tcfp(model, "nvfp4_training", tokens, rules=[last_blocks(2, 12)])
 
-    The first number in the path of a parameter is the number of its block, counted from 0. Blocks that are scanned are
-    one block to a rule.
+    The first number in a parameter's path is that of its block, counted from 0. Scanned blocks are one to a rule.
 
     Raises:
       ValueError: not 0 < count <= blocks.

@@ -52,11 +52,9 @@ class Report:
         if not (self.converted or self.rounded or self.weighed or any(r.is_off for r in self.skipped)):
             lines[0] += ": nothing is converted, and a call raises"
         lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
-        for product in (record.product for record in (*self.converted, *self.skipped) if record.product.softmax):
-            size = 2 * product.rows * product.n / 1e6
-            lines.append(
-                f"a softmax follows {product.path}: losses.cross_entropy saves its logits, {size:,.3g} MB in BF16"
-            )
+        for head in (record.product for record in (*self.converted, *self.skipped) if record.product.softmax):
+            size = 2 * head.rows * head.n / 1e6
+            lines += [f"a softmax follows {head.path}: losses.cross_entropy saves its logits, {size:,.3g} MB in BF16"]
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)

@@ -284,9 +284,8 @@ def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     """
     layout = found.contraction.layout
     first = {layout.inputs[0]: "k", layout.outputs[0]: "n"}
-    served = (
-        recipe.stored is not None and recipe.scaling == Tensor() and recipe.amax == "fresh" and not recipe.stochastic
-    )
+    served = recipe.stored is not None and recipe.scaling == Tensor()
+    served = served and recipe.amax == "fresh" and not recipe.stochastic
     if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers) or weight.local is None:
         return None
     matrix = lax.stop_gradient(layout.matrix(weight.local))
@@ -353,27 +352,17 @@ def multiply_head(eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options:
     x, weight, targets, shares = inputs
     shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
     found, kernel, stored = _taken(weight, factors(MATRIX, shapes, 1, weight.view), recipe)
-    matrix, stored = _as_matrix(found.contraction.layout, kernel, stored)
+    matrix, stored = found.contraction.layout.untransposed(kernel, stored)
     key = jax.random.key(0) if _rounds_here(stored, recipe) else None
     asked = dataclasses.replace(options, recipe=recipe)
     return list(loss_of(asked, x, matrix, stored, targets, shares, key))
-
-
-def _as_matrix(
-    layout: Layout, kernel: jax.Array | None, stored: Stored | None
-) -> tuple[jax.Array | None, Stored | None]:
-    """Return a weight as `[*stack, k, n]`, floats and stored form."""
-    matrix = None if kernel is None else layout.matrix(kernel)
-    if not layout.transposed:
-        return matrix, stored
-    return None if matrix is None else matrix.swapaxes(-1, -2), None if stored is None else stored.swap()
 
 
 def _as_experts(
     layout: Layout, kernel: jax.Array | None, stored: Stored | None, count: int
 ) -> tuple[jax.Array | None, Stored | None]:
     """Return the weights of a grouped product as `[e, k, n]`, floats and stored form."""
-    matrix, stored = _as_matrix(layout, kernel, stored)
+    matrix, stored = layout.untransposed(kernel, stored)
     # An axis of one expert has no atom, and a reshape may have cut the axis of several.
     if stored is not None:
         leading = len(stored.stack)

@@ -122,8 +122,7 @@ class Transformed:
         """Return the function's result.
 
         Args:
-          args: arguments of the function. Parameters may come from `tcfp_jax.store`; a parameter that exists only in
-            `stored` is a `jax.ShapeDtypeStruct`.
+          args: arguments of the function. Parameters may be stored; one only in `stored` is a `jax.ShapeDtypeStruct`.
           stored: `layer_state` or `quantize_params` of the parameters; others are quantized at each use.
           product_key: key of FP4 training's random bits; pass another one at each step.
           kwargs: keyword arguments of the function.
@@ -144,8 +143,7 @@ class Transformed:
         program = trace(self.function, args, kwargs)
         leaves = {path: leaf for path, leaf in paths.leaves(args[self.params]).items() if _is_array(leaf)}
         before, after = self._others(args, kwargs)
-        # State that a model keeps next to its parameters, such as a running average, is not an input: its product with
-        # a parameter makes another weight.
+        # A model's other state, such as a running average, is no input: its product with a parameter is another weight.
         state = len(arrays_in(args[self.params + 1])) if self.stateful else 0
         facts = [
             *(Fact(input=True) for _ in before),
@@ -219,21 +217,18 @@ def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object], abs
         )
 
 
-def _parameter(
-    leaf: Any, stored: PyTree, weight: Weight | None, gradient_dtype: DTypeLike | None, *, rounded: bool
-) -> Shown:
-    """Return a parameter as an input of the program, with its stored form if that fits."""
+def _parameter(leaf: Any, stored: PyTree, weight: Weight | None, dtype: DTypeLike | None, *, rounded: bool) -> Shown:
+    """Return a parameter as an input of the program, with its stored form if that fits; `dtype` is its gradient's."""
     if isinstance(stored, PackedTCFP12):
-        if weight is not None and not isinstance(
-            leaf, SHAPES
-        ):  # a table: its floats are looked up, and its codes multiplied
+        # Floats that are there too belong to a table: they are looked up, and its codes multiplied.
+        if weight is not None and not isinstance(leaf, SHAPES):
             stored = _quantized(stored.dequantize(leaf.dtype), weight)
         else:
             leaf, stored = stored.dequantize(leaf.dtype), None
     if rounded:
         leaf = fake_quantize(leaf)
     if weight is None:
-        return Shown.of(leaf, None, None, gradient_dtype)
+        return Shown.of(leaf, None, None, dtype)
     if stored is not None and not isinstance(leaf, SHAPES):
         # A stage of a pipeline has its part of a stack of layers, which may be a single layer: its axis has no view.
         extra = len(stored.stack)
@@ -241,7 +236,7 @@ def _parameter(
             stored = jax.tree.map(lambda array: array.reshape(array.shape[extra:]), stored)
         weight.layout.check(stored, leaf.shape)
         stored = current(stored, weight.layout.matrix(leaf))
-    return Shown.of(leaf, stored, weight, gradient_dtype)
+    return Shown.of(leaf, stored, weight, dtype)
 
 
 def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
@@ -281,12 +276,10 @@ def transform(
       include: products that take `recipe` without a rule: "linear"; "head", the product that makes the model's output;
         "small", matrices with a side below 1024, which are slower than in BF16; "measured", products of "linear" (and
         of "head", if named) that measured times on this device say to be faster than BF16, at each call's own rows and
-        at any size; a shape, recipe or device that was not timed goes by size. "embed", tables
-        whose rows are looked up: they are stored like kernels, and where a stored form exists, rows are its dequantized
-        rows; a float table without one is looked up as it is. Also "layer_norm", gains and their biases, which are
-        rounded to the packed format.
-      strict: raise if a product of a parameter has no low-precision form and no rule leaves it alone, or if a rule
-        matches nothing.
+        at any size; a shape, recipe or device that was not timed goes by size. "embed", tables whose rows are looked
+        up: they are stored like kernels, and where a stored form exists, rows are its dequantized rows; a float table
+        without one is looked up as it is. "layer_norm", gains and their biases, rounded to the packed format.
+      strict: raise if a product has no low-precision form and no rule leaves it alone, or if a rule matches nothing.
 
     Raises:
       TypeError: `fn` is not a function.

@@ -19,8 +19,7 @@ from jax.extend import core
 from tcfp_jax.conversion.evaluate import Body, bind, bodies_of, eval_jaxpr, is_inlined, opened
 from tcfp_jax.conversion.views import Equation, Place
 
-# For each marked equation, by the numbers of the equations around it and its own, which operand is the weight; -1 for a
-# product of two weights.
+# By the place of each marked equation, which operand is the weight; -1 for a product of two weights.
 Marks = Mapping[Place, int]
 # The equations that act on a weight as on its parts.
 _MOVES = {"dot": ("convert_element_type", "transpose"), "joined": ("convert_element_type", "copy", "transpose"),

@@ -198,9 +198,8 @@ class View:
                 continue
             origin = self.origin[atoms[0]]
             alone = self.origin.count(origin) == 1
-            view = dataclasses.replace(
-                view._resized(axis, size, whole=view.whole and alone), split=(*view.split, origin)
-            )
+            view = view._resized(axis, size, whole=view.whole and alone)
+            view = dataclasses.replace(view, split=(*view.split, origin))
         return view
 
     def same(self, eqn: Equation) -> "View":
@@ -305,8 +304,7 @@ class Fact:
       params: paths of the parameters that the value was computed from.
       path, view: the one parameter that the value shows, or None.
       input: whether an input took part.
-      closed: whether the value is an array that the function closes over. It counts as an input, and may be a parameter
-        that was forgotten.
+      closed: whether the function closes over the value. It counts as an input, and may be a forgotten parameter.
       why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
       follows: places of the products that the value was computed from, with no other product of a parameter between.
       linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,

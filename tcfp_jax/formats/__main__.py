@@ -93,9 +93,8 @@ def _plot(path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: dict[Any, Any] = {
-        f"{name}color": _INK for name in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")
-    }
+    colored = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")
+    style: dict[Any, Any] = {f"{name}color": _INK for name in colored}
     style |= {"axes.facecolor": "none", "svg.hashsalt": "tcfp_jax", "font.size": "9"}
     groups: dict[str, list[tuple[float, float]]] = {}
     points: dict[str, tuple[float, float]] = {}
@@ -137,9 +136,8 @@ def _group(made: DataType) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 2 for a name without a meaning, or a file that cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tcfp_jax.formats", description="List the catalog, or show one datatype."
-    )
+    what = "List the catalog, or show one datatype."
+    parser = argparse.ArgumentParser(prog="python -m tcfp_jax.formats", description=what)
     parser.add_argument("name", nargs="?", help="a datatype of the catalog, or the code of a number")
     parser.add_argument("--table", action="store_true", help="write the table of docs/formats.md")
     parser.add_argument("--plot", type=Path, help="write a plot of SNR against bits to this file")

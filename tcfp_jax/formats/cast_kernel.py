@@ -1,8 +1,7 @@
 """The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded to nearest even, saturating.
 
 Memory traffic decides the time of a cast. XLA compiles it to three kernels, which read x twice and write an int32 array
-of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and the result is
-written once.
+of its size in between. A Pallas-Triton program holds a block of tiles in registers: one read of x, one of the result.
 
 The kernel has the bits of `quantization.quantize` and `quantization.assemble`, with fewer operations: a GPU does not
 flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the kernel
@@ -123,8 +122,7 @@ def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.A
     """Cast `[tiles, size]`, with one scale per row, in arithmetic that keeps subnormals.
 
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps, because the digits of
-    float32 next to m are exactly the digits of the number. The powers of two come in two factors, because one factor
-    may lie outside float32.
+    float32 next to m are exactly the digits of the number. Powers of two come as two factors, as one may leave float32.
     """
     number, scale = datatype.number, datatype.scale
     assert scale is not None and isinstance(number, NumberSpec)

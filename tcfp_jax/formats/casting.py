@@ -10,8 +10,7 @@ every backend, with and without jit.
 * A NaN or inf does not influence the scale of its tile. NaN stays NaN. If a scaled number has no code for NaN (FP4,
   FP6, integers, codebooks), the scale becomes NaN and with it the whole tile, as OCP's MX specification says.
 * `saturate=True`: inf and values that are too large become the largest value. `saturate=False`: they become inf if the
-  number has it, else NaN if it has that, else the largest value, as in ml_dtypes. Rounding "zero" overflows only from
-  inf.
+  number has it, else NaN if it has that, else the largest value, as in ml_dtypes. By "zero" only inf overflows.
 """
 
 import functools
@@ -79,8 +78,7 @@ def cast(
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
       ValueError: an unknown mode; a key without "stochastic", the reverse, or several keys; a `scalemode` for a
-        datatype without a scale of its kind, or whose exponent scales name their own; a tile that does not fit the
-        shape of `x`.
+        datatype without a scale of its kind, or whose exponent scales name their own; a tile that does not fit `x`.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 

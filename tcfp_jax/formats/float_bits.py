@@ -113,8 +113,7 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
     """Return |x| / |y| in float32 with `digits` mantissa bits, and the last bit set if that is not exact.
 
     A quotient that is rounded so ("to odd"), and then to fewer bits, is rounded once. This is a long division in
-    integers, 12 bits at a time, because the float32 division of a GPU is not correctly rounded. Subnormal x and y count
-    as zero, as does x / 0.
+    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormals and x / 0 are 0.
 
     Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
     to odd".
@@ -161,8 +160,7 @@ def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quo
 def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None) -> jax.Array:
     """Round values >= 0 to a grid whose steps are normal float32; the grid continues beyond `largest`.
 
-    `bits` are uniform uint32 for "stochastic", which takes the upper neighbour with probability (value - lower) / step,
-    exact to 2**-24.
+    `bits` are uniform uint32 for "stochastic": it rounds up with probability (value - lower) / step, exact to 2**-24.
     """
     emax = int(np.frexp(grid.largest)[1]) - 1
     # A value of twice the largest binade is beyond the grid whatever its digits are; the cap keeps its step finite.

@@ -87,8 +87,7 @@ def quantize_nvfp4(
       interpret: run the kernel in Pallas's interpreter, which works on CPUs.
 
     Returns:
-      Codes, scales and the outer scale. A tile with NaN has a NaN scale and zero codes; inf becomes the largest value
-      of its tile.
+      Codes, scales and the outer scale. A tile with NaN has a NaN scale and zero codes; inf becomes its tile's largest.
 
     Raises:
       TypeError: `x` is not real floating point, or the key is not two words.
@@ -183,17 +182,14 @@ def _check(
     for name, value, known in (("rule", rule, _MODES), ("tile", tile, _DATATYPES)):
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}")
+    shape = list(x.shape)
     if x.ndim == 0 or x.shape[-1] % 2 or x.size == 0:
-        raise ValueError(
-            f"x{list(x.shape)} has no pairs of values along its last axis, two of which share a byte; pad it"
-        )
+        raise ValueError(f"x{shape} has no pairs of values along its last axis, two of which share a byte; pad it")
     if signs is not None and (tile != "vector" or x.shape[-1] % SIDE):
-        raise ValueError(
-            f"signs rotate every 16 values of a vector, not x{list(x.shape)} in tiles {tile!r}; drop signs="
-        )
-    side = x.shape[-2:] if tile == "square" else x.shape[-1:]
+        raise ValueError(f"signs rotate every 16 values of a vector, not x{shape} in tiles {tile!r}; drop signs=")
+    side = shape[-2:] if tile == "square" else shape[-1:]
     if len(side) < (2 if tile == "square" else 1) or min(side) < SIDE:
-        raise ValueError(f"x{list(x.shape)} is smaller than one tile of {SIDE} ({tile!r}); pad it with zeros")
+        raise ValueError(f"x{shape} is smaller than one tile of {SIDE} ({tile!r}); pad it with zeros")
     if amax is not None:
         top = jnp.asarray(amax)
         if top.shape or jnp.issubdtype(top.dtype, jnp.complexfloating):
@@ -274,9 +270,8 @@ def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.A
     blocks = functools.partial(_in_blocks, axes=axes, signs=signs)
     # Blocks are made twice, because a pass over x that makes them costs less than one over the result.
     bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
-    largest_of = lambda parts: functools.reduce(
-        jnp.maximum, [jnp.max(part, axis=inner, keepdims=True) for part in parts]
-    )
+    top = lambda part: jnp.max(part, axis=inner, keepdims=True)
+    largest_of = lambda parts: functools.reduce(jnp.maximum, map(top, parts))
     amax = largest_of([scale_rules.finite_magnitude(part) for part in bits])
     lost = largest_of(bits) >= float_bits.INFINITY
     # Without a barrier XLA finds the maximum of x in a pass of its own, and writes the rotated array to memory.

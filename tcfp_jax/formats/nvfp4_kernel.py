@@ -5,8 +5,7 @@ tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes
 32 bytes of numbers. For tiles down the first axis of a matrix, neighbours hold neighbouring columns. `nvfp4_registers`
 has the arithmetic. A pass of the same kind finds the largest magnitude of a rotated tensor: each program stores one.
 
-Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array, so a device is told
-where its part begins.
+Under a mesh each device quantizes its own part, and knows where that begins: the random bits of a value depend on it.
 """
 
 import functools
@@ -28,11 +27,14 @@ TILES = 128
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
 
+_Shape = tuple[int, ...]
+
+
 class _Job(NamedTuple):
     """A pass over an array; `shape` counts its tiles, without the axis of their values."""
 
     options: Options
-    shape: tuple[int, ...]
+    shape: _Shape
     interpret: bool
 
 
@@ -85,9 +87,7 @@ def _local(
     return [found[0].reshape(tiles.shape)]
 
 
-def _by_arrays(
-    job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
-) -> list[jax.Array]:
+def _by_arrays(job: _Job, own: _Shape, words: jax.Array, tiles: jax.Array, starts: jax.Array | None) -> list[jax.Array]:
     """Return the same without a kernel, for a part that is not made of whole groups."""
     scalars = Scalars.of(job.options, lambda at: words[at])
     whole = tiles.reshape(-1, SIDE) if job.options.place == "last" else jnp.moveaxis(tiles, 1, 2)
@@ -112,9 +112,7 @@ def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, .
     return found * jnp.uint32(SIDE)
 
 
-def _call(
-    job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
-) -> list[jax.Array]:
+def _call(job: _Job, own: _Shape, words: jax.Array, tiles: jax.Array, starts: jax.Array | None) -> list[jax.Array]:
     from jax.experimental import pallas as pl
 
     along = job.options.place == "last"

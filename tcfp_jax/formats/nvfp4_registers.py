@@ -38,6 +38,7 @@ _WORDS = 16
 
 Place = Literal["last", "first"]
 Key = tuple[jax.Array, jax.Array]
+Arrays = list[jax.Array]
 Random = Callable[[int], jax.Array]  # random bits by the place of a value in its tile
 
 
@@ -271,9 +272,7 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
     return parts[0].reshape(shape)
 
 
-def _encoded(
-    options: Options, scalars: Scalars, x: list[jax.Array], random: Random
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+def _encoded(options: Options, scalars: Scalars, x: Arrays, random: Random) -> tuple[Arrays, jax.Array, jax.Array]:
     """Return (codes, the tile's scale, its product with the tensor's); if the product is 0, codes are meaningless."""
     do = scalars.do
     scale, *others = _scale_codes(options, scalars, x)

@@ -87,8 +87,7 @@ def pack(
 
     Args:
       x, datatype, roundmode, scalemode, key, saturate: as for `formats.cast`.
-      sparsity: (n, m) keeps the m largest of every n values along the last axis, as `formats.sparse` does, and stores
-        them and one bit per value.
+      sparsity: (n, m) stores the m largest of n values along the last axis, as `formats.sparse`, and one bit per value.
 
     Raises:
       TypeError, ValueError: as `formats.cast`; also for `sparsity` that does not divide the last axis, or with a zero
@@ -206,11 +205,10 @@ def _unpack(packed: PackedArray) -> jax.Array:
 
 def _check_parts(packed: PackedArray) -> None:
     """Raise a ValueError unless every part is uint8 of the length that datatype, shape and sparsity give it."""
-    if not isinstance(packed.datatype, DataType):
-        raise ValueError(f"the packed array has a {type(packed.datatype).__name__} as its datatype, not a DataType")
-    lengths = {
-        name: -(-bits * math.prod(codes) // 8) for name, (bits, codes) in packed.datatype.fields(packed.shape).items()
-    }
+    datatype = packed.datatype
+    if not isinstance(datatype, DataType):
+        raise ValueError(f"the packed array has a {type(datatype).__name__} as its datatype, not a DataType")
+    lengths = {name: -(-bits * math.prod(codes) // 8) for name, (bits, codes) in datatype.fields(packed.shape).items()}
     if packed.sparsity is not None:
         if not (isinstance(packed.sparsity, tuple) and len(packed.sparsity) == 2 and packed.shape):
             raise ValueError(f"the packed array has sparsity={packed.sparsity!r}, not a pair (n, m); pack it again")
@@ -218,14 +216,14 @@ def _check_parts(packed: PackedArray) -> None:
         if not 1 <= m < n or packed.shape[-1] % n:
             raise ValueError(f"sparsity={packed.sparsity} does not fit the shape {packed.shape}; pack the array again")
         size = math.prod(packed.shape)
-        lengths |= {"mask": -(-size // 8), "values": -(-packed.datatype.number.bits * (size // n * m) // 8)}
+        lengths |= {"mask": -(-size // 8), "values": -(-datatype.number.bits * (size // n * m) // 8)}
     for name in (*_FIELDS, "mask"):
         part = getattr(packed, name)
         shape, wanted = getattr(part, "shape", None), (lengths[name],) if name in lengths else None
         if shape != wanted or (part is not None and getattr(part, "dtype", None) != jnp.uint8):
             found = "nothing" if part is None else f"{getattr(part, 'dtype', type(part).__name__)} of shape {shape}"
             raise ValueError(
-                f"{name} of the packed array is {found}, and {packed.datatype.name} of shape {packed.shape} has "
+                f"{name} of the packed array is {found}, and {datatype.name} of shape {packed.shape} has "
                 f"{'none' if wanted is None else f'uint8 of shape {wanted}'}; pack the array again"
             )
     if packed.sparsity is not None and not isinstance(packed.mask, jax.core.Tracer | jax.ShapeDtypeStruct):
@@ -238,13 +236,11 @@ def _check_parts(packed: PackedArray) -> None:
         raise ValueError(
             f"the packed array stands for {packed.dtype}, and casts make real floats; use np.dtype('float32')"
         )
-    if (packed.residual is None) != (packed.datatype.residual is None):
-        raise ValueError(
-            f"the packed array has a residual, or {packed.datatype.name} has one, but not both; pack it again"
-        )
+    if (packed.residual is None) != (datatype.residual is None):
+        raise ValueError(f"the packed array has a residual, or {datatype.name} has one, but not both; pack it again")
     if packed.residual is not None:
         of = packed.residual if isinstance(packed.residual, PackedArray) else None
-        if of is None or of.datatype != packed.datatype.residual or of.shape != packed.shape:
+        if of is None or of.datatype != datatype.residual or of.shape != packed.shape:
             raise ValueError("the residual of the packed array has another datatype or shape than it; pack it again")
         _check_parts(packed.residual)
 
@@ -298,8 +294,7 @@ def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
       dim: the axis, negative or not.
 
     Returns:
-      The shape and dtype of `x`; kept values keep their signs. NaN counts as the largest magnitude. Only kept values
-      have a gradient.
+      The shape and dtype of `x`; values keep their signs. NaN counts as the largest. Only kept values have a gradient.
 
     Raises:
       TypeError: `x` is not real floating point.

@@ -1,7 +1,6 @@
 """Quantized arrays: values on the grid of their number, the scales of tiles, and the remainder.
 
-`quantize` makes them and `assemble` multiplies them out. `casting` does both at once, and documents subnormals, NaN and
-inf; `packing` stores them.
+`quantize` makes them, `assemble` multiplies them out, `packing` stores them; for subnormals, NaN and inf see `casting`.
 """
 
 import functools
@@ -190,11 +189,8 @@ def _float_scales(
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.max
     covers = modes.roundmode == "stochastic"
     if scale.outer is None:
-        return [
-            QuantizedArray(
-                magnitude, scale=scale_rules.choose_scale(amax, largest, scale.number, "up" if covers else "even")
-            )
-        ]
+        chosen = scale_rules.choose_scale(amax, largest, scale.number, "up" if covers else "even")
+        return [QuantizedArray(magnitude, scale=chosen)]
     rule = modes.of_scale(scale) if number.name == "e2m1f" else "max"
     whole = jnp.max(amax, initial=0) if amax_tensor is None else amax_tensor
     outer = scale_rules.choose_outer(whole, largest, scale.number, scale.outer, rule)

@@ -30,8 +30,7 @@ together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11
 Use "mse" if most values of a tile lie far below its largest one, as in the remainder of rounding to a float. Half the
 step for all of them then gains more than clipping a few loses. Stochastic rounding takes the covering e of "mse",
 because clipping would bias it. For the same reason it rounds float scales up and takes the first candidate. By "max"
-and "midmax" it clips as other rounding does. Errors are summed as integers, so the choice does not depend on the
-order of the sum.
+and "midmax" it clips as other rounding does. Errors are summed as integers: the order of the sum changes nothing.
 """
 
 import jax
@@ -99,11 +98,9 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Round
     return round_scale(quotient, scale, mode)
 
 
-def choose_outer(
-    amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode
-) -> jax.Array:
+def choose_outer(amax: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode) -> jax.Array:
     """Return the scale of a tensor above the scales of its tiles, for the bits of its largest magnitude."""
-    return choose_scale(amax_tensor, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
+    return choose_scale(amax, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
 
 
 def tile_scales(
@@ -111,8 +108,7 @@ def tile_scales(
 ) -> list[jax.Array]:
     """Return the scales among which each tile chooses, below the scale `whole` of the tensor.
 
-    `amax` are int32 bits, and `largest` is the largest value of the number. Stochastic rounding `covers`: it has one
-    candidate, which clips nothing.
+    `amax` are int32 bits, `largest` is the number's largest value. With `covers` the one candidate clips nothing.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C; Cook et al. 2025, "Four Over Six".
     """
@@ -150,8 +146,7 @@ def exact_share(scales: jax.Array) -> jax.Array:
 
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
-    FP8 tensor cores multiply such tiles without rounding. Every tile of the rule "fold_exact" is one. Zeros count as
-    such tiles, NaN does not.
+    FP8 tensor cores multiply such tiles without rounding. All tiles of "fold_exact" are such, and zeros; NaN is not.
 
     Raises:
       ValueError: scales are not a float8_e4m3fn array, or an empty one.

@@ -5,8 +5,7 @@ The program runs unchanged, and every planned product shows its inputs to the pa
     y = observe(x w, x, probe)      forward: x w      backward: the gradient of the probe is sum over rows of x xᵀ
 
 A probe stands in place of a stored weight. It reaches the product as stored weights do, through loops over layers,
-branches and `jax.checkpoint`, and its gradient comes back stacked like the parameter. Nothing else of the backward pass
-is read, so XLA drops the rest.
+branches and `jax.checkpoint`, and its gradient comes back stacked like the parameter. XLA drops the rest of the pass.
 """
 
 import functools
@@ -121,9 +120,7 @@ def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
     return back([jnp.zeros_like(value) for value in made])[0]
 
 
-def _observed(
-    seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, drawn: jax.Array | None = None
-) -> jax.Array:
+def _observed(seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: jax.Array) -> jax.Array:
     """Return the result of a planned product, and show its rows of x to the probe of its weight."""
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1

@@ -26,11 +26,9 @@ def check_operand(path: str, weight: Operand, repair: str) -> None:
     of_values = (weight.values.dtype, weight.values.shape)
     expected = {"lo": of_values, "lo_scale": found, "outer": (np.dtype(np.float32), weight.values.shape[:-2])}
     for name, (dtype, shape) in expected.items():
-        part = getattr(weight, name)
-        if part is not None and (part.dtype, tuple(part.shape)) != (dtype, shape):
-            raise ValueError(
-                f"{name} of {path} is {part.dtype}{part.shape}, not {dtype}{shape}; restore the whole file"
-            )
+        one = getattr(weight, name)
+        if one is not None and (one.dtype, tuple(one.shape)) != (dtype, shape):
+            raise ValueError(f"{name} of {path} is {one.dtype}{one.shape}, not {dtype}{shape}; restore the whole file")
     check_scales(path, weight)
 
 

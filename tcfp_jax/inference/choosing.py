@@ -105,8 +105,7 @@ def gptq(
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack has its own Hessian.
       hessian: float32 `[..., k, k]`, from `tcfp_jax.inference.hessians`.
       scaling: format, tile and rule.
-      scales: "rule" chooses each block's scale among the candidates of the scaling's rule (two for "four_over_six"),
-        "search" among all useful ones.
+      scales: "rule" chooses each block's scale among the candidates of the scaling's rule, "search" among all useful.
       damping: part of the Hessian's mean diagonal that is added to its diagonal.
 
     Returns:
@@ -115,8 +114,7 @@ def gptq(
 
     Raises:
       TypeError: w is not real floating point, or the scaling is not an `Fp4`.
-      ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, damping is not positive, or
-        `scales` is unknown.
+      ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, or an option is out of range.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
     >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
@@ -160,10 +158,7 @@ def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the importance of each column of tiles of this shape, `[blocks along k, block]`, all above zero.
-
-    Its unit does not matter.
-    """
+    """Return the importance of each column of tiles of this shape, `[blocks along k, block]`: positive, in any unit."""
     weights = importance.astype(jnp.float32)
     amax = weights.max(initial=0)
     weights = jnp.where(amax == 0, 1, weights * _unit_of(amax))  # a calibration without inputs weighs all alike

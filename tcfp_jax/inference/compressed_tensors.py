@@ -125,9 +125,8 @@ def load_compressed(
       global_scale: "multiplier" for a file that holds the inverse of the format's global scale.
 
     Returns:
-      Quantized weights as `Stored` `[k, n]` under "X.weight", all else as arrays. An FP4 weight has
-      `scaling=Fp4(format)`, with the rule that `save_compressed` noted for it, or "amax"; scales of activations keep
-      their names.
+      Quantized weights as `Stored` `[k, n]` under "X.weight", all else as arrays by its name. An FP4 weight has
+      `scaling=Fp4(format)`, with the rule that `save_compressed` noted for it, or "amax".
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -135,8 +134,7 @@ def load_compressed(
       ValueError: a file, its header, the index or the config is damaged or is not inside of the folder; a tensor is in
         two files, or not in the one that the index names; the format is another; weights are rotated or sparse, have
         zero points, scales that are NaN, negative or out of range, or break the rule "fold_exact" that the file notes;
-        codes or scales are missing; a weight has unknown arrays; a global scale is inverted or not one positive
-        float32; or a choice is unknown.
+        codes or scales are missing; a weight has unknown arrays; a global scale is inverted or not one positive number.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
@@ -269,16 +267,13 @@ def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
 
 
 def _check_global_scales(scales: Mapping[str, tuple[np.ndarray, float]], repair: str) -> None:
-    """Raise if most NVFP4 weights have a global scale that looks inverted.
+    """Raise if most NVFP4 weights have a global scale that looks inverted, by (block scales, `outer` as read) by name.
 
-    A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
-    block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
-    7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds the largest float16, 65504, and a file is inverted
-    if more than half of the weights whose global scale is not 1 are suspect. That never holds if half of the weights
-    fit float16, and always if the largest values of most weights are below 110 (below 36 for "four_over_six" and
-    "fold_exact", which have s from 256 on and a global scale of 6 * 256 / max |w|).
-
-    `scales` are (block scales, `outer` as the file gives it) by name.
+    A quantizer that fills the range of E4M3 has a largest block scale s near 448 and a global scale of 448 * 6 / max
+    |w|, so a reader of the inverse finds values up to 7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds
+    the largest float16, and a file is inverted if more than half of the weights whose global scale is not 1 are
+    suspect. That never holds if half of the weights fit float16, and always if the largest values of most weights are
+    below 110 (below 36 for "four_over_six" and "fold_exact", which have s from 256 on).
     """
     largest = {name: (float(s.astype(np.float32).max(initial=0)), outer) for name, (s, outer) in scales.items()}
     judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}

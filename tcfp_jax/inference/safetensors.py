@@ -1,8 +1,7 @@
 """Folders of other engines: `config.json`, and one safetensors file, or several and an index of their tensors.
 
 The `safetensors` package checks each header and writes files. It refuses offsets that overlap, leave holes or end
-outside of the file, and sizes that are negative or overflow. The index, and names that a file has twice, are checked
-here.
+outside of the file, and sizes that are negative or overflow. The index and names that are there twice are checked here.
 """
 
 import collections
@@ -51,8 +50,7 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, dict[str, str]]]:
     """Return (config, arrays by name, metadata of its file by name) of a folder.
 
-    Its weights are in the compressed-tensors format, or all of them are floats. Arrays are read from disk when they are
-    used.
+    Its weights are in the compressed-tensors format, or all are floats. Arrays are read from disk when they are used.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -106,9 +104,8 @@ def _check_config(path: Path, found: object) -> None:
             f"{path} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
             "the model with llm-compressor, or load its float weights"
         )
-    groups, transform, sparsity = (
-        found.get(entry) or {} for entry in ("config_groups", "transform_config", "sparsity_config")
-    )
+    entries = ("config_groups", "transform_config", "sparsity_config")
+    groups, transform, sparsity = (found.get(entry) or {} for entry in entries)
     if not all(isinstance(one, dict) for one in (groups, transform, sparsity)) or not all(
         isinstance(group, dict) for group in groups.values()
     ):
@@ -149,9 +146,7 @@ def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     held = np.memmap(path, np.uint8, "r", _LENGTH + length) if any(sizes) else np.zeros(0, np.uint8)
     parts = zip(names, ends, sizes, dtypes, forms, strict=True)
     try:
-        return {
-            n: np.asarray(held[end - size : end]).view(d).reshape(form[1]) for n, end, size, d, form in parts
-        }, noted
+        return {n: np.asarray(held[end - size : end]).view(d).reshape(s) for n, end, size, d, (_, s) in parts}, noted
     except ValueError as error:  # more axes than NumPy has, or zero values of sizes beyond any
         raise ValueError(f"{path} has a tensor that no array holds: {error}; copy the file again") from error
 

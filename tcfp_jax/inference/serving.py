@@ -195,8 +195,7 @@ def unpack(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, 
 def restored(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, PyTree]:
     """Return variables of `quantize_params` from the plain dicts that a checkpointer loads without a template.
 
-    Orbax then makes dicts of the classes of stored weights. The recipe says which values share a scale, and by which
-    rule the scales of FP4 were found.
+    Orbax then makes dicts of stored weights. The recipe says which values share a scale, and the rule of FP4's scales.
 
     Args:
       variables: `{"params": ..., "tcfp": ...}`, nested dicts.

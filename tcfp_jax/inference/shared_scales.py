@@ -60,9 +60,8 @@ def quantize_together(
     side = (scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1)) if square else 1
     if any(n % side for n in rows[:-1]):
         raise ValueError(f"the weights are {shapes}, and {scaling} would lie across two of them; use vectors")
-    whole = (
-        quantize(jnp.concatenate(list(weights.values()), -2)) if quantize else _quantized(scaling, *weights.values())
-    )
+    parts = list(weights.values())
+    whole = quantize(jnp.concatenate(parts, -2)) if quantize else _quantized(scaling, *parts)
     ends = np.cumsum(rows)
     return {name: _rows(whole, end - n, end, side) for name, n, end in zip(weights, rows, ends, strict=True)}
 

@@ -30,11 +30,6 @@ from tcfp_jax.weights.stored import Stored
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
 
-__all__ = [
-    "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPEinsum", "TCFPEmbed",
-    "TCFPLayerNorm",
-]  # fmt: skip
-
 COLLECTION = "tcfp"
 RNG = "tcfp"
 
@@ -271,8 +266,7 @@ class TCFPLayerNorm(nn.LayerNorm):
 class TCFPEmbed(nn.Embed):
     """`nn.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
 
-    Fields and the parameter are `nn.Embed`'s, plus `recipe`, which is for `attend` only. The rounding has a
-    straight-through gradient.
+    Fields and the parameter are `nn.Embed`'s, plus `recipe`, for `attend` only. The rounding is straight-through.
 
     Raises:
       ValueError: tokens that are not integers, or `promote_dtype` is set.

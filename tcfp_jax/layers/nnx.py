@@ -22,16 +22,13 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored
 
-__all__ = ["Fp4Dense", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm", "TCFPLinear", "TCFPLinearGeneral"]
-
 RNG = "tcfp"
 
 
 class _LowPrecision:
     """Attributes of all layers: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
 
-    It is the last base class and has no slots, so an object keeps the memory layout of Flax's class, and conversion can
-    change a layer's class in place.
+    It is the last base class and has no slots: objects keep the memory layout of Flax's class, and may change class.
     """
 
     __slots__ = ()
@@ -62,9 +59,8 @@ def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
         equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
     ) -> jax.Array:
         keys = getattr(layer, "keys", None)
-        options: Any = dict(
-            recipe=layer.recipe, stored=stored_weight(layer), key=lambda: None if keys is None else keys()
-        )
+        key = lambda: None if keys is None else keys()
+        options: Any = dict(recipe=layer.recipe, stored=stored_weight(layer), key=key)
         return layers.product(equation, x, kernel, out_sharding=out_sharding, **options)
 
     return multiply

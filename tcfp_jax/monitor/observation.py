@@ -85,8 +85,7 @@ def value_and_grad(
 
     Raises:
       ValueError: the function has no low-precision product, or none that can be read; or the call lacks an argument.
-      NotImplementedError: a product under `jax.vmap` over an axis that is not the first, or one that the function
-        differentiates itself.
+      NotImplementedError: a product under `jax.vmap` over another axis than the first, or that `fun` differentiates.
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))

@@ -70,8 +70,7 @@ def stale_moments(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
     wider. A share of 1 in every step shows a frozen moment.
 
     Args:
-      before: the optimizer's state: `tcfp_jax.optim.adamw`, optax's Adam, or another with a field `nu`, also inside
-        `low_precision_moments`.
+      before: the state of `tcfp_jax.optim.adamw` or any optimizer with a field `nu`, also in `low_precision_moments`.
       after: the same after the step.
 
     Raises:

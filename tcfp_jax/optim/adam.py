@@ -3,12 +3,10 @@
 `pallas_kernels.adamw` updates a stored weight of 4096 values or more in place: it reads and writes the gradient,
 `W_hi`, `W_lo` and both moments once, 4.03 bytes of state a weight, and makes no float copy. XLA updates everything else
 with the same arithmetic: float parameters, small weights, rows of fewer than 128 values, other formats of moments,
-scales of blocks. A step with any gradient that is not finite, or whose square is not, changes nothing but the count of
-such steps.
+scales of blocks. A step with a gradient that is not finite, or whose square is not, changes only the count of these.
 
 Over stored parameters it works inside `chain`, `masked`, `partition` and `inject_hyperparams`. `MultiSteps` and
-`apply_if_finite` expect updates of the parameters' own structure: accumulate gradients before it instead, or use
-`on_stored(optax.MultiSteps(...))`.
+`apply_if_finite` expect updates like the parameters: accumulate before it, or use `on_stored(optax.MultiSteps(...))`.
 """
 
 from collections.abc import Callable
@@ -31,10 +29,8 @@ from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of
 
 _FORMATS: dict[str, tuple[Format, Format]] = {
-    "8bit": ("float8_e4m3fn", "ue5m3"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-    "float32": ("float32", "float32"),
-}
+    "8bit": ("float8_e4m3fn", "ue5m3"), "bfloat16": ("bfloat16", "bfloat16"), "float32": ("float32", "float32"),
+}  # fmt: skip
 
 
 class AdamWState(NamedTuple):

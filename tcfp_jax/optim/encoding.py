@@ -207,8 +207,7 @@ def narrow_leaves(
     """Return for each parameter whether its moments may be narrow; only its path and its global shape decide.
 
     `mask` chooses those that may: a tree of bools, or a function of `params` that returns one. `is_leaf` finds nodes
-    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter. A float table may
-    not, but a stored one may.
+    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter. Float tables may not.
 
     >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
     [False, True, False]

@@ -33,6 +33,7 @@ from tcfp_jax.weights.stored import Stored, quantize_weight
 
 _AMAX_DECAY = 0.999
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
+_Key = jax.Array | None
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -82,11 +83,9 @@ def error_feedback(
     Args:
       recipe: recipe of the layers. With `remainder="dropped"` weights are still quantized here, once per step, but no
         error exists. With "bf16" it does nothing. Or the mapping that `tcfp_jax.conversion.find_weights` returns: the
-        recipe of each weight and the axes that it contracts, by path; kernels of more than two axes are then stored as
-        matrices.
+        recipe of each weight and the axes that it contracts, by path, also of kernels of more than two axes.
       key: JAX random key, for `remainder="stochastic"` only. It becomes part of the state.
-      error_dtype: dtype of the errors: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1), for recipes with
-        `remainder="feedback"`.
+      error_dtype: dtype of errors of "feedback": float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
       mask: leaves that are weights: a tree of bools, or a function of the parameters that returns one. None means every
         leaf named `kernel` with two axes or more. Axes before the last two are a stack of layers with a scale each.
 
@@ -329,10 +328,9 @@ def _units(stored: Stored) -> jax.Array:
 def _next_amax(carried: jax.Array, seen: jax.Array) -> jax.Array:
     """Return the delayed amax of the next step (PDDS): it rises at once and falls slowly; NaN and inf stay visible.
 
-    Quantization by the amax of earlier steps needs no reduction before its one pass over W; max |W| is a by-product of
-    that pass. This is safe because `W_lo` reaches twice as far as `W_hi` with the shared scale: a weight may double
-    between two steps without loss, and one step later the scale fits again. A plain moving average takes hundreds of
-    steps to follow a growing weight, and clips all the while.
+    Quantization by the amax of earlier steps needs one pass over W. It is safe, because `W_lo` reaches twice as far as
+    `W_hi`: a weight may double between two steps without loss. A plain moving average takes hundreds of steps to follow
+    a growing weight, and clips all the while.
     """
     return jnp.maximum(seen, _AMAX_DECAY * carried + (1 - _AMAX_DECAY) * seen)
 
@@ -356,9 +354,7 @@ def _checked(recipes: Sequence[Recipe], key: jax.Array | None, dtype: DTypeLike)
     return resolved
 
 
-def _keys(
-    key_data: jax.Array | None, implementation: str | None
-) -> tuple[Callable[[int], jax.Array | None], jax.Array | None]:
+def _keys(key_data: _Key, implementation: str | None) -> tuple[Callable[[int], _Key], _Key]:
     """Return a function from a leaf's place to its random key in this step, and the raw data of the next step's key."""
     if key_data is None:
         return lambda i: None, None

@@ -163,8 +163,7 @@ def _reach(step: Step, s: Scalars, amax: jax.Array) -> jax.Array:
 
     With `m = sum_i c_i g_i` and `v = (1 - b2) sum_i b2**i g_i**2`, by age i of the gradient, Cauchy and Schwarz give
     `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2) b2**i))`: 7.3 for 0.9 and 0.999 after many steps. The sum converges
-    for b1**2 < b2, and is cut for other b. Moments in 8 bits exceed it by less than the factor of two that `W_lo` adds
-    to the range.
+    for b1**2 < b2, and is cut for other b. Moments in 8 bits exceed it by less than the factor of two of `W_lo`.
     """
     of_m, of_g = (s.b1 / s.next_bias1, s.rest1 / s.bias1) if step.nesterov else (1 / s.bias1, 0.0)
     newest = s.rest1 * of_m + of_g

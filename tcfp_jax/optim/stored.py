@@ -47,8 +47,7 @@ def store(
         params = jax.jit(lambda key: store(lambda: model.init(key, x)["params"], recipe, key=key))(key)
 
     Args:
-      params: parameters, also in Flax's boxes, or an `nnx.State` of them; or a function without arguments that returns
-        such a tree.
+      params: parameters, also in Flax's boxes or an `nnx.State`; or a function without arguments that returns them.
       recipe: recipe of the layers, with a residual, such as "tcfp12_single". It stores every leaf named `kernel` with
         two axes or more; axes before the last two are a stack of layers with a scale each. Or the mapping that
         `tcfp_jax.conversion.find_weights` returns for a model: it stores those weights; tables whose rows are looked up
@@ -127,8 +126,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
     Args:
       params: the parameters.
-      updates: a tree of the same structure, with a float array for each stored weight, or the updates of
-        `tcfp_jax.optim.adamw`.
+      updates: the same tree with a float array for each stored weight, or the updates of `tcfp_jax.optim.adamw`.
 
     Raises:
       ValueError: the update of a stored weight has another shape, or the trees differ.

@@ -1,7 +1,6 @@
 """`suited` adapts an optax transformation to the parameters of a model: stored ones, or float ones with error feedback.
 
-`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState` pass their own through here, so that a training script names
-optax's transformations alone.
+`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState` call it, so a training script names optax's transformations.
 """
 
 from collections.abc import Callable, Mapping

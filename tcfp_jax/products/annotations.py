@@ -7,8 +7,7 @@ functions pass an array through `checkpoint_name` with a name that stands for th
     site    on the result inside the custom derivative; the monitor reads recipe, operands and shapes from it
     head    on the mean of `losses.cross_entropy`, inside its custom derivative; a conversion reads its options from it
 
-A name costs nothing: it is gone when the program is lowered. A differentiated program has the derivative's rule instead
-of the body with the site.
+A name costs nothing: it is gone when the program is lowered. Differentiated programs have a rule instead of the body.
 """
 
 from typing import Any, NamedTuple, NoReturn, TypeVar

@@ -44,10 +44,8 @@ def dot(
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     note(Key("dot_general", str(jnp.dtype(product_dtype)), (m, k, n)), a, b)
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
-        )
+    options: Any = dict(preferred_element_type=product_dtype, out_sharding=sharding)
+    product = lambda a, b: lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), **options)
 
     def widened(*operands: jax.Array) -> jax.Array:
         # The barrier keeps XLA from deleting a cast to bfloat16 and back.
@@ -116,8 +114,7 @@ def _jvp(recipe: Recipe, sharding: Sharding, primals: _Pair, tangents: _Pair) ->
     return y, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(y)
 
 
-# The product as JAX differentiates it: linear in each operand. `mapped` has the in_axes of each `jax.vmap` around it,
-# the innermost first.
+# The product as JAX differentiates it: linear in each operand. `mapped` has each `jax.vmap`'s in_axes, from the inside.
 _linear = Primitive("bf16_product")
 
 

@@ -202,10 +202,7 @@ def _contracted(
     # The common case needs no transposes, and its program should not have any.
     if asked.out_sharding is None and contraction == matrix_product(x.ndim):
         return product(asked, x, kernel, stored, key, x_quantized)
-    matrix = None if kernel is None else layout.matrix(kernel)
-    if layout.transposed:
-        matrix = None if matrix is None else matrix.swapaxes(-1, -2)
-        stored = None if stored is None else stored.swap()
+    matrix, stored = layout.untransposed(kernel, stored)
     if x_quantized is not None:  # x[..., k] @ w.T, by the contract of `contract`
         return product(asked, x, matrix, stored, key, x_quantized)
     # x as [*stack, *rest, k], the result as [*stack, *rest, *outputs].

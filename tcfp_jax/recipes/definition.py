@@ -50,8 +50,7 @@ class Single(_Checked):
 
     Attributes:
       dtype: the format; "float4_e2m1fn" needs `scaling=Fp4(...)`.
-      remainder: "dropped" forgets the rounding error. "feedback" adds it to the weight of the next step, by
-        `tcfp_jax.error_feedback`.
+      remainder: "dropped" forgets the rounding error; "feedback" adds it at the next step (`tcfp_jax.error_feedback`).
     """
 
     dtype: Float8OrFloat4 = "float8_e4m3fn"
@@ -70,10 +69,8 @@ class Dual(_Checked):
     Attributes:
       dtype: the format of both tensors.
       remainder: "feedback" adds the rounding error to the weight of the next step, by `tcfp_jax.error_feedback`.
-        "stochastic" rounds `W_lo` so that E[W_hi + W_lo] = W (SRR); it needs a key and no error buffer. "dropped"
-        forgets the error.
-      forward, dgrad: the halves that each product reads. "hi" in dgrad is the PyTorch original's ABD: one FP8 product
-        less.
+        "stochastic" rounds `W_lo` so that E[W_hi + W_lo] = W (SRR), with a key and no buffer. "dropped" forgets it.
+      forward, dgrad: the halves that each product reads. "hi" in dgrad is the original's ABD: one FP8 product less.
       blocks: "nonzero" skips blocks of `W_lo` that are all zeros. Use it for weights that FP8 holds mostly exactly.
     """
 
@@ -267,8 +264,7 @@ def _not_e4m3_next_to_fp4(r: Recipe) -> list[str]:
     return [name for name in how if how[name] == "full" and getattr(r, name) not in allowed[name]]
 
 
-# (is it broken, message) of each rule between fields, in the order in which they explain best. A message is built only
-# if its rule is broken.
+# (is it broken, message) of each rule between fields, in the order in which they explain best.
 RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
     (
         lambda r: (r.stored is not None and r.stored.dtype == "float4_e2m1fn") != isinstance(r.scaling, Fp4),

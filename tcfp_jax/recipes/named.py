@@ -46,8 +46,7 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
 
     * "bf16": BF16 operands, the baseline.
     * "tcfp12": `W_hi + W_lo` forward and in dgrad, BF16 weight gradient.
-    * "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient. Four FP8 products with fast
-      accumulation replace BF16's three.
+    * "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient: four fast products for BF16's three.
     * "tcfp12_single": stores `W_hi + W_lo`, without a float copy by `tcfp_jax.store`, and multiplies by `W_hi` alone.
     * "tensorwise": E4M3 forward and E5M2 gradients; `scale="float32"` makes it nanochat's.
     * "rowwise": a scale for each row of x and column of W, as in torchao.
@@ -55,8 +54,7 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     * "tcfp12_blockwise": "blockwise" with `W_hi + W_lo`.
     * "mxfp8": OCP MX, with vectors of 32.
     * "nvfp4", "mxfp4": weights of four bits, packed two to a byte, exactly multiplied by BF16 activations.
-      `activation="float8_e4m3fn"` rounds activations to E4M3 by rows, `activation="float4_e2m1fn"` with "nvfp4" to
-      NVFP4.
+      `activation="float8_e4m3fn"` rounds these to E4M3 by rows, `activation="float4_e2m1fn"` with "nvfp4" to NVFP4.
     * "nvfp4_training": NVIDIA's FP4 training, emulated. Gradients need a random key. NVIDIA keeps the last blocks of a
       model in BF16, see `tcfp_jax.conversion.last_blocks`.
 
@@ -65,12 +63,10 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
       overrides: fields of `Recipe`, or short forms of nested fields. `block`, `tile`, `scale` and `rule` (of FP4's
         scales) belong to the scaling; `weight_dtype`, `remainder`, `forward_weight`, `dgrad_weight`, `residual_blocks`
         and `forward_operands` to the weight. With a weight of four bits `activation=` also sets `forward`: "bf16" for
-        "bfloat16", otherwise "full". `block=` turns "fast" products of a named recipe into "full", because
-        block products accumulate in full.
+        "bfloat16", otherwise "full". `block=` turns "fast" products into "full", as block products accumulate in full.
 
     Raises:
-      ValueError: an unknown name or value, fields that contradict each other, or a short form of a field that the
-        recipe lacks.
+      ValueError: an unknown name or value, fields that contradict each other, or a short form of an absent field.
       TypeError: an unknown override.
 
     >>> recipe("tcfp12", wgrad="full", block=64).scaling

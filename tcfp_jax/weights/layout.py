@@ -84,6 +84,13 @@ class Layout:
         order = tuple(axis for group in self.groups for axis in group)
         return regrouped(kernel.transpose(order), [[shape[axis] for axis in group] for group in self.groups])
 
+    def untransposed(self, kernel: jax.Array | None, stored: Stored | None) -> tuple[jax.Array | None, Stored | None]:
+        """Return a weight as `[*stack, k, n]`, floats and stored form."""
+        matrix = None if kernel is None else self.matrix(kernel)
+        if not self.transposed:
+            return matrix, stored
+        return None if matrix is None else matrix.swapaxes(-1, -2), None if stored is None else stored.swap()
+
     def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the kernel of this shape from its `matrix`.
 
@@ -129,8 +136,7 @@ class Weight:
     Attributes:
       recipe: the recipe of the layer that multiplies by it.
       layout: the axes that this layer contracts.
-      float_reads: "lookup" if rows of the parameter are also looked up as floats; "none" if inference needs no float
-        copy.
+      float_reads: "lookup" if rows of the parameter are also looked up as floats; "none" if inference needs no floats.
 
     >>> from tcfp_jax.recipes import recipe
     >>> Weight(recipe("tcfp12"), Layout((1,), (0,)), float_reads="lookup").float_reads

@@ -50,9 +50,8 @@ def agree(found: jax.Array, sample: jax.Array, tolerance: jax.Array, w: jax.Arra
     """Return whether two samples of `w` `[..., k, n]` agree; bool `[...]`. NaN in either agrees with everything."""
     sharding = _of_stack(w)
     if sharding is not None:
-        sample, tolerance = (
-            jax.sharding.reshard(x, sharding) for x in (sample, jnp.broadcast_to(tolerance, sample.shape))
-        )
+        tolerance = jax.sharding.reshard(jnp.broadcast_to(tolerance, sample.shape), sharding)
+        sample = jax.sharding.reshard(sample, sharding)
     close = (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
     return jnp.all(close, axis=-1)
 

@@ -7,9 +7,8 @@ With one scale, or with square blocks, both hold the same numbers, and one may b
 the other. With rows and vectors they are two quantizations of one weight. FP4 codes are one operand, packed along k,
 which serves both products. A stack of weights has leading axes and a scale for each entry.
 
-A weight from an optimizer carries a sample of its parameter, so that it never multiplies in another parameter's place:
-see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, without a float copy, has a `Training`: see
-`tcfp_jax.weights.training`.
+A weight from an optimizer carries a sample of its parameter, so that it never multiplies in another parameter's place
+(`tcfp_jax.weights.freshness`). A weight that is the parameter itself has a `Training` (`tcfp_jax.weights.training`).
 """
 
 import dataclasses

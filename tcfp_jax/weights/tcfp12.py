@@ -8,8 +8,7 @@ two. There are two tables of levels: "linear", the integers -8 to 7, and "nf4", 
 that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte packs two codes.
 
 The scale of the residual is the power of two that covers the block's largest residual, or half of it if that has the
-smaller squared error: E4M3's residuals shrink with |x|. A stochastic residual always takes the covering scale, because
-clipping would bias it.
+smaller squared error: E4M3's residuals shrink with |x|. A stochastic one takes the covering scale: clipping is biased.
 
 The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This module adds the needs of weights in
 training: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN, subnormal float32 read as
@@ -64,8 +63,7 @@ class PackedTCFP12:
     Attributes:
       values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
       codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even position in the low half.
-      scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is zero has code 0 as its residual
-        scale.
+      scale, residual_scale: float8_e8m0fnu `[..., blocks]`; the latter is code 0 if a block's residual is zero.
       length: size of the last axis of the unpacked tensor.
       residual: "linear" or "nf4".
     """
@@ -137,8 +135,7 @@ def quantize_tcfp12(
     Raises:
       TypeError: `x` is not real floating point.
       ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not positive and finite or is given
-        without `scale="sigma"`, an unknown `residual` or `scale`, or a key with `scale="sigma"`, whose clipping would
-        bias the result.
+        without `scale="sigma"`, an unknown `residual` or `scale`, or a key with `scale="sigma"`, which clips.
 
     >>> packed = quantize_tcfp12(jnp.linspace(-1.0, 1.0, 64))
     >>> packed.nbytes * 8 / 64

@@ -61,11 +61,9 @@ class Training:
       rounding: state of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, as
         integers below 2**24. Integer arrays would make `jax.grad` fail before the error that names `value_and_grad`.
       amax: the largest |w| at the last rounding, float32 `[*stack]`.
-      error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step from each `W_lo`
-        to its neighbour.
+      error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step at each `W_lo`.
       slot: zeros of the kernel's shape whose gradient is the weight's; only inside `value_and_grad`.
-      sample: float32 `[*stack, 16]`, values that the last rounding wrote (`sampling`); None for a kernel of at
-        most 2048 values.
+      sample: float32 `[*stack, 16]`, values that the last rounding wrote (`sampling`); None up to 2048 values.
       weight: recipe and layout of the kernel.
       shape: shape of the kernel, without the axes of a stack of layers.
       dtype: dtype of the float parameter.
@@ -163,8 +161,7 @@ class Rewritten:
         """Return the weight after the update.
 
         Raises:
-          ValueError: a transformation after the optimizer changed the update. A traced program cannot see values and
-            makes the weight NaN instead.
+          ValueError: a transformation after the optimizer changed the update; a traced program writes NaN instead.
         """
         message = (
             f"the update of a stored weight {list(old.shape)} was changed after tcfp_jax.optim.adamw wrote it, by a "
@@ -272,9 +269,8 @@ def rewrite(stored: Stored, target: jax.Array) -> Stored:
     training, rows = training_of(stored), stored.backward
     assert rows is not None, "a stored parameter has its own orientation"
     if training.error is not None:
-        target = (
-            target + training.error.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
-        )
+        error = training.error.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP)
+        target = target + error * rows.scale_of_values()
     amax = numerics.amax(target, axis=(-2, -1))
     scale = next_scale(rows.scale, amax) if training.weight.recipe.scaling == Tensor() else None
     new = dataclasses.replace(training, amax=amax, rounding=training.next_rounding())
