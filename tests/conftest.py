@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist passes the option to its workers.
     on_gpu = asks_for_gpu(config.option.markexpr)
     if not on_gpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
+        os.environ |= {"JAX_PLATFORMS": "cpu", QUICK.upper(): "1"}  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         share_programs(config)
         share_context()

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import tcfp_jax
 from pallas_kernels.operands import Block, Row, Tensor
 from tcfp_jax.weights.stored import Stored
 
@@ -38,6 +39,11 @@ def nnx_model(make, seed=0):
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
     return nnx.merge(graphdef, filled(params, seed), zeros)
+
+
+def store_at_once(params, weights, **options):
+    """`tcfp_jax.store` in one program; by itself it compiles eighty."""
+    return jax.jit(lambda params: tcfp_jax.store(params, weights, **options))(params)
 
 
 def unwatched(state):

@@ -63,7 +63,7 @@ def test_few_lines_differ_from_the_float_program(name, most):
 
 
 # Each program compiles for eight devices, five to ten seconds of a core.
-@pytest.mark.slow_except("nnx_stored")
+@pytest.mark.slow_except("linen_stored")
 @pytest.mark.parametrize("name", [*sorted(SOURCES), "nnx_fed_back", "linen_fed_back"])
 def test_examples_train(name, capsys):
     with jax.numpy_dtype_promotion("standard"):

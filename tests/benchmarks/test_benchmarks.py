@@ -257,8 +257,8 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
 def test_tuning_stops_at_its_budget(monkeypatch, capsys):
     monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
     monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
-    assert gemm.main(["--tune", "--only", "block_matmul dual", "--budget-seconds", "-1"]) == []
-    assert "stopped before block_matmul dual square 128" in capsys.readouterr().out
+    assert gemm.main(["--tune", "--only", "quantize", "--budget-seconds", "-1"]) == []
+    assert "stopped before quantize rows bfloat16" in capsys.readouterr().out
 
 
 def test_timing_states_its_timer_and_spread():

@@ -139,6 +139,7 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
     assert convergence.command_of(SCRATCH).endswith("--protocol scratch --json")
 
 
+@pytest.mark.slow_except("stored_bf16_head")
 @pytest.mark.parametrize("name", [BASELINE, "stored_bf16_head"])
 def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     stack = LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=8)

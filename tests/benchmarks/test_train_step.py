@@ -55,7 +55,7 @@ def test_json_is_the_rows(smoke):
     assert content["config"]["recipes"] == list(VARIANTS)
 
 
-@pytest.mark.slow_except("mlp", "optimizer step")
+@pytest.mark.slow_except("optimizer step")
 @pytest.mark.parametrize("part", ["mlp", "block", "optimizer step"])
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
     right = matmul.multiply

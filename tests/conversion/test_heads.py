@@ -11,6 +11,7 @@ from tcfp_jax import transform
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.training import is_stored
+from tests.helpers import store_at_once
 
 K, V = 32, 48
 RNG = np.random.default_rng(0)
@@ -77,7 +78,7 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     path = "table" if form == "tied" else "head"
     converted = transform(model(form), "tcfp12_single", rules={"hidden": None}, include=(*WITH_HEAD, "embed"))
     weights = find_weights(converted, PARAMS, IDS)
-    params = tcfp_jax.store(PARAMS, weights, key=jax.random.key(0))
+    params = store_at_once(PARAMS, weights, key=jax.random.key(0))
     assert is_stored(params[path])
     value, gradients = jax.jit(tcfp_jax.value_and_grad(converted))(params, IDS)
     floats = tcfp_jax.dequantize(params)
@@ -130,7 +131,7 @@ def test_a_table_of_two_heads_adds_their_gradients():
     converted = transform(loss, "tcfp12_single", rules={"hidden": None}, include=WITH_HEAD)
     assert [record.product.path for record in converted.examine(PARAMS, IDS).report.converted] == ["head", "head"]
     weights = find_weights(converted, PARAMS, IDS)
-    params = tcfp_jax.store(PARAMS, weights, key=jax.random.key(0))
+    params = store_at_once(PARAMS, weights, key=jax.random.key(0))
     found = jax.jit(tcfp_jax.grad(converted))(params, IDS)["head"]
     wanted = jax.jit(jax.grad(loss))({**PARAMS, "head": params["head"].dequantize()}, IDS)["head"]
     assert float(jnp.linalg.norm(found - wanted)) < 0.1 * float(jnp.linalg.norm(wanted))

@@ -15,7 +15,7 @@ from tcfp_jax import error_feedback, layer_state, optim, transform
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.inference.calibration import hessians
-from tests.helpers import filled, variables_of
+from tests.helpers import filled, store_at_once, variables_of
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP = 64, 32, 48, 5, 2
 GROUPS = ("linear", "small")
@@ -80,13 +80,13 @@ def test_losses_and_gradients_are_near_those_of_floats():
     assert relative(low["router"]["kernel"], gradients["router"]["kernel"]) <= 2 * bound
 
 
-def train(step, params, state):
+def train(step, params, init):
     def one(carry, _):
         params, state, value = step(*carry)
         return (params, state), value
 
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        (params, _), losses = jax.jit(lambda carry: lax.scan(one, carry, None, 80))((params, state))
+        (params, _), losses = jax.jit(lambda params: lax.scan(one, (params, init(params)), None, 80))(params)
     return params, losses
 
 
@@ -111,9 +111,9 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
         return tcfp_jax.apply_updates(params, updates), state, value
 
     stored = store(PARAMS)
-    _, exact = train(of_float, PARAMS, adam.init(PARAMS))
-    _, with_feedback = train(of_feedback, PARAMS, feedback.init(PARAMS))
-    trained, without_floats = train(of_stored, stored, stored_tx.init(stored))
+    _, exact = train(of_float, PARAMS, adam.init)
+    _, with_feedback = train(of_feedback, PARAMS, feedback.init)
+    trained, without_floats = train(of_stored, stored, stored_tx.init)
     assert exact[-1] < 0.4 * exact[0]
     for losses in (with_feedback, without_floats):
         assert np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
@@ -156,7 +156,7 @@ def test_experts_over_devices_are_stored(experts):
     square = lambda f: lambda p: jnp.sum(f(p, X) ** 2)
     exact, wanted = jax.jit(jax.value_and_grad(square(fn)))(params)
     found, gradient = jax.jit(jax.value_and_grad(square(low)))(params)
-    stored = tcfp_jax.store(params, weights, key=jax.random.key(6))
+    stored = store_at_once(params, weights, key=jax.random.key(6))
     step = jax.jit(tcfp_jax.value_and_grad(square(low)))
     again, of_stored = step(stored)
     for value, one in ((found, gradient), (again, of_stored)):

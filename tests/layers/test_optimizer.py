@@ -13,6 +13,7 @@ from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
 from tcfp_jax.linen import TrainState
 from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.training import is_stored
+from tests.helpers import store_at_once
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
@@ -50,7 +51,7 @@ def loss(model, x):
 def stored(recipe="tcfp12_single"):
     model = convert_to_tcfp(Counted(nnx.Rngs(0)), recipe, X, include=ALL)
     floats = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-    nnx.update(model, tcfp_jax.store(floats, find_weights(model), key=KEY))
+    nnx.update(model, store_at_once(floats, find_weights(model), key=KEY))
     return model, floats
 
 
@@ -153,7 +154,7 @@ def test_train_state_of_linen(kind):
     params = jax.jit(Dense().init)(KEY, X)["params"]
     exact = TrainStateOfFlax.create(apply_fn=Dense().apply, params=params, tx=optax.adam(1e-2))
     if kind == "stored":
-        params = tcfp_jax.store(params, find_weights(model), key=KEY)
+        params = store_at_once(params, find_weights(model), key=KEY)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
 
     def of(params, state):

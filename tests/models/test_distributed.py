@@ -143,7 +143,7 @@ def start_two(out, *arguments, each=((), ()), launcher="options"):
     environment = {
         **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT),
-        "JAX_NUMPY_DTYPE_PROMOTION": "standard", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.models.test_distributed", *ARGUMENTS, f"--out={out}", *arguments]
     started = []

@@ -17,7 +17,7 @@ from models.attention import causal_attention
 from models.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
-from tests.helpers import filled, same_bits, variables_of
+from tests.helpers import filled, same_bits, store_at_once, variables_of
 
 MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=16)
 UNTIED = dataclasses.replace(MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products")
@@ -369,7 +369,7 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch
     weights = tcfp_jax.conversion.find_weights(converted)
     path = ("head", "kernel") if config is UNTIED else ("embedding", "embedding")
     assert "/".join(path) in weights
-    params = tcfp_jax.store(variables["params"], weights, key=jax.random.key(0))
+    params = store_at_once(variables["params"], weights, key=jax.random.key(0))
 
     def of_losses(params):
         return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()

@@ -18,7 +18,7 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.monitor.readings import read
 from tcfp_jax.products import fp4_training, matmul
 from tcfp_jax.weights.layout import Layout, Weight
-from tests.helpers import decibels, same_bits
+from tests.helpers import decibels, same_bits, store_at_once
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.standard_normal((2, 16, 16)) / 4, jnp.float32)
@@ -153,7 +153,7 @@ def test_layers_of_all_kinds(kind, weights):
     apply, params, found = model_of(kind)
     stored = {}
     if weights == "stored":
-        params = tcfp_jax.store(params, found, key=jax.random.key(0))
+        params = store_at_once(params, found, key=jax.random.key(0))
     elif kind != "nnx":
         stored = tcfp_jax.layer_state(tcfp_jax.error_feedback(found).init(params))
     loss = lambda params, stored, x: jnp.sum(apply(params, stored, x) ** 2)
@@ -172,7 +172,7 @@ def test_layers_of_all_kinds(kind, weights):
 )
 def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
     one = {"up": {"kernel": W[0]}}
-    params = one if name == "nvfp4_training" else tcfp_jax.store(one, name, key=jax.random.key(0))
+    params = one if name == "nvfp4_training" else store_at_once(one, name, key=jax.random.key(0))
 
     def text():
         jax.clear_caches()

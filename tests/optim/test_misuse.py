@@ -1,5 +1,7 @@
 """Arithmetic on stored weights, losses over their leaves, updates that are changed: never wrong in silence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from pallas_kernels.operands import Block
 from tcfp_jax import optim
-from tests.helpers import mesh_of, same_bits
+from tests.helpers import mesh_of, same_bits, store_at_once
 
 KEY = jax.random.key(7)
 RNG = np.random.default_rng(0)
@@ -31,9 +33,10 @@ def floats(shape, seed=0):
     return {"kernel": jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)}
 
 
+@functools.cache
 def stored(shape=(64, 64), seed=0, recipe="tcfp12_single", remainder="stochastic"):
     key = jax.random.fold_in(KEY, seed) if remainder == "stochastic" else None
-    return tcfp_jax.store(floats(shape, seed), recipe, key=key, remainder=remainder)
+    return store_at_once(floats(shape, seed), recipe, key=key, remainder=remainder)
 
 
 def kernel(params):

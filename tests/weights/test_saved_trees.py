@@ -14,7 +14,7 @@ from flax import serialization
 import tcfp_jax
 from tcfp_jax import formats, optim
 from tcfp_jax.inference.serving import quantize_params
-from tests.helpers import same_bits
+from tests.helpers import same_bits, store_at_once
 
 E4M3 = tcfp_jax.recipe("tcfp12")
 E5M2 = tcfp_jax.recipe("tcfp12", weight=replace(E4M3.weight, dtype="float8_e5m2"))
@@ -26,7 +26,7 @@ def fed_back(recipe=E4M3, **options):
 
 
 def stored(recipe=E4M3):
-    return tcfp_jax.store(PARAMS, recipe, key=jax.random.key(0))
+    return store_at_once(PARAMS, recipe, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(
