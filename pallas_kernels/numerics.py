@@ -119,6 +119,8 @@ def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> j
     info = jnp.finfo(float8_dtype(dtype))
     # Half of the format's smallest subnormal over the smallest normal of float32.
     harmless = 2.0 ** (int(info.minexp) - int(info.nmant) - 1 - _SMALLEST_EXPONENT)
+    if inverse.ndim:  # one for each row or column
+        return flush_subnormal(x) * inverse
     return lax.cond(inverse <= harmless, lambda: x * inverse, lambda: flush_subnormal(x) * inverse)
 
 

@@ -102,6 +102,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Allow what Flax and Optax do with mixed dtypes, which strict dtype promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @contextlib.contextmanager
 def no_meshes() -> Iterator[None]:
     """Refuse to make meshes while files are collected, which must not need the eight devices of a CPU.

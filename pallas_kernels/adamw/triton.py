@@ -280,12 +280,8 @@ class _Device(Portable):
 
     def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
         """Return `moments.stochastic_e4m3` of x or x * inverse: the sum carries into the bits that are kept."""
-        shrink = f"mul.rn.f32 $0, $1, {_TINY};"
-        tiny = (
-            self._run(shrink, x)
-            if inverse is None
-            else self._run("mul.rn.f32 $0, $1, $2;", x, self._run(shrink, inverse))
-        )
+        tiny = self._run(f"mul.rn.f32 $0, $1, {_TINY};", x if inverse is None else inverse)
+        tiny = tiny if inverse is None else self._run("mul.rn.f32 $0, $1, $2;", x, tiny)
         cut = (lax.bitcast_convert_type(tiny, jnp.int32) + random) & jnp.int32(-(1 << moments.RANDOM_BITS))
         wide = self._run(f"mul.rn.f32 $0, $1, {_HUGE};", lax.bitcast_convert_type(cut, jnp.float32))
         return wide.astype(moments.E4M3)

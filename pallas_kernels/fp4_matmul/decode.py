@@ -55,15 +55,11 @@ _WORDS = {SINGLE: 1, PAIRS: 2, EIGHTS: 8}
 # read at a time do so from all banks. A step of NVFP4 is one tile wide, a step of MXFP4 two.
 _PLACE = """{{.reg .b32 low, warp, quarter, unit;
 and.b32 quarter, $1, 3;
-shr.u32 low, $1, 2;
-and.b32 low, low, 7;
-shr.u32 warp, $1, 1;
-and.b32 warp, warp, 0x30;
+shr.u32 low, $1, 2; and.b32 low, low, 7;
+shr.u32 warp, $1, 1; and.b32 warp, warp, 0x30;
 {unit}
-xor.b32 unit, unit, low;
-mul.lo.u32 unit, unit, 16;
-mad.lo.u32 $0, low, 128, unit;
-mad.lo.u32 $0, warp, {row}, $0;
+xor.b32 unit, unit, low; mul.lo.u32 unit, unit, 16;
+mad.lo.u32 $0, low, 128, unit; mad.lo.u32 $0, warp, {row}, $0;
 {half}}}"""
 PLACES: dict[Fp4Format, str] = {
     "nvfp4": _PLACE.format(row=128, unit="mul.lo.u32 unit, quarter, 2;", half=""),
@@ -74,22 +70,15 @@ PLACES: dict[Fp4Format, str] = {
 }  # fmt: skip
 # $0, the place of the scales of thread $1's first row: rows have the 16 bytes of a step.
 SCALE_PLACE = """{.reg .b32 low, row, quarter;
-shr.u32 low, $1, 2;
-and.b32 low, low, 7;
-shr.u32 row, $1, 1;
-and.b32 row, row, 0x30;
-or.b32 row, row, low;
-and.b32 quarter, $1, 3;
-mul.lo.u32 quarter, quarter, 4;
-mad.lo.u32 $0, row, 16, quarter;
-}"""
+shr.u32 low, $1, 2; and.b32 low, low, 7;
+shr.u32 row, $1, 1; and.b32 row, row, 0x30; or.b32 row, row, low;
+and.b32 quarter, $1, 3; mul.lo.u32 quarter, quarter, 4;
+mad.lo.u32 $0, row, 16, quarter;}"""
 # Rows r and r + 8.
 _LOAD_SCALES = "{.reg .b32 t; add.u32 t, $2, $3; ld.shared.b32 $0, [t]; ld.shared.b32 $1, [t + 128];}"
 # The unit $10 / 16 of a thread's codes: its lowest bits are free in `PLACES`.
 _LOAD_CODES = """{{.reg .b32 t; xor.b32 t, $9, $10; add.u32 t, t, $8;
-ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t];
-ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];
-}}"""
+ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];}}"""
 
 
 def _bf16_text(rescaled: bool) -> str:
@@ -115,16 +104,10 @@ _LOOK_UP_BF16 = "{.reg .b32 t; prmt.b32 t, $1, 0, $3; mad.lo.u32 t, t, 4, $2; ld
 _LOOK_UP_E4M3 = "{.reg .b32 t; prmt.b32 t, $2, 0, $4; mad.lo.u32 t, t, 8, $3; ld.shared.v2.b32 {$0, $1}, [t];}"
 # $0 and $1, four E4M3 values each, of the 8 codes $2 and their block's row of the table, $3 and $4.
 E4M3_TEXT = """{.reg .b32 m, p, s, even;
-and.b32 m, $2, 0x77777777;
-mul.lo.u32 even, $2, 16;
-prmt.b32 p, $3, $4, m;
-prmt.b32 s, even, $2, 0x5140;
-lop3.b32 $0, p, s, 0x80808080, 0x78;
+and.b32 m, $2, 0x77777777; mul.lo.u32 even, $2, 16;
+prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x5140; lop3.b32 $0, p, s, 0x80808080, 0x78;
 shr.u32 m, m, 16;
-prmt.b32 p, $3, $4, m;
-prmt.b32 s, even, $2, 0x7362;
-lop3.b32 $1, p, s, 0x80808080, 0x78;
-}"""
+prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x7362; lop3.b32 $1, p, s, 0x80808080, 0x78;}"""
 
 
 def step_of(form: Fp4Format) -> int:

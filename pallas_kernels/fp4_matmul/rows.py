@@ -51,67 +51,42 @@ _OF_FLOOR = np.float32(_LARGEST / numerics.FLOAT32_SCALE_FLOOR)
 _LARGER = "{.reg .b32 t; and.b32 t, $2, 0x7FFF7FFF; max.u16x2 $0, $1, t;}"
 # The largest of a warp's pairs $0, written at $1 by its first thread.
 _WRITE_LARGEST = """{.reg .b32 low, high; .reg .pred first;
-and.b32 low, $0, 0xFFFF;
-shr.u32 high, $0, 16;
-max.u32 low, low, high;
-redux.sync.max.u32 low, low, 0xFFFFFFFF;
-mov.u32 high, %laneid;
-setp.eq.u32 first, high, 0;
-@first st.shared.b32 [$1], low;
-}"""
+and.b32 low, $0, 0xFFFF; shr.u32 high, $0, 16;
+max.u32 low, low, high; redux.sync.max.u32 low, low, 0xFFFFFFFF;
+mov.u32 high, %laneid; setp.eq.u32 first, high, 0;
+@first st.shared.b32 [$1], low;}"""
 # $0, the larger of the words $1 and that at $2 + $3.
 _LARGER_AT = "{.reg .b32 t; add.u32 t, $2, $3; ld.shared.b32 t, [t]; max.u32 $0, $1, t;}"
 # Multiplier $0 and scale $1 of the magnitude with the upper bits $2, see `numerics.scale_and_inverse`: 448 / max(amax,
 # floor) and its reciprocal, both rounded to nearest, NaN if amax is not finite.
 _SCALE = f"""{{.reg .f32 amax, multiplier, scale; .reg .b32 bits; .reg .pred small, broken;
-shl.b32 bits, $2, 16;
-mov.b32 amax, bits;
+shl.b32 bits, $2, 16; mov.b32 amax, bits;
 setp.le.f32 small, amax, 0f{_FLOOR.view(np.uint32):08X};
 div.rn.f32 multiplier, 0f{np.float32(_LARGEST).view(np.uint32):08X}, amax;
-selp.f32 multiplier, 0f{_OF_FLOOR.view(np.uint32):08X}, multiplier, small;
-rcp.rn.f32 scale, multiplier;
+selp.f32 multiplier, 0f{_OF_FLOOR.view(np.uint32):08X}, multiplier, small; rcp.rn.f32 scale, multiplier;
 setp.ge.u32 broken, $2, 0x7F80;
-selp.f32 multiplier, 0f7FC00000, multiplier, broken;
-selp.f32 scale, 0f7FC00000, scale, broken;
-mov.b32 $0, multiplier;
-mov.b32 $1, scale;
-}}"""
+selp.f32 multiplier, 0f7FC00000, multiplier, broken; selp.f32 scale, 0f7FC00000, scale, broken;
+mov.b32 $0, multiplier; mov.b32 $1, scale;}}"""
 # Four E4M3 at $0 of the pairs of bfloat16 $1 and $2 times the multiplier $3; subnormals are read as zeros.
-WRITE_ROUNDED = """{.reg .f32 a, b, c, d, by; .reg .b32 t, word; .reg .b16 low, high;
-mov.b32 by, $3;
-shl.b32 t, $1, 16;
-mov.b32 a, t;
-and.b32 t, $1, 0xFFFF0000;
-mov.b32 b, t;
-shl.b32 t, $2, 16;
-mov.b32 c, t;
-and.b32 t, $2, 0xFFFF0000;
-mov.b32 d, t;
-mul.rn.ftz.f32 a, a, by;
-mul.rn.ftz.f32 b, b, by;
-mul.rn.ftz.f32 c, c, by;
-mul.rn.ftz.f32 d, d, by;
-cvt.rn.satfinite.e4m3x2.f32 low, b, a;
-cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-mov.b32 word, {low, high};
-st.shared.b32 [$0], word;
-}"""
+WRITE_ROUNDED = """{.reg .f32 a, b, c, d, by; .reg .b32 t, word; .reg .b16 low, high; mov.b32 by, $3;
+shl.b32 t, $1, 16; mov.b32 a, t;
+and.b32 t, $1, 0xFFFF0000; mov.b32 b, t;
+shl.b32 t, $2, 16; mov.b32 c, t;
+and.b32 t, $2, 0xFFFF0000; mov.b32 d, t;
+mul.rn.ftz.f32 a, a, by; mul.rn.ftz.f32 b, b, by;
+mul.rn.ftz.f32 c, c, by; mul.rn.ftz.f32 d, d, by;
+cvt.rn.satfinite.e4m3x2.f32 low, b, a; cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+mov.b32 word, {low, high}; st.shared.b32 [$0], word;}"""
 _WRITE = "st.shared.b32 [$0], $1;"
 # Where thread $1 of a block writes its four values of a unit of row $2: in two steps of 2048 bytes, each two tiles of
 # 8 rows of 128 bytes. Word 16 q + i of a step lies at 4 i + q, and 16 bytes lie where their row says.
 _PLACE = """{.reg .b32 t;
-and.b32 $0, $1, 7;
-shl.b32 $0, $0, 4;
-and.b32 t, $1, 8;
-mad.lo.u32 $0, t, 128, $0;
-and.b32 t, $1, 64;
-mad.lo.u32 $0, t, 32, $0;
-bfe.u32 t, $1, 4, 2;
-mad.lo.u32 $0, t, 4, $0;
-shl.b32 t, $2, 4;
-xor.b32 $0, $0, t;
-mad.lo.u32 $0, $2, 128, $0;
-}"""
+and.b32 $0, $1, 7; shl.b32 $0, $0, 4;
+and.b32 t, $1, 8; mad.lo.u32 $0, t, 128, $0;
+and.b32 t, $1, 64; mad.lo.u32 $0, t, 32, $0;
+bfe.u32 t, $1, 4, 2; mad.lo.u32 $0, t, 4, $0;
+shl.b32 t, $2, 4; xor.b32 $0, $0, t;
+mad.lo.u32 $0, $2, 128, $0;}"""
 
 # By a kernel before ---------------------------------------------------------------------------------------------------
 

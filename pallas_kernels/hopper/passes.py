@@ -27,10 +27,10 @@ from pallas_kernels.tiled import Operations, Pass
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     """Return the outputs of a pass over matrices `[m, k]`; scalars are float32 `[1]`."""
-    matrices, scalars, size = operands[: one.count], operands[one.count :], one.tiling.rows[0]
+    matrices, rest, size = operands[: one.count], operands[one.count :], one.tiling.rows[0]
     (m, k), columns = matrices[0].shape, max(COLUMNS, size)
     written = [output for output in one.outputs if output.replaces is None]
-    coded = [output for output in written if output.form == "tile"]
+    coded = [output for output in written if output.form != "one"]
     forms = {"tile": (m, k), "transposed": (k, m), "one": (m // size, k // size)}
     shape = lambda form, x: jax.ShapeDtypeStruct(forms[form], x.dtype)
     kernel = plgpu.kernel(
@@ -41,7 +41,7 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
         scratch_types=dict(
             tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
             codes=[plgpu.SMEM((ROWS, columns), jnp.dtype(output.dtype)) for output in coded],
-            memory=[Registers.turned(ROWS, columns, output.dtype) for output in coded if output.transposed],
+            memory=[Registers.turned(ROWS, columns, x.dtype) for x in coded if x.transposed or x.form == "transposed"],
             tops=[plgpu.SMEM((ROWS // size * columns // size, 4), jnp.int32)] * (0 if coded == written else 2),
             filled=plgpu.Barrier(num_arrivals=len(matrices)),
         ),
@@ -51,7 +51,7 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     )
     # A reference, so that the matrix is replaced where it lies if its buffer is donated.
     places = {i: jax.new_ref(matrices[i]) for i in (output.replaces for output in one.outputs) if i is not None}
-    results = kernel(*(places.get(i, matrix) for i, matrix in enumerate(matrices)), *scalars)
+    results = kernel(*(places.get(i, matrix) for i, matrix in enumerate(matrices)), *rest)
     return varying([*results, *map(jax.freeze, places.values())], *operands)
 
 
@@ -63,25 +63,36 @@ def _kernel(one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Re
     for matrix, here in zip(matrices, tiles, strict=True):
         plgpu.copy_gmem_to_smem(matrix.at[at], here, filled)
     first_out = len(refs) - sum(1 + x.transposed for x in one.outputs if x.replaces is None)
-    numbers, outs = [ref[0] for ref in refs[one.count : first_out]], iter(refs[first_out:])
-    free, results, transposes, of_squares = (iter(codes), iter(memory)), [], [], []
+    starts = one.count, one.count + one.vectors[0], one.count + sum(one.vectors), first_out
+    of_rows, of_columns, scalars = (refs[first:last] for first, last in itertools.pairwise(starts))
+    registers, outs = Registers((512 // columns, columns)), iter(refs[first_out:])
+    # Read before the tile is there.
+    rest = [*(registers.read_vector(ref.at[at[1]], 1) for ref in of_columns), *(ref[0] for ref in scalars)]
+    numbers = [
+        [*(registers.read_vector(ref.at[at[0]], 0, first) for ref in of_rows), *rest]
+        for first in range(0, ROWS, registers.shape[0])
+    ]
+    free, targets, results, transposes, of_squares = (iter(codes), iter(memory)), [], [], [], []
     for output in one.outputs:
         if output.form == "one":
             few = [(i, side // size) for i, side in zip(place, (ROWS, columns), strict=True)]
             of_squares.append(next(outs).at[tuple(pl.ds(i * count, count) for i, count in few)])
         elif output.replaces is not None:
-            results.append((tiles[output.replaces], matrices[output.replaces].at[at]))
+            targets.append(tiles[output.replaces])
+            results.append((targets[-1], matrices[output.replaces].at[at]))
         else:
-            results.append((next(free[0]), next(outs).at[at]))
-            if output.transposed:
-                transposes.append((results[-1][0], next(free[1]), next(outs).at[at[::-1]]))
+            targets.append(next(free[0]))
+            if output.form == "tile":
+                results.append((targets[-1], next(outs).at[at]))
+            if output.transposed or output.form == "transposed":
+                transposes.append((targets[-1], next(free[1]), next(outs).at[at[::-1]]))
     plgpu.barrier_wait(filled)
-    _compute(one, tiles, numbers, [ref for ref, _ in results], of_squares, tops)
+    _compute(one, tiles, numbers, targets, of_squares, tops)
     write_back(results, transposes)
 
 
 def _compute(
-    one: Pass, tiles: Ref, numbers: list[jax.Array], targets: list[Ref], of_squares: list[Ref], memory: Ref
+    one: Pass, tiles: Ref, numbers: list[list[jax.Array]], targets: list[Ref], of_squares: list[Ref], memory: Ref
 ) -> None:
     """Compute a tile: matrices in `targets`, and a number for each of its squares."""
     (rows, columns), size = tiles[0].shape, one.tiling.rows[0]
@@ -96,7 +107,7 @@ def _compute(
             for first in range(band, band + (size if len(maxima) < 2 else turn), turn):
                 do, at = _Operations(registers, [of_bands[band // size] for of_bands in maxima]), pl.ds(first, turn)
                 with contextlib.suppress(StopIteration):
-                    values = one.body(do, *(registers.load(tile.at[at]) for tile in tiles), *numbers)
+                    values = one.body(do, *(registers.load(tile.at[at]) for tile in tiles), *numbers[first // turn])
                 if len(do.asked) > len(maxima):
                     # Bits without their sign are ordered like magnitudes, and NaN is the largest.
                     tops.append(lax.bitcast_convert_type(do.asked[-1], jnp.int32) & 0x7FFFFFFF)

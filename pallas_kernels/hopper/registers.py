@@ -7,12 +7,13 @@ lanes read and write them without bank conflicts.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
@@ -94,6 +95,18 @@ class Registers:
         """Read a matrix from a tile; interpreters know no layouts."""
         return ref[...] if device_kind() == "cpu" else plgpu.layout_cast(ref[...], self.layout)
 
+    def read_vector(self, ref: Ref, axis: Literal[0, 1], first: int = 0) -> jax.Array:
+        """Return numbers of a vector from `first` on, each in its row (axis 0) or column."""
+
+        def read(_: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> list[mgpu.FragmentedArray]:
+            place = _split(arith.muli(gpu.thread_id(gpu.Dimension.x), _index(4)), self.shape[1])[axis]
+            values = [memref.load(refs[0], [arith.addi(place, _index(first + axis * i))]) for i in range(4)]
+            return [self._array(values, None if ref.dtype == jnp.float32 else True)]
+
+        if device_kind() != "cpu":
+            return self._inline(read, [], [ref], [ref.dtype])[0]
+        return jnp.broadcast_to(jnp.expand_dims(ref[pl.ds(first, self.shape[axis])], 1 - axis), self.shape)
+
     def store(self, arrays: Sequence[jax.Array], refs: Sequence[Ref]) -> None:
         """Write matrices to tiles, in their dtypes."""
 
@@ -157,7 +170,7 @@ class Registers:
         run = plgpu.inline_mgpu(arg_types=(kinds, [plgpu.RefType()] * len(refs)), return_type=results or None)
         return run(lambda _, *given: function(*given))(list(arrays), list(refs))
 
-    def _array(self, values: list[ir.Value], signed: bool | None = None) -> mgpu.FragmentedArray:
+    def _array(self, values: Sequence[ir.Value], signed: bool | None = None) -> mgpu.FragmentedArray:
         lane = vector.from_elements(ir.VectorType.get((4,), values[0].type), values)
         return mgpu.FragmentedArray(_registers=np.full((1,), lane), _layout=self.layout.to_mgpu(), _is_signed=signed)
 

@@ -67,7 +67,11 @@ _TILES = _tiled(tiles.quantize, tiles.reject, _key)
 _DUAL_TILES = _tiled(dual_tiles.dual_quantize, dual_tiles.reject, _dual_key)
 _XLA = Implementation("xla", reference.quantize, key=_key)
 _DUAL_XLA = Implementation("xla", reference.dual_quantize, key=_dual_key)
-_ROWS = (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA)
+_ROWS = (
+    Implementation("mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"),
+    Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True),
+    _XLA,
+)
 IMPLEMENTATIONS = {Tensor: (*_TILES[:2], _XLA), Row: _ROWS, Block: _TILES}
 DUAL_IMPLEMENTATIONS = {Tensor: (*_DUAL_TILES[:2], _DUAL_XLA), Block: _DUAL_TILES}
 

@@ -8,6 +8,7 @@ its floats are never written. XLA makes one fusion of it, too, but stores the tr
 The exponential of a kernel may differ from XLA's in the last bits, and so may then the rounding of a value.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
-from pallas_kernels.tiled import Operations, Output, Tiling, map_tiles
+from pallas_kernels.quantize import mosaic
+from pallas_kernels.tiled import Engine, Operations, Output, Tiling, by_triton, map_tiles
 
 Vectors = tuple[jax.Array, ...]
 # Fewer values a thread than a plain quantizer, because each of them has several numbers at a time.
@@ -40,12 +42,14 @@ def _reject(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors) ->
     return _TILING.misfit("x", *x.shape)
 
 
-def _kernel(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors) -> list[jax.Array]:
+def _kernel(
+    options: Computed, x: jax.Array, rows: Vectors, columns: Vectors, engine: Engine = by_triton
+) -> list[jax.Array]:
     outputs = [Output(options.dtype, transposed=True)]
     if options.results == 2:
         outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
-    vectors = (rows, columns)
-    return map_tiles(options.tile, [x], [], outputs, name="quantize_computed", tiling=_TILING, vectors=vectors)
+    run = functools.partial(map_tiles, name="quantize_computed", tiling=_TILING, vectors=(rows, columns), engine=engine)
+    return run(options.tile, [x], [], outputs)
 
 
 def _reference(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors) -> list[jax.Array]:
@@ -55,7 +59,9 @@ def _reference(options: Computed, x: jax.Array, rows: Vectors, columns: Vectors)
 
 # No shape needs to be timed: for 8192 x 128256 logits on an H100 XLA takes 2.4 times as long.
 _KERNEL = Implementation("triton", _kernel, _reject, lambda *_: lacks_fp8())
-IMPLEMENTATIONS = (_KERNEL, Implementation("xla", _reference))
+_BY_MOSAIC = functools.partial(_kernel, engine=mosaic.by_mosaic)
+_MOSAIC = Implementation("mosaic", _BY_MOSAIC, lambda options, x, *_: mosaic.reject_pass([x]))
+IMPLEMENTATIONS = (_KERNEL, _MOSAIC, Implementation("xla", _reference))
 
 
 def quantize_computed(

@@ -23,11 +23,12 @@ def exponential(x, places):
     return (jnp.exp2(0.5 * x.astype(jnp.float32) - jnp.where(places < 384, 1.0, 0.0)),)  # below 448
 
 
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=["e4m3", "e5m2"])
-def test_computed_values_are_the_references_but_for_the_last_bit_of_an_exponential(dtype):
+def test_computed_values_are_the_references_but_for_the_last_bit_of_an_exponential(dtype, backend):
     x = (3 * jax.random.normal(jax.random.key(0), (512, 768))).astype(jnp.bfloat16).at[7, 9].set(jnp.nan)
     call = functools.partial(quantize_computed, exponential, dtype=dtype, columns=(jnp.arange(768),))
-    kernel, reference = (jax.jit(functools.partial(call, backend=name))(x) for name in ("triton", "xla"))
+    kernel, reference = (jax.jit(functools.partial(call, backend=name))(x) for name in (backend, "xla"))
     for got, want in zip(kernel, reference, strict=True):
         got, want = np.float64(got), np.float64(want)
         assert np.array_equal(np.isnan(got), np.isnan(want)) and np.isnan(want).sum() == 1

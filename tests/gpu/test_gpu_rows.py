@@ -52,7 +52,8 @@ def test_quantizing_is_the_same_on_every_backend_and_on_the_cpu(shape, x_dtype, 
     x = hard_values(shape, x_dtype)
     call = functools.partial(quantize, dtype=dtype, scaling=Row(scale), orientation=orientation)
     expected = jax.jit(functools.partial(call, backend="xla"))(x)
-    assert agree(jax.jit(functools.partial(call, backend="triton"))(x), expected)
+    for backend in ("triton", "mosaic")[: 2 - (shape[0] % 128 != 0)]:
+        assert agree(jax.jit(functools.partial(call, backend=backend))(x), expected)
     if shape == ODD:
         cpu = jax.devices("cpu")[0]
         with jax.default_device(cpu):
@@ -64,6 +65,6 @@ def test_under_vmap_and_with_leading_axes():
     for make in (lambda call: call, jax.vmap):
         runs = [
             jax.jit(make(lambda x, b=b: quantize(x, jnp.float8_e4m3fn, Row(), orientation="both", backend=b)))(x)
-            for b in ("xla", "triton")
+            for b in ("xla", "triton", "mosaic")
         ]
-        assert same_bits(*runs)
+        assert same_bits(runs[0], runs[1]) and same_bits(runs[0], runs[2])

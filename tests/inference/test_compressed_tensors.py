@@ -30,18 +30,12 @@ scales = pytest.importorskip("compressed_tensors.quantization.utils", reason=REA
 compressors = pytest.importorskip("compressed_tensors.compressors", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other packages
+# Flax's norms promote bfloat16; warnings are of other packages.
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("ignore")]
 
 CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
 TOKENS = np.arange(12)[None] * 7 % 256
 SCALINGS = [Fp4(), Fp4(rule="one_level"), Fp4(tile="square"), Fp4("mxfp4"), Tensor(), Row()]
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Flax's norms promote bfloat16."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

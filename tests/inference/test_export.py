@@ -27,6 +27,7 @@ from tcfp_jax.weights.stored import Stored, quantize_weight
 from tests.formats_oracles import QUICK
 from tests.helpers import same_bits, variables_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms promote bfloat16
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
 NAME = "model.layers.0.mlp.down_proj"
@@ -472,13 +473,6 @@ def test_zeros_may_have_a_scale_of_0_and_without_the_package_an_error_names_the_
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r'pip install "tcfp_jax\[export\]"'):
         load_compressed(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Flax's norms promote bfloat16."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,11 @@ from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.training import is_stored
 from tests.helpers import store_at_once
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax raises a float to an integer power
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
 ALL = ("linear", "small", "head")
 ADAM = optax.adam(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
-        yield
 
 
 class Dense(nn.Module):

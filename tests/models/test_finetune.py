@@ -21,6 +21,7 @@ from tcfp_jax.inference.compressed_tensors import load_compressed
 from tcfp_jax.weights.stored import Stored
 from tests.models.record_transformers import FILE, weights_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECORDED = json.loads(FILE.read_text())
 # An empty thought stands before the last answer alone, as in Qwen3.
 CHAT = (
@@ -37,12 +38,6 @@ def chat(*turns):
 
 
 LINES = [chat(f"{i} plus one?", f"It is {i + 1}.") for i in range(12)] + [{"text": f"{i}, {i + 1}"} for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,8 @@ from models.huggingface import from_huggingface, llama_config, llama_dict, to_hu
 from models.llama import Llama
 from tests.models.record_transformers import CASES, EVERY, FILE, TOKENS, weights_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECORDED = json.loads(FILE.read_text())
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def read(case):

@@ -19,17 +19,11 @@ from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, store_at_once, variables_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # `nn.RMSNorm` mixes dtypes in bfloat16
 MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=16)
 UNTIED = dataclasses.replace(MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products")
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16))
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """`nn.RMSNorm` and `jax.nn.dot_product_attention` mix dtypes in bfloat16, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def llama(config=MICRO, dtype="float32", **changes):

@@ -22,6 +22,7 @@ from tcfp_jax.paths import path_names
 from tests.helpers import same_bits, variables_of
 from tests.models.test_llama import numpy_llama, numpy_swiglu
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = MoeConfig(
     layers=2, width=32, heads=4, kv_heads=2, hidden=24, context=16, experts=5, chosen=2, shared=16, qk_norm="heads",
     head_dim=12, remat="block", attention="products",
@@ -29,12 +30,6 @@ MICRO = MoeConfig(
 OTHER = dataclasses.replace(MICRO, qk_norm="all", normalized="chosen", shared=0, remat="none", head="untied")
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 17))
 INPUTS, TARGETS = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def numpy_experts(config, block, n):

@@ -16,6 +16,7 @@ from models.llama import Llama, LlamaConfig
 from models.pipeline import STAGE, Pipeline
 from tests.helpers import decibels, mesh_of, variables_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # `nn.RMSNorm` mixes dtypes in bfloat16
 # Float weights without a state of the optimizer, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
 TINY = LlamaConfig(layers=4, width=32, heads=4, kv_heads=2, hidden=48, context=8)
@@ -24,13 +25,6 @@ WINDOWS = np.random.default_rng(0).integers(0, 256, (8, 9))
 MICROBATCHES = 4
 # The gradient of a head in bfloat16 is one product of all tokens, or one of each microbatch, rounded to bfloat16.
 OF_BFLOAT16_SUMS = ("embedding", "head")
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """`nn.RMSNorm` mixes dtypes in bfloat16, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def pipeline(*shape, config=TINY, recipe="bf16", dtype="float32", microbatches=MICROBATCHES):

@@ -20,6 +20,7 @@ from tcfp_jax.conversion import survey
 from tcfp_jax.remat import step_bytes
 from tests.helpers import decibels, same_bits, variables_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
 CONFIG = TrainConfig(
     model=MICRO, recipe="tcfp12_single", steps=30, batch=4, sequence=32, steps_per_call=10, heldout_windows=16,
@@ -27,12 +28,6 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)))
 COPIES = "attended+gate_fp8+up_fp8"
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def values_and_gradients(remat, recipe):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import plan
-from pallas_kernels.operands import Block, Quantization, Tensor
+from pallas_kernels.operands import Block, Quantization, Row, Tensor
 from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
+from pallas_kernels.quantize.computed import quantize_computed
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.helpers import same_bits
@@ -32,10 +33,12 @@ def values_of(shape, dtype, deviation):
 
 @needs_mosaic
 @pytest.mark.parametrize("orientation", ["rows", "both"])
+@pytest.mark.parametrize("scaling", [Tensor("float32"), Row(), Row("float32")], ids=str)
 @pytest.mark.parametrize("shape", [(2, 128, 128), (100, 96)], ids=str)
-def test_the_kernel_is_the_reference_bit_for_bit(shape, orientation):
+def test_the_kernel_is_the_reference_bit_for_bit(shape, scaling, orientation):
     x = jnp.asarray(values_of((np.prod(shape[:-1]), shape[-1]), BF16, 3)).reshape(shape)
-    call = functools.partial(quantize, x, E4M3, Tensor("float32"), amax=jnp.float32(5), orientation=orientation)
+    amax = jnp.float32(5) if isinstance(scaling, Tensor) else None
+    call = functools.partial(quantize, x, E4M3, scaling, amax=amax, orientation=orientation)
     if shape[-1] % 64:
         with pytest.raises(NotImplementedError, match=r"\[100, 96\] must be multiples of 128 and 64"):
             call(backend="mosaic")
@@ -64,6 +67,36 @@ def test_squares_are_the_reference_bit_for_bit(size, with_error):
     call = lambda backend: quantize(x, E4M3, Block(size, "square"), orientation="both", backend=backend)
     assert size == 128 or same_bits(call("mosaic"), call("xla"))
     assert "of shared memory" in mosaic.reject(Quantization(E4M3, Block(128), "both"), x, x, x.astype(jnp.uint32), None)
+
+
+def computed(x, *vectors, results=2, backend="mosaic"):
+    def compute(x, total, ids, factors, places):
+        share = jnp.exp2(x.astype(jnp.float32) - total) - jnp.where(ids == places, 1.0, 0.0)
+        return (share * factors, share * 2.0**8)[:results]
+
+    return quantize_computed(compute, x, E4M3, rows=vectors[:3], columns=vectors[3:], results=results, backend=backend)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("results", [1, 2])
+def test_computed_values_are_the_reference_bit_for_bit(results):
+    x, ids = jnp.asarray(values_of((128, 192), BF16, 2)), jnp.arange(192)
+    vectors = (jnp.full(128, 5.0), ids[:128] % 7, jnp.full(128, 32.0), ids)
+    got, expected = (computed(x, *vectors, results=results, backend=backend) for backend in ("mosaic", "xla"))
+    assert same_bits(got, expected)
+
+
+@needs_mosaic
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_passes_with_vectors_compile_without_spills_and_devices_take_their_parts(capfd):
+    mesh, x = h200s(1), on(h200s(1), (4096, 8192), BF16)
+    vectors = [on(mesh, (size,), dtype) for size, dtype in ((4096, F32), (4096, "int32"), (4096, F32), (8192, "int32"))]
+    rows = functools.partial(quantize, dtype=E4M3, scaling=Row(), orientation="both", backend="mosaic")
+    for call, *operands in ((rows, x), (computed, x, *vectors)):
+        assert compile_for(mesh, call, *operands).targets == ["mosaic_gpu_v2"]
+    assert re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr())) == ["0", "0"]
+    parts = compile_for(h200s(2, 2), rows, on(h200s(2, 2), (4096, 8192), BF16, "a", "b"))
+    assert parts.targets == ["mosaic_gpu_v2"] and not [x for gather in h200.GATHERS for x in parts.results(gather)]
 
 
 @needs_mosaic
