@@ -435,5 +435,6 @@ def test_computed_values_need_no_kernel_where_a_gpu_has_no_instructions_for_fp8(
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA A100")
     monkeypatch.setattr(dispatch, "compute_capability", lambda: 8.0)
     options = computed.Computed(Shares(False), E5M2, 1)
-    kernel, reference = dispatch.judge(computed.IMPLEMENTATIONS, None, options, jnp.ones((64, 64)), (), ())
+    kernel, mosaic, reference = dispatch.judge(computed.IMPLEMENTATIONS, None, options, jnp.ones((64, 64)), (), ())
     assert "NVIDIA A100 has no instructions" in kernel.reason and reference.reason is None
+    assert "not a Hopper GPU" in mosaic.reason or "older than 0.11" in mosaic.reason
