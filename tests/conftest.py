@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist passes the option to its workers.
     on_gpu = asks_for_gpu(config.option.markexpr)
     if not on_gpu:
-        os.environ |= {"JAX_PLATFORMS": "cpu", QUICK.upper(): "1"}  # for the processes that tests start
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         share_programs(config)
         share_context()
@@ -186,6 +186,7 @@ def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.clear_caches()
     _PROGRAMS["optimized in"] = optimized_in
     jax.config.update(QUICK, quick)
+    os.environ[QUICK.upper()] = str(int(quick))  # for the processes that the test starts
     yield
     jax.config.update(QUICK, _PROGRAMS["default"])
 

@@ -91,7 +91,9 @@ def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsy
 @pytest.mark.parametrize("page", report.PAGES, ids=str)
 def test_a_page_names_card_and_release_of_every_number(page):
     """Numbers of an older library belong to a release, which the text between the markers names."""
-    for _, name, _ in report.SECTION.findall(text := (common.ROOT / page).read_text()):
+    found = report.SECTION.findall(text := (common.ROOT / page).read_text())
+    assert found
+    for _, name, _ in found:
         section = text.split(f"<!-- begin: {name} -->")[1].split(f"<!-- end: {name} -->")[0]
         if "No numbers yet" in section:
             continue

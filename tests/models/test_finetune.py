@@ -133,12 +133,13 @@ def test_a_folder_is_fine_tuned_and_written(tmp_path, tokenizer_folder, data, ca
     assert abs(floats - logits_of(tmp_path / "model")).max() > 0.1
     if more == PLAIN:
         return
-    assert train.main(["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), "--resume"]) == 0
+    again = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), "--resume"]
+    assert train.main([*again, "--format", "fp8", "--export", str(tmp_path / "fp8")]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["run"]["heldout_loss"] == run["heldout_loss"]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [one["step"] for one in samples] == [15, 30] and samples[1]["text"]
+    train.export_run(tmp_path / "run", tmp_path / "nvfp4", form="nvfp4")
     for form, error in (("fp8", 0.2), ("nvfp4", 0.6)):
-        train.export_run(tmp_path / "run", tmp_path / form, form=form)
         far = np.sqrt(np.mean((logits_of(tmp_path / form) - floats) ** 2)) / floats.std()
         assert error / 20 < far < error, form
 

@@ -25,11 +25,11 @@ RECIPES = {
     "rowwise_float32": tcfp_jax.recipe("rowwise", scale="float32", gradient="float8_e5m2", wgrad="bf16"),
 }
 M, K, N = 40, 64, 48  # a ragged block in each
-KEYS = jax.random.split(jax.random.key(0), 3)
+KEYS, RNG = jax.random.split(jax.random.key(0), 3), np.random.default_rng(0)
 # Rows and columns of other sizes, which one scale a tensor would serve badly.
-X = jax.random.normal(KEYS[0], (M, K)) * jnp.exp(2 * jax.random.normal(KEYS[1], (M, 1)))
-W = jax.random.normal(KEYS[1], (K, N)) * 0.1
-G = jax.random.normal(KEYS[2], (M, N)) * jnp.exp2(jnp.linspace(-12.0, 12.0, N))
+X = jnp.asarray(RNG.standard_normal((M, K)) * np.exp(2 * RNG.standard_normal((M, 1))), jnp.float32)
+W = jnp.asarray(RNG.standard_normal((K, N)) * 0.1, jnp.float32)
+G = jnp.asarray(RNG.standard_normal((M, N)) * np.exp2(np.linspace(-12.0, 12.0, N)), jnp.float32)
 
 
 def every_recipe(test):
