@@ -180,16 +180,13 @@ def _gpu_is_there(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     quick = _PROGRAMS["default"] and not compiled_for_users(request.node)
-    optimized_in = None if quick else request.node.path
-    if optimized_in not in (None, _PROGRAMS["optimized in"]):
-        # JAX caches programs regardless of how they were compiled, so it would reuse those of an earlier test.
-        jax.clear_caches()
-    _PROGRAMS["optimized in"] = optimized_in
     jax.config.update(QUICK, quick)
     os.environ[QUICK.upper()] = str(int(quick))  # for the processes that the test starts
-    yield
+    # JAX caches programs regardless of how they were compiled, but those of each context for themselves.
+    with contextlib.nullcontext() if quick == _PROGRAMS["default"] else _OPTIMIZED("optimized"):
+        yield
     jax.config.update(QUICK, _PROGRAMS["default"])
 
 
-# If fixtures of modules compile quickly, and the file whose optimized tests made all cached programs.
-_PROGRAMS = {"default": True, "optimized in": None}
+_PROGRAMS = {"default": True}  # if fixtures of modules compile quickly
+_OPTIMIZED = jax.make_user_context()
