@@ -19,7 +19,7 @@ import tcfp_jax
 from tcfp_jax import losses
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.stored import quantize_weight
-from tests.helpers import decibels, float64_of, mesh_of, store_at_once
+from tests.helpers import decibels, float64_of, mesh_of
 
 T, K, V = 21, 32, 50
 RNG = np.random.default_rng(0)
@@ -287,7 +287,7 @@ def test_a_frozen_operand_costs_no_product():
 def test_a_stored_weight_takes_its_gradient(form):
     recipe = tcfp_jax.recipe("tcfp12_single")
     floats = {"kernel": W if form == "kernel" else W.T}
-    params = store_at_once(floats, recipe, key=jax.random.key(0))
+    params = tcfp_jax.store(floats, recipe, key=jax.random.key(0))
     kernel = (lambda p: p["kernel"]) if form == "kernel" else (lambda p: p["kernel"].swap())
     loss = lambda p, x: cross_entropy(x, kernel(p), TARGETS, recipe=recipe)[0]
     value, found = jax.jit(tcfp_jax.value_and_grad(loss))(params, X)

@@ -16,9 +16,11 @@ from models.llama import Llama, LlamaConfig
 from models.pipeline import STAGE, Pipeline
 from tests.helpers import decibels, mesh_of, variables_of
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # `nn.RMSNorm` mixes dtypes in bfloat16
-# Float weights without a state of the optimizer, on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),  # `nn.RMSNorm` mixes dtypes in bfloat16
+    # Float weights without a state of the optimizer, on purpose.
+    pytest.mark.filterwarnings("ignore:a converted Linen model is trained without"),
+]
 TINY = LlamaConfig(layers=4, width=32, heads=4, kv_heads=2, hidden=48, context=8)
 UNTIED = dataclasses.replace(TINY, head="untied", remat="block")
 WINDOWS = np.random.default_rng(0).integers(0, 256, (8, 9))

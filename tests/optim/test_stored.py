@@ -25,7 +25,7 @@ from tcfp_jax.paths import entries, leaves, put
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, rewrite
-from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, store_at_once, variables_of
+from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(7)
@@ -48,7 +48,7 @@ def _optax_promotes():
 
 def stored_of(params=PARAMS, recipe=RECIPE, **options):
     options = {"key": KEY} | options if options.get("remainder", "stochastic") == "stochastic" else options
-    return store_at_once(params, recipe, **options)
+    return tcfp_jax.store(params, recipe, **options)
 
 
 def loss(params, x, recipe=RECIPE):

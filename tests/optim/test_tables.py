@@ -21,7 +21,7 @@ from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored
-from tests.helpers import mesh_of, nnx_model, same_bits, store_at_once, variables_of
+from tests.helpers import mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(7)
@@ -52,7 +52,7 @@ LOOKUPS = {
 
 
 def stored_of(params, weights, **options):
-    return store_at_once(params, weights, key=KEY, **options)
+    return tcfp_jax.store(params, weights, key=KEY, **options)
 
 
 def same_numbers(a, b):

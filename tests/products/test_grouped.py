@@ -19,7 +19,7 @@ from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import quantize_weight
 from tests import grouped
-from tests.helpers import float64_of, mesh_of, store_at_once
+from tests.helpers import float64_of, mesh_of
 
 M, K, N, E = 37, 24, 20, 4
 SIZES = jnp.array([9, 0, 17, 5])
@@ -85,7 +85,7 @@ def test_stored_weights_multiply_alike_and_take_gradients():
     for one, other in zip((y, dx, dw), again, strict=True):
         np.testing.assert_array_equal(one, other)
     weight = Weight(recipe, Layout((1,), (2,), (0,)))
-    params = store_at_once({"w": W}, {"w": weight}, key=jax.random.key(1))
+    params = tcfp_jax.store({"w": W}, {"w": weight}, key=jax.random.key(1))
     loss = lambda p: jnp.sum(grouped_matmul(X, p["w"], SIZES, recipe=recipe) * G)
     gradient = jax.jit(tcfp_jax.grad(loss))(params)["w"]
     # The gradient does not read the weight, so it has the same bits.
@@ -96,7 +96,7 @@ def test_stored_weights_multiply_alike_and_take_gradients():
 
 def test_a_transposed_parameter_and_the_result_of_split():
     weight = Weight(tcfp_jax.recipe("tcfp12_fast"), Layout((2,), (1,), (0,)))
-    params = store_at_once({"w": W.swapaxes(1, 2)}, {"w": weight}, key=jax.random.key(1))
+    params = tcfp_jax.store({"w": W.swapaxes(1, 2)}, {"w": weight}, key=jax.random.key(1))
     got = grouped_matmul(X, params["w"], SIZES, recipe="tcfp12_fast")
     halves = jax.vmap(tcfp_jax.split)(W)
     want = grouped_matmul(X, halves, SIZES, recipe="tcfp12_fast")
