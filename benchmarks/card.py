@@ -47,6 +47,7 @@ RUNS = {
     ),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 150),
+    "torchao": Run("torchao", 220),
     "llama-124m": Run(
         "llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored --no-peaks", 60
     ),

@@ -1,0 +1,218 @@
+"""torchao's FP8 training in PyTorch, next to jitted JAX BF16 on the same card: an MLP, and blocks of Llama-3-8B.
+
+    python -m benchmarks.torchao --json         # needs a GPU, and torch, torchao and transformers
+
+The MLP is that of `benchmarks.train_step`, the blocks are those of `benchmarks.llama`, here by Transformers. A call is
+forward and backward pass, and returns gradients of input and weights. PyTorch has BF16 weights, whose quantization
+torchao does within the call, and everything is compiled by `torch.compile`. JAX's BF16 has float32 weights, as in the
+other tables. Times are by the wall clock, of a process for each library. FP8's results are compared with those of
+PyTorch in BF16 before they are timed.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+
+from benchmarks import common, llama, timing, train_step
+from benchmarks.common import Result, markdown_table
+from benchmarks.shapes import MIDDLE, SMOKE_SHAPES, GemmShape
+from benchmarks.variants import BASELINE
+from models.llama import LLAMAS, LlamaConfig
+from tcfp_jax.recipes import recipe
+
+NAME = "torchao"
+Part = Literal["mlp", "blocks"]
+PARTS: tuple[Part, ...] = get_args(Part)
+PYTORCH = "PyTorch bf16"
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # names of torchao's; the last has BF16 weight gradients
+NEEDED = ("torch", "torchao", "transformers")
+LEAST_SNR_DB = train_step.LEAST_SNR_DB
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run; `emulate` computes FP8 in float32, for CPUs."""
+
+    shape: GemmShape = MIDDLE
+    size: LlamaConfig = LLAMAS["llama-8b"]
+    tokens: tuple[int, int] = (2, 4096)
+    emulate: bool = False
+    rounds: int = 5
+    calls: int = 5
+
+
+@dataclass(frozen=True)
+class Row(timing.Timing):
+    """One candidate in one part; `worst_snr_db` is of all results against PyTorch's BF16, None for BF16."""
+
+    part: Part
+    candidate: str
+    speed_over_bf16: float
+    worst_snr_db: float | None
+
+
+def measure_jax(part: Part, config: Config) -> timing.Timing:
+    """Return the time of jitted JAX BF16."""
+    made: Any
+    if part == "mlp":
+        made = train_step.make_gradients("mlp", config.shape, recipe(BASELINE))
+    else:
+        blocks = llama.Config(config.size, config.size, config.tokens, config.tokens, {})
+        made = llama.make_block(blocks, BASELINE)
+    candidates = {BASELINE: (made.function, made.args)}
+    return timing.time_by_wall_clock(candidates, rounds=config.rounds, calls=config.calls)[BASELINE]
+
+
+def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, float | None]]:
+    """Return time and worst SNR of PyTorch's candidates.
+
+    Raises:
+      ArithmeticError: a result in FP8 is not that of BF16.
+    """
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    device, wait = ("cpu", lambda: None) if config.emulate else ("cuda", torch.cuda.synchronize)
+    plain, x = _mlp(config.shape) if part == "mlp" else _blocks(config.size, config.tokens)
+    plain, x = plain.to(device, torch.bfloat16), x.to(device, torch.bfloat16).requires_grad_()
+    gradient = torch.randn_like(x)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name in (PYTORCH, *RECIPES):
+        model = copy.deepcopy(plain)
+        if name != PYTORCH:
+            # A frozen dataclass of torchao's; without a GPU of compute capability 8.9 FP8 is emulated.
+            chosen: Any = Float8LinearConfig.from_recipe_name(name)
+            object.__setattr__(chosen, "emulate", config.emulate)
+            model = convert_to_float8_training(model, config=chosen)
+        compiled = model if config.emulate else torch.compile(model)
+        calls[name] = functools.partial(_call, compiled, [x, *model.parameters()], x, gradient)
+    expected = calls[PYTORCH]()
+    worst = {name: None if name == PYTORCH else _worst(name, expected, calls[name]()) for name in calls}
+    del expected
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(config.rounds):
+        for name, call in calls.items():
+            wait()
+            started = time.perf_counter()
+            for _ in range(config.calls):
+                call()
+            wait()
+            samples[name].append((time.perf_counter() - started) * 1e3 / config.calls)
+    return {
+        name: (timing.Timing(statistics.median(s), min(s), max(s), len(s), "wall clock"), worst[name])
+        for name, s in samples.items()
+    }
+
+
+def _mlp(shape: GemmShape) -> tuple[Any, Any]:
+    import torch
+    from torch import nn
+
+    linear = functools.partial(nn.Linear, bias=False)
+    return nn.Sequential(linear(shape.k, shape.n), nn.ReLU(), linear(shape.n, shape.k)), torch.randn(shape.m, shape.k)
+
+
+def _blocks(size: LlamaConfig, tokens: tuple[int, int]) -> tuple[Any, Any]:
+    """Return Transformers' blocks, with one more norm at the end, which `LlamaModel` has."""
+    import torch
+    import transformers
+
+    class Hidden(transformers.LlamaModel):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(inputs_embeds=x, use_cache=False).last_hidden_state
+
+    model = Hidden(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=size.width, intermediate_size=size.hidden, num_hidden_layers=size.layers,
+            num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=tokens[1],
+            rope_theta=size.rope_theta, attn_implementation="sdpa",
+        )  # fmt: skip
+    )
+    del model.embed_tokens  # its parameter would have no gradient
+    return model, torch.randn(*tokens, size.width)
+
+
+def _call(model: Any, wanted: list[Any], x: Any, gradient: Any) -> tuple[Any, ...]:
+    import torch
+
+    y = model(x)
+    return y, *torch.autograd.grad(y, wanted, gradient)
+
+
+def _worst(name: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> float:
+    pairs = ((a.detach().float(), b.detach().float()) for a, b in zip(expected, got, strict=True))
+    found = min(float(10 * (a.square().sum() / (b - a).square().sum()).log10()) for a, b in pairs)
+    if not found >= LEAST_SNR_DB:
+        raise ArithmeticError(f"{name}: results have {found:.1f} dB against BF16's and must have {LEAST_SNR_DB}")
+    return found
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """Measure both parts; each library has a process of its own, whose memory is free when the next begins."""
+    for part in PARTS:
+        (ours,) = timing.measure_alone(measure_jax, [(part, config)])
+        (theirs,) = timing.measure_alone(measure_torch, [(part, config)])
+        for name, (timed, worst) in {f"JAX {BASELINE}": (ours, None), **theirs}.items():
+            yield Row(
+                **vars(timed), part=part, candidate=f"torchao {name}" if name in RECIPES else name,
+                speed_over_bf16=ours.median_ms / timed.median_ms, worst_snr_db=worst,
+            )  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing."""
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise `ValueError` if a package is missing, or there is no GPU."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"benchmarks.torchao needs {', '.join(missing)}; run `pip install {' '.join(missing)}`")
+    if not options.smoke and jax.default_backend() != "gpu":
+        raise ValueError(f"benchmarks.torchao needs a GPU, not {jax.default_backend()}; use --smoke to try the command")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """Return the settings of a command line."""
+    if not options.smoke:
+        return Config(size=dataclasses.replace(LLAMAS["llama-8b"], layers=2, remat="none"))
+    return Config(SMOKE_SHAPES[0], LLAMAS["llama-tiny"], (1, 32), emulate=True, rounds=1, calls=1)
+
+
+def table(result: Result) -> str:
+    """Return the page's table: one line per candidate."""
+    rows, lines = result.by("part", "candidate"), []
+    for name in result.distinct("candidate"):
+        line = [name]
+        for part in PARTS:
+            row = rows[part, name]
+            snr_db = "–" if row["worst_snr_db"] is None else f"{row['worst_snr_db']:.1f}"
+            line += [f"{row['median_ms']:.2f}", f"**{row['speed_over_bf16']:.2f}**", snr_db]
+        lines.append(line)
+    titles = ["", *(title for part in PARTS for title in (f"{part}, ms", "over JAX BF16", "dB"))]
+    shape, tokens = GemmShape(**result.config["shape"]), " × ".join(map(str, result.config["tokens"]))
+    return (
+        f"{markdown_table(titles, lines)}\n\nThe MLP is {common.times(str(shape))}, the blocks are "
+        f"{result.config['size']['layers']} of Llama-3-8B's width, {tokens} tokens. dB is the lowest signal-to-noise "
+        "ratio of a result against PyTorch's BF16. Times are by the wall clock."
+    )
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    common.print_rows(rows, "part", "candidate", "median_ms", "speed_over_bf16", "worst_snr_db")
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)
