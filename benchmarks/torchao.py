@@ -3,10 +3,8 @@
     python -m benchmarks.torchao --json         # needs a GPU, and torch, torchao and transformers
 
 The MLP is that of `benchmarks.train_step`, the blocks are those of `benchmarks.llama`, here by Transformers. A call is
-forward and backward pass, and returns gradients of input and weights. PyTorch has BF16 weights, whose quantization
-torchao does within the call, and everything is compiled by `torch.compile`. JAX's BF16 has float32 weights, as in the
-other tables. Times are by the wall clock, of a process for each library. FP8's results are compared with those of
-PyTorch in BF16 before they are timed.
+forward and backward pass and returns gradients of input and weights. PyTorch has BF16 weights, which torchao quantizes
+within the call, compiled by `torch.compile`; JAX's BF16 has float32 weights. Each library has a process of its own.
 """
 
 import argparse
@@ -35,7 +33,6 @@ PARTS: tuple[Part, ...] = get_args(Part)
 PYTORCH = "PyTorch bf16"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # names of torchao's; the last has BF16 weight gradients
 NEEDED = ("torch", "torchao", "transformers")
-LEAST_SNR_DB = train_step.LEAST_SNR_DB
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Config:
     """Settings of a run; `emulate` computes FP8 in float32, for CPUs."""
 
     shape: GemmShape = MIDDLE
-    size: LlamaConfig = LLAMAS["llama-8b"]
+    size: LlamaConfig = dataclasses.replace(LLAMAS["llama-8b"], layers=2, remat="none")
     tokens: tuple[int, int] = (2, 4096)
     emulate: bool = False
     rounds: int = 5
@@ -62,14 +59,11 @@ class Row(timing.Timing):
 
 def measure_jax(part: Part, config: Config) -> timing.Timing:
     """Return the time of jitted JAX BF16."""
-    made: Any
-    if part == "mlp":
-        made = train_step.make_gradients("mlp", config.shape, recipe(BASELINE))
-    else:
-        blocks = llama.Config(config.size, config.size, config.tokens, config.tokens, {})
-        made = llama.make_block(blocks, BASELINE)
-    candidates = {BASELINE: (made.function, made.args)}
-    return timing.time_by_wall_clock(candidates, rounds=config.rounds, calls=config.calls)[BASELINE]
+    blocks = llama.Config(config.size, config.size, config.tokens, config.tokens, {})
+    made: Any = llama.make_block(blocks, BASELINE) if part == "blocks" else None
+    made = made or train_step.make_gradients("mlp", config.shape, recipe(BASELINE))
+    call = {BASELINE: (made.function, made.args)}
+    return timing.time_by_wall_clock(call, rounds=config.rounds, calls=config.calls)[BASELINE]
 
 
 def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, float | None]]:
@@ -83,10 +77,19 @@ def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, 
 
     torch.manual_seed(0)
     device, wait = ("cpu", lambda: None) if config.emulate else ("cuda", torch.cuda.synchronize)
-    plain, x = _mlp(config.shape) if part == "mlp" else _blocks(config.size, config.tokens)
+    linear, shape = functools.partial(torch.nn.Linear, bias=False), config.shape
+    plain: Any = torch.nn.Sequential(linear(shape.k, shape.n), torch.nn.ReLU(), linear(shape.n, shape.k))
+    x = torch.randn(shape.m, shape.k)
+    if part == "blocks":
+        plain, x = _blocks(config.size, config.tokens)
     plain, x = plain.to(device, torch.bfloat16), x.to(device, torch.bfloat16).requires_grad_()
     gradient = torch.randn_like(x)
     calls: dict[str, Callable[[], Any]] = {}
+
+    def passes(model: Any, wanted: list[Any]) -> tuple[Any, ...]:
+        y = model(x)
+        return y, *torch.autograd.grad(y, wanted, gradient)
+
     for name in (PYTORCH, *RECIPES):
         model = copy.deepcopy(plain)
         if name != PYTORCH:
@@ -95,7 +98,7 @@ def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, 
             object.__setattr__(chosen, "emulate", config.emulate)
             model = convert_to_float8_training(model, config=chosen)
         compiled = model if config.emulate else torch.compile(model)
-        calls[name] = functools.partial(_call, compiled, [x, *model.parameters()], x, gradient)
+        calls[name] = functools.partial(passes, compiled, [x, *model.parameters()])
     expected = calls[PYTORCH]()
     worst = {name: None if name == PYTORCH else _worst(name, expected, calls[name]()) for name in calls}
     del expected
@@ -108,18 +111,8 @@ def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, 
                 call()
             wait()
             samples[name].append((time.perf_counter() - started) * 1e3 / config.calls)
-    return {
-        name: (timing.Timing(statistics.median(s), min(s), max(s), len(s), "wall clock"), worst[name])
-        for name, s in samples.items()
-    }
-
-
-def _mlp(shape: GemmShape) -> tuple[Any, Any]:
-    import torch
-    from torch import nn
-
-    linear = functools.partial(nn.Linear, bias=False)
-    return nn.Sequential(linear(shape.k, shape.n), nn.ReLU(), linear(shape.n, shape.k)), torch.randn(shape.m, shape.k)
+    timed = lambda s: timing.Timing(statistics.median(s), min(s), max(s), len(s), "wall clock")
+    return {name: (timed(found), worst[name]) for name, found in samples.items()}
 
 
 def _blocks(size: LlamaConfig, tokens: tuple[int, int]) -> tuple[Any, Any]:
@@ -131,46 +124,34 @@ def _blocks(size: LlamaConfig, tokens: tuple[int, int]) -> tuple[Any, Any]:
         def forward(self, x: Any) -> Any:
             return super().forward(inputs_embeds=x, use_cache=False).last_hidden_state
 
-    model = Hidden(
-        transformers.LlamaConfig(
-            vocab_size=8, hidden_size=size.width, intermediate_size=size.hidden, num_hidden_layers=size.layers,
-            num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=tokens[1],
-            rope_theta=size.rope_theta, attn_implementation="sdpa",
-        )  # fmt: skip
-    )
+    settings = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=size.width, intermediate_size=size.hidden, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=tokens[1],
+        rope_theta=size.rope_theta, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = Hidden(settings)
     del model.embed_tokens  # its parameter would have no gradient
     return model, torch.randn(*tokens, size.width)
-
-
-def _call(model: Any, wanted: list[Any], x: Any, gradient: Any) -> tuple[Any, ...]:
-    import torch
-
-    y = model(x)
-    return y, *torch.autograd.grad(y, wanted, gradient)
 
 
 def _worst(name: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> float:
     pairs = ((a.detach().float(), b.detach().float()) for a, b in zip(expected, got, strict=True))
     found = min(float(10 * (a.square().sum() / (b - a).square().sum()).log10()) for a, b in pairs)
-    if not found >= LEAST_SNR_DB:
-        raise ArithmeticError(f"{name}: results have {found:.1f} dB against BF16's and must have {LEAST_SNR_DB}")
+    if not found >= train_step.LEAST_SNR_DB:
+        raise ArithmeticError(
+            f"{name}: results have {found:.1f} dB against BF16's and must have {train_step.LEAST_SNR_DB}"
+        )
     return found
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Measure both parts; each library has a process of its own, whose memory is free when the next begins."""
+    """Measure both parts; the memory of a process is free when the next begins."""
     for part in PARTS:
         (ours,) = timing.measure_alone(measure_jax, [(part, config)])
         (theirs,) = timing.measure_alone(measure_torch, [(part, config)])
         for name, (timed, worst) in {f"JAX {BASELINE}": (ours, None), **theirs}.items():
-            yield Row(
-                **vars(timed), part=part, candidate=f"torchao {name}" if name in RECIPES else name,
-                speed_over_bf16=ours.median_ms / timed.median_ms, worst_snr_db=worst,
-            )  # fmt: skip
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing."""
+            shown, speed = f"torchao {name}" if name in RECIPES else name, ours.median_ms / timed.median_ms
+            yield Row(**vars(timed), part=part, candidate=shown, speed_over_bf16=speed, worst_snr_db=worst)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -183,9 +164,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
-    if not options.smoke:
-        return Config(size=dataclasses.replace(LLAMAS["llama-8b"], layers=2, remat="none"))
-    return Config(SMOKE_SHAPES[0], LLAMAS["llama-tiny"], (1, 32), emulate=True, rounds=1, calls=1)
+    return Config(SMOKE_SHAPES[0], LLAMAS["llama-tiny"], (1, 32), True, 1, 1) if options.smoke else Config()
 
 
 def table(result: Result) -> str:
@@ -205,11 +184,6 @@ def table(result: Result) -> str:
         f"{result.config['size']['layers']} of Llama-3-8B's width, {tokens} tokens. dB is the lowest signal-to-noise "
         "ratio of a result against PyTorch's BF16. Times are by the wall clock."
     )
-
-
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    common.print_rows(rows, "part", "candidate", "median_ms", "speed_over_bf16", "worst_snr_db")
 
 
 main = functools.partial(common.main, NAME)

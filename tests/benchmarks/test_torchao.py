@@ -1,7 +1,5 @@
 """torchao's benchmark: that it asks for what it lacks, and runs where its packages are."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks import torchao
@@ -17,21 +15,12 @@ def test_it_asks_for_packages_and_a_gpu(monkeypatch):
         torchao.check_options(options)
 
 
-def test_wrong_results_are_not_timed():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    right = (torch.ones(4), torch.arange(4.0))
-    assert torchao._worst("x", right, (right[0], right[1] * 1.01)) > 30
-    with pytest.raises(ArithmeticError, match="wrong: results have"):
-        torchao._worst("wrong", right, (right[0], -right[1]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", torchao.PARTS)
 def test_every_candidate_runs(part):
     for name in torchao.NEEDED:
         pytest.importorskip(name, reason=f"{name} is not installed")
-    config = torchao.configure(torchao.argparse.Namespace(smoke=True))
-    found = torchao.measure_torch(part, dataclasses.replace(config, rounds=1))
+    found = torchao.measure_torch(part, torchao.configure(torchao.argparse.Namespace(smoke=True)))
     assert [*found] == [torchao.PYTORCH, *torchao.RECIPES]
-    assert found[torchao.PYTORCH][1] is None
-    assert all(snr_db > torchao.LEAST_SNR_DB for _, snr_db in [*found.values()][1:])
+    worst = [snr_db for _, snr_db in found.values()]
+    assert worst[0] is None and min(worst[1:]) > torchao.train_step.LEAST_SNR_DB
