@@ -120,7 +120,7 @@ def _blocks(size: LlamaConfig, tokens: tuple[int, int]) -> tuple[Any, Any]:
     import torch
     import transformers
 
-    class Hidden(transformers.LlamaModel):  # type: ignore[misc]
+    class Hidden(transformers.LlamaModel):
         def forward(self, x: Any) -> Any:
             return super().forward(inputs_embeds=x, use_cache=False).last_hidden_state
 
