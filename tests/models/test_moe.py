@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -165,11 +166,14 @@ RUN = TrainConfig(
 )  # fmt: skip
 
 
-def test_it_learns_and_is_restored_without_float_weights(tmp_path):
-    whole = run(RUN, out=tmp_path, checkpoint_every=20)
+@pytest.mark.parametrize("every", [20, pytest.param(10, marks=pytest.mark.slow)])
+def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
+    whole = run(RUN, out=tmp_path, checkpoint_every=every)
     assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
     assert whole.heldout_loss == pytest.approx(whole.heldout_loss_bf16, rel=0.02)
-    again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=20)
+    if every < RUN.steps:
+        shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
+    again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=every)
     assert same_bits(again.train_loss, whole.train_loss) and again.heldout_loss == whole.heldout_loss
 
 

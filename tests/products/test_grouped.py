@@ -29,14 +29,8 @@ W = jnp.asarray(RNG.standard_normal((E, K, N)) * np.array([0.1, 1.0, 3.0, 0.01])
 G = jnp.asarray(RNG.standard_normal((M, N)), jnp.float32)
 RECIPES = ["bf16", "tensorwise", "tcfp12", "tcfp12_fast", "tcfp12_single", "rowwise", "blockwise", "tcfp12_blockwise"]
 ROUNDING = 2.0**-19  # of sums in float32, per unit of sums of magnitudes
-
-
-def rows_by_groups(x, w):
-    return grouped.by_groups(x, w.swapaxes(1, 2), SIZES)
-
-
-def within_groups(x, g):
-    return grouped.within_groups(x.T, g.T, SIZES)
+rows_by_groups = lambda x, w: grouped.by_groups(x, w.swapaxes(1, 2), SIZES)
+within_groups = lambda x, g: grouped.within_groups(x.T, g.T, SIZES)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
