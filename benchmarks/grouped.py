@@ -200,8 +200,8 @@ def wide(operand: Operand | jax.Array, rows: np.ndarray, group: int | None = Non
     halves = [half for half in (operand.values, operand.lo) if half is not None]
     scale, scaling = take(operand.scale).astype(np.float64), operand.scaling
     if isinstance(scaling, Block):
-        scale = scale[rows // scaling.size if scaling.tile == "square" else rows]
-        scale = np.repeat(scale, scaling.size, axis=1)[:, : operand.values.shape[-1]]
+        lines = rows // scaling.size if scaling.tile == "square" else rows
+        scale = np.repeat(scale[lines], scaling.size, axis=1)[:, : operand.values.shape[-1]]
     elif scale.ndim:
         scale = scale[rows, None]
     return sum(take(half)[rows].astype(np.float64) for half in halves) * scale

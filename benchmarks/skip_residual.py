@@ -42,7 +42,6 @@ class Config:
     calls: int = 5
 
 
-# Blocks of 128 and the smallest tile of the kernel, which an interpreter runs in a second.
 SMOKE = Config(GemmShape(256, 512, 256), backend="xla", rounds=2, calls=2)
 
 
@@ -97,13 +96,11 @@ def measure(config: Config) -> Iterator[Row]:
 
 def find_products(config: Config) -> tuple[list[Product], float]:
     """Return the products, and the part of the residual's blocks that are zero."""
-    shape = config.shape
-    x, _ = random_operands(shape)
+    shape, (x, _) = config.shape, random_operands(config.shape)
     w = draw_weight((shape.n, shape.k))
     pair = FORMS["all blocks"].quantize(x, w)
     in_fp8 = [products.fp8_product(kind, form, pair, config.backend) for kind, form in FORMS.items()]
-    _, lo = products.halves_of(pair[1])
-    blocks = lo.reshape(shape.n // BLOCK, BLOCK, shape.k // BLOCK, BLOCK)
+    blocks = products.halves_of(pair[1])[1].reshape(shape.n // BLOCK, BLOCK, shape.k // BLOCK, BLOCK)
     return [products.bf16_product(x, w), *in_fp8], float(jnp.mean(jnp.all(blocks == 0, axis=(1, 3))))
 
 

@@ -12,8 +12,6 @@ import copy
 import dataclasses
 import functools
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -93,8 +91,7 @@ def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, 
     for name in (PYTORCH, *RECIPES):
         model = copy.deepcopy(plain)
         if name != PYTORCH:
-            # A frozen dataclass of torchao's; without a GPU of compute capability 8.9 FP8 is emulated.
-            chosen: Any = Float8LinearConfig.from_recipe_name(name)
+            chosen: Any = Float8LinearConfig.from_recipe_name(name)  # a frozen dataclass
             object.__setattr__(chosen, "emulate", config.emulate)
             model = convert_to_float8_training(model, config=chosen)
         compiled = model if config.emulate else torch.compile(model)
@@ -102,17 +99,16 @@ def measure_torch(part: Part, config: Config) -> dict[str, tuple[timing.Timing, 
     expected = calls[PYTORCH]()
     worst = {name: None if name == PYTORCH else _worst(name, expected, calls[name]()) for name in calls}
     del expected
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(config.rounds):
-        for name, call in calls.items():
-            wait()
-            started = time.perf_counter()
-            for _ in range(config.calls):
-                call()
-            wait()
-            samples[name].append((time.perf_counter() - started) * 1e3 / config.calls)
-    timed = lambda s: timing.Timing(statistics.median(s), min(s), max(s), len(s), "wall clock")
-    return {name: (timed(found), worst[name]) for name, found in samples.items()}
+
+    def turn(call: Callable[[], Any]) -> None:
+        for _ in range(config.calls):
+            call()
+        wait()
+
+    turns = {name: (functools.partial(turn, call), ()) for name, call in calls.items()}
+    taken = timing.time_by_wall_clock(turns, rounds=config.rounds)
+    of_call = lambda t: dataclasses.replace(t, **{k: v / config.calls for k, v in vars(t).items() if k[-3:] == "_ms"})
+    return {name: (of_call(t), worst[name]) for name, t in taken.items()}
 
 
 def _blocks(size: LlamaConfig, tokens: tuple[int, int]) -> tuple[Any, Any]:

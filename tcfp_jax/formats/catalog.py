@@ -22,87 +22,93 @@ def _add(name: str, number: str, scale: str | None = None, *, residual: DataType
     CATALOG[name] = datatype(number, scale, name, residual=residual)
 
 
-# Unscaled numbers
-codes = "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz "
-codes += "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz"
-for code in codes.split():
-    _add(code, code)
-for alias, code in {"bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz"}.items():
-    _add(alias, code)
-for precision in range(1, 8):
-    _add(f"binary8p{precision}", f"binary8p{precision}")
+def _add_unscaled() -> None:
+    codes = "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz "
+    codes += "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz"
+    for code in codes.split():
+        _add(code, code)
+    for alias, code in {"bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz"}.items():
+        _add(alias, code)
+    for precision in range(1, 8):
+        _add(f"binary8p{precision}", f"binary8p{precision}")
 
-# One scale for a tensor or a channel
+
 _LETTERS = {"F": "float32", "f": "float16", "b": "bfloat16", "n": "e4m3", "e": "e8m0", "i": "int8"}
-for letters in ("FF", "ff", "bb", "Fi", "fi", "bi", "ni"):
-    shared = "_".join(_LETTERS[letter] for letter in letters)
-    _add(f"uint8_{letters}", "uint8", shared)
-    _add(f"uint8_{letters}c", "uint8", f"{shared}_t0")
-    _add(f"uint4_{letters}c", "uint4", f"{shared}_t0")
-    _add(f"uint8_{letters}32", "uint8", f"{shared}_t32")
-    _add(f"uint4_{letters}32", "uint4", f"{shared}_t32")
-_add("uint16_ff", "uint16", "float16_float16")
-_add("uint16_bb", "uint16", "bfloat16_bfloat16")
-for letter in "Ffbne":
-    shared = _LETTERS[letter]
-    for name, code in {"bf8": "e5m2", "bf8n": "e5m2b16fnuz", "fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
-        _add(f"{name}_{letter}", code, shared)
-        if name.startswith("fp8"):
-            _add(f"{name}_{letter}c", code, f"{shared}_t0")
-    _add(f"int8_{letter}", "int8", shared)
-    _add(f"int8_{letter}c", "int8", f"{shared}_t0")
-    _add(f"int4_{letter}c", "int4", f"{shared}_t0")
-    if letter in "fbe":
-        _add(f"int16_{letter}", "int16", shared)
-for name, code in {"e5m2": "e5m2", "e5m2z": "e5m2fnuz", "e4m3": "e4m3fn", "e4m3z": "e4m3fnuz"}.items():
-    _add(f"{name}_e", code, "e8m0")
-_add("e3m2_e", "e3m2f", "e8m0")
-_add("e2m3_e", "e2m3f", "e8m0")
 
-# Tiles
+
+def _add_tensor_and_channel_scaled() -> None:
+    for letters in ("FF", "ff", "bb", "Fi", "fi", "bi", "ni"):
+        shared = "_".join(_LETTERS[letter] for letter in letters)
+        _add(f"uint8_{letters}", "uint8", shared)
+        _add(f"uint8_{letters}c", "uint8", f"{shared}_t0")
+        _add(f"uint4_{letters}c", "uint4", f"{shared}_t0")
+        _add(f"uint8_{letters}32", "uint8", f"{shared}_t32")
+        _add(f"uint4_{letters}32", "uint4", f"{shared}_t32")
+    _add("uint16_ff", "uint16", "float16_float16")
+    _add("uint16_bb", "uint16", "bfloat16_bfloat16")
+    for letter in "Ffbne":
+        shared = _LETTERS[letter]
+        for name, code in {"bf8": "e5m2", "bf8n": "e5m2b16fnuz", "fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
+            _add(f"{name}_{letter}", code, shared)
+            if name.startswith("fp8"):
+                _add(f"{name}_{letter}c", code, f"{shared}_t0")
+        _add(f"int8_{letter}", "int8", shared)
+        _add(f"int8_{letter}c", "int8", f"{shared}_t0")
+        _add(f"int4_{letter}c", "int4", f"{shared}_t0")
+        if letter in "fbe":
+            _add(f"int16_{letter}", "int16", shared)
+    for name, code in {"e5m2": "e5m2", "e5m2z": "e5m2fnuz", "e4m3": "e4m3fn", "e4m3z": "e4m3fnuz"}.items():
+        _add(f"{name}_e", code, "e8m0")
+    _add("e3m2_e", "e3m2f", "e8m0")
+    _add("e2m3_e", "e2m3f", "e8m0")
+
+
 _MX = {"mxfp8e5": "e5m2", "mxfp8e4": "e4m3fn", "mxfp6e3": "e3m2f", "mxfp6e2": "e2m3f", "mxfp4e2": "e2m1f"}
 _MX_SHORT = {"mxbf8": "e5m2", "mxfp8": "e4m3fn", "mxbf6": "e3m2f", "mxfp6": "e2m3f", "mxfp4": "e2m1f"}
 _MX_INTEGERS = {"mxint8": "int8", "mxint4": "int4"}
-for name, code in (_MX | _MX_SHORT | _MX_INTEGERS | {"mxfp5e2": "e2m2f"}).items():
-    _add(name, code, "e8m0_t32")
-for name, code in (_MX_SHORT | _MX_INTEGERS).items():
-    _add(f"{name}t16", code, "e8m0_t16")
-    _add(f"{name}t16s", code, "e8m0_t16_t16")
-for name, code in _MX_SHORT.items():
-    if name != "mxbf8":
-        _add(f"{name}s", code, "e8m0_t32_t32")
-        _add(f"{name}s16", code, "e8m0_t16_t16")
-for name, code in {"nvb8": "e5m2", "nvf8": "e4m3fn", "nvb6": "e3m2f", "nvf6": "e2m3f", "nvf4": "e2m1f"}.items():
-    _add(name, code, "e4m3_t16")
-    _add(f"{name}s", code, "e4m3_t16_t16")
-for name, code in {"fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
-    _add(f"{name}F32s", code, "float32_t32_t32")
-    _add(f"{name}f32s", code, "float16_t32_t32")
-_add("bf8b32s", "e5m2", "bfloat16_t32_t32")
-_add("bf8nb32s", "e5m2b16fnuz", "bfloat16_t32_t32")
-_add("bfp16", "int8", "e8m0_t8")
-_add("bfp16t16", "int8", "e8m0_t16")
-_add("uint4_f12i432", "uint4", "e5m6_int4_t32")
-_add("int4_b32", "int4", "bfloat16_t32")
-_add("int4_f32", "int4", "e5m3_t32")
-_add("e1m6b1_e32", "e1m6b1fnuz", "e8m0_t32")
-_add("e1m2b1_e32", "e1m2b1fnuz", "e8m0_t32")
-_add("e1m2b1_f32", "e1m2b1fnuz", "e5m3_t32")
-for name, code in {"e2m1": "e2m1f", "e3m2": "e3m2f", "e2m3": "e2m3f", "e4m3": "e4m3fn"}.items():
-    _add(f"{name}_f32", code, "e5m3_t32")
-for name, code in {"mx9": "int8", "mx6": "int5", "mx4": "int3"}.items():
-    _add(name, code, "e8m0_t16s2o1")
-for subtile, offset in ((8, 1), (4, 1), (8, 2), (4, 2)):
-    _add(f"e2m1_e32s{subtile}o{offset}", "e2m1f", f"e8m0_t32s{subtile}o{offset}")
-for width, code in {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}.items():
-    for tile in ("32", "32s16", "32s8", "32s4"):
-        _add(f"icb44fi{width}_e{tile}", f"icb44fi_{code}", f"e8m0_t{tile}")
-        _add(f"icb44fi{width}_f{tile}", f"icb44fi_{code}", f"e5m3_t{tile}")
-_add("nf4", "nf4", "float32_t64")
-_add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
-_add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
-_add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
-_add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
+
+
+def _add_tiled() -> None:
+    for name, code in (_MX | _MX_SHORT | _MX_INTEGERS | {"mxfp5e2": "e2m2f"}).items():
+        _add(name, code, "e8m0_t32")
+    for name, code in (_MX_SHORT | _MX_INTEGERS).items():
+        _add(f"{name}t16", code, "e8m0_t16")
+        _add(f"{name}t16s", code, "e8m0_t16_t16")
+    for name, code in _MX_SHORT.items():
+        if name != "mxbf8":
+            _add(f"{name}s", code, "e8m0_t32_t32")
+            _add(f"{name}s16", code, "e8m0_t16_t16")
+    for name, code in {"nvb8": "e5m2", "nvf8": "e4m3fn", "nvb6": "e3m2f", "nvf6": "e2m3f", "nvf4": "e2m1f"}.items():
+        _add(name, code, "e4m3_t16")
+        _add(f"{name}s", code, "e4m3_t16_t16")
+    for name, code in {"fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
+        _add(f"{name}F32s", code, "float32_t32_t32")
+        _add(f"{name}f32s", code, "float16_t32_t32")
+    _add("bf8b32s", "e5m2", "bfloat16_t32_t32")
+    _add("bf8nb32s", "e5m2b16fnuz", "bfloat16_t32_t32")
+    _add("bfp16", "int8", "e8m0_t8")
+    _add("bfp16t16", "int8", "e8m0_t16")
+    _add("uint4_f12i432", "uint4", "e5m6_int4_t32")
+    _add("int4_b32", "int4", "bfloat16_t32")
+    _add("int4_f32", "int4", "e5m3_t32")
+    _add("e1m6b1_e32", "e1m6b1fnuz", "e8m0_t32")
+    _add("e1m2b1_e32", "e1m2b1fnuz", "e8m0_t32")
+    _add("e1m2b1_f32", "e1m2b1fnuz", "e5m3_t32")
+    for name, code in {"e2m1": "e2m1f", "e3m2": "e3m2f", "e2m3": "e2m3f", "e4m3": "e4m3fn"}.items():
+        _add(f"{name}_f32", code, "e5m3_t32")
+    for name, code in {"mx9": "int8", "mx6": "int5", "mx4": "int3"}.items():
+        _add(name, code, "e8m0_t16s2o1")
+    for subtile, offset in ((8, 1), (4, 1), (8, 2), (4, 2)):
+        _add(f"e2m1_e32s{subtile}o{offset}", "e2m1f", f"e8m0_t32s{subtile}o{offset}")
+    for width, code in {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}.items():
+        for tile in ("32", "32s16", "32s8", "32s4"):
+            _add(f"icb44fi{width}_e{tile}", f"icb44fi_{code}", f"e8m0_t{tile}")
+            _add(f"icb44fi{width}_f{tile}", f"icb44fi_{code}", f"e5m3_t{tile}")
+    _add("nf4", "nf4", "float32_t64")
+    _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
+    _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
+    _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
+    _add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
 
 
 def named(datatype: DataType | str) -> DataType:
@@ -123,3 +129,8 @@ def named(datatype: DataType | str) -> DataType:
             + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number, scale) makes others"
         )  # fmt: skip
     return CATALOG[datatype]
+
+
+_add_unscaled()
+_add_tensor_and_channel_scaled()
+_add_tiled()

@@ -165,8 +165,8 @@ def test_products_stay_in_registers(kind, mode, capfd):
         if dtype == BF16:
             return values
         own = scaling if len(shape) == 3 or not isinstance(scaling, Block) else scaling.along_rows
-        scale = shape[:-2] if isinstance(own, Tensor) else own.scale_shape(shape)
-        scale = on(mesh, scale, SCALE_DTYPE if isinstance(own, Block) else jnp.float32)
+        of_scale = shape[:-2] if isinstance(own, Tensor) else own.scale_shape(shape)
+        scale = on(mesh, of_scale, SCALE_DTYPE if isinstance(own, Block) else jnp.float32)
         return Operand(values, scale, values if halves == 2 else None, scaling=own)
 
     other = BF16 if dtype == BF16 else E4M3
