@@ -26,6 +26,8 @@ from pallas_kernels.specs import has_explicit_axes, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
 Engine = Callable[..., list[jax.Array] | None]
+Axis = Literal[0, 1] | None
+Form = Literal["tile", "transposed", "rows", "columns", "one"]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 _SMALLEST_SIDE = 16
@@ -95,7 +97,7 @@ class Output:
     dtype: DTypeLike
     transposed: bool = False
     replaces: int | None = None
-    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
+    form: Form = "tile"
 
     @property
     def rule(self) -> str:
@@ -113,12 +115,15 @@ class Operations:
         """Return the largest integers up to x."""
         return jnp.floor(x)
 
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Return the largest magnitude of a tile as an array that broadcasts to it, NaN if there is one.
+    def largest(self, x: jax.Array, axes: Sequence[Axis] = (None,)) -> list[jax.Array]:
+        """Return the largest magnitudes of a tile (None), its columns (0) or rows (1) as arrays that broadcast to it.
 
-        All results may depend on the first that a body asks for, and on a second one only results of form "one".
+        A NaN is the largest. All results may depend on those that a body asks for first, and on second ones only
+        results of form "one".
         """
-        return numerics.amax_by_bits(numerics.amax_by_bits(x, 1, keepdims=True), 0, keepdims=True)
+        steps = [(1, 0) if axis is None else (axis,) for axis in axes]
+        top: Callable[..., jax.Array] = functools.partial(numerics.amax_by_bits, keepdims=True)
+        return [functools.reduce(top, along, x) for along in steps]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ first and then anew, from shared memory.
 import contextlib
 import functools
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COLUMNS, ROWS
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
-from pallas_kernels.tiled import Operations, Pass
+from pallas_kernels.tiled import Axis, Form, Operations, Pass
 
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
@@ -30,8 +31,11 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     matrices, rest, size = operands[: one.count], operands[one.count :], one.tiling.rows[0]
     (m, k), columns = matrices[0].shape, max(COLUMNS, size)
     written = [output for output in one.outputs if output.replaces is None]
-    coded = [output for output in written if output.form != "one"]
+    coded = [output for output in written if output.form in ("tile", "transposed")]
+    # Maxima that a body asks for, those of rows aside: each gives results of one of these forms.
+    sides = [{"one": size, "columns": 1}[output.form] for output in written if output.form in ("one", "columns")]
     forms = {"tile": (m, k), "transposed": (k, m), "one": (m // size, k // size)}
+    forms |= {"rows": (m, k // size), "columns": (k, m // size)}
     shape = lambda form, x: jax.ShapeDtypeStruct(forms[form], x.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, one),
@@ -42,7 +46,7 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
             tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
             codes=[plgpu.SMEM((ROWS, columns), jnp.dtype(output.dtype)) for output in coded],
             memory=[Registers.turned(ROWS, columns, x.dtype) for x in coded if x.transposed or x.form == "transposed"],
-            tops=[plgpu.SMEM((ROWS // size * columns // size, 4), jnp.int32)] * (0 if coded == written else 2),
+            tops=[plgpu.SMEM((4, ROWS // size * columns // side), jnp.int32) for side in sides],
             filled=plgpu.Barrier(num_arrivals=len(matrices)),
         ),
         interpret=plgpu.InterpretGPUParams() if device_kind() == "cpu" else None,
@@ -72,11 +76,13 @@ def _kernel(one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Re
         [*(registers.read_vector(ref.at[at[0]], 0, first) for ref in of_rows), *rest]
         for first in range(0, ROWS, registers.shape[0])
     ]
-    free, targets, results, transposes, of_squares = (iter(codes), iter(memory)), [], [], [], []
+    free, targets, results, transposes, of_blocks = (iter(codes), iter(memory)), [], [], [], []
     for output in one.outputs:
-        if output.form == "one":
-            few = [(i, side // size) for i, side in zip(place, (ROWS, columns), strict=True)]
-            of_squares.append(next(outs).at[tuple(pl.ds(i * count, count) for i, count in few)])
+        if output.form in ("one", "rows", "columns"):
+            each = 1 if output.form == "rows" else size, 1 if output.form == "columns" else size
+            counts = ROWS // each[0], columns // each[1]
+            few = [pl.ds(i * count, count) for i, count in zip(place, counts, strict=True)]
+            of_blocks.append((output.form, next(outs).at[tuple(few[:: -1 if output.form == "columns" else 1])]))
         elif output.replaces is not None:
             targets.append(tiles[output.replaces])
             results.append((targets[-1], matrices[output.replaces].at[at]))
@@ -87,48 +93,55 @@ def _kernel(one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Re
             if output.transposed or output.form == "transposed":
                 transposes.append((targets[-1], next(free[1]), next(outs).at[at[::-1]]))
     plgpu.barrier_wait(filled)
-    _compute(one, tiles, numbers, targets, of_squares, tops)
+    _compute(one, tiles, numbers, targets, of_blocks, tops)
     write_back(results, transposes)
 
 
 def _compute(
-    one: Pass, tiles: Ref, numbers: list[list[jax.Array]], targets: list[Ref], of_squares: list[Ref], memory: Ref
-) -> None:
-    """Compute a tile: matrices in `targets`, and a number for each of its squares."""
+    one: Pass, tiles: Ref, numbers: list[list[jax.Array]], targets: list[Ref],
+    of_blocks: Sequence[tuple[Form, Ref]], memory: Ref,
+) -> None:  # fmt: skip
+    """Compute a tile: matrices in `targets`, and a number for each of its squares, or of their rows or columns."""
     (rows, columns), size = tiles[0].shape, one.tiling.rows[0]
     registers, turn = Registers((512 // columns, columns)), 512 // columns
-    is_one = [output.form == "one" for output in one.outputs]
-    maxima: list[list[jax.Array]] = []  # the ones that the body has asked for, for each band
+    is_few = [output.form not in ("tile", "transposed") for output in one.outputs]
+    maxima: list[list[tuple[jax.Array, ...]]] = []  # the ones that the body has asked for, for each step
     while True:
         found, seen, do = [], [], _Operations(registers, [])
         for band in range(0, rows, size):
-            values, tops = tuple[jax.Array, ...](), []
+            values, of_band, tops = tuple[jax.Array, ...](), [], []
             # Matrices are written once the first maximum is known, if there is one; then only numbers are left.
             for first in range(band, band + (size if len(maxima) < 2 else turn), turn):
-                do, at = _Operations(registers, [of_bands[band // size] for of_bands in maxima]), pl.ds(first, turn)
+                do, at = _Operations(registers, [known[first // turn] for known in maxima]), pl.ds(first, turn)
                 with contextlib.suppress(StopIteration):
                     values = one.body(do, *(registers.load(tile.at[at]) for tile in tiles), *numbers[first // turn])
                 if len(do.asked) > len(maxima):
-                    # Bits without their sign are ordered like magnitudes, and NaN is the largest.
-                    tops.append(lax.bitcast_convert_type(do.asked[-1], jnp.int32) & 0x7FFFFFFF)
+                    tops.append(do.asked[-1])
                 if len(maxima) == min(1, len(do.asked)):
-                    matrices = [x for x, skip in zip(values, is_one, strict=True) if not skip]
+                    matrices = [x for x, skip in zip(values, is_few, strict=True) if not skip]
                     registers.store(matrices, [ref.at[at] for ref in targets])
-            found.append(itertools.compress(values, is_one))
+                of_band.append(list(itertools.compress(values, is_few)))
+            found.append(of_band)
             seen.append(tops)
         if len(do.asked) == len(maxima):
-            for ref, values in zip(of_squares, zip(*found, strict=True), strict=True):
-                registers.write_squares(size, values, ref)
+            for i, (form, ref) in enumerate(of_blocks):
+                few = [x[i] for of_band in found for x in (of_band if form == "rows" else of_band[-1:])]
+                registers.write_of_blocks(size, form, few, ref)
             return
-        bits = [functools.reduce(jnp.maximum, tops) for tops in seen]
-        maxima.append(registers.largest_of_squares(size, bits, memory[len(maxima)]))
+        known = []
+        for axis in do.axes:
+            bits = [x for tops in seen for x in (tops if axis == 1 else [functools.reduce(jnp.maximum, tops)])]
+            tops = registers.largest_of_blocks(size, axis, bits, None if axis == 1 else memory[len(maxima)])
+            known.append([x for x in tops for _ in range(rows // turn // len(tops))])
+        maxima.append(list(zip(*known, strict=True)))
 
 
 class _Operations(Operations):
-    """The operations on some rows of a tile, with the maxima of their squares as far as they are known."""
+    """The operations on some rows of a tile, with the maxima of their squares and lines as far as they are known."""
 
-    def __init__(self, registers: Registers, known: list[jax.Array]) -> None:
+    def __init__(self, registers: Registers, known: list[tuple[jax.Array, ...]]) -> None:
         self.registers, self.known, self.asked = registers, known, list[jax.Array]()
+        self.axes: Sequence[Axis] = ()  # of the maxima that were asked for last
 
     def floor(self, x: jax.Array) -> jax.Array:
         return jnp.floor(x) if device_kind() == "cpu" else self.registers.instruct("cvt.rmi.f32.f32 $0, $1;", x)
@@ -138,8 +151,11 @@ class _Operations(Operations):
             return numerics.flush_subnormal(x) * inverse
         return self.registers.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)
 
-    def largest(self, x: jax.Array) -> jax.Array:
-        self.asked.append(x)
+    def largest(self, x: jax.Array, axes: Sequence[Axis] = (None,)) -> list[jax.Array]:
+        # Bits without their sign are ordered like magnitudes, and NaN is the largest.
+        self.asked.append(lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF)
+        self.axes = axes
         if not self.known:
-            raise StopIteration  # the rest of the body needs this maximum
-        return self.known[len(self.asked) - 1] if len(self.asked) <= len(self.known) else self.registers.spread(0)
+            raise StopIteration  # the rest of the body needs these maxima
+        is_known = len(self.asked) <= len(self.known)
+        return list(self.known[len(self.asked) - 1]) if is_known else [self.registers.spread(0)] * len(axes)

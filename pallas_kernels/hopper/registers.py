@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.dispatch import device_kind
+from pallas_kernels.tiled import Axis, Form
 
 Ref: TypeAlias = Any  # reference to memory, or a tree of references
 
@@ -50,46 +51,61 @@ class Registers:
         text = "; ".join([*lines, "redux.sync.max.s32 $0, t, 0xFFFFFFFF", "}"])
         return self._by_lanes(lambda lane: [_asm(text, *lane)] * 4, x)
 
-    def largest_of_squares(self, size: int, tops: Sequence[jax.Array], memory: Ref) -> list[jax.Array]:
-        """Return the largest float32 of each square where its values are, from bits: a matrix for a band of squares.
+    def largest_of_blocks(self, size: int, axis: Axis, tops: Sequence[jax.Array], memory: Ref) -> list[jax.Array]:
+        """Return the largest float32 of squares, or of their columns (0) or rows (1), from bits, where the values are.
 
-        `memory` is int32 `[squares, warps]`.
+        Squares and columns have a matrix for a band of squares. `memory` is int32 `[warps, squares or columns]`, or
+        None for rows.
         """
-        across, lanes = self.shape[1] // size, self.shape[1] // 4
+        columns, lanes = self.shape[1], self.shape[1] // 4
+        lines, each = (columns, 4) if axis == 0 else (columns // size, 1)
+        # Lanes at these distances hold values of the same line.
+        apart = [2**i for i in range(5) if (axis != 0 and 2**i < size // 4) or (axis != 1 and 2**i >= lanes)]
 
         def run(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> list[mgpu.FragmentedArray]:
-            warp, lane = _split(gpu.thread_id(gpu.Dimension.x), mgpu.utils.WARP_SIZE)
-            square, _ = _split(_split(lane, lanes)[1], size // 4)
-            places = [arith.addi(square, _index(band * across)) for band in range(len(arrays))]
-            for x, place in zip(arrays, places, strict=True):
-                top = functools.reduce(arith.maxsi, (_value(x, i) for i in range(4)))
-                for distance in (1, 2, 4, 8, 16):
-                    if distance < size // 4 or distance >= lanes:  # else the other lane has another square
-                        top = arith.maxsi(top, mgpu.utils.shfl_bfly(top, distance))
-                memref.store(top, refs[0], [place, warp])
-            mgpu.utils.warpgroup_barrier()
-            of_warps = [[memref.load(refs[0], [place, _index(i)]) for i in range(4)] for place in places]
-            tops = [arith.bitcast(ir.F32Type.get(), functools.reduce(arith.maxsi, x)) for x in of_warps]
-            return [self._array([top] * 4) for top in tops]
+            found = [[_value(x, i) for i in range(4)] for x in arrays]
+            found = found if axis == 0 else [[functools.reduce(arith.maxsi, x)] for x in found]
+            for distance in apart:  # of all matrices in turn, because each step waits for the one before
+                found = [[arith.maxsi(top, mgpu.utils.shfl_bfly(top, distance)) for top in x] for x in found]
+            if axis != 1:
+                warp, lane = _split(gpu.thread_id(gpu.Dimension.x), mgpu.utils.WARP_SIZE)
+                line, _ = _split(arith.muli(_split(lane, lanes)[1], _index(4)), size if each == 1 else 1)
+                kind = ir.VectorType.get((each,), found[0][0].type)
+                places = [arith.addi(line, _index(band * lines)) for band in range(len(found))]
+                for x, place in zip(found, places, strict=True):
+                    vector.store(vector.from_elements(kind, x), refs[0], [warp, place])
+                mgpu.utils.warpgroup_barrier()
+                of_warps = [[vector.load(kind, refs[0], [_index(i), place]) for i in range(4)] for place in places]
+                joined = [functools.reduce(arith.maxsi, x) for x in of_warps]
+                found = [[vector.extract(x, [], [i]) for i in range(each)] for x in joined]
+            return [self._array([arith.bitcast(ir.F32Type.get(), top) for top in x] * (4 // each)) for x in found]
 
         if device_kind() != "cpu":
-            return self._inline(run, tops, [memory], [jnp.float32] * len(tops))
-        bits = [jnp.repeat(jnp.max(top.reshape(-1, across, size), (0, 2)), size) for top in tops]
-        return [jnp.broadcast_to(lax.bitcast_convert_type(x, jnp.float32), self.shape) for x in bits]
+            return self._inline(run, tops, [] if axis == 1 else [memory], [jnp.float32] * len(tops))
+        blocks, over = [top.reshape(-1, columns // size, size) for top in tops], ((0, 2) if axis is None else 2 * axis)
+        bits = [jnp.broadcast_to(jnp.max(x, over, keepdims=True), x.shape).reshape(self.shape) for x in blocks]
+        return [lax.bitcast_convert_type(x, jnp.float32) for x in bits]
 
-    def write_squares(self, size: int, numbers: Sequence[jax.Array], ref: Ref) -> None:
-        """Write the number of each square, from a matrix for a band of squares."""
+    def write_of_blocks(self, size: int, form: Form, numbers: Sequence[jax.Array], ref: Ref) -> None:
+        """Write the numbers of all "rows", or of squares ("one") or columns, which have a matrix for a band."""
+        step = self.shape[0] if form == "rows" else 1
 
         def run(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> None:
-            square, within = _split(gpu.thread_id(gpu.Dimension.x), size // 4)
-            is_inside = arith.cmpi(arith.CmpIPredicate.ult, square, _index(self.shape[1] // size))
-            with mgpu.utils.when(arith.andi(is_inside, arith.cmpi(arith.CmpIPredicate.eq, within, _index(0)))):
-                for i, x in enumerate(arrays):
-                    memref.store(_value(x, 0), refs[0], [_index(i), square])
+            row, lane = _split(gpu.thread_id(gpu.Dimension.x), self.shape[1] // 4)
+            square, within = _split(lane, size // 4)
+            others = {"rows": within, "columns": row, "one": arith.addi(row, within)}[form]
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, others, _index(0))):
+                column = arith.muli(lane, _index(4))
+                for line, x in zip(range(0, len(arrays) * step, step), arrays, strict=True):
+                    place = [arith.addi(row, _index(line)), square]
+                    places = [[arith.addi(column, _index(i)), _index(line)] for i in range(4)]
+                    for i, at in enumerate(places if form == "columns" else [place]):
+                        memref.store(_value(x, i), refs[0], at)
 
         if device_kind() != "cpu":
             return self._inline(run, numbers, [ref])
-        ref[...] = jnp.stack([x[0, ::size] for x in numbers])
+        lines = jnp.concatenate([x[:step] for x in numbers])
+        ref[...] = lines.T if form == "columns" else lines[:, ::size]
 
     def load(self, ref: Ref) -> jax.Array:
         """Read a matrix from a tile; interpreters know no layouts."""

@@ -45,7 +45,7 @@ def dual_quantize(
     def body(do: Operations, *operands: jax.Array) -> tuple[jax.Array, ...]:
         tiles, numbers = operands[: len(inputs)], operands[len(inputs) :]
         wanted = reference.target(tiles[0], tiles[1] if has_error else None)
-        inverse, scale = numbers or numerics.scale_and_inverse(do.largest(wanted), dtype, "pow2")[::-1]
+        inverse, scale = numbers or numerics.scale_and_inverse(do.largest(wanted)[0], dtype, "pow2")[::-1]
         is_exact = block or has_error or has_bits
         scaled = numerics.flush_subnormal(wanted) * inverse if is_exact else do.scaled(wanted, inverse, dtype)
         # In a block nothing is to be clipped: its scale covers its largest value, and is NaN if that is not finite.
@@ -57,7 +57,7 @@ def dual_quantize(
         if block:
             code = numerics.e8m0_code(scale)
             # NaN is not zero: the comparison is false, and the block keeps its scale.
-            is_zero = do.largest(lo.astype(jnp.float32)) == 0
+            is_zero = do.largest(lo.astype(jnp.float32))[0] == 0
             results += [code, jnp.where(is_zero, ZERO_BLOCK, code.astype(jnp.int32)).astype(jnp.uint8)]
         if has_error:
             results.append((numerics.residual(rest, lo.astype(jnp.float32)) * scale).astype(tiles[1].dtype))

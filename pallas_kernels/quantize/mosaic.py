@@ -25,9 +25,11 @@ def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> st
         # JAX cannot partition a function with references, by which the error is replaced where it lies.
         return 'an error on several devices; use backend="triton" or "xla"'
     matrices = [matrix for matrix in (x, *arrays[:-1]) if matrix is not None]
-    scaling, results = options.scaling, (1 + is_dual) * (1 + (options.orientation == "both"))
-    if isinstance(scaling, Block) and scaling.tile != "square":
-        return f'{scaling.tile} blocks; use squares, or backend="triton" or "xla"'
+    scaling, both = options.scaling, options.orientation == "both"
+    if is_dual and isinstance(scaling, Block) and scaling.tile != "square":
+        return f'{scaling.tile} blocks; use squares, or backend="xla"'
+    # A transpose of other values is computed where rows are, and then turned.
+    results = (1 + is_dual) * (1 + both) + (both and not is_dual and not scaling.serves_both)
     columns = max(plan.COLUMNS, scaling.size if isinstance(scaling, Block) else 0)
     used = plan.ROWS * columns * (sum(matrix.dtype.itemsize for matrix in matrices) + results)
     if used > _MEMORY:

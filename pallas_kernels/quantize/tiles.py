@@ -8,7 +8,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tiled import WIDE, Engine, Operations, Output, Tiling, by_triton, map_tiles
+from pallas_kernels.tiled import WIDE, Axis, Engine, Operations, Output, Tiling, by_triton, map_tiles
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -43,18 +43,15 @@ def quantize(
 def _in_blocks(options: Quantization, block: Block, x: jax.Array, engine: Engine | None) -> Quantized:
     """Return the quantized tensor from tiles that are blocks, whose values and scales stay in registers."""
     dtype, both, squares = options.dtype, options.orientation == "both", block.tile == "square"
-
-    def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
-        # Nothing to clip: the scale of a block covers its largest value, and is NaN if that is not finite.
-        return (x * inverses).astype(dtype), numerics.e8m0_code(scales)
+    axes: tuple[Axis, ...] = (None,) if squares else (1, 0) if both else (1,)
 
     def body(do: Operations, x: jax.Array) -> tuple[jax.Array, ...]:
-        wide = numerics.flush_subnormal(x.astype(jnp.float32))
-        if squares:
-            return scaled(wide, do.largest(wide))
-        along_k = scaled(wide, numerics.amax_by_bits(wide, 1, keepdims=True))
-        return (*along_k, *scaled(wide, numerics.amax_by_bits(wide, 0, keepdims=True))) if both else along_k
+        wide, results = x.astype(jnp.float32), list[jax.Array]()
+        for amax in do.largest(wide, axes):
+            scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
+            # Nothing to clip: the scale of a block covers its largest value, and is NaN if that is not finite.
+            results += [do.scaled(wide, inverses, dtype).astype(dtype), numerics.e8m0_code(scales)]
+        return tuple(results)
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
         rows, columns, _ = reference.quantize(options, x, None)

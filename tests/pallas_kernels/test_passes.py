@@ -59,13 +59,14 @@ def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
 
 @needs_mosaic
 @pytest.mark.parametrize("size, with_error", [(32, True), (64, False), (128, False)])
-def test_squares_are_the_reference_bit_for_bit(size, with_error):
+def test_blocks_are_the_reference_bit_for_bit(size, with_error):
     x = jnp.asarray(values_of((128, 128), F32, 3)).at[64:].multiply(2.0**-70).at[:, 96:].set(0)
     error = x * 0.01 if with_error else None
     call = lambda backend: dual_quantize(x, Block(size), error=error, orientation="both", backend=backend)
     assert same_bits(call("mosaic"), call("xla"))
-    call = lambda backend: quantize(x, E4M3, Block(size, "square"), orientation="both", backend=backend)
-    assert size == 128 or same_bits(call("mosaic"), call("xla"))
+    for block, orientation in ((Block(size), "both"), (Block(size, "vector"), "both"), (Block(size, "vector"), "rows")):
+        call = functools.partial(quantize, x, E4M3, block, orientation=orientation)
+        assert same_bits(call(backend="mosaic"), call(backend="xla"))
     assert "of shared memory" in mosaic.reject(Quantization(E4M3, Block(128), "both"), x, x, x.astype(jnp.uint32), None)
 
 
@@ -101,8 +102,12 @@ def test_passes_with_vectors_compile_without_spills_and_devices_take_their_parts
 
 @needs_mosaic
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize("scaling", [Tensor(), Block(128), Block(32)], ids=str)
-@pytest.mark.parametrize("call, dtype", [(quantize, BF16), (dual_quantize, F32)])
+@pytest.mark.parametrize(
+    "call, dtype, scaling",
+    [(quantize, BF16, Block(128, "vector")), (quantize, F32, Block(64, "vector"))]
+    + [(*op, s) for op in ((quantize, BF16), (dual_quantize, F32)) for s in (Tensor(), Block(128), Block(32))],
+    ids=str,
+)
 def test_a_pass_compiles_without_spills(call, dtype, scaling, capfd):
     mesh, amax = h200s(1), jnp.float32(1) if scaling == Tensor() else None
     options = dict(dtype=E4M3, amax=amax, orientation="both", backend="mosaic", scaling=scaling)
