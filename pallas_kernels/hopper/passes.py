@@ -2,8 +2,8 @@
 
 A block takes one tile, and a multiprocessor holds several blocks: one waits for its copy while others compute. A pass
 whose blocks walk tiles takes 6 % longer. Bulk copies bring a tile into shared memory and take the results from there.
-The body of a pass gets a few rows at a time. If it asks for the largest value of a square, all rows run up to there
-first and then anew, from shared memory.
+The body of a pass gets a few rows at a time. If it asks for the largest value of a square, row or column, all rows run
+up to there first and then anew, from shared memory.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ONCE = (Tensor("pow2"), Tensor("float32"))
 ROWS = (Row("pow2"), Row("float32"))
 SQUARES = tuple(Block(size, "square") for size in BLOCK_SIZES)
+VECTOR = Block(32, "vector")
 BLOCKS = (*SQUARES, *(Block(size, "vector") for size in BLOCK_SIZES))
 
 
@@ -78,6 +79,10 @@ def one_nan(tree):
 
 def narrow(dtype):
     return ml_dtypes.finfo(dtype).dtype
+
+
+def by_triton(shape, scaling):
+    return quantize(jnp.ones(shape), E4M3, scaling, backend="triton")
 
 
 class TestQuantize:
@@ -207,56 +212,6 @@ class TestQuantize:
         assert got.columns.shape == (64, 2, 32)
         assert same_bits(got, call(backend="xla"))
 
-    @pytest.mark.parametrize(
-        "shape, scaling, reason",
-        [
-            ((24, 32), Tensor(), "x[24, 32]: both sizes must be multiples of 16"),
-            ((32,), Tensor(), "no tiles"),
-            ((64, 48), Block(32, "vector"), "x[64, 48]: both sizes must be multiples of block=32"),
-            ((0, 64), Row(), "x[0, 64] has no values"),
-        ],
-        ids=str,
-    )
-    def test_what_the_kernel_cannot_tile(self, shape, scaling, reason):
-        with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            quantize(jnp.ones(shape), E4M3, scaling, backend="triton")
-
-    @pytest.mark.parametrize(
-        "options, message",
-        [
-            (dict(orientation="columns"), "orientation='columns' is unknown"),
-            (dict(backend="cuda"), "backend='cuda' is unknown"),
-            (dict(scaling=Row(), amax=1.0), "has several scales"),
-            (dict(scaling=Block(32), amax=1.0), "has several scales"),
-        ],
-        ids=str,
-    )
-    def test_bad_options(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            quantize(jnp.ones((64, 64)), E4M3, **options)
-
-    def test_bad_input(self):
-        with pytest.raises(ValueError, match="no square blocks, which are cut from a matrix"):
-            quantize(jnp.ones((2, 64, 64)), E4M3, Block(32))
-        for scaling in (Row(), Block(32, "vector")):
-            with pytest.raises(ValueError, match="x is a scalar, which has no rows or blocks"):
-                quantize(jnp.float32(1), E4M3, scaling)
-        with pytest.raises(TypeError, match="float16 is not an FP8 format"):
-            quantize(jnp.ones((64, 64)), jnp.float16)
-        with pytest.raises(TypeError, match="only real floats"):
-            quantize(jnp.ones((64, 64), jnp.int32), E4M3)
-
-
-def test_scalings_say_what_they_refuse():
-    for make, message in (
-        (lambda: Block(16), "block=16 is not supported; use one of [32, 64, 128]"),
-        (lambda: Block(32, "row"), "tile='row' is unknown"),
-        (lambda: Tensor("amax"), "scale='amax' is unknown"),
-        (lambda: Row("amax"), "scale='amax' is unknown"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            make()
-
 
 class TestDualQuantize:
     W, E = hard_values((64, 32)) * np.float32(1e-2), hard_values((64, 32), 1) * np.float32(1e-6)
@@ -367,30 +322,44 @@ class TestDualQuantize:
         ):
             assert same_bits(got, expected)
 
-    @pytest.mark.parametrize(
-        "scaling, options, message",
-        [
-            (Row(), {}, "a residual needs scales that both orientations share"),
-            (Tensor("float32"), {}, "exact only under a power-of-two scale"),
-            (Block(32), dict(amax=1.0), "has several scales"),
-            (Block(32, "vector"), dict(orientation="both"), "other vectors"),
-            (Tensor(), dict(error=jnp.ones((64, 32))), "error has shape"),
-            (Block(32), dict(error=jnp.ones((64, 32))), "error has shape"),
-            (Tensor(), dict(bits=jnp.ones((64, 32), jnp.uint32)), "bits has shape"),
-        ],
-        ids=str,
-    )
-    def test_bad_options(self, scaling, options, message):
-        with pytest.raises(ValueError, match=message):
-            dual_quantize(jnp.ones((64, 64)), scaling, **options)
 
-    def test_bad_input(self):
-        with pytest.raises(TypeError, match="not uint32"):
-            dual_quantize(jnp.ones((4, 4)), bits=jnp.zeros((4, 4), jnp.int32))
-        with pytest.raises(NotImplementedError, match="squares"):
-            dual_quantize(jnp.ones((64, 64)), Block(32, "vector"), backend="triton")
-        with pytest.raises(NotImplementedError, match="cannot run with backend='mosaic'"):
-            dual_quantize(jnp.ones((64, 64)), backend="mosaic")
+SQUARE = jnp.ones((64, 64))
+REFUSED = [
+    (NotImplementedError, "x[24, 32]: both sizes must be multiples of 16", lambda: by_triton((24, 32), Tensor())),
+    (NotImplementedError, "no tiles", lambda: by_triton((32,), Tensor())),
+    (NotImplementedError, "x[64, 48]: both sizes must be multiples of block=32", lambda: by_triton((64, 48), VECTOR)),
+    (NotImplementedError, "x[0, 64] has no values", lambda: by_triton((0, 64), Row())),
+    (NotImplementedError, "squares", lambda: dual_quantize(SQUARE, VECTOR, backend="triton")),
+    (NotImplementedError, "cannot run with backend='mosaic'", lambda: dual_quantize(SQUARE, backend="mosaic")),
+    (NotImplementedError, 'x[48, 40]: both sizes must be multiples of 16; use backend="xla" or pad',
+     lambda: quantize_computed(lambda x: (x,), jnp.ones((48, 40)), E5M2, backend="triton")),
+    (ValueError, "orientation='columns' is unknown", lambda: quantize(SQUARE, E4M3, orientation="columns")),
+    (ValueError, "backend='cuda' is unknown", lambda: quantize(SQUARE, E4M3, backend="cuda")),
+    *((ValueError, "has several scales", lambda s=s: quantize(SQUARE, E4M3, s, amax=1.0)) for s in (Row(), Block(32))),
+    (ValueError, "no square blocks, which are cut from a matrix",
+     lambda: quantize(jnp.ones((2, 64, 64)), E4M3, Block(32))),
+    *((ValueError, "x is a scalar, which has no rows or blocks", lambda s=s: quantize(jnp.float32(1), E4M3, s))
+      for s in (Row(), VECTOR)),
+    (TypeError, "float16 is not an FP8 format", lambda: quantize(SQUARE, jnp.float16)),
+    (TypeError, "only real floats", lambda: quantize(SQUARE.astype(jnp.int32), E4M3)),
+    (ValueError, "block=16 is not supported; use one of [32, 64, 128]", lambda: Block(16)),
+    (ValueError, "tile='row' is unknown", lambda: Block(32, "row")),
+    *((ValueError, "scale='amax' is unknown", functools.partial(kind, "amax")) for kind in (Tensor, Row)),
+    (ValueError, "a residual needs scales that both orientations share", lambda: dual_quantize(SQUARE, Row())),
+    (ValueError, "exact only under a power-of-two scale", lambda: dual_quantize(SQUARE, Tensor("float32"))),
+    (ValueError, "has several scales", lambda: dual_quantize(SQUARE, Block(32), amax=1.0)),
+    (ValueError, "other vectors", lambda: dual_quantize(SQUARE, VECTOR, orientation="both")),
+    *((ValueError, "error has shape", lambda s=s: dual_quantize(SQUARE, s, error=SQUARE[:, 1:]))
+      for s in (Tensor(), Block(32))),
+    (ValueError, "bits has shape", lambda: dual_quantize(SQUARE, bits=jnp.ones((64, 32), jnp.uint32))),
+    (TypeError, "not uint32", lambda: dual_quantize(SQUARE, bits=SQUARE.astype(jnp.int32))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, call", REFUSED)
+def test_what_is_refused_and_why(error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,11 +393,6 @@ def test_computed_values_are_the_rounded_values_of_the_function_in_both_orientat
             # A neighbour at most, where exponentials differ in a bit.
             near = np.abs(got - want) <= 2.0**-2 * np.abs(want) + 2.0**-16
             assert (near | np.isnan(want)).all() and (got == want)[~np.isnan(want)].mean() > 0.99
-
-
-def test_computed_values_whose_sizes_make_no_tiles_name_the_repair():
-    with pytest.raises(NotImplementedError, match=r'x\[48, 40\].*use backend="xla" or pad'):
-        quantize_computed(lambda x: (x,), jnp.ones((48, 40)), E5M2, backend="triton")
 
 
 def test_computed_values_need_no_kernel_where_a_gpu_has_no_instructions_for_fp8(monkeypatch):
