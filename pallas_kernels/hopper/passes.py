@@ -116,7 +116,7 @@ def _compute(
                 with contextlib.suppress(StopIteration):
                     values = one.body(do, *(registers.load(tile.at[at]) for tile in tiles), *numbers[first // turn])
                 if len(do.asked) > len(maxima):
-                    tops.append(do.asked[-1])
+                    tops.append(do.asked[-1][0])
                 if len(maxima) == min(1, len(do.asked)):
                     matrices = [x for x, skip in zip(values, is_few, strict=True) if not skip]
                     registers.store(matrices, [ref.at[at] for ref in targets])
@@ -129,7 +129,7 @@ def _compute(
                 registers.write_of_blocks(size, form, few, ref)
             return
         known = []
-        for axis in do.axes:
+        for axis in do.asked[-1][1]:
             bits = [x for tops in seen for x in (tops if axis == 1 else [functools.reduce(jnp.maximum, tops)])]
             tops = registers.largest_of_blocks(size, axis, bits, None if axis == 1 else memory[len(maxima)])
             known.append([x for x in tops for _ in range(rows // turn // len(tops))])
@@ -140,8 +140,7 @@ class _Operations(Operations):
     """The operations on some rows of a tile, with the maxima of their squares and lines as far as they are known."""
 
     def __init__(self, registers: Registers, known: list[tuple[jax.Array, ...]]) -> None:
-        self.registers, self.known, self.asked = registers, known, list[jax.Array]()
-        self.axes: Sequence[Axis] = ()  # of the maxima that were asked for last
+        self.registers, self.known, self.asked = registers, known, list[tuple[jax.Array, Sequence[Axis]]]()
 
     def floor(self, x: jax.Array) -> jax.Array:
         return jnp.floor(x) if device_kind() == "cpu" else self.registers.instruct("cvt.rmi.f32.f32 $0, $1;", x)
@@ -153,8 +152,7 @@ class _Operations(Operations):
 
     def largest(self, x: jax.Array, axes: Sequence[Axis] = (None,)) -> list[jax.Array]:
         # Bits without their sign are ordered like magnitudes, and NaN is the largest.
-        self.asked.append(lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF)
-        self.axes = axes
+        self.asked.append((lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF, axes))
         if not self.known:
             raise StopIteration  # the rest of the body needs these maxima
         is_known = len(self.asked) <= len(self.known)

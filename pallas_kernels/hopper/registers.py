@@ -97,9 +97,9 @@ class Registers:
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, others, _index(0))):
                 column = arith.muli(lane, _index(4))
                 for line, x in zip(range(0, len(arrays) * step, step), arrays, strict=True):
-                    place = [arith.addi(row, _index(line)), square]
+                    place = [[arith.addi(row, _index(line)), square]]
                     places = [[arith.addi(column, _index(i)), _index(line)] for i in range(4)]
-                    for i, at in enumerate(places if form == "columns" else [place]):
+                    for i, at in enumerate(places if form == "columns" else place):
                         memref.store(_value(x, i), refs[0], at)
 
         if device_kind() != "cpu":

@@ -81,10 +81,6 @@ def narrow(dtype):
     return ml_dtypes.finfo(dtype).dtype
 
 
-def by_triton(shape, scaling):
-    return quantize(jnp.ones(shape), E4M3, scaling, backend="triton")
-
-
 class TestQuantize:
     @pytest.mark.parametrize(
         "scaling, dtype",
@@ -324,6 +320,7 @@ class TestDualQuantize:
 
 
 SQUARE = jnp.ones((64, 64))
+by_triton = lambda shape, scaling: quantize(jnp.ones(shape), E4M3, scaling, backend="triton")
 REFUSED = [
     (NotImplementedError, "x[24, 32]: both sizes must be multiples of 16", lambda: by_triton((24, 32), Tensor())),
     (NotImplementedError, "no tiles", lambda: by_triton((32,), Tensor())),
