@@ -26,8 +26,6 @@ from pallas_kernels.specs import has_explicit_axes, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
 Engine = Callable[..., list[jax.Array] | None]
-Axis = Literal[0, 1] | None
-Form = Literal["tile", "transposed", "rows", "columns", "one"]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 _SMALLEST_SIDE = 16
@@ -97,7 +95,7 @@ class Output:
     dtype: DTypeLike
     transposed: bool = False
     replaces: int | None = None
-    form: Form = "tile"
+    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
 
     @property
     def rule(self) -> str:
@@ -115,7 +113,7 @@ class Operations:
         """Return the largest integers up to x."""
         return jnp.floor(x)
 
-    def largest(self, x: jax.Array, axes: Sequence[Axis] = (None,)) -> list[jax.Array]:
+    def largest(self, x: jax.Array, axes: Sequence[int | None] = (None,)) -> list[jax.Array]:
         """Return the largest magnitudes of a tile (None), its columns (0) or rows (1) as arrays that broadcast to it.
 
         A NaN is the largest. All results may depend on those that a body asks for first, and on second ones only

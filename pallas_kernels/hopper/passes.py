@@ -23,7 +23,7 @@ from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COLUMNS, ROWS
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
-from pallas_kernels.tiled import Axis, Form, Operations, Pass
+from pallas_kernels.tiled import Operations, Pass
 
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
@@ -99,7 +99,7 @@ def _kernel(one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Re
 
 def _compute(
     one: Pass, tiles: Ref, numbers: list[list[jax.Array]], targets: list[Ref],
-    of_blocks: Sequence[tuple[Form, Ref]], memory: Ref,
+    of_blocks: Sequence[tuple[str, Ref]], memory: Ref,
 ) -> None:  # fmt: skip
     """Compute a tile: matrices in `targets`, and a number for each of its squares, or of their rows or columns."""
     (rows, columns), size = tiles[0].shape, one.tiling.rows[0]
@@ -140,7 +140,7 @@ class _Operations(Operations):
     """The operations on some rows of a tile, with the maxima of their squares and lines as far as they are known."""
 
     def __init__(self, registers: Registers, known: list[tuple[jax.Array, ...]]) -> None:
-        self.registers, self.known, self.asked = registers, known, list[tuple[jax.Array, Sequence[Axis]]]()
+        self.registers, self.known, self.asked = registers, known, list[tuple[jax.Array, Sequence[int | None]]]()
 
     def floor(self, x: jax.Array) -> jax.Array:
         return jnp.floor(x) if device_kind() == "cpu" else self.registers.instruct("cvt.rmi.f32.f32 $0, $1;", x)
@@ -150,7 +150,7 @@ class _Operations(Operations):
             return numerics.flush_subnormal(x) * inverse
         return self.registers.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)
 
-    def largest(self, x: jax.Array, axes: Sequence[Axis] = (None,)) -> list[jax.Array]:
+    def largest(self, x: jax.Array, axes: Sequence[int | None] = (None,)) -> list[jax.Array]:
         # Bits without their sign are ordered like magnitudes, and NaN is the largest.
         self.asked.append((lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF, axes))
         if not self.known:

@@ -21,7 +21,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.tiled import Axis, Form
 
 Ref: TypeAlias = Any  # reference to memory, or a tree of references
 
@@ -51,7 +50,7 @@ class Registers:
         text = "; ".join([*lines, "redux.sync.max.s32 $0, t, 0xFFFFFFFF", "}"])
         return self._by_lanes(lambda lane: [_asm(text, *lane)] * 4, x)
 
-    def largest_of_blocks(self, size: int, axis: Axis, tops: Sequence[jax.Array], memory: Ref) -> list[jax.Array]:
+    def largest_of_blocks(self, size: int, axis: int | None, tops: Sequence[jax.Array], memory: Ref) -> list[jax.Array]:
         """Return the largest float32 of squares, or of their columns (0) or rows (1), from bits, where the values are.
 
         Squares and columns have a matrix for a band of squares. `memory` is int32 `[warps, squares or columns]`, or
@@ -86,7 +85,7 @@ class Registers:
         bits = [jnp.broadcast_to(jnp.max(x, over, keepdims=True), x.shape).reshape(self.shape) for x in blocks]
         return [lax.bitcast_convert_type(x, jnp.float32) for x in bits]
 
-    def write_of_blocks(self, size: int, form: Form, numbers: Sequence[jax.Array], ref: Ref) -> None:
+    def write_of_blocks(self, size: int, form: str, numbers: Sequence[jax.Array], ref: Ref) -> None:
         """Write the numbers of all "rows", or of squares ("one") or columns, which have a matrix for a band."""
         step = self.shape[0] if form == "rows" else 1
 

@@ -8,7 +8,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tiled import WIDE, Axis, Engine, Operations, Output, Tiling, by_triton, map_tiles
+from pallas_kernels.tiled import WIDE, Engine, Operations, Output, Tiling, by_triton, map_tiles
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -43,7 +43,7 @@ def quantize(
 def _in_blocks(options: Quantization, block: Block, x: jax.Array, engine: Engine | None) -> Quantized:
     """Return the quantized tensor from tiles that are blocks, whose values and scales stay in registers."""
     dtype, both, squares = options.dtype, options.orientation == "both", block.tile == "square"
-    axes: tuple[Axis, ...] = (None,) if squares else (1, 0) if both else (1,)
+    axes: tuple[int | None, ...] = (None,) if squares else (1, 0) if both else (1,)
 
     def body(do: Operations, x: jax.Array) -> tuple[jax.Array, ...]:
         wide, results = x.astype(jnp.float32), list[jax.Array]()
