@@ -205,7 +205,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
     add("--base-steps", type=int, default=None, help="before forks (default: 1000)")
     for name in ("batch", "warmup_steps"):
-        add("--" + name.replace("_", "-"), type=int, help=f"(default: {getattr(Config, name)}, or `whole_run`'s)")
+        add("--" + name.replace("_", "-"), type=int, help="(default: the model's, or `whole_run`'s)")
     add("--steps-per-call", type=int, default=Config.steps_per_call, help=f"(default: {Config.steps_per_call})")
     add("--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)")
     add("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
@@ -303,9 +303,11 @@ def configure(options: argparse.Namespace) -> Config:
             text_bytes=1_000_000,
         )  # fmt: skip
     else:
-        rate = preset(model).learning_rate if model in model_names() else Config.learning_rate
+        usual = preset(model) if model in model_names() else Config
         steps, base_steps = _USUAL_STEPS[options.protocol], Config.base_steps if forks else 0
-        own: dict[str, Any] = dict(learning_rate=rate, base_steps=base_steps, steps=steps)
+        own: dict[str, Any] = dict(
+            batch=usual.batch, learning_rate=usual.learning_rate, base_steps=base_steps, steps=steps
+        )
         if isinstance(size, LlamaConfig) and options.tokens == "bpe" and not forks:
             own |= whole_run(size, options.steps_per_call)
             names = chosen_of(options.variants or "whole")
