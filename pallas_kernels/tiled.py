@@ -119,9 +119,8 @@ class Operations:
         A NaN is the largest. All results may depend on those that a body asks for first, and on second ones only
         results of form "one".
         """
-        steps = [(1, 0) if axis is None else (axis,) for axis in axes]
         top: Callable[..., jax.Array] = functools.partial(numerics.amax_by_bits, keepdims=True)
-        return [functools.reduce(top, along, x) for along in steps]
+        return [top(top(x, 1), 0) if axis is None else top(x, axis) for axis in axes]
 
 
 @dataclass(frozen=True)

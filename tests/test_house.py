@@ -65,11 +65,12 @@ PUBLIC = {
     "fake_quantize", "error_feedback", "layer_state", "explain", "transform",
     "store", "dequantize", "lookup", "value_and_grad", "grad", "apply_updates",
 }  # fmt: skip
-# Casts are the oracle of quantizers, so they share only modules that decide where a kernel runs, names of leaves, and
-# the random bits, which are an input of both.
+# Casts are the oracle of quantizers, so they share only modules that decide where a kernel runs, or run it, names of
+# leaves, and the random bits, which are an input of both.
 PLUMBING = {
     "pallas_kernels.specs", "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition",
     "pallas_kernels.counter", "pallas_kernels.pallas_triton", "tcfp_jax.paths",
+    "pallas_kernels.tiled", "pallas_kernels.hopper.plan", "pallas_kernels.hopper.passes",
 }  # fmt: skip
 
 

@@ -94,10 +94,9 @@ class Registers:
             square, within = _split(lane, size // 4)
             others = {"rows": within, "columns": row, "one": arith.addi(row, within)}[form]
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, others, _index(0))):
-                column = arith.muli(lane, _index(4))
                 for line, x in zip(range(0, len(arrays) * step, step), arrays, strict=True):
                     place = [[arith.addi(row, _index(line)), square]]
-                    places = [[arith.addi(column, _index(i)), _index(line)] for i in range(4)]
+                    places = [[arith.addi(arith.muli(lane, _index(4)), _index(i)), _index(line)] for i in range(4)]
                     for i, at in enumerate(places if form == "columns" else place):
                         memref.store(_value(x, i), refs[0], at)
 

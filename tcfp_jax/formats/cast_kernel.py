@@ -5,7 +5,8 @@ of its size in between. A Pallas-Triton program holds a block of tiles in regist
 
 The kernel has the bits of `quantization.quantize` and `quantization.assemble`, with fewer operations: a GPU does not
 flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the kernel
-takes. All other casts and devices take the definition. You never choose, because the results are equal.
+takes. All other casts and devices take the definition. You never choose, because the results are equal. Where JAX has
+no Pallas-Triton, Hopper GPUs run the same body by the passes of Pallas Mosaic.
 """
 
 import functools
@@ -18,8 +19,10 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import pallas_triton as plgpu
+from pallas_kernels.hopper import plan
 from pallas_kernels.partition import partitioned
 from pallas_kernels.specs import varying
+from pallas_kernels.tiled import Operations, Output, Pass, Tiling
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, SIGN
@@ -70,6 +73,8 @@ def _by_tiles(datatype: DataType, scalemode: ScaleMode, interpret: bool) -> Call
 
     def local(tiles: jax.Array, *, summed_over: tuple[str, ...]) -> jax.Array:
         rows = tiles.reshape(-1, tiles.shape[-1])
+        if plgpu.missing():
+            return _by_mosaic(rows, datatype, scalemode).reshape(tiles.shape)
         if _block(tiles.shape, tiles.shape[-1]) is None:  # no block divides the part of a device
             return _cast_block(rows, datatype, scalemode).reshape(tiles.shape)
         return _call(rows, datatype, scalemode, interpret).reshape(tiles.shape)
@@ -118,7 +123,20 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
     )(rows)
 
 
-def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
+def _by_mosaic(rows: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
+    """Cast `[tiles, size]` by the passes of Pallas Mosaic, or by XLA if none fits."""
+    size = rows.shape[1]
+    columns = max(plan.COLUMNS, size)
+    if size < 4 or plan.ROWS % size or rows.size % (plan.ROWS * columns):
+        return _cast_block(rows, datatype, scalemode)
+    from pallas_kernels.hopper import passes
+
+    body = lambda do, x: (_cast_block(x, datatype, scalemode, do),)
+    one = Pass(body, (Output(rows.dtype),), "cast", Tiling.of_blocks(size), 1, (0, 0))
+    return passes.call(one, rows.reshape(-1, columns))[0].reshape(rows.shape)
+
+
+def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode, do: Operations = Operations()) -> jax.Array:
     """Cast `[tiles, size]`, with one scale per row, in arithmetic that keeps subnormals.
 
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps, because the digits of
@@ -128,7 +146,9 @@ def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.A
     assert scale is not None and isinstance(number, NumberSpec)
     value = x.astype(jnp.float32)
     magnitude = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(~SIGN)
-    amax = jnp.max(scale_rules.finite_magnitude(magnitude), axis=1, keepdims=True)
+    # Without a code for NaN, one makes the whole tile NaN, whatever its scale.
+    is_left_out = magnitude >= INFINITY if number.has_nan else magnitude == INFINITY
+    amax = lax.bitcast_convert_type(do.largest(jnp.where(is_left_out, 0, value), (1,))[0], jnp.int32)
     exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, scalemode)
     grid = number.grid
     # Integers count in ones here, while an exponent scale counts them in steps of 2**-(mbits - 1).
@@ -137,8 +157,7 @@ def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.A
     down, down_again = float_bits.power_of_two(-half), float_bits.power_of_two(half - exponent)
     up, up_again = float_bits.power_of_two(half), float_bits.power_of_two(exponent - half)
     if not number.has_nan:
-        lost = jnp.max(magnitude, axis=1, keepdims=True) > INFINITY
-        up = jnp.where(lost, jnp.float32(jnp.nan), up)
+        up = jnp.where(amax > INFINITY, jnp.float32(jnp.nan), up)
     scaled = jnp.clip(value * down * down_again, -grid.largest, grid.largest)
     bits = lax.bitcast_convert_type(scaled, jnp.int32)
     binade = jnp.maximum(bits & INFINITY, (grid.emin + 127) << MANTISSA_BITS)

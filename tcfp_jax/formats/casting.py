@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 from pallas_kernels import pallas_triton
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.hopper import plan
 from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.catalog import named
@@ -98,7 +99,7 @@ def cast(
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
         has_kernel = cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA")
-        if has_kernel and pallas_triton.missing() is None:
+        if has_kernel and None in (pallas_triton.missing(), plan.reject(x.dtype)):
             return _in_one_pass(x, datatype, modes)
         return _define(x, datatype, modes, key)
 

@@ -69,11 +69,11 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero."""
-    leading = lax.clz(magnitude)
-    subnormal = magnitude < HIDDEN
-    exponent = jnp.where(subnormal, -118 - leading, (magnitude >> MANTISSA_BITS) - 127)
-    mantissa = jnp.where(subnormal, magnitude << jnp.clip(leading - 8, 0, 24), magnitude) & _MANTISSA
-    return exponent, mantissa
+    # A subnormal counts in steps of 2**-149, as an integer; Mosaic has no instruction for leading zeros.
+    steps = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
+    tiny = jnp.maximum((steps >> MANTISSA_BITS) - 276, -150)
+    exponent = jnp.where(magnitude < HIDDEN, tiny, (magnitude >> MANTISSA_BITS) - 127)
+    return exponent, jnp.where(magnitude < HIDDEN, steps, magnitude) & _MANTISSA
 
 
 def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import plan
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
 from tcfp_jax.formats.cast_kernel import cast_tiles, serves
@@ -35,10 +36,11 @@ def test_blocks_are_the_definition(name):
     made, x = getattr(formats, name), awkward((-60, 60), dtype)
     scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
     assert serves(x.shape, x.dtype, made, Modes())
-    got = jax.jit(cast_kernel._cast_block, static_argnums=(1, 2))(
-        x.reshape(-1, made.scale.tiles[0].size), made, scalemode
-    )
-    assert same(got.reshape(x.shape), cast(x, made, scalemode=scalemode))
+    block = jax.jit(cast_kernel._cast_block, static_argnums=(1, 2))
+    got = block(x.reshape(-1, made.scale.tiles[0].size), made, scalemode)
+    assert same(got.reshape(x.shape), expected := cast(x, made, scalemode=scalemode))
+    if plan.reject(x.dtype) is None:  # Mosaic's interpreter needs a new jax
+        assert same(cast_kernel._by_mosaic(x.reshape(got.shape), made, scalemode).reshape(x.shape), expected)
 
 
 def test_the_kernel_runs_blocks_and_maps():

@@ -194,43 +194,29 @@ def ones(shape, dtype=E4M3):
     return Operand(jnp.ones(shape, dtype), jnp.float32(1))
 
 
-@pytest.mark.parametrize(
-    "backend, x, reason",
-    [
-        ("triton", ones((32, 24)), "m=32, k=24 and n=32 must be multiples of 16"),
-        ("triton", ones((32, 32), E5M2), "one format, not float8_e5m2 x float8_e4m3fn"),
-        ("mosaic", ones((100, 128)), "jax" if OLD_JAX else "m=100 must be a multiple of 128"),
-    ],
-)
-def test_what_kernels_reject(backend, x, reason):
-    with pytest.raises(NotImplementedError, match=re.escape(reason)):
-        matmul(x, ones((32, x.shape[1])), backend=backend)
+in_blocks = lambda backend: matmul(*operands(Block(32), m=24, k=50, n=70)[:2], backend=backend)
+FITS, OTHER, NO_KERNEL = ones((32, 48)), ones((32, 48), E5M2), NotImplementedError
+REFUSED = [
+    (NO_KERNEL, "m=32, k=24 and n=32 must be multiples of 16", lambda: matmul(*[ones((32, 24))] * 2, backend="triton")),
+    (NO_KERNEL, "one format, not float8_e5m2 x float8_e4m3fn", lambda: matmul(OTHER, FITS, backend="triton")),
+    (NO_KERNEL, "jax" if OLD_JAX else "m=100 must be a multiple of 128",
+     lambda: matmul(ones((100, 128)), ones((32, 128)), backend="mosaic")),
+    (NO_KERNEL, "jax" if OLD_JAX else "m=24 must be a multiple of", lambda: in_blocks("mosaic")),
+    (NO_KERNEL, "m=24, k=50 and n=70 must be multiples of 16, whole blocks with", lambda: in_blocks("triton")),
+    (NO_KERNEL, "no tensor core", lambda: matmul(OTHER, OTHER)),
+    (ValueError, "x[32, 48] and w[48, 32]", lambda: matmul(FITS, ones((48, 32)))),
+    (ValueError, "both halves must match", lambda: matmul(FITS, dataclasses.replace(FITS, lo=OTHER.values))),
+    (TypeError, "not an FP8 format", lambda: matmul(dataclasses.replace(FITS, values=jnp.ones((32, 48))), FITS)),
+    (NO_KERNEL, "multiply x_hi and x_lo apart", lambda: matmul(dataclasses.replace(FITS, lo=FITS.values), FITS)),
+    (ValueError, "bias has shape", lambda: matmul(FITS, FITS, jnp.ones(48))),
+    (ValueError, "accumulation='slow' is unknown", lambda: matmul(FITS, FITS, accumulation="slow")),
+]  # fmt: skip
 
 
-def test_what_kernels_reject_of_blocks():
-    x, w, *_ = operands(Block(32), m=24, k=50, n=70)
-    with pytest.raises(NotImplementedError, match="jax" if OLD_JAX else "m=24 must be a multiple of"):
-        matmul(x, w, backend="mosaic")
-    with pytest.raises(NotImplementedError, match=r"m=24, k=50 and n=70 must be multiples of 16, whole blocks with"):
-        matmul(x, w, backend="triton")
-
-
-def test_operands_that_do_not_fit_each_other():
-    x, w = ones((32, 48)), ones((32, 48), E5M2)
-    with pytest.raises(NotImplementedError, match="no tensor core"):
-        matmul(w, w)
-    with pytest.raises(ValueError, match=r"x\[32, 48\] and w\[48, 32\]"):
-        matmul(x, ones((48, 32)))
-    with pytest.raises(ValueError, match="both halves must match"):
-        matmul(x, dataclasses.replace(x, lo=w.values))
-    with pytest.raises(TypeError, match="not an FP8 format"):
-        matmul(dataclasses.replace(x, values=jnp.ones((32, 48))), x)
-    with pytest.raises(NotImplementedError, match="multiply x_hi and x_lo apart"):
-        matmul(dataclasses.replace(x, lo=x.values), x)
-    with pytest.raises(ValueError, match="bias has shape"):
-        matmul(x, x, jnp.ones(48))
-    with pytest.raises(ValueError, match="accumulation='slow' is unknown"):
-        matmul(x, x, accumulation="slow")
+@pytest.mark.parametrize("error, message, call", REFUSED)
+def test_what_is_refused_and_why(error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
 
 
 def test_scales_that_do_not_fit_their_values():

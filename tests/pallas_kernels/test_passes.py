@@ -14,6 +14,7 @@ from pallas_kernels.operands import Block, Quantization, Row, Tensor
 from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.quantize.computed import quantize_computed
+from tcfp_jax.formats import CATALOG, cast_kernel
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.helpers import same_bits
@@ -94,9 +95,10 @@ def test_passes_with_vectors_compile_without_spills_and_devices_take_their_parts
     vectors = [on(mesh, (size,), dtype) for size, dtype in ((4096, F32), (4096, "int32"), (4096, F32), (8192, "int32"))]
     rows = functools.partial(quantize, dtype=E4M3, scaling=Row(), orientation="both", backend="mosaic")
     blocks = [(functools.partial(rows, scaling=Block(size, "vector")), x) for size in (128, 64, 32)]
-    for call, *operands in ((rows, x), (computed, x, *vectors), *blocks):
+    cast = lambda x: cast_kernel._by_mosaic(x.reshape(-1, 32), CATALOG["mxfp4e2"], "midmax")
+    for call, *operands in ((rows, x), (computed, x, *vectors), *blocks, (cast, x)):
         assert compile_for(mesh, call, *operands).targets == ["mosaic_gpu_v2"]
-    assert re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr())) == ["0"] * 5
+    assert re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr())) == ["0"] * 6
     parts = compile_for(h200s(2, 2), rows, on(h200s(2, 2), (4096, 8192), BF16, "a", "b"))
     assert parts.targets == ["mosaic_gpu_v2"] and not [x for gather in h200.GATHERS for x in parts.results(gather)]
 
