@@ -32,6 +32,10 @@ quantized = jax.jit(quantize, static_argnames=STATIC)
 split = jax.jit(dual_quantize, static_argnames=STATIC)
 
 
+def optimized(*cases):
+    return [pytest.param(*case, marks=pytest.mark.optimized) for case in cases]
+
+
 def scalings(*which):
     return pytest.mark.parametrize("scaling", which, ids=str)
 
@@ -148,18 +152,10 @@ class TestQuantize:
     @pytest.mark.parametrize(
         "scaling, dtype, orientation",
         [
-            *(
-                pytest.param(scaling, dtype, orientation, marks=pytest.mark.optimized)
-                for scaling, dtype, orientation in (
-                    (Tensor(), E4M3, "rows"),
-                    (Tensor("float32"), E5M2, "both"),
-                    (Block(32, "vector"), E4M3, "both"),
-                    (Block(32), E4M3, "both"),
-                )
-            ),
+            *optimized((Tensor(), E4M3, "rows"), (Tensor("float32"), E5M2, "both")),
+            *optimized((VECTOR, E4M3, "both"), (Block(32), E4M3, "both")),
             *((scaling, E4M3, "both") for scaling in BLOCKS if scaling.size > 32),
-            (Block(32, "vector"), E5M2, "rows"),
-            (Block(32), E5M2, "rows"),
+            *((scaling, E5M2, "rows") for scaling in (VECTOR, Block(32))),
         ],
         ids=str,
     )
@@ -254,16 +250,9 @@ class TestDualQuantize:
     @pytest.mark.parametrize(
         "scaling, rounding, error, orientation",
         [
-            *(
-                pytest.param(Tensor(), rounding, error, orientation, marks=pytest.mark.optimized)
-                for rounding, error, orientation in (
-                    ("nearest", None, "both"),
-                    ("nearest", "bfloat16", "both"),
-                    ("nearest", None, "rows"),
-                    ("stochastic", "float32", "both"),
-                    ("stochastic", None, "rows"),
-                )
-            ),
+            *optimized((Tensor(), "nearest", None, "both"), (Tensor(), "nearest", "bfloat16", "both")),
+            *optimized((Tensor(), "nearest", None, "rows"), (Tensor(), "stochastic", "float32", "both")),
+            *optimized((Tensor(), "stochastic", None, "rows")),
             (Tensor(), "nearest", "float8_e5m2", "rows"),
             (Block(32), "nearest", "float32", "both"),
             (Block(64), "stochastic", None, "both"),
