@@ -24,7 +24,6 @@ from pallas_kernels import counter, operands
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
-from tcfp_jax.formats import nvfp4_arrays
 
 NAME = "quantizers"
 COPY = "copy of a matrix in bfloat16"
@@ -44,49 +43,25 @@ class Row(timing.Timing):
     over_copy: float
 
 
-def _by_rows(orientation: operands.Orientation, scale: operands.Scale = "pow2") -> Callable[..., Any]:
-    def run(x: jax.Array, *, amax: None, backend: Backend) -> operands.Quantized:
-        scaling = operands.Row(scale)
-        return quantize(x, jnp.float8_e4m3fn, scaling, amax=amax, orientation=orientation, backend=backend)
-
-    return run
+def _in_fp8(orientation: operands.Orientation, scaling: operands.Scaling = operands.Tensor()) -> Callable[..., Any]:
+    return functools.partial(quantize, dtype=jnp.float8_e4m3fn, scaling=scaling, orientation=orientation)
 
 
-def _in_nvfp4(rounding: Literal["nearest", "stochastic"]) -> Callable[..., Any]:
-    """Return the format library's one pass, and its definition as XLA compiles it."""
-
-    def run(x: jax.Array, *, amax: jax.Array | None, backend: Backend) -> formats.Nvfp4:
-        key = counter.keys(1) if rounding == "stochastic" else None
-        if backend == "xla":
-            return nvfp4_arrays.define(x, amax, None, key, rule="amax")
-        return formats.quantize_nvfp4(x, amax=amax, key=key, interpret=jax.default_backend() == "cpu")
-
-    return run
-
-
+_split = functools.partial(dual_quantize, orientation="both")
 # name: (the call, the dtypes of its arguments)
 QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "x, both orientations": (
-        lambda x, *, amax, backend: quantize(x, jnp.float8_e4m3fn, amax=amax, orientation="both", backend=backend),
-        (jnp.bfloat16,),
-    ),
-    "w = hi + lo, both orientations": (
-        lambda w, *, amax, backend: dual_quantize(w, amax=amax, orientation="both", backend=backend),
-        (jnp.float32,),
-    ),
-    "w = hi + lo with error, both orientations": (
-        lambda w, e, *, amax, backend: dual_quantize(w, error=e, amax=amax, orientation="both", backend=backend),
-        (jnp.float32, jnp.float32),
-    ),
+    "x, both orientations": (_in_fp8("both"), (jnp.bfloat16,)),
+    "w = hi + lo, both orientations": (_split, (jnp.float32,)),
+    "w = hi + lo with error, both orientations": (lambda w, e, **how: _split(w, error=e, **how), (jnp.float32,) * 2),
     "w = hi + stochastic lo, both orientations": (
-        lambda w, bits, *, amax, backend: dual_quantize(w, bits=bits, amax=amax, orientation="both", backend=backend),
+        lambda w, bits, **how: _split(w, bits=bits, **how),
         (jnp.float32, jnp.uint32),
     ),
-    "x with a scale a row, rows alone": (_by_rows("rows"), (jnp.bfloat16,)),
-    "x with a scale a row, both orientations": (_by_rows("both"), (jnp.bfloat16,)),
-    "x with a float32 scale a row, both orientations": (_by_rows("both", "float32"), (jnp.bfloat16,)),
-    "x in NVFP4": (_in_nvfp4("nearest"), (jnp.bfloat16,)),
-    "x in NVFP4, stochastic": (_in_nvfp4("stochastic"), (jnp.bfloat16,)),
+    "x with a scale a row, rows alone": (_in_fp8("rows", operands.Row()), (jnp.bfloat16,)),
+    "x with a scale a row, both orientations": (_in_fp8("both", operands.Row()), (jnp.bfloat16,)),
+    "x with a float32 scale a row, both orientations": (_in_fp8("both", operands.Row("float32")), (jnp.bfloat16,)),
+    "x in NVFP4": (formats.quantize_nvfp4, (jnp.bfloat16,)),
+    "x in NVFP4, stochastic": (lambda x, **how: formats.quantize_nvfp4(x, key=counter.keys(1), **how), (jnp.bfloat16,)),
 }
 # Scales of rows cannot be given.
 CASES: tuple[tuple[str, Amax], ...] = tuple(

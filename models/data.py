@@ -130,9 +130,7 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
         text = _read_text(path, byte_limit - total)
         if text is None:
             if path.resolve() in named:
-                raise ValueError(
-                    f"{path} is not text: not UTF-8, or with zero bytes; give text, or {IDS_SUFFIX} of ids"
-                )
+                raise ValueError(f"{path} is not text: not UTF-8 or with zero bytes; give text, or {IDS_SUFFIX} of ids")
             continue
         texts[path.resolve()] = text + SEPARATOR
         total += len(text) + 1

@@ -118,9 +118,7 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be zero or positive, and finite")
         if not 0 <= self.final_fraction <= 1:
-            raise ValueError(
-                f"final_fraction={self.final_fraction} must be in 0 to 1, a part of the peak learning rate"
-            )
+            raise ValueError(f"final_fraction={self.final_fraction} must be in 0 to 1, part of the peak learning rate")
         if self.sequence > context:
             raise ValueError(
                 f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it"

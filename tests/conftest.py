@@ -165,10 +165,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_slow_cases(config, items)
     # Long files first, and in a file the optimized tests first, so that compilation changes at most twice in each.
     rank = {name: i for i, name in enumerate(LONGEST)}
-    place = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
-    items.sort(
-        key=lambda item: (rank.get(item.path.stem, len(LONGEST)), place[item.path], not compiled_for_users(item))
-    )
+    place = {path: i for i, path in enumerate(dict.fromkeys(x.path for x in items))}
+    items.sort(key=lambda x: (rank.get(x.path.stem, len(LONGEST)), place[x.path], not compiled_for_users(x)))
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize import api as quantizers
 from pallas_kernels.quantize import computed
 from tcfp_jax import formats, recipes
+from tcfp_jax.formats import nvfp4_arrays
 from tests import walk
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +70,7 @@ PUBLIC = {
 # leaves, and the random bits, which are an input of both.
 PLUMBING = {
     "pallas_kernels.specs", "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition",
-    "pallas_kernels.counter", "pallas_kernels.pallas_triton", "tcfp_jax.paths",
+    "pallas_kernels.counter", "pallas_kernels.pallas_triton", "tcfp_jax.paths", "pallas_kernels.hopper.registers",
     "pallas_kernels.tiled", "pallas_kernels.hopper.plan", "pallas_kernels.hopper.passes",
 }  # fmt: skip
 
@@ -150,6 +151,7 @@ def test_the_page_of_backends_lists_every_table():
         "`grouped_matmul`": grouped.IMPLEMENTATIONS,
         "`grouped_weight_gradient`": grouped.GRADIENT_IMPLEMENTATIONS,
         "`fp4_matmul`": fp4.IMPLEMENTATIONS,
+        "`quantize_nvfp4`": nvfp4_arrays.IMPLEMENTATIONS,
     }
     page = (ROOT / "docs" / "backends.md").read_text().split("## ")[1]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE)

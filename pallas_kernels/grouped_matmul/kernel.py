@@ -254,13 +254,7 @@ def _mask(tile: Tile, step: Index, x: Ref, first_row: Index, height: int) -> Non
 
 
 def _store(
-    plan: Plan,
-    tile: Tile,
-    first_row: Index,
-    scales: Sequence[Ref],
-    pieces: Ref,
-    out: Ref,
-    parts: list[list[jax.Array]],
+    plan: Plan, tile: Tile, first_row: Index, scales: Sequence[Ref], pieces: Ref, out: Ref, parts: list[list[jax.Array]]
 ) -> None:
     """Scale the sums of a warpgroup, and write the rows that belong to the tile through the buffers in turn."""
     copied, written = pieces

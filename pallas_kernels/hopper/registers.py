@@ -27,14 +27,18 @@ Ref: TypeAlias = Any  # reference to memory, or a tree of references
 
 @dataclass(frozen=True)
 class Registers:
-    """Matrices of one shape, of 512 values: four rows of 128, so that each warp has a row, or eight of 64."""
+    """Matrices of one shape, of 512 values: four rows of 128, so that each warp has a row, or eight of 64.
 
-    shape: tuple[int, int]
+    With fewer values `each` lane they are arrays of 128 times as many values.
+    """
+
+    shape: tuple[int, ...]
+    each: int = 4
 
     @property
     def layout(self) -> Any:
         """The layout, for `plgpu.layout_cast`."""
-        return plgpu.Layout.WG_STRIDED(self.shape, vec_size=4)
+        return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.each)
 
     def spread(self, x: ArrayLike) -> jax.Array:
         """Return a number as a matrix of float32."""
@@ -121,6 +125,34 @@ class Registers:
             return self._inline(read, [], [ref], [ref.dtype])[0]
         return jnp.broadcast_to(jnp.expand_dims(ref[pl.ds(first, self.shape[axis])], 1 - axis), self.shape)
 
+    def read_lines(self, ref: Ref) -> list[jax.Array]:
+        """Return the values of `[lanes, values]`, each lane's own, as an array for each column."""
+
+        def read(_: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> list[mgpu.FragmentedArray]:
+            lane, kind = gpu.thread_id(gpu.Dimension.x), ir.MemRefType(refs[0].type).element_type
+            line = vector.load(ir.VectorType.get((ref.shape[1],), kind), refs[0], [lane, _index(0)])
+            return [self._array([vector.extract(line, [], [i])]) for i in range(ref.shape[1])]
+
+        count = ref.shape[1]
+        return (
+            [ref[:, i] for i in range(count)]
+            if device_kind() == "cpu"
+            else self._inline(read, [], [ref], [ref.dtype] * count)
+        )
+
+    def write_lines(self, arrays: Sequence[jax.Array], ref: Ref) -> None:
+        """Write the bytes of each lane's values to its own line of `[lanes, values]`."""
+
+        def write(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> None:
+            lane, kind = gpu.thread_id(gpu.Dimension.x), ir.MemRefType(refs[0].type).element_type
+            values = [_value(x, 0) for x in arrays]
+            line = vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+            vector.store(vector.bitcast(ir.VectorType.get((ref.shape[1],), kind), line), refs[0], [lane, _index(0)])
+
+        if device_kind() != "cpu":
+            return self._inline(write, arrays, [ref])
+        ref[...] = lax.bitcast_convert_type(jnp.stack(arrays, 1), ref.dtype).reshape(ref.shape)
+
     def store(self, arrays: Sequence[jax.Array], refs: Sequence[Ref]) -> None:
         """Write matrices to tiles, in their dtypes."""
 
@@ -169,10 +201,10 @@ class Registers:
         self._inline(write, [jnp.int32(first), *numbers], refs)
 
     def _by_lanes(self, function: Callable[..., list[ir.Value]], *values: ArrayLike) -> jax.Array:
-        """Return float32, whose four values in a lane are a function of the lane's values of each matrix."""
+        """Return float32, whose values in a lane are a function of the lane's values of each matrix."""
 
         def run(arrays: list[mgpu.FragmentedArray], refs: list[ir.Value]) -> list[mgpu.FragmentedArray]:
-            return [self._array(function(*([_value(x, i) for i in range(4)] for x in arrays)))]
+            return [self._array(function(*([_value(x, i) for i in range(self.each)] for x in arrays)))]
 
         return self._inline(run, [self.spread(x) for x in values], (), [jnp.float32])[0]
 
@@ -185,7 +217,7 @@ class Registers:
         return run(lambda _, *given: function(*given))(list(arrays), list(refs))
 
     def _array(self, values: Sequence[ir.Value], signed: bool | None = None) -> mgpu.FragmentedArray:
-        lane = vector.from_elements(ir.VectorType.get((4,), values[0].type), values)
+        lane = vector.from_elements(ir.VectorType.get((self.each,), values[0].type), values)
         return mgpu.FragmentedArray(_registers=np.full((1,), lane), _layout=self.layout.to_mgpu(), _is_signed=signed)
 
     @staticmethod

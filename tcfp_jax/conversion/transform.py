@@ -212,9 +212,7 @@ def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object], abs
         )
     missing = [path for path in absent if path not in stored]
     if missing:
-        raise ValueError(
-            f"{missing[0]!r} is a shape without values, and the state does not hold it; pass the parameter"
-        )
+        raise ValueError(f"{missing[0]!r} is a shape without values, and the state lacks it; pass the parameter")
 
 
 def _parameter(leaf: Any, stored: PyTree, weight: Weight | None, dtype: DTypeLike | None, *, rounded: bool) -> Shown:

@@ -7,7 +7,7 @@ pass on NVIDIA GPUs. `observe` has them, too: it makes numbers in XLA, and divid
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,14 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from pallas_kernels.counter import bits_of
+from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8, shared
 from pallas_kernels.explicit import with_automatic_axes
-from tcfp_jax.formats import float_bits, nvfp4_kernel, scale_rules
+from pallas_kernels.hopper import plan
+from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_kernel import Engine, by_triton, reject, run
 from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options, Place
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rotation import checked_signs, rotate, rotate_arrays
@@ -30,6 +33,7 @@ from tcfp_jax.formats.scales import ScaleMode
 ScaleRule = Literal["amax", "four_over_six", "fold_exact"]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
 _MODES: dict[ScaleRule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
+_Maybe = jax.Array | None
 _LARGEST = 6.0  # E2M1's largest value
 _E2M1, _E4M3, _FLOAT32 = number("e2m1f"), number("e4m3fn"), number("float32")
 
@@ -70,7 +74,7 @@ def quantize_nvfp4(
     amax: ArrayLike | None = None,
     signs: ArrayLike | None = None,
     key: Key | None = None,
-    interpret: bool = False,
+    backend: Backend | None = None,
 ) -> Nvfp4:
     """Quantize `x` to codes and scales, rounded as `cast` to `nvfp4` rounds: one pass on NVIDIA GPUs.
 
@@ -84,7 +88,7 @@ def quantize_nvfp4(
         float32. `amax` is then that of rotated values. Only for vectors, with a k that 16 divides.
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with the bits of each value's index. Its
         scales cover, so nothing is clipped and the expectation is x.
-      interpret: run the kernel in Pallas's interpreter, which works on CPUs.
+      backend: None for the fastest one, or a name.
 
     Returns:
       Codes, scales and the outer scale. A tile with NaN has a NaN scale and zero codes; inf becomes its tile's largest.
@@ -93,6 +97,7 @@ def quantize_nvfp4(
       TypeError: `x` is not real floating point, or the key is not two words.
       ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax that is not one
         magnitude, or signs that are not 16 of 1 and -1, or for squares.
+      NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)
@@ -100,62 +105,47 @@ def quantize_nvfp4(
     """
     array = jnp.asarray(x)
     _check(array, rule, tile, signs, amax, key)
-    run = functools.partial(_quantized, rule=rule, tile=tile, interpret=interpret)
     wide = None if amax is None else jnp.asarray(amax, jnp.float32)
     flips = None if signs is None else checked_signs(signs, SIDE)
+    place: Place = "squares" if tile == "square" else "last"
+    options = Options(_MODES[rule], "even" if key is None else "stochastic", flips is not None, place=place)
     # Tiles are cut, which explicit axes refuse.
-    return with_automatic_axes(run, lambda _: PartitionSpec(), array, wide, flips, key)
+    call = functools.partial(_dispatched, (options, backend))
+    return with_automatic_axes(call, lambda _: PartitionSpec(), array, wide, flips, key)
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "tile", "interpret"))
-def _quantized(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: ScaleRule, tile: str,
-    interpret: bool,
-) -> Nvfp4:  # fmt: skip
-    by_definition = functools.partial(define, rule=rule, tile=tile)
-    if tile == "square" or not nvfp4_kernel.serves(x.shape, x.dtype):
-        return by_definition(x, amax, signs, key)
+def _by_mosaic(*job: Any) -> list[jax.Array]:
+    # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
+    from tcfp_jax.formats import nvfp4_mosaic
 
-    def kernel(x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None) -> Nvfp4:
-        options = Options(_MODES[rule], "even" if key is None else "stochastic", signs is not None)
-        words, outer = _words(x, amax, signs, key, options, interpret)
-        codes, scales = nvfp4_kernel.run(x, words, options, interpret=interpret)
-        return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
-
-    if interpret:
-        return kernel(x, amax, signs, key)
-    return lax.platform_dependent(x, amax, signs, key, cuda=kernel, default=by_definition)
+    return nvfp4_mosaic.call(*job)
 
 
-def _words(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, options: Options, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return the scalars that the kernel reads, and the scale of the tensor."""
+def _by_kernel(
+    engine: Engine, options: Options, x: jax.Array, amax: _Maybe, signs: _Maybe, key: Key | None
+) -> Nvfp4 | Nvfp4Values:
+    """Return the result by a kernel."""
     if amax is not None:
         found = float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
     elif signs is None:
         found = jnp.max(scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
     else:
         unscaled = options.words(jnp.float32(1), signs, key)
-        (found,) = nvfp4_kernel.run(x, unscaled, options._replace(output="amax"), interpret=interpret)
+        (found,) = run(x, unscaled, options._replace(output="amax"), engine)
     outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
-    return options.words(outer, signs, key), outer
+    first, *scales = run(x, options.words(outer, signs, key), options, engine)
+    outer = outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan)
+    return Nvfp4(first, scales[0], outer) if scales else Nvfp4Values(first, outer)
 
 
-def define(
-    x: jax.Array,
-    amax: jax.Array | None,
-    signs: jax.Array | None,
-    key: Key | None,
-    *,
-    rule: ScaleRule,
-    tile: str = "vector",
-) -> Nvfp4:
-    """Return the result of `quantize_nvfp4` as the format library's cast computes it."""
+def _by_xla(options: Options, x: jax.Array, amax: _Maybe, signs: _Maybe, key: Key | None) -> Nvfp4 | Nvfp4Values:
+    """Return the result as the format library's cast computes it."""
+    if options.output == "bfloat16":
+        return observe(x, {"last": -1, "first": 0, "squares": None}[options.place], key, signs).found
     if signs is not None:
         x = rotate(x.astype(jnp.float32), SIDE, signs=signs)
-    datatype = _DATATYPES[tile]
-    modes = Modes("even" if key is None else "stochastic", _MODES[rule])
+    datatype = _DATATYPES["square" if options.place == "squares" else "vector"]
+    modes = Modes(options.rounding, options.rule)
     random = None if key is None else bits_of(x.shape, *key)
     given = None if amax is None else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
     parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
@@ -174,9 +164,16 @@ def define(
     )
 
 
-def _check(
-    x: jax.Array, rule: str, tile: str, signs: ArrayLike | None, amax: ArrayLike | None, key: Key | None
-) -> None:
+_reject_mosaic = lambda *call: plan.reject(jnp.bfloat16) or reject(*call)
+IMPLEMENTATIONS = (
+    Implementation("triton", functools.partial(_by_kernel, by_triton), reject, lambda *_: lacks_fp8()),
+    Implementation("mosaic", functools.partial(_by_kernel, _by_mosaic), _reject_mosaic),
+    Implementation("xla", _by_xla),
+)
+_dispatched = shared(lambda chosen, *arrays: dispatch("quantize_nvfp4", IMPLEMENTATIONS, chosen[1], chosen[0], *arrays))
+
+
+def _check(x: jax.Array, rule: str, tile: str, signs: ArrayLike | None, amax: ArrayLike | None, key: object) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as x.astype(float32)")
     for name, value, known in (("rule", rule, _MODES), ("tile", tile, _DATATYPES)):
@@ -198,16 +195,14 @@ def _check(
         if not isinstance(top, jax.core.Tracer) and float(top) < 0:
             raise ValueError(f"amax={float(top)} is negative, and a magnitude is not; pass jnp.max(jnp.abs(x))")
     if key is not None and not (isinstance(key, tuple) and len(key) == 2):
-        raise TypeError(
-            f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)"
-        )
+        raise TypeError(f"key is a {type(key).__name__}, not two words; make them by pallas_kernels.counter.keys(seed)")
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
 def quantize_values(
-    x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.Array | None = None, *, interpret: bool = False
+    x: jax.Array, axis: int | None, key: Key | None = None, signs: _Maybe = None, *, backend: Backend | None = None
 ) -> Nvfp4Values:
     """Quantize `x` to numbers in blocks of 16 along an axis, or a matrix in squares of 16 x 16, with scales amax / 6.
 
@@ -219,7 +214,7 @@ def quantize_values(
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with scales that cover; without it values
         are rounded to nearest even. Squares take none.
       signs: `[16]` of 1 and -1: first rotate every 16 values along the axis, which must be the first.
-      interpret: run the kernel in Pallas's interpreter.
+      backend: None for the fastest one, or a name.
 
     Returns:
       `Nvfp4Values` of the shape of x, with each axis of a block filled with zeros up to whole blocks.
@@ -227,25 +222,10 @@ def quantize_values(
     >>> [jax.eval_shape(lambda: quantize_values(jnp.ones((2, 20)), axis)).values.shape for axis in (-1, 0, None)]
     [(2, 32), (16, 20), (16, 32)]
     """
-    by_xla = lambda x, key, signs: observe(x, axis, key, signs).found
-    if axis is None:
-        return by_xla(x, key, signs)
-    x, (whole,) = _filled(x, axis)
-    place: Place = "last" if whole else "first"
-    kernel = functools.partial(_by_kernel, place=place, interpret=interpret)
-    if interpret:
-        return kernel(x, key, signs)
-    if not nvfp4_kernel.serves(x.shape, x.dtype, place):
-        return by_xla(x, key, signs)
-    return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_xla)
-
-
-@functools.partial(jax.jit, static_argnames=("place", "interpret"))  # so that equal calls share one kernel
-def _by_kernel(x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, interpret: bool) -> Nvfp4Values:
+    x, axes = _filled(x, axis)
+    place: Place = "squares" if axis is None else "last" if axes[0] else "first"
     options = Options("max", "even" if key is None else "stochastic", signs is not None, "bfloat16", place)
-    words, outer = _words(x, None, signs, key, options, interpret)
-    (values,) = nvfp4_kernel.run(x, words, options, interpret=interpret)
-    return Nvfp4Values(values, outer)
+    return _dispatched((options, backend), x, None, signs, key)
 
 
 class Observed(NamedTuple):
@@ -262,7 +242,7 @@ class Observed(NamedTuple):
     largest: jax.Array
 
 
-def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.Array | None = None) -> Observed:
+def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: _Maybe = None) -> Observed:
     """Return what `quantize_values` does to each value; XLA computes it."""
     assert axis is not None or key is None, "the random bits of squares are not defined"
     x, axes = _filled(x, axis)

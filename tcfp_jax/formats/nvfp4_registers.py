@@ -15,13 +15,13 @@ and remainders stay in float32's normal range.
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
@@ -36,17 +36,19 @@ _LARGEST, _LARGEST_CODE = 6.0, 0x7E  # E2M1's value, E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
-Place = Literal["last", "first"]
+Place = Literal["last", "first", "squares"]
 Key = tuple[jax.Array, jax.Array]
 Arrays = list[jax.Array]
+Instruct = Callable[..., jax.Array]  # instructions in PTX on float32
 Random = Callable[[int], jax.Array]  # random bits by the place of a value in its tile
 
 
 class Options(NamedTuple):
     """One kind of pass: the rule of scales, the rounding, a rotation of tiles before it, the output, and tiles' axis.
 
-    The output "codes" is uint8 `[..., k / 2]` and scales `[..., k / 16]`, along the last axis only. "bfloat16" is code
+    The output "codes" is uint8 `[..., k / 2]` and scales `[..., k / 16]`, not down the first axis. "bfloat16" is code
     times scale of every value, and "amax" the int32 bits of the largest finite magnitude after the rotation, `[]`.
+    Squares have no kernel.
     """
 
     rule: ScaleMode
@@ -147,7 +149,8 @@ class _Portable:
 class _Device(_Portable):
     """The same operations by instructions of a GPU, which keep subnormals unless an instruction says `ftz`."""
 
-    run = staticmethod(plgpu.instruct)
+    def __init__(self, run: Instruct) -> None:
+        self.run = run
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return self.run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
@@ -212,9 +215,9 @@ class Scalars(NamedTuple):
     do: _Portable
 
     @staticmethod
-    def of(options: Options, read: Callable[[int], jax.Array], *, by_instructions: bool = False) -> "Scalars":
-        """Read them by a function that returns one word; `by_instructions` is for kernels on a GPU."""
-        do = _Device() if by_instructions else _Portable()
+    def of(options: Options, read: Callable[[int], jax.Array], instruct: Instruct | None) -> "Scalars":
+        """Read them by a function that returns one word; a kernel on a GPU computes by `instruct`."""
+        do = _Portable() if instruct is None else _Device(instruct)
         wide = lambda at: lax.bitcast_convert_type(read(at), jnp.float32)
         values = [(wide(3 + 2 * i), wide(4 + 2 * i)) for i in range(len(options.divisors))]
         divisors = [(value, do.divisor(value, inverse, _SCALE[1])) for value, inverse in values]
@@ -231,12 +234,14 @@ def _largest(values: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, values)
 
 
-def compute(options: Options, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
-    """Return the results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
+def compute(options: Options, words: Any, x: Arrays, first: jax.Array, instruct: Instruct | None = None) -> Arrays:
+    """Return the results for tiles in 16 arrays, in arrays of the same shape.
 
-    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers are two arrays `[tiles, 8]`
-    along the last axis, and one array per row down the first. A tile with NaN is NaN; as numbers one with inf is, too.
+    Codes are two int32 of eight codes, and the scale; numbers are 16 arrays, a largest magnitude is one. A tile with
+    NaN is NaN; as numbers one with inf is, too. `first` is the index of each tile's first value.
     """
+    scalars = Scalars.of(options, lambda at: words[at], instruct)
+    random, x = scalars.random(first), [value.astype(jnp.float32) for value in x]
     do, as_bits = scalars.do, lambda x: lax.bitcast_convert_type(x, jnp.int32)
     if options.rotated:
         x = rotate_arrays(x, scalars.signs, do.flushed)
@@ -249,9 +254,8 @@ def compute(options: Options, scalars: Scalars, x: list[jax.Array], random: Rand
         signs = [lax.shift_right_logical(as_bits(value), jnp.int32(31)) for value in x]
         codes, factor, product = _encoded(options, scalars, lifted, random)
         packed = [_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)]
-        found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
-        factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
-        return [_side_by_side([part.astype(jnp.uint8) for part in found]), factor.astype(jnp.float8_e4m3fn)]
+        words = [jnp.where(lost, 0, word) for word in packed]
+        return [*words, jnp.where(lost, jnp.float32(jnp.nan), factor)]
     lost = largest >= INFINITY
     codes, factor, product = _encoded(options, scalars, lifted, random)
     factor = jnp.where(product > 0, factor, jnp.float32(0))
@@ -259,17 +263,7 @@ def compute(options: Options, scalars: Scalars, x: list[jax.Array], random: Rand
     values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
     signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
     values = [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
-    values = [value.astype(jnp.bfloat16) for value in values]
-    return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if options.place == "last" else values
-
-
-def _side_by_side(parts: list[jax.Array]) -> jax.Array:
-    """Return `[..., n]` from n = 2**j arrays `[...]`, by joins of pairs, which Triton can compile."""
-    shape = (*parts[0].shape, len(parts))
-    while len(parts) > 1:
-        half = len(parts) // 2
-        parts = [jnp.stack([parts[i], parts[i + half]], axis=-1) for i in range(half)]
-    return parts[0].reshape(shape)
+    return [value.astype(jnp.bfloat16) for value in values]
 
 
 def _encoded(options: Options, scalars: Scalars, x: Arrays, random: Random) -> tuple[Arrays, jax.Array, jax.Array]:
@@ -359,9 +353,11 @@ def _stochastic_code(do: _Portable, units: jax.Array, random: jax.Array) -> jax.
 
     Round up if a random k of 24 bits is below the 24 bits behind the code, so if these and 2**24 - 1 - k carry.
     """
-    capped = jnp.minimum(units, jnp.float32(_LARGEST))
+    # As integers, of which a GPU's NaN from an infinity is the largest, too.
+    bits = jnp.minimum(lax.bitcast_convert_type(units, jnp.int32), np.float32(_LARGEST).view(np.int32))
+    capped = lax.bitcast_convert_type(bits, jnp.float32)
     # Above 1 the bits of a float are the code and the bits behind it; below 1 the steps are halves.
-    above = (lax.bitcast_convert_type(capped, jnp.int32) - (126 << 23)) << 2
+    above = (bits - (126 << 23)) << 2
     below = do.ceil(capped * jnp.float32(2.0**25))
     return (jnp.where(capped < 1, below, above) + (~random >> 8).astype(jnp.int32)) >> 24
 

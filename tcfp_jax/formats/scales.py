@@ -145,9 +145,7 @@ class ScaleSpec:
                 raise ValueError(f"{self.name}: axis {tile.dim} is not in shape {shape}; give another one, such as d0")
             axis = tile.dim % len(shape)
             if axis in by_axis:
-                raise ValueError(
-                    f"{self.name}: both tiles run along axis {axis} of shape {shape}; give them other axes"
-                )
+                raise ValueError(f"{self.name}: both tiles run along axis {axis} of shape {shape}; give them others")
             if math.prod(shape) and tile.size > shape[axis]:
                 raise ValueError(
                     f"{self.name}: a tile of {tile.size} is larger than axis {axis} of shape {shape}; "
@@ -237,9 +235,7 @@ def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[BlockAxis, ...]
             )
         tiles.append(BlockAxis(size, free.pop(0) if dim is None else dim, subtile))
     if len({tile.dim for tile in tiles}) < len(tiles):
-        raise ValueError(
-            f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second another one, such as d-2"
-        )
+        raise ValueError(f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second another, such as d-2")
     if len(offsets) > 1 or not offsets <= {1, 2}:
         raise ValueError(f"{code!r}: an offset has 1 or 2 bits and is given once, not {sorted(offsets)}")
     if offsets and not any(tile.subtile for tile in tiles):

@@ -95,11 +95,9 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
 
 
 def test_heads_that_no_recipe_can_change_say_so():
-    batched = lambda params, ids: jax.vmap(lambda x, t: cross_entropy(x, params["head"], t)[0])(
-        hidden(params, ids), ids
-    )
+    batched = lambda p, ids: jax.vmap(lambda x, t: cross_entropy(x, p["head"], t)[0])(hidden(p, ids), ids)
     assert records(transform(batched, "tensorwise", include=WITH_HEAD))["head"].reason == "inside custom_vjp_call"
-    merged = lambda params, ids: cross_entropy(hidden(params, ids), params["head"].reshape(K, V), ids)[0]
+    merged = lambda p, ids: cross_entropy(hidden(p, ids), p["head"].reshape(K, V), ids)[0]
     split = {**PARAMS, "head": HEAD.reshape(K, 2, V // 2)}
     report = transform(merged, "tensorwise", include=WITH_HEAD).examine(split, IDS).report
     assert [r.reason for r in report.skipped] == ["its table has merged axes"]

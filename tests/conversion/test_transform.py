@@ -364,9 +364,7 @@ def test_rules_know_paths_shapes_scopes_and_heads():
         return jnp.tanh(x @ p["b"]["w"]) @ p["c"]["w"]
 
     params = {"a": {"w": W}, "b": {"w": normal(32, 32, seed=3)}, "c": {"w": normal(32, 48)}}
-    recipes = lambda **options: {
-        r.path: r.recipe for r in survey(transform(fn, RECIPE, **options), params, X).converted
-    }
+    recipes = lambda **how: {r.path: r.recipe for r in survey(transform(fn, RECIPE, **how), params, X).converted}
     assert set(recipes(include=ALL)) == {"a", "b", "c"}
     assert set(recipes(include=("linear", "small"))) == {"a", "b"}  # nothing contracts 48 features: a head
     assert set(recipes(include=ALL, rules={"encoder": None})) == {"b", "c"}

@@ -1,5 +1,7 @@
 """NVFP4 in arrays: the bits of packing, and the bits of the kernel in Pallas's interpreter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from pallas_kernels import counter
 from pallas_kernels.fp4 import E2M1
+from pallas_kernels.hopper.plan import SMALLEST_JAX
 from tcfp_jax import formats
 from tcfp_jax.formats import nvfp4_kernel, quantize_nvfp4
 from tests import compile_for_h200 as h200
@@ -21,15 +24,16 @@ CASES = [
 ]  # fmt: skip
 
 
-def awkward(dtype):
+def awkward(dtype, shape=SHAPE, exponents=(-14, 3)):
     """Return rows of many magnitudes, and tiles with zeros, NaN, infinities, an outlier and negligible values."""
     random = np.random.default_rng(0)
-    x = np.ldexp(random.standard_normal(SHAPE), random.integers(-14, 3, (SHAPE[0], 1))).astype(np.float32)
+    half, columns = shape[0] // 2, shape[1]
+    x = np.ldexp(random.standard_normal(shape), random.integers(*exponents, (2 * half, 1))).astype(np.float32)
     x[0], x[1, 3], x[2, 5], x[3, 7], x[4, :16], x[5, 1] = 0, np.nan, np.inf, 1e4, -0.0, -np.inf
-    x[6, :16], x[7, :16], x[8, :16] = 1e-39, 1e-30, 1e-12
+    x[6, :16], x[7, :16], x[8, :16], x[9, ::16] = 1e-39, 1e-30, 1e-12, -np.nan
     # Exact ties: integers and halves of the scale 1 of their tile, under an outer scale of 1.
-    x[16:] = random.integers(-12, 13, (48, 64)) / np.float32(2)
-    x[16:, ::16], x[63, 63] = 6, 2688
+    x[half:] = random.integers(-12, 13, (half, columns)) / np.float32(2)
+    x[half:, ::16], x[-1, 63] = 6, 2688
     return jnp.asarray(x).astype(dtype)
 
 
@@ -46,10 +50,10 @@ def same_codes(got, expected):
 )
 def test_the_kernel_has_the_bits_of_the_definition(rule, options):
     x = awkward("bfloat16" if rule == "four_over_six" else "float32")
-    assert nvfp4_kernel.serves(x.shape, x.dtype)
-    both = lambda x: [quantize_nvfp4(x, rule=rule, interpret=interpret, **options) for interpret in (True, False)]
-    got, expected = jax.jit(both, compiler_options=QUICK)(x)
-    assert same_codes(got, expected)
+    engines = ["triton", "xla", *["mosaic"] * (jax.__version_info__[:2] >= SMALLEST_JAX)]
+    run = lambda x: [quantize_nvfp4(x, rule=rule, backend=backend, **options) for backend in engines]
+    got, expected, *more = jax.jit(run, compiler_options=QUICK)(x)
+    assert all(same_codes(found, expected) for found in (got, *more))
     assert got.codes.shape == (64, 32) and got.scales.shape == (64, 4) and got.outer.shape == ()
 
 
@@ -79,10 +83,10 @@ def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
     assert (first != second).mean() > 0.05
     # A device that holds the lower half knows where it begins: the index of its first tile is 128.
     starts, shapes = jnp.asarray([32, 0], jnp.uint32), ((32, 4), (64, 4))
-    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), starts, shapes)
+    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), [starts], shapes)
     assert np.array_equal(places, 16 * (128 + np.arange(128)))
     starts, shapes = jnp.asarray([0, 2], jnp.uint32), ((64, 2), (64, 4))
-    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), starts, shapes)
+    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), [starts], shapes)
     assert np.array_equal(places.reshape(64, 2), 16 * (4 * np.arange(64)[:, None] + [2, 3]))
 
 
@@ -98,6 +102,10 @@ def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
         ({"x": jnp.zeros(16), "tile": "square"}, ValueError, "smaller than one tile of 16"),
         ({"amax": jnp.ones(2)}, ValueError, r"amax has shape \[2\]"),
         ({"key": jax.random.key(0)}, TypeError, "not two words"),
+        ({"x": jnp.zeros((64, 40)), "backend": "triton"}, NotImplementedError, "not whole tiles of 16 in groups"),
+        ({"x": jnp.zeros((8, 64), jnp.bfloat16), "backend": "triton"}, NotImplementedError, "in groups of 128"),
+        ({"x": jnp.zeros((64, 64), jnp.float16), "backend": "triton"}, NotImplementedError, "float16, not bfloat16"),
+        ({"tile": "square", "backend": "triton"}, NotImplementedError, "squares have no kernel"),
     ],
 )  # fmt: skip
 def test_bad_input_raises(change, error, why):
@@ -105,18 +113,14 @@ def test_bad_input_raises(change, error, why):
         quantize_nvfp4(**({"x": jnp.zeros((16, 32))} | change))
 
 
-def test_other_shapes_and_dtypes_take_the_definition():
-    assert not nvfp4_kernel.serves((64, 40), jnp.dtype("float32")) and not nvfp4_kernel.serves((), jnp.dtype("float32"))
-    assert not nvfp4_kernel.serves((64, 64), jnp.dtype("float16")) and not nvfp4_kernel.serves((8, 64), jnp.bfloat16)
-
-
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
-def test_on_an_h200_it_is_one_kernel():
+@pytest.mark.parametrize(("backend", "target"), [(None, "__gpu$xla.gpu.triton"), ("mosaic", "mosaic_gpu_v2")])
+def test_on_an_h200_it_is_one_kernel(backend, target):
     """It needs no memory of the size of x."""
     mesh = h200s(1)
     x, amax = on(mesh, (4096, 4096), jnp.bfloat16), on(mesh, (), jnp.float32)
-    compiled = compile_for(mesh, lambda x, amax: quantize_nvfp4(x, rule="fold_exact", amax=amax), x, amax)
-    assert compiled.targets == ["__gpu$xla.gpu.triton"] and compiled.temporary_bytes <= 4096
+    run = functools.partial(quantize_nvfp4, backend=backend)
+    compiled = compile_for(mesh, lambda x, amax: run(x, rule="fold_exact", amax=amax), x, amax)
+    assert compiled.targets == [target] and compiled.temporary_bytes <= 4096
     # The largest magnitude of a rotated array is found by a kernel of its own.
-    compiled = compile_for(mesh, lambda x: quantize_nvfp4(x, signs=SIGNS), x)
-    assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2
+    assert compile_for(mesh, lambda x: run(x, signs=SIGNS), x).targets == [target] * 2

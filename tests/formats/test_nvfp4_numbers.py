@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.counter import bits_of, keys
+from pallas_kernels.hopper.plan import SMALLEST_JAX
 from tcfp_jax import formats
-from tcfp_jax.formats import nvfp4_arrays, nvfp4_kernel
+from tcfp_jax.formats import nvfp4_arrays
 from tcfp_jax.formats.float_bits import to_bits
 from tcfp_jax.formats.nvfp4_registers import SIDE
 from tcfp_jax.formats.quantization import quantize
@@ -22,7 +23,7 @@ DATATYPES = {
     "last": formats.nvfp4, "first": formats.datatype("e2m1f", "e4m3fn_t16d0_float32"), "squares": formats.nvfp4s
 }  # fmt: skip
 quantize_values = jax.jit(
-    nvfp4_arrays.quantize_values, static_argnums=1, static_argnames="interpret", compiler_options=QUICK
+    nvfp4_arrays.quantize_values, static_argnums=1, static_argnames="backend", compiler_options=QUICK
 )
 
 
@@ -61,9 +62,10 @@ def test_numbers_are_the_values_of_the_cast_bit_for_bit(place, keys):
 @pytest.mark.parametrize(("axis", "signs"), [(-1, None), (0, SIGNS)], ids=["last", "first, rotated"])
 def test_the_kernel_has_the_bits_of_xla(axis, signs, key):
     x = wild(9.0 if key is None else 2.0, (32, 128)).at[20, 70].set(jnp.inf)
-    assert nvfp4_kernel.serves(x.shape, x.dtype, "last" if axis else "first")
-    got, wanted = (quantize_values(x, axis, key, signs, interpret=interpret) for interpret in (True, False))
-    assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
+    wanted = quantize_values(x, axis, key, signs)
+    for backend in ["triton", *["mosaic"] * (jax.__version_info__[:2] >= SMALLEST_JAX)]:
+        got = quantize_values(x, axis, key, signs, backend=backend)
+        assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
 
 
 @pytest.mark.parametrize("axes", [("a", None), (None, "a")])
@@ -71,19 +73,20 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
     """The kernel runs in one case; in the other, parts have too few columns for it."""
     x, mesh = wild(2.0, (32, 128)), jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    got = quantize_values(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), interpret=True)
+    got = quantize_values(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), backend="triton")
     assert got.values.sharding.is_equivalent_to(place(*axes), 2)
     assert same(got.values, quantize_values(x, 0, KEY).values)
 
 
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
-def test_on_an_h200_rotated_values_are_written_once():
+@pytest.mark.parametrize(("backend", "target"), [(None, "__gpu$xla.gpu.triton"), ("mosaic", "mosaic_gpu_v2")])
+def test_on_an_h200_rotated_values_are_written_once(backend, target):
     """Two kernels run, one of them for the maximum, and no float32 array of the size of x exists."""
     mesh = h200s(1)
     x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
-    run = lambda x, key, turn: nvfp4_arrays.quantize_values(x, 0, (key[0], key[1]), turn)
+    run = lambda x, key, turn: nvfp4_arrays.quantize_values(x, 0, (key[0], key[1]), turn, backend=backend)
     compiled = compile_for(mesh, run, x, key, turn)
-    assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
+    assert compiled.targets == [target] * 2 and compiled.temporary_bytes <= 1 << 16
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])

@@ -90,9 +90,7 @@ def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
     converted, by_hand = convert(GPT(), recipe, TOKENS), GPT(dense)
     assert len(survey(converted).converted) == 6
     results = [step(model, params, find_weights(model, TOKENS)) for model in (converted, by_hand)]
-    assert same_bits(*results) and all(
-        np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(results[0])
-    )
+    assert same_bits(*results) and all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(results[0]))
     assert not same_bits(results[0][1], step(GPT(), params, {})[1])
 
 

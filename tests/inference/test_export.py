@@ -535,9 +535,7 @@ def test_variables_that_serve_go_out_if_their_families_share_a_scale(tmp_path, l
     for name, one in layers(served).items():
         assert same_bits(tuple(expected[name]), (one.values, one.scale, one.outer))
     save_compressed(tmp_path / "served", to_huggingface(served, CONFIG))
-    with pytest.raises(
-        ValueError, match=r"has outer=.* name your layers in fused= of quantize_params and choose_codes"
-    ):
+    with pytest.raises(ValueError, match=r"has outer=.* name your layers in fused= of quantize_params and choose_code"):
         save_compressed(tmp_path / "apart", to_huggingface(apart, CONFIG))
 
     asked = []

@@ -264,17 +264,13 @@ def test_a_config_names_what_is_wrong(change, message):
 
 
 def test_a_model_names_what_is_wrong():
-    with pytest.raises(
-        ValueError, match=r"17 positions exceed the model's context of 16, beyond which .* no rotations"
-    ):
+    with pytest.raises(ValueError, match=r"17 positions exceed the model's context of 16, beyond which .* no rotation"):
         Llama(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
         Llama(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     with pytest.raises(ValueError, match=r"model 'llama-9b' is unknown; use one of .*'llama-8b'"):
         families.model_config("llama-9b")
-    with pytest.raises(
-        ValueError, match=r"vocabulary=500 with a model that reads bytes alone; use one of .*'llama-8b'"
-    ):
+    with pytest.raises(ValueError, match=r"vocabulary=500 with a model that reads bytes alone; use one of .*'llama-8b"):
         families.model_config("tiny", 500)
 
 

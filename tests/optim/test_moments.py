@@ -20,9 +20,7 @@ from tcfp_jax.optim.encoding import Blocks, _blocked_shape, decode, encode, narr
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
-PARAMS = filled(
-    jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda s: type(s) is tuple)
-)
+PARAMS = filled(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), SHAPES, is_leaf=lambda s: type(s) is tuple))
 GRADS = filled(PARAMS, seed=1)
 LABELS = {"layer": "adam", "small": "sgd", "embed": "sgd"}
 KEY = jax.random.key(3)

@@ -73,9 +73,7 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
     environment |= {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.optim.test_processes", address]
     files = [tmp_path / str(i) for i in range(2)]
-    started = [
-        subprocess.Popen([*command, str(i), str(file)], cwd=ROOT, env=environment) for i, file in enumerate(files)
-    ]
+    started = [subprocess.Popen([*command, str(i), str(f)], cwd=ROOT, env=environment) for i, f in enumerate(files)]
     try:
         assert [process.wait(timeout=240) for process in started] == [0, 0]
     finally:

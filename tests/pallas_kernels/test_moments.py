@@ -117,9 +117,7 @@ def test_an_average_of_v_follows_a_gradient_that_falls_tenfold(b2, steps):
 
     start = jnp.full(shape, 1e-6, jnp.float32)  # a hundred times the new mean
     carry = moments.encode_v(start, random(shape, 4)), start
-    run = jax.jit(
-        lambda carry, first, count: jax.lax.fori_loop(first, first + count, lambda i, c: step(c, i)[0], carry)
-    )
+    run = jax.jit(lambda kept, first, count: jax.lax.fori_loop(first, first + count, lambda i, c: step(c, i)[0], kept))
     at = 0
     for until in steps:
         carry = run(carry, jnp.int32(at), jnp.int32(until - at))

@@ -382,9 +382,7 @@ STACKED = {"x": ([0, None], [0, 1]), "w": ([None, 0], [0, 2]), "both": ([0, 0], 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap], ids=["eager", "jit", "remat", "vmap"]
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap], ids=["none", "jit", "remat", "vmap"])
 def test_bf16_has_derivatives_in_forward_mode(wrap, dtype):
     x, w = SMALL[0].astype(dtype), jnp.stack([SMALL[1], 2 * SMALL[1]]).astype(dtype)
     w = w if wrap is jax.vmap else w[0]

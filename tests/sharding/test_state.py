@@ -333,9 +333,7 @@ def strings(types):
 def matched(types, shardings):
     """Return whether types have the shardings that `state_shardings` returns."""
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(shardings), strict=True)
-    return all(
-        kind.sharding.is_equivalent_to(NamedSharding(kind.sharding.mesh, s.spec), kind.ndim) for kind, s in pairs
-    )
+    return all(x.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, s.spec), x.ndim) for x, s in pairs)
 
 
 @pytest.mark.slow_except("error_feedback float8", "stored adamw 8bit")
@@ -424,9 +422,7 @@ def test_mistakes():
         state_shardings(on(FLAT, {"kernel": P(None, None, "a")}), state)
     with pytest.raises(TypeError, match=r"the sharding of kernel is .*NamedSharding\(mesh, spec\)"):
         state_shardings({"kernel": P("a")}, state)
-    with pytest.raises(
-        ValueError, match=r"0/mu/kernel \[64, 320\] belongs to none of the 1 parameters, such as \['w'\]"
-    ):
+    with pytest.raises(ValueError, match=r"0/mu/kernel \[64, 320\] belongs to none of the 1 parameters, such as \['w'"):
         state_shardings(on(FLAT, {"w": P("a")}), state)
     with pytest.raises(ValueError, match=r"params_shardings is empty"):
         state_shardings({}, state)
@@ -443,9 +439,7 @@ def test_mistakes():
     params = jax.eval_shape(
         lambda p: optim.store(p, {"w": Weight(BOTH, split)}, key=KEY), {"w": jnp.ones((64, 4, 128))}
     )
-    with pytest.raises(
-        ValueError, match=r"w \[64, 4, 128\]: its axes \[1, 2\] are stored as one, and 'b' splits axis 2"
-    ):
+    with pytest.raises(ValueError, match=r"w \[64, 4, 128\]: its axes \[1, 2\] are stored as one, and 'b' splits axis"):
         state_shardings(on(FLAT, {"w": P("a", None, "b")}), params)
 
 
