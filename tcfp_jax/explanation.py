@@ -156,10 +156,7 @@ def _emulated(recipe: Recipe) -> str:
     if recipe.fp4 is None:
         return ""
     which = "operands" if recipe.fp4.forward_operands == "fp4" else "operands of dgrad and wgrad"
-    return (
-        f"{which} are NVFP4 values, which BF16 holds exactly and multiplies: no FP4 tensor core runs; quantizing them "
-        "is not shown"
-    )
+    return f"{which} are NVFP4 values, which BF16 holds exactly and multiplies: no FP4 tensor core runs"
 
 
 def _time(call: Call) -> float | None:
