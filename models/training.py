@@ -81,8 +81,7 @@ def read_start(config: TrainConfig) -> Any:
       FileNotFoundError: the checkpoint does not exist.
       ValueError: the checkpoint is of another model.
     """
-    config = replace(config, lora=0)
-    shapes = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(config.seed))
+    shapes = _shapes(_floats, program(replace(config, lora=0)))
     path, size = Path(str(config.start)), config.size
     if path.is_dir() and isinstance(size, LlamaConfig):
         return read_folder(path, shapes, size)
@@ -207,7 +206,7 @@ def _learner(config: TrainConfig) -> Learner:
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     """Return the shapes of a state with the placement of its arrays, into which a checkpoint is read."""
     own = program(config)
-    shapes = jax.eval_shape(functools.partial(_initialize, own), jax.random.key(0))
+    shapes = _shapes(_initialize, own)
     alone = SingleDeviceSharding(jax.devices()[0])
     places = jax.tree.map(lambda _: alone, shapes) if mesh is None else state_places(own, mesh)
     shaped = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -215,15 +214,19 @@ def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 
 
 @functools.lru_cache(maxsize=16)
+def _shapes(function: Callable[..., Any], config: TrainConfig) -> Any:
+    return jax.eval_shape(functools.partial(function, config), jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=16)
 def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     """Return the placement of every array of the state on a mesh, which follows from the parameters."""
-    key = jax.random.key(0)
-    params = jax.eval_shape(functools.partial(_floats, config), key)
+    params = _shapes(_floats, config)
     shaped = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         params, parameter_shardings(params, mesh),
     )  # fmt: skip
-    state = jax.eval_shape(functools.partial(_initialize, config), key)
+    state = _shapes(_initialize, config)
     params_places, opt_places = state_shardings(shaped, (state.params, state.opt_state))
     counter: Any = NamedSharding(mesh, P())
     return TrainState(params_places, opt_places, counter)
@@ -277,8 +280,7 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
 
 def count_parameters(config: TrainConfig) -> int:
     """Return the number of parameters of the model as floats."""
-    params = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(_floats, program(config))))
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
