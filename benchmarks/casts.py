@@ -123,7 +123,5 @@ def table(result: Result) -> str:
     return markdown_table(["cast", "of", "time", "speed over a copy"], lines)
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

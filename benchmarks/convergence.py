@@ -337,7 +337,5 @@ def show(rows: list[Row]) -> None:
     common.print_rows(summarize(rows), *columns, "bytes_per_weight", "milliseconds")
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

@@ -246,7 +246,5 @@ def table(result: Result) -> str:
     return markdown_table(titles, lines)
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

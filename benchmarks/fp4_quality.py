@@ -15,7 +15,6 @@ with the mirrored error, W - (Q - W). The mean of both has only the curvature, w
 
 import argparse
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -328,8 +327,6 @@ def table(result: Result) -> str:
         "leaves out where it happens to point. Kernels of 16 × 16 squares are compared with nearest vectors."
     )
 
-
-main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
     common.command(NAME)

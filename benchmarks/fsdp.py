@@ -233,7 +233,5 @@ def table(result: Result) -> str:
     return "\n".join(texts) + f"\nTimes are by the wall clock; state and arena are those of one GPU.{ran}"
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

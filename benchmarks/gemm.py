@@ -9,7 +9,6 @@ with float64 before it is timed. The ratio is BF16's median divided by the produ
 
 import argparse
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -178,8 +177,6 @@ def table(result: Result) -> str:
         f"({result.rows[0]['timer']}; samples spread over at most {100 * spread:.0f} % of the median)."
     )
 
-
-main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
     common.command(NAME)

@@ -288,7 +288,5 @@ def _over(result: Result, row: dict[str, Any]) -> str:
     return f"**{gaps.mean():+.4f}** ± {gaps.std(ddof=1) / math.sqrt(len(gaps)):.4f}"
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

@@ -10,7 +10,6 @@ the compiler's trials, and CPUs report none. The default model is wide and its b
 
 import argparse
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -252,8 +251,6 @@ def table(result: Result) -> str:
     )
     return f"{markdown_table(titles, lines)}\n\n{way}"
 
-
-main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
     common.command(NAME)

@@ -308,7 +308,5 @@ def _list(question: str, title: str, result: Result) -> str:
     return markdown_table([title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows])
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

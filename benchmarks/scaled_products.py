@@ -9,7 +9,6 @@ both sides. "row" has a scale for every row of x and of W.
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -58,8 +57,6 @@ def table(result: Result) -> str:
     rows = [row for row in result.rows if row["kind"] in ("bf16", *FORMS)]
     return gemm.table(dataclasses.replace(result, rows=rows))
 
-
-main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
     common.command(NAME)

@@ -118,7 +118,5 @@ def table(result: Result) -> str:
     )
 
 
-main = functools.partial(common.main, NAME)
-
 if __name__ == "__main__":
     common.command(NAME)

@@ -18,7 +18,6 @@ allocator's, in a process that only does a recipe's optimizer steps, with the co
 
 import argparse
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -348,8 +347,6 @@ def _table_of_recipes(result: Result) -> str:
         "gradient against BF16's."
     )
 
-
-main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
     common.command(NAME)

@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def standard_promotion() -> Iterator[None]:
     """Allow what Flax and Optax do with mixed dtypes, which strict dtype promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):

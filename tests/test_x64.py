@@ -13,6 +13,7 @@ from tcfp_jax.inference import gptq, quantize_params, search_scales
 from tcfp_jax.optim import adamw, low_precision_moments, on_stored
 from tests.helpers import same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RNG = np.random.default_rng(0)
 W, X, H = (RNG.standard_normal(shape).astype(np.float32) for shape in ((64, 128), (8, 64), (128, 128)))
 
@@ -71,12 +72,6 @@ CASES = {
     "pack": lambda: formats.pack(jnp.asarray(W), formats.mxfp4e2),
     "sparse": lambda: formats.sparse(jnp.asarray(W), 4, 2),
 }
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.slow_except(

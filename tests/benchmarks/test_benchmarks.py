@@ -244,7 +244,7 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     tuning.load.cache_clear()
     monkeypatch.setattr(tune, "GRID", (GemmShape(64, 32, 48),))
     monkeypatch.setattr(tune, "H200_SHAPES", ())
-    assert gemm.main(["--tune", "--cases", "grid", "--only", "dot_general"]) == []
+    assert common.main("gemm", ["--tune", "--cases", "grid", "--only", "dot_general"]) == []
     monkeypatch.setattr(tune, "_ACTIVATIONS", ((64, 32),))
     monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
@@ -257,7 +257,7 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
 def test_tuning_stops_at_its_budget(monkeypatch, capsys):
     monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
     monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
-    assert gemm.main(["--tune", "--only", "quantize", "--budget-seconds", "-1"]) == []
+    assert common.main("gemm", ["--tune", "--only", "quantize", "--budget-seconds", "-1"]) == []
     assert "stopped before quantize rows bfloat16" in capsys.readouterr().out
 
 
@@ -283,7 +283,7 @@ def test_memory_counts_the_parts(smoke):
 
 
 def test_memory_of_a_whole_model_is_counted(tmp_path):
-    rows = {row.name: row for row in memory.main(["--model", "llama-tiny", "--out", str(tmp_path)])}
+    rows = {row.name: row for row in common.main("memory", ["--model", "llama-tiny", "--out", str(tmp_path)])}
     stored = rows[memory.STORED]
     # The table of tokens is stored with the kernels; norms stay float32 with float32 moments, 12 bytes a weight.
     assert 4.0 < stored.bytes_per_weight < stored.state_bytes / stored.parameters < 4.05
@@ -317,7 +317,7 @@ def test_a_smoke_run_tries_few_candidates_unless_they_are_named(name):
 
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
-        gemm.main(["--smoke", "--out", str(common.RESULTS)])
+        common.main("gemm", ["--smoke", "--out", str(common.RESULTS)])
 
 
 def test_a_wrong_grouped_product_is_not_timed():

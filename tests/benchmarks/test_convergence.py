@@ -45,7 +45,7 @@ def content_of(out, name=FORK):
 def smoke(tmp_path_factory):
     """(folder of results, rows) of forks."""
     out = tmp_path_factory.mktemp("results")
-    return out, convergence.main(command(out))
+    return out, common.main("convergence", command(out))
 
 
 def test_every_fork_is_a_row(smoke):
@@ -71,12 +71,12 @@ def test_every_fork_is_a_row(smoke):
 
 def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
     out, rows = smoke
-    assert convergence.main(command(out, "--resume")) == rows  # all of it was there already
+    assert common.main("convergence", command(out, "--resume")) == rows  # all of it was there already
     path = tmp_path / common.device_slug() / f"{FORK}.json"
     path.parent.mkdir()
     content = content_of(out)
     path.write_text(json.dumps({**content, "rows": content["rows"][:2]}))
-    assert convergence.main(command(tmp_path, "--resume", "--budget-seconds", "-1")) == rows[:2]
+    assert common.main("convergence", command(tmp_path, "--resume", "--budget-seconds", "-1")) == rows[:2]
     assert "2 runs left undone" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"):
         convergence.read_rows(path, TINY)
@@ -112,7 +112,7 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
     right = convergence.measure_text
     monkeypatch.setattr(convergence, "measure_text", fail)
     with pytest.raises(RuntimeError, match="1 runs failed, see above: stored of seed 0"):
-        convergence.main(command(tmp_path, "--resume", "--bases", str(out / "bases")))
+        common.main("convergence", command(tmp_path, "--resume", "--bases", str(out / "bases")))
     written = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["base"] == "another") for row in written] == [
         *((name, True) for name in NAMES_OF_SMOKE[:-1]), (BASELINE, False), (RERUN, False),
@@ -129,7 +129,7 @@ def test_a_base_of_another_model_is_refused(smoke):
 
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
     names = (BASELINE, "fake_quantization")
-    rows = convergence.main(command(tmp_path, "--model", "small", protocol="scratch", names=names))
+    rows = common.main("convergence", command(tmp_path, "--model", "small", protocol="scratch", names=names))
     assert [(row.name, row.base) for row in rows] == [(name, "seed-0") for name in names]
     assert rows[0].heldout_loss != rows[1].heldout_loss  # it rounds
     config = content_of(tmp_path, SCRATCH)["config"]
@@ -305,7 +305,7 @@ def test_options_name_what_is_wrong(tmp_path):
     }  # fmt: skip
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):
-            convergence.main(["--protocol", *arguments])
+            common.main("convergence", ["--protocol", *arguments])
 
 
 def test_committed_files_are_read_and_their_commands_name_them():

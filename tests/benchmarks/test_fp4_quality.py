@@ -14,7 +14,7 @@ NAMES = ("nearest", "search")
 def smoke(tmp_path_factory):
     """(folder of results, rows) of one smoke run."""
     out = tmp_path_factory.mktemp("results")
-    return out, fp4_quality.main(["--smoke", "--out", str(out), "--methods", ",".join(NAMES)])
+    return out, common.main("fp4_quality", ["--smoke", "--out", str(out), "--methods", ",".join(NAMES)])
 
 
 @pytest.mark.slow
@@ -37,4 +37,4 @@ def test_methods_are_known_and_the_default_has_the_main_ones():
     assert {"nearest", "four_over_six", "search", "gptq", "gptq_four_over_six", "mxfp4"} <= set(fp4_quality.DEFAULT)
     assert set(fp4_quality.DEFAULT) <= set(fp4_quality.METHODS)
     with pytest.raises(ValueError, match="--methods has"):
-        fp4_quality.main(["--smoke", "--methods", "best"])
+        common.main("fp4_quality", ["--smoke", "--methods", "best"])

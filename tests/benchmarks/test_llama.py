@@ -78,7 +78,7 @@ class Smoke(argparse.Namespace):
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    rows = llama.main(["--smoke", "--out", str(out), "--parts", "block", "--recipes", "tensorwise"])
+    rows = common.main("llama", ["--smoke", "--out", str(out), "--parts", "block", "--recipes", "tensorwise"])
     return out, rows
 
 
@@ -109,17 +109,17 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
 
     monkeypatch.setitem(llama.MAKE, "block", broken)
     with pytest.raises(ArithmeticError, match="tensorwise: y has"):
-        llama.main(["--smoke", "--parts", "block", "--recipes", "tensorwise"])
+        common.main("llama", ["--smoke", "--parts", "block", "--recipes", "tensorwise"])
 
 
 def test_bad_names_are_errors():
     with pytest.raises(ValueError, match="unknown"):
-        llama.main(["--smoke", "--recipes", "tensorwize"])
+        common.main("llama", ["--smoke", "--recipes", "tensorwize"])
 
 
 @pytest.mark.slow
 def test_a_large_run_compares_losses_on_text(tmp_path):
-    rows = large.main(["--smoke", "--out", str(tmp_path), "--layers", "2", "--bf16-layers", "1"])
+    rows = common.main("large", ["--smoke", "--out", str(tmp_path), "--layers", "2", "--bf16-layers", "1"])
     assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [("bf16", 1, 2), ("stored", 2, 2)]
     bf16, stored = rows
     assert np.isclose(stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms)
@@ -127,8 +127,8 @@ def test_a_large_run_compares_losses_on_text(tmp_path):
     result = common.read_result("large", tmp_path)
     assert result is not None and "| `stored` | 2 |" in large.table(result)
     more = ["--smoke", "--out", str(tmp_path), "--steps", "32"]
-    (alone,) = large.main([*more, "--recipes", "bf16"])
-    kept, stored = large.main([*more, "--resume"])
+    (alone,) = common.main("large", [*more, "--recipes", "bf16"])
+    kept, stored = common.main("large", [*more, "--resume"])
     assert kept == alone and len(stored.losses) == 32 and stored.text == kept.text
     gap = np.mean(np.subtract(stored.losses, kept.losses)[-large.LAST :])
     page = report.render_section("large-curves", tmp_path)
@@ -150,4 +150,4 @@ def test_losses_that_are_wrong_are_not_timed(losses, first, message):
 
 def test_bf16_has_no_more_layers_than_the_model():
     with pytest.raises(ValueError, match="--bf16-layers 2 of a model with 1 layers"):
-        large.main(["--smoke", "--bf16-layers", "2"])
+        common.main("large", ["--smoke", "--bf16-layers", "2"])

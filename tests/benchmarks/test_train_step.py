@@ -23,7 +23,7 @@ def smoke(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "USUAL", tuple(VARIANTS))
         asked = ["--recipes", ",".join(train_step.USUAL), "--parts", ",".join(train_step.PARTS)]
-        return out, train_step.main(["--smoke", "--out", str(out), *asked])
+        return out, common.main("train_step", ["--smoke", "--out", str(out), *asked])
 
 
 @pytest.mark.slow
@@ -106,16 +106,16 @@ def test_options(monkeypatch):
     asked = []
     monkeypatch.setattr(train_step, "measure", lambda config: asked.append(config) or [])
     options = ["--parts", "mlp, optimizer step", "--shapes", str(SHAPE), "--recipes", "tcfp12_fast", "--backend", "xla"]
-    assert train_step.main(options) == []
+    assert common.main("train_step", options) == []
     assert asked == [train_step.Config((SHAPE,), (SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"), "xla")]
     for wrong in (["--recipes", "tcfp13"], ["--parts", "layer"], ["--shapes", "8x16"]):
         with pytest.raises(ValueError, match=wrong[1]):
-            train_step.main(wrong)
+            common.main("train_step", wrong)
 
 
 def test_all_recipes_of_one_shape_are_lines(monkeypatch):
     asked = []
     monkeypatch.setattr(train_step, "measure", lambda config: asked.append(config) or [])
-    train_step.main(["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"])
+    common.main("train_step", ["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"])
     assert asked == [train_step.Config((SHAPE,), (SHAPE,), tuple(train_step.VARIANTS), ("mlp", "optimizer step"))]
     assert set(train_step.USUAL) < set(train_step.VARIANTS)

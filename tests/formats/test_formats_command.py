@@ -33,7 +33,7 @@ def test_docs_say_what_the_code_says(capsys):
 
 
 def test_casts_are_checked_and_timed(tmp_path):
-    rows = casts.main(["--smoke", "--out", str(tmp_path)])
+    rows = common.main("casts", ["--smoke", "--out", str(tmp_path)])
     assert [row.name for row in rows] == ["copy", *casts.DATATYPES]
     assert all(row.terabytes_per_second > 0 and row.over_copy > 0 for row in rows)
     with pytest.raises(ArithmeticError, match="not timed"):

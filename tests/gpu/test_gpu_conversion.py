@@ -18,7 +18,8 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import Optimizer, TCFPLinear
 from tests.helpers import nnx_model, same_bits, variables_of
 
-pytestmark = pytest.mark.gpu
+# Flax's LayerNorm in bfloat16 multiplies by its float32 scale, which strict dtype promotion refuses.
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("standard_promotion")]
 WIDTH, HEADS = 256, 4
 # Each once: the gradient of a lookup adds rows in no fixed order on a GPU, so no row may be looked up twice.
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(512)[:256].reshape(2, 128))
@@ -32,13 +33,6 @@ KERNELS = {
 APART = {name: dataclasses.replace(recipe, quantize_backend="xla") for name, recipe in KERNELS.items()}
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
 named = pytest.mark.parametrize("name", KERNELS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """Flax's LayerNorm in bfloat16 multiplies by its float32 scale, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 class Block(nn.Module):

@@ -41,6 +41,7 @@ from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives
 from tests.helpers import same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(__file__).parents[2]
 # The smallest size that two devices can split along each axis without cutting a block of 128 values.
 MICRO = LlamaConfig(layers=1, width=256, heads=4, kv_heads=2, hidden=256, context=16)
@@ -52,13 +53,6 @@ STORED = dataclasses.replace(FLOAT, recipe="tcfp12_single", weights="stored", mo
 CONFIGS = {"float": FLOAT, "stored": STORED}
 # A sum over devices has another order, which moves some values to the other neighbour in FP8.
 CLOSE = 0.01
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """As in test_train.py: Optax's Adam needs it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def trained(config, mesh, state=None, count=6):

@@ -6,7 +6,6 @@ import sys
 import types
 import zipfile
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from models.settings import TrainConfig
 from models.training import init
 from tests.helpers import same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
 CONFIG = TrainConfig(
     model=MICRO, steps=20, batch=4, sequence=16, steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000,
@@ -28,12 +28,6 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 # Moments of 8 bits are most of a step's program, and nothing here reads them.
 STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="float32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def test_a_run_is_observed(tmp_path):

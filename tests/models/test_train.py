@@ -30,6 +30,7 @@ from models.text import Corpus
 from models.train import TrainConfig, preset, run
 from tests.helpers import same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's Adam raises a float to an integer power
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
 MICRO_LLAMA = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32, remat="products")
 CONFIG = TrainConfig(
@@ -46,13 +47,6 @@ CONFIGS = {
     "stored llama": dataclasses.replace(STORED, model=MICRO_LLAMA, moments="float32"),
 }
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses; the models are strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

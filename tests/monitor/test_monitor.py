@@ -20,16 +20,11 @@ from tcfp_jax.products import fp4_training, matmul
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import decibels, same_bits, store_at_once
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.standard_normal((2, 16, 16)) / 4, jnp.float32)
 X = jnp.asarray(RNG.standard_normal((8, 16)), jnp.float32).at[0, 0].set(1e-4)
 PARAMS = {"up": {"kernel": W[0]}, "down": {"kernel": W[1]}}
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss_of(recipe, params, x):

@@ -20,6 +20,7 @@ from tcfp_jax.optim.encoding import Blocks, decode
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import decibels, filled, mesh_of, same_bits, store_at_once
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = {
     "up": {"kernel": (64, 128), "bias": (128,)},
     "layers": {"kernel": (2, 64, 128)},
@@ -36,12 +37,6 @@ STACK_GRADS = {"layers": GRADS.pop("layers")}
 STORED = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(PARAMS)
 MOMENTS = ("8bit", "bfloat16", "float32")
 PRODUCTS = ("forward", "dgrad", "wgrad")
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def adamw(*args, moments="8bit", **options):

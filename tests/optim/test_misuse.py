@@ -15,18 +15,13 @@ from pallas_kernels.operands import Block
 from tcfp_jax import optim
 from tests.helpers import mesh_of, same_bits, store_at_once
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(7)
 RNG = np.random.default_rng(0)
 BLOCKS = tcfp_jax.recipe("tcfp12_single", scaling=Block(32, "square"))
 BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
 # A kernel with a sample of its codes, one that is compared whole, and a stack.
 SHAPES = {"sampled": (64, 64), "small": (16, 32), "stack": (2, 64, 64)}
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def floats(shape, seed=0):

@@ -19,18 +19,13 @@ from tcfp_jax import optim
 from tcfp_jax.optim.encoding import Blocks, _blocked_shape, decode, encode, narrow_leaves, stream, zeros
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
 PARAMS = filled(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), SHAPES, is_leaf=lambda s: type(s) is tuple))
 GRADS = filled(PARAMS, seed=1)
 LABELS = {"layer": "adam", "small": "sgd", "embed": "sgd"}
 KEY = jax.random.key(3)
 EIGHT_BITS = functools.partial(optim.low_precision_moments, key=KEY)
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def steps(tx, n=4, params=PARAMS, grads=GRADS):

@@ -13,18 +13,12 @@ import pytest
 import tcfp_jax
 from tcfp_jax.weights.stored import Stored, quantize_weight
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 W = jax.random.normal(jax.random.key(0), (64, 32)) * 0.02
 PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
 GRADIENTS = jax.tree.map(lambda p: jnp.full_like(p, 0.01), PARAMS)
 NO_FEEDBACK = tcfp_jax.recipe("tcfp12", remainder="dropped")
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    # Optax mixes weak and strong dtypes itself; the project's own arithmetic is strict in the other tests.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def decibels(x, y):

@@ -16,6 +16,7 @@ from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.stored import Stored
 from tests.helpers import mesh_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = tcfp_jax.recipe("tcfp12_fast")
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -23,12 +24,6 @@ PARAMS = {
     "down": {"kernel": jnp.asarray(RNG.standard_normal((2, 64, 32)) * 0.1, jnp.float32)},
 }
 X, Y = (jnp.asarray(RNG.standard_normal((16, 32)), jnp.float32) for _ in range(2))
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def checked(params, opt_state):

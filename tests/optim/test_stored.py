@@ -27,6 +27,7 @@ from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, rewrite
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(7)
 RNG = np.random.default_rng(0)
@@ -38,12 +39,6 @@ PARAMS = {
 ALL = ("linear", "small", "head")
 WEIGHT = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)))
 LOOKED_UP = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)), float_reads="lookup")
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def stored_of(params=PARAMS, recipe=RECIPE, **options):

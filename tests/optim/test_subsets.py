@@ -15,6 +15,7 @@ from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import nnx_model, same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 WEIGHT = Weight(tcfp_jax.recipe("tcfp12"), Layout((0,), (1,)))
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -27,12 +28,6 @@ FEEDBACK = tcfp_jax.error_feedback(WEIGHTS)
 TRAIN = optax.chain(optax.sgd(0.1), FEEDBACK)
 LABELS = {"base": "frozen", "head": "train"}  # a whole branch is masked at its top
 LEAVES = {"base": {"kernel": "frozen", "bias": "frozen"}, "head": {"kernel": "train", "bias": "train"}}
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def step(tx, params=PARAMS):

@@ -21,6 +21,7 @@ from tcfp_jax.weights.layout import Layout, Weight
 from tests import compile_for_h200 as h200
 from tests.helpers import filled, mesh_of, same_bits
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)
 BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
 SHAPES = {"up": {"kernel": (64, 512), "bias": (512,)}, "down": {"kernel": (512, 64)}, "stack": {"kernel": (2, 32, 512)}}
@@ -33,12 +34,6 @@ is_shape = lambda node: type(node) is tuple
 PARAMS = filled(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=is_shape))
 GRADS = filled(PARAMS, seed=1)
 FLAT = AbstractMesh((4, 2), ("a", "b"))
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def on(mesh, specs=SPECS):
