@@ -25,7 +25,7 @@ from tcfp_jax.paths import entries, leaves, put
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, rewrite
-from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
+from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, store_at_once, variables_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = "tcfp12_single"
@@ -196,8 +196,9 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
     made = jax.jit(lambda key: tcfp_jax.store(lambda: floats(key), RECIPE, key=key))
     # A scan that makes one leaf is another program than one that makes all: bits differ as float32 rounds.
     wanted = jax.jit(floats)(KEY)
+    structure = jax.tree.structure(store_at_once(wanted, RECIPE, key=KEY))
     for stored in (made(KEY), tcfp_jax.store(lambda: floats(KEY), RECIPE, key=KEY)):
-        assert jax.tree.structure(stored) == jax.tree.structure(tcfp_jax.store(wanted, RECIPE, key=KEY))
+        assert jax.tree.structure(stored) == structure
         for one, other in zip(jax.tree.leaves(tcfp_jax.dequantize(stored)), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, other, rtol=2**-6, atol=1e-5)
     kernels = [leaf for leaf in jax.tree.leaves(made(KEY), is_leaf=is_stored) if isinstance(leaf, Stored)]

@@ -33,8 +33,8 @@ def operands(kind, experts=E):
     scalings = {"rows": Row(), "squares": Block(64), "vectors": Block(32, "vector"), "float32 scale": Tensor("float32")}
     scaling = scalings.get(kind, Tensor())
     split = lambda w: (dual_quantize(w, scaling) if kind in ("dual", "squares") else quantize(w, E4M3, scaling)).rows
-    rows = [quantize(one, dtype, scaling.along_rows).rows for one, dtype in ((x, E4M3), (x.T, E4M3), (g.T, E5M2))]
-    found = rows[0], jax.vmap(split)(w), *rows[1:]
+    rows = lambda x, dtype=E4M3: quantize(x, dtype, scaling.along_rows).rows
+    found = jax.jit(lambda x, w, g: (rows(x), jax.vmap(split)(w), rows(x.T), rows(g.T, E5M2)))(x, w, g)
     return found, [float64_of(one) for one in found]
 
 
@@ -55,7 +55,8 @@ def test_products_of_groups(kind):
 
 def test_one_group_of_all_rows_is_the_dense_product():
     (x, w, *_), exact = operands("dual", 1)
-    got = np.asarray(grouped_matmul(x, w, jnp.array([M]), out_dtype=jnp.float32), np.float64)
+    multiply = jax.jit(functools.partial(grouped_matmul, out_dtype=jnp.float32))
+    got = np.asarray(multiply(x, w, jnp.array([M])), np.float64)
     assert np.all(np.abs(got - exact[0] @ exact[1][0].T) <= ROUNDING * (np.abs(exact[0]) @ np.abs(exact[1][0]).T))
 
 

@@ -19,7 +19,7 @@ from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import quantize_weight
 from tests import grouped
-from tests.helpers import float64_of, mesh_of
+from tests.helpers import float64_of, mesh_of, store_at_once
 
 M, K, N, E = 37, 24, 20, 4
 SIZES = jnp.array([9, 0, 17, 5])
@@ -31,6 +31,8 @@ RECIPES = ["bf16", "tensorwise", "tcfp12", "tcfp12_fast", "tcfp12_single", "roww
 ROUNDING = 2.0**-19  # of sums in float32, per unit of sums of magnitudes
 rows_by_groups = lambda x, w: grouped.by_groups(x, w.swapaxes(1, 2), SIZES)
 within_groups = lambda x, g: grouped.within_groups(x.T, g.T, SIZES)
+operand_of = jax.jit(quantize_operand, static_argnums=(1, 2))
+stored_of = jax.jit(jax.vmap(lambda w, recipe: quantize_weight(w, recipe)[0], (0, None)), static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
@@ -42,12 +44,12 @@ def results(x, w, sizes, recipe, quantized=None):
 def as_read(recipe):
     """X, W and G in float64 as forward, dgrad and wgrad read them."""
     narrow = lambda x: np.asarray(x.astype(jnp.bfloat16), np.float64)
-    of_x, of_g = quantize_operand(X, recipe.activation, recipe), quantize_operand(G, recipe.gradient, recipe)
+    of_x, of_g = operand_of(X, recipe.activation, recipe), operand_of(G, recipe.gradient, recipe)
     rows = lambda how, made, x: narrow(x) if how == "bf16" else float64_of(made.rows)
     columns = lambda made, x: narrow(x) if recipe.wgrad == "bf16" else float64_of(made.columns).T
     w = w_back = narrow(W)
     if recipe.stored is not None:
-        stored = jax.vmap(lambda w: quantize_weight(w, recipe)[0])(W)
+        stored = stored_of(W, recipe)
         w = float64_of(stored.for_forward(recipe.stored.forward)).swapaxes(1, 2)
         w_back = float64_of(stored.for_dgrad(recipe.stored.dgrad))
     forward, dgrad = rows(recipe.forward, of_x, X), rows(recipe.dgrad, of_g, G)
@@ -75,11 +77,11 @@ def test_sizes_that_are_no_sizes_make_nan(name):
 def test_stored_weights_multiply_alike_and_take_gradients():
     recipe = tcfp_jax.recipe("tcfp12_single")
     y, dx, dw = results(X, W, SIZES, recipe)
-    again = results(X, W, SIZES, recipe, jax.vmap(lambda w: quantize_weight(w, recipe)[0])(W))
+    again = results(X, W, SIZES, recipe, stored_of(W, recipe))
     for one, other in zip((y, dx, dw), again, strict=True):
         np.testing.assert_array_equal(one, other)
     weight = Weight(recipe, Layout((1,), (2,), (0,)))
-    params = tcfp_jax.store({"w": W}, {"w": weight}, key=jax.random.key(1))
+    params = store_at_once({"w": W}, {"w": weight}, key=jax.random.key(1))
     loss = lambda p: jnp.sum(grouped_matmul(X, p["w"], SIZES, recipe=recipe) * G)
     gradient = jax.jit(tcfp_jax.grad(loss))(params)["w"]
     # The gradient does not read the weight, so it has the same bits.
@@ -90,10 +92,9 @@ def test_stored_weights_multiply_alike_and_take_gradients():
 
 def test_a_transposed_parameter_and_the_result_of_split():
     weight = Weight(tcfp_jax.recipe("tcfp12_fast"), Layout((2,), (1,), (0,)))
-    params = tcfp_jax.store({"w": W.swapaxes(1, 2)}, {"w": weight}, key=jax.random.key(1))
-    got = grouped_matmul(X, params["w"], SIZES, recipe="tcfp12_fast")
-    halves = jax.vmap(tcfp_jax.split)(W)
-    want = grouped_matmul(X, halves, SIZES, recipe="tcfp12_fast")
+    params = store_at_once({"w": W.swapaxes(1, 2)}, {"w": weight}, key=jax.random.key(1))
+    multiply = jax.jit(lambda w: grouped_matmul(X, w, SIZES, recipe="tcfp12_fast"))
+    got, want = multiply(params["w"]), multiply(jax.jit(jax.vmap(tcfp_jax.split))(W))
     assert np.linalg.norm(got - want) <= 2**-7 * np.linalg.norm(want)  # rounded stochastically
     with pytest.raises(ValueError, match="needs its own"):
         grouped_matmul(X, tcfp_jax.split(W), SIZES, recipe="tcfp12_fast")
@@ -131,7 +132,7 @@ def test_experts_over_devices():
 
 def test_the_monitor_reads_its_operands():
     loss = lambda p: jnp.sum(grouped_matmul(X, p["w"], SIZES, recipe="tensorwise") * G)
-    _, readings = monitor.value_and_grad(loss)({"w": W})
+    _, readings = jax.jit(monitor.value_and_grad(loss))({"w": W})
     assert set(readings["w"]) == {"x", "w", "g"}
     assert float(readings["w"]["w"].amax) == float(jnp.abs(W).max()) and 25 < float(readings["w"]["w"].snr) < 40
 
