@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +84,10 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row(timing.Timing):
-    """One candidate.
+class Run(timing.Timing):
+    """Measurements of one candidate in its process.
 
     Attributes:
-      recipe, layers, tokens: The candidate, its layers, and the tokens of a step.
-      tokens_per_second, model_tflops, mfu: Rates of the median, as in `benchmarks.llama`.
-      layer_speed_over_bf16: Tokens a second times layers, divided by BF16's.
       remat: Values that a block keeps for its backward pass.
       compile_seconds: Seconds of tracing, lowering and compiling the first step.
       arena_bytes: Temporary memory of the program, besides arguments and results.
@@ -100,6 +97,25 @@ class Row(timing.Timing):
       text: The text they were trained on.
     """
 
+    remat: str
+    compile_seconds: float
+    arena_bytes: int
+    step_bytes: int
+    peak_bytes: int | None
+    losses: tuple[float, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """One candidate.
+
+    Attributes:
+      recipe, layers, tokens: The candidate, its layers, and the tokens of a step.
+      tokens_per_second, model_tflops, mfu: Rates of the median, as in `benchmarks.llama`.
+      layer_speed_over_bf16: Tokens a second times layers, divided by BF16's.
+    """
+
     recipe: str
     layers: int
     tokens: int
@@ -107,26 +123,6 @@ class Row(timing.Timing):
     model_tflops: float
     mfu: float
     layer_speed_over_bf16: float
-    remat: str
-    compile_seconds: float
-    arena_bytes: int
-    step_bytes: int
-    peak_bytes: int | None
-    losses: tuple[float, ...]
-    text: str
-
-
-class Run(NamedTuple):
-    """Measurements of one candidate in its process."""
-
-    timed: timing.Timing
-    remat: str
-    compile_seconds: float
-    arena_bytes: int
-    step_bytes: int
-    peak_bytes: int | None
-    losses: tuple[float, ...]
-    text: str
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -144,16 +140,14 @@ def measure(config: Config) -> Iterator[Row]:
         check_losses(name, run.losses, rows[0].losses[0] if rows else run.losses[0], alike)
         if rows and run.text != rows[0].text:
             raise ValueError(f"{name} learned from {run.text}, but BF16 from {rows[0].text}; run both on one machine")
-        seconds, count = run.timed.median_ms / 1e3, math.prod(config.tokens)
+        seconds, count = run.median_ms / 1e3, math.prod(config.tokens)
         size = dataclasses.replace(config.model, layers=layers)
         tflops = llama.operations(size, config.tokens, "step") / seconds / 1e12
         speed = rows[0].layers / rows[0].median_ms * 1e3 if rows else layers / seconds
         row = Row(
-            **dataclasses.asdict(run.timed), recipe=name, layers=layers, tokens=count,
+            **dataclasses.asdict(run), recipe=name, layers=layers, tokens=count,
             tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
-            layer_speed_over_bf16=layers / seconds / speed, remat=run.remat, compile_seconds=run.compile_seconds,
-            arena_bytes=run.arena_bytes, step_bytes=run.step_bytes, peak_bytes=run.peak_bytes, losses=run.losses,
-            text=run.text,
+            layer_speed_over_bf16=layers / seconds / speed,
         )  # fmt: skip
         rows.append(row)
         yield row
@@ -175,10 +169,11 @@ def train(config: Config, name: str, layers: int) -> Run:
     timed = timing.time_by_wall_clock({name: (step, ())}, rounds=config.rounds, calls=config.calls)[name]
     memory = step.compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arena, words = memory.temp_size_in_bytes, f"{len(text.train) / 1e6:.1f} million tokens, digest {text.digest[:12]}"
     return Run(
-        timed, settings.step.remat, compile_seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes,
-        timing.peak_bytes(), tuple(map(float, losses)),
-        f"{TEXT} ({len(text.train) / 1e6:.1f} million tokens, digest {text.digest[:12]})",
+        **dataclasses.asdict(timed), remat=settings.step.remat, compile_seconds=compile_seconds, arena_bytes=arena,
+        step_bytes=held + arena, peak_bytes=timing.peak_bytes(), losses=tuple(map(float, losses)),
+        text=f"{TEXT} ({words})",
     )  # fmt: skip
 
 
