@@ -78,7 +78,8 @@ def test_every_benchmark_has_the_same_shape(name):
     module = report.benchmark(name)
     assert name == module.NAME
     assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(module.Row)
-    assert all(callable(getattr(module, part)) for part in ("configure", "measure", "table", "main"))
+    assert all(callable(getattr(module, part)) for part in ("configure", "measure", "table"))
+    assert Path(module.__file__).read_text().endswith('if __name__ == "__main__":\n    common.command(NAME)\n')
 
 
 @pytest.mark.parametrize("name", card.RUNS)
