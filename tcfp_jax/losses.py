@@ -9,7 +9,9 @@ some tokens at a time. A gradient needs nothing but the weight of each token in 
 the gradients of a chunk as soon as it has the chunk's logits, and keeps the gradients of x and the kernel alone. The
 backward pass multiplies them by a number.
 
-A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed, without a pass.
+A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed, without a pass. Its
+format is E5M2 with every recipe: most of 32768 probabilities are below 4e-6, where E4M3 would give 0 beside a 1, and
+nothing would lower the logits of rare ids.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """
@@ -342,7 +344,7 @@ def _quantized(
 ) -> Quantized | None:
     """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings."""
     recipe, vocabulary = asked.recipe, narrow.shape[-1]
-    scaling, dtype = recipe.scaling, recipe.gradient
+    scaling, dtype = recipe.scaling, jnp.float8_e5m2
     if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
         return None
     scale, inverse = numerics.scale_and_inverse(numerics.amax(bound), dtype, scaling.scale)
