@@ -80,7 +80,7 @@ def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
     model = convert_to_tcfp(plain, "nvfp4", TOKENS, rules={"embedding": None}, include=("linear", "small"))
     assert len(survey(model).converted) == 4
     weights = find_weights(model)
-    served = quantize_params(params, weights)
+    served = jax.jit(lambda params: quantize_params(params, weights))(params)
     logits = jax.jit(model.apply)(served, TOKENS)
 
     def dequantized(path, leaf):
