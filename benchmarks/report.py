@@ -30,7 +30,7 @@ CHOOSE, OVERVIEW = "choose", "overview"
 FORKS = "convergence-fork-llama-124m"  # perplexities of README's table
 LEARNED = (
     "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
-    FORKS, *(f"convergence-bpe-{size}" for size in WHOLE_RUNS),
+    FORKS, "convergence-fork-bpe-llama-124m", *(f"convergence-bpe-{size}" for size in WHOLE_RUNS),
 )  # fmt: skip
 SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (OVERVIEW, *SECTIONS)}
