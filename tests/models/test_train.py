@@ -267,7 +267,7 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
         return steps
 
     monkeypatch.setattr(running, "make_train_step", make_train_step)
-    with pytest.raises(FloatingPointError, match=r"steps 24 to 35 are not finite; checkpoints before .* below 0\.01"):
+    with pytest.raises(FloatingPointError, match=r"steps 24 to 35 are not finite; the checkpoints .* below 0\.01"):
         run(CONFIG, out=tmp_path, checkpoint_every=5, bad_steps=12)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["15", "20"]
     assert [json.loads(line)["loss"] for line in _lines(tmp_path)] == [2.0] * 22 + [None] * 13
