@@ -10,8 +10,8 @@ the gradients of a chunk as soon as it has the chunk's logits, and keeps the gra
 backward pass multiplies them by a number.
 
 A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed, without a pass. Its
-format is E5M2 with every recipe: most of 32768 probabilities are below 4e-6, where E4M3 would give 0 beside a 1, and
-nothing would lower the logits of rare ids.
+format is E5M2 with every recipe. Most of 32768 probabilities are below 4e-6, which E4M3 rounds to 0 under the scale of
+a 1, so nothing would lower the logits of rare ids.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """

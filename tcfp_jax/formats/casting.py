@@ -99,7 +99,7 @@ def cast(
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
         has_kernel = cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA")
-        if has_kernel and None in (pallas_triton.missing(), plan.reject(x.dtype)):
+        if has_kernel and not (pallas_triton.missing() and plan.reject(x.dtype)):
             return _in_one_pass(x, datatype, modes)
         return _define(x, datatype, modes, key)
 

@@ -52,7 +52,7 @@ def reject(options: Options, x: jax.Array, *arrays: object) -> str | None:
     return f'x{list(x.shape)} has not whole tiles of {SIDE} in groups of {TILES}; use backend="xla" or pad'
 
 
-# Return the results for a part of so many tiles, from words, tiles and places, if it has any.
+# Return the results for a part of `own` tiles, from words, tiles and places, if it has any.
 by_triton: Engine = lambda job, own, *operands: plgpu.on_platform(functools.partial(_call, job, own), *operands)
 
 

@@ -21,7 +21,7 @@ _REGISTERS = Registers((TILES,), each=1)
 def call(
     job: nvfp4_kernel._Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
-    """Return the results for a part of so many tiles, see `nvfp4_kernel.by_triton`."""
+    """Return the results for a part of `own` tiles, see `nvfp4_kernel.by_triton`."""
     x = tiles.reshape(-1, SIDE if job.options.place == "last" else own[1])
     count, shape = x.size // SIDE, jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
