@@ -204,8 +204,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--first-seed", type=int, default=0, help="(default: 0)")
     add("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
     add("--base-steps", type=int, default=None, help="before forks (default: 1000)")
-    for name, usual in (("batch", "the model's"), ("warmup-steps", Config.warmup_steps)):
-        add(f"--{name}", type=int, help=f"(default: {usual}, or `whole_run`'s)")
+    add("--batch", type=int, help="(default: the model's, or `whole_run`'s)")
+    add("--warmup-steps", type=int, help=f"(default: {Config.warmup_steps}, or `whole_run`'s)")
     add("--steps-per-call", type=int, default=Config.steps_per_call, help=f"(default: {Config.steps_per_call})")
     add("--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)")
     add("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
