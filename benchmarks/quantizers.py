@@ -3,14 +3,15 @@
     python -m benchmarks.quantizers --json
 
 `python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed scaling, and makes one pass.
-"whole" finds the amax first, which reads the input once more. Its rate counts that reading, except with a scale per
-row, where a program can hold the row. Every result is compared with the reference bit for bit before it is timed, after
+"whole" finds the amax first, which reads the input once more. Its rate counts that reading, except with scales of rows
+alone or of blocks, where a program can hold what has one scale. Every result is compared with the reference bit for bit before it is timed, after
 a copy of a matrix in bfloat16. An error is donated to the new one, as in a training step.
 """
 
 import argparse
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from benchmarks import common, gemm, products, timing
 from benchmarks.common import Result, markdown_table, times
 from pallas_kernels import counter, operands
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.hopper import plan
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
 
@@ -60,12 +62,14 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "x with a scale a row, rows alone": (_in_fp8("rows", operands.Row()), (jnp.bfloat16,)),
     "x with a scale a row, both orientations": (_in_fp8("both", operands.Row()), (jnp.bfloat16,)),
     "x with a float32 scale a row, both orientations": (_in_fp8("both", operands.Row("float32")), (jnp.bfloat16,)),
+    "x in blocks of 1 x 128, rows alone": (_in_fp8("rows", operands.Block(128, "vector")), (jnp.bfloat16,)),
+    "x in blocks of 1 x 128, both orientations": (_in_fp8("both", operands.Block(128, "vector")), (jnp.bfloat16,)),
     "x in NVFP4": (formats.quantize_nvfp4, (jnp.bfloat16,)),
     "x in NVFP4, stochastic": (lambda x, **how: formats.quantize_nvfp4(x, key=counter.keys(1), **how), (jnp.bfloat16,)),
 }
-# Scales of rows cannot be given.
+# Scales of rows and blocks cannot be given.
 CASES: tuple[tuple[str, Amax], ...] = tuple(
-    (name, amax) for name in QUANTIZERS for amax in get_args(Amax) if amax == "whole" or "a row" not in name
+    (name, amax) for name in QUANTIZERS for amax in get_args(Amax) if amax == "whole" or not re.search("a row|1 x", name)
 )
 # One of each kind: a scale a tensor and a row, an error that is donated, random bits.
 SMOKE: tuple[tuple[str, Amax], ...] = (
@@ -93,6 +97,8 @@ def configure(options: argparse.Namespace) -> Config:
     # A CPU interprets the kernels: a smoke run checks them, but their time means nothing.
     compiled = jax.default_backend() == "gpu" or options.smoke
     backends: tuple[Backend, ...] = ("xla", "triton") if compiled else ("xla",)
+    if jax.default_backend() == "gpu" and plan.reject(jnp.bfloat16) is None:
+        backends += ("mosaic",)
     return Config(shapes, backends, SMOKE if options.smoke else CASES, config.rounds, config.calls)
 
 
@@ -141,7 +147,7 @@ def _measure_one(
         timed = {b: products.donating(f, *arguments) for b, f in functions.items()}
     taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
     moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
-    if amax == "whole" and "rows alone" not in name:
+    if amax == "whole" and not re.search("rows alone|1 x", name):
         # The amax does not read the bits of a stochastic lo.
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
     for backend in config.backends:
