@@ -27,10 +27,10 @@ from tcfp_jax.recipes import NAMES
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE, OVERVIEW = "choose", "overview"
-FORKS = "convergence-fork-llama-124m"  # perplexities of README's table
+FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
 LEARNED = (
     "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
-    FORKS, "convergence-fork-bpe-llama-124m", *(f"convergence-bpe-{size}" for size in WHOLE_RUNS),
+    "convergence-fork-llama-124m", FORKS, *(f"convergence-bpe-{size}" for size in WHOLE_RUNS),
 )  # fmt: skip
 SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (OVERVIEW, *SECTIONS)}
@@ -76,7 +76,7 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 
 
 def choose(results: Path = RESULTS) -> str:
-    """Return README's table: speed of whole models, bytes of their state, and perplexity, one line per recipe."""
+    """Return README's table: speed of whole models, bytes of their state, and the loss, one line per recipe."""
     titles, columns = ["recipe"], []
     times: dict[str, None] = {}
     sources = {"8 layers of Llama-3-8B": ("large-8-layers",), "Llama-3.2-1B": ("large-1b",)}
@@ -95,10 +95,10 @@ def choose(results: Path = RESULTS) -> str:
         }
         columns.append({**sizes, STORED: sizes.get(memory.STORED, "–")})
     forked = read_result(FORKS, results)
-    ratios = {} if forked is None else convergence_tables.ratios_of(forked)
-    titles.append("perplexity over BF16")
+    losses = {} if forked is None else convergence_tables.ratios_of(forked)
+    titles.append("loss over BF16, nats a token")
     # The forks' `tcfp12_single` has float32 weights, so README's line is that of stored ones.
-    columns.append({**ratios, STORED: ratios.get(RECOMMENDED, "–"), BASELINE: "1"})
+    columns.append({**losses, STORED: losses.get(RECOMMENDED, "–"), BASELINE: "0"})
     lines = [
         [f"`{name}`{', stored' if name == STORED else ''}", *(column.get(name, "–") for column in columns), when]
         for name, when in USE_IT_WHEN.items()
@@ -107,13 +107,13 @@ def choose(results: Path = RESULTS) -> str:
     text = [
         "Speed is of whole training steps of 4 × 4096 tokens, by the wall clock: BF16's time divided by the recipe's. "
         "Each step keeps as many values for its backward pass as fit, and the head takes the recipe; bytes of recipes "
-        "with float weights count a float head. Perplexities of stored weights are of runs whose "
-        "tables and heads were floats.",
+        "with float weights count a float head.",
         "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
         "Adam's moments.",
-        "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "
-        f"have 8-bit moments and BF16 gradients; BF16 itself differs by {noise:.4f} when it runs again.",
-        f"Speeds: {' · '.join(times) or 'none'}. Perplexities: {'none' if forked is None else _of(forked)}.",
+        "The loss is that of held-out text after forks of BF16 runs of `llama-124m` on 32,768 ids (mean ± standard error). "
+        "Stored weights, tables and head included, have 8-bit moments and BF16 gradients there; float weights have a "
+        f"BF16 head. BF16 itself differs by {noise:.4f} when it runs again.",
+        f"Speeds: {' · '.join(times) or 'none'}. Losses: {'none' if forked is None else _of(forked)}.",
         "[Measurements](docs/measurements.md) has every source.",
     ]
     return f"{markdown_table([*titles, 'use it when'], lines, last='left')}\n\n{' '.join(text)}\n"

@@ -141,7 +141,7 @@ def test_the_digest_is_that_of_the_libraries(tmp_path):
 def test_the_table_to_choose_by_is_of_whole_models():
     lines = {line.split("|")[1].strip(): line.split("|")[2:] for line in report.choose().splitlines() if "|" in line}
     assert list(lines)[2:] == ["`bf16`", "`tcfp12_single`, stored", "`tensorwise`", "`rowwise`", "`tcfp12_fast`"]
-    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12 (12)", "12 (12)", "1"]
+    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12 (12)", "12 (12)", "0"]
     stored = [cell.strip() for cell in lines["`tcfp12_single`, stored"][:5]]
     (whole,) = (row for row in common.read_result("large-8-layers").rows if row["recipe"] == "stored")
     # All of the state, with embeddings and heads.
