@@ -4,8 +4,8 @@
 
 `python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed scaling, and makes one pass.
 "whole" finds the amax first, which reads the input once more. Its rate counts that reading, except with scales of rows
-alone or of blocks, where a program can hold what has one scale. Every result is compared with the reference bit for bit before it is timed, after
-a copy of a matrix in bfloat16. An error is donated to the new one, as in a training step.
+alone or of blocks, where a program can hold what has one scale. Every result is compared with the reference bit for bit
+before it is timed, after a copy of a matrix in bfloat16. An error is donated to the new one, as in a training step.
 """
 
 import argparse
@@ -69,7 +69,10 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 # Scales of rows and blocks cannot be given.
 CASES: tuple[tuple[str, Amax], ...] = tuple(
-    (name, amax) for name in QUANTIZERS for amax in get_args(Amax) if amax == "whole" or not re.search("a row|1 x", name)
+    (name, amax)
+    for name in QUANTIZERS
+    for amax in get_args(Amax)
+    if amax == "whole" or not re.search("a row|1 x", name)
 )
 # One of each kind: a scale a tensor and a row, an error that is donated, random bits.
 SMOKE: tuple[tuple[str, Amax], ...] = (

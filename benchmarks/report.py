@@ -110,9 +110,9 @@ def choose(results: Path = RESULTS) -> str:
         "with float weights count a float head.",
         "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
         "Adam's moments.",
-        "The loss is that of held-out text after forks of BF16 runs of `llama-124m` on 32,768 ids (mean ± standard error). "
-        "Stored weights, tables and head included, have 8-bit moments and BF16 gradients there; float weights have a "
-        f"BF16 head. BF16 itself differs by {noise:.4f} when it runs again.",
+        "The loss is that of held-out text after forks of BF16 runs of `llama-124m` on 32,768 ids (mean ± standard "
+        "error). Stored weights, tables and head included, have 8-bit moments and BF16 gradients there; float weights "
+        f"have a BF16 head. BF16 itself differs by {noise:.4f} when it runs again.",
         f"Speeds: {' · '.join(times) or 'none'}. Losses: {'none' if forked is None else _of(forked)}.",
         "[Measurements](docs/measurements.md) has every source.",
     ]

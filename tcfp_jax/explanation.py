@@ -134,6 +134,8 @@ def explain(
     wgrad       bfloat16[8, 32] x bfloat16[8, 64]                                      xla
     """
     recipe = named_recipe(recipe)
+    if not all(isinstance(shape, Sequence) for shape in (x_shape, w_shape)):
+        raise ValueError(f"x_shape={x_shape!r} and w_shape={w_shape!r} must be shapes, such as (8192, 4096) or x.shape")
     if len(x_shape) < 1 or len(w_shape) != 2 or x_shape[-1] != w_shape[0]:
         raise ValueError(f"x{list(x_shape)} @ w{list(w_shape)}: the shapes must be [..., k] and [k, n]")
     x = jax.ShapeDtypeStruct(tuple(x_shape), dtype)

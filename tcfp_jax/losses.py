@@ -68,7 +68,7 @@ def cross_entropy(
 
     Args:
       x: real floats `[..., k]`.
-      kernel: real floats `[k, vocabulary]`, or a `Stored` weight. Pass a tied table as `table.T` or `table.swap()`.
+      kernel: real floats `[k, vocabulary]`, or a `Stored` weight. A tied table is `table.T`, stored `table.swap()`.
       targets: integers `[...]`. A token whose target is not below the vocabulary makes the mean NaN.
       recipe: a `Recipe` or the name of one; it multiplies as in `tcfp_jax.matmul`.
       weights: weight of each token in the mean, real floats or bools `[...]`; None weighs all alike.
@@ -87,7 +87,7 @@ def cross_entropy(
 
     Raises:
       TypeError: x or kernel is not real floating point, targets are not integers, or rounding is differentiated twice.
-      ValueError: shapes do not fit, or an option is out of range.
+      ValueError: shapes do not fit, an option is out of range, or another function of the losses is differentiated.
       NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
 
     Over a mesh with automatic axes, tokens and the vocabulary may be split. Inside `jax.shard_map` it is the loss of
@@ -203,7 +203,12 @@ def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     of_mean, of_losses = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
     counted = jnp.where(shares == 0, 0.0, of_losses)
     total = jnp.sum(counted)
-    alike = jnp.all(jnp.abs(counted - total * shares) <= _ALIKE * jnp.abs(total * shares))
+    of_each = total * shares
+    alike = jnp.all(jnp.abs(counted - of_each) <= _ALIKE * jnp.abs(of_each))
+    if not isinstance(alike, jax.core.Tracer) and not alike and jnp.isfinite(of_each).all():
+        raise ValueError(
+            "the losses of tokens are for logs; differentiate the mean, with a mask as weights= or ignore="
+        )
     factor = of_mean + jnp.where(alike, total, jnp.nan)
     of = lambda g, like: None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
     return of(dx, types[0]), of(dw, types[1]), None, None, of_mean * losses

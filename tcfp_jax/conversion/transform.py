@@ -165,7 +165,13 @@ class Transformed:
     def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
         leaves = paths.leaves(args[self.params], lambda node: isinstance(node, Stored))
         trained = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
-        kept = {path: leaf.read() for path, leaf in trained.items()} | paths.entries(stored or {})
+        state = paths.entries(stored or {})
+        if twice := sorted(set(trained) & set(state)):
+            raise ValueError(
+                f"{twice[0]!r} is a stored parameter, and the optimizer keeps a copy of the float one before it; call "
+                "tcfp_jax.store first, and make the optimizer of the stored parameters"
+            )
+        kept = {path: leaf.read() for path, leaf in trained.items()} | state
         absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
         _check_state(kept, found.leaves, absent)
         own = []

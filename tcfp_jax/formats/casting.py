@@ -66,7 +66,8 @@ def cast(
       axis: the axis that takes the place of the last one, along which tiles lie.
       roundmode: "even" (nearest, ties to even), "nearest" (ties away from zero), "zero" (toward zero), or "stochastic"
         (one of the two neighbours, by distance). "stochastic" is unbiased except for values that saturate: the largest
-        of a tile may, under the default `scalemode` of powers of two; under "ceil" none does.
+        of a tile may, under the default `scalemode` of powers of two; under "ceil" none does. With an integer zero
+        point the ends of a tile may. Codebooks of several tables (icb) choose by the rounded values, with a bias.
       scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto" for exponent scales that do not name their own
         mode; "max", "four_over_six" or "fold_exact" for NVFP4's two levels. `tcfp_jax.formats.scale_rules` has the
         formulas. "max" is OCP's rule, which others call "floor".
@@ -92,7 +93,7 @@ def cast(
     if array.size == 0:
         return array
     if axis != -1:
-        check_axis(axis, array.shape)
+        check_axis(axis, array.shape, "axis")
         last = jnp.moveaxis(array, axis, -1)
         made = cast(last, datatype, roundmode=roundmode, scalemode=scalemode, key=key, saturate=saturate)
         return jnp.moveaxis(made, -1, axis)

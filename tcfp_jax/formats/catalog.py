@@ -123,9 +123,9 @@ def named(datatype: DataType | str) -> DataType:
     if not isinstance(datatype, str):
         return datatype
     if datatype not in CATALOG:
-        near = difflib.get_close_matches(datatype, CATALOG, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(datatype.lower(), CATALOG, n=3, cutoff=0.5)
         raise ValueError(
-            f"the catalog has no datatype {datatype!r}" + (f"; did you mean one of {near}?" if near else "")
+            f"the catalog has no datatype {datatype!r}" + (f"; did you mean one of {near}?" if near else ".")
             + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number, scale) makes others"
         )  # fmt: skip
     return CATALOG[datatype]

@@ -13,12 +13,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tcfp_jax.formats.float_bits import RoundMode
+from tcfp_jax.formats.float_bits import RoundMode, sum_squares
 from tcfp_jax.formats.numbers import NumberSpec, number
 
 CODEBOOK_GRAMMAR = "nf4, linear4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
@@ -121,8 +122,10 @@ def codebook(
     if not 2 <= size <= 256 or size & (size - 1) or {len(table) for table in values} != {size}:
         raise ValueError(f"tables hold {[len(table) for table in values]} values; use one power of two from 2 to 256")
     for table in values:
-        if any(not a <= b for a, b in itertools.pairwise(table)) or not all(float(np.float32(v)) == v for v in table):
-            raise ValueError(f"table {table} is not ascending, finite and exact in float32; sort and round it")
+        if any(not a <= b for a, b in itertools.pairwise(table)):
+            raise ValueError(f"table {table} does not ascend, or has a NaN; sort it")
+        if not all(float(np.float32(v)) == v for v in table):
+            raise ValueError(f"table {table} is not finite and exact in float32; pass np.float32(table)")
     largest = max(abs(value) for table in values for value in table)
     if not 2.0**-60 <= largest <= 2.0**60:
         raise ValueError(f"the largest magnitude {largest} of the tables is not within 2**-60 to 2**60; rescale them")
@@ -220,21 +223,22 @@ def search(
     if not book.selector_bits:
         return _nearest_index(value, book, 0, mode, bits), None
     count = int(np.prod([value.shape[axis] for axis in axes]))
-    # Errors of one table's values are at most 2 maxfloat; a sum of `count` squares must stay below 2**31.
-    steps = jnp.float32(np.float32(int((2**31 / count) ** 0.5 / 2.01) / book.maxfloat))
+    # Errors are at most 2 maxfloat. A sum of up to 256 squares stays below 2**31; more are added in two parts.
+    limit = int((2**31 / (count if count <= 256 else 1)) ** 0.5 / 1.005)
+    steps = jnp.float32(np.float32(limit // 2 / book.maxfloat))
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
-    def fit(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def fit(table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         index = _nearest_index(value, book, table, mode, bits)
         error = jnp.round((book.levels()[table][index] - clipped) * steps).astype(jnp.int32)
-        return index, jnp.sum(error * error, axis=axes, keepdims=True)
+        return index, sum_squares(error, axes, limit)
 
-    def better(table: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def better(table: jax.Array, best: Any) -> Any:
         index, error = fit(table)
-        less = error < best[1]
-        return jnp.where(less, index, best[0]), jnp.minimum(error, best[1]), jnp.where(less, table, best[2])
+        less = (error[0] < best[1][0]) | ((error[0] == best[1][0]) & (error[1] < best[1][1]))
+        return jax.tree.map(lambda new, old: jnp.where(less, new, old), (index, error, table), best)
 
     index, error = fit(jnp.int32(0))
-    start = (index, error, jnp.zeros_like(error))
+    start = (index, error, jnp.zeros_like(error[1]))
     index, _, selector = jax.lax.fori_loop(1, len(book.tables), better, start)
     return index, selector

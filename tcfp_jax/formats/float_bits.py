@@ -8,6 +8,7 @@ integers take it apart and make it. Products and quotients by powers of two are 
 are exact and the same on every backend, with and without jit.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -35,6 +36,20 @@ class Grid(NamedTuple):
     emin: int
     mbits: int
     largest: float
+
+
+def sum_squares(x: jax.Array, axes: tuple[int, ...], limit: int) -> tuple[jax.Array, jax.Array]:
+    """Return the upper and the lower part of the exact sum of squares of int32 values up to `limit`, below 2**15.5."""
+    count, square = math.prod(x.shape[axis] for axis in axes), jnp.square(x)
+    if count * limit**2 < 2**31:
+        total = jnp.sum(square, axis=axes, keepdims=True)
+        return jnp.zeros_like(total), total
+    width = 8 if count < 2**23 else 4 if count < 2**27 else 2  # bits of a digit, whose sum fits with its carry
+    mask, places = 2**width - 1, range(0, 32, width)
+    sums = [jnp.sum((square >> at) & mask, axis=axes, keepdims=True) for at in places]
+    for i in range(1, len(sums)):
+        sums[i - 1], sums[i] = sums[i - 1] & mask, sums[i] + (sums[i - 1] >> width)
+    return sums[-1], sum((digit << at for digit, at in zip(sums[:-1], places)), start=jnp.zeros_like(sums[0]))
 
 
 def to_bits(x: jax.Array) -> jax.Array:

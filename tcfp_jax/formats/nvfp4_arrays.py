@@ -228,7 +228,7 @@ def quantize_values(
     return _dispatched((options, backend), x, None, signs, key)
 
 
-class Observed(NamedTuple):
+class _Observed(NamedTuple):
     """Each value before and after `quantize_values`; arrays of the shape of `found`.
 
     Attributes:
@@ -242,7 +242,7 @@ class Observed(NamedTuple):
     largest: jax.Array
 
 
-def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: _Maybe = None) -> Observed:
+def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: _Maybe = None) -> _Observed:
     """Return what `quantize_values` does to each value; XLA computes it."""
     assert axis is not None or key is None, "the random bits of squares are not defined"
     x, axes = _filled(x, axis)
@@ -276,7 +276,7 @@ def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: _Mayb
     values = (jnp.copysign(units, exact) * scale).astype(jnp.bfloat16)
     largest = jnp.broadcast_to(scale * _LARGEST, exact.shape)
     found = Nvfp4Values(values.reshape(shape), outer.reshape(()))
-    return Observed(exact.reshape(shape), found, largest.reshape(shape))
+    return _Observed(exact.reshape(shape), found, largest.reshape(shape))
 
 
 def nearest(m: jax.Array, f: jax.Array) -> jax.Array:

@@ -159,20 +159,26 @@ def _better_half(
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.grid.largest
     # Errors count in 1/256 of a unit, or the power of two above it that keeps the sum of their squares below 2**31.
     # That holds for errors of at most largest / 2, as half the scale makes them; a larger error counts as the limit.
+    # Where that leaves less than 64 steps between the largest values, each square has 31 bits, and their sum 64.
     count = math.prod(x.shape[axis] for axis in layout.tile_axes)
+    steps_of = lambda limit: min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
     limit = math.isqrt((2**31 - 1) // max(count, 1))
-    steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
+    top = math.frexp(largest)[1] - 1
+    apart = largest / 16 if isinstance(number, CodebookSpec) else 2.0 ** (top - number.grid.mbits)
+    limit = limit if steps_of(limit) * apart >= 64 else 46340
+    steps = steps_of(limit)
 
-    def error(rounded: QuantizedArray) -> jax.Array:
+    def error(rounded: QuantizedArray) -> tuple[jax.Array, jax.Array]:
         value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
         steps_off = jnp.where(finite, x - value, 0) * jnp.float32(steps)
         whole = jnp.clip(lax.round(steps_off, lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
-        return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=layout.tile_axes, keepdims=True)
+        return float_bits.sum_squares(whole.astype(jnp.int32), layout.tile_axes, limit)
 
     wide = at(parts)
     # Only tiles of zeros have the smallest exponent.
     narrow = at(parts._replace(exponent=jnp.maximum(covering - 1, scale.number.emin + 1)))
-    better = error(narrow) < error(wide)
+    (high, low), (other, rest) = error(narrow), error(wide)
+    better = (high < other) | ((high == other) & (low < rest))
     return jax.tree.map(lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide)
 
 

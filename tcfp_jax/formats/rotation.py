@@ -66,10 +66,14 @@ def rotate(
     return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
 
 
-def check_axis(dim: object, shape: tuple[int, ...]) -> None:
+def check_axis(dim: object, shape: tuple[int, ...], name: str = "dim") -> None:
     """Raise a ValueError unless `dim` is an axis of an array of this shape, negative or not."""
+    if not shape:
+        raise ValueError(f"{name}={dim!r} of a number, which has no axis; pass an array")
     if not isinstance(dim, int | np.integer) or not -len(shape) <= dim < len(shape):
-        raise ValueError(f"dim={dim!r} is not an axis of shape {shape}; use one from {-len(shape)} to {len(shape) - 1}")
+        raise ValueError(
+            f"{name}={dim!r} is not an axis of shape {shape}; use one from {-len(shape)} to {len(shape) - 1}"
+        )
 
 
 def checked_signs(signs: ArrayLike, size: int) -> jax.Array:

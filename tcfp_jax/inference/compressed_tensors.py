@@ -82,6 +82,10 @@ def save_compressed(
     if activations not in ("bfloat16", "float8"):
         raise ValueError(f'activations={activations!r} is unknown; use "bfloat16" or "float8"')
     weights = {n.removesuffix(".weight"): _matrix(n, t) for n, t in tensors.items() if isinstance(t, Operand | Stored)}
+    if others := [n for n, t in tensors.items() if not isinstance(t, Operand | Stored) and not hasattr(t, "ndim")]:
+        raise TypeError(
+            f"{others[0]} is a {type(tensors[others[0]]).__name__}; pass its dequantized array, or an Operand"
+        )
     if not weights:
         raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, such as quantize_together returns")
     if both := sorted(set(weights) & set(ignore)):
@@ -107,12 +111,16 @@ def save_compressed(
     noted: set[str] = set(rules.values())
     ignored = list(dict.fromkeys([*ignore, *matrices]))
     full = {**(config or {}), "quantization_config": _quantization_config(schemes, ignored)}
+    try:  # before any file changes
+        text = json.dumps(full, indent=2)
+    except TypeError as error:
+        raise ValueError(f"config= is not JSON: {error}; pass numbers and text, as config.to_dict() has") from error
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({_RULE: min(noted) if len(noted) == 1 else json.dumps(rules)} if noted else {})}
     safetensors.write(folder / safetensors.FILE, written, metadata)
     (folder / safetensors.INDEX).unlink(missing_ok=True)  # an older model's index would name other files
-    (folder / safetensors.CONFIG).write_text(json.dumps(full, indent=2) + "\n")
+    (folder / safetensors.CONFIG).write_text(text + "\n")
 
 
 def load_compressed(

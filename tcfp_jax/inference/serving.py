@@ -24,6 +24,7 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, quantize_tcfp12
+from tcfp_jax.weights.training import is_stored
 
 
 def quantize_params(
@@ -72,6 +73,10 @@ def quantize_params(
         looked_up = {path for path, weight in recipe.items() if weight.float_reads == "lookup"}
     else:
         chosen, looked_up = _plain(named_recipe(recipe)), set()
+    if any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))):
+        raise ValueError("params hold stored weights: apply the model to them, or pass tcfp_jax.dequantize(params)")
+    if isinstance(params, Mapping) and set(params) == {"params"}:
+        raise ValueError('params are the variables of a model, {"params": ...}; pass variables["params"]')
     quantized = layer_state(jax.eval_shape(error_feedback(chosen).init, params))
     if not quantized:
         raise ValueError(_nothing_stored(recipe))

@@ -32,7 +32,7 @@ def update_quality(
       weights: result of `find_weights`, for `layer_state` of kernels that are not `[..., k, n]`.
 
     Raises:
-      ValueError: a stored weight has no float update, or one of another shape.
+      ValueError: nothing is stored, or a stored weight has no float update, or one of another shape.
 
     >>> from tcfp_jax.optim.stored import apply_updates, store
     >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
@@ -43,6 +43,10 @@ def update_quality(
     """
     old, new, wanted = leaves(before, is_stored), leaves(after, is_stored), leaves(updates)
     qualities = {}
+    if not any(isinstance(weight, Stored) for weight in old.values()):
+        raise ValueError(
+            "before holds no stored weight; pass stored parameters, or layer_state of the optimizer's state"
+        )
     for path, weight in old.items():
         if not isinstance(weight, Stored):
             continue

@@ -126,6 +126,8 @@ def adamw(
     def update(grads: PyTree, state: AdamWState, params: PyTree = None) -> tuple[PyTree, AdamWState]:
         if params is None:
             raise ValueError("adamw decays and rewrites the parameters; call tx.update(grads, opt_state, params)")
+        if not isinstance(state, AdamWState):
+            raise TypeError(f"the state is a {type(state).__name__}, not adamw's; pass the one that this tx.init made")
         intact = lambda leaf: training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
         tree = _Tree(jax.tree.map(intact, params, is_leaf=is_stored), moments, mask, quality == "on")
         gradients = list(map(_Leaf.gradient, tree.leaves, tree.treedef.flatten_up_to(grads)))
@@ -196,8 +198,13 @@ class _Tree:
     def __init__(self, params: PyTree, moments: str, mask: PyTree, quality: bool) -> None:
         self.params, self.quality = params, quality
         found, self.treedef = named_leaves(params, is_stored)
-        for _, leaf in found:
+        for names, leaf in found:
             if is_stored(leaf):
+                if leaf.backward is not None and isinstance(leaf.backward.values, optax.MaskedNode):
+                    raise ValueError(
+                        f"a mask or labels choose among the arrays of the stored weight {'/'.join(names)}; map over "
+                        "tcfp_jax.dequantize(params), or write on_stored(optax.multi_transform(...))"
+                    )
                 training_of(leaf)  # raises for a copy of a parameter that is not the parameter itself
         sizes = lambda leaf: leaf.shape if is_stored(leaf) else jnp.shape(leaf)
         narrow = encoding.narrow_leaves(params, is_leaf=is_stored, sizes=sizes)
@@ -244,6 +251,12 @@ class _Tree:
         mu, nu = (self.treedef.flatten_up_to(tree) for tree in (state.mu, state.nu))
         updates, first, second, qualities = [], [], [], []
         for i, (leaf, gradient) in enumerate(zip(self.leaves, gradients, strict=True)):
+            for form, moment in zip(leaf.forms, (mu[i], nu[i]), strict=True):
+                if moment.dtype != ("uint8" if form == "ue5m3" else form):
+                    raise ValueError(
+                        f"a moment of {'/'.join(leaf.names)} is {moment.dtype} in the state, and {form} in this "
+                        "optimizer; make it with the moments= of the state, or a new state by tx.init"
+                    )
             m = encoding.found(leaf.forms[0], mu[i], leaf.names, state.mu_scale)
             v = encoding.found(leaf.forms[1], nu[i], leaf.names, state.nu_scale)
             how = Step(leaf.forms, nesterov, leaf.decays, self.quality, leaf.is_fused)

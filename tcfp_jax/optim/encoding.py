@@ -232,7 +232,13 @@ def spread(
             "mask must be a tree of bools for the parameters or for whole branches of them, or a function that "
             f"returns one, but its structure is another: {error}"
         ) from error
-    return [keep for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list)) for keep in part]
+    every = [keep for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list)) for keep in part]
+    if len(every) != (count := len(jax.tree.leaves(params, is_leaf=is_leaf))):
+        raise ValueError(
+            f"mask has {len(every)} values for {count} parameters, because it was mapped over the arrays of stored "
+            "weights; map over tcfp_jax.dequantize(params), or pass a function of the parameters"
+        )
+    return every
 
 
 def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) -> jax.Array | None:

@@ -202,7 +202,7 @@ class _Weights:
                     "unselect it"
                 )
         if not any(chosen):
-            raise ValueError("error_feedback found no weight: no leaf named 'kernel' with two axes; pass mask=")
+            raise ValueError("found no weight: no leaf named 'kernel' has two axes; pass find_weights(model), or mask=")
         return chosen
 
     def _mapped(

@@ -11,13 +11,12 @@ from jax import lax
 
 from tcfp_jax.optim.adam import AdamWState
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback
-from tcfp_jax.optim.moments import LowPrecisionState
 from tcfp_jax.optim.stored import OnStoredState, dequantize, on_stored
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import PyTree, leaves
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.training import is_stored
 
-_OF_STORED = (AdamWState, LowPrecisionState, OnStoredState)
+_OF_STORED = (AdamWState, OnStoredState)
 
 
 def suited(
@@ -42,7 +41,10 @@ def suited(
     is_wanted = lambda node: isinstance(node, wanted)
     if any(map(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted))):
         return tx
-    return on_stored(tx) if stored else _fed_back(tx, weights())
+    if stored:
+        return on_stored(tx)
+    # Biases or adapters alone have nothing to feed back to.
+    return _fed_back(tx, found) if set(found := weights()) & set(leaves(params)) else tx
 
 
 def _fed_back(

@@ -112,6 +112,12 @@ class Training:
             return turned.training.intact(turned).swap()
         assert rows.lo is not None and form is not None, "a stored parameter has two halves"
         name = f"the stored weight {list(stored.shape)}"
+        kept = {"stochastic": self.rounding, "feedback": self.error}
+        if any((array is not None) != (self.remainder == remainder) for remainder, array in kept.items()):
+            raise ValueError(
+                f"{name} has remainder={self.remainder!r}, but a checkpoint of another was restored into it; restore "
+                "into store(..., remainder=) as it was saved, then store(dequantize(params), ...)"
+            )
         state = (self.amax, self.rounding, self.sample)
         for array, dtype in [(rows.values, form.dtype), (rows.lo, form.dtype), *((x, jnp.float32) for x in state)]:
             if array is not None and array.dtype != dtype:

@@ -14,6 +14,8 @@ def test_one_datatype(capsys):
     assert "bits per value 6 " in capsys.readouterr().out
     assert __main__.main(["e3m4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("15.5")
+    assert __main__.main(["e2m1f_e8m0_t16"]) == 0 and __main__.main(["tcfp12"]) == 0
+    assert "linear4_e8m0_t32_mse" in capsys.readouterr().out
     assert __main__.main(["mxfp5"]) == 2
     assert "eXmY" in capsys.readouterr().err
 

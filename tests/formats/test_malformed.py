@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import tcfp_jax
 from pallas_kernels.scaling import Fp4
 from tcfp_jax import formats
-from tcfp_jax.formats import __main__ as command
 from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.nnx import TCFPLinear
 
@@ -161,11 +160,6 @@ def test_plain_dicts_of_checkpoints(recipe, data):
     for variables in (data.draw(junk), {"tcfp": data.draw(junk)}, {"tcfp": {"kernel": {"forward": data.draw(junk)}}}):
         refused_or_read(lambda variables=variables: restored(variables, recipe))
         refused_or_read(lambda variables=variables: unpack(variables, recipe))
-
-
-def test_the_command_names_a_file_that_it_cannot_write(capsys):
-    assert command.main(["--plot", "/no/such/folder/x.png"]) == 2
-    assert "a folder that exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("byte", [0b0000_0111, 0b0001_0001, 0b1111_1111], ids=bin)

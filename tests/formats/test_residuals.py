@@ -7,6 +7,7 @@ import pytest
 
 import tcfp_jax
 from tcfp_jax import formats
+from tcfp_jax.formats import float_bits
 from tests.formats_oracles import QUICK, packed_and_cast, quick, same, same_bits
 
 BOOKS = {"linear": "linear4", "nf4": "nf4"}
@@ -139,6 +140,21 @@ def test_mse_takes_the_better_of_two_scales(name):
         assert 0.05 < better.mean() < 0.95
     noise = lambda mode: float(error(np.asarray(quick(jnp.asarray(x), made, scalemode=mode), np.float64)).sum())
     assert noise("mse") <= 1.001 * noise("ceil")
+
+
+def test_mse_counts_the_errors_of_large_tiles_and_long_integers():
+    """A sum of squares in 31 bits leaves steps that are larger than every error, so that no scale is better."""
+    for values, name in ((2.02, "int8_e"), (2.0001, "int16_e")):
+        x = jnp.clip(jax.random.normal(jax.random.key(0), (1024, 1024)), -2, 2).at[0, 0].set(values)
+        noise = lambda mode: float(jnp.sum((x - quick(x, formats.CATALOG[name], scalemode=mode)) ** 2))
+        assert noise("mse") < 0.5 * noise("ceil")
+
+
+@pytest.mark.parametrize("count", [3, 300, 2**23])
+def test_sums_of_squares_are_exact(count):
+    x = np.random.default_rng(0).integers(-46340, 46341, count, np.int32)
+    high, low = jax.jit(lambda x: float_bits.sum_squares(x, (0,), 46340))(x)
+    assert (high.item() << (24 if count < 2**23 else 28)) + low.item() == int(np.sum(x.astype(np.int64) ** 2))
 
 
 def test_mse_searches_no_tile_of_zeros_and_no_stochastic_one():

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
+import tcfp_jax
 from tcfp_jax import paths
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
@@ -255,6 +256,10 @@ def test_bad_input():
             ValueError, match=r'storage="packed" .* 12.5 bits .* kernel in four by Fp4\(.*storage="recipe"'
         ):
             quantize_params(params, given, storage="packed")
+    with pytest.raises(ValueError, match=r'pass variables\["params"\]'):
+        quantize_params({"params": params}, "tcfp12")
+    with pytest.raises(ValueError, match=r"pass tcfp_jax.dequantize\(params\)"):
+        quantize_params(tcfp_jax.store(params, "tcfp12_single", key=jax.random.key(0)), "tcfp12")
     params["bias"] = jnp.zeros(4)
     served = quantize_params(params, "tcfp12")
     apply = jax.jit(TCFPDense(4).apply)

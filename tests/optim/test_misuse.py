@@ -1,5 +1,6 @@
 """Arithmetic on stored weights, losses over their leaves, updates that are changed: never wrong in silence."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from pallas_kernels.operands import Block
 from tcfp_jax import optim
+from tcfp_jax.optim.suited import suited
 from tests.helpers import mesh_of, same_bits, store_at_once
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -254,6 +256,40 @@ def test_a_transformation_that_cannot_stand_after_adamw_is_loud_and_has_its_plac
             run(optax.chain(ADAMW, REFUSED[name]))
     after = kernel(step(optim.on_stored(optax.chain(optax.adamw(1e-2), REFUSED[name]))))
     assert np.isfinite(after).all() and not same_bits(after, kernel(params))
+
+
+MISTAKES = {  # what reads the arrays of weights, or a state of another optimizer
+    "labels": (lambda p: optax.multi_transform({True: ADAMW}, jax.tree.map(lambda x: x.ndim > 1, p)).init(p), "labels"),
+    "mask": (lambda p: optim.adamw(1e-2, key=KEY, mask=jax.tree.map(lambda x: x.ndim > 1, p)).init(p), "values for 1"),
+    "state": (lambda p: ADAMW.update(p, optim.on_stored(optax.sgd(0.1)).init(p), p), "not adamw's"),
+    "moments": (
+        lambda p: ADAMW.update(floats((64, 64)), optim.adamw(1e-2, moments="float32").init(p), p),
+        "a moment of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_optax_on_the_arrays_of_weights_and_states_of_others_are_named(name):
+    call, message = MISTAKES[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(stored())
+
+
+@pytest.mark.parametrize("remainder, restored", [("stochastic", "feedback"), ("feedback", "stochastic")])
+def test_a_checkpoint_of_another_remainder_is_named(remainder, restored):
+    into, of = (stored(remainder=name)["kernel"] for name in (restored, remainder))
+    arrays = dataclasses.replace(into.training, rounding=of.training.rounding, error=of.training.error)
+    with pytest.raises(ValueError, match="a checkpoint of another"):
+        ADAMW.update(floats((64, 64)), ADAMW.init(stored()), {"kernel": dataclasses.replace(into, training=arrays)})
+
+
+def test_the_moments_of_any_optimizer_may_be_narrow():
+    tx = suited(optim.low_precision_moments(optax.lion(1e-3), key=KEY), stored(), dict)
+    updates, _ = tx.update(floats((64, 64), 3), tx.init(stored()), stored())
+    assert not same_bits(kernel(tcfp_jax.apply_updates(stored(), updates)), kernel(stored()))
+    tx = optax.sgd(0.1)
+    assert suited(tx, {"bias": jnp.ones(4)}, lambda: {"up/kernel": None}).init({"bias": jnp.ones(4)}) == tx.init({})
 
 
 @pytest.mark.slow_except(f"one pass-{2.0**63}", "by XLA--3e+38")
