@@ -91,9 +91,13 @@ def operands(recipe, x, w):
 
 
 @pytest.mark.slow_except(
-    "bf16-plain", "bf16-all", "rowwise-all", "tensorwise-plain", "tensorwise-ignored", "tensorwise-smoothing",
-    "tensorwise-z_loss", "tensorwise-soft_cap",
-)  # fmt: skip
+    "bf16-all",
+    "tensorwise-plain",
+    "tensorwise-ignored",
+    "tensorwise-smoothing",
+    "tensorwise-z_loss",
+    "tensorwise-soft_cap",
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["bf16", "tensorwise", "rowwise"])
 def test_value_and_gradients_are_those_of_float64(name, options):

@@ -54,7 +54,7 @@ def smoke(tmp_path_factory):
     return out, run
 
 
-@pytest.mark.slow_except("gemm", "grouped")
+@pytest.mark.slow_except("gemm")
 @pytest.mark.parametrize("name", SMOKES)
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, run = smoke

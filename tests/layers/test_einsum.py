@@ -138,10 +138,7 @@ EXPLICIT = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except(
-    "heads in front-tcfp12_fast", "summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise",
-    "a stack-bf16", "a stack-rowwise",
-)  # fmt: skip
+@pytest.mark.slow_except("summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise")
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12_fast", "rowwise"])
 @pytest.mark.parametrize("case", EXPLICIT)
 def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):

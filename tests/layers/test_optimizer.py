@@ -64,6 +64,7 @@ def steps(model, optimizer, count):
     return [float(step(model, optimizer)) for _ in range(count)]
 
 
+@pytest.mark.slow_except("tx2-exact_tx2-AdamWState", "tx3-exact_tx3-OnStoredState")
 @pytest.mark.parametrize(
     "tx, exact_tx, state",
     [

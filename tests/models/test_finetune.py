@@ -113,7 +113,7 @@ def applied(config):
 PLAIN = ("--recipe", "bf16", "--weights", "float", "--moments", "float32")
 
 
-@pytest.mark.slow_except("qwen3", "gemma3_text, plain")
+@pytest.mark.slow_except("qwen3")
 @pytest.mark.parametrize(
     "case", ["qwen3", "gemma3_text", "llama 3.1, tied", "gemma3_text, plain", "llama 3.1, tied, plain"]
 )

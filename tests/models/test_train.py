@@ -144,7 +144,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("blocks", "stored")
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize(
     "change",
     [
@@ -478,7 +478,7 @@ class TestCommand:
         assert [config.weights for config in examples] == ["stored", "float"]
 
 
-@pytest.mark.slow_except("tcfp12", "tensorwise", "stored")
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
 def test_steps_add_nothing_atomically(recipe):
     """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""

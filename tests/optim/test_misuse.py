@@ -132,7 +132,7 @@ def test_every_use_of_changed_codes_says_so(name):
     assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(jax.jit(USES[name])(half)))
 
 
-@pytest.mark.slow_except("one scale-stochastic", "blocks-feedback", "both orientations-feedback")
+@pytest.mark.slow_except("both orientations-feedback")
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback"])
 @pytest.mark.parametrize("recipe", ["tcfp12_single", BLOCKS, BOTH], ids=["one scale", "blocks", "both orientations"])
 def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remainder):

@@ -233,6 +233,7 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
+@pytest.mark.slow_except("8-False", "1-True")
 @pytest.mark.parametrize(("devices", "rounds"), [(8, False), (1, False), (1, True)])
 def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monkeypatch):
     rng = np.random.default_rng(0)

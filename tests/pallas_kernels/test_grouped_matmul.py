@@ -38,6 +38,7 @@ def operands(kind, experts=E):
     return found, [float64_of(one) for one in found]
 
 
+@pytest.mark.slow_except("dual", "rows", "squares")
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_groups(kind):
     (x, w, columns, g), exact = operands(kind)

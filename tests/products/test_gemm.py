@@ -100,6 +100,7 @@ def jitted(recipe):
     return jax.jit(functools.partial(value_and_gradients, recipe))
 
 
+@pytest.mark.slow_except("bf16", "tcfp12", "five_fp8", "tensorwise", "bf16_forward", "bf16_dgrad")
 @every_recipe
 def test_products_and_gradients_are_those_of_the_straight_through_reference(recipe, data):
     x, w, g = data

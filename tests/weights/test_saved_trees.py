@@ -29,6 +29,7 @@ def stored(recipe=E4M3):
     return store_at_once(PARAMS, recipe, key=jax.random.key(0))
 
 
+@pytest.mark.slow_except("errors-narrow", "parameters-e4m3")
 @pytest.mark.parametrize(
     ("saved", "template"),
     [
