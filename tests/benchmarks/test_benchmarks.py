@@ -28,7 +28,7 @@ from benchmarks import (
     skip_residual,
     timing,
     tune,
-)
+)  # fmt: skip
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference

@@ -217,10 +217,8 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
     [
         ("{", "line 2: Expecting"),
         ("[1]", 'line 2: a line is an object with either "text" or "messages", and this one has list'),
-        ('{"prompt": "a"}', r"this one has \['prompt'\]"),
-        ('{"text": 3}', '"text" is a int'),
-        ('{"text": ""}', "'text' has no token to learn"),
-        ('{"messages": []}', "at least one message"),
+        ('{"prompt": "a"}', r"this one has \['prompt'\]"), ('{"text": 3}', '"text" is a int'),
+        ('{"text": ""}', "'text' has no token to learn"), ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": "user"}]}', 'message 0 must be an object whose "role" and "content"'),
         ('{"messages": [{"role": "user", "content": "a"}]}', 'no message has the role "assistant"'),
     ],

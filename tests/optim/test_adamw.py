@@ -102,7 +102,7 @@ def test_float_parameters_take_the_steps_of_optax(name):
     assert int(state.count) == 4 and int(state.skipped) == 0 and state.key is None and state.quality is None
 
 
-@pytest.mark.slow_except("decay-8bit", "nesterov-8bit")
+@pytest.mark.slow_except("decay-8bit")
 @pytest.mark.parametrize(
     "name, moments", [("decay", "bfloat16"), ("decay", "8bit"), ("nesterov", "8bit"), ("mask by function", "float32")]
 )
@@ -120,7 +120,7 @@ def test_stored_parameters_take_the_steps_of_optax(name, moments):
     assert state.mu["embed"]["table"].dtype == state.mu["small"]["kernel"].dtype == jnp.float32
 
 
-@pytest.mark.slow_except("8bit", "float32")
+@pytest.mark.slow_except("8bit")
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     tx = adamw(1e-2, weight_decay=0.1, moments=moments)
@@ -162,13 +162,10 @@ def test_what_the_kernel_takes_goes_through_it():
 @pytest.mark.parametrize(
     "recipe, remainder",
     [
-        ("tcfp12_fast", "stochastic"),
-        ("tcfp12", "dropped"),
-        ("tcfp12_single", "feedback"),
-        ("in blocks", "stochastic"),
-        ("in both orientations", "stochastic"),
+        ("tcfp12_fast", "stochastic"), ("tcfp12", "dropped"), ("tcfp12_single", "feedback"),
+        ("in blocks", "stochastic"), ("in both orientations", "stochastic"),
     ],
-)
+)  # fmt: skip
 def test_every_way_to_store_a_weight(recipe, remainder):
     chosen = {
         "in blocks": tcfp_jax.recipe("tcfp12", scaling=Block(32)),
@@ -394,7 +391,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.slow_except("injected", "partition")
+@pytest.mark.slow_except("injected")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_inside_of_optax(name):
     after, _ = stepped(WRAPPED[name](optim.adamw), STORED)
@@ -463,6 +460,7 @@ def test_mistakes():
         adamw(0.1).init(copy)
 
 
+@pytest.mark.slow_except("tcfp12_single")
 @pytest.mark.parametrize("recipe", ["tcfp12_single", "blockwise"])
 def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
     """By one pass over a stack, and by XLA where scales are of blocks."""
