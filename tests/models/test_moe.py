@@ -163,9 +163,8 @@ def test_every_product_but_the_router_is_converted_and_stored():
 
 
 RUN = TrainConfig(
-    model=dataclasses.replace(MICRO, shared=0, context=32, remat="none"), steps=20, batch=4, sequence=32,
-    steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000, learning_rate=1e-2, recipe="tcfp12_single",
-    weights="stored",
+    model=dataclasses.replace(MICRO, shared=0, context=32, remat="none"), steps=20, batch=4, steps_per_call=5,
+    sequence=32, heldout_windows=8, corpus_bytes=10**6, learning_rate=0.01, recipe="tcfp12_single", weights="stored",
 )  # fmt: skip
 
 

@@ -199,9 +199,8 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
     structure = jax.tree.structure(store_at_once(wanted, RECIPE, key=KEY))
     for stored in (made(KEY), tcfp_jax.store(lambda: floats(KEY), RECIPE, key=KEY)):
         assert jax.tree.structure(stored) == structure
-        for one, other in zip(
-            jax.tree.leaves(jax.jit(tcfp_jax.dequantize)(stored)), jax.tree.leaves(wanted), strict=True
-        ):
+        floats_of = jax.jit(tcfp_jax.dequantize)(stored)
+        for one, other in zip(jax.tree.leaves(floats_of), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, other, rtol=2**-6, atol=1e-5)
     kernels = [leaf for leaf in jax.tree.leaves(made(KEY), is_leaf=is_stored) if isinstance(leaf, Stored)]
     assert sorted(kernel.shape for kernel in kernels) == [(3, 16, 32), (3, 32, 16)]

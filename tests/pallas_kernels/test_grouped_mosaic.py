@@ -56,13 +56,10 @@ def test_wrong_sizes_begin_behind_the_rows(sizes):
 @pytest.mark.parametrize(
     "dtype, scaling, halves, accumulation, config",
     [
-        (E5M2, Tensor(), 1, "fast", SMALL(tile_k=128, stages=2)),
-        (E4M3, Tensor(), 2, "full", None),
+        (E5M2, Tensor(), 1, "fast", SMALL(tile_k=128, stages=2)), (E4M3, Tensor(), 2, "full", None),
         (E4M3, Row(), 1, "fast", Config(256, 128, 128, 3, 1, pipeline="ring")),
-        (E4M3, Block(128), 1, "fast", SMALL(tile_k=128, stages=4)),
-        (E5M2, Block(64), 2, "fast", None),
-        (E4M3, Block(64, "vector"), 1, "full", None),
-        (BF16, None, 1, "fast", SMALL(tile_k=32, stages=3)),
+        (E4M3, Block(128), 1, "fast", SMALL(tile_k=128, stages=4)), (E5M2, Block(64), 2, "fast", None),
+        (E4M3, Block(64, "vector"), 1, "full", None), (BF16, None, 1, "fast", SMALL(tile_k=32, stages=3)),
     ],
     ids=["mixed", "residual", "rows", "squares", "small squares", "vectors", "bf16"],
 )  # fmt: skip

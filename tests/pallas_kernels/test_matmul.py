@@ -76,12 +76,6 @@ def test_with_many_scales_an_operand(scaling, halves, backend):
     assert within(got, exact, magnitude)
 
 
-@pytest.mark.slow_except(
-    "Tensor(scale='pow2')-float8_e5m2-float8_e4m3fn-float16",
-    "Tensor(scale='float32')-float8_e4m3fn-float8_e4m3fn-float32",
-    "Row(scale='pow2')-float8_e4m3fn-float8_e5m2-bfloat16",
-    "Block(size=32, tile='square')-float8_e5m2-float8_e4m3fn-float16",
-)
 @pytest.mark.parametrize(
     "x_dtype, w_dtype, out_dtype",
     [(E4M3, E4M3, jnp.float32), (E5M2, E4M3, jnp.float16), (E4M3, E5M2, jnp.bfloat16), (E4M3, E4M3, jnp.float16)],

@@ -149,13 +149,6 @@ class TestQuantize:
         assert np.isnan(np.asarray(q.columns.values, np.float32)).sum() == expected.sum()
 
     # Powers of two scale exactly, so what LLVM fuses can change no bit: one size of blocks shows it.
-    @pytest.mark.slow_except(
-        "Tensor(scale='float32')-<class 'jax.numpy.float8_e5m2'>-both",
-        "Block(size=32, tile='vector')-<class 'jax.numpy.float8_e4m3fn'>-both",
-        "Block(size=32, tile='square')-<class 'jax.numpy.float8_e4m3fn'>-both",
-        "Block(size=128, tile='vector')-<class 'jax.numpy.float8_e4m3fn'>-both",
-        "Block(size=32, tile='square')-<class 'jax.numpy.float8_e5m2'>-rows",
-    )
     @pytest.mark.parametrize(
         "scaling, dtype, orientation",
         [
