@@ -460,7 +460,6 @@ def test_mistakes():
         adamw(0.1).init(copy)
 
 
-@pytest.mark.slow_except("tcfp12_single")
 @pytest.mark.parametrize("recipe", ["tcfp12_single", "blockwise"])
 def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
     """By one pass over a stack, and by XLA where scales are of blocks."""

@@ -144,8 +144,7 @@ def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remain
                 assert np.isfinite(read(params)).all() and np.isfinite(jax.jit(read)(params)).all()
 
 
-@pytest.mark.slow_except("AxisType.Explicit")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
 def test_a_mesh_changes_nothing_of_it(kind):
     mesh = mesh_of(2, 2, axis_type=kind)
     with jax.set_mesh(mesh):

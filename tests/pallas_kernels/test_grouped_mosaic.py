@@ -95,7 +95,7 @@ def test_sums_within_groups(dtype, scaling, accumulation, config):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sums_of_two_steps_are_promoted_together(steps):
     x, w = integers(E4M3, (M, 128 * steps), Tensor()), integers(E4M3, (128, 128 * steps), Tensor(), stack=(6,), seed=1)
     y = mosaic.grouped_matmul(
