@@ -100,7 +100,8 @@ def logits_of(folder):
     """Logits of a folder of floats, or of one in FP8 or NVFP4 by its dequantized weights."""
     quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
     tensors = load_compressed(folder)[0] if quantized else safetensors.read(folder, "float")[1]
-    floats = {n: np.asarray(t.dequantize()).T if isinstance(t, Stored) else t for n, t in tensors.items()}
+    one = jax.jit(Stored.dequantize)  # whose programs JAX keeps from one call to the next
+    floats = {n: np.asarray(one(t)).T if isinstance(t, Stored) else t for n, t in tensors.items()}
     return applied(read_shape(folder))(from_huggingface(floats, read_shape(folder)), jnp.arange(8)[None])
 
 
@@ -176,7 +177,7 @@ def test_adapters_train_next_to_frozen_weights(tmp_path, tokenizer_folder, data,
         same = np.array_equal(array.astype(after[name].dtype), after[name])
         assert same == ("proj" not in name), name
     config = train.preset(str(tmp_path / "model"), data=(str(data),), lora=2, recipe=recipe)
-    state = train.init(dataclasses.replace(config, sequence=48))
+    state = jax.eval_shape(lambda: train.init(dataclasses.replace(config, sequence=48)))
     held = jax.tree.leaves(state.params["layers"])
     assert max(leaf.size for leaf in held) < 3 * 48 * 32 and not hasattr(state.params["layers"]["up"], "kernel")
 

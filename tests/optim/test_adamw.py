@@ -404,6 +404,7 @@ def _optax_adamw(learning_rate, mask=None, key=None):
     return optax.adamw(learning_rate, mask=mask)
 
 
+@pytest.mark.slow  # quicker tests have its steps beside those of optax
 def test_training_converges_as_with_floats():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32)

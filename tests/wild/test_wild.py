@@ -67,7 +67,7 @@ def test_a_conversion_leaves_the_original_program_as_it_is(subject):
         assert program(fn, params, *inputs) == before
 
 
-@pytest.mark.slow_except("linen convnet", "nnx scan and remat")
+@pytest.mark.slow_except("linen convnet")
 def test_trains_as_float_does(subject):
     made = subject.make()
     with made.context():
