@@ -44,7 +44,7 @@ def test_pages_without_code_are_known():
     assert "```python" not in REFERENCE
 
 
-# Pages that repeat tests of conversion, optim, sharding, inference, formats and products, five seconds and more each.
+# Pages that repeat tests of conversion, optim, sharding, inference, formats and products, three seconds and more each.
 SLOW = {"convert", "experts", "export", "finetune", "formats", "fp4", "inference", "sharding", "stored"}
 
 

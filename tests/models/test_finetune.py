@@ -110,7 +110,7 @@ def applied(config):
     return jax.jit(Llama(config, "float32").apply)
 
 
-# Stored weights of one model train in CI; of the others, the plain model.
+# Stored weights of one model train in CI; the plain models of the others are slow cases, too.
 PLAIN = ("--recipe", "bf16", "--weights", "float", "--moments", "float32")
 
 
