@@ -60,6 +60,7 @@ def rounding_bound(recipe, product, a, b):
     return of_a @ b + a @ of_b + of_a @ of_b + 2.0**-20 * (a @ b)
 
 
+@pytest.mark.slow_except("3-5-7-bf16", "3-5-7-tcfp12", "1-1-1-tcfp12_fast", "9-100-33-tensorwise")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("m, k, n", [(3, 5, 7), (1, 1, 1), (9, 100, 33)], ids=str)
 def test_sizes_that_are_no_multiples_of_16(recipe, m, k, n):
@@ -185,6 +186,7 @@ def test_float16(recipe):
     assert all(result.dtype == jnp.float16 and jnp.isfinite(result).all() for result in results)
 
 
+@pytest.mark.slow_except("bf16", "tcfp12_fast")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float64(recipe):
     with jax.enable_x64(True):

@@ -44,8 +44,8 @@ def test_pages_without_code_are_known():
     assert "```python" not in REFERENCE
 
 
-# Pages that repeat tests of conversion, optim, sharding, inference and products, eight seconds and more each.
-SLOW = {"convert", "export", "finetune", "fp4", "sharding", "stored"}
+# Pages that repeat tests of conversion, optim, sharding, inference, formats and products, three seconds and more each.
+SLOW = {"convert", "experts", "export", "finetune", "formats", "fp4", "inference", "sharding", "stored"}
 
 
 @pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))

@@ -62,11 +62,13 @@ def walked() -> Iterator[Walk]:
         sys.setprofile(None)
 
 
+TRACED = jax.make_user_context()
+
+
 def walk_of(fn, *arguments) -> Walk:
     """Walk through a trace of the call, the second one: the first loads modules and tables."""
     jax.eval_shape(fn, *arguments)
-    jax.clear_caches()
-    with walked() as walk:
+    with TRACED(fn), walked() as walk:  # the context has traces of its own
         jax.eval_shape(fn, *arguments)
     return walk
 

@@ -28,7 +28,7 @@ from benchmarks import (
     skip_residual,
     timing,
     tune,
-)
+)  # fmt: skip
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference
@@ -54,7 +54,7 @@ def smoke(tmp_path_factory):
     return out, run
 
 
-@pytest.mark.slow_except("gemm", "grouped")
+@pytest.mark.slow_except("gemm")
 @pytest.mark.parametrize("name", SMOKES)
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, run = smoke

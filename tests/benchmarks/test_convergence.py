@@ -127,6 +127,7 @@ def test_a_base_of_another_model_is_refused(smoke):
         forks.train_base(config, 0, jnp.zeros(100, jnp.uint8), "", VARIANTS[BASELINE])
 
 
+@pytest.mark.slow  # quicker ones fork by the command, go on from scratch, and round as fake quantization
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
     names = (BASELINE, "fake_quantization")
     rows = common.main("convergence", command(tmp_path, "--model", "small", protocol="scratch", names=names))

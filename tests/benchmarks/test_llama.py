@@ -99,6 +99,7 @@ def test_a_smoke_run_writes_a_table(smoke):
     assert report.render_section("llama", out).count("| 1.25 |") == 2 * 3  # five columns, between single bars
 
 
+@pytest.mark.slow  # quicker tests have wrong products of other benchmarks
 def test_wrong_outputs_are_not_timed(monkeypatch):
     right = llama.MAKE["block"]
 

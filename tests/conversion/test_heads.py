@@ -61,7 +61,7 @@ def test_the_head_is_a_product_of_the_report(form):
     assert ruled.recipe == tcfp_jax.recipe("rowwise")
 
 
-@pytest.mark.slow_except("untied", "tied", "scan")
+@pytest.mark.slow_except("tied")
 @pytest.mark.parametrize("form", ["tied", "untied", "jit", "scan", "checkpoint"])
 def test_a_converted_head_is_the_operation_by_its_recipe(form):
     path = "table" if form == "tied" else "head"
@@ -73,6 +73,7 @@ def test_a_converted_head_is_the_operation_by_its_recipe(form):
         np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow_except("tied")
 @pytest.mark.parametrize("form", ["tied", "untied"])
 def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     path = "table" if form == "tied" else "head"

@@ -90,6 +90,7 @@ def train(step, params, init):
     return params, losses
 
 
+@pytest.mark.slow  # a quicker test has losses and gradients, and tests/models/test_moe.py trains stored experts
 def test_training_falls_alike_with_floats_with_feedback_and_without_float_weights():
     adam = optax.adam(3e-3)
     feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))

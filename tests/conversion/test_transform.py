@@ -173,14 +173,9 @@ def close(found, wanted, part):
 
 
 @pytest.mark.slow_except(
-    "mlp",
-    "scan and remat over axis 1",
-    "tied head",
-    "parts",
-    "a table of rotations",
+    "scan and remat over axis 1", "layers of transposed experts, and one expert", "tied head", "parts",
     "carried by a loop",
-    "layers of transposed experts, and one expert",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
     fn, params, equations = CONVERTED[name]

@@ -186,7 +186,7 @@ def random_blocks(count):
     return x.astype(np.float32)
 
 
-@pytest.mark.slow_except("mxfp8e4", "mxfp6e2")
+@pytest.mark.slow_except("mxfp6e2")
 @pytest.mark.parametrize("name", MX)
 def test_mx_blocks_are_those_of_exact_arithmetic(name):
     blocks = random_blocks(100_000)  # for each of five formats: 500,000 in all

@@ -43,6 +43,7 @@ def same_codes(got, expected):
 
 
 # One of each rule, with and without a rotation and random bits.
+@pytest.mark.slow_except("amax-signs-key")
 @pytest.mark.parametrize(
     ("rule", "options"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (i in (0, 2))) for i, case in enumerate(CASES)],

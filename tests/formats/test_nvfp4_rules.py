@@ -71,6 +71,7 @@ def oracle(x, rule):
     return found.reshape(x.shape)
 
 
+@pytest.mark.slow_except("fold_exact")
 @every_rule
 def test_tiles_take_the_better_candidate(rule):
     x = normal()
@@ -119,6 +120,7 @@ def test_nothing_is_clipped_by_more_than_amax_over_6_may_clip(rule):
     assert np.max(x.reshape(-1, 16).max(-1) / (scales_of(packed) * outer)) <= 6.375 * (1 + 1e-6)
 
 
+@pytest.mark.slow_except("max")
 @every_rule
 def test_square_tiles_and_their_transpose_agree(rule):
     w = jnp.asarray(normal((48, 48)))
@@ -129,6 +131,7 @@ def test_square_tiles_and_their_transpose_agree(rule):
     assert not same(vectors.T, quick(w.T, formats.nvfp4, scalemode=rule))
 
 
+@pytest.mark.slow_except("nvfp4-four_over_six", "nvfp4s-fold_exact")
 @pytest.mark.parametrize(
     ("name", "rule"), [*(("nvfp4", rule) for rule in RULES), ("nvfp4s", "fold_exact"), ("nvfp4_one_level", "max")]
 )

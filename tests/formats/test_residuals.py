@@ -119,6 +119,7 @@ def rounded_at(blocks, line, exponent):
     return np.ldexp(line[np.abs(scaled[..., None] - line).argmin(-1)], exponent)
 
 
+@pytest.mark.slow_except("mxfp4e2")
 @pytest.mark.parametrize("name", ["mxfp4e2", "mxint4", "mxfp8e4"])
 def test_mse_takes_the_better_of_two_scales(name):
     made = getattr(formats, name)

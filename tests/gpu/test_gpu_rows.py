@@ -38,16 +38,11 @@ def agree(a, b):
 @pytest.mark.parametrize(
     "shape, x_dtype",
     [
-        ((8192, 4096), "bfloat16"),
-        ((8192, 14336), "bfloat16"),
-        ((4096, 14336), "float32"),
-        (ODD, "bfloat16"),
-        (ODD, "float32"),
-        (ODD, "float16"),
-        ((64, 40000), "bfloat16"),
+        ((8192, 4096), "bfloat16"), ((8192, 14336), "bfloat16"), ((4096, 14336), "float32"), (ODD, "bfloat16"),
+        (ODD, "float32"), (ODD, "float16"), ((64, 40000), "bfloat16"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_quantizing_is_the_same_on_every_backend_and_on_the_cpu(shape, x_dtype, orientation, scale, dtype):
     x = hard_values(shape, x_dtype)
     call = functools.partial(quantize, dtype=dtype, scaling=Row(scale), orientation=orientation)

@@ -61,7 +61,7 @@ def saved_and_loaded(served, path, weights=None):
         return checkpointer.restore(path / "served", jax.tree.map(np.empty_like, served))
 
 
-@pytest.mark.slow_except("tcfp12-recipe", "tcfp12_fast-packed")
+@pytest.mark.slow_except("tcfp12_fast-packed")
 @pytest.mark.parametrize("recipe, storage", [("tcfp12", "recipe"), ("tensorwise", "recipe"), ("tcfp12_fast", "packed")])
 def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     params = variables_of(Model(), X)["params"]
@@ -302,7 +302,7 @@ def test_what_only_training_needs_is_left_out(change):
         assert same_bits(served, quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"])
 
 
-@pytest.mark.slow_except("tensorwise", "mxfp8", "nvfp4")
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"])
 def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
     """Dicts without classes would stand for other numbers: a scale that is spread otherwise fits most values."""

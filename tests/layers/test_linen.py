@@ -95,7 +95,7 @@ def trainer(network, recipe, **options):
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("tensorwise", "stochastic")
+@pytest.mark.slow_except("stochastic")
 @pytest.mark.parametrize("recipe", [*RECIPES, STOCHASTIC], ids=[*RECIPES, "stochastic"])
 def test_training_learns_and_repeats_bit_for_bit(recipe):
     run = trainer(Network(recipe), recipe, **(dict(key=jax.random.key(3)) if recipe == STOCHASTIC else {}))

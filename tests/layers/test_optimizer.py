@@ -64,6 +64,7 @@ def steps(model, optimizer, count):
     return [float(step(model, optimizer)) for _ in range(count)]
 
 
+@pytest.mark.slow_except("tx2-exact_tx2-AdamWState", "tx3-exact_tx3-OnStoredState")
 @pytest.mark.parametrize(
     "tx, exact_tx, state",
     [
@@ -142,6 +143,7 @@ def test_weights_of_another_model_are_refused():
         Optimizer(layer, tx)
 
 
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("kind", ["stored", "fed back"])
 def test_train_state_of_linen(kind):
     recipe = "tcfp12_single" if kind == "stored" else "tcfp12_fast"

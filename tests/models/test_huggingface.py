@@ -37,7 +37,7 @@ def test_logits_are_those_of_transformers(case):
         np.testing.assert_allclose(back[name], tensor, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("case", ["llama 3.1, tied", "gemma3_text"])
+@pytest.mark.parametrize("case", [pytest.param("llama 3.1, tied", marks=pytest.mark.slow), "gemma3_text"])
 def test_documents_of_a_row_do_not_see_each_other(case):
     """A row of two documents has the logits, and the losses, of each alone."""
     config, _, params = read(case)

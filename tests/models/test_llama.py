@@ -243,21 +243,17 @@ def test_sizes(name, billions):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "heads=3 does not divide width=32"),
-        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        ({"heads": 3}, "heads=3 does not divide width=32"), ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
         ({"width": 36, "heads": 12, "kv_heads": 12}, "heads=12 of width=36 have 3 values each.*even size"),
-        ({"vocabulary": 100}, "vocabulary=100 is below the 256 byte values"),
-        ({"hidden": 0}, "below 1"),
+        ({"vocabulary": 100}, "vocabulary=100 is below the 256 byte values"), ({"hidden": 0}, "below 1"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be positive"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
-        ({"attention": "flash"}, "attention='flash' is unknown"),
-        ({"remat": "all"}, "remat='all' is unknown"),
+        ({"attention": "flash"}, "attention='flash' is unknown"), ({"remat": "all"}, "remat='all' is unknown"),
         ({"remat": "attended+gates"}, r"'attended\+gates' is unknown; use 'none', .* 'gate_fp8', .* joined by '\+'"),
-        ({"head": "shared"}, "head='shared' is unknown"),
-        ({"qk_norm": "on"}, "qk_norm='on' is unknown"),
+        ({"head": "shared"}, "head='shared' is unknown"), ({"qk_norm": "on"}, "qk_norm='on' is unknown"),
         ({"head_dim": 3}, "have 3 values each"),
     ],
-)
+)  # fmt: skip
 def test_a_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MICRO, **change)

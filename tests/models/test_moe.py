@@ -126,12 +126,10 @@ def test_sorting_tokens_has_gradients_that_are_gathers():
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
-        ("moe-tiny", 9e-4, 6e-4),
-        ("moe-109m", 0.109, 0.034),
-        ("olmoe-1b-7b", 6.919, 1.282),
+        ("moe-tiny", 9e-4, 6e-4), ("moe-109m", 0.109, 0.034), ("olmoe-1b-7b", 6.919, 1.282),
         ("qwen3-30b-a3b", 30.532, 3.353),
     ],
-)
+)  # fmt: skip
 def test_sizes(name, billions, active):
     c = MOES[name]
     shapes = jax.eval_shape(Moe(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]
@@ -144,14 +142,12 @@ def test_sizes(name, billions, active):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(chosen=6), "chosen=6 of experts=5"),
-        (dict(experts=0), "chosen=2 of experts=0"),
-        (dict(shared=-1), "shared=-1 must be zero or positive"),
-        (dict(balance=-0.1), "balance=-0.1"),
+        (dict(chosen=6), "chosen=6 of experts=5"), (dict(experts=0), "chosen=2 of experts=0"),
+        (dict(shared=-1), "shared=-1 must be zero or positive"), (dict(balance=-0.1), "balance=-0.1"),
         (dict(normalized="none"), "normalized='none' is unknown"),
         (dict(heads=3), "kv_heads=2 does not divide heads=3"),
     ],
-)
+)  # fmt: skip
 def test_a_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MICRO, **change)
@@ -167,19 +163,21 @@ def test_every_product_but_the_router_is_converted_and_stored():
 
 
 RUN = TrainConfig(
-    model=dataclasses.replace(MICRO, shared=0, context=32), steps=20, batch=4, sequence=32, steps_per_call=5,
-    heldout_windows=8, corpus_bytes=1_000_000, learning_rate=1e-2, recipe="tcfp12_single", weights="stored",
+    model=dataclasses.replace(MICRO, shared=0, context=32, remat="none"), steps=20, batch=4, steps_per_call=5,
+    sequence=32, heldout_windows=8, corpus_bytes=10**6, learning_rate=0.01, recipe="tcfp12_single", weights="stored",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("every", [20, pytest.param(10, marks=pytest.mark.slow)])
 def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
-    whole = run(RUN, out=tmp_path, checkpoint_every=every)
+    # Moments of 8 bits are most of a step's program, and tests/optim has them of experts.
+    config = dataclasses.replace(RUN, moments="float32")
+    whole = run(config, out=tmp_path, checkpoint_every=every)
     assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
     assert whole.heldout_loss == pytest.approx(whole.heldout_loss_bf16, rel=0.02)
     if every < RUN.steps:
         shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
-    again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=every)
+    again = run(config, out=tmp_path, resume="allowed", checkpoint_every=every)
     assert same_bits(again.train_loss, whole.train_loss) and again.heldout_loss == whole.heldout_loss
 
 

@@ -108,13 +108,10 @@ def test_recipes_share_initial_weights_and_batches():
 @pytest.mark.parametrize(
     ("name", "saves"),
     [
-        ("uninterrupted", "between checkpoints"),
-        ("uninterrupted", "inside a checkpoint"),
-        ("stored", "between checkpoints"),
-        ("llama", "between checkpoints"),
-        ("stored llama", "between checkpoints"),
+        ("uninterrupted", "between checkpoints"), ("uninterrupted", "inside a checkpoint"),
+        ("stored", "between checkpoints"), ("llama", "between checkpoints"), ("stored llama", "between checkpoints"),
     ],
-)
+)  # fmt: skip
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_run):
     whole, expected = whole_run(name)
     out, config = tmp_path / "killed", CONFIGS[name]
@@ -144,7 +141,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("blocks", "stored")
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize(
     "change",
     [
@@ -280,13 +277,10 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "huge"}, "model 'huge' is unknown"),
-        ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
+        ({"model": "huge"}, "model 'huge' is unknown"), ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"seed": 2**32}, "seed=4294967296 must be an integer of 32 bits"),
-        ({"seed": 2**70}, "must be an integer of 32 bits"),
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": 2**70}, "must be an integer of 32 bits"), ({"seed": -1}, "seed=-1"), ({"seed": 1.5}, "seed=1.5"),
         ({"sequence": 33}, "sequence=33 exceeds the context"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
@@ -302,7 +296,7 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
         ),
         ({"weights": "stored", "error_dtype": "bfloat16"}, "error_dtype='bfloat16' with weights='stored'"),
     ],
-)
+)  # fmt: skip
 def test_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
@@ -478,7 +472,7 @@ class TestCommand:
         assert [config.weights for config in examples] == ["stored", "float"]
 
 
-@pytest.mark.slow_except("tcfp12", "tensorwise", "stored")
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
 def test_steps_add_nothing_atomically(recipe):
     """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""

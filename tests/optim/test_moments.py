@@ -85,7 +85,7 @@ TRANSFORMATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("adamw", "momentum", "lion", "rmsprop")
+@pytest.mark.slow_except("adamw", "lion")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_any_transformation(name):
     make, expected = TRANSFORMATIONS[name]

@@ -26,14 +26,12 @@ def trained(start, moments, steps, **options):
 @pytest.mark.parametrize(
     ("value", "steps", "options"),
     [
-        (1e-4, 1, dict(learning_rate=1e-2)),
-        (1e-4, 1, dict(learning_rate=1.0, nesterov=True, b1=0.5)),
-        (0.0, 2, dict(learning_rate=0.5)),
-        (1e-3, 1, dict(learning_rate=10.0, weight_decay=50.0)),
+        (1e-4, 1, dict(learning_rate=1e-2)), (1e-4, 1, dict(learning_rate=1.0, nesterov=True, b1=0.5)),
+        (0.0, 2, dict(learning_rate=0.5)), (1e-3, 1, dict(learning_rate=10.0, weight_decay=50.0)),
         (1e-4, 2, dict(learning_rate=lambda count: jnp.where(count == 0, 1e-7, 30.0), b1=0.9, b2=0.81)),
     ],
     ids=["rate", "nesterov", "zeros", "decay", "jump"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("stack", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["matrix", "stack"])
 def test_an_update_larger_than_the_scale_of_the_weight_allows_is_not_clipped(value, steps, options, stack):
     start = jnp.full((*stack, 32, 128), value, jnp.float32)

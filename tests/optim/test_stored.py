@@ -167,7 +167,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow_except("boxes", "nnx by hand")
+@pytest.mark.slow_except("boxes")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_is_multiplied_and_differentiated_as_with_float_parameters(name):
     apply, params, weights = MODELS[name]()
@@ -199,7 +199,8 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
     structure = jax.tree.structure(store_at_once(wanted, RECIPE, key=KEY))
     for stored in (made(KEY), tcfp_jax.store(lambda: floats(KEY), RECIPE, key=KEY)):
         assert jax.tree.structure(stored) == structure
-        for one, other in zip(jax.tree.leaves(tcfp_jax.dequantize(stored)), jax.tree.leaves(wanted), strict=True):
+        floats_of = jax.jit(tcfp_jax.dequantize)(stored)
+        for one, other in zip(jax.tree.leaves(floats_of), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, other, rtol=2**-6, atol=1e-5)
     kernels = [leaf for leaf in jax.tree.leaves(made(KEY), is_leaf=is_stored) if isinstance(leaf, Stored)]
     assert sorted(kernel.shape for kernel in kernels) == [(3, 16, 32), (3, 32, 16)]
@@ -213,7 +214,7 @@ def test_a_stack_of_constants_is_stored_as_one_of_arguments():
     assert same_bits(jax.jit(lambda: store(params))(), jax.jit(store)(params))
 
 
-@pytest.mark.slow_except("stochastic-tcfp12", "feedback-tcfp12_single")
+@pytest.mark.slow_except("feedback-tcfp12_single")
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12", "tcfp12_fast", "tcfp12_blockwise"])
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback", "dropped"])
 def test_storage_is_a_choice_apart_from_the_recipe(recipe, remainder):
@@ -252,7 +253,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow_except("adamw", "partition")
+@pytest.mark.slow_except("partition")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optax_transformation_composes(name):
     tx = OPTIMIZERS[name]()
@@ -314,6 +315,7 @@ def test_rounding_follows_the_mean_of_small_updates():
     assert abs(moved.mean() - 400 * size) < 4 * error and error < 0.05 * 400 * size
 
 
+@pytest.mark.slow_except("4-0.99-1.01", "512-0.0-0.2")
 @pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (64, 0.99, 1.01), (512, 0.0, 0.2)])
 def test_feedback_keeps_what_e3m4_does(part, least, most):
     """Updates are a part of the grid's step: a sixty-fourth arrives whole, much less arrives hardly at all."""
@@ -424,9 +426,7 @@ READS = {
 }
 
 
-@pytest.mark.slow_except(
-    "dequantize-tcfp12_single", "in bfloat16-tcfp12_single", "transposed-blockwise_stored", "of the tree-tcfp12_fast"
-)
+@pytest.mark.slow_except("transposed-blockwise_stored", "of the tree-tcfp12_fast")
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_fast", "blockwise_stored"])
 @pytest.mark.parametrize("name", READS)
 def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):

@@ -69,7 +69,7 @@ def looked_up(name):
     return low, stored_of({"e": table}, find_weights(low, {"e": table}, IDS)), plain
 
 
-@pytest.mark.slow_except("take", "columns", "cast first", "scan")
+@pytest.mark.slow_except("columns", "cast first")
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_are_those_of_the_dequantized_table_and_so_is_their_gradient(name):
     low, stored, plain = looked_up(name)

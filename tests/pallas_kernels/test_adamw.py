@@ -279,7 +279,7 @@ def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
     assert not moved, moved
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
 def test_layers_of_experts_may_be_split_in_either_axis(backend):
     parts = [data((16, 128), seed) for seed in range(4)]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(2, 2, *leaves[0].shape), *parts)

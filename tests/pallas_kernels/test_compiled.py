@@ -114,12 +114,10 @@ def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
 @pytest.mark.parametrize(
     "orientation, axes, moved",
     [
-        ("rows", ("a",), set()),
-        ("rows", ("a", "b"), {"s32[4096]"}),
-        ("both", ("a",), {"s32[4096]"}),
+        ("rows", ("a",), set()), ("rows", ("a", "b"), {"s32[4096]"}), ("both", ("a",), {"s32[4096]"}),
         ("both", ("a", "b"), {"s32[4096]", "s32[2048]"}),
     ],
-)
+)  # fmt: skip
 def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(orientation, axes, moved):
     mesh = h200s(2, 2)
     call = functools.partial(quantize, dtype=F8, scaling=Row(), orientation=orientation, backend="triton")

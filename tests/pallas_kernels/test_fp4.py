@@ -176,6 +176,7 @@ def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
     assert (got[broken] & 127 == 127).all() and broken.any() == (scale.size > 127)
 
 
+@pytest.mark.slow_except("5-512-float16")
 @pytest.mark.parametrize(("m", "k", "dtype"), [(5, 512, "bfloat16"), (8, 768, "float32"), (5, 512, "float16")])
 def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     random = np.random.default_rng(0)
@@ -190,7 +191,7 @@ def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     assert not bits(values[m:]).any() and np.isfinite(factors[m:]).all()
 
 
-@pytest.mark.parametrize(("m", "steps", "warpgroups"), [(5, 8, 4), (2, 7, 2)])
+@pytest.mark.parametrize(("m", "steps", "warpgroups"), [pytest.param(5, 8, 4, marks=pytest.mark.slow), (2, 7, 2)])
 def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypatch):
     random = np.random.default_rng(0)
     x = np.ldexp(random.standard_normal((m, 256 * steps)), random.integers(-14, 3, (m, 1)))
@@ -233,6 +234,7 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
+@pytest.mark.slow_except("8-False", "1-True")
 @pytest.mark.parametrize(("devices", "rounds"), [(8, False), (1, False), (1, True)])
 def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monkeypatch):
     rng = np.random.default_rng(0)
@@ -338,13 +340,11 @@ def test_the_definition_is_the_product_of_dequantized_operands(scaling, contract
     ("change", "message"),
     [
         (dict(contracts="m"), "contracts='m' is unknown; use \"k\""),
-        (dict(activation="int8"), "activation='int8' is unknown"),
-        (dict(w=jnp.ones((N, K))), "w has the scaling"),
-        (dict(x=jnp.ones((2, K + 2))), "must end in k=64"),
-        (dict(backend="mosaic"), "mosaic"),
+        (dict(activation="int8"), "activation='int8' is unknown"), (dict(w=jnp.ones((N, K))), "w has the scaling"),
+        (dict(x=jnp.ones((2, K + 2))), "must end in k=64"), (dict(backend="mosaic"), "mosaic"),
         (dict(outer=None), "has outer=None"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_says_what_to_do(change, message):
     q, x, _ = operands(Fp4())
     arguments = dict(x=x, w=q) | change

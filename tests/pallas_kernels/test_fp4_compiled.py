@@ -111,7 +111,7 @@ def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
     assert ("__cublas$lt$matmul$f8" in compiled.targets) == (activation == "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_both_operands_in_nvfp4_are_rounded_in_one_pass_and_decoded_in_registers(devices):
     mesh, how = h200s(devices), recipe("nvfp4", activation="float4_e2m1fn")
     operand = weight(mesh, Fp4(), "a" if devices == 2 else None)

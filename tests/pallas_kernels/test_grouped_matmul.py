@@ -38,6 +38,7 @@ def operands(kind, experts=E):
     return found, [float64_of(one) for one in found]
 
 
+@pytest.mark.slow_except("dual", "rows", "squares")
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_groups(kind):
     (x, w, columns, g), exact = operands(kind)
@@ -75,6 +76,7 @@ def test_rows_behind_the_groups_are_zero_next_to_a_weight_that_is_not_finite():
     assert np.isnan(y[7:12]).all() and np.isfinite(y[:7]).all() and not y[12:].any()
 
 
+@pytest.mark.slow_except("axes0", "axes2", "axes3")
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 0, None), (None, None, 0), (0, 0, 0)])
 def test_vmap_over_any_operand(axes):
     (x, w, *_), _ = operands("dual")

@@ -56,13 +56,10 @@ def test_wrong_sizes_begin_behind_the_rows(sizes):
 @pytest.mark.parametrize(
     "dtype, scaling, halves, accumulation, config",
     [
-        (E5M2, Tensor(), 1, "fast", SMALL(tile_k=128, stages=2)),
-        (E4M3, Tensor(), 2, "full", None),
+        (E5M2, Tensor(), 1, "fast", SMALL(tile_k=128, stages=2)), (E4M3, Tensor(), 2, "full", None),
         (E4M3, Row(), 1, "fast", Config(256, 128, 128, 3, 1, pipeline="ring")),
-        (E4M3, Block(128), 1, "fast", SMALL(tile_k=128, stages=4)),
-        (E5M2, Block(64), 2, "fast", None),
-        (E4M3, Block(64, "vector"), 1, "full", None),
-        (BF16, None, 1, "fast", SMALL(tile_k=32, stages=3)),
+        (E4M3, Block(128), 1, "fast", SMALL(tile_k=128, stages=4)), (E5M2, Block(64), 2, "fast", None),
+        (E4M3, Block(64, "vector"), 1, "full", None), (BF16, None, 1, "fast", SMALL(tile_k=32, stages=3)),
     ],
     ids=["mixed", "residual", "rows", "squares", "small squares", "vectors", "bf16"],
 )  # fmt: skip
@@ -98,7 +95,7 @@ def test_sums_within_groups(dtype, scaling, accumulation, config):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sums_of_two_steps_are_promoted_together(steps):
     x, w = integers(E4M3, (M, 128 * steps), Tensor()), integers(E4M3, (128, 128 * steps), Tensor(), stack=(6,), seed=1)
     y = mosaic.grouped_matmul(

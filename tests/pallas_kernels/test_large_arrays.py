@@ -32,6 +32,7 @@ def limits(monkeypatch):
     return lower
 
 
+@pytest.mark.slow_except("6-2-3-both", "5-1-5-rows")
 @pytest.mark.parametrize(
     ("size", "most", "parts", "orientation"), [(6, 5, 2, "rows"), (6, 2, 3, "both"), (5, 1, 5, "rows")]
 )

@@ -59,6 +59,10 @@ def test_with_one_scale_an_operand(backend, accumulation, halves, of_bias):
     assert within(got, exact + np.float64(bias), magnitude + np.abs(bias))
 
 
+@pytest.mark.slow_except(
+    "Block(size=128, tile='square')-2-xla", "Block(size=128, tile='square')-2-triton",
+    "Block(size=32, tile='vector')-2-triton", "Row(scale='pow2')-1-xla", "Row(scale='pow2')-1-triton",
+)  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "scaling, halves",

@@ -69,13 +69,10 @@ def close(got, x, w, bias=0.0):
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "expected"),
     [
-        (P("a"), P(), set()),
-        (P("a"), P("b"), set()),
-        (P(("a", "b")), P(), set()),
-        (P(), P("b"), set()),
+        (P("a"), P(), set()), (P("a"), P("b"), set()), (P(("a", "b")), P(), set()), (P(), P("b"), set()),
         (P("a", "b"), P(None, "b"), {"all-reduce"}),
     ],
-)
+)  # fmt: skip
 def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(128) * 1e3, jnp.float32)
     x, w = (spread(put, operand, spec) for operand, spec in zip(operands(), (x_spec, w_spec), strict=True))
@@ -89,15 +86,11 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
 @pytest.mark.parametrize(
     ("split", "out", "expected"),
     [
-        ("b", P("b"), {"reduce-scatter"}),
-        ("b", P(None, "b"), {"reduce-scatter"}),
-        (("a", "b"), P(("a", "b")), {"reduce-scatter"}),
-        (("a", "b"), P("a"), {"reduce-scatter", "all-reduce"}),
-        (("a", "b"), P("a", "b"), {"reduce-scatter"}),
-        ("b", P("a"), {"all-reduce"}),
-        ("b", P(), {"all-reduce"}),
+        ("b", P("b"), {"reduce-scatter"}), ("b", P(None, "b"), {"reduce-scatter"}),
+        (("a", "b"), P(("a", "b")), {"reduce-scatter"}), (("a", "b"), P("a"), {"reduce-scatter", "all-reduce"}),
+        (("a", "b"), P("a", "b"), {"reduce-scatter"}), ("b", P("a"), {"all-reduce"}), ("b", P(), {"all-reduce"}),
     ],
-)
+)  # fmt: skip
 def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(put, split, out, expected):
     """A weight gradient: tokens are split over devices, and so is the gradient that each of them keeps."""
     x, w = (spread(put, operand.drop_residual(), P(None, split)) for operand in operands())

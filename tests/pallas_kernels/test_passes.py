@@ -33,7 +33,7 @@ def values_of(shape, dtype, deviation):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("orientation", ["rows", "both"])
+@pytest.mark.parametrize("orientation", [pytest.param("rows", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize("scaling", [Tensor("float32"), Row(), Row("float32")], ids=str)
 @pytest.mark.parametrize("shape", [(2, 128, 128), (100, 96)], ids=str)
 def test_the_kernel_is_the_reference_bit_for_bit(shape, scaling, orientation):
@@ -59,7 +59,9 @@ def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("size, with_error", [(32, True), (64, False), (128, False)])
+@pytest.mark.parametrize(
+    "size, with_error", [(32, True), pytest.param(64, False, marks=pytest.mark.slow), (128, False)]
+)
 def test_blocks_are_the_reference_bit_for_bit(size, with_error):
     x = jnp.asarray(values_of((128, 128), F32, 3)).at[64:].multiply(2.0**-70).at[:, 96:].set(0)
     error = x * 0.01 if with_error else None

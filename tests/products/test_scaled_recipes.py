@@ -91,6 +91,7 @@ def value_and_gradients(recipe, x, w, g, **options):
     return (y, *vjp(g))
 
 
+@pytest.mark.slow_except("tcfp12_blockwise", "rowwise")
 @every_recipe
 def test_products_are_those_of_operands_quantized_along_what_is_summed(name):
     recipe, (y, dx, dw) = RECIPES[name], results(name)
@@ -113,7 +114,7 @@ def test_products_are_those_of_operands_quantized_along_what_is_summed(name):
         assert_product(dw, in_numpy(X, forward, recipe, 0).T, in_numpy(G, backward, recipe, 0))
 
 
-@pytest.mark.slow_except("mxfp8", "rowwise_float32")
+@pytest.mark.slow_except("mxfp8")
 @every_recipe
 def test_stored_weights_and_leading_axes_give_the_same(name):
     recipe, fresh = RECIPES[name], results(name)
@@ -275,7 +276,7 @@ def test_blocks_of_a_public_array():
     assert snr_db(tcfp_jax.split(W, block=32).dequantize(), W) > 60
 
 
-@pytest.mark.slow_except("float-1", "stored-20", "float-33")
+@pytest.mark.slow_except("float-33")
 @pytest.mark.parametrize("k", [1, 8, 20, 32, 33])
 @pytest.mark.parametrize("held", ["float", "stored"])
 def test_mx_of_few_inputs(k, held):

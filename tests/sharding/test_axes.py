@@ -154,6 +154,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow_except("squares", "vectors", "fp4")
 @pytest.mark.parametrize("name", MADE)
 def test_dequantize(name):
     specs = [P("a", "b")] if name in ("squares", "vectors") else None

@@ -95,12 +95,10 @@ def test_errors_and_weights_of_error_feedback():
 @pytest.mark.parametrize(
     ("recipe", "part", "expected"),
     [
-        ("rowwise", "backward.scale", P("a")),
-        ("rowwise", "forward.scale", P("b")),
-        ("blockwise", "backward.scale", P("a", "b")),
-        ("blockwise", "forward.scale", P("b", "a")),
+        ("rowwise", "backward.scale", P("a")), ("rowwise", "forward.scale", P("b")),
+        ("blockwise", "backward.scale", P("a", "b")), ("blockwise", "forward.scale", P("b", "a")),
     ],
-)
+)  # fmt: skip
 def test_scales_follow_what_they_count(recipe, part, expected):
     params = {"kernel": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
     state = jax.eval_shape(tcfp_jax.error_feedback(tcfp_jax.recipe(recipe, copies="both")).init, params)

@@ -53,7 +53,7 @@ def test_other_parameters_raise_and_are_nan_in_a_program(w):
     assert jnp.isnan(jax.jit(current)(stored_w(), w).dequantize()).all()
 
 
-@pytest.mark.slow_except("tcfp12", "rowwise", "mxfp8")
+@pytest.mark.slow_except("mxfp8")
 @pytest.mark.parametrize("name", ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"])
 def test_the_products_of_every_scaling_are_nan(name):
     recipe = tcfp_jax.recipe(name)
@@ -77,6 +77,7 @@ def test_the_same_parameter_changes_no_bit():
     assert current(unchecked(stored_w()), 2 * W).sample is None  # without a sample there is nothing to compare
 
 
+@pytest.mark.slow_except("(64, 32)", "(1, 5)")
 @pytest.mark.parametrize("shape", [(64, 32), (1, 5), (1, 1), (3, 4096)], ids=str)
 def test_a_swapped_weight_has_the_sample_of_the_transpose(shape):
     w = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
@@ -135,7 +136,7 @@ def test_no_gradient_reaches_the_comparison(around):
 SPECS = [(None, None, "a"), (None, ("a", "b"), None), ("b", "a", None)]
 
 
-@pytest.mark.slow_except("(None, None, 'a')-AxisType.Auto", "('b', 'a', None)-AxisType.Explicit")
+@pytest.mark.slow_except("('b', 'a', None)-AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_sharded_weight_is_never_gathered(spec, kind):

@@ -29,6 +29,7 @@ def stored(recipe=E4M3):
     return store_at_once(PARAMS, recipe, key=jax.random.key(0))
 
 
+@pytest.mark.slow_except("errors-narrow", "parameters-e4m3")
 @pytest.mark.parametrize(
     ("saved", "template"),
     [
@@ -66,6 +67,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow_except("error_feedback", "store", "adamw", "fp4", "format")
 @pytest.mark.parametrize("name", STATES)
 def test_flax_serializes_states_bit_for_bit(name):
     state = STATES[name]()

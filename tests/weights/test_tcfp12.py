@@ -36,15 +36,14 @@ def test_signal_to_noise_at_twelve_and_a_half_bits(residual, floor):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) * 8 == 12.5 * GAUSSIAN.size == packed.nbytes * 8
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("block", [2, 32, 128])
 def test_bits_a_value_follow_from_the_block(block):
     packed = pack(GAUSSIAN, block)
     assert packed.nbytes * 8 / GAUSSIAN.size == 12 + 16 / block
 
 
-@pytest.mark.slow_except(
-    "(1,)-linear", "(31,)-linear", "(33,)-nf4", "(2, 3, 70)-linear", "(2, 3, 70)-nf4", "(0, 32)-linear", "(4, 0)-nf4"
-)
+@pytest.mark.slow_except("(1,)-linear", "(2, 3, 70)-nf4", "(0, 32)-linear")
 @every_residual
 @pytest.mark.parametrize("shape", [(1,), (31,), (33,), (2, 3, 70), (0, 32), (4, 0)], ids=str)
 def test_any_shape_comes_back(residual, shape):
@@ -77,6 +76,7 @@ def test_levels_are_the_published_ones():
     np.testing.assert_allclose(LEVELS["nf4"], expected, atol=1e-6)
 
 
+@pytest.mark.slow_except("nf4")
 @every_residual
 def test_zero_residual_is_exactly_zero(residual):
     exact = tcfp_jax.quantize(SMALL).dequantize()
@@ -145,18 +145,15 @@ def test_fake_quantize_is_the_format_with_the_gradient_of_the_identity(residual)
     "error, match, arguments",
     [
         (TypeError, "astype", dict(x=jnp.ones(32, jnp.int32))),
-        (TypeError, "astype", dict(x=jnp.ones(32, jnp.complex64))),
-        (ValueError, "scalar", dict(x=jnp.float32(1))),
-        (ValueError, "block=31", dict(block=31)),
-        (ValueError, "block=0", dict(block=0)),
-        (ValueError, "residual='log'", dict(residual="log")),
-        (ValueError, "scale='max'", dict(scale="max")),
+        (TypeError, "astype", dict(x=jnp.ones(32, jnp.complex64))), (ValueError, "scalar", dict(x=jnp.float32(1))),
+        (ValueError, "block=31", dict(block=31)), (ValueError, "block=0", dict(block=0)),
+        (ValueError, "residual='log'", dict(residual="log")), (ValueError, "scale='max'", dict(scale="max")),
         (ValueError, "sigma=-1", dict(sigma=-1.0, scale="sigma")),
         (ValueError, "sigma=2.0 with scale='amax'", dict(sigma=2.0)),
         (ValueError, "biased", dict(scale="sigma", key=jax.random.key(0))),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
-)
+)  # fmt: skip
 def test_bad_input_raises(error, match, arguments):
     with pytest.raises(error, match=match):
         tcfp_jax.quantize_tcfp12(**{"x": SMALL, **arguments})

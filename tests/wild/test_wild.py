@@ -14,8 +14,14 @@ from tests.wild import counting
 from tests.wild.low import convert, serve, train_float, train_low, train_stored
 from tests.wild.subjects import SUBJECTS, pure
 
+# Models of Flax's examples and of transformers whose products another subject has, too.
+REPEATED = {
+    "flax lm1b", "transformers mistral", "transformers mistral, bf16", "transformers gemma", "transformers bert",
+    "transformers vit", "transformers clip", "transformers whisper",
+}  # fmt: skip
 
-@pytest.fixture(params=SUBJECTS, ids=str)
+
+@pytest.fixture(params=[pytest.param(s, marks=[pytest.mark.slow] * (str(s) in REPEATED)) for s in SUBJECTS], ids=str)
 def subject(request):
     for package in request.param.packages:
         pytest.importorskip(package, reason=f"{package} is not installed; it is part of the extra wild")
@@ -51,7 +57,7 @@ def test_report_is_what_an_independent_count_finds(subject):
         assert len(in_low) - len(narrow) == len(products) - len(pays)
 
 
-@pytest.mark.slow_except("transformers gpt2", "linen scan and remat", "nnx scan and remat")
+@pytest.mark.slow_except("linen scan and remat", "nnx scan and remat")
 def test_a_conversion_leaves_the_original_program_as_it_is(subject):
     made = subject.make()
     with made.context():
@@ -61,7 +67,7 @@ def test_a_conversion_leaves_the_original_program_as_it_is(subject):
         assert program(fn, params, *inputs) == before
 
 
-@pytest.mark.slow_except("linen scan and remat", "linen convnet", "nnx scan and remat")
+@pytest.mark.slow_except("linen convnet")
 def test_trains_as_float_does(subject):
     made = subject.make()
     with made.context():
@@ -83,7 +89,7 @@ def test_trains_without_float_weights(subject):
     assert in_low[-1] <= in_float[-1] + 0.05 * (in_float[0] - in_float[-1]), (in_float[0], in_float[-1], in_low[-1])
 
 
-@pytest.mark.slow_except("flax lm1b, tied, called by keyword", "linen scan on axis 1", "linen experts by einsum")
+@pytest.mark.slow_except("linen attention, tied", "linen scan on axis 1", "linen experts by einsum")
 def test_serves_stored_weights_alone(subject):
     if subject.kind == "nnx":
         pytest.skip("an NNX model loads stored weights in place: tests/test_inference.py")
