@@ -165,7 +165,7 @@ def _better_half(
     limit = math.isqrt((2**31 - 1) // max(count, 1))
     top = math.frexp(largest)[1] - 1
     apart = largest / 16 if isinstance(number, CodebookSpec) else 2.0 ** (top - number.grid.mbits)
-    limit = limit if steps_of(limit) * apart >= 64 else 46340
+    limit = 46340 if steps_of(limit) < min(_STEPS_OF_ERROR, 64 / apart) else limit
     steps = steps_of(limit)
 
     def error(rounded: QuantizedArray) -> tuple[jax.Array, jax.Array]:
