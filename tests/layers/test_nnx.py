@@ -10,7 +10,7 @@ from flax import nnx as flax_nnx
 import tcfp_jax
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
 from tcfp_jax.nnx import Optimizer, TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
-from tests.helpers import nnx_model, same_bits
+from tests.helpers import MLP, nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
@@ -160,14 +160,6 @@ def test_stacked_layers_read_their_own_state():
     assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
 
 
-class MLP(flax_nnx.Module):
-    def __init__(self, rngs, linear=flax_nnx.Linear):
-        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(flax_nnx.relu(self.up(x)))
-
-
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.optimized("slow")
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
@@ -197,19 +189,18 @@ def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
 
 
 def test_bad_input():
-    layer = TCFPLinear(16, 8, rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="precision"):
-        TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="unknown"):
-        TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="find_weights needs sample inputs"):
-        Optimizer(layer, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="not converted"):
-        Optimizer(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="no low-precision layer"):
-        export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="not converted"):
-        survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+    rngs, sgd = flax_nnx.Rngs(0), optax.sgd(0.1)
+    layer, plain = TCFPLinear(16, 8, rngs=rngs), flax_nnx.Linear(2, 2, rngs=rngs)
+    for message, call in (
+        ("precision", lambda: TCFPLinear(16, 8, precision="highest", rngs=rngs)),
+        ("unknown", lambda: TCFPLinear(16, 8, recipe="tcfp13", rngs=rngs)),
+        ("find_weights needs sample inputs", lambda: Optimizer(layer, sgd)),
+        ("not converted", lambda: Optimizer(plain, sgd)),
+        ("no low-precision layer", lambda: export(plain)),
+        ("not converted", lambda: survey(plain)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.slow_except("32")
