@@ -136,7 +136,7 @@ def test_byte_embedding_is_nn_embed():
     assert jax.tree.all(jax.tree.map(jnp.allclose, total(ours), total(flax)))
 
 
-def test_gpt_names_what_is_wrong():
+def test_models_name_what_is_wrong():
     with pytest.raises(ValueError, match="heads=3 does not divide width=32"):
         GPTConfig(layers=1, width=32, heads=3, context=8)
     with pytest.raises(ValueError, match="vocabulary=100"):
@@ -151,6 +151,8 @@ def test_gpt_names_what_is_wrong():
         GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
         GPT(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+    with pytest.raises(ValueError, match="names no layer"):
+        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 @pytest.mark.gpu
@@ -182,11 +184,6 @@ def test_mlp_learns_a_separable_task(recipe):
 
     losses = losses_of_steps(params)
     assert losses[-1] < losses[0] / 3
-
-
-def test_mlp_needs_a_layer():
-    with pytest.raises(ValueError, match="names no layer"):
-        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 def test_plot_is_a_png(tmp_path):
