@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +105,10 @@ def test_nnx_weights_of_any_name_under_remat_and_scan_are_found_and_kept(capsys)
     optimizer = optimizer_of(model)
     close(forward(model, X), fresh)
     train(model, optimizer, X)
-    assert np.isfinite(forward(model, X)).all()
+    fresh = forward(model, X)
+    assert np.isfinite(fresh).all()
+    optimizer.opt_state[1].weights["layers"]["kernel"].forward.scale[...] *= 2  # it is the stored weights that multiply
+    assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
 
 
 @nnx.jit
@@ -486,9 +488,7 @@ def test_an_optimizer_that_is_none_of_ours_is_said_once():
     loss = lambda model: jnp.mean(model(X) ** 2)
     with pytest.warns(UserWarning, match="no tcfp_jax.nnx.Optimizer was made"):
         nnx.grad(loss)(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nnx.grad(loss)(model)
+    nnx.grad(loss)(model)  # another warning would be an error
 
 
 def test_stored_weights_that_a_linen_model_was_not_given_are_said_once():
@@ -499,11 +499,9 @@ def test_stored_weights_that_a_linen_model_was_not_given_are_said_once():
     loss(params)  # evaluation quantizes on the fly, and means to
     with pytest.warns(UserWarning, match=r'"tcfp": layer_state\(opt_state\)'):
         jax.jit(jax.grad(loss))(params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.jit(jax.grad(lambda params: loss(params)))(params)
-        find_weights(model)
-        jax.grad(loss)(params, tcfp=stored)
+    jax.jit(jax.grad(lambda params: loss(params)))(params)  # another warning would be an error
+    find_weights(model)
+    jax.grad(loss)(params, tcfp=stored)
 
 
 def test_bridges_of_flax_carry_converted_models():
