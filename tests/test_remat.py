@@ -158,9 +158,6 @@ def test_copies_name_what_is_wrong():
         jax.grad(lambda x: jax.checkpoint(lambda x: checkpoint_in_fp8(x, "x") ** 2, policy=offload)(x).sum())(X)
 
 
-# The choice -----------------------------------------------------------------------------------------------------------
-
-
 class Step:
     """A step that needs `needed` bytes, instead of a compiled one."""
 

@@ -12,7 +12,7 @@ from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
 from models.mlp import MLP
 from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files
-from tests.helpers import variables_of
+from tests.helpers import same_bits, variables_of
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
 
@@ -108,9 +108,7 @@ def test_gpt_is_causal():
 def test_parameters_do_not_depend_on_the_recipe():
     tokens = jnp.zeros((1, 16), jnp.int32)
     trees = [jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens) for name in ("bf16", "tcfp12", None)]
-    for tree in trees[1:]:
-        assert jax.tree.structure(trees[0]) == jax.tree.structure(tree)
-        assert jax.tree.all(jax.tree.map(jnp.array_equal, trees[0], tree))
+    assert all(same_bits(trees[0], tree) for tree in trees[1:])
 
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))])

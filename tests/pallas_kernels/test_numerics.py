@@ -81,12 +81,8 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     grid = np.concatenate([[0.0, 2.0**-20, 2.0**-10, 3e-4], np.geomspace(2.0**-17, limit, 60)]).astype(np.float32)
     x = np.concatenate([grid, -grid])[:, None]
     bits = jax.random.bits(jax.random.key(0), (x.size, draws))
-    got = np.asarray(
-        jax.jit(numerics.stochastic_round_to, static_argnums=1)(
-            jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits
-        ),
-        np.float64,
-    )
+    rounded = jax.jit(numerics.stochastic_round_to, static_argnums=1)
+    got = np.asarray(rounded(jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits), np.float64)
     codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype]).astype(np.float64)
     values = np.unique(codes[np.isfinite(codes)])
     lower = values[np.searchsorted(values, x[:, 0], side="right") - 1]
