@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tcfp_jax.formats import cast, number, pack, unpack
+from tests.helpers import same_bits  # noqa: F401 - tests of formats have both kinds of equality from here
 
 FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
 EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
@@ -48,13 +49,6 @@ def bits_of(x):
 def same(a, b):
     """Equal bit for bit, any NaN for any NaN."""
     return np.array_equal(bits_of(a), bits_of(b))
-
-
-def same_bits(a, b):
-    """Equal bit for bit in one dtype, NaN too."""
-    assert a.dtype == b.dtype
-    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
-    return np.array_equal(np.asarray(a).view(unsigned), np.asarray(b).view(unsigned))
 
 
 @functools.cache

@@ -41,6 +41,16 @@ def nnx_model(make, seed=0):
     return nnx.merge(graphdef, filled(params, seed), zeros)
 
 
+class MLP(nnx.Module):
+    """Two NNX layers of 16 and 32 features."""
+
+    def __init__(self, rngs, linear=nnx.Linear):
+        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
 def store_at_once(params, weights, **options):
     """`tcfp_jax.store` in one program; by itself it compiles eighty."""
     return jax.jit(lambda params: tcfp_jax.store(params, weights, **options))(params)

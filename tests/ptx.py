@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 WARP = 32
-_HALF = np.uint32(0xFFFF)
 
 
 def run(text, count, operands, memory=None):

@@ -9,11 +9,12 @@ from pathlib import Path
 import tcfp_jax
 
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_an_installation_shows_the_library_and_nothing_else():
     """Built for real: `pip install -e .` in an empty environment, then `find_spec("tests")` from another folder."""
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(wheel["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")} - {
         "models", "benchmarks", "tests",
     }  # fmt: skip
@@ -22,9 +23,8 @@ def test_an_installation_shows_the_library_and_nothing_else():
 
 
 def test_there_is_one_version():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert tcfp_jax.__version__ == version
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert tcfp_jax.__version__ == PYPROJECT["project"]["version"]
+    assert f"\nversion: {tcfp_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_without_an_installation_the_version_is_unknown(tmp_path):
@@ -37,7 +37,7 @@ def test_without_an_installation_the_version_is_unknown(tmp_path):
 
 def test_every_extra_for_users_is_explained():
     """The table of the site names all but those of single test files."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PYPROJECT["project"]["optional-dependencies"]
     named = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
     explained = {name for cell in named for name in re.findall(r"`(\w+)`", cell)} | {"monitor"}
     assert explained == {name for name in extras if "wild" not in name and "-" not in name}

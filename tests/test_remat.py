@@ -1,6 +1,7 @@
 """Copies in FP8 under a remat, and the choice of kept values by the bytes of compiled steps."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.conversion import survey
 from tcfp_jax.remat import checkpoint_in_fp8, device_budget, save_what_fits, step_bytes
-from tests.helpers import same_bits
+from tests.helpers import decibels, same_bits
 
 save = jax.checkpoint_policies.save_only_these_names
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 8, 16, 32
@@ -93,7 +94,7 @@ def test_the_forward_pass_is_exact_and_gradients_are_those_at_the_copies():
 def test_copies_cost_gradients_as_much_as_rounding_to_e4m3_does():
     """E4M3 keeps 31.5 dB. A gradient depends on both copies, and on the copies of later layers."""
     (_, exact), (_, found) = gradients(EXACT["nothing"]), gradients(save("gate_fp8", "up_fp8"))
-    snr = jax.tree.map(lambda a, b: float(10 * jnp.log10(jnp.sum(a**2) / jnp.sum((a - b) ** 2))), exact, found)
+    snr = jax.tree.map(decibels, exact, found)
     assert all(28 < value < 34 for value in jax.tree.leaves(snr)), snr
 
 
@@ -157,9 +158,6 @@ def test_copies_name_what_is_wrong():
         jax.grad(lambda x: jax.checkpoint(lambda x: checkpoint_in_fp8(x, "x") ** 2, policy=offload)(x).sum())(X)
 
 
-# The choice -----------------------------------------------------------------------------------------------------------
-
-
 class Step:
     """A step that needs `needed` bytes, instead of a compiled one."""
 
@@ -205,14 +203,7 @@ def test_the_budget_is_that_of_the_device(monkeypatch):
         save_what_fits(Step, [])
     with pytest.raises(NotImplementedError, match="does not report its memory; give a budget in bytes"):
         save_what_fits(Step, [1])
-
-    class Device:
-        def __init__(self, limit):
-            self.limit = limit
-
-        def memory_stats(self):
-            return {"bytes_limit": self.limit}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(2000), Device(1000)])
+    devices = [SimpleNamespace(memory_stats=lambda limit=limit: {"bytes_limit": limit}) for limit in (2000, 1000)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert (device_budget(), device_budget(margin=0.5)) == (950, 500)
     assert save_what_fits(Step, [900, 960]).level == 900

@@ -62,7 +62,8 @@ def test_operations_of_a_step_are_those_of_its_products():
 def test_a_gpt_steps_as_well():
     options = argparse.ArgumentParser()
     llama.add_options(options)
-    config = llama.configure(options.parse_args(["--model", "tiny", "--include", "measured"], Smoke()))
+    asked = options.parse_args(["--model", "tiny", "--include", "measured"], argparse.Namespace(smoke=True))
+    config = llama.configure(asked)
     assert config.include == ("measured",) and config.step == MODELS["tiny"]
     size = GPTConfig(layers=3, width=64, heads=4, context=32, vocabulary=512)
     scores = 3 * 2 * 32 * 32 * 64
@@ -71,32 +72,21 @@ def test_a_gpt_steps_as_well():
     assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
 
 
-class Smoke(argparse.Namespace):
-    smoke = True
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    out = tmp_path_factory.mktemp("results")
-    rows = common.main("llama", ["--smoke", "--out", str(out), "--parts", "block", "--recipes", "tensorwise"])
-    return out, rows
-
-
 @pytest.mark.slow
-def test_a_smoke_run_writes_a_table(smoke):
-    out, rows = smoke
+def test_a_smoke_run_writes_a_table(tmp_path):
+    rows = common.main("llama", ["--smoke", "--out", str(tmp_path), "--parts", "block", "--recipes", "tensorwise"])
     assert [row.recipe for row in rows] == ["bf16", "tensorwise"]
     assert rows[0].speed_over_bf16 == 1 and rows[0].worst_snr_db is None and 14 < rows[1].worst_snr_db < 40
     assert all(row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows)
     assert np.isclose(rows[1].tokens_per_second, 64e3 / rows[1].median_ms)
-    path = out / common.device_slug() / "llama.json"
-    page = report.render_section("llama", out)
+    path = tmp_path / common.device_slug() / "llama.json"
+    page = report.render_section("llama", tmp_path)
     assert "| `tensorwise` |" in page and "2 × 32 tokens" in page
     content = json.loads(path.read_text())
     for row in content["rows"]:
         row["kinds"] = {kind: 1.25 for kind in KINDS}
     path.write_text(json.dumps(content))
-    assert report.render_section("llama", out).count("| 1.25 |") == 2 * 3  # five columns, between single bars
+    assert report.render_section("llama", tmp_path).count("| 1.25 |") == 2 * 3  # five columns, between single bars
 
 
 @pytest.mark.slow  # quicker tests have wrong products of other benchmarks

@@ -370,9 +370,8 @@ def test_a_layer_that_nobody_taught_is_converted_and_its_transposed_kernel_store
     by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
     y = run(model, variables, X)
     assert same_bits(y, jax.jit(by_hand)(variables["params"]["kernel"]))
-    state = state_of(
-        find_weights(model), variables["params"]
-    )  # the stored form keeps the axes, and products read it transposed
+    # The stored form keeps the axes, and products read it transposed.
+    state = state_of(find_weights(model), variables["params"])
     np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """A mixture of experts in plain Flax: `lax.ragged_dot` is converted, trained with and without floats, served."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,14 +98,10 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
     feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))
     stored_tx = optim.adamw(3e-3, weight_decay=0.0, key=jax.random.key(4))
 
-    def of_float(params, state):
-        value, gradients = jax.value_and_grad(lambda p: loss(FLOAT, p))(params)
-        updates, state = adam.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def of_feedback(params, state):
-        value, gradients = jax.value_and_grad(lambda p: loss(LOW, p, {"tcfp": layer_state(state)}))(params)
-        updates, state = feedback.update(gradients, state, params)
+    def of_floats(model, tx, params, state):
+        collections = {"tcfp": layer_state(state)} if tx is feedback else {}
+        value, gradients = jax.value_and_grad(lambda p: loss(model, p, collections))(params)
+        updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     def of_stored(params, state):
@@ -112,8 +110,8 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
         return tcfp_jax.apply_updates(params, updates), state, value
 
     stored = store(PARAMS)
-    _, exact = train(of_float, PARAMS, adam.init)
-    _, with_feedback = train(of_feedback, PARAMS, feedback.init)
+    _, exact = train(functools.partial(of_floats, FLOAT, adam), PARAMS, adam.init)
+    _, with_feedback = train(functools.partial(of_floats, LOW, feedback), PARAMS, feedback.init)
     trained, without_floats = train(of_stored, stored, stored_tx.init)
     assert exact[-1] < 0.4 * exact[0]
     for losses in (with_feedback, without_floats):

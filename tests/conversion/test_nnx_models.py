@@ -94,6 +94,13 @@ def models():
     return nnx_model(Everything), convert(nnx_model(Everything), X, strict=True)
 
 
+@nnx.jit
+def train(model, optimizer):
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(X) - 1) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
 def near(found, exact):
     np.testing.assert_allclose(found, exact, rtol=0, atol=0.15 * float(jnp.abs(exact).max()))
     assert not same_bits(found, exact)
@@ -206,14 +213,7 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
     for model, stored in zip(models, ("stored", "at each use"), strict=True):
         kind = Optimizer if stored == "stored" else nnx.Optimizer
         optimizer = kind(model, optax.sgd(0.1), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
-            optimizer.update(model, gradients)
-            return loss
-
-        results.append([float(step(model, optimizer)) for _ in range(3)])
+        results.append([float(train(model, optimizer)) for _ in range(3)])
         assert model.second.kernel is model.first.kernel
     np.testing.assert_allclose(*results, rtol=1e-2)
     assert results[0][2] < results[0][0]
@@ -247,14 +247,7 @@ def test_modules_that_are_no_pytrees_are_none_after_conversion(kind):
     with pytest.raises(TypeError, match="abstract array"):
         jax.jit(lambda model: model(X))(model)  # a pytree without leaves ran, with the parameters for constants
     optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(X) - 1) ** 2))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    losses = [float(step(model, optimizer)) for _ in range(5)]
+    losses = [float(train(model, optimizer)) for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
     assert same_bits(nnx.jit(lambda model: model(X))(model), model(X))
     assert not same_bits(model(X), plain(X))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -22,27 +23,27 @@ GFLOAT = {
 ROUND = {"even": "TiesToEven", "nearest": "TiesToAway", "zero": "TowardZero"}
 
 
+@pytest.fixture(scope="module")
+def gfloat():
+    pytest.importorskip("gfloat.formats", reason="gfloat is not installed")
+    return sys.modules["gfloat"]
+
+
 @pytest.mark.parametrize("roundmode", ROUND)
 @pytest.mark.parametrize("name", GFLOAT)
-def test_gfloat_rounds_the_same(name, roundmode):
-    gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
-    from gfloat import formats as infos
-
+def test_gfloat_rounds_the_same(gfloat, name, roundmode):
     line = np.array(number(name).number_line())
     x = np.concatenate([FINITE, ((line[1:] + line[:-1]) / 2).astype(np.float32)])
     mode = getattr(gfloat.RoundMode, ROUND[roundmode])
-    expected = gfloat.round_ndarray(getattr(infos, GFLOAT[name]), x.astype(np.float64), mode, sat=True)
+    expected = gfloat.round_ndarray(getattr(gfloat.formats, GFLOAT[name]), x.astype(np.float64), mode, sat=True)
     assert np.array_equal(np.asarray(quick(jnp.asarray(x), datatype(name), roundmode=roundmode)), expected)
 
 
 @pytest.mark.parametrize("roundmode", ROUND)
 @pytest.mark.parametrize("precision", range(1, 8))
-def test_gfloat_rounds_to_p3109_the_same(precision, roundmode):
+def test_gfloat_rounds_to_p3109_the_same(gfloat, precision, roundmode):
     """They agree, except with one bit of precision: a later draft moved its bias, and its ties go to the even code."""
-    gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
-    from gfloat import formats as infos
-
-    info = getattr(infos, "format_info_p3109", None)
+    info = getattr(gfloat.formats, "format_info_p3109", None)
     if info is None or "k" not in inspect.signature(info).parameters:
         pytest.skip("this gfloat has an older draft of P3109")
     ours, theirs = number(f"binary8p{precision}"), info(8, precision)
@@ -58,14 +59,11 @@ def test_gfloat_rounds_to_p3109_the_same(precision, roundmode):
 
 
 @pytest.mark.parametrize("name", ["mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2"])
-def test_gfloat_quantizes_blocks_the_same(name):
+def test_gfloat_quantizes_blocks_the_same(gfloat, name):
     """They agree, except for gfloat's log2 in floats, NaN, and E8M0 below its smallest value."""
-    gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
-    from gfloat import formats as infos
-
     made = getattr(formats, name)
     code = made.number.name.removesuffix("fn").removesuffix("f")
-    info = getattr(infos, f"format_info_mxfp{made.number.bits}_{code}")
+    info = getattr(gfloat.formats, f"format_info_mxfp{made.number.bits}_{code}")
     quantize = lambda block: gfloat.quantize_block(info, block.astype(np.float64), gfloat.compute_scale_amax)
     random = np.random.default_rng(0)
     x = (random.standard_normal((12, 32)) * 2.0 ** random.integers(-60, 60, (12, 1))).astype(np.float32)
@@ -73,8 +71,8 @@ def test_gfloat_quantizes_blocks_the_same(name):
     assert np.array_equal(np.stack([quantize(block) for block in x]), cast(jnp.asarray(x), made))
     edge = np.full((1, 32), np.nextafter(np.float64(8), 0))
     assert quantize(edge[0])[0] == 8 and float(cast(jnp.full((1, 32), np.nextafter(np.float32(8), 0)), made)[0, 0]) < 8
-    assert gfloat.round_float(infos.format_info_ocp_e8m0, 0.0) == 0
-    assert gfloat.round_float(infos.format_info_ocp_e8m0, 1.25 * 2.0**-127) == 2.0**-127
+    assert gfloat.round_float(gfloat.formats.format_info_ocp_e8m0, 0.0) == 0
+    assert gfloat.round_float(gfloat.formats.format_info_ocp_e8m0, 1.25 * 2.0**-127) == 2.0**-127
     x[1, 0] = np.nan
     ours = np.asarray(cast(jnp.asarray(x), made))[1]
     if made.number.has_nan:

@@ -36,9 +36,8 @@ def refused_or_read(run, *, types=()):
         return run()
     except (ValueError, *types) as error:
         message = f"{type(error).__name__}: {error}"
-    assert types or re.search(r" (use|give|not|neither|read|pass|pack|drop|add|restore|needs|has|take) ", message), (
-        message
-    )
+    words = " (use|give|not|neither|read|pass|pack|drop|add|restore|needs|has|take) "
+    assert types or re.search(words, message), message
     return None
 
 

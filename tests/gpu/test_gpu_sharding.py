@@ -9,23 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.sharding import state_shardings
+from tests.helpers import mesh_of
 
 pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 512, 1024
 SPECS = {"layers_0": {"kernel": P("fsdp")}, "layers_2": {"kernel": P("fsdp")}}
-
-
-@functools.cache
-def mesh(devices):
-    if len(jax.devices()) < devices:
-        pytest.skip(f"needs {devices} GPUs, and this machine has {len(jax.devices())}")
-    return jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def train(recipe, weights, devices):
@@ -53,11 +47,12 @@ def train(recipe, weights, devices):
         updates, opt_state = tx.update(dparams, state[1], state[0])
         return (tcfp_jax.apply_updates(state[0], updates), opt_state), (loss, dparams)
 
-    at = jax.tree.map(functools.partial(NamedSharding, mesh(devices)), SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
-    with jax.set_mesh(mesh(devices)):
+    mesh = mesh_of(devices, names=("fsdp",))
+    at = jax.tree.map(functools.partial(NamedSharding, mesh), SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
+    with jax.set_mesh(mesh):
         shardings = state_shardings(at, jax.eval_shape(init, jax.random.key(2)))
         state = jax.jit(init, out_shardings=shardings)(jax.random.key(2))
-        x = jax.device_put(x, NamedSharding(mesh(devices), P("fsdp")))
+        x = jax.device_put(x, NamedSharding(mesh, P("fsdp")))
         step = jax.jit(step, out_shardings=(shardings, None), donate_argnums=0)
         first = bytes_of(state)
         state, (loss, dparams) = step(state, x)

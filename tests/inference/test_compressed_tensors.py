@@ -106,9 +106,8 @@ def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
         served = model.apply(from_huggingface(found, CONFIG), TOKENS)
         np.testing.assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())
     other = Llama(CONFIG, "float32").apply({"params": llama}, TOKENS)
-    assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(
-        scaling, Fp4
-    )  # the weights are quantized indeed
+    # The weights are quantized indeed.
+    assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(scaling, Fp4)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])

@@ -68,8 +68,6 @@ def test_fp4_dense_refuses_recipes_that_pack_nothing(name, words):
     assert linen.Fp4Dense(6, recipe=recipe("mxfp4")).clone().recipe == recipe("mxfp4")
 
 
-# A model --------------------------------------------------------------------------------------------------------------
-
 TINY = GPTConfig(layers=1, width=32, heads=2, context=8)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 256, (2, 8)), jnp.int32)
 
@@ -98,13 +96,9 @@ def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
     exact = run({"params": params}, TOKENS)
     assert float(jnp.abs(expected - exact).max()) > 0.02 * largest  # so the comparison tells one from the other
     packed = sum(leaf.nbytes for leaf in jax.tree.leaves(served["tcfp"]))
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)) - sum(
-        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(served["params"])
-    )
+    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    count = size(params) - size(served["params"])
     assert packed * 8 / count < 4.5 + 32 * 4 / count + 1e-9
-
-
-# LoRA -----------------------------------------------------------------------------------------------------------------
 
 
 def trained(step, state, rounds=5):

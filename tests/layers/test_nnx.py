@@ -10,7 +10,7 @@ from flax import nnx as flax_nnx
 import tcfp_jax
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
 from tcfp_jax.nnx import Optimizer, TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
-from tests.helpers import nnx_model, same_bits
+from tests.helpers import MLP, nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
@@ -136,38 +136,6 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
         to_bf16(model, "blocks")
 
 
-class Stack(flax_nnx.Module):
-    """Layers with stacked parameters, run by `nnx.scan`."""
-
-    def __init__(self, rngs):
-        make = flax_nnx.vmap(lambda rngs: flax_nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=0)
-        self.layers = make(rngs.split(2))
-
-    def __call__(self, x):
-        return flax_nnx.scan(
-            lambda x, layer: flax_nnx.tanh(layer(x)), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry
-        )(x, self.layers)
-
-
-def test_stacked_layers_read_their_own_state():
-    model = convert_to_tcfp(nnx_model(Stack), "tcfp12", X, include=ALL, strict=True)
-    weights = find_weights(model)
-    assert weights["layers/kernel"].layout.stack == (0,)
-    fresh = forward(model, X)
-    optimizer = Optimizer(model, tcfp_jax.error_feedback(weights))
-    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
-    optimizer.opt_state.weights["layers"]["kernel"].forward.scale[...] *= 2  # it is the stored weights that multiply
-    assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
-
-
-class MLP(flax_nnx.Module):
-    def __init__(self, rngs, linear=flax_nnx.Linear):
-        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(flax_nnx.relu(self.up(x)))
-
-
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.optimized("slow")
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
@@ -197,19 +165,18 @@ def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
 
 
 def test_bad_input():
-    layer = TCFPLinear(16, 8, rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="precision"):
-        TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="unknown"):
-        TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match="find_weights needs sample inputs"):
-        Optimizer(layer, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="not converted"):
-        Optimizer(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="no low-precision layer"):
-        export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="not converted"):
-        survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+    rngs, sgd = flax_nnx.Rngs(0), optax.sgd(0.1)
+    layer, plain = TCFPLinear(16, 8, rngs=rngs), flax_nnx.Linear(2, 2, rngs=rngs)
+    for message, call in (
+        ("precision", lambda: TCFPLinear(16, 8, precision="highest", rngs=rngs)),
+        ("unknown", lambda: TCFPLinear(16, 8, recipe="tcfp13", rngs=rngs)),
+        ("find_weights needs sample inputs", lambda: Optimizer(layer, sgd)),
+        ("not converted", lambda: Optimizer(plain, sgd)),
+        ("no low-precision layer", lambda: export(plain)),
+        ("not converted", lambda: survey(plain)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.slow_except("32")
@@ -217,22 +184,17 @@ def test_bad_input():
 def test_blocks_keep_their_size_on_narrow_layers(block):
     """A layer as narrow as a block has as many scales with one block size as with another."""
     recipe = tcfp_jax.recipe("blockwise", block=block)
-    model = nnx_model(lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs))
+    make = lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs)
+    model, without_state = nnx_model(make), nnx_model(make)
     x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 64)), jnp.float32)
     fresh = forward(model, x)
     optimizer = Optimizer(model, tcfp_jax.error_feedback(recipe))
     assert same_bits(forward(model, x), fresh)
     before = jax.tree.structure(flax_nnx.state((model, optimizer)))
     train(model, optimizer, x)
-    assert same_bits(forward(model, x), forward(without_state(model, recipe), x))
+    flax_nnx.update(without_state, flax_nnx.state(model, flax_nnx.Param))
+    assert same_bits(forward(model, x), forward(without_state, x))
     assert jax.tree.structure(flax_nnx.state((model, optimizer))) == before
-
-
-def without_state(model, recipe):
-    """A layer with the parameters of another one, and no state."""
-    layer = nnx_model(lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs))
-    flax_nnx.update(layer, flax_nnx.state(model, flax_nnx.Param))
-    return layer
 
 
 class Shared(flax_nnx.Module):

@@ -117,8 +117,6 @@ def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
         RunDirectory(tmp_path / "run", other, "digest", resume="allowed")
 
 
-# Two processes ------------------------------------------------------------------------------------------------------
-
 ARGUMENTS = (
     "--model=micro-llama", "--recipe=tcfp12", "--compare=none", "--batch=8", "--sequence=16", "--steps-per-call=2",
     "--heldout-windows=8", "--corpus-bytes=200000",
@@ -175,7 +173,7 @@ def restored_on(mesh, out, config):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_and_one_continues(tmp_path):
+def test_two_processes_train_as_one_and_one_continues(tmp_path, monkeypatch):
     """SLURM starts them: the first process writes and prints, and the losses equal those of one device."""
     out = tmp_path / "run"
     two = start_two(out, "--mesh=data=2,fsdp=2", "--steps=6", "--checkpoint-every=2", launcher="SLURM")
@@ -189,22 +187,19 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path):
     assert json.loads((out / "summary.json").read_text())["run"]["heldout_loss"] > 0
 
     # One process goes on, on one device and on eight.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LLAMAS, "micro-llama", MICRO)
-        config = dataclasses.replace(FLOAT, model="micro-llama")
-        mesh = make_mesh(parse_mesh(MESHES["float"]))
-        states = [restored_on(place, out, config) for place in (None, mesh)]
-        assert same_bits(*states) and int(states[0].step) == 6
-    (_, losses), (_, on_eight) = (
-        trained(FLOAT, place, state) for place, state in zip((None, mesh), states, strict=True)
-    )
+    monkeypatch.setitem(LLAMAS, "micro-llama", MICRO)
+    config = dataclasses.replace(FLOAT, model="micro-llama")
+    places = None, make_mesh(parse_mesh(MESHES["float"]))
+    states = [restored_on(place, out, config) for place in places]
+    assert same_bits(*states) and int(states[0].step) == 6
+    (_, losses), (_, on_eight) = map(functools.partial(trained, FLOAT), places, states)
     np.testing.assert_allclose(on_eight[:2], losses[:2], rtol=1e-4)
     assert losses[0] < expected[0] - 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "by"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "silent"])
-def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, lost, by):
+def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, monkeypatch, lost, by):
     """A process is lost within a save: a killed one closes its connections, a silent one is noticed later."""
     out = tmp_path / "run"
     two = start_two(
@@ -224,10 +219,8 @@ def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, l
     status, _, errors = found[1 - lost]
     assert status not in (0, -signal.SIGKILL)
     assert re.search("another process was lost|JAX distributed service detected fatal errors", errors), errors
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LLAMAS, "micro-llama", MICRO)
-        config = dataclasses.replace(FLOAT, model="micro-llama", recipe="bf16", steps=10000)
-        state = restored_on(None, out, config)
+    monkeypatch.setitem(LLAMAS, "micro-llama", MICRO)
+    state = restored_on(None, out, dataclasses.replace(FLOAT, model="micro-llama", recipe="bf16", steps=10000))
     assert int(state.step) >= 2 and int(state.step) % 2 == 0 and len(losses_of(out)) == int(state.step)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
@@ -251,8 +244,6 @@ def test_what_one_process_lacks_ends_both(tmp_path):
     assert "process 1 of 2 cannot go on: FileNotFoundError: data" in errors and "does not exist" in other_errors
     assert not (tmp_path / "run").exists()
 
-
-# Launchers ----------------------------------------------------------------------------------------------------------
 
 SLURM = dict(
     SLURM_JOB_ID="7", SLURM_STEP_NODELIST="node[1-2]", SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_LOCALID="0"
@@ -306,9 +297,6 @@ def test_what_cannot_be_started_is_named(monkeypatch, started, environment, argu
     assert not started
 
 
-# Meshes ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -360,10 +348,8 @@ def test_every_parameter_has_its_place(model):
 
 
 def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
-    table, tokens = (
-        jax.random.normal(jax.random.key(0), (512, 64)),
-        jax.random.randint(jax.random.key(1), (8, 4), 0, 512),
-    )
+    table = jax.random.normal(jax.random.key(0), (512, 64))
+    tokens = jax.random.randint(jax.random.key(1), (8, 4), 0, 512)
     weights = jax.random.normal(jax.random.key(2), (8, 4, 64))
     loss = lambda table, look: (weights * look(table)).sum()
     exact = jax.value_and_grad(loss)(table, lambda table: table[tokens].astype(jnp.bfloat16))
@@ -383,10 +369,8 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
 
 
 def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
-    table, tokens = (
-        jax.random.normal(jax.random.key(0), (512, 64)),
-        jax.random.randint(jax.random.key(1), (8, 4), 0, 512),
-    )
+    table = jax.random.normal(jax.random.key(0), (512, 64))
+    tokens = jax.random.randint(jax.random.key(1), (8, 4), 0, 512)
     low = tcfp_jax.transform(
         lambda params, tokens: looked_up(params["e"], tokens, jnp.bfloat16), "tcfp12_single", include="embed"
     )

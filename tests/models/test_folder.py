@@ -138,21 +138,14 @@ def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
     other = state_of(0)._replace(params={"kernel": jnp.ones((3, 3)), "more": jnp.ones(2)})
     wrote = rf"tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} wrote it, tcfp_jax "
     for message in (wrote, "unknown versions wrote it"):
-        with (
-            opened(run) as directory,
-            pytest.raises(ValueError, match="has not changed, but does not hold .*" + message),
-        ):
+        whole = "has not changed, but does not hold .*" + message
+        with opened(run) as directory, pytest.raises(ValueError, match=whole):
             directory.restore(other)
         # A checkpoint of before has digests alone.
         (run / "checkpoints/5" / VERSION_FILE).unlink(missing_ok=True)
-        write_json(
-            run / "checkpoints/5" / DIGESTS_FILE,
-            {
-                name: digest
-                for name, digest in json.loads((run / "checkpoints/5" / DIGESTS_FILE).read_text()).items()
-                if name != VERSION_FILE
-            },
-        )
+        path = run / "checkpoints/5" / DIGESTS_FILE
+        digests = json.loads(path.read_text())
+        write_json(path, {name: digest for name, digest in digests.items() if name != VERSION_FILE})
 
 
 LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)]

@@ -12,7 +12,7 @@ from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
 from models.mlp import MLP
 from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files
-from tests.helpers import variables_of
+from tests.helpers import same_bits, variables_of
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
 
@@ -108,9 +108,7 @@ def test_gpt_is_causal():
 def test_parameters_do_not_depend_on_the_recipe():
     tokens = jnp.zeros((1, 16), jnp.int32)
     trees = [jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens) for name in ("bf16", "tcfp12", None)]
-    for tree in trees[1:]:
-        assert jax.tree.structure(trees[0]) == jax.tree.structure(tree)
-        assert jax.tree.all(jax.tree.map(jnp.array_equal, trees[0], tree))
+    assert all(same_bits(trees[0], tree) for tree in trees[1:])
 
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))])
@@ -136,7 +134,7 @@ def test_byte_embedding_is_nn_embed():
     assert jax.tree.all(jax.tree.map(jnp.allclose, total(ours), total(flax)))
 
 
-def test_gpt_names_what_is_wrong():
+def test_models_name_what_is_wrong():
     with pytest.raises(ValueError, match="heads=3 does not divide width=32"):
         GPTConfig(layers=1, width=32, heads=3, context=8)
     with pytest.raises(ValueError, match="vocabulary=100"):
@@ -151,6 +149,8 @@ def test_gpt_names_what_is_wrong():
         GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
         GPT(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+    with pytest.raises(ValueError, match="names no layer"):
+        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 @pytest.mark.gpu
@@ -182,11 +182,6 @@ def test_mlp_learns_a_separable_task(recipe):
 
     losses = losses_of_steps(params)
     assert losses[-1] < losses[0] / 3
-
-
-def test_mlp_needs_a_layer():
-    with pytest.raises(ValueError, match="names no layer"):
-        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 def test_plot_is_a_png(tmp_path):

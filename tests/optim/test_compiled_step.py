@@ -95,9 +95,8 @@ def test_a_step_of_a_tied_table_holds_no_float_table_but_its_gradient():
     floats, ids = {"embed": jnp.ones((rows, width))}, jnp.zeros(2048, jnp.int32)
 
     def init():
-        params = tcfp_jax.store(
-            floats, find_weights(low, floats, ids), key=jax.random.key(0), gradient_dtype=jnp.bfloat16
-        )
+        weights = find_weights(low, floats, ids)
+        params = tcfp_jax.store(floats, weights, key=jax.random.key(0), gradient_dtype=jnp.bfloat16)
         return params, tx.init(params)
 
     def step(params, state, ids):

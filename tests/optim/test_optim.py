@@ -1,6 +1,5 @@
 """The optimizer's state: what error feedback converges to, under every optax wrapper, and delayed scaling."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -12,6 +11,7 @@ import pytest
 
 import tcfp_jax
 from tcfp_jax.weights.stored import Stored, quantize_weight
+from tests.helpers import same_bits, unwatched
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 W = jax.random.normal(jax.random.key(0), (64, 32)) * 0.02
@@ -27,11 +27,6 @@ def decibels(x, y):
 
 def stored(state):
     return tcfp_jax.layer_state(state)["dense"]["kernel"]
-
-
-def same(a, b):
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
 @pytest.mark.parametrize("name", ["tcfp12", "tensorwise"])
@@ -118,7 +113,7 @@ def test_state_follows_the_weights_under_every_wrapper(tx):
         params = optax.apply_updates(params, updates)
     kernel = params["dense"]["kernel"]
     assert set(tcfp_jax.layer_state(state)) == {"dense"} and isinstance(stored(state), Stored)
-    assert not same(stored(state).backward.hi, first.backward.hi)
+    assert not same_bits(stored(state).backward.hi, first.backward.hi)
     assert float(decibels(kernel, stored(state).dequantize())) > 50
 
 
@@ -155,8 +150,8 @@ def test_stack_of_layers_has_a_scale_each():
     stacked = tcfp_jax.layer_state(state)["kernel"]
     alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
     assert stacked.forward.scale.shape == stacked.backward.scale.shape == stacked.stack == (3,)
-    stacked = dataclasses.replace(stacked, sample=None)  # weights that were quantized alone have none
-    assert same(stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+    # Weights that were quantized alone have no samples.
+    assert same_bits(unwatched(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
 def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
@@ -168,8 +163,8 @@ def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
         return states
 
     one, again, other = run(1), run(1), run(2)
-    assert same(one, again) and not same(stored(one[0]), stored(other[0]))
-    assert not any(same(stored(a).backward.lo, stored(b).backward.lo) for a, b in itertools.pairwise(one))
+    assert same_bits(one, again) and not same_bits(stored(one[0]), stored(other[0]))
+    assert not any(same_bits(stored(a).backward.lo, stored(b).backward.lo) for a, b in itertools.pairwise(one))
     assert not jax.tree.leaves(one[0].errors)
 
 
@@ -204,23 +199,19 @@ def test_bfloat16_parameters_and_bf16_recipe():
 
 def test_bad_calls_raise():
     make = functools.partial(tcfp_jax.error_feedback, "tcfp12")
-    with pytest.raises(ValueError, match="opt_state, params"):
-        make().update(GRADIENTS, make().init(PARAMS))
-    with pytest.raises(ValueError, match="found no weight"):
-        make().init({"scale": jnp.ones(3)})
-    with pytest.raises(ValueError, match="error_dtype=float16"):
-        make(error_dtype="float16")
-    for recipe in ("tensorwise", "bf16"):
-        with pytest.raises(ValueError, match="no error is kept; leave error_dtype"):
-            tcfp_jax.error_feedback(recipe, error_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"key=jax.random.key"):
-        tcfp_jax.error_feedback(STOCHASTIC)
-    with pytest.raises(ValueError, match="drop the key"):
-        make(key=jax.random.key(0))
-    with pytest.raises(ValueError, match="two axes"):
-        make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS)
-    with pytest.raises(ValueError, match="two error_feedback"):
-        tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS))
+    for message, call in (
+        ("opt_state, params", lambda: make().update(GRADIENTS, make().init(PARAMS))),
+        ("found no weight", lambda: make().init({"scale": jnp.ones(3)})),
+        ("error_dtype=float16", lambda: make(error_dtype="float16")),
+        ("no error is kept; leave error_dtype", lambda: tcfp_jax.error_feedback("tensorwise", error_dtype="bfloat16")),
+        ("no error is kept; leave error_dtype", lambda: tcfp_jax.error_feedback("bf16", error_dtype="bfloat16")),
+        (r"key=jax.random.key", lambda: tcfp_jax.error_feedback(STOCHASTIC)),
+        ("drop the key", lambda: make(key=jax.random.key(0))),
+        ("two axes", lambda: make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS)),
+        ("two error_feedback", lambda: tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("kernel", [jnp.zeros((32, 16)), jnp.zeros((32, 16)).at[:16].set(1.0)], ids=["all", "blocks"])

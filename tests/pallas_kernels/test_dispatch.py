@@ -1,7 +1,6 @@
 """The choice of an implementation, the reasons against the others, and the record of both."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +105,8 @@ def test_a_hopper_gpu_with_an_old_jax_warns_once(monkeypatch):
     judged = lambda: judge(matmul.IMPLEMENTATIONS[Tensor], None, Product(), x, x, None)
     monkeypatch.setattr(plan, "SMALLEST_JAX", (99, 0))
     plan._warn_of_old_jax.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
-        assert "older than 0.11" in judged()[0].reason
+    monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+    assert "older than 0.11" in judged()[0].reason  # a warning would be an error
     monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.warns(UserWarning, match="NVIDIA H100 80GB HBM3 runs without .* need jax 0.11 or newer") as caught:
         assert "older than 0.11" in judged()[0].reason and judged()[-1].reason is None
@@ -124,8 +121,6 @@ def test_calls_are_recorded_with_what_they_are_for():
     assert calls[0].operands == "bfloat16[24, 16]" and calls[0].chosen.backend == "xla"
     assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[1].reason
 
-
-# Traced products -----------------------------------------------------------------------------------------------------
 
 M, K, N = 24, 32, 16
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import numerics
+from tests.formats_oracles import EVERY_BFLOAT16, same
 
 FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 ROUNDED = FORMATS | {"float8_e3m4": ml_dtypes.float8_e3m4}  # errors of weights have it, and no product reads it
 every_format = pytest.mark.parametrize("dtype", FORMATS)
-EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 
 
 def oracle(x, dtype):
@@ -22,11 +22,6 @@ def oracle(x, dtype):
     x = np.asarray(x, np.float32)
     finite = np.where(np.isfinite(x), x, np.float32(0))
     return np.where(np.isfinite(x), np.clip(finite, -limit, limit).astype(ROUNDED[dtype]).astype(np.float32), np.nan)
-
-
-def same(a, b):
-    a, b = (np.asarray(v, np.float32) for v in (a, b))
-    return np.array_equal(a, b, equal_nan=True) and not np.any((np.signbit(a) != np.signbit(b)) & ~np.isnan(a))
 
 
 @every_format
@@ -73,9 +68,8 @@ def test_divide_is_correctly_rounded():
 def test_every_e8m0_code():
     codes = np.arange(256, dtype=np.uint8)
     decoded = np.asarray(numerics.decode_e8m0(jnp.asarray(codes.view(ml_dtypes.float8_e8m0fnu))))
-    assert np.array_equal(
-        decoded.view(np.uint32)[:255], np.ldexp(np.float32(1), codes[:255].astype(int) - 127).view(np.uint32)
-    )
+    expected = np.ldexp(np.float32(1), codes[:255].astype(int) - 127)
+    assert np.array_equal(decoded.view(np.uint32)[:255], expected.view(np.uint32))
     assert np.isnan(decoded[255])
     again = np.asarray(numerics.encode_e8m0(jnp.asarray(decoded[1:]))).view(np.uint8)
     assert np.array_equal(again, codes[1:])
@@ -87,12 +81,8 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     grid = np.concatenate([[0.0, 2.0**-20, 2.0**-10, 3e-4], np.geomspace(2.0**-17, limit, 60)]).astype(np.float32)
     x = np.concatenate([grid, -grid])[:, None]
     bits = jax.random.bits(jax.random.key(0), (x.size, draws))
-    got = np.asarray(
-        jax.jit(numerics.stochastic_round_to, static_argnums=1)(
-            jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits
-        ),
-        np.float64,
-    )
+    rounded = jax.jit(numerics.stochastic_round_to, static_argnums=1)
+    got = np.asarray(rounded(jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits), np.float64)
     codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype]).astype(np.float64)
     values = np.unique(codes[np.isfinite(codes)])
     lower = values[np.searchsorted(values, x[:, 0], side="right") - 1]

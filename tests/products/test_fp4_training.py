@@ -109,9 +109,8 @@ def test_rounding_gradients_to_nearest_would_be_biased():  # the control
     _, w, g = operands(32, 32, 32)
     w_q = quantize_values(w, None).dequantize().T
     want = g @ w_q
-    assert float(jnp.linalg.norm(quantize_values(g, -1).dequantize() @ w_q - want)) > 0.05 * float(
-        jnp.linalg.norm(want)
-    )
+    bias = quantize_values(g, -1).dequantize() @ w_q - want
+    assert float(jnp.linalg.norm(bias)) > 0.05 * float(jnp.linalg.norm(want))
 
 
 def test_without_a_key_there_is_a_forward_pass_and_no_gradient():
@@ -167,8 +166,7 @@ def test_in_shard_map_each_device_has_the_products_of_its_tokens():
 
 
 def test_layers_take_keys_from_rngs():
-    x = operands(32, 32, 32)[0]
-    how = FORWARD_IN_BF16
+    x, how = operands(32, 32, 32)[0], FORWARD_IN_BF16
     model = nn.Sequential([TCFPDense(32, recipe=how), TCFPDense(32, recipe=how)])
     variables = variables_of(model, x)
     loss = lambda v, key: jnp.square(model.apply(v, x, rngs={"tcfp": key})).sum()

@@ -202,13 +202,10 @@ def _merge(taints: Iterable[Taint]) -> Taint:
 
 
 def _enter(body: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
-    consts = [Taint()] * len(getattr(body, "consts", ()))
     jaxpr = getattr(body, "jaxpr", body)
-    if not hasattr(body, "consts"):
-        consts = [Taint()] * len(jaxpr.constvars)
     # A call counts in the same place whether it is inlined or not.
     shown = inside[:-1] if inside[-1] in ("jit", "pjit", "closed_call", "core_call") else inside
-    return _walk(jaxpr, consts, taints, shown, note)
+    return _walk(jaxpr, [Taint()] * len(jaxpr.constvars), taints, shown, note)
 
 
 def _settle(step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint], note: Note) -> list[Taint]:

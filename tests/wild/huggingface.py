@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from tests.wild.made import BATCH, LENGTH, VOCABULARY, WIDTH, Made, floats, linen_made, subject, tokens
 
 POSITIONS = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+ONES = jnp.ones((BATCH, LENGTH), jnp.int32)
 first = lambda output: output[0]
 
 # transformers cuts its table of rotations at the number of positions: 32, twice the width of a head, at least.
@@ -22,7 +23,7 @@ def decoder(name: str, config: Any, dtype: Any = jnp.float32) -> Made:
     import transformers
 
     made = getattr(transformers, f"Flax{name}ForCausalLM")(config, dtype=dtype, _do_init=False)
-    return linen_made(made.module, tokens(), jnp.ones((BATCH, LENGTH), jnp.int32), POSITIONS, select=first)
+    return linen_made(made.module, tokens(), ONES, POSITIONS, select=first)
 
 
 @subject("transformers llama", "linen", (15, 15), "transformers", rate=1e-3)
@@ -57,7 +58,7 @@ def gpt2() -> Made:
 
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2)
     model = FlaxGPT2LMHeadModel(config, _do_init=False)
-    return linen_made(model.module, tokens(), jnp.ones((BATCH, LENGTH), jnp.int32), POSITIONS, select=first)
+    return linen_made(model.module, tokens(), ONES, POSITIONS, select=first)
 
 
 @subject("transformers bert", "linen", (14, 14), "transformers", rate=1e-3)
@@ -65,8 +66,7 @@ def bert() -> Made:
     from transformers import BertConfig, FlaxBertForMaskedLM
 
     model = FlaxBertForMaskedLM(BertConfig(**TEXT), _do_init=False)
-    ones = jnp.ones((BATCH, LENGTH), jnp.int32)
-    return linen_made(model.module, tokens(), ones, ones - 1, POSITIONS, None, select=first)
+    return linen_made(model.module, tokens(), ONES, ONES - 1, POSITIONS, None, select=first)
 
 
 @subject("transformers bart", "linen", (17, 17), "transformers")
@@ -78,8 +78,7 @@ def bart() -> Made:
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
     )  # fmt: skip
     model = FlaxBartForConditionalGeneration(config, _do_init=False)
-    ones = jnp.ones((BATCH, LENGTH), jnp.int32)
-    return linen_made(model.module, tokens(), ones, tokens(), ones, POSITIONS, POSITIONS, select=first)
+    return linen_made(model.module, tokens(), ONES, tokens(), ONES, POSITIONS, POSITIONS, select=first)
 
 
 @subject("transformers vit", "linen", (13, 14), "transformers", rate=1e-3)
@@ -100,7 +99,7 @@ def clip() -> Made:
     )  # fmt: skip
     model = FlaxCLIPModel(config, _do_init=False)
     embeddings = lambda output: jnp.concatenate([output.text_embeds, output.image_embeds])
-    inputs = (tokens(), floats(BATCH, 8, 8, 3), jnp.ones((BATCH, LENGTH), jnp.int32), POSITIONS)
+    inputs = (tokens(), floats(BATCH, 8, 8, 3), ONES, POSITIONS)
     return linen_made(model.module, *inputs, select=embeddings)
 
 
@@ -114,5 +113,4 @@ def whisper() -> Made:
         max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = FlaxWhisperForConditionalGeneration(config, _do_init=False)
-    ones = jnp.ones((BATCH, LENGTH), jnp.int32)
-    return linen_made(model.module, floats(BATCH, 8, 16), tokens(), ones, POSITIONS, select=first)
+    return linen_made(model.module, floats(BATCH, 8, 16), tokens(), ONES, POSITIONS, select=first)
