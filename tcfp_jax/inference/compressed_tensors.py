@@ -83,9 +83,7 @@ def save_compressed(
         raise ValueError(f'activations={activations!r} is unknown; use "bfloat16" or "float8"')
     weights = {n.removesuffix(".weight"): _matrix(n, t) for n, t in tensors.items() if isinstance(t, Operand | Stored)}
     if others := [n for n, t in tensors.items() if not isinstance(t, Operand | Stored) and not hasattr(t, "ndim")]:
-        raise TypeError(
-            f"{others[0]} is a {type(tensors[others[0]]).__name__}; pass its dequantized array, or an Operand"
-        )
+        raise TypeError(f"{others[0]} is a {type(tensors[others[0]]).__name__}; pass an Operand, or its array")
     if not weights:
         raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, such as quantize_together returns")
     if both := sorted(set(weights) & set(ignore)):

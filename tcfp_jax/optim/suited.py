@@ -44,7 +44,8 @@ def suited(
     if stored:
         return on_stored(tx)
     # Biases or adapters alone have nothing to feed back to.
-    return _fed_back(tx, found) if set(found := weights()) & set(leaves(params)) else tx
+    kernels, trained = weights(), set(leaves(params))
+    return _fed_back(tx, kernels) if trained & set(kernels) or not trained else tx
 
 
 def _fed_back(

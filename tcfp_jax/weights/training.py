@@ -115,8 +115,7 @@ class Training:
         kept = {"stochastic": self.rounding, "feedback": self.error}
         if any((array is not None) != (self.remainder == remainder) for remainder, array in kept.items()):
             raise ValueError(
-                f"{name} has remainder={self.remainder!r}, but a checkpoint of another was restored into it; restore "
-                "into store(..., remainder=) as it was saved, then store(dequantize(params), ...)"
+                f"{name} has remainder={self.remainder!r}, but arrays of another: restore a checkpoint as it was saved"
             )
         state = (self.amax, self.rounding, self.sample)
         for array, dtype in [(rows.values, form.dtype), (rows.lo, form.dtype), *((x, jnp.float32) for x in state)]:

@@ -59,7 +59,7 @@ def test_names_and_axes():
     )
     with pytest.raises(ValueError, match=r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"):
         formats.cast(x, "mxfp4e3")
-    with pytest.raises(ValueError, match=r"dim=2 is not an axis"):
+    with pytest.raises(ValueError, match=r"axis=2 is not an axis"):
         formats.cast(x, "mxfp4e2", axis=2)
     with pytest.raises(ValueError, match=r"scalemode='floor' is unknown; .* is \"max\""):
         formats.cast(x, "mxfp4e2", scalemode="floor")

@@ -101,6 +101,6 @@ def test_nnx_optimizer_of_some_parameters():
     losses = [float(train(model, optimizer, x)) for _ in range(5)]
     assert losses[-1] < losses[0]
     current(stored_weights(model)["head/kernel"], model.head.kernel[...])
-    # What sees none of the weights, as an optimizer of LoRA's matrices does.
+    # What sees no parameter at all, as an optimizer of the matrices of a LoRA that the model lacks does.
     with pytest.raises(ValueError, match=r"none of the 2 weights.*LoRA"):
         Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
