@@ -148,12 +148,10 @@ def diagnose(
         params = inputs[0] if params is None else params
     values = {} if params is None else paths.leaves(params)
     kernels = {path: leaf for path, leaf in values.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
-    if kernels and not set(kernels) & {
-        record.weight_path for record in (*found.report.converted, *found.report.skipped)
-    }:
-        raise ValueError(f'params have {min(kernels)}, and no kernel of the model; pass variables["params"]')
     usual = policy(recipe, include="measured")
     records, named = (*found.report.converted, *found.report.skipped), named_recipe(recipe)
+    if wrapped := {f"params/{record.weight_path}" for record in records} & set(kernels):
+        raise ValueError(f'params have {min(wrapped)}, as variables do; pass variables["params"]')
     lines = tuple(_line(record, usual, kernels.get(record.weight_path)) for record in records)
     diagnosis = Diagnosis(named, lines, next((size for size, speed in _points(named) if speed >= WORTHWHILE), None))
     print(diagnosis)

@@ -32,6 +32,8 @@ class Model(nn.Module):
 def test_diagnose_says_what_would_happen(capsys):
     params = variables_of(Model(), X)["params"]
     found = diagnose(Model(), X, recipe="tcfp12_fast", params=params)
+    with pytest.raises(ValueError, match=r'pass variables\["params"\]'):
+        diagnose(Model(), X, recipe="tcfp12_fast", params={"params": params})
     text = capsys.readouterr().out
     assert str(found) in text and "total, eligible" in text
     lines = {line.path: line for line in found.lines}
