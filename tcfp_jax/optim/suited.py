@@ -24,8 +24,8 @@ def suited(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation for these parameters: through `on_stored` if they are stored, or with error feedback.
 
-    One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps `error_feedback` already, or trains none of the
-    kernels does not change. `weights` returns the mapping of `find_weights`; it is called for float parameters only.
+    One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps `error_feedback` already, or trains no
+    kernel does not change. `weights` returns the mapping of `find_weights`; it is called for float parameters only.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.optim.stored import store
