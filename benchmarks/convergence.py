@@ -50,7 +50,7 @@ from benchmarks.forks import (
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.variants import BASELINE, GROUPS, RERUN, VARIANTS, chosen_of, fake_quantized
 from models.batches import check_corpus
-from models.data import load_data
+from models.data import IDS_SUFFIX, load_data
 from models.families import ModelConfig, model_config, model_names
 from models.gpt import GPTConfig
 from models.llama import LLAMAS, LlamaConfig
@@ -168,8 +168,18 @@ def joined(config: Config, rows: list[Row]) -> list[Row]:
 
 @functools.lru_cache(maxsize=2)
 def _corpus(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> Corpus:
+    if data[:1] and data[0].endswith(IDS_SUFFIX):
+        return _encoded(data)
     text = load_data(data, byte_limit=byte_limit) if data else load_installed(byte_limit=byte_limit)
     return text if tokens == "bytes" else tokenized(text, read_tokenizer(OWN))
+
+
+def _encoded(data: tuple[str, ...]) -> Corpus:
+    """Return ids that `models.tokens --encode` wrote, with the bytes of some of them for each token."""
+    tokenizer = read_tokenizer(OWN)
+    corpus = load_data(data, vocabulary=tokenizer.size)
+    some = corpus.heldout[: 2**20].tolist()
+    return dataclasses.replace(corpus, bytes_per_token=len(tokenizer.decode(some).encode()) / max(1, len(some)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -198,7 +208,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own = f"of {', '.join(model_names())}, or 12x768, 12 layers of width 768 in heads of 64: a GPT, of ids a Llama"
     usual = f"{_USUAL_MODEL['fork']} to fork, {_USUAL_MODEL['scratch']} from scratch"
     add("--model", default=None, help=f"{own} (default: {usual})")
-    add("--data", nargs="+", default=[], metavar="PATH", help="text (default: installed Python sources)")
+    add("--data", nargs="+", default=[], metavar="PATH", help="text, or one .npy of ids (default: installed Python)")
     add("--tokens", choices=get_args(Tokens), default="bytes", help="bpe: 32768 ids of a Llama (default: bytes)")
     add("--seeds", type=count, default=3, help="how many bases, or pairs of runs (default: 3)")
     add("--first-seed", type=int, default=0, help="(default: 0)")
@@ -290,6 +300,8 @@ def configure(options: argparse.Namespace) -> Config:
         )
     model = options.model or _USUAL_MODEL[options.protocol]
     size = size_of(model, options.tokens)
+    if options.tokens == "bytes" and (ids := [path for path in options.data if path.endswith(IDS_SUFFIX)]):
+        raise ValueError(f"--data {ids[0]} holds ids, but --tokens is bytes; add --tokens bpe")
     if options.tokens == "bpe" and not isinstance(size, LlamaConfig):
         raise ValueError(f"--tokens bpe with --model {model}, which reads bytes; use one of {list(LLAMAS)} or 6x640")
     if not isinstance(size, GPTConfig) and set(names) & {"fake_quantization"}:
@@ -314,6 +326,7 @@ def configure(options: argparse.Namespace) -> Config:
         given = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
         config = Config(
             model, with_tokens(size, options.tokens), sequence=min(Config.sequence, size.context),
+            text_bytes=2**40 if options.data else Config.text_bytes,
             steps_per_call=options.steps_per_call, **{**own, **given},
         )  # fmt: skip
     if jax.default_backend() == "gpu":
@@ -321,11 +334,13 @@ def configure(options: argparse.Namespace) -> Config:
     run = train_config(config, VARIANTS[BASELINE])
     corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)
-    whole = _corpus(tuple(options.data), config.text_bytes, "bytes")
+    encoded = any(path.endswith(IDS_SUFFIX) for path in options.data)
+    whole = corpus if encoded else _corpus(tuple(options.data), config.text_bytes, "bytes")
+    read = (len(whole.train) + len(whole.heldout)) * (corpus.bytes_per_token or 1 if encoded else 1)
     return dataclasses.replace(
-        config, text=corpus.digest[:12], text_read=len(whole.train) + len(whole.heldout), data=tuple(options.data),
-        tokens=options.tokens, bytes_per_token=corpus.bytes_per_token, parameters=count_parameters(run),
-        variants=names,
+        config, text=corpus.digest[:12], text_read=round(read), tokens_read=len(corpus.train),
+        data=tuple(options.data), tokens=options.tokens, bytes_per_token=corpus.bytes_per_token,
+        parameters=count_parameters(run), variants=names,
         seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
         bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
     )  # fmt: skip

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Result, markdown_table
-from benchmarks.variants import BASELINE, FLAGS, OTHER_BATCHES, RERUN, VARIANTS
+from benchmarks.variants import BASELINE, OTHER_BATCHES, RERUN, VARIANTS
 from models.text import HELDOUT_PARTS, bits_per_byte
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
-_PLAIN_FP8 = {"tensorwise", "tensorwise_e4m3"}
-WHY = (
-    "Plain FP8 does not diverge here: scales of tensors are found anew at every use, so that casts clip nothing, "
-    "products of the backward pass add in float32, and the parameters that the optimizer updates are float32. A step "
-    "loses the rounding of its operands and nothing of its update."
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,8 @@ def rows_of(result: Result) -> list[Row]:
 class Summary:
     """Perplexity ratios of one variant, over the `pairs` of runs from the same base.
 
-    `mean_ratio_bf16` is of the same weights with BF16 products; `milliseconds` are those on `timed_on(rows)`.
+    `mean_ratio_bf16` is of the same weights with BF16 products, `mean_ratio_train` of the losses of the last tenth of
+    the steps; `milliseconds` are those on `timed_on(rows)`.
     """
 
     name: str
@@ -79,7 +74,7 @@ class Summary:
     max_ratio: float
     standard_error: float
     mean_ratio_bf16: float
-    mean_heldout_loss: float
+    mean_ratio_train: float
     milliseconds: float | None
 
 
@@ -92,13 +87,13 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
     return math.exp(loss - baseline) if math.isfinite(loss) and math.isfinite(baseline) else math.inf
 
 
-def baselines(rows: list[Row], name: str) -> dict[str, float]:
-    """Return the held-out loss by base that a variant is compared with.
+def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str, float]:
+    """Return the loss by base that a variant is compared with.
 
     It is the mean of BF16's run and its rerun if there is one, because chance in a single baseline would move every
     variant of its base alike. These two are compared with BF16's run alone.
     """
-    own, again = ({r.base: r.heldout_loss for r in rows if r.name == n} for n in (BASELINE, RERUN))
+    own, again = ({r.base: getattr(r, of) for r in rows if r.name == n} for n in (BASELINE, RERUN))
     if name in (BASELINE, RERUN):
         return own
     found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
@@ -127,13 +122,15 @@ def summarize(rows: list[Row]) -> list[Summary]:
             continue
         values = list(ratios(rows, name).values())
         in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired]
+        of_train = baselines(rows, name, "train_loss")
+        in_training = [perplexity_ratio(row.train_loss, of_train[row.base]) for row in paired]
         times = [row.milliseconds for row in paired if row.milliseconds is not None and row.device == device]
         found.append(
             Summary(
                 name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
                 mean_ratio=statistics.fmean(values), min_ratio=min(values), max_ratio=max(values),
                 standard_error=standard_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
-                mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
+                mean_ratio_train=statistics.fmean(in_training),
                 milliseconds=min(times) if times else None,
             )
         )  # fmt: skip
@@ -167,23 +164,22 @@ def table(result: Result) -> str:
     found = {s.name: s for s in summarize(rows)}
     nats = result.config.get("tokens") == "bpe"
     over = "held-out loss over BF16's, nats a token" if nats else "held-out perplexity over BF16's"
-    titles = ["variant", "bytes a weight", over, "range, runs", "evaluated in BF16", "ms"]
-    lines = [_line(summary, nats) for summary in found.values()]
+    titles = ["variant", "bytes a weight", over, "range, runs", "evaluated in BF16", "in training", "ms"]
+    lines = [_line(summary, nats, nats and not result.config.get("base_steps")) for summary in found.values()]
     shown = [i for i in range(len(titles)) if any(line[i] != "–" for line in lines)]
-    of_flags = set(FLAGS) & set(found)
-    trained = {name for name, summary in found.items() if math.isfinite(summary.mean_ratio)} if of_flags else set()
-    said = [*_described(result.config, rows), *_floors(rows, nats), *([WHY] if trained >= _PLAIN_FP8 else [])]
+    said = [*_described(result.config, rows), *_floors(rows, nats)]
     cells = [[line[i] for i in shown] for line in lines]
     return f"{markdown_table([titles[i] for i in shown], cells)}\n\n{' '.join(said)}"
 
 
-def _line(text: Summary, nats: bool) -> list[str]:
+def _line(text: Summary, nats: bool, whole: bool) -> list[str]:
     number = lambda value, digits: "–" if value is None else f"{value:.{digits}f}"
     spread = f"{_shown(text.min_ratio, nats)} to {_shown(text.max_ratio, nats)}, {text.pairs}"
-    in_bf16 = _shown(text.mean_ratio_bf16, nats) if math.isfinite(text.mean_ratio_bf16) else "–"
+    shown = lambda ratio: _shown(ratio, nats) if math.isfinite(ratio) else "–"
     return [
         f"`{text.name}`: {VARIANTS[text.name].meaning}", number(text.bytes_per_weight, 2), _ratio_cell(text, nats),
-        spread, in_bf16, number(text.milliseconds, 1),
+        spread, shown(text.mean_ratio_bf16), shown(text.mean_ratio_train) if whole else "–",
+        number(text.milliseconds, 1),
     ]  # fmt: skip
 
 
@@ -240,7 +236,8 @@ def _passes(config: dict[str, Any], tokens: int) -> str:
     """Say how often a run on ids read its text, of which a tenth is held out."""
     if config.get("tokens") != "bpe":
         return ""
-    text = config["text_read"] * (1 - 1 / HELDOUT_PARTS) / config["bytes_per_token"]
+    # Older files do not count tokens.
+    text = config.get("tokens_read") or config["text_read"] * (1 - 1 / HELDOUT_PARTS) / config["bytes_per_token"]
     return f" and {tokens / text:.1f} passes over the text"
 
 

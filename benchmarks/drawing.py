@@ -145,7 +145,7 @@ def draw_whole_runs(figure: Any, result: Result) -> None:
     last = np.asarray([row.curve[-1] for row in rows if row.curve])
     if len(last):
         losses.set_ylim(last.min() - 0.1, last.min() + 2.5)
-        gaps.set_ylim(-0.04, 0.08)
+        gaps.set_ylim(-0.04, 0.14)
 
 
 PICTURES = {

@@ -52,7 +52,7 @@ class Config:
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
       heldout_windows: Windows of the evaluation.
       text_bytes: Largest size of the text.
-      text, text_read: First digits of the text's digest, and its size in bytes.
+      text, text_read, tokens_read: First digits of the text's digest, its size in bytes, and the tokens of training.
       jax: Version of JAX.
       parameters: Number of parameters of the model.
       tokens: "bytes", or the ids of `models.tokens.OWN`.
@@ -84,6 +84,7 @@ class Config:
     tokens: Tokens = "bytes"
     bytes_per_token: float | None = field(default=None, compare=False)
     text_read: int = field(default=0, compare=False)
+    tokens_read: int = field(default=0, compare=False)
     parameters: int = field(default=0, compare=False)
     data: tuple[str, ...] = field(default=(), compare=False)
     variants: tuple[str, ...] = field(default=(BASELINE,), compare=False)

@@ -5,11 +5,12 @@
     python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json     text as ids
     python -m models.train --model FOLDER --data chats.jsonl                                see `models.examples`
 
-Files are in the order of a hash of their names, and the last twentieth of the text is held out: some of many files, or
-the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
+Files are in the order of a hash of their names, each text once, and the last twentieth is held out: some of many files,
+or the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
 """
 
 import codecs
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
             found[root] = root.name
     named = {Path(path).resolve() for path in data}
     texts: dict[Path, bytes] = {}
-    total = 0
+    total, seen = 0, set[bytes]()
     for path in sorted(found, key=lambda path: (stable_hash(found[path]), path)):
         if total >= byte_limit:
             break
@@ -132,6 +133,9 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
             if path.resolve() in named:
                 raise ValueError(f"{path} is not text: not UTF-8 or with zero bytes; give text, or {IDS_SUFFIX} of ids")
             continue
+        if (digest := hashlib.sha256(text).digest()) in seen:  # no copy of a training file is held out
+            continue
+        seen.add(digest)
         texts[path.resolve()] = text + SEPARATOR
         total += len(text) + 1
     if not texts:

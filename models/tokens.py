@@ -7,6 +7,10 @@
 
 trains a byte-level BPE on the training part of the source of Python's standard library. `models/python-bpe-32768.json`
 is its result on Python 3.11.7, of the text whose digest begins with 551f11d4812bee51.
+
+    python -m models.tokens --encode novels/ --out ids.npy
+
+writes the ids of text, which `models.train --data ids.npy --vocabulary 32768` maps and does not hold in memory.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
+from models.data import load_data
 from models.progress import shown
 from models.text import SEPARATOR, Corpus, load_corpus
 
@@ -191,13 +196,27 @@ def train_tokenizer(corpus: Corpus, size: int) -> tokenizers.Tokenizer:
     return model
 
 
+def write_ids(data: Sequence[str], tokenizer: Tokenizer, out: Path) -> Corpus:
+    """Write the ids of text, files and folders as in `load_data`, to a `.npy`, and return them."""
+    corpus = tokenized(load_data(data), tokenizer)
+    dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
+    np.save(out, np.concatenate([corpus.train.astype(dtype), corpus.heldout.astype(dtype)]))
+    return corpus
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Train a tokenizer and print the digests of text and file."""
+    """Train a tokenizer or encode text, and print the digests of text and file."""
     parser = argparse.ArgumentParser(prog="python -m models.tokens", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="file to write, such as tokenizer.json")
     parser.add_argument("--size", type=int, default=32_768, help="number of ids (default: 32768)")
     parser.add_argument("--corpus-bytes", type=int, default=16 * 2**20, help="of text (default: 16 MiB)")
+    parser.add_argument("--encode", nargs="+", default=[], metavar="PATH", help="train nothing, write ids of this text")
+    parser.add_argument("--tokenizer", type=Path, default=OWN, help="of --encode (default: this project's)")
     options = parser.parse_args(arguments)
+    if options.encode:
+        held = write_ids(options.encode, read_tokenizer(options.tokenizer), options.out)
+        print(f"{len(held.train) + len(held.heldout):,} ids, {held.bytes_per_token:.3f} held-out bytes per token")
+        return 0
     with shown(lambda: "reading the text and training"):
         corpus = load_corpus(byte_limit=options.corpus_bytes)
         train_tokenizer(corpus, options.size).save(str(options.out), pretty=False)

@@ -66,7 +66,11 @@ def check_odd(x: tuple[int, ...], w: Stored) -> None:
 
 
 def _codes(w: Stored) -> Operand:
-    assert w.forward is not None, "a transposed weight was turned around before"
+    if w.forward is None:  # `quantize_params` by name cannot know that a layer stores [n, k]
+        raise ValueError(
+            f"the FP4 codes of w{list(w.shape)} are packed along n, but products read them along k; quantize its "
+            "floats by tcfp_jax.conversion.find_weights(model, ...), which knows layers that store [n, k]"
+        )
     return w.forward
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 
 from benchmarks import common, convergence, convergence_tables, forks, report, variants
-from benchmarks.convergence_tables import WHY, Row
+from benchmarks.convergence_tables import Row
 from benchmarks.forks import Config
 from benchmarks.variants import BASELINE, GROUPS, OTHER_BATCHES, RERUN, VARIANTS
 from models.gpt import GPTConfig
@@ -178,10 +178,8 @@ def test_rows_of_other_processes_stay_in_the_file(tmp_path):
 
 
 def row(name, seed, base, loss, *, milliseconds=None, device=None):
-    unknown = dict(bytes_per_weight=None, library=None)
-    losses = dict.fromkeys(("train_loss", "heldout_loss", "heldout_loss_bf16"), loss)
-    of = dict(name=name, seed=seed, base=base, milliseconds=milliseconds, seconds=1.0, device=device)
-    return Row(**of, **losses, **unknown)
+    of = dict(seed=seed, base=base, milliseconds=milliseconds, seconds=1.0, device=device, library=None)
+    return Row(name=name, train_loss=loss, heldout_loss=loss, heldout_loss_bf16=loss, bytes_per_weight=None, **of)
 
 
 def test_ratios_are_of_one_base():
@@ -215,20 +213,14 @@ def test_a_baseline_that_ran_twice_is_the_mean_of_both():
     diverged = [row(RERUN, 0, "a", math.nan) if each.name == RERUN else each for each in rows]
     assert convergence_tables.ratios(diverged, "stored") == pytest.approx({"a": math.exp(0.001)})
     config = {**TINY.settings, "text_read": 1}
-    result = common.Result(FORK, {}, config, [dataclasses.asdict(r) for r in [*rows, row(BASELINE, 1, "b", 1.0)]], "")
-    page = convergence_tables.table(result)
+    pages = []
+    for more in ({}, {"tokens": "bpe", "base_steps": 0, "bytes_per_token": 3.0, "tokens_read": 768}):
+        dicts = [dataclasses.asdict(r) for r in [*diverged, row(BASELINE, 1, "b", 1.0)]]
+        pages.append(convergence_tables.table(common.Result(FORK, {}, config | more, dicts, "")))
+    page, whole = pages
     assert "or BF16's run alone if there is none (1 of 2)." in page and "`1x128`, 32 × 8 bytes a step" in page
-
-
-def test_a_plain_fp8_that_diverges_is_not_explained_away():
-    rows = [row(name, 0, "seed-0", 1.0) for name in (BASELINE, "flags_tcfp12", "tensorwise", "tensorwise_e4m3")]
-    result = common.Result("convergence-flags", {}, dict(TINY.settings), [dataclasses.asdict(r) for r in rows], "")
-    assert WHY in convergence_tables.table(result)
-    result.rows[2]["heldout_loss"] = None
-    page = convergence_tables.table(result)
-    assert "diverged" in page and WHY not in page
-    plain = [VARIANTS[name].recipe for name in convergence_tables._PLAIN_FP8]
-    assert {"full"} == {way for one in plain for way in (one.dgrad, one.wgrad)}  # as it says of the backward pass
+    assert "diverged" in page and "in training" not in page
+    assert "| in training |" in whole and "100.0 passes over the text" in whole
 
 
 def test_the_table_of_variants_is_whole():
@@ -299,6 +291,7 @@ def test_options_name_what_is_wrong(tmp_path):
         "from scratch none": ["scratch", "--base-steps", "100"],
         "one step or more": ["fork", "--base-steps", "0"],
         "which reads bytes": ["fork", *small, "--tokens", "bpe", "--model", "small"],
+        "holds ids, but --tokens is bytes": ["fork", "--data", "ids.npy"],
         "layers and width": ["fork", "--model", "gpt13"],
         "not a multiple": ["fork", "--model", "1x100"],
         "which has no TCFPDense; use a GPT": ["scratch", "--model", "llama-tiny", "--variants", "flags"],

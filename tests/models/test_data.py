@@ -62,7 +62,8 @@ def test_the_same_text_has_the_same_digest_wherever_it_lies(folder, tmp_path):
     assert load_data([str(moved)]).digest != digest
 
 
-def test_overlapping_paths_are_read_once(folder):
+def test_overlapping_paths_and_copies_are_read_once(folder):
+    (folder / "copy.txt").write_text(TEXTS["chapter_0.txt"], encoding="utf-8")
     twice = load_data([str(folder), str(folder / "part"), str(folder / "chapter_0.txt")])
     assert len(twice.train) + len(twice.heldout) == sum(len(text.encode()) + 1 for text in TEXTS.values())
 

@@ -5,9 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
+from benchmarks import convergence
 from models.settings import preset
 from models.text import Corpus, load_corpus
-from models.tokens import OWN, read_tokenizer, tokenized, train_tokenizer
+from models.tokens import OWN, main, read_tokenizer, tokenized, train_tokenizer
 
 DIGEST = "6f98730492458712"
 
@@ -30,6 +31,14 @@ def test_bytes_that_are_no_text_are_replaced():
     corpus = tokenized(Corpus(part, part, ("a",), ("a",)), read_tokenizer(OWN))
     assert read_tokenizer(OWN).decode(corpus.train) == "caf�\0ok\0"
     assert corpus.bytes_per_token * len(corpus.heldout) == len("caf�\0ok\0".encode())
+
+
+def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path):
+    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i} * 'é'\n" for i in range(800)))
+    main(["--encode", str(tmp_path / "text.py"), "--out", str(tmp_path / "ids.npy")])
+    ids, text = (convergence._corpus((str(tmp_path / name),), 2**40, "bpe") for name in ("ids.npy", "text.py"))
+    assert np.array_equal(*(np.concatenate([one.train, one.heldout]) for one in (ids, text))) and len(ids.heldout)
+    assert ids.bytes_per_token == len(read_tokenizer(OWN).decode(ids.heldout).encode()) / len(ids.heldout)
 
 
 def test_equal_texts_train_equal_tokenizers():

@@ -311,6 +311,7 @@ def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
         (lambda: recipe("nvfp4", activation="float8"), ValueError, "activation='float8' is unknown"),
         (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32, but only real floats are"),
         (lambda: pack_fp4(X), ValueError, "is not a matrix [k, n]"),
+        (lambda: fp4_matmul(X, pack_fp4(W.T).swap()), ValueError, "packed along n, but products read them along k"),
         (lambda: fp4_linear(X, W, jnp.ones(N, jnp.complex64)), TypeError, "bias has dtype complex64"),
         (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
     ],
