@@ -207,7 +207,7 @@ def write_ids(data: Sequence[str], tokenizer: Tokenizer, out: Path) -> Corpus:
 def main(arguments: list[str] | None = None) -> int:
     """Train a tokenizer or encode text, and print the digests of text and file."""
     parser = argparse.ArgumentParser(prog="python -m models.tokens", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="file to write, such as tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True, help="tokenizer.json to write, or ids.npy")
     parser.add_argument("--size", type=int, default=32_768, help="number of ids (default: 32768)")
     parser.add_argument("--corpus-bytes", type=int, default=16 * 2**20, help="of text (default: 16 MiB)")
     parser.add_argument("--encode", nargs="+", default=[], metavar="PATH", help="train nothing, write ids of this text")
