@@ -169,15 +169,15 @@ def joined(config: Config, rows: list[Row]) -> list[Row]:
 @functools.lru_cache(maxsize=2)
 def _corpus(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> Corpus:
     if data[:1] and data[0].endswith(IDS_SUFFIX):
-        return _encoded(data)
+        return _encoded(data, byte_limit)
     text = load_data(data, byte_limit=byte_limit) if data else load_installed(byte_limit=byte_limit)
     return text if tokens == "bytes" else tokenized(text, read_tokenizer(OWN))
 
 
-def _encoded(data: tuple[str, ...]) -> Corpus:
+def _encoded(data: tuple[str, ...], byte_limit: int) -> Corpus:
     """Return ids that `models.tokens --encode` wrote, with the bytes of some of them for each token."""
     tokenizer = read_tokenizer(OWN)
-    corpus = load_data(data, vocabulary=tokenizer.size)
+    corpus = load_data(data, vocabulary=tokenizer.size, byte_limit=byte_limit)
     some = corpus.heldout[: 2**20].tolist()
     return dataclasses.replace(corpus, bytes_per_token=len(tokenizer.decode(some).encode()) / max(1, len(some)))
 
@@ -334,9 +334,7 @@ def configure(options: argparse.Namespace) -> Config:
     run = train_config(config, VARIANTS[BASELINE])
     corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)
-    encoded = any(path.endswith(IDS_SUFFIX) for path in options.data)
-    whole = corpus if encoded else _corpus(tuple(options.data), config.text_bytes, "bytes")
-    read = (len(whole.train) + len(whole.heldout)) * (corpus.bytes_per_token or 1 if encoded else 1)
+    read = (len(corpus.train) + len(corpus.heldout)) * (corpus.bytes_per_token or 1.0)
     return dataclasses.replace(
         config, text=corpus.digest[:12], text_read=round(read), tokens_read=len(corpus.train),
         data=tuple(options.data), tokens=options.tokens, bytes_per_token=corpus.bytes_per_token,

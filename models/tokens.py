@@ -10,7 +10,7 @@ is its result on Python 3.11.7, of the text whose digest begins with 551f11d4812
 
     python -m models.tokens --encode novels/ --out ids.npy
 
-writes the ids of text, which `models.train --data ids.npy --vocabulary 32768` maps and does not hold in memory.
+writes the ids of text, which `models.train --data ids.npy --vocabulary 32768` reads.
 """
 
 import argparse
@@ -48,7 +48,7 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, and what its folder says about it.
+    """A tokenizer and the settings in its folder.
 
     Attributes:
       path: Its file.
@@ -88,7 +88,7 @@ class Tokenizer:
         """Return a conversation as the chat template writes it, `opened` with the beginning of an answer.
 
         Raises:
-          ValueError: there is no template, or it refuses the conversation.
+          ValueError: the tokenizer has no template, or the template refuses the conversation.
         """
         if self.template is None:
             raise ValueError(f'{self.path.parent} has no chat template; give {{"text": ...}} instead of messages')
@@ -152,7 +152,7 @@ def _compiled(template: str) -> jinja2.Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # A template comes with a model of somebody else, so it runs in a sandbox.
+    # Somebody else wrote the template, so it runs in a sandbox.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
@@ -205,7 +205,7 @@ def write_ids(data: Sequence[str], tokenizer: Tokenizer, out: Path) -> Corpus:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train a tokenizer or encode text, and print the digests of text and file."""
+    """Train a tokenizer and print the digests of text and file, or encode text and print the number of ids."""
     parser = argparse.ArgumentParser(prog="python -m models.tokens", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="tokenizer.json to write, or ids.npy")
     parser.add_argument("--size", type=int, default=32_768, help="number of ids (default: 32768)")
@@ -214,8 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, default=OWN, help="of --encode (default: this project's)")
     options = parser.parse_args(arguments)
     if options.encode:
-        held = write_ids(options.encode, read_tokenizer(options.tokenizer), options.out)
-        print(f"{len(held.train) + len(held.heldout):,} ids, {held.bytes_per_token:.3f} held-out bytes per token")
+        ids = write_ids(options.encode, read_tokenizer(options.tokenizer), options.out)
+        print(f"{len(ids.train) + len(ids.heldout):,} ids, {ids.bytes_per_token:.3f} held-out bytes per token")
         return 0
     with shown(lambda: "reading the text and training"):
         corpus = load_corpus(byte_limit=options.corpus_bytes)
