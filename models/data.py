@@ -80,7 +80,7 @@ def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit:
         ends = np.cumsum([len(text) for text in texts])
         tokens = np.frombuffer(b"".join(texts), np.uint8)
     if len(tokens) > MOST_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens exceed {MOST_TOKENS}, the most a run; give less or lower corpus_bytes")
+        raise ValueError(f"{len(tokens)} tokens exceed {MOST_TOKENS}, a run's limit; give less or lower corpus_bytes")
     border = len(tokens) - len(tokens) // HELDOUT_SHARE
     begins = ends - np.diff(ends, prepend=0)
     return Corpus(
