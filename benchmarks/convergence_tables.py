@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Result, markdown_table
@@ -245,7 +246,8 @@ def _text_of(config: dict[str, Any]) -> str:
     """Describe the text, its size, and its digest, by which another machine can tell if it has the same."""
     if "text_read" not in config:
         return ""
-    named = ", ".join(config.get("data") or ()) or "the Python sources of every installed package and of Python"
+    data = ", ".join(Path(path).name for path in config.get("data") or ())
+    named = data or "the Python sources of every installed package and of Python"
     return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
 
 

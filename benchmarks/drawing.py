@@ -134,9 +134,9 @@ def draw_whole_runs(figure: Any, result: Result) -> None:
         if not curves:
             continue
         percent = 100 * np.arange(1, len(curve := np.mean([*curves.values()], axis=0)) + 1) / len(curve)
-        losses.plot(percent, curve, linewidth=1.0)
+        (line,) = losses.plot(percent, curve, linewidth=1.0, color=INK if name == BASELINE else None)
         gap = np.mean([values - bf16[seed] for seed, values in curves.items()], axis=0)
-        gaps.plot(percent, gap, linewidth=1.2, label=name, color=INK if name == BASELINE else None)
+        gaps.plot(percent, gap, linewidth=1.2, label=name, color=line.get_color())
     for axes, title in ((losses, "training loss, nats per token"), (gaps, "over BF16's of the same batches")):
         axes.set_title(title, loc="left")
         axes.set_xlabel("% of the run")
@@ -145,7 +145,8 @@ def draw_whole_runs(figure: Any, result: Result) -> None:
     last = np.asarray([row.curve[-1] for row in rows if row.curve])
     if len(last):
         losses.set_ylim(last.min() - 0.1, last.min() + 2.5)
-        gaps.set_ylim(-0.04, 0.14)
+        later = np.concatenate([line.get_ydata()[5:] for line in gaps.get_lines()])  # the first twentieth is all noise
+        gaps.set_ylim(later.min() - 0.005, later.max() + 0.005)
 
 
 PICTURES = {
