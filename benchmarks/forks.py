@@ -34,8 +34,6 @@ from tcfp_jax.paths import path_names
 
 _OTHER = 1_000_003  # added to a seed for other batches
 SAVE_SECONDS = 120.0  # between two checkpoints of a run
-
-
 Tokens = Literal["bytes", "bpe"]
 
 

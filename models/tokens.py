@@ -208,18 +208,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Train a tokenizer and print the digests of text and file, or encode text and print the number of ids."""
     parser = argparse.ArgumentParser(prog="python -m models.tokens", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="tokenizer.json to write, or ids.npy")
-    parser.add_argument("--size", type=int, default=32_768, help="number of ids (default: 32768)")
-    parser.add_argument("--corpus-bytes", type=int, default=16 * 2**20, help="of text (default: 16 MiB)")
+    parser.add_argument("--size", type=int, help="number of ids (default: 32768)")
+    parser.add_argument("--corpus-bytes", type=int, help="of text (default: 16 MiB)")
     parser.add_argument("--encode", nargs="+", default=[], metavar="PATH", help="train nothing, write ids of this text")
     parser.add_argument("--tokenizer", type=Path, default=OWN, help="of --encode (default: this project's)")
     options = parser.parse_args(arguments)
     if options.encode:
+        if options.size or options.corpus_bytes:
+            parser.error("--encode trains no tokenizer, and --size and --corpus-bytes are for training; leave them")
         ids = write_ids(options.encode, read_tokenizer(options.tokenizer), options.out)
         print(f"{len(ids.train) + len(ids.heldout):,} ids, {ids.bytes_per_token:.3f} held-out bytes per token")
         return 0
     with shown(lambda: "reading the text and training"):
-        corpus = load_corpus(byte_limit=options.corpus_bytes)
-        train_tokenizer(corpus, options.size).save(str(options.out), pretty=False)
+        corpus = load_corpus(byte_limit=options.corpus_bytes or 16 * 2**20)
+        train_tokenizer(corpus, options.size or 32_768).save(str(options.out), pretty=False)
     held = tokenized(corpus, read_tokenizer(options.out))
     print(
         f"text {corpus.digest[:16]}, {options.out} {hashlib.sha256(options.out.read_bytes()).hexdigest()[:16]}, "

@@ -46,8 +46,6 @@ FLOAT = Experts()
 PARAMS = variables_of(FLOAT, X)["params"]
 LOW, OTHER = (convert_to_tcfp(FLOAT, "tcfp12_single", X, include=GROUPS, rules={"router": None}) for _ in range(2))
 WEIGHTS = find_weights(OTHER, X)  # a model that was asked for its weights warns if it is trained without them
-
-
 store = jax.jit(lambda params: tcfp_jax.store(params, WEIGHTS, key=jax.random.key(3)))
 
 

@@ -18,8 +18,6 @@ EVERY_SCALE = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).asty
 FOLDED = EVERY_SCALE[np.isin(np.frexp(EVERY_SCALE)[0] * 2, (0, 1, 1.25, 1.5))]
 FOLDED = FOLDED[(FOLDED == 0) | (FOLDED >= 2.0**-3)]
 every_rule = pytest.mark.parametrize("rule", RULES)
-
-
 SHAPE = (128, 64)  # the shape of every array except squares, so that each rule compiles once
 
 

@@ -18,8 +18,6 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 pytestmark = pytest.mark.gpu
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4")]
-
-
 FOLDS = Fp4(rule="fold_exact")
 in_e4m3 = functools.partial(fp4_matmul, activation="float8_e4m3fn", out_dtype=jnp.float32)
 

@@ -29,8 +29,6 @@ N, K = 32, 64
 # A program for each scaling, where every operation would be one.
 quick = functools.partial(jax.jit, compiler_options=QUICK)
 multiply = quick(fp4_matmul, static_argnames=("contracts", "activation", "out_dtype"))
-
-
 KINDS = [(scaling, k) for scaling in SCALINGS for k in (K, 36)]  # whole blocks, and short ones
 RANDOM = np.random.default_rng(0)
 W, X = (jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in ((N, K), (2, 3, K)))
