@@ -23,7 +23,7 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -237,8 +237,8 @@ def json_name(options: argparse.Namespace) -> str:
     return "-".join(parts + [str(options.model)] * other)
 
 
-def command_of(name: str) -> str:
-    """Return the command that writes a JSON of this name, the reverse of `json_name`.
+def command_of(name: str, data: Sequence[str] = ()) -> str:
+    """Return the command that writes a JSON of this name and text, the reverse of `json_name`.
 
     >>> command_of("convergence-fork-llama-124m")
     'python -m benchmarks.convergence --protocol fork --model llama-124m --json'
@@ -252,6 +252,7 @@ def command_of(name: str) -> str:
     rest = rest.removeprefix("flags").removeprefix("-")
     flags += "--tokens bpe " if rest.split("-")[0] == "bpe" else ""
     model = rest.removeprefix("bpe").removeprefix("-")
+    flags += f"--data {' '.join(Path(path).name for path in data)} " if data else ""
     return f"python -m benchmarks.{NAME} --protocol {protocol} {f'--model {model} ' if model else ''}{flags}--json"
 
 

@@ -145,7 +145,8 @@ def draw_whole_runs(figure: Any, result: Result) -> None:
     last = np.asarray([row.curve[-1] for row in rows if row.curve])
     if len(last):
         losses.set_ylim(last.min() - 0.1, last.min() + 2.5)
-        later = np.concatenate([line.get_ydata()[5:] for line in gaps.get_lines()])  # the first twentieth is all noise
+        # The first twentieth is all noise; without BF16's rows there is no line.
+        later = np.concatenate([np.zeros(1), *(line.get_ydata()[5:] for line in gaps.get_lines())])
         gaps.set_ylim(later.min() - 0.005, later.max() + 0.005)
 
 

@@ -50,7 +50,7 @@ class Config:
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
       heldout_windows: Windows of the evaluation.
       text_bytes: Largest size of the text.
-      text, text_read, tokens_read: First digits of the text's digest, about its bytes, and the tokens of training.
+      text, text_read, tokens_read: First digits of the text's digest, its approximate bytes, tokens of training.
       jax: Version of JAX.
       parameters: Number of parameters of the model.
       tokens: "bytes", or the ids of `models.tokens.OWN`.

@@ -68,7 +68,8 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     if name in RUNS:
         command = f"python -m benchmarks.{RUNS[name].arguments} --json"
     else:
-        command = module.command_of(name) if name in LEARNED else f"python -m benchmarks.{name} --json"
+        data = () if result is None else result.config.get("data") or ()
+        command = module.command_of(name, data) if name in LEARNED else f"python -m benchmarks.{name} --json"
     if result is None:
         return f"*No numbers yet: `{command}` writes them.*\n"
     picture = f"\n![{PICTURES[name].alt}]({PLOTS.name}/{name}.svg)\n" if name in PICTURES else ""

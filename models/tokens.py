@@ -152,7 +152,7 @@ def _compiled(template: str) -> jinja2.Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # Somebody else wrote the template, so it runs in a sandbox.
+    # The template comes with a downloaded model, so it runs in a sandbox.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
@@ -214,14 +214,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, default=OWN, help="of --encode (default: this project's)")
     options = parser.parse_args(arguments)
     if options.encode:
-        if options.size or options.corpus_bytes:
+        if (options.size, options.corpus_bytes) != (None, None):
             parser.error("--encode trains no tokenizer, and --size and --corpus-bytes are for training; leave them")
         ids = write_ids(options.encode, read_tokenizer(options.tokenizer), options.out)
         print(f"{len(ids.train) + len(ids.heldout):,} ids, {ids.bytes_per_token:.3f} held-out bytes per token")
         return 0
     with shown(lambda: "reading the text and training"):
-        corpus = load_corpus(byte_limit=options.corpus_bytes or 16 * 2**20)
-        train_tokenizer(corpus, options.size or 32_768).save(str(options.out), pretty=False)
+        corpus = load_corpus(byte_limit=16 * 2**20 if options.corpus_bytes is None else options.corpus_bytes)
+        train_tokenizer(corpus, 32_768 if options.size is None else options.size).save(str(options.out), pretty=False)
     held = tokenized(corpus, read_tokenizer(options.out))
     print(
         f"text {corpus.digest[:16]}, {options.out} {hashlib.sha256(options.out.read_bytes()).hexdigest()[:16]}, "

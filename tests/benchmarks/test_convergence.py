@@ -306,7 +306,7 @@ def test_committed_files_are_read_and_their_commands_name_them():
     for name in report.LEARNED:
         result = common.read_result(name)
         assert len(convergence_tables.rows_of(result)) == len(result.rows) > 0
-        options = convergence.command_of(name).split()[3:]
+        options = convergence.command_of(name, result.config.get("data") or ()).split()[3:]
         asked = dict(zip(options[::2], options[1::2], strict=False))
         given = types.SimpleNamespace(
             protocol=asked["--protocol"], model=asked.get("--model"), smoke=False, variants=asked.get("--variants"),

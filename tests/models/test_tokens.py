@@ -33,12 +33,13 @@ def test_bytes_that_are_no_text_are_replaced():
     assert corpus.bytes_per_token * len(corpus.heldout) == len("caf�\0ok\0".encode())
 
 
-def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path):
+def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path, capsys):
     (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i} * 'é'\n" for i in range(800)))
     encode = ["--encode", str(tmp_path / "text.py"), "--out", str(tmp_path / "ids.npy")]
     main(encode)
     with pytest.raises(SystemExit):
         main([*encode, "--size", "400"])
+    assert "--encode trains no tokenizer" in capsys.readouterr().err
     ids, text = (convergence._corpus((str(tmp_path / name),), 2**40, "bpe") for name in ("ids.npy", "text.py"))
     assert np.array_equal(*(np.concatenate([one.train, one.heldout]) for one in (ids, text))) and len(ids.heldout)
     assert ids.bytes_per_token == len(read_tokenizer(OWN).decode(ids.heldout).encode()) / len(ids.heldout)
