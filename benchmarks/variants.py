@@ -82,38 +82,20 @@ _NAMED: dict[str, Variant] = {name: Variant(recipe(name), meaning=_said(name)) f
 _STORED = {
     "stored": _stored(meaning="**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"),
     "stored_e5m2": _stored(meaning="E5M2 gradients", gradient="float8_e5m2"),
-    "stored_bfloat16_moments": _stored("bfloat16", meaning="bfloat16 moments"),
     "stored_float32_moments": _stored("float32", meaning="float32 moments"),
     "stored_bfloat16_gradients": _stored(meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"),
     "stored_bf16_head": _stored(
         meaning="the same, table and head float, head in BF16", gradient_dtype="bfloat16", include="layers"
     ),
-    "stored_dual_forward": _stored(meaning="forward by hi + lo", forward_weight="hi+lo"),
     "stored_feedback": _stored(meaning="an FP8 error instead of random bits", remainder="feedback"),
 }
-_FEEDBACK = {
+_OPTIONS = {
     "tcfp12_no_feedback": _of("tcfp12", "without error feedback", remainder="dropped"),
-    "tcfp12_srr": _of("tcfp12", "residual rounded stochastically", remainder="stochastic"),
     "tcfp12_fast_no_feedback": _of("tcfp12_fast", "without error feedback", remainder="dropped"),
-    "tensorwise_feedback": _of("tensorwise", "error feedback", remainder="feedback"),
-}
-_GRADIENTS = {
     "tensorwise_e4m3": _of("tensorwise", "E4M3 gradients", gradient="float8_e4m3fn"),
-    "tcfp12_e5m2": _of("tcfp12", "E5M2 gradients", gradient="float8_e5m2"),
-    "tcfp12_fast_e5m2": _of("tcfp12_fast", "E5M2 gradients", gradient="float8_e5m2"),
-    "tcfp12_wgrad_fp8": _of("tcfp12", "weight gradient in FP8", wgrad="full"),
-    "tcfp12_fast_wgrad_bf16": _of("tcfp12_fast", "weight gradient in BF16", wgrad="bf16"),
-}
-_DELAYED = {
-    f"{name}_delayed": _of(name, "delayed scales", amax="delayed") for name in ("tensorwise", "tcfp12", "tcfp12_fast")
-}
-_BLOCKS = {
-    **{
-        f"{name}_{size}": _of(name, f"blocks of {size}", block=size)
-        for name in ("blockwise", "tcfp12_blockwise")
-        for size in (32, 64)
-    },
-    **{f"stored_blocks_{size}": _stored(meaning=f"scales of squares of {size}", block=size) for size in (32, 64, 128)},
+    "tensorwise_delayed": _of("tensorwise", "delayed scales", amax="delayed"),
+    "blockwise_32": _of("blockwise", "blocks of 32", block=32),
+    "stored_blocks_128": _stored(meaning="scales of squares of 128", block=128),
 }
 FLAGS = {
     "flags_tcfp12": _flags("**the flags as the original has them**"),
@@ -132,7 +114,7 @@ FLAGS = {
 
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant(recipe("bf16"), meaning="BF16, float32 weights and AdamW"),
-    **_NOISE, **_NAMED, **_STORED, **_FEEDBACK, **_GRADIENTS, **_DELAYED, **_BLOCKS, **FLAGS,
+    **_NOISE, **_NAMED, **_STORED, **_OPTIONS, **FLAGS,
 }  # fmt: skip
 
 _OF_FP4 = ("nvfp4", "mxfp4", *EMULATED)
@@ -142,10 +124,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "noise": tuple(_NOISE),
     "named": tuple(name for name in _NAMED if name not in _OF_FP4),
     "storage": tuple(_STORED),
-    "feedback": ("tcfp12", "tcfp12_fast", "tensorwise", *_FEEDBACK, "stored", "stored_feedback"),
-    "gradients": ("tensorwise", "tcfp12", "tcfp12_fast", "stored", "stored_e5m2", *_GRADIENTS),
-    "delayed": (*(name.removesuffix("_delayed") for name in _DELAYED), *_DELAYED),
-    "blocks": ("blockwise", "tcfp12_blockwise", "stored", *_BLOCKS),
+    "feedback": ("tcfp12", "tcfp12_no_feedback", "tcfp12_fast", "tcfp12_fast_no_feedback", "stored", "stored_feedback"),
+    "gradients": ("tensorwise", "tensorwise_e4m3", "stored", "stored_e5m2"),
+    "delayed": ("tensorwise", "tensorwise_delayed"),
+    "blocks": ("blockwise", "blockwise_32", "tcfp12_blockwise", "stored", "stored_blocks_128"),
     "fp4": _OF_FP4,
     "flags": (RERUN, *FLAGS, "tensorwise", "tensorwise_e4m3"),
     "whole": (RERUN, "tensorwise", "rowwise", RECOMMENDED, "stored_bf16_head", *EMULATED),

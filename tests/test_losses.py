@@ -33,11 +33,6 @@ OPTIONS = {
     "smoothing": dict(label_smoothing=0.1), "z_loss": dict(z_loss=0.01), "soft_cap": dict(soft_cap=2.0),
     "all": dict(ignore=-100, weights=WEIGHTS, label_smoothing=0.1, z_loss=0.01, soft_cap=2.0),
 }  # fmt: skip
-# Of E5M2: half of the spacing between neighbours over the smaller one, and the smallest positive value.
-ROUNDING = 2.0**-3, 2.0**-16
-VALUE = functools.partial(
-    jax.jit, static_argnames=("recipe", "ignore", "label_smoothing", "z_loss", "soft_cap", "chunk")
-)
 
 
 def equations(f, *args):
@@ -56,7 +51,7 @@ def count_products(f, *args):
     return [eqn.primitive.name for eqn in equations(f, *args)].count("dot_general")
 
 
-@VALUE
+@functools.partial(jax.jit, static_argnames=("recipe", "ignore", "label_smoothing", "z_loss", "soft_cap", "chunk"))
 def run(x, w, targets, **options):
     return jax.value_and_grad(lambda x, w: cross_entropy(x, w, targets, **options), (0, 1), has_aux=True)(x, w)
 
@@ -110,13 +105,11 @@ def test_value_and_gradients_are_those_of_float64(name, options):
     shares = (shares / shares.sum())[:, None]
     rounding = np.abs(g) * 2.0**-8
     if name != "bf16":
-        relative, smallest = ROUNDING
         scale = 2 * shares.max() * (1 + 2 * options.get("z_loss", 0) * 10) / float(jnp.finfo(jnp.float8_e5m2).max)
-        rounding = relative * np.abs(g) + smallest * scale / 2
+        # Of E5M2: half of the spacing between neighbours over the smaller one, and the smallest positive value.
+        rounding = 2.0**-3 * np.abs(g) + 2.0**-16 * scale / 2
     rounding = rounding + 4 * of_logits * shares
     if name == "rowwise":
-        of_x = float64_of(tcfp_jax.products.matmul.quantize_operand(X[:8], "float8_e4m3fn", recipe).rows)
-        assert of_x.shape == (8, K)
         w = np.asarray(quantize_weight(W, recipe)[0].dequantize(), np.float64)
         x = np.asarray(X, np.float64)  # chunks have scales of their own, so the bound has the rounding of x
     wgrad = np.abs(x).T @ rounding + (2.0**-4 * np.abs(x).T @ np.abs(g) if name != "bf16" else 0)
@@ -191,6 +184,17 @@ def test_rare_ids_are_pushed_down(recipe):
     x, w = jnp.ones((T, K)), jnp.full((K, V), -14.0 / K).at[:, 0].set(0.0)  # each other id has 8e-7
     (_, _), (_, dw) = run(x, w, jnp.zeros(T, jnp.int32), recipe=recipe)
     np.testing.assert_allclose(dw[:, 1:], np.exp(-14.0), rtol=0.2)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_weight_gradient_has_exact_gradients_of_the_targets_logits(recipe, name):
+    """Each token has a row of the weight to itself, so the rows of dw are the gradients of logits."""
+    x, targets, options = jnp.eye(T, K), IGNORED if name == "all" else TARGETS, OPTIONS[name]
+    (_, _), (_, dw) = run(x, 4 * W, targets, recipe=recipe, chunk=8, **options)
+    g = exact(np.matmul(*operands(tcfp_jax.recipe(recipe), x, 4 * W)), targets, **options)[1]
+    error, is_target = np.abs(dw[:T] - g), np.asarray(targets)[:, None] == np.arange(V)
+    assert error[is_target].max() < 1e-6 and error[~is_target].max() > 1e-4
 
 
 def test_weights_have_a_gradient():

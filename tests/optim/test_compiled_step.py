@@ -44,10 +44,25 @@ def test_no_two_kernels_are_float_while_a_model_is_made():
     assert 4 * 256 * 256 <= compiled.temporary_bytes < 1.5 * 4 * 256 * 256
 
 
+def entry_of_step(tx, init, loss, batch):
+    """The entry computation of a compiled training step on one H200."""
+    mesh = h200s(1)
+
+    def step(params, state, batch):
+        value, gradients = tcfp_jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return tcfp_jax.apply_updates(params, updates), state, value
+
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    shapes = jax.tree.map(place, (*jax.eval_shape(init), batch))
+    compiled = compile_for(mesh, step, *shapes, donate_argnums=(0, 1))
+    return compiled.text[compiled.text.index("ENTRY") :]
+
+
 @pytest.mark.slow_except("both-bfloat16")
 @pytest.mark.parametrize(("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")])
 def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradient):
-    mesh, recipe = h200s(1), tcfp_jax.recipe("tcfp12_single", copies=copies)
+    recipe = tcfp_jax.recipe("tcfp12_single", copies=copies)
     tx = tcfp_jax.optim.adamw(1e-4, moments="8bit", key=jax.random.key(0))
 
     def init():
@@ -59,17 +74,7 @@ def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradien
         h = jax.nn.relu(tcfp_jax.matmul(x, params["up"]["kernel"], recipe=recipe))
         return jnp.mean((tcfp_jax.matmul(h, params["down"]["kernel"], recipe=recipe) - x).astype(jnp.float32) ** 2)
 
-    def step(params, state, x):
-        value, gradients = tcfp_jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(gradients, state, params)
-        return tcfp_jax.apply_updates(params, updates), state, value
-
-    whole = NamedSharding(mesh, PartitionSpec())
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-    params, state = jax.tree.map(place, jax.eval_shape(init))
-    x = jax.ShapeDtypeStruct((TOKENS, K), jnp.bfloat16, sharding=whole)
-    compiled = compile_for(mesh, step, params, state, x, donate_argnums=(0, 1))
-    entry = compiled.text[compiled.text.index("ENTRY") :]
+    entry = entry_of_step(tx, init, loss, jax.ShapeDtypeStruct((TOKENS, K), jnp.bfloat16))
     sizes = rf"\[(?:{K},{N}|{N},{K}|{K * N}|{K * N // 128},128)\]"
     made = [line for line in entry.splitlines() if " parameter(" not in line and "bitcast(" not in line]
     made = [line.split(" = ", 1)[1] for line in made if " = " in line]
@@ -84,7 +89,7 @@ def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradien
 
 
 def test_a_step_of_a_tied_table_holds_no_float_table_but_its_gradient():
-    mesh, rows, width = h200s(1), 8192, 512
+    rows, width = 8192, 512
     tx = tcfp_jax.optim.adamw(1e-4, moments="8bit", key=jax.random.key(0))
 
     def plain(params, ids):
@@ -99,17 +104,8 @@ def test_a_step_of_a_tied_table_holds_no_float_table_but_its_gradient():
         params = tcfp_jax.store(floats, weights, key=jax.random.key(0), gradient_dtype=jnp.bfloat16)
         return params, tx.init(params)
 
-    def step(params, state, ids):
-        loss = lambda params: jnp.mean(low(params, ids).astype(jnp.float32) ** 2)
-        value, gradients = tcfp_jax.value_and_grad(loss)(params)
-        updates, state = tx.update(gradients, state, params)
-        return tcfp_jax.apply_updates(params, updates), state, value
-
-    whole = NamedSharding(mesh, PartitionSpec())
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-    params, state = jax.tree.map(place, jax.eval_shape(init))
-    compiled = compile_for(mesh, step, params, state, place(ids), donate_argnums=(0, 1))
-    entry = compiled.text[compiled.text.index("ENTRY") :]
+    loss = lambda params, ids: jnp.mean(low(params, ids).astype(jnp.float32) ** 2)
+    entry = entry_of_step(tx, init, loss, ids)
     floats = rf"(f32|bf16)\[(?:{rows},{width}|{width},{rows})\]"
     made = [match for match in re.finditer(rf"= {floats}\S* (?!parameter|bitcast).*", entry)]
     wide = [match[0] for match in made if match[1] == "f32"]
