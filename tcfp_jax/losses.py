@@ -13,9 +13,6 @@ A gradient of logits is at most the token's weight, so its FP8 scale is known be
 format is E5M2 with every recipe. Most of 32768 probabilities are below 4e-6, which E4M3 rounds to 0 under the scale of
 a 1, so nothing would lower the logits of rare ids.
 
-E5M2 rounds a gradient by up to an eighth, and those of the targets are the largest. So the kernel's gradient has them
-exactly: after the FP8 product of wgrad, each token adds the error of its own, times x, to the column of its target.
-
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
 """
 
@@ -228,9 +225,14 @@ def _devices() -> int:
 
 
 def _by_chunks(
-    asked: Loss, wanted: tuple[str, ...], x: jax.Array, w: jax.Array | None, quantized: Stored | None,
-    targets: jax.Array, shares: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
+    asked: Loss,
+    wanted: tuple[str, ...],
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    targets: jax.Array,
+    shares: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted gradients are None."""
     tokens = x.shape[0]
     limit = asked.chunk or TOKENS_AT_ONCE * _devices()
@@ -246,19 +248,16 @@ def _by_chunks(
     read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
 
     def of_chunk(dw: jax.Array | None, given: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        losses, dx, dw, errors = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
-        return dw, (losses, dx, errors)
+        losses, dx, dw = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
+        return dw, (losses, dx)
 
     dw = None
     if "w" in wanted:
         assert w is not None, "a weight without floats has no gradient"
         dw = varying(jnp.zeros(w.shape, jnp.float32), x)
-    dw, (losses, dx, errors) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
+    dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
     whole = lambda chunks: chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])[:tokens]
     losses = whole(losses)
-    if dw is not None and errors is not None:
-        # After the loop, because devices that split the tokens add up a gradient of the whole kernel for it.
-        dw = dw.at[:, targets].add(x.T.astype(jnp.float32) * whole(errors), mode="drop")
     # Half the memory until the backward pass; float16 has too little range before it is scaled.
     kept = lambda g, like: g if like.dtype == jnp.float16 else g.astype(like.dtype)
     return (
@@ -270,13 +269,16 @@ def _by_chunks(
 
 
 def _chunk(
-    asked: Loss, total_dw: jax.Array | None, wants_dx: bool, w: jax.Array | None, quantized: Stored | None,
-    x: jax.Array, targets: jax.Array, shares: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:  # fmt: skip
-    """Return (losses, gradient of x, float32 gradient of w so far, error of each target's gradient) of a chunk.
-
-    The last three may be None. x is `[tokens, k]`, and the errors are those of rounding to FP8 for wgrad.
-    """
+    asked: Loss,
+    total_dw: jax.Array | None,
+    wants_dx: bool,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    x: jax.Array,
+    targets: jax.Array,
+    shares: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return (losses, gradient of x or None, the float32 gradient of w so far or None) of tokens `[tokens, k]`."""
     recipe, smoothing = asked.recipe, asked.label_smoothing
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
@@ -286,18 +288,17 @@ def _chunk(
     with jax.named_scope("loss"):
         total = jax.nn.logsumexp(logits, axis=-1)
         # A masked sum instead of a gather: devices that split the vocabulary add it up, and XLA fuses it.
-        of_target = jnp.sum(jnp.where(is_target, narrow.astype(jnp.float32), 0.0), axis=-1)
-        picked = _capped(asked, of_target)
+        picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         total = jnp.where((targets >= 0) & (targets < vocabulary), total, jnp.nan)
         if smoothing:
             picked = (1 - smoothing) * picked + smoothing * jnp.mean(logits, axis=-1)
         losses = jnp.where(shares == 0, 0.0, total - picked + asked.z_loss * jnp.square(total))
     if total_dw is None and not wants_dx:
-        return losses, None, None, None
+        return losses, None, None
     with jax.named_scope("quantize_g"):
         # |softmax (1 + 2 z_loss logsumexp) - q| <= 1 + 2 z_loss |logsumexp|, and the slope of a cap is at most 1.
         bound = jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + 2 * asked.z_loss * jnp.abs(total)))
-        g_q, errors = _quantized(asked, narrow, of_target, targets, total, shares, bound)
+        g_q = _quantized(asked, narrow, targets, total, shares, bound)
     g = _Gradient(asked, vocabulary)(narrow, targets[:, None], total[:, None], shares[:, None], ids)[0]
     # Gradients keep float32 until they are summed, and in float16 until they are scaled.
     kept = jnp.float32 if x.dtype == jnp.float16 else x.dtype
@@ -308,7 +309,7 @@ def _chunk(
     )
     g = g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32)
     dx, dw, *_ = backward(Asked(recipe), saved, g, g_q, total_dw)
-    return losses, dx if wants_dx else None, dw, errors
+    return losses, dx if wants_dx else None, dw
 
 
 def _capped(asked: Loss, logits: jax.Array) -> jax.Array:
@@ -344,14 +345,13 @@ class _Gradient:
 
 
 def _quantized(
-    asked: Loss, narrow: jax.Array, of_target: jax.Array, targets: jax.Array, total: jax.Array, shares: jax.Array,
-    bound: jax.Array,
-) -> tuple[Quantized | None, jax.Array | None]:  # fmt: skip
-    """Return FP8 gradients of logits, scaled by bounds of their rows, and the rounding errors of targets, or None."""
+    asked: Loss, narrow: jax.Array, targets: jax.Array, total: jax.Array, shares: jax.Array, bound: jax.Array
+) -> Quantized | None:
+    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings."""
     recipe, vocabulary = asked.recipe, narrow.shape[-1]
     scaling, dtype = recipe.scaling, jnp.float8_e5m2
     if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
-        return None, None
+        return None
     scale, inverse = numerics.scale_and_inverse(numerics.amax(bound), dtype, scaling.scale)
     of_rows, factors, of_columns = scale, [shares * inverse], scale
     if isinstance(scaling, Row):
@@ -361,10 +361,5 @@ def _quantized(
         _Gradient(asked, vocabulary), narrow, dtype, rows=(targets, total, *factors),
         columns=(jnp.arange(vocabulary, dtype=jnp.int32),), results=len(factors), backend=recipe.quantize_backend,
     )  # fmt: skip
-    rows = Operand(values, of_rows, scaling=scaling)
-    if recipe.wgrad == "bf16":
-        return Quantized(rows, None), None
-    by_token = (v[:, None] for v in (of_target, targets, total, shares, factors[-1], targets))
-    g, scaled = (v[:, 0] for v in _Gradient(asked, vocabulary)(*by_token))
-    errors = g - numerics.round_to(scaled, dtype) * scale
-    return Quantized(rows, Operand(turned, of_columns, scaling=scaling)), errors
+    columns = None if recipe.wgrad == "bf16" else Operand(turned, of_columns, scaling=scaling)
+    return Quantized(Operand(values, of_rows, scaling=scaling), columns)
