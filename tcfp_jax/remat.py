@@ -9,6 +9,7 @@ policy keeps. More kept values are a faster step, until the device is full.
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -58,6 +59,7 @@ def save_what_fits(
       budget: Bytes of one device; None is `device_budget()`.
 
     Raises:
+      TypeError: the budget is not a number.
       ValueError: `levels` is empty, or the first level does not fit.
       NotImplementedError: no budget is given, and the device does not report its memory, as CPUs do not.
 
@@ -68,6 +70,8 @@ def save_what_fits(
     """
     if not levels:
         raise ValueError("save_what_fits has no levels; give at least one, the one that keeps the least")
+    if budget is not None and not isinstance(budget, numbers.Real):
+        raise TypeError(f"budget={budget!r} must be a number of bytes, such as 80_000_000_000")
     budget = device_budget() if budget is None else budget
     found, first, last, at = None, 0, len(levels) - 1, len(levels) - 1
     while first <= last:

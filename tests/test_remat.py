@@ -201,6 +201,8 @@ def test_a_compiled_step_fits_by_its_own_bytes():
 def test_the_budget_is_that_of_the_device(monkeypatch):
     with pytest.raises(ValueError, match="has no levels"):
         save_what_fits(Step, [])
+    with pytest.raises(TypeError, match="budget='80GB' must be a number of bytes"):
+        save_what_fits(Step, [1], budget="80GB")
     with pytest.raises(NotImplementedError, match="does not report its memory; give a budget in bytes"):
         save_what_fits(Step, [1])
     devices = [SimpleNamespace(memory_stats=lambda limit=limit: {"bytes_limit": limit}) for limit in (2000, 1000)]

@@ -11,6 +11,7 @@ scales and all. The list takes about a minute, because each cast is compiled.
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -78,8 +79,7 @@ def _show(made: DataType) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status, 2 for a name without a meaning."""
-    what = "List the catalog, or show one datatype."
-    parser = argparse.ArgumentParser(prog="python -m tcfp_jax.formats", description=what)
+    parser = argparse.ArgumentParser("python -m tcfp_jax.formats", description="List the catalog, or show a datatype.")
     parser.add_argument("name", nargs="?", help="a datatype of the catalog, or the code of a number, with a scale's")
     parser.add_argument("--table", action="store_true", help="write the table of docs/formats.md")
     options = parser.parse_args(arguments)
@@ -102,4 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has enough, and Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
