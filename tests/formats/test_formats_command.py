@@ -1,5 +1,8 @@
 """`python -m tcfp_jax.formats`, the docs that come from it, and the benchmark of casts."""
 
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import pytest
 
@@ -18,6 +21,13 @@ def test_one_datatype(capsys):
     assert "linear4_e8m0_t32_mse" in capsys.readouterr().out
     assert __main__.main(["mxfp5"]) == 2
     assert "eXmY" in capsys.readouterr().err
+
+
+def test_a_reader_may_have_enough():
+    command = [sys.executable, "-m", "tcfp_jax.formats", "e3m4"]
+    with subprocess.Popen(command, cwd=common.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert b"BrokenPipe" not in process.stderr.read() and process.wait() == 0
 
 
 def test_the_list_has_every_name(capsys, monkeypatch):
