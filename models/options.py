@@ -91,7 +91,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
     precision.add_argument(
         "--include", choices=get_args(Included),
-        help="layers with the recipe: every one (default), or those measured to be faster than BF16",
+        help="layers with the recipe: every one (default), those measured to be faster, or all but table and head",
     )  # fmt: skip
     precision.add_argument(
         "--moments",
