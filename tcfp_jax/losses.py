@@ -269,17 +269,14 @@ def _by_chunks(
 
 
 def _chunk(
-    asked: Loss,
-    total_dw: jax.Array | None,
-    wants_dx: bool,
-    w: jax.Array | None,
-    quantized: Stored | None,
-    x: jax.Array,
-    targets: jax.Array,
-    shares: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    asked: Loss, total_dw: jax.Array | None, wants_dx: bool, w: jax.Array | None, quantized: Stored | None,
+    x: jax.Array, targets: jax.Array, shares: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
     """Return (losses, gradient of x or None, the float32 gradient of w so far or None) of tokens `[tokens, k]`."""
     recipe, smoothing = asked.recipe, asked.label_smoothing
+    if recipe.dgrad == "fast":
+        # One accumulator for all ids keeps 14 bits of the target's product, below which most probabilities are.
+        recipe = replace(recipe, dgrad="full")
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
     logits = _capped(asked, narrow)

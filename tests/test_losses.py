@@ -131,6 +131,18 @@ def test_chunks_change_nothing_but_the_scale_of_x(recipe, chunk):
         np.testing.assert_allclose(a, b, rtol=0, atol=(0.05 if blocks else 1e-5) * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tcfp12_fast"])
+def test_the_sum_over_the_ids_is_accumulated_fully(recipe):
+    found = equations(jax.grad(lambda x: cross_entropy(x, W, TARGETS, recipe=recipe)[0]), X)
+    sums = set()
+    for eqn in found:
+        algorithm = eqn.params.get("precision")
+        if isinstance(algorithm, lax.DotAlgorithm):  # as on a GPU
+            over = eqn.params["dimension_numbers"][0][0][0]
+            sums.add((eqn.invars[0].aval.shape[over], algorithm.allow_imprecise_accumulation))
+    assert sums == {(K, True), (V, False)}
+
+
 @pytest.mark.optimized
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
