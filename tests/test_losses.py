@@ -133,13 +133,10 @@ def test_chunks_change_nothing_but_the_scale_of_x(recipe, chunk):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tcfp12_fast"])
 def test_the_sum_over_the_ids_is_accumulated_fully(recipe):
-    found = equations(jax.grad(lambda x: cross_entropy(x, W, TARGETS, recipe=recipe)[0]), X)
-    sums = set()
-    for eqn in found:
-        algorithm = eqn.params.get("precision")
-        if isinstance(algorithm, lax.DotAlgorithm):  # as on a GPU
-            over = eqn.params["dimension_numbers"][0][0][0]
-            sums.add((eqn.invars[0].aval.shape[over], algorithm.allow_imprecise_accumulation))
+    gradient = jax.grad(lambda x: cross_entropy(x, W, TARGETS, recipe=recipe)[0])
+    on_gpu = [eqn for eqn in equations(gradient, X) if isinstance(eqn.params.get("precision"), lax.DotAlgorithm)]
+    over = lambda eqn: eqn.invars[0].aval.shape[eqn.params["dimension_numbers"][0][0][0]]
+    sums = {(over(eqn), eqn.params["precision"].allow_imprecise_accumulation) for eqn in on_gpu}
     assert sums == {(K, True), (V, False)}
 
 
