@@ -148,14 +148,9 @@ def _checked(x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None) 
 
 
 def loss_of(
-    asked: Loss,
-    x: jax.Array,
-    w: jax.Array | None,
-    quantized: Stored | None,
-    targets: jax.Array,
-    shares: jax.Array,
-    key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    asked: Loss, x: jax.Array, w: jax.Array | None, quantized: Stored | None, targets: jax.Array,
+    shares: jax.Array, key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return `cross_entropy` of a weight `[k, vocabulary]` as floats, quantized or both, and shares in the mean.
 
     The key is for a stochastic residual if the weight is quantized here.
@@ -225,14 +220,9 @@ def _devices() -> int:
 
 
 def _by_chunks(
-    asked: Loss,
-    wanted: tuple[str, ...],
-    x: jax.Array,
-    w: jax.Array | None,
-    quantized: Stored | None,
-    targets: jax.Array,
-    shares: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    asked: Loss, wanted: tuple[str, ...], x: jax.Array, w: jax.Array | None, quantized: Stored | None,
+    targets: jax.Array, shares: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
     """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted gradients are None."""
     tokens = x.shape[0]
     limit = asked.chunk or TOKENS_AT_ONCE * _devices()
@@ -269,17 +259,14 @@ def _by_chunks(
 
 
 def _chunk(
-    asked: Loss,
-    total_dw: jax.Array | None,
-    wants_dx: bool,
-    w: jax.Array | None,
-    quantized: Stored | None,
-    x: jax.Array,
-    targets: jax.Array,
-    shares: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    asked: Loss, total_dw: jax.Array | None, wants_dx: bool, w: jax.Array | None, quantized: Stored | None,
+    x: jax.Array, targets: jax.Array, shares: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
     """Return (losses, gradient of x or None, the float32 gradient of w so far or None) of tokens `[tokens, k]`."""
     recipe, smoothing = asked.recipe, asked.label_smoothing
+    if recipe.dgrad == "fast":
+        # One accumulator for all ids keeps 14 bits of the target's product, below which most probabilities are.
+        recipe = replace(recipe, dgrad="full")
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
     logits = _capped(asked, narrow)

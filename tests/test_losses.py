@@ -131,6 +131,15 @@ def test_chunks_change_nothing_but_the_scale_of_x(recipe, chunk):
         np.testing.assert_allclose(a, b, rtol=0, atol=(0.05 if blocks else 1e-5) * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tcfp12_fast"])
+def test_the_sum_over_the_ids_is_accumulated_fully(recipe):
+    gradient = jax.grad(lambda x: cross_entropy(x, W, TARGETS, recipe=recipe)[0])
+    on_gpu = [eqn for eqn in equations(gradient, X) if isinstance(eqn.params.get("precision"), lax.DotAlgorithm)]
+    over = lambda eqn: eqn.invars[0].aval.shape[eqn.params["dimension_numbers"][0][0][0]]
+    sums = {(over(eqn), eqn.params["precision"].allow_imprecise_accumulation) for eqn in on_gpu}
+    assert sums == {(K, True), (V, False)}
+
+
 @pytest.mark.optimized
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])

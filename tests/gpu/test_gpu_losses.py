@@ -77,3 +77,15 @@ def test_a_copy_in_fp8_leaves_the_forward_pass_exact():
     np.testing.assert_allclose(value, wanted, rtol=1e-5)  # XLA may add in another order
     error = np.linalg.norm(np.float64(copied) - np.float64(exact)) / np.linalg.norm(np.float64(exact))
     assert 0.0 < error < 0.2  # E4M3's half spacing, 2**-4, to the fifth power
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tcfp12_fast"])
+def test_small_probabilities_count_beside_the_target(recipe):
+    """Rows of W with much in common: half of 16384 equal probabilities would be lost in a short accumulator."""
+    keys, targets = jax.random.split(jax.random.key(2)), jnp.arange(TOKENS)
+    x = (0.01 * jax.random.normal(keys[0], (TOKENS, WIDTH))).astype(jnp.bfloat16)
+    w = 0.2 + 0.05 * jax.random.normal(keys[1], (WIDTH, 16384))
+    dx = jax.jit(jax.grad(lambda x: cross_entropy(x, w, targets, recipe=recipe)[0]))(x)
+    slope = np.float64(jax.nn.softmax(x.astype(jnp.float32) @ w)) - np.eye(TOKENS, 16384)
+    want = slope @ np.float64(w).T / TOKENS
+    assert np.linalg.norm(np.float64(dx) - want) <= 0.3 * np.linalg.norm(want)
