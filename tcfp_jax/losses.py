@@ -70,7 +70,7 @@ def cross_entropy(
       x: real floats `[..., k]`.
       kernel: real floats `[k, vocabulary]`, or a `Stored` weight. A tied table is `table.T`, stored `table.swap()`.
       targets: integers `[...]`. A token whose target is not below the vocabulary makes the mean NaN.
-      recipe: a `Recipe` or the name of one; it multiplies as in `tcfp_jax.matmul`.
+      recipe: a `Recipe` or the name of one, as for `tcfp_jax.matmul`; but dgrad, a sum over all ids, accumulates fully.
       weights: weight of each token in the mean, real floats or bools `[...]`; None weighs all alike.
       ignore: target of tokens that have no weight, such as -100. A token without a weight adds nothing to the mean or
         to a gradient, whatever its values are, and its loss is 0.
