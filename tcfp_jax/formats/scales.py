@@ -148,7 +148,7 @@ class ScaleSpec:
                 raise ValueError(f"{self.name}: both tiles run along axis {axis} of shape {shape}; give them others")
             if math.prod(shape) and tile.size > shape[axis]:
                 raise ValueError(
-                    f"{self.name}: a tile of {tile.size} is larger than axis {axis} of shape {shape}; "
+                    f"{self.name}: a tile of {tile.size} is longer than its axis of {shape[axis]} values; "
                     "use a smaller tile, or t0 for the whole axis"
                 )
             by_axis[axis] = tile
