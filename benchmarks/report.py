@@ -28,8 +28,8 @@ from tcfp_jax.recipes import NAMES
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE, OVERVIEW = "choose", "overview"
 FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
-WHOLE = tuple(f"convergence-bpe-{size}" for size in WHOLE_RUNS)
-LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, *WHOLE)
+FROM_SCRATCH = tuple(f"convergence-bpe-{size}" for size in WHOLE_RUNS)
+LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, *FROM_SCRATCH)
 SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (OVERVIEW, *SECTIONS)}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")

@@ -83,7 +83,7 @@ def test_unpack_is_the_cast_on_random_draws(start):
 )  # fmt: skip
 def test_bits_of_shapes_that_no_array_of_the_datatype_has_raise(name, shape):
     for bits in (getattr(formats, name).stored_bits, getattr(formats, name).bits_per_value):
-        with pytest.raises(ValueError, match="shape|its axis of"):
+        with pytest.raises(ValueError, match=r"shape|its axis of"):
             bits(shape)
 
 
