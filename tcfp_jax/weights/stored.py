@@ -292,8 +292,8 @@ def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
     raise TypeError(
         "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
         "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
-        "tcfp_jax.value_and_grad or tcfp_jax.grad instead of jax's; next to float parameters, differentiate these and "
-        "pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
+        "tcfp_jax.value_and_grad or grad (NNX: tcfp_jax.nnx.value_and_grad), not by JAX's; next to float parameters, "
+        "differentiate these and pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
     )
 
 
