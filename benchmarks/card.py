@@ -74,7 +74,6 @@ RUNS = {
     "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 110),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
     "quantizers": Run("gemm --measure quantizers", 80),
-    "skip_residual": Run("skip_residual", 30),
     "adamw": Run("adamw", 40),
     "casts": Run("casts", 40),
     "fp4": Run("fp4", 120),

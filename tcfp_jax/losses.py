@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
@@ -46,6 +47,7 @@ TOKENS_AT_ONCE = 4096
 _LOG2_E = math.log2(math.e)
 # Largest relative difference of a cotangent of losses from a multiple of the weights: float32 sums of many tokens.
 _ALIKE = 1e-4
+_INT = int | np.integer
 
 
 def cross_entropy(
@@ -73,7 +75,7 @@ def cross_entropy(
       recipe: a `Recipe` or the name of one, as for `tcfp_jax.matmul`; but dgrad, a sum over all ids, accumulates fully.
       weights: weight of each token in the mean, real floats or bools `[...]`; None weighs all alike.
       ignore: target of tokens that have no weight, such as -100. A token without a weight adds nothing to the mean or
-        to a gradient, whatever its values are, and its loss is 0.
+        to a gradient, whatever its values are. Its loss is 0, and so is the derivative by a weight of 0.
       label_smoothing: share of the target that all ids divide equally.
       z_loss: factor of the squared logsumexp, which keeps logits small (1e-4 in PaLM).
       soft_cap: largest magnitude of a logit, as in Gemma 2.
@@ -101,10 +103,13 @@ def cross_entropy(
     recipe = named_recipe(recipe)
     quantized, w = opened(kernel) if isinstance(kernel, Stored) else (None, kernel)
     asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
-    targets, weights = _checked(x.shape, targets, weights)
+    targets, weights = _checked(np.shape(x), targets, weights)
     shares = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    if ignore is not None:
-        shares = jnp.where(targets == ignore, 0.0, shares)
+    if not isinstance(ignore, _INT | jax.Array | None):
+        raise TypeError(f"ignore={ignore!r} is no target; pass an integer, or None")
+    # A weight of 0 leaves its token out, also for the derivative by the weight, which would need the token's loss.
+    left_out = (shares == 0) if ignore is None else (shares == 0) | (targets == ignore)
+    shares = jnp.where(left_out, 0.0, shares)
     return loss_of(asked, x, w, quantized, targets, shares / jnp.sum(shares))
 
 
@@ -127,7 +132,7 @@ class Loss:
             ("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1"),
             ("z_loss", 0 <= self.z_loss < math.inf, "0 or more"),
             ("soft_cap", self.soft_cap is None or 0 < self.soft_cap < math.inf, "positive, or None"),
-            ("chunk", self.chunk is None or (isinstance(self.chunk, int) and self.chunk > 0), "positive, or None"),
+            ("chunk", self.chunk is None or (isinstance(self.chunk, _INT) and self.chunk > 0), "positive, or None"),
         ):
             if not is_fine:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {range}")
@@ -138,6 +143,8 @@ def _checked(x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None) 
     targets, weights = jnp.asarray(targets), None if weights is None else jnp.asarray(weights)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets have dtype {targets.dtype}, but a target is the number of an id; pass integers")
+    if weights is not None and jnp.iscomplexobj(weights):
+        raise TypeError(f"weights have dtype {weights.dtype}; pass real floats or bools")
     for name, given in (("targets", targets), ("weights", weights)):
         if given is not None and given.shape != x[:-1]:
             raise ValueError(f"{name}{list(given.shape)} of x{list(x)}: each token has one; pass {list(x[:-1])}")

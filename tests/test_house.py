@@ -43,7 +43,7 @@ LIBRARIES = tuple(DOORS)
 # take something out first.
 LIMITS = {
     "lines of the two libraries": 28_000,
-    "lines of all Python": 71_200,
+    "lines of all Python": 71_100,
     "lines of a file": 400,
     "lines of a function without its docstring": 60,
     "arguments of a function": 9,

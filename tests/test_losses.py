@@ -199,6 +199,10 @@ def test_weights_have_a_gradient():
     loss = lambda weights: cross_entropy(X, W, TARGETS, weights=weights)[0]
     found, by_token = jax.grad(loss)(WEIGHTS), cross_entropy(X, W, TARGETS)[1]
     np.testing.assert_allclose(found, (by_token - loss(WEIGHTS)) / WEIGHTS.sum(), rtol=1e-4, atol=1e-6)
+    # A weight of 0 leaves its token out, whose loss is not computed.
+    found, masked = jax.jit(jax.grad(loss))(WEIGHTS.at[2].set(0.0)), WEIGHTS.at[2].set(1e-20)
+    assert found[2] == 0
+    np.testing.assert_allclose(jnp.delete(found, 2), jnp.delete(jax.grad(loss)(masked), 2), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow_except(f"{V}-rowwise", "-1-tensorwise", f"{2**31 - 1}-bf16", "-1-blockwise")
@@ -356,6 +360,8 @@ def test_a_second_derivative_raises_where_rounding_would_make_it_zero():
         (dict(targets=jnp.zeros(T)), TypeError, "targets have dtype float32"),
         (dict(targets=TARGETS[:5]), ValueError, r"targets\[5\] of x\[21, 32\]: each token has one; pass \[21\]"),
         (dict(weights=jnp.ones(3)), ValueError, r"weights\[3\] of x\[21, 32\]"),
+        (dict(weights=jnp.ones(T, jnp.complex64)), TypeError, "weights have dtype complex64"),
+        (dict(ignore="0"), TypeError, "ignore='0' is no target"), (dict(x=X.tolist()), TypeError, "x is a list"),
         (dict(kernel=W.T), ValueError, r"the last axis of x must equal the first of w"),
         (dict(kernel=W.astype(jnp.int32)), TypeError, "w has dtype int32"),
         (dict(label_smoothing=1.0), ValueError, "label_smoothing=1.0 must be from 0 to below 1"),
@@ -365,7 +371,7 @@ def test_a_second_derivative_raises_where_rounding_would_make_it_zero():
         (dict(recipe="fp8"), ValueError, "recipe 'fp8' is unknown"),
         (dict(recipe="nvfp4_training"), NotImplementedError, "a head in emulated FP4"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(change, error, match):
     arguments = dict(x=X, kernel=W, targets=TARGETS) | change
     with pytest.raises(error, match=match):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
-from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, with_entries
+from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, varying_alike, with_entries
 from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View, without_ones
 from tcfp_jax.layers import Absent
@@ -130,7 +130,7 @@ class Shown:
         def gather(root: jax.Array, indices: jax.Array) -> jax.Array:
             array = Shown(root, None, bare, None, (), root.dtype.name).array(shape)
             outside = 0 if zero else 0x7F if root.dtype == jnp.uint8 else jnp.nan
-            return eqn.primitive.bind(array, indices, **eqn.params | dict(fill_value=outside))
+            return eqn.primitive.bind(*varying_alike((array, indices)), **eqn.params | dict(fill_value=outside))
 
         codes, slot = jax.tree.map(_here, (constant(self.stored).for_dgrad(), self.root))
         lo = None if codes.lo is None else self._as_root(codes.lo, layout)

@@ -25,7 +25,6 @@ from benchmarks import (
     quality,
     quantizers,
     report,
-    skip_residual,
     timing,
     tune,
 )  # fmt: skip
@@ -37,7 +36,7 @@ from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
 DEVICE = jax.devices()[0].device_kind
-SMOKES = ("gemm", "grouped", "routing", "head", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
+SMOKES = ("gemm", "grouped", "routing", "head", "quantizers", "scaled_products", "quality", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -154,20 +153,8 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
     with pytest.raises(ArithmeticError, match="not timed"):
         list(gemm.measure_products(gemm.Config((GemmShape(16, 32, 16),)), lambda *_: [right, wrong]))
-    monkeypatch.setattr(skip_residual, "find_products", lambda *_: ([right, wrong], 0.5))
-    with pytest.raises(ArithmeticError, match="not timed"):
-        list(skip_residual.measure(skip_residual.SMOKE))
     with pytest.raises(ValueError, match="MxKxN"):
         GemmShape.parse("8x16")
-
-
-@pytest.mark.slow
-def test_skipping_is_measured_where_residuals_are_zero(smoke):
-    rows = {row.kind: row for row in smoke[1]("skip_residual")}
-    assert list(rows) == ["bf16", "all blocks", "nonzero blocks"]
-    assert {row.skipped for row in rows.values()} == {0.5}
-    assert rows["all blocks"].speed_over_all == rows["bf16"].speed_over_bf16 == 1
-    assert rows["nonzero blocks"].bound_used <= 1
 
 
 @pytest.mark.slow

@@ -486,6 +486,9 @@ def test_an_optimizer_that_is_none_of_ours_is_said_once():
     model = convert(nnx_model(MLP), "tcfp12_fast", X, rules={"this model alone": None})
     find_weights(model)
     loss = lambda model: jnp.mean(model(X) ** 2)
+    Optimizer(model, optax.sgd(0.1), wrt=lambda path, _: "bias" in path)
+    nnx.grad(loss)(model)  # its optimizer was made, of biases alone
+    find_weights(model)
     with pytest.warns(UserWarning, match="no tcfp_jax.nnx.Optimizer was made"):
         nnx.grad(loss)(model)
     nnx.grad(loss)(model)  # another warning would be an error

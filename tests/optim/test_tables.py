@@ -84,6 +84,15 @@ def test_rows_are_those_of_the_dequantized_table_and_so_is_their_gradient(name):
     np.testing.assert_allclose(found, wanted, atol=2.0**-7 if name == "cast first" else 0)
 
 
+def test_rows_are_looked_up_inside_shard_map():
+    low, stored, plain = looked_up("take")
+    summed = lambda fn: lambda tree, ids: jax.lax.psum(jnp.sum(jnp.sin(fn(tree, ids))), "a")
+    spread = lambda fn: jax.shard_map(summed(fn), mesh=mesh_of(2), in_specs=(P(), P("a")), out_specs=P())
+    found = jax.jit(tcfp_jax.value_and_grad(spread(low)))(stored, INSIDE)
+    wanted = jax.jit(jax.value_and_grad(spread(plain)))(tcfp_jax.dequantize(stored), INSIDE)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
+
+
 @pytest.mark.parametrize("way", ["converted", "by hand"])
 def test_gradients_of_a_frequent_row_are_added_in_float32(way):
     low = tcfp_jax.transform(lambda params, ids: jnp.take(params["e"], ids, axis=0), RECIPE, include=ALL)
@@ -97,6 +106,8 @@ def test_gradients_of_a_frequent_row_are_added_in_float32(way):
 def test_a_lookup_by_hand_is_that_of_the_float_table():
     stored = stored_of({"e": TABLE}, {"e": WEIGHT})["e"]
     same_numbers(jax.jit(tcfp_jax.lookup)(stored, IDS), jnp.take(stored.dequantize(), IDS, axis=0))
+    with pytest.raises(TypeError, match="reads it as a float array"):  # this layer rounds rows to another format
+        tcfp_jax.linen.TCFPEmbed(ROWS, WIDTH, recipe=RECIPE).apply({"params": {"embedding": stored}}, IDS)
     constant = Stored.of(tcfp_jax.split(TABLE))
     same_numbers(tcfp_jax.lookup(constant, IDS), jnp.take(constant.dequantize(), IDS, axis=0))
 
