@@ -88,7 +88,8 @@ def cross_entropy(
       `losses.mean()` are without `weights`. Any other function has NaN gradients.
 
     Raises:
-      TypeError: x or kernel is not real floating point, targets are not integers, or rounding is differentiated twice.
+      TypeError: x or kernel is not real floating point, weights are complex, targets or `ignore` are not integers, or
+        rounding is differentiated twice.
       ValueError: shapes do not fit, an option is out of range, or another function of the losses is differentiated.
       NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
 

@@ -74,7 +74,7 @@ class Optimizer(nnx.Optimizer):
             whole = NamedSharding(jax.tree.leaves(lie)[0].mesh, PartitionSpec())
             self.step[...] = jax.device_put(self.step[...], whole)
         held = entries(layer_state(self.opt_state))
-        if not hand_out(model, held) and held:
+        if not hand_out(model, held) and held:  # called for nothing, too: it notes that the optimizer is there
             raise ValueError(
                 f"the quantized weights of the optimizer, such as {min(held)}, are none of {type(model).__name__}'s; "
                 "give error_feedback the weights of this model: find_weights(model)"

@@ -137,12 +137,12 @@ def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | Non
     return float_bits.from_bits(assemble(parts, datatype, x.shape), x.dtype)
 
 
-def is_key(key: object) -> bool:
-    """Return whether this is one JAX random key, typed or as raw data."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    if dtype is None or shape is None:
-        return False
-    return shape == () if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype == jnp.uint32 and len(shape) == 1
+def check_key(key: object) -> None:
+    """Raise a ValueError unless this is None or one JAX random key, typed or as raw data."""
+    dtype, shape = getattr(key, "dtype", jnp.float32), getattr(key, "shape", ())
+    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if key is not None and not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
+        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
 
 
 def check_arguments(
@@ -188,7 +188,6 @@ def check_arguments(
     if (key is None) != (roundmode != "stochastic"):
         missing = 'roundmode="stochastic" needs key=jax.random.key(seed)' if key is None else "drop key="
         raise ValueError(f"roundmode={roundmode!r} and key={'none' if key is None else 'given'}: {missing}")
-    if key is not None and not is_key(key):
-        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
+    check_key(key)
     mode: ScaleMode = "midmax" if scalemode == "auto" else scalemode or "max"
     return array, Modes(roundmode, mode, saturate)

@@ -218,7 +218,7 @@ def embed(read: Reader, inputs: jax.Array, out_sharding: Sharding = None) -> jax
     """Return `Embed` with rows rounded to the packed TCFP-12 format, straight-through."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         raise ValueError(f"Embed looks up integers, but got {inputs.dtype}; cast the tokens to int32")
-    rows: Any = jnp.asarray(read.embedding())  # a stored table says here that it has no floats
+    rows: Any = jnp.asarray(read.embedding())  # a stored table raises: it has no floats
     if rows.shape[0] == 1:  # as in Flax: one row is every row
         rows = jnp.broadcast_to(rows, (*inputs.shape, rows.shape[-1]))
     else:

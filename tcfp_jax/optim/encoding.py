@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
 from pallas_kernels.specs import sharding_of
-from tcfp_jax.formats.casting import is_key
+from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.placement import Placement, known_placement, neighbours
 
@@ -250,8 +250,7 @@ def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) ->
         )
     if key is None:
         return None
-    if not is_key(key):
-        raise TypeError(f"{name}: key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
+    check_key(key)
     if not rounds:
         raise ValueError(f"{setting} rounds nothing, but key= is given and would not be used; drop the key")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Contracts, Fp4, Tensor
-from tcfp_jax.formats.casting import is_key
+from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, entries, find, named_leaves, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -340,7 +340,8 @@ def _checked(recipes: Sequence[Recipe], key: jax.Array | None, dtype: DTypeLike)
     """Return the dtype of errors; it and the key must fit the remainders of the recipes."""
     stochastic = any(r.stochastic for r in recipes)
     remainders = ", ".join(map(repr, sorted({r.stored.remainder if r.stored else "none" for r in recipes})))
-    if stochastic and not is_key(key):
+    check_key(key)
+    if stochastic and key is None:
         raise ValueError('remainder="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
     if not stochastic and key is not None:
         raise ValueError(f"remainder={remainders} uses no random bits, but key= is given; drop the key")

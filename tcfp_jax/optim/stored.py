@@ -19,6 +19,7 @@ from jax.interpreters import partial_eval
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.scaling import Block
+from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -68,6 +69,7 @@ def store(
     >>> stored["kernel"].nbytes, dequantize(stored)["kernel"].dtype
     (36, dtype('float32'))
     """
+    check_key(key)
     program = _Program(params) if callable(params) and jax.tree_util.all_leaves([params]) else None
     tree = params if program is None else program.shapes
     found, treedef = named_leaves(tree, is_stored)

@@ -36,7 +36,7 @@ from pallas_kernels import numerics
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of, moved, regrouped, sharding_of
-from tcfp_jax.formats.casting import is_key
+from tcfp_jax.formats.casting import check_key
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import datatype
 from tcfp_jax.formats.float_bits import to_bits
@@ -290,8 +290,7 @@ def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, ke
         raise ValueError(
             f'sigma={sigma} with scale={scale!r}, which does not read it; use scale="sigma", or leave sigma'
         )
-    if key is not None and not is_key(key):
-        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
+    check_key(key)
     if key is not None and scale == "sigma":
         raise ValueError(
             'key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key'

@@ -516,6 +516,8 @@ def test_other_wrong_arguments_say_what_to_do():
     params = stored_of()
     with pytest.raises(ValueError, match="stored already"):
         stored_of(params)
+    with pytest.raises(ValueError, match="key is a int, not one JAX random key"):
+        tcfp_jax.store({"kernel": jnp.ones((16, 32))}, RECIPE, key=0)
     updates = jax.tree.map(jnp.zeros_like, tcfp_jax.dequantize(params))
     updates["up"]["kernel"] = jnp.zeros((32, 16))
     with pytest.raises(ValueError, match=r"up/kernel is \[32, 16\], but the parameter is \[16, 32\]"):
