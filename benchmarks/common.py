@@ -49,10 +49,7 @@ from benchmarks.timing import compile_quickly, take_memory_as_needed
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("pallas_kernels", "tcfp_jax")
-NO_FP8 = (
-    "\na CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing. --smoke shows "
-    "in seconds that a benchmark runs"
-)
+NO_FP8 = "\na CPU has no FP8 units and multiplies in float32: ratios here mean nothing. --smoke shows that it runs"
 AGE = "; the library has changed since"
 
 
@@ -67,6 +64,7 @@ class Header:
       commit: Commit of the repository, with "+" if the libraries differ from it; None outside a repository.
       library: First digits of a sha256 over the libraries' Python files and `tuned.json`.
       date: Day of the run, UTC.
+      xla_flags: XLA_FLAGS of the run; "" is XLA's defaults. Files before 2026-11-27 lack it.
     """
 
     device: str
@@ -76,6 +74,7 @@ class Header:
     commit: str | None
     library: str
     date: str
+    xla_flags: str
 
 
 def make_header() -> Header:
@@ -84,6 +83,7 @@ def make_header() -> Header:
     return Header(
         device=device.device_kind, platform=device.platform, jax=jax.__version__, python=platform.python_version(),
         commit=_commit(), library=library_digest(), date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        xla_flags=os.environ.get("XLA_FLAGS", "").strip(),
     )  # fmt: skip
 
 
@@ -220,7 +220,9 @@ class Result:
         if len(libraries) > 1:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
         age = "" if libraries == [library_digest()] else AGE
-        return f"{' and '.join(devices)}, jax {h['jax']}, {commit}, {source}, {h['date']}, {release_of(h['date'])}{age}"
+        flags = h.get("xla_flags") or self.config.get("xla_flags")  # older files of `benchmarks.fsdp`
+        where = f"{' and '.join(devices)}{f', `XLA_FLAGS={flags}`' * bool(flags)}, jax {h['jax']}"
+        return f"{where}, {commit}, {source}, {h['date']}, {release_of(h['date'])}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:
         """Return the values of one or several fields, in the order of the rows."""

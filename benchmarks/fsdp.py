@@ -19,9 +19,8 @@ import argparse
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
@@ -56,7 +55,6 @@ class Config:
       llama, olmoe: Sizes of the models.
       llama_tokens: Sequences and positions of one device.
       devices: Numbers of devices; 1 is the comparison.
-      xla_flags: Flags of the environment, which decide how XLA hides communication.
     """
 
     mlp: GemmShape
@@ -68,7 +66,6 @@ class Config:
     devices: tuple[int, ...] = (1, 2)
     rounds: int = 5
     calls: int = 6
-    xla_flags: str = field(default_factory=lambda: os.environ.get("XLA_FLAGS", ""))
 
 
 @dataclass(frozen=True)
@@ -228,9 +225,7 @@ def table(result: Result) -> str:
             else f"{kind} of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
         )
         texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
-    flags = result.config.get("xla_flags")
-    ran = f" It ran with `XLA_FLAGS={flags}`." if flags else ""
-    return "\n".join(texts) + f"\nTimes are by the wall clock; state and arena are those of one GPU.{ran}"
+    return "\n".join(texts) + "\nTimes are by the wall clock; state and arena are those of one GPU."
 
 
 if __name__ == "__main__":

@@ -95,8 +95,9 @@ def test_every_run_of_a_card_is_a_command(name, monkeypatch):
 def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(tmp_path, monkeypatch, capsys):
     ran = []
 
-    def run(command, **_):
+    def run(command, env, **_):
         ran.append(command)
+        assert env["XLA_FLAGS"] == ""  # not those of the tests: a baseline is what users have
         if "benchmarks.head" in command:
             return subprocess.CompletedProcess(command, 1, stdout="", stderr="no memory")
         folder = Path(command[command.index("--out") + 1]) / "a-card"
