@@ -48,21 +48,17 @@ RUNS = {
     "large-1b": Run("large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 230),
     "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8", 120),
     # One recipe next to BF16: the states of more leave no memory for a step.
-    "llama-1b": Run("llama --parts step --recipes stored --no-peaks", 80),
-    "llama-1b-unrolled": Run(
-        "llama --parts step --recipes stored --remat products --loop unrolled --no-peaks", 190
-    ),
+    "llama-1b": Run("llama --parts step --recipes stored", 80),
+    "llama-1b-unrolled": Run("llama --parts step --recipes stored --remat products --loop unrolled", 190),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 330),
     "torchao": Run("torchao", 220),
-    "llama-124m": Run(
-        "llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored --no-peaks", 60
-    ),
-    "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training --no-peaks", 60),
+    "llama-124m": Run("llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored", 60),
+    "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training", 60),
     "fsdp": Run("fsdp --parts mlp", 90, gpus=2, flags=_HIDDEN),
     "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 120, gpus=2, flags=_HIDDEN),
     "fsdp-olmoe": Run("fsdp --parts olmoe --recipes stored", 140, gpus=2, flags=_HIDDEN),
-    "memory": Run("memory", 60),
+    "memory": Run("memory", 90),
     "memory-llama-1b": Run("memory --model llama-1b", 20),
     "memory-llama-8b": Run("memory --model llama-8b", 20),
     "train_step": Run(
@@ -75,14 +71,14 @@ RUNS = {
     "quality": Run("quality", 60),
     "gemm": Run("gemm --measure products", 60),
     "scaled_products": Run("gemm --measure scales", 60),
-    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2' --recipes tcfp12_single,tcfp12_single_both", 130),
-    "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 130),
-    "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 90),
-    "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 110),
+    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2' --recipes tcfp12_single,tcfp12_single_both", 180),
+    "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 160),
+    "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 155),
+    "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
-    "quantizers": Run("gemm --measure quantizers", 80),
+    "quantizers": Run("gemm --measure quantizers", 250),
     "adamw": Run("adamw", 20),
-    "casts": Run("casts", 40),
+    "casts": Run("casts", 20),
     "fp4": Run("fp4", 120),
 }  # fmt: skip
 

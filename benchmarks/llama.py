@@ -72,7 +72,6 @@ class Config:
     parts: tuple[Part, ...] = PARTS
     rounds: int = 5
     calls: int = 3
-    peaks: Literal["measured", "none"] = "measured"
     include: tuple[Any, ...] = ("linear",)  # argument of `convert_to_tcfp`
 
 
@@ -89,7 +88,6 @@ class Row(timing.Timing):
       worst_snr_db: Lowest SNR of output (or loss) and gradients against BF16's; None for BF16.
       compile_seconds: Seconds of tracing, lowering and compiling.
       arena_bytes: Temporary memory of the program, besides arguments and results.
-      peak_bytes: Peak of the allocator in a process of its own; None if it was not measured.
       kinds: Milliseconds by kind of kernel; None without CUPTI.
     """
 
@@ -104,7 +102,6 @@ class Row(timing.Timing):
     worst_snr_db: float | None
     compile_seconds: float
     arena_bytes: int
-    peak_bytes: int | None
     kinds: dict[breakdown.Kind, float] | None
 
 
@@ -283,10 +280,6 @@ def measure_part(part: Part, config: Config) -> list[Row]:
     # A step runs in command buffers, where the sum of its kernels' times misses up to 20 ms.
     time = timing.time_by_wall_clock if part == "step" else timing.time_interleaved
     timed = time(candidates, rounds=config.rounds, calls=config.calls)
-    peaks: dict[str, int | None] = {}
-    if config.peaks == "measured" and timing.has_peaks():
-        calls = [(part, configs[name], name) for name in names]
-        peaks = dict(zip(names, timing.measure_alone(measure_peak, calls), strict=True))
     size, tokens = (config.block, config.block_tokens) if part == "block" else (config.step, config.step_tokens)
     rows = []
     for name, c in made.items():
@@ -299,18 +292,10 @@ def measure_part(part: Part, config: Config) -> list[Row]:
                 speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms, worst_snr_db=worst[name],
                 remat=getattr(configs[name].step if part == "step" else config.block, "remat", "none"),
                 compile_seconds=c.compile_seconds, arena_bytes=c.compiled.memory_analysis().temp_size_in_bytes,
-                peak_bytes=peaks.get(name), kinds=breakdown.profile(c.function, c.args, c.compiled.as_text()),
+                kinds=breakdown.profile(c.function, c.args, c.compiled.as_text()),
             )
         )  # fmt: skip
     return rows
-
-
-def measure_peak(part: Part, config: Config, name: str) -> int | None:
-    """Return the allocator's peak of this process after three calls."""
-    candidate = MAKE[part](config, name)
-    for _ in range(3):
-        jax.block_until_ready(candidate.function(*candidate.args))
-    return timing.peak_bytes()
 
 
 # The command and its table --------------------------------------------------------------------------------------------
@@ -326,7 +311,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", choices=get_args(Loop), help="over the blocks of the whole step (default: scan)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
     parser.add_argument("--include", choices=INCLUDES, help="what recipes convert (default: linear)")
-    parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -346,17 +330,16 @@ def configure(options: argparse.Namespace) -> Config:
         step = dataclasses.replace(step, attention="cudnn")
     tokens = (2, 4096) if on_gpu else (2, 32)
     step_tokens = (max(1, 16384 // min(4096, step.context)), min(4096, step.context)) if on_gpu else (2, 32)
-    peaks: Any = "none" if options.no_peaks or options.smoke else "measured"
     few: Any = {} if on_gpu else dict(rounds=2, calls=2, include=("linear", "small"))
     if options.include:
         few["include"] = tuple(options.include.split(","))
-    return Config(block, step, tokens, step_tokens, recipes, parts, peaks=peaks, **few)
+    return Config(block, step, tokens, step_tokens, recipes, parts, **few)
 
 
 def show(rows: list[Row]) -> None:
     """Print the rows and their time by kind of kernel."""
     columns = ("part", "recipe", "remat", "median_ms", "speed_over_bf16", "tokens_per_second", "model_tflops", "mfu")
-    common.print_rows(rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "peak_bytes", "timer")
+    common.print_rows(rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "timer")
     for row in rows:
         if row.kinds is not None:
             sums = ", ".join(f"{kind} {milliseconds:.2f}" for kind, milliseconds in row.kinds.items())
@@ -372,15 +355,14 @@ def table(result: Result) -> str:
         for row in (row for row in result.rows if row["part"] == part and row["recipe"] in known):
             measured = row["kinds"] or {}
             kinds = [f"{measured[kind]:.2f}" if kind in measured else "–" for kind in KINDS]
-            peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
             lines.append(
                 [
                     f"`{row['recipe']}`", f"{row['median_ms']:.2f}", f"**{row['speed_over_bf16']:.2f}**",
                     f"{row['tokens_per_second'] / 1e3:,.0f}k", f"{row['mfu']:.0%} · {row['mfu'] / 2:.0%}", *kinds,
-                    f"{row['arena_bytes'] / 1e9:.2f}", peak,
+                    f"{row['arena_bytes'] / 1e9:.2f}",
                 ]
             )  # fmt: skip
-        titles = ["", "ms", "speed over BF16", "tokens a second", "MFU of BF16 · FP8", *KINDS, "arena, GB", "peak, GB"]
+        titles = ["", "ms", "speed over BF16", "tokens a second", "MFU of BF16 · FP8", *KINDS, "arena, GB"]
         size = result.config[part]
         tokens = " × ".join(map(str, result.config[f"{part}_tokens"]))
         hidden = f", hidden {size['hidden']}" if "hidden" in size else ""  # a GPT's is four times its width
