@@ -83,7 +83,7 @@ def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
     assert convergence.read_rows(out / "nothing.json", TINY) == []
 
 
-def test_rows_of_other_devices_keep_their_device_and_the_caption_names_both(tmp_path):
+def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):
     row = dict(name="bf16", seed=0, heldout_loss=1.0, train_loss=1.0, heldout_loss_bf16=1.0, library="1")
     header = {"device": "chip", "jax": "1", "commit": "2", "library": "1", "date": "today"}
     path = tmp_path / "chip" / "some.json"
@@ -92,8 +92,9 @@ def test_rows_of_other_devices_keep_their_device_and_the_caption_names_both(tmp_
     path.write_text(json.dumps(content))
     assert [kept["device"] for kept in common.rows_to_resume(path, {})] == ["chip", "other"]
     assert common.read_result("some", tmp_path).origin.startswith("chip and other, jax 1")
-    path.write_text(json.dumps({**content, "rows": []}))
-    assert common.read_result("some", tmp_path).origin.startswith("chip, jax 1")
+    content |= {"rows": [], "header": {**header, "xla_flags": "--a=b"}}
+    path.write_text(json.dumps(content))
+    assert common.read_result("some", tmp_path).origin.startswith("chip, `XLA_FLAGS=--a=b`, jax 1")
 
 
 def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path, monkeypatch):
