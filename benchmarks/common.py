@@ -64,7 +64,7 @@ class Header:
       commit: Commit of the repository, with "+" if the libraries differ from it; None outside a repository.
       library: First digits of a sha256 over the libraries' Python files and `tuned.json`.
       date: Day of the run, UTC.
-      xla_flags: XLA_FLAGS of the run; "" is XLA's defaults. Files before 2026-11-27 lack it.
+      xla_flags: XLA_FLAGS of the run; "" is XLA's defaults. Older files lack it.
     """
 
     device: str
@@ -221,7 +221,7 @@ class Result:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
         age = "" if libraries == [library_digest()] else AGE
         flags = h.get("xla_flags") or self.config.get("xla_flags")  # older files of `benchmarks.fsdp`
-        where = f"{' and '.join(devices)}{f', `XLA_FLAGS={flags}`' * bool(flags)}, jax {h['jax']}"
+        where = f"{' and '.join(devices)}, jax {h['jax']}" + (f", `XLA_FLAGS={flags}`" if flags else "")
         return f"{where}, {commit}, {source}, {h['date']}, {release_of(h['date'])}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:

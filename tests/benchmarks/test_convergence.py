@@ -94,7 +94,7 @@ def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):
     assert common.read_result("some", tmp_path).origin.startswith("chip and other, jax 1")
     content |= {"rows": [], "header": {**header, "xla_flags": "--a=b"}}
     path.write_text(json.dumps(content))
-    assert common.read_result("some", tmp_path).origin.startswith("chip, `XLA_FLAGS=--a=b`, jax 1")
+    assert common.read_result("some", tmp_path).origin.startswith("chip, jax 1, `XLA_FLAGS=--a=b`, commit 2")
 
 
 def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path, monkeypatch):
