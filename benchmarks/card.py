@@ -51,19 +51,19 @@ RUNS = {
     "llama-1b": Run("llama --parts step --recipes stored", 80),
     "llama-1b-unrolled": Run("llama --parts step --recipes stored --remat products --loop unrolled", 190),
     "head": Run("head", 50),
-    # The seconds of `llama` and `quantizers` are guesses: their last runs were stopped after 516 and 160.
-    "llama": Run("llama --parts block", 330),
-    "torchao": Run("torchao", 220),
+    "llama": Run("llama --parts block", 400),
+    "torchao": Run("torchao", 230),
     "llama-124m": Run("llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored", 60),
     "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training", 60),
-    "fsdp": Run("fsdp --parts mlp", 90, gpus=2, flags=_OF_SEVERAL),
-    "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 120, gpus=2, flags=_OF_SEVERAL),
-    "fsdp-olmoe": Run("fsdp --parts olmoe --recipes stored", 140, gpus=2, flags=_OF_SEVERAL),
+    "fsdp": Run("fsdp --parts mlp", 120, gpus=2, flags=_OF_SEVERAL),
+    "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 200, gpus=2, flags=_OF_SEVERAL),
+    "fsdp-olmoe": Run("fsdp --parts olmoe --recipes stored", 170, gpus=2, flags=_OF_SEVERAL),
     "memory": Run("memory", 90),
     "memory-llama-1b": Run("memory --model llama-1b", 20),
     "memory-llama-8b": Run("memory --model llama-8b", 20),
+    # A guess: its last run was stopped after 397 seconds.
     "train_step": Run(
-        "train_step --parts 'mlp,block,optimizer step' --recipes 'tensorwise,rowwise,tcfp12,tcfp12_fast,stored'", 370
+        "train_step --parts 'mlp,block,optimizer step' --recipes 'tensorwise,rowwise,tcfp12,tcfp12_fast,stored'", 500
     ),
     "train_step-recipes": Run(
         "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes 'tensorwise,tcfp12,tcfp12_fast,"
@@ -77,7 +77,7 @@ RUNS = {
     "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 155),
     "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
-    "quantizers": Run("gemm --measure quantizers", 250),
+    "quantizers": Run("gemm --measure quantizers", 190),
     "adamw": Run("adamw", 20),
     "casts": Run("casts", 20),
     "fp4": Run("fp4", 120),

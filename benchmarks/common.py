@@ -220,7 +220,7 @@ class Result:
         if len(libraries) > 1:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
         age = "" if libraries == [library_digest()] else AGE
-        flags = h.get("xla_flags") or self.config.get("xla_flags")  # older files of `benchmarks.fsdp`
+        flags = h.get("xla_flags")
         where = f"{' and '.join(devices)}, jax {h['jax']}" + (f", `XLA_FLAGS={flags}`" if flags else "")
         return f"{where}, {commit}, {source}, {h['date']}, {release_of(h['date'])}{age}"
 
