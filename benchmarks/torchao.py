@@ -59,7 +59,7 @@ def measure_jax(part: Part, config: Config) -> timing.Timing:
     """Return the time of jitted JAX BF16."""
     blocks = llama.Config(config.size, config.size, config.tokens, config.tokens, {})
     made: Any = llama.make_block(blocks, BASELINE) if part == "blocks" else None
-    made = made or train_step.make_gradients("mlp", config.shape, recipe(BASELINE))
+    made = made or train_step.make_gradients(config.shape, recipe(BASELINE))
     call = {BASELINE: (made.function, made.args)}
     return timing.time_by_wall_clock(call, rounds=config.rounds, calls=config.calls)[BASELINE]
 

@@ -1,4 +1,4 @@
-"""Time of a training step per recipe, next to BF16 in the same run: an MLP, a Transformer block, an optimizer step.
+"""Time of a training step of an MLP per recipe, next to BF16 in the same run: its gradients, and an optimizer step.
 
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
@@ -6,14 +6,12 @@
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights for a given gradient of
   the output. (It returns the output, because XLA would drop an unused product, and not time it.)
-- "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
-- "optimizer step": loss, gradients of the first MLP's weights, AdamW and `error_feedback`; each donates its state to
+- "optimizer step": loss, gradients of the weights, AdamW and `error_feedback`; each donates its state to
   the next one. Only this part includes the quantization of weights, once a step. "stored" is `tcfp12_single` with
   `W_hi + W_lo` as the only copy of a weight and 8-bit moments in `tcfp_jax.optim.adamw`. "both" keeps W_hi in both
   orientations, and "bfloat16" has weight gradients in bfloat16.
 
-Outputs are compared with BF16's before the timing. The ratio is BF16's median divided by the recipe's. The peak is the
-allocator's, in a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
+Outputs are compared with BF16's before the timing. The ratio is BF16's median divided by the recipe's.
 """
 
 import argparse
@@ -30,8 +28,7 @@ import optax
 import tcfp_jax
 from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table, times
-from benchmarks.shapes import H200_SHAPES, GemmShape, parse_shapes
-from models.gpt import Block, GPTConfig
+from benchmarks.shapes import MIDDLE, GemmShape, parse_shapes
 from models.mlp import MLP
 from models.settings import Moments, Weights
 from models.training import float_parameters
@@ -39,7 +36,7 @@ from pallas_kernels.dispatch import Backend
 from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "train_step"
-Part = Literal["mlp", "block", "optimizer step"]
+Part = Literal["mlp", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[-1]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12", "tcfp12_fast")}
@@ -65,36 +62,31 @@ USUAL = tuple(VARIANTS) + tuple(KEPT)
 VARIANTS |= {name: recipe("tcfp12_single", copies="both" if "both" in name else "one") for name in KEPT}
 VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
-CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
-# Two numbers of tokens, because the optimizer's share of a step falls with them.
-OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
-# E5M2 rounds Gaussian values at 25 dB, and a block chains a few such products. Rounding moves values across relu's
+CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
+# E5M2 rounds Gaussian values at 25 dB, and a step chains a few such products. Rounding moves values across relu's
 # kink, where their gradients change completely: 14 dB are left. A wrong scale or operand gives less than 7.
 LEAST_SNR_DB = 11.0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: m, k and n are tokens, d and d_ff; the first `peaks` optimizer shapes have a peak."""
+    """Settings of a run; m, k and n of a shape are tokens, d and d_ff."""
 
     shapes: tuple[GemmShape, ...]
-    optimizer_shapes: tuple[GemmShape, ...]
     recipes: tuple[str, ...] = USUAL
     parts: tuple[Part, ...] = PARTS
     backend: Backend | None = None
     rounds: int = 5
     calls: int = 5
     seed: int = 0
-    peaks: int = 0
 
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One recipe in one part at one shape, "tokens x d x d_ff" (a block's d_ff is 4 d).
+    """One recipe in one part at one shape, "tokens x d x d_ff".
 
     `compile_seconds` includes tracing. XLA tries a product's algorithms once in a process, so later recipes compile
-    faster. `worst_snr_db` is of all outputs against BF16's, None for BF16. `peak_bytes` exists only for the first of
-    the optimizer's shapes, and includes the trials of XLA's compiler.
+    faster. `worst_snr_db` is of all outputs against BF16's, None for BF16.
     """
 
     part: Part
@@ -103,7 +95,6 @@ class Row(timing.Timing):
     compile_seconds: float
     speed_over_bf16: float
     worst_snr_db: float | None
-    peak_bytes: int | None
 
 
 class _Candidate(NamedTuple):
@@ -113,30 +104,23 @@ class _Candidate(NamedTuple):
     outputs: Callable[[], Any]  # values to compare with BF16's
 
 
-def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> tuple[Any, tuple[int, ...]]:
-    """Return the model of a part, and the sizes of its input and output."""
-    if part != "block":
-        features = (shape.n, shape.k)
-        return MLP(features=features, recipe=chosen, use_bias=False, activation="relu"), (shape.m, shape.k)
-    sequence = min(shape.m, SEQUENCE)
-    if shape.m % sequence:
-        raise ValueError(f"shape {shape}: {shape.m} tokens are no multiple of sequence {sequence}; change the tokens")
-    size = GPTConfig(layers=1, width=shape.k, heads=max(1, shape.k // HEAD), context=sequence)
-    return Block(size, chosen, "bfloat16"), (shape.m // sequence, sequence, shape.k)
+def make_model(shape: GemmShape, chosen: Recipe) -> MLP:
+    """Return the MLP of a shape."""
+    return MLP(features=(shape.n, shape.k), recipe=chosen, use_bias=False, activation="relu")
 
 
-def draw(part: Part, shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+def draw(shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
     """Return parameters, the same for every recipe, and bfloat16 input and gradient (or target) of the output."""
     # BF16's model has the same parameters, and quantizes nothing for tracing. The rest is drawn in float32, because
     # JAX's bfloat16 normals have 128 values, whose rounding errors do not average out over tokens.
-    model, sizes = make_model(part, shape, VARIANTS[BASELINE])
+    sizes = (shape.m, shape.k)
     x, g = (jax.random.normal(jax.random.fold_in(key, i), sizes).astype(jnp.bfloat16) for i in range(2))
-    return model.init(key, x)["params"], x, g
+    return make_model(shape, VARIANTS[BASELINE]).init(key, x)["params"], x, g
 
 
-def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
-    """Return the forward and backward pass of the MLP or the block; quantized weights are arguments."""
-    model, _ = make_model(part, shape, chosen)
+def make_gradients(shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
+    """Return the forward and backward pass of the MLP; quantized weights are arguments."""
+    model = make_model(shape, chosen)
 
     def step(params: Any, quantized: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
         y, pull = jax.vjp(lambda p, x: model.apply({"params": p, "tcfp": quantized}, x), params, x)
@@ -145,7 +129,7 @@ def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) 
 
     @jax.jit
     def prepare(key: jax.Array) -> tuple[Any, ...]:
-        params, x, g = draw(part, shape, key)
+        params, x, g = draw(shape, key)
         return params, tcfp_jax.layer_state(tcfp_jax.error_feedback(chosen).init(params)), x, g
 
     args = prepare(jax.random.key(seed))
@@ -163,7 +147,7 @@ def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
 
 def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Training:
     """Return loss, gradients of the MLP's weights, AdamW and `error_feedback`, before they are compiled."""
-    (model, _), optimizer = make_model(OPTIMIZER, shape, chosen), make_optimizer(chosen, kept)
+    model, optimizer = make_model(shape, chosen), make_optimizer(chosen, kept)
 
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -176,9 +160,9 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
         return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
 
     def init(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-        params, x, target = draw(OPTIMIZER, shape, key)
+        params, x, target = draw(shape, key)
         if kept.weights == "stored":
-            floats = lambda: draw(OPTIMIZER, shape, key)[0]
+            floats = lambda: draw(shape, key)[0]
             params = tcfp_jax.store(floats, chosen, key=key, gradient_dtype=kept.gradient_dtype)
         return (params, optimizer.init(params)), x, target
 
@@ -232,7 +216,7 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
         if part == OPTIMIZER:
             made[name] = make_optimizer_step(*at, KEPT.get(name))
         else:
-            made[name] = make_gradients(part, *at)
+            made[name] = make_gradients(*at)
         outputs = made[name].outputs()
         reference = outputs if reference is None else reference
         worst[name] = check_outputs(name, reference, outputs)
@@ -242,17 +226,11 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     for name, c in made.items():
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
-    peaks: dict[str, int | None] = {}
-    if part == OPTIMIZER and shape in config.optimizer_shapes[: config.peaks] and timing.has_peaks():
-        calls = [(name, shape, config.backend) for name in made]
-        peaks = dict(zip(made, timing.measure_alone(measure_peak, calls), strict=True))
     return [
         Row(
-            **dataclasses.asdict(timed[name]), part=part, recipe=name,
-            shape=str(dataclasses.replace(shape, n=4 * shape.k) if part == "block" else shape),
+            **dataclasses.asdict(timed[name]), part=part, shape=str(shape), recipe=name,
             speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=c.compile_seconds, worst_snr_db=None if name == BASELINE else worst[name],
-            peak_bytes=peaks.get(name),
         ) for name, c in made.items()
     ]  # fmt: skip
 
@@ -260,23 +238,8 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
 def measure(config: Config) -> Iterator[Row]:
     """Measure every part at every shape."""
     for part in config.parts:
-        for shape in _shapes(part, config):
+        for shape in config.shapes:
             yield from measure_part(part, shape, config)
-
-
-def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:
-    if part == "block":
-        # Attention of the largest shape takes longer than the rest, and is the same for every recipe.
-        return tuple(shape for shape in config.shapes if shape.k <= OPTIMIZER_SHAPES[0].k)
-    return config.optimizer_shapes if part == OPTIMIZER else config.shapes
-
-
-def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | None:
-    """Return the allocator's peak of this process after three optimizer steps; None if there is none."""
-    step = make_optimizer_step(shape, _recipe(name, backend), kept=KEPT.get(name)).function
-    if not all(math.isfinite(step()) for _ in range(3)):
-        raise ArithmeticError(f"{name}: the loss is not finite, so its memory means nothing")
-    return timing.peak_bytes()
 
 
 def _recipe(name: str, backend: Backend | None) -> Recipe:
@@ -289,21 +252,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipes", help=f"all, or of {', '.join(VARIANTS)} (default: {', '.join(USUAL)}); bf16 always runs"
     )
-    parser.add_argument("--shapes", help="TOKENSxDxD_FF,... (default: three of a Transformer's on a GPU)")
+    parser.add_argument("--shapes", help="TOKENSxDxD_FF,... (default on a GPU: 8192x4096x16384)")
     parser.add_argument("--parts", help=f"PART,... (default: {','.join(PARTS)})")
     parser.add_argument("--backend", choices=get_args(Backend), help="of every op (default: the recipe's choice)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` for an unknown recipe, part or shape."""
-    default = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
+    default = (MIDDLE,) if jax.default_backend() == "gpu" else CPU_SHAPES
     shapes = parse_shapes(options.shapes or (SMOKE_SHAPE if options.smoke else None)) or default
-    optimizer_shapes = OPTIMIZER_SHAPES if shapes is H200_SHAPES else shapes
     asked = {None: USUAL, "all": tuple(VARIANTS)}.get(options.recipes)
     recipes = dict.fromkeys((BASELINE, *(asked or common.chosen_of("recipes", options.recipes, tuple(VARIANTS)))))
     parts = common.chosen_of("parts", options.parts, PARTS)
-    peaks = int(shapes is H200_SHAPES)  # a table of one shape has no column for them
-    config = Config(shapes, optimizer_shapes, tuple(recipes), parts, options.backend, peaks=peaks)
+    config = Config(shapes, tuple(recipes), parts, options.backend)
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
 
@@ -317,13 +278,11 @@ def table(result: Result) -> str:
         line = [f"{part}, {times(shape)}", f"{rows[part, shape, BASELINE]['median_ms']:.3f} ms"]
         found = [rows.get((part, shape, name)) for name in names]
         lines.append([*line, *("–" if row is None else f"**{row['speed_over_bf16']:.2f}**" for row in found)])
-    peaks = [f"`{row['recipe']}` {row['peak_bytes'] / 1e6:,.0f}" for row in result.rows if row["peak_bytes"]]
     slowest = max(row["compile_seconds"] for row in result.rows)
     return (
         f"{markdown_table(['tokens × d × d_ff', 'BF16', *(f'`{name}`' for name in names)], lines)}\n\n"
         f"The first column is BF16's time ({result.rows[0]['timer']}), the others the speed over it in the same run. "
         f"No first compilation took longer than {slowest:.0f} s."
-        + (f" Peak memory of an optimizer step at its first shape, in MB: {', '.join(peaks)}." if peaks else "")
     )
 
 
