@@ -63,7 +63,7 @@ RUNS = {
     "memory-llama-8b": Run("memory --model llama-8b", 20),
     "train_step": Run(
         "train_step --shapes 8192x1024x4096,8192x4096x16384,16384x8192x28672 --parts mlp "
-        "--recipes tensorwise,rowwise,tcfp12,tcfp12_fast", 200
+        "--recipes tensorwise,tcfp12_single,rowwise,tcfp12,tcfp12_fast", 240
     ),
     "train_step-recipes": Run(
         "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes 'tensorwise,tcfp12,tcfp12_fast,"

@@ -60,7 +60,7 @@ KEPT = {
 }
 USUAL = tuple(VARIANTS) + tuple(KEPT)
 VARIANTS |= {name: recipe("tcfp12_single", copies="both" if "both" in name else "one") for name in KEPT}
-VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
+VARIANTS |= {name: recipe(name) for name in ("tcfp12_single", "blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
 CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
 # E5M2 rounds Gaussian values at 25 dB, and a step chains a few such products. Rounding moves values across relu's
