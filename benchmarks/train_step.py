@@ -1,7 +1,7 @@
 """Time of a training step of an MLP per recipe, next to BF16 in the same run: its gradients, and an optimizer step.
 
     python -m benchmarks.train_step --json
-    python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
+    python -m benchmarks.train_step --parts mlp --shapes 8192x1024x4096,16384x8192x28672 --recipes tcfp12_fast
 
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights for a given gradient of
