@@ -1,1 +1,3 @@
-"""Measurements, each `python -m benchmarks.NAME`; `benchmarks.report` puts their JSON into README as tables."""
+"""Measurements, each `python -m benchmarks.NAME`; `benchmarks.report` puts their JSON
+into README as tables.
+"""

@@ -1,11 +1,14 @@
-"""Time of the fused AdamW step on hi + lo with 8-bit moments, next to optax on float32, in one pass over memory.
+"""Time of the fused AdamW step on hi + lo with 8-bit moments, next to optax on float32,
+in one pass over memory.
 
     python -m benchmarks.adamw --json
 
-Also timed: the same arithmetic by XLA, optax with clipping by the global norm, and a copy of 12 bytes a weight. The
-step includes the scalars that it needs and the amax that it returns. "after a look for NaN" reads the gradient once
-before and keeps the old state if it finds one. "clipped" sums the gradient's squares in that pass. States are donated.
-Before the timing, the kernel's bits are compared with the definition on the CPU.
+Also timed: the same arithmetic by XLA, optax with clipping by the global norm, and a
+copy of 12 bytes a weight. The step includes the scalars that it needs and the amax that
+it returns. "after a look for NaN" reads the gradient once before and keeps the old
+state if it finds one. "clipped" sums the gradient's squares in that pass. States are
+donated. Before the timing, the kernel's bits are compared with the definition on the
+CPU.
 """
 
 import argparse
@@ -36,7 +39,9 @@ State = tuple[jax.Array, jax.Array, Moments]
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of the weight that is timed, and of the one that is compared first, and dtypes of its gradient."""
+    """Shape of the weight that is timed, and of the one that is compared first, and
+    dtypes of its gradient.
+    """
 
     shape: tuple[int, int] = (4096, 16384)
     checked: tuple[int, int] = (256, 1024)
@@ -71,7 +76,9 @@ class Row(timing.Timing):
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Return the settings of a command line; a CPU interprets the kernel only in a smoke run."""
+    """Return the settings of a command line; a CPU interprets the kernel only in a
+    smoke run.
+    """
     if options.smoke:
         return SMOKE
     if jax.default_backend() == "gpu":
@@ -79,33 +86,59 @@ def configure(options: argparse.Namespace) -> Config:
     return dataclasses.replace(SMOKE, shape=(512, 1024), backend="xla")
 
 
-# The ways -------------------------------------------------------------------------------------------------------------
+# The ways
+# --------------------------------------------------------------------------------------
 
 
-def make_state(shape: tuple[int, int], seed: int = 0) -> tuple[State, jax.Array, jax.Array]:
-    """Return (a weight and moments as after some steps, its scale, a float32 gradient), without zeros."""
+def make_state(
+    shape: tuple[int, int], seed: int = 0
+) -> tuple[State, jax.Array, jax.Array]:
+    """Return (a weight and moments as after some steps, its scale, a float32 gradient),
+    without zeros.
+    """
     keys = jax.random.split(jax.random.key(seed), 4)
     rows = (2.0 ** -(jnp.arange(shape[0], dtype=jnp.float32) % 13))[:, None] * 1e-3
     w, g, m, v = (jax.random.normal(key, shape) for key in keys)
     weight = dual_quantize(w * 0.02, backend="xla").rows
     bits = counter.bits_of(shape, *counter.keys(seed))
-    state = Moments(*moments.encode_m(m * rows, bits), *moments.encode_v(jnp.square(v * rows), bits))
+    state = Moments(
+        *moments.encode_m(m * rows, bits), *moments.encode_v(jnp.square(v * rows), bits)
+    )
     assert weight.lo is not None, "it was split"
     return (weight.values, weight.lo, state), weight.scale, g * rows
 
 
-def rates(step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: Any = 1.0) -> Rates:
+def rates(
+    step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: Any = 1.0
+) -> Rates:
     """Return the numbers of a step."""
     f = lambda x: jnp.asarray(x, jnp.float32)
     t = step.astype(jnp.float32)
     return Rates(
-        b1=f(B1), b2=f(B2), rate=f(LEARNING_RATE) / (1 - f(B1) ** t) * numerics.reciprocal_pow2(scale), rate_g=f(0),
-        correction=1 / (1 - f(B2) ** t), eps=f(1e-8), eps_root=f(0), decay=f(1 - LEARNING_RATE * WEIGHT_DECAY),
-        gradient_scale=f(gradient_scale), scale=scale, new_scale=scale, keep=jnp.asarray(keep),
-    )  # fmt: skip
+        b1=f(B1),
+        b2=f(B2),
+        rate=f(LEARNING_RATE) / (1 - f(B1) ** t) * numerics.reciprocal_pow2(scale),
+        rate_g=f(0),
+        correction=1 / (1 - f(B2) ** t),
+        eps=f(1e-8),
+        eps_root=f(0),
+        decay=f(1 - LEARNING_RATE * WEIGHT_DECAY),
+        gradient_scale=f(gradient_scale),
+        scale=scale,
+        new_scale=scale,
+        keep=jnp.asarray(keep),
+    )
 
 
-def fused(state: State, g: jax.Array, step: jax.Array, scale: jax.Array, *, look: str, **options: Any) -> Any:
+def fused(
+    state: State,
+    g: jax.Array,
+    step: jax.Array,
+    scale: jax.Array,
+    *,
+    look: str,
+    **options: Any,
+) -> Any:
     """Run a step of this library; return (state, its other results)."""
     norm = jnp.sum(jnp.square(g.astype(jnp.float32))) if look == "clipped" else None
     keep: Any = True
@@ -114,7 +147,13 @@ def fused(state: State, g: jax.Array, step: jax.Array, scale: jax.Array, *, look
         keep, by = jnp.isfinite(norm), jnp.minimum(1.0, MAX_NORM / jnp.sqrt(norm))
     elif look == "NaN":
         keep = jnp.all(jnp.isfinite(g))
-    new: Step = adamw(g, *state, rates(step, scale, keep, by), jnp.stack(counter.keys(1, step)), **options)
+    new: Step = adamw(
+        g,
+        *state,
+        rates(step, scale, keep, by),
+        jnp.stack(counter.keys(1, step)),
+        **options,
+    )
     return (new.hi, new.lo, new.moments), (new.amax, new.columns)
 
 
@@ -124,7 +163,9 @@ def optimizer(clipped: bool) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(MAX_NORM), tx) if clipped else tx
 
 
-def exact(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clipped: bool) -> Any:
+def exact(
+    state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clipped: bool
+) -> Any:
     """Run a step of optax."""
     params, inner = state
     updates, inner = optimizer(clipped).update(g, inner, params)
@@ -133,7 +174,9 @@ def exact(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clippe
 
 
 def copy(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array) -> Any:
-    """Move as many bytes as a step with a float32 gradient, six each way, and change one bit of each word."""
+    """Move as many bytes as a step with a float32 gradient, six each way, and change
+    one bit of each word.
+    """
     state = state ^ jnp.uint32(1)
     return state, state[0]
 
@@ -150,7 +193,9 @@ OURS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A step `(state, g, step, scale) -> (state, result)`, its first state, and the bytes that it must move."""
+    """A step `(state, g, step, scale) -> (state, result)`, its first state, and the
+    bytes that it must move.
+    """
 
     function: Callable[..., Any]
     state: Any
@@ -165,29 +210,39 @@ def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
     found: dict[tuple[str, str], Way] = {}
     for gradient in map(g.astype, config.gradients):
         for name, options in OURS.items():
-            nbytes = 2 * of_state + gradient.nbytes * (1 if options["look"] == "nothing" else 2)
+            nbytes = 2 * of_state + gradient.nbytes * (
+                1 if options["look"] == "nothing" else 2
+            )
             nbytes += g.size if "orientation" in options else 0
             step = functools.partial(fused, **dict(backend=config.backend) | options)
             found[name, str(gradient.dtype)] = Way(step, state, gradient, nbytes)
     params = jax.random.normal(jax.random.key(1), config.shape) * 0.02
-    for name, clipped in ((BASELINE, False), (f"{BASELINE}, clipped by the global norm", True)):
+    for name, clipped in (
+        (BASELINE, False),
+        (f"{BASELINE}, clipped by the global norm", True),
+    ):
         start = (params, optimizer(clipped).init(params))
         found[name, "float32"] = Way(
-            functools.partial(exact, clipped=clipped), start, g, (32 if clipped else 28) * g.size
+            functools.partial(exact, clipped=clipped),
+            start,
+            g,
+            (32 if clipped else 28) * g.size,
         )
     words = jax.random.bits(jax.random.key(2), (6 * g.size // 4,))
     found[COPY, "float32"] = Way(copy, words, g, 2 * words.nbytes)
     return found, scale
 
 
-# The run --------------------------------------------------------------------------------------------------------------
+# The run
+# --------------------------------------------------------------------------------------
 
 
 def measure(config: Config) -> Iterator[Row]:
     """Compare the kernel with its definition, then time every way in turn.
 
     Raises:
-      ArithmeticError: the kernel has other bits than the definition, so nothing is timed.
+      ArithmeticError: the kernel has other bits than the definition, so nothing is
+        timed.
     """
     check(config)
     found, scale = ways(config)
@@ -196,25 +251,43 @@ def measure(config: Config) -> Iterator[Row]:
     def compiled(way: Way) -> timing.Threaded:
         jitted = jax.jit(way.function, donate_argnums=0)
         program = jitted.lower(way.state, way.gradient, step, scale).compile()
-        return timing.Threaded(jitted, program, jax.tree.map(jnp.copy, way.state), way.gradient, step, scale)
+        return timing.Threaded(
+            jitted,
+            program,
+            jax.tree.map(jnp.copy, way.state),
+            way.gradient,
+            step,
+            scale,
+        )
 
     with ThreadPoolExecutor(8) as pool:
         steps = dict(zip(found, pool.map(compiled, found.values()), strict=True))
     candidates: Any = {" / ".join(key): (call, ()) for key, call in steps.items()}
-    taken = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
-    baseline, copied = (taken[f"{name} / float32"].median_ms for name in (BASELINE, COPY))
+    taken = timing.time_interleaved(
+        candidates, rounds=config.rounds, calls=config.calls
+    )
+    baseline, copied = (
+        taken[f"{name} / float32"].median_ms for name in (BASELINE, COPY)
+    )
     copy_rate = found[COPY, "float32"].nbytes / copied
     for (name, gradient), way in found.items():
         t = taken[f"{name} / {gradient}"]
         yield Row(
-            **dataclasses.asdict(t), shape="x".join(map(str, config.shape)), name=name, gradient=gradient,
-            megabytes=way.nbytes / 1e6, terabytes_per_second=way.nbytes / (t.median_ms * 1e-3) / 1e12,
-            over_copy=way.nbytes / t.median_ms / copy_rate, over_optax=t.median_ms / baseline,
-        )  # fmt: skip
+            **dataclasses.asdict(t),
+            shape="x".join(map(str, config.shape)),
+            name=name,
+            gradient=gradient,
+            megabytes=way.nbytes / 1e6,
+            terabytes_per_second=way.nbytes / (t.median_ms * 1e-3) / 1e12,
+            over_copy=way.nbytes / t.median_ms / copy_rate,
+            over_optax=t.median_ms / baseline,
+        )
 
 
 def check(config: Config) -> None:
-    """Raise `ArithmeticError` unless a step has the bits of the definition on the CPU."""
+    """Raise `ArithmeticError` unless a step has the bits of the definition on the
+    CPU.
+    """
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         made = jax.jit(make_state, static_argnums=0)(config.checked)
@@ -222,15 +295,22 @@ def check(config: Config) -> None:
         numbers = jax.device_get(jax.jit(rates)(jnp.int32(10), scale))
         key = jax.device_get(jnp.stack(counter.keys(1, 10)))
         call = functools.partial(adamw, orientation="both")
-        arguments = jax.tree.map(lambda x: jax.device_put(x, cpu), (g, *state, numbers, key))
+        arguments = jax.tree.map(
+            lambda x: jax.device_put(x, cpu), (g, *state, numbers, key)
+        )
     for dtype in config.gradients:
         with jax.default_device(cpu):
             arguments = (arguments[0].astype(dtype), *arguments[1:])
-            expected = jax.device_get(jax.jit(functools.partial(call, backend="xla"))(*arguments))
+            expected = jax.device_get(
+                jax.jit(functools.partial(call, backend="xla"))(*arguments)
+            )
         given = jax.tree.map(jnp.asarray, jax.device_get(arguments))
         got = jax.jit(functools.partial(call, backend=config.backend))(*given)
         if not products.same_bits(jax.device_get(got), expected):
-            raise ArithmeticError(f"adamw, {dtype}: differs from the definition; it is wrong, so it is not timed")
+            raise ArithmeticError(
+                f"adamw, {dtype}: differs from the definition; it is wrong, so it is"
+                " not timed"
+            )
 
 
 def table(result: Result) -> str:
@@ -241,14 +321,22 @@ def table(result: Result) -> str:
     def cell(row: dict[str, Any] | None) -> str:
         if row is None:
             return "-"
-        return f"{row['median_ms']:.3f} · {row['over_optax']:.2f} · {row['over_copy']:.0%}"
+        return (
+            f"{row['median_ms']:.3f} · {row['over_optax']:.2f} · {row['over_copy']:.0%}"
+        )
 
-    lines = [[name] + [cell(rows.get((name, gradient))) for gradient in gradients] for name in result.distinct("name")]
-    titles = [times(result.distinct("shape")[0]), *(f"{gradient} gradient" for gradient in gradients)]
+    lines = [
+        [name] + [cell(rows.get((name, gradient))) for gradient in gradients]
+        for name in result.distinct("name")
+    ]
+    titles = [
+        times(result.distinct("shape")[0]),
+        *(f"{gradient} gradient" for gradient in gradients),
+    ]
     return (
-        f"{markdown_table(titles, lines)}\n\n"
-        "A cell holds milliseconds, that time over the one of optax's AdamW on float32, and the bytes that must move a "
-        "second over a copy's."
+        f"{markdown_table(titles, lines)}\n\nA cell holds milliseconds, that time over"
+        " the one of optax's AdamW on float32, and the bytes that must move a second"
+        " over a copy's."
     )
 
 

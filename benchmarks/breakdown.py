@@ -1,9 +1,11 @@
-"""Time of a step by kind of kernel: the milliseconds of every kernel on the profiler's timeline, summed by purpose.
+"""Time of a step by kind of kernel: the milliseconds of every kernel on the profiler's
+timeline, summed by purpose.
 
-A library's kernel has a name that tells its purpose. A kernel of XLA has the name of its instruction. The instruction's
-metadata in the compiled program holds the `jax.named_scope`s of the operation, or of the last of several. So a maximum
-that a norm's kernel finds next to its result counts as the norm. Copies and fills by the driver are a kind:
-a scan copies values that it keeps for its backward pass.
+A library's kernel has a name that tells its purpose. A kernel of XLA has the name of
+its instruction. The instruction's metadata in the compiled program holds the
+`jax.named_scope`s of the operation, or of the last of several. So a maximum that a
+norm's kernel finds next to its result counts as the norm. Copies and fills by the
+driver are a kind: a scan copies values that it keeps for its backward pass.
 """
 
 import glob
@@ -14,11 +16,19 @@ from typing import Any, Literal, get_args
 
 import jax
 
-Kind = Literal["products", "attention", "norms and activations", "quantization", "optimizer", "copies"]
+Kind = Literal[
+    "products",
+    "attention",
+    "norms and activations",
+    "quantization",
+    "optimizer",
+    "copies",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Operation = tuple[str, str]  # (types of its results, name with scopes)
 
-# First match wins: cuDNN's attention has "gemm" in some of its names, and AdamW's kernel rounds, too.
+# First match wins: cuDNN's attention has "gemm" in some of its names, and AdamW's
+# kernel rounds, too.
 _BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"^(memcpy|memset)", "copies"),
     (r"cudnn|sdpa|fmha|flash", "attention"),
@@ -34,7 +44,8 @@ _SMALL = 2**16  # values: scales, amaxes and statistics of rows have fewer, tens
 
 
 def operations_of(program: str) -> dict[str, Operation]:
-    """Return (types of the results, name with scopes) of every instruction of a program, by its kernel.
+    """Return (types of the results, name with scopes) of every instruction of a
+    program, by its kernel.
 
     >>> text = '  %loop_add.1 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/optimizer/add"}'
     >>> operations_of(text)
@@ -45,8 +56,13 @@ def operations_of(program: str) -> dict[str, Operation]:
         if (match := _INSTRUCTION.match(line)) is not None:
             name, rest = match.groups()
             scopes = _SCOPES.search(rest)
-            # Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0}, pred[]) fusion(...".
-            types = rest[: rest.index(")") + 1] if rest.startswith("(") else rest.split(" ", 1)[0]
+            # Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0},
+            # pred[]) fusion(...".
+            types = (
+                rest[: rest.index(")") + 1]
+                if rest.startswith("(")
+                else rest.split(" ", 1)[0]
+            )
             found[re.sub(r"[.\-]", "_", name)] = types, scopes[1] if scopes else ""
     return found
 
@@ -54,8 +70,9 @@ def operations_of(program: str) -> dict[str, Operation]:
 def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
     """Return the kind of a kernel.
 
-    XLA's kernel of a quantizer counts as quantization if it writes only FP8 or small arrays. If it writes a tensor of
-    floats, too, it counts as the norm or activation of that tensor.
+    XLA's kernel of a quantizer counts as quantization if it writes only FP8 or small
+    arrays. If it writes a tensor of floats, too, it counts as the norm or activation of
+    that tensor.
 
     >>> kind_of("nvjet_qqtst_128x256", {}), kind_of("cudnn_generated_sdpa_flash_fprop", {})
     ('products', 'attention')
@@ -65,12 +82,18 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
     types, scopes = operations.get(kernel, ("", ""))
     if not scopes:
         lowered = kernel.lower()
-        return next((kind for pattern, kind in _BY_NAME if re.search(pattern, lowered)), "norms and activations")
+        return next(
+            (kind for pattern, kind in _BY_NAME if re.search(pattern, lowered)),
+            "norms and activations",
+        )
     if "optimizer" in scopes:
         return "optimizer"
-    if "quantize" in scopes and not any(_values(sizes) > _SMALL for sizes in _WIDE.findall(types)):
+    if "quantize" in scopes and not any(
+        _values(sizes) > _SMALL for sizes in _WIDE.findall(types)
+    ):
         return "quantization"
-    # XLA's own products have the names of their instructions, perhaps with a transpose at the end.
+    # XLA's own products have the names of their instructions, perhaps with a transpose
+    # at the end.
     is_product = scopes.endswith("dot_general") or kernel.startswith("gemm_fusion")
     return "products" if is_product else "norms and activations"
 
@@ -82,7 +105,9 @@ def _values(sizes: str) -> int:
     return product
 
 
-def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict[Kind, float]:
+def milliseconds_by_kind(
+    kernels: list[tuple[str, float]], program: str
+) -> dict[Kind, float]:
     """Return the sum of every kind over (kernel, milliseconds) of one call."""
     operations, sums = operations_of(program), dict.fromkeys(KINDS, 0.0)
     for name, milliseconds in kernels:
@@ -90,8 +115,12 @@ def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict
     return sums
 
 
-def profile(function: Callable[..., Any], args: tuple[Any, ...], program: str) -> dict[Kind, float] | None:
-    """Return milliseconds by kind of one call, the mean of three in sequence, or None on a CPU."""
+def profile(
+    function: Callable[..., Any], args: tuple[Any, ...], program: str
+) -> dict[Kind, float] | None:
+    """Return milliseconds by kind of one call, the mean of three in sequence, or None
+    on a CPU.
+    """
     if jax.default_backend() != "gpu":
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -101,8 +130,19 @@ def profile(function: Callable[..., Any], args: tuple[Any, ...], program: str) -
             jax.block_until_ready(out)
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = list(jax.profiler.ProfileData.from_file(path).planes)
-        # Other lines of a device's plane repeat the kernels of its streams, by instruction and by scope.
-        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
-        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+        # Other lines of a device's plane repeat the kernels of its streams, by
+        # instruction and by scope.
+        lines = [
+            line
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+        ]
+        events = [
+            event
+            for line in lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
         kernels = [(event.name, event.duration_ns / 1e6 / _TRACED) for event in events]
     return milliseconds_by_kind(kernels, program)

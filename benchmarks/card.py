@@ -1,13 +1,15 @@
-"""Every JSON of the pages that a card writes, in slices: one command for each, and only those of another library.
+"""Every JSON of the pages that a card writes, in slices: one command for each, and only
+those of another library.
 
     python -m benchmarks.card --json                                what is missing or of another library
     python -m benchmarks.card --json --seconds 540                  start nothing that would end later; call it again
     python -m benchmarks.card --json --share 1/2                    every second run, for one of two GPUs
     python -m benchmarks.card --only llama-1b,head --out FOLDER
 
-A run is a process of its own, which checks before it times. XLA has its defaults or the flags of `RUNS`, never those of
-the environment. Its JSON replaces the committed one when it has ended well.
-Learning takes hours and is `benchmarks.convergence`'s, with slices of its own.
+A run is a process of its own, which checks before it times. XLA has its defaults or the
+flags of `RUNS`, never those of the environment. Its JSON replaces the committed one
+when it has ended well. Learning takes hours and is `benchmarks.convergence`'s, with
+slices of its own.
 """
 
 import argparse
@@ -28,7 +30,9 @@ from models.progress import shown
 
 @dataclass(frozen=True)
 class Run:
-    """Arguments of a benchmark, about how many seconds it takes on an H100, the GPUs it needs, and flags of XLA."""
+    """Arguments of a benchmark, about how many seconds it takes on an H100, the GPUs it
+    needs, and flags of XLA.
+    """
 
     arguments: str
     seconds: int
@@ -36,56 +40,85 @@ class Run:
     flags: str = ""
 
 
-# As docs/sharding.md says: a reduce-scatter stays in its round of a loop, where computation hides it.
+# As docs/sharding.md says: a reduce-scatter stays in its round of a loop, where
+# computation hides it.
 _OF_SEVERAL = "--xla_gpu_enable_pipelined_reduce_scatter=false"
 
 
 # By the name of the JSON. What a page needs most comes first.
 RUNS = {
     "large": Run("large --model llama-8b --bf16-layers 8", 170),
-    "large-8-layers": Run("large --model llama-8b --layers 8 --recipes stored,tensorwise,rowwise", 190),
+    "large-8-layers": Run(
+        "large --model llama-8b --layers 8 --recipes stored,tensorwise,rowwise", 190
+    ),
     "large-curves": Run("large --model llama-8b --layers 8 --steps 300", 310),
-    "large-1b": Run("large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 230),
+    "large-1b": Run(
+        "large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 230
+    ),
     "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8", 120),
     # One recipe next to BF16: the states of more leave no memory for a step.
     "llama-1b": Run("llama --parts step --recipes stored", 80),
-    "llama-1b-unrolled": Run("llama --parts step --recipes stored --remat products --loop unrolled", 190),
+    "llama-1b-unrolled": Run(
+        "llama --parts step --recipes stored --remat products --loop unrolled", 190
+    ),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 400),
     "torchao": Run("torchao", 230),
-    "llama-124m": Run("llama --parts step --model llama-124m --include measured,head --recipes tensorwise,stored", 60),
-    "llama-124m-fp4": Run("llama --parts step --model llama-124m --recipes nvfp4_training", 60),
+    "llama-124m": Run(
+        "llama --parts step --model llama-124m --include measured,head --recipes"
+        " tensorwise,stored",
+        60,
+    ),
+    "llama-124m-fp4": Run(
+        "llama --parts step --model llama-124m --recipes nvfp4_training", 60
+    ),
     "fsdp": Run("fsdp --parts mlp", 120, gpus=2, flags=_OF_SEVERAL),
-    "fsdp-llama": Run("fsdp --parts llama --recipes tensorwise,stored", 200, gpus=2, flags=_OF_SEVERAL),
-    "fsdp-olmoe": Run("fsdp --parts olmoe --recipes stored", 170, gpus=2, flags=_OF_SEVERAL),
+    "fsdp-llama": Run(
+        "fsdp --parts llama --recipes tensorwise,stored", 200, gpus=2, flags=_OF_SEVERAL
+    ),
+    "fsdp-olmoe": Run(
+        "fsdp --parts olmoe --recipes stored", 170, gpus=2, flags=_OF_SEVERAL
+    ),
     "memory": Run("memory", 90),
     "memory-llama-1b": Run("memory --model llama-1b", 20),
     "memory-llama-8b": Run("memory --model llama-8b", 20),
     "train_step": Run(
-        "train_step --shapes 8192x1024x4096,8192x4096x16384,16384x8192x28672 --parts mlp "
-        "--recipes tensorwise,tcfp12_single,rowwise,tcfp12,tcfp12_fast", 165
+        "train_step --shapes 8192x1024x4096,8192x4096x16384,16384x8192x28672 --parts"
+        " mlp --recipes tensorwise,tcfp12_single,rowwise,tcfp12,tcfp12_fast",
+        165,
     ),
     "train_step-recipes": Run(
-        "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes 'tensorwise,tcfp12,tcfp12_fast,"
-        "blockwise,tcfp12_blockwise,mxfp8,rowwise,stored,stored both,stored bfloat16,stored both bfloat16'", 250
+        "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes"
+        " 'tensorwise,tcfp12,tcfp12_fast,blockwise,tcfp12_blockwise,mxfp8,rowwise,stored,stored"
+        " both,stored bfloat16,stored both bfloat16'",
+        250,
     ),
     "quality": Run("quality", 60),
     "gemm": Run("gemm --measure products", 60),
     "scaled_products": Run("gemm --measure scales", 60),
-    "grouped": Run("grouped --shapes 'olmoe w13,olmoe w2' --recipes tcfp12_single,tcfp12_single_both", 180),
+    "grouped": Run(
+        "grouped --shapes 'olmoe w13,olmoe w2' --recipes"
+        " tcfp12_single,tcfp12_single_both",
+        180,
+    ),
     "grouped-up": Run("grouped --shapes 'qwen3-30b up,qwen3-30b down,olmoe up'", 160),
     "grouped-large": Run("grouped --shapes 'mixtral up,deepseek-v3 up'", 155),
-    "grouped-blocks": Run("grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125),
+    "grouped-blocks": Run(
+        "grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125
+    ),
     "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
     "quantizers": Run("gemm --measure quantizers", 190),
     "adamw": Run("adamw", 20),
     "casts": Run("casts", 20),
     "fp4": Run("fp4", 120),
-}  # fmt: skip
+}
 
 
-def wanted(results: Path, only: str | None, share: tuple[int, int], gpus: int) -> list[str]:
-    """Return the names of this share of the runs: those of `only`, or all whose JSON is of another library.
+def wanted(
+    results: Path, only: str | None, share: tuple[int, int], gpus: int
+) -> list[str]:
+    """Return the names of this share of the runs: those of `only`, or all whose JSON is
+    of another library.
 
     >>> wanted(Path("/nowhere"), "head,casts,adamw", (1, 2), 1)
     ['head', 'casts']
@@ -101,22 +134,38 @@ def is_current(path: Path) -> bool:
     """Return whether there is a JSON, and its last run was of this library."""
     if not path.exists():
         return False
-    return bool(json.loads(path.read_text(encoding="utf-8"))["header"].get("library") == common.library_digest())
+    return bool(
+        json.loads(path.read_text(encoding="utf-8"))["header"].get("library")
+        == common.library_digest()
+    )
 
 
 def make(name: str, results: Path) -> bool:
     """Run one benchmark, and put its JSON in its place if it has ended well."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", f"benchmarks.{RUNS[name].arguments.split()[0]}"]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{RUNS[name].arguments.split()[0]}",
+        ]
         command += [*shlex.split(RUNS[name].arguments)[1:], "--out", folder]
         try:
             limit = 2 * RUNS[name].seconds
             variables = os.environ | {"XLA_FLAGS": RUNS[name].flags}
             done = subprocess.run(
-                command, cwd=common.ROOT, env=variables, capture_output=True, text=True, timeout=limit
+                command,
+                cwd=common.ROOT,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {limit} s, twice what it should take; correct `RUNS`", flush=True)
+            print(
+                f"{name}: stopped after {limit} s, twice what it should take; correct"
+                " `RUNS`",
+                flush=True,
+            )
             return False
         written = [*Path(folder).glob("*/*.json")]
         if done.returncode or len(written) != 1:
@@ -129,36 +178,73 @@ def make(name: str, results: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 1 if a benchmark failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.card", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/<device>")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.card", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="write benchmarks/results/<device>"
+    )
     parser.add_argument("--out", type=Path, help="folder instead of benchmarks/results")
-    parser.add_argument("--only", help=f"of {', '.join(RUNS)}, also if they are of this library")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that would end later")
-    parser.add_argument("--share", default="1/1", help="I/N: every N-th run, from the I-th")
+    parser.add_argument(
+        "--only", help=f"of {', '.join(RUNS)}, also if they are of this library"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="start nothing that would end later",
+    )
+    parser.add_argument(
+        "--share", default="1/1", help="I/N: every N-th run, from the I-th"
+    )
     options = parser.parse_args(arguments)
     if not (options.json or options.out):
         parser.error("choose --json or --out FOLDER")
     first, _, of = options.share.partition("/")
     if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
-        parser.error(f"--share {options.share} is not I/N with 1 <= I <= N, such as 1/2")
+        parser.error(
+            f"--share {options.share} is not I/N with 1 <= I <= N, such as 1/2"
+        )
     device, gpus = _device()
-    results, started, failed = (options.out or common.RESULTS) / device, time.monotonic(), []
+    results, started, failed = (
+        (options.out or common.RESULTS) / device,
+        time.monotonic(),
+        [],
+    )
     for name in wanted(results, options.only, (int(first), int(of)), gpus):
         spent = time.monotonic() - started
         if spent + RUNS[name].seconds > options.seconds:
-            print(f"{name}: left for another call, {spent:.0f} of {options.seconds:.0f} s are over", flush=True)
+            print(
+                f"{name}: left for another call, {spent:.0f} of {options.seconds:.0f} s"
+                " are over",
+                flush=True,
+            )
             continue
         with shown(lambda: name):
             failed += [] if make(name, results) else [name]
         took = time.monotonic() - started - spent
-        print(f"{name}: {'FAILED' if name in failed else 'written'} after {took:.0f} s", flush=True)
+        print(
+            f"{name}: {'FAILED' if name in failed else 'written'} after {took:.0f} s",
+            flush=True,
+        )
     return 1 if failed else 0
 
 
 def _device() -> tuple[str, int]:
-    """Return the folder of the card and the number of cards, from a process that ends and frees their memory."""
-    code = "import jax; from benchmarks import common; print(common.device_slug(), jax.device_count())"
-    found = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, check=True, capture_output=True, text=True)
+    """Return the folder of the card and the number of cards, from a process that ends
+    and frees their memory.
+    """
+    code = (
+        "import jax; from benchmarks import common; print(common.device_slug(),"
+        " jax.device_count())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=common.ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     slug, count = found.stdout.split()[-2:]
     return slug, int(count)
 

@@ -1,9 +1,10 @@
-"""Memory rate of `formats.cast` next to a copy of the same array, which is as fast as a cast can be.
+"""Memory rate of `formats.cast` next to a copy of the same array, which is as fast as a
+cast can be.
 
     python -m benchmarks.casts --json
 
-The copy is `x + 1`, because XLA removes a plain copy. Before a cast is timed, it must equal the packed round trip bit
-for bit, and mxfp8e4 must equal ml_dtypes' cast.
+The copy is `x + 1`, because XLA removes a plain copy. Before a cast is timed, it must
+equal the packed round trip bit for bit, and mxfp8e4 must equal ml_dtypes' cast.
 """
 
 import argparse
@@ -59,10 +60,12 @@ def check(name: str, got: jax.Array, expected: jax.Array) -> None:
       ArithmeticError: they differ.
     """
     if not np.array_equal(
-        np.asarray(got, np.float32).view(np.uint32), np.asarray(expected, np.float32).view(np.uint32)
+        np.asarray(got, np.float32).view(np.uint32),
+        np.asarray(expected, np.float32).view(np.uint32),
     ):
         raise ArithmeticError(
-            f"{name}: the cast differs from what it is checked against; it is wrong, so it is not timed"
+            f"{name}: the cast differs from what it is checked against; it is wrong, so"
+            " it is not timed"
         )
 
 
@@ -73,8 +76,14 @@ def reference_mxfp8e4(x: np.ndarray) -> np.ndarray:
     np.float32(448.0)
     """
     blocks = x.astype(np.float32).reshape(-1, 32)
-    scale = np.ldexp(np.float32(1), np.frexp(np.abs(blocks).max(-1, keepdims=True))[1] - 1 - 8)
-    values = np.clip(blocks / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = np.ldexp(
+        np.float32(1), np.frexp(np.abs(blocks).max(-1, keepdims=True))[1] - 1 - 8
+    )
+    values = (
+        np.clip(blocks / scale, -448, 448)
+        .astype(ml_dtypes.float8_e4m3fn)
+        .astype(np.float32)
+    )
     return (values * scale).reshape(x.shape)
 
 
@@ -84,15 +93,23 @@ def measure(config: Config) -> list[Row]:
     Raises:
       ArithmeticError: a cast is wrong; nothing is timed then.
     """
-    x = jax.random.normal(jax.random.key(0), config.shape, jnp.float32).astype(config.dtype)
-    timed: dict[str, tuple[Any, tuple[Any, ...]]] = {COPY: (jax.jit(lambda x: x + jnp.ones((), x.dtype)), (x,))}
+    x = jax.random.normal(jax.random.key(0), config.shape, jnp.float32).astype(
+        config.dtype
+    )
+    timed: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        COPY: (jax.jit(lambda x: x + jnp.ones((), x.dtype)), (x,))
+    }
     sample = x[:64]
     for name in DATATYPES:
         made = getattr(formats, name)
         function = jax.jit(functools.partial(formats.cast, datatype=made))
         check(name, function(sample), formats.unpack(formats.pack(sample, made)))
         if name == "mxfp8e4":
-            check(name, function(sample), jnp.asarray(reference_mxfp8e4(np.asarray(sample))))
+            check(
+                name,
+                function(sample),
+                jnp.asarray(reference_mxfp8e4(np.asarray(sample))),
+            )
         timed[name] = (function, (x,))
     taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
     return [make_row(name, x, t, copy=taken[COPY]) for name, t in taken.items()]
@@ -102,10 +119,14 @@ def make_row(name: str, x: jax.Array, t: Timing, copy: Timing) -> Row:
     """Return the row of a cast, which reads and writes its array once."""
     moved = 2 * x.size * x.dtype.itemsize
     return Row(
-        **dataclasses.asdict(t), name=name, shape="x".join(map(str, x.shape)), dtype=str(x.dtype),
-        megabytes=moved / 1e6, terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
+        **dataclasses.asdict(t),
+        name=name,
+        shape="x".join(map(str, x.shape)),
+        dtype=str(x.dtype),
+        megabytes=moved / 1e6,
+        terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
         over_copy=copy.median_ms / t.median_ms,
-    )  # fmt: skip
+    )
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -116,7 +137,12 @@ def configure(options: argparse.Namespace) -> Config:
 def table(result: Result) -> str:
     """Return the page's table, one line per cast."""
     lines = [
-        [row["name"], f"{times(row['shape'])} {row['dtype']}", f"{row['median_ms']:.3f} ms", f"{row['over_copy']:.2f}"]
+        [
+            row["name"],
+            f"{times(row['shape'])} {row['dtype']}",
+            f"{row['median_ms']:.3f} ms",
+            f"{row['over_copy']:.2f}",
+        ]
         for row in result.rows
         if row["over_copy"] is not None
     ]

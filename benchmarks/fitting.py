@@ -1,4 +1,6 @@
-"""Values that a benchmark's steps keep for their backward pass: with remat="auto" of a Llama, as many as fit."""
+"""Values that a benchmark's steps keep for their backward pass: with remat="auto" of a
+Llama, as many as fit.
+"""
 
 import dataclasses
 import time
@@ -21,9 +23,11 @@ Make = Callable[[Config, str], Training]
 def settled(
     config: Config, name: str, make_training: Make, budget: int | None = None
 ) -> tuple[Config, tuple[Any, float] | None]:
-    """Return the settings of a candidate with the values that fit instead of remat="auto", and its compiled step.
+    """Return the settings of a candidate with the values that fit instead of
+    remat="auto", and its compiled step.
 
-    Next to the step are the seconds of compiling it. If the settings say what to keep, nothing is compiled.
+    Next to the step are the seconds of compiling it. If the settings say what to keep,
+    nothing is compiled.
 
     Args:
       config: The settings.
@@ -33,7 +37,9 @@ def settled(
     """
     if not is_open(config.step):
         return config, None
-    keeping = lambda remat: dataclasses.replace(config, step=dataclasses.replace(config.step, remat=remat))
+    keeping = lambda remat: dataclasses.replace(
+        config, step=dataclasses.replace(config.step, remat=remat)
+    )
     how = tcfp_jax.recipe(RECIPE_OF.get(name, name))
     started: dict[str, float] = {}
 
@@ -48,12 +54,26 @@ def settled(
     return keeping(found.level), (found.compiled, seconds)
 
 
-def next_to_each_other(config: Config, names: Sequence[str], make_training: Make) -> dict[str, Config]:
-    """Return the settings of each candidate, with room for the states of all and for two sets of gradients."""
+def next_to_each_other(
+    config: Config, names: Sequence[str], make_training: Make
+) -> dict[str, Config]:
+    """Return the settings of each candidate, with room for the states of all and for
+    two sets of gradients.
+    """
     if not is_open(config.step):
         return dict.fromkeys(names, config)
-    count = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    states = {name: count(jax.eval_shape(make_training(config, name).init, jax.random.key(0))[0]) for name in names}
+    count = lambda tree: sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+    states = {
+        name: count(
+            jax.eval_shape(make_training(config, name).init, jax.random.key(0))[0]
+        )
+        for name in names
+    }
     # BF16's state is parameters and two moments, so two sets of gradients are smaller.
     free = device_budget() - sum(states.values()) - states[BASELINE]
-    return {name: settled(config, name, make_training, free + states[name])[0] for name in names}
+    return {
+        name: settled(config, name, make_training, free + states[name])[0]
+        for name in names
+    }

@@ -1,7 +1,9 @@
-"""The training behind `benchmarks.convergence`: a BF16 base, and forks that continue it.
+"""The training behind `benchmarks.convergence`: a BF16 base, and forks that continue
+it.
 
-A base is a BF16 run of `base_steps` steps. A fork starts from its weights and Adam moments. A run from scratch is a
-fork of a base without steps: initial weights and moments of zero. So both protocols share this code.
+A base is a BF16 run of `base_steps` steps. A fork starts from its weights and Adam
+moments. A run from scratch is a fork of a base without steps: initial weights and
+moments of zero. So both protocols share this code.
 """
 
 import contextlib
@@ -27,7 +29,16 @@ from models.families import ModelConfig
 from models.intact import lock
 from models.llama import LlamaConfig
 from models.settings import TrainConfig
-from models.training import StepFunction, TrainState, batch_key, init, jittered, layouts, make_optimizer, make_steps
+from models.training import (
+    StepFunction,
+    TrainState,
+    batch_key,
+    init,
+    jittered,
+    layouts,
+    make_optimizer,
+    make_steps,
+)
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.paths import path_names
@@ -39,31 +50,36 @@ Tokens = Literal["bytes", "bpe"]
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run. `--resume` refuses a file of other `settings`, because its numbers do not compare.
+    """Settings of a run. `--resume` refuses a file of other `settings`, because its
+    numbers do not compare.
 
     Attributes:
-      model, size: Name and sizes of the model; "12x768" is a GPT on bytes of 12 layers of width 768.
+      model, size: Name and sizes of the model; "12x768" is a GPT on bytes of 12 layers
+        of width 768.
       batch, sequence: Windows in a step, and tokens in a window.
       learning_rate, warmup_steps: Peak of the rate, and steps until it is reached.
       base_steps: BF16 steps at the peak rate before runs fork; 0 for runs from scratch.
-      steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to zero after the warm-up.
+      steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to
+        zero after the warm-up.
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
       heldout_windows: Windows of the evaluation.
       text_bytes: Largest size of the text.
-      text, text_read, tokens_read: First digits of the text's digest, its approximate bytes, tokens of training.
+      text, text_read, tokens_read: First digits of the text's digest, its approximate
+        bytes, tokens of training.
       jax: Version of JAX.
       parameters: Number of parameters of the model.
       tokens: "bytes", or the ids of `models.tokens.OWN`.
       bytes_per_token: Bytes of held-out text for each token.
-      data: Files and folders of text; empty means the Python sources that are installed here.
+      data: Files and folders of text; empty means the Python sources that are installed
+        here.
       variants, seeds: The runs that are wanted.
       budget_seconds: No run starts that would probably end later than this.
       bases: Folder of bases; None keeps none.
       resume: JSON whose rows are kept.
 
     Raises:
-      ValueError: a count is too small, `steps_per_call` does not divide the steps, or the warm-up does not end within
-        the base or within a run from scratch.
+      ValueError: a count is too small, `steps_per_call` does not divide the steps, or
+        the warm-up does not end within the base or within a run from scratch.
     """
 
     model: str
@@ -95,73 +111,116 @@ class Config:
         least = dict(batch=1, steps_per_call=1, warmup_steps=0, base_steps=0, steps=1)
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least {smallest}"
+                )
         for name in ("base_steps", "steps"):
             if getattr(self, name) % self.steps_per_call:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is not a multiple of steps_per_call={self.steps_per_call}, but base "
-                    "and forks share one compiled program of so many steps; change one of the two"
+                    f"{name}={getattr(self, name)} is not a multiple of"
+                    f" steps_per_call={self.steps_per_call}, but base and forks share"
+                    " one compiled program of so many steps; change one of the two"
                 )
         if not self.base_steps and self.warmup_steps >= self.steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} of steps={self.steps}: the rate never falls; lower warmup_steps"
+                f"warmup_steps={self.warmup_steps} of steps={self.steps}: the rate"
+                " never falls; lower warmup_steps"
             )
         if 0 < self.base_steps < self.warmup_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} with base_steps={self.base_steps}: forks fall from the peak, which "
-                "the base must have reached; lower warmup_steps, or raise base_steps"
+                f"warmup_steps={self.warmup_steps} with base_steps={self.base_steps}:"
+                " forks fall from the peak, which the base must have reached; lower"
+                " warmup_steps, or raise base_steps"
             )
 
     @property
     def settings(self) -> dict[str, object]:
         """Everything that the numbers of a run depend on."""
-        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+        chosen = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.compare
+        }
         if self.tokens == "bytes":  # as in files from before there were tokenizers
             del chosen["tokens"]
         return {**chosen, "size": dataclasses.asdict(self.size)}
 
 
 def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig:
-    """Return the run of a variant, base and fork together, except for its schedule of rates."""
+    """Return the run of a variant, base and fork together, except for its schedule of
+    rates.
+    """
     return TrainConfig(
-        model=config.size, recipe=variant.recipe, include=variant.include, weights=variant.weights,
-        moments=variant.moments, seed=seed, batch=config.batch, sequence=config.sequence,
-        steps=config.base_steps + config.steps, learning_rate=config.learning_rate,
-        steps_per_call=config.steps_per_call, heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
-    )  # fmt: skip
+        model=config.size,
+        recipe=variant.recipe,
+        include=variant.include,
+        weights=variant.weights,
+        moments=variant.moments,
+        seed=seed,
+        batch=config.batch,
+        sequence=config.sequence,
+        steps=config.base_steps + config.steps,
+        learning_rate=config.learning_rate,
+        steps_per_call=config.steps_per_call,
+        heldout_windows=config.heldout_windows,
+        corpus_bytes=config.text_bytes,
+    )
 
 
-def whole_run(size: LlamaConfig, steps_per_call: int = Config.steps_per_call) -> dict[str, Any]:
-    """Return the settings of a Llama's run from scratch, of 20 tokens a parameter besides its table.
+def whole_run(
+    size: LlamaConfig, steps_per_call: int = Config.steps_per_call
+) -> dict[str, Any]:
+    """Return the settings of a Llama's run from scratch, of 20 tokens a parameter
+    besides its table.
 
     >>> whole_run(LlamaConfig(6, 640, heads=10, kv_heads=10, hidden=1792, context=1024))["steps"]
     9300
     """
     batch, warmup = 64, 200
     tokens = 20 * size.layers * size.width * size.columns
-    calls = round(tokens / (batch * min(Config.sequence, size.context) * steps_per_call))
-    return dict(batch=batch, warmup_steps=warmup, learning_rate=2e-3, steps=calls * steps_per_call)
+    calls = round(
+        tokens / (batch * min(Config.sequence, size.context) * steps_per_call)
+    )
+    return dict(
+        batch=batch,
+        warmup_steps=warmup,
+        learning_rate=2e-3,
+        steps=calls * steps_per_call,
+    )
 
 
 def schedule_of(config: Config) -> optax.Schedule:
-    """Return the rate of base and fork: up, level, and linearly to zero; from scratch up, and down as a cosine."""
+    """Return the rate of base and fork: up, level, and linearly to zero; from scratch
+    up, and down as a cosine.
+    """
     rate, warmup, start = config.learning_rate, config.warmup_steps, config.base_steps
     if not start:
         return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, config.steps, 0.0)
-    up, down = optax.linear_schedule(0.0, rate, warmup), optax.linear_schedule(rate, 0.0, config.steps)
-    return optax.join_schedules([up, optax.constant_schedule(rate), down], [warmup, start])
+    up, down = (
+        optax.linear_schedule(0.0, rate, warmup),
+        optax.linear_schedule(rate, 0.0, config.steps),
+    )
+    return optax.join_schedules(
+        [up, optax.constant_schedule(rate), down], [warmup, start]
+    )
 
 
 @functools.cache
 def steps_of(config: Config, variant: Variant) -> StepFunction:
     """Return the jitted steps of one dispatch, which all bases and seeds share."""
     run = train_config(config, variant)
-    steps = make_steps(run, make_optimizer(run, schedule_of(config)), config.steps_per_call)
+    steps = make_steps(
+        run, make_optimizer(run, schedule_of(config)), config.steps_per_call
+    )
     return jax.jit(steps, donate_argnums=0)
 
 
-def start_fork(config: Config, variant: Variant, base: TrainState, key: jax.Array) -> TrainState:
-    """Return the state in which a variant starts: a base's weights and moments, stored as the variant stores them."""
+def start_fork(
+    config: Config, variant: Variant, base: TrainState, key: jax.Array
+) -> TrainState:
+    """Return the state in which a variant starts: a base's weights and moments, stored
+    as the variant stores them.
+    """
     return _start(config, without_perturbation(variant))(base, key)
 
 
@@ -173,32 +232,45 @@ def _start(config: Config, variant: Variant) -> Any:
 
     @jax.jit
     def start(base: TrainState, key: jax.Array) -> TrainState:
-        params = jittered(base.params, key, variant.perturbation) if variant.perturbation else base.params
+        params = (
+            jittered(base.params, key, variant.perturbation)
+            if variant.perturbation
+            else base.params
+        )
         if variant.weights == "float":
             # The last state of the chain is that of the quantized weights.
             fresh: Any = optimizer.init(params)
             state = TrainState(params, (*base.opt_state[:-1], fresh[-1]), base.step)
         else:
             stored = tcfp_jax.store(
-                params, layouts(run) or variant.recipe, key=key if variant.remainder == "stochastic" else None,
-                remainder=variant.remainder, gradient_dtype=variant.gradient_dtype,
-            )  # fmt: skip
+                params,
+                layouts(run) or variant.recipe,
+                key=key if variant.remainder == "stochastic" else None,
+                remainder=variant.remainder,
+                gradient_dtype=variant.gradient_dtype,
+            )
             opt_state: Any = optimizer.init(stored)
-            continued = _continued(opt_state, base.opt_state, jax.random.fold_in(key, 1))
+            continued = _continued(
+                opt_state, base.opt_state, jax.random.fold_in(key, 1)
+            )
             state = TrainState(stored, continued, base.step)
-        # Copies: jit hands on what it does not change, and the steps of a fork would donate arrays of the base.
+        # Copies: jit hands on what it does not change, and the steps of a fork would
+        # donate arrays of the base.
         return jax.tree.map(jnp.copy, state)
 
     return start
 
 
 def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
-    """Return a fresh state of `tcfp_jax.optim.adamw` with the count and the rounded moments of a state of optax's.
+    """Return a fresh state of `tcfp_jax.optim.adamw` with the count and the rounded
+    moments of a state of optax's.
 
     The key replaces the state's own, so that each base draws bits of its own.
     """
     if state.key is not None:
-        state = state._replace(key=jax.random.key_data(key).astype(jnp.uint32).reshape(-1))
+        state = state._replace(
+            key=jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
+        )
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (adam,) = filter(is_adam, jax.tree.leaves(before, is_leaf=is_adam))
 
@@ -207,31 +279,46 @@ def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
         paths, treedef = jax.tree_util.tree_flatten_with_path(fresh)
         scales: dict[str, Any] = {}
         leaves = []
-        for i, ((path, leaf), moment) in enumerate(zip(paths, jax.tree.leaves(moments), strict=True)):
+        for i, ((path, leaf), moment) in enumerate(
+            zip(paths, jax.tree.leaves(moments), strict=True)
+        ):
             form: Any = "ue5m3" if leaf.dtype == jnp.uint8 else leaf.dtype.name
             # Steps count from 1, so that none of them draws the bits of step 0.
-            code = narrow.encode(form, moment.reshape(leaf.shape), narrow.stream(state.key, 0, which, i))
+            code = narrow.encode(
+                form, moment.reshape(leaf.shape), narrow.stream(state.key, 0, which, i)
+            )
             leaves.append(narrow.kept(code, path_names(path), scales))
         return treedef.unflatten(leaves), scales
 
-    (mu, mu_scale), (nu, nu_scale) = rounded(state.mu, adam.mu, 0), rounded(state.nu, adam.nu, 1)
-    return state._replace(count=adam.count, mu=mu, mu_scale=mu_scale, nu=nu, nu_scale=nu_scale)
+    (mu, mu_scale), (nu, nu_scale) = (
+        rounded(state.mu, adam.mu, 0),
+        rounded(state.nu, adam.nu, 1),
+    )
+    return state._replace(
+        count=adam.count, mu=mu, mu_scale=mu_scale, nu=nu, nu_scale=nu_scale
+    )
 
 
-# Bases and runs -------------------------------------------------------------------------------------------------------
+# Bases and runs
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Base:
-    """The start of runs: seed, name, and state. The name is a digest of its losses, or "seed-0" without steps."""
+    """The start of runs: seed, name, and state. The name is a digest of its losses, or
+    "seed-0" without steps.
+    """
 
     seed: int
     name: str
     state: TrainState
 
 
-def train_base(config: Config, seed: int, text: jax.Array, digest: str, variant: Variant) -> Base:
-    """Return the base of a seed: from its folder, or trained and kept there; without base steps, its initial state.
+def train_base(
+    config: Config, seed: int, text: jax.Array, digest: str, variant: Variant
+) -> Base:
+    """Return the base of a seed: from its folder, or trained and kept there; without
+    base steps, its initial state.
 
     Raises:
       ValueError: the folder holds a base of another model or text.
@@ -242,10 +329,16 @@ def train_base(config: Config, seed: int, text: jax.Array, digest: str, variant:
         return Base(seed, f"seed-{seed}", state)
     losses: list[float] = []
     name = f"base-{seed}-{config.warmup_steps}-{config.base_steps}"
-    with folder_of(config, dataclasses.replace(run, steps=config.base_steps), digest, name) as folder:
-        state, losses, _ = advance(config, variant, seed, state, text, config.base_steps, folder)
+    with folder_of(
+        config, dataclasses.replace(run, steps=config.base_steps), digest, name
+    ) as folder:
+        state, losses, _ = advance(
+            config, variant, seed, state, text, config.base_steps, folder
+        )
     name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
-    print(f"base {name}, seed {seed}: training loss {last_tenth(losses):.4f}", flush=True)
+    print(
+        f"base {name}, seed {seed}: training loss {last_tenth(losses):.4f}", flush=True
+    )
     return Base(seed, name, state)
 
 
@@ -259,12 +352,16 @@ def folder_of(
     """
     if config.bases is None:
         return contextlib.nullcontext()
-    return RunDirectory(Path(config.bases) / name, run, digest, resume="allowed", option="--bases")
+    return RunDirectory(
+        Path(config.bases) / name, run, digest, resume="allowed", option="--bases"
+    )
 
 
 @contextlib.contextmanager
 def claimed(config: Config, name: str) -> Iterator[bool]:
-    """Yield whether this process alone may do the runs of this name; processes of one machine share them so."""
+    """Yield whether this process alone may do the runs of this name; processes of one
+    machine share them so.
+    """
     if config.bases is None:
         yield True
         return
@@ -285,7 +382,9 @@ def curve_of(losses: list[float]) -> tuple[float, ...]:
     >>> curve_of([4.0, 2.0, 1.0])
     (4.0, 2.0, 1.0)
     """
-    return tuple(float(np.mean(part)) for part in np.array_split(losses, min(100, len(losses))))
+    return tuple(
+        float(np.mean(part)) for part in np.array_split(losses, min(100, len(losses)))
+    )
 
 
 def last_tenth(losses: list[float]) -> float:
@@ -294,13 +393,21 @@ def last_tenth(losses: list[float]) -> float:
 
 
 def advance(
-    config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int,
-    folder: RunDirectory | None = None, deadline: float = math.inf,
-) -> tuple[TrainState, list[float], float]:  # fmt: skip
-    """Train so many steps, from the last checkpoint in a folder; return (state, losses, milliseconds of a step).
+    config: Config,
+    variant: Variant,
+    seed: int,
+    state: TrainState,
+    text: jax.Array,
+    steps: int,
+    folder: RunDirectory | None = None,
+    deadline: float = math.inf,
+) -> tuple[TrainState, list[float], float]:
+    """Train so many steps, from the last checkpoint in a folder; return (state, losses,
+    milliseconds of a step).
 
     Raises:
-      TimeoutError: `time.perf_counter()` passed the deadline; the folder holds a checkpoint.
+      TimeoutError: `time.perf_counter()` passed the deadline; the folder holds a
+        checkpoint.
     """
     run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
     step, key = steps_of(config, without_perturbation(variant)), batch_key(run)
@@ -308,7 +415,8 @@ def advance(
     seconds = []
     if folder is not None and folder.holds_state:
         state, losses = folder.restore(state)
-        # Restored arrays are bound to their device, for which programs would be compiled anew.
+        # Restored arrays are bound to their device, for which programs would be
+        # compiled anew.
         state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
     saved = time.perf_counter()
     for _ in range(len(losses), steps, config.steps_per_call):
@@ -321,10 +429,18 @@ def advance(
             folder.append(len(losses) + 1, found)
         losses += found.tolist()
         now = time.perf_counter()
-        if folder is not None and (now - saved > SAVE_SECONDS or now > deadline or len(losses) == steps):
+        if folder is not None and (
+            now - saved > SAVE_SECONDS or now > deadline or len(losses) == steps
+        ):
             folder.save(state, len(losses))
             saved = time.perf_counter()
         if now > deadline and len(losses) < steps:
             raise TimeoutError(f"{len(losses)} of {steps} steps")
     # The first call compiles.
-    return state, losses, float(np.mean(seconds[1:] or seconds or [math.nan])) * 1e3 / config.steps_per_call
+    return (
+        state,
+        losses,
+        float(np.mean(seconds[1:] or seconds or [math.nan]))
+        * 1e3
+        / config.steps_per_call,
+    )

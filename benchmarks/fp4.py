@@ -1,12 +1,15 @@
-"""Products with FP4 weights over BF16's: few rows as in decoding, many rows, and input gradients, with cold weights.
+"""Products with FP4 weights over BF16's: few rows as in decoding, many rows, and input
+gradients, with cold weights.
 
     python -m benchmarks.fp4 --json
 
-A call multiplies x by copies of the weight in turn. Together they take more than `COLD_BYTES`, several times the L2
-cache of an H200, so that every product reads its weight from memory; the BF16 baseline does the same. Times are per
-product. "W4A16" multiplies codes times scales by BF16 activations, exactly. "W4A8" multiplies by E4M3 activations with
-a scale for each row, which is found within the time. With the rule "fold_exact" it runs on FP8 tensor cores, by XLA,
-which unpacks the weight, or by the kernel that decodes it in registers. Every product is checked against the float64
+A call multiplies x by copies of the weight in turn. Together they take more than
+`COLD_BYTES`, several times the L2 cache of an H200, so that every product reads its
+weight from memory; the BF16 baseline does the same. Times are per product. "W4A16"
+multiplies codes times scales by BF16 activations, exactly. "W4A8" multiplies by E4M3
+activations with a scale for each row, which is found within the time. With the rule
+"fold_exact" it runs on FP8 tensor cores, by XLA, which unpacks the weight, or by the
+kernel that decodes it in registers. Every product is checked against the float64
 product of dequantized operands before it is timed.
 """
 
@@ -95,7 +98,9 @@ class Kind:
     backend: Backend | None = None
 
     def runs(self, part: Part, m: int) -> bool:
-        """Return whether it is measured: XLA's E4M3 product for many rows, a named kernel for rows that it takes."""
+        """Return whether it is measured: XLA's E4M3 product for many rows, a named
+        kernel for rows that it takes.
+        """
         if self.backend == "mosaic":
             return self.decodes(part, m)
         if part == "dgrad":
@@ -109,14 +114,20 @@ class Kind:
     def decodes(self, part: Part, m: int) -> bool:
         """Return whether the Hopper kernel takes m rows."""
         most = limits(self.activation).most_rows
-        return part != "dgrad" and (most is None or m <= most) and jax.default_backend() == "gpu"
+        return (
+            part != "dgrad"
+            and (most is None or m <= most)
+            and jax.default_backend() == "gpu"
+        )
 
 
 KINDS: dict[str, Kind] = {
     "W4A16 nvfp4": Kind(Fp4()),
     "W4A16 mxfp4": Kind(Fp4("mxfp4")),
     "W4A8 nvfp4 fold-exact": Kind(Fp4(rule="fold_exact"), "float8_e4m3fn", "xla"),
-    "W4A8 nvfp4 fold-exact, kernel": Kind(Fp4(rule="fold_exact"), "float8_e4m3fn", "mosaic"),
+    "W4A8 nvfp4 fold-exact, kernel": Kind(
+        Fp4(rule="fold_exact"), "float8_e4m3fn", "mosaic"
+    ),
 }
 
 
@@ -130,16 +141,27 @@ def measure(config: Config) -> Iterator[Row]:
             yield from _products(part, (m, k, n), weights, wide, config)
 
 
-def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config) -> dict[str, list[Any]]:
-    """Return copies of a weight in BF16 and in each format that some of these rows multiply."""
+def _weights(
+    part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config
+) -> dict[str, list[Any]]:
+    """Return copies of a weight in BF16 and in each format that some of these rows
+    multiply.
+    """
     (k, n), key = shape, jax.random.key(config.seed)
     first = jax.random.normal(key, (n, k), jnp.bfloat16)
 
     @functools.cache
     def quantized(scaling: Fp4) -> list[Any]:
-        return cold_copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first), config.cold_bytes)
+        return cold_copies(
+            jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first),
+            config.cold_bytes,
+        )
 
-    wanted = {name: kind for name, kind in KINDS.items() if any(kind.runs(part, m) for m in rows)}
+    wanted = {
+        name: kind
+        for name, kind in KINDS.items()
+        if any(kind.runs(part, m) for m in rows)
+    }
     return {BASELINE: cold_copies(first, config.cold_bytes)} | {
         name: quantized(kind.scaling) for name, kind in wanted.items()
     }
@@ -147,29 +169,40 @@ def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: 
 
 def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
     """Return the weight and copies of it, together at least `cold_bytes`."""
-    count = max(1, math.ceil(cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
+    count = max(
+        1, math.ceil(cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w)))
+    )
     return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
 
 
 def _dequantized(weights: dict[str, list[Any]], scaling: Fp4) -> np.ndarray:
     """Return the dequantized weight in float64."""
-    name = next(name for name in weights if name != BASELINE and KINDS[name].scaling == scaling)
+    name = next(
+        name for name in weights if name != BASELINE and KINDS[name].scaling == scaling
+    )
     return np.asarray(weights[name][0].dequantize(), np.float64)
 
 
 def _products(
-    part: Part, sizes: tuple[int, int, int], weights: dict[str, list[Any]], wide: Callable[[Fp4], np.ndarray],
+    part: Part,
+    sizes: tuple[int, int, int],
+    weights: dict[str, list[Any]],
+    wide: Callable[[Fp4], np.ndarray],
     config: Config,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     m, k, n = sizes
     contracts: Any = "n" if part == "dgrad" else "k"
-    x = jax.random.normal(jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16)
+    x = jax.random.normal(
+        jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16
+    )
 
     def multiply(name: str, x: jax.Array, w: Any) -> jax.Array:
         if name == BASELINE:
             return x @ (w if part == "dgrad" else w.T)
         kind = KINDS[name]
-        return fp4_matmul(x, w, contracts=contracts, activation=kind.activation, backend=kind.backend)
+        return fp4_matmul(
+            x, w, contracts=contracts, activation=kind.activation, backend=kind.backend
+        )
 
     def each(name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
         return [multiply(name, x, w) for w in copies]
@@ -180,36 +213,59 @@ def _products(
         if name != BASELINE and not KINDS[name].runs(part, m):
             continue
         candidates[name] = jax.jit(functools.partial(each, name)), (x, copies)
-        snr[name] = None if name == BASELINE else _checked(name, candidates[name][0](x, copies)[-1], x, wide, part)
-    timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
+        snr[name] = (
+            None
+            if name == BASELINE
+            else _checked(name, candidates[name][0](x, copies)[-1], x, wide, part)
+        )
+    timed = timing.time_interleaved(
+        candidates, rounds=config.rounds, calls=config.calls
+    )
     rows = []
     for name, times in timed.items():
         count = len(weights[name])
-        one = {field: getattr(times, field) / count for field in ("median_ms", "min_ms", "max_ms")}
+        one = {
+            field: getattr(times, field) / count
+            for field in ("median_ms", "min_ms", "max_ms")
+        }
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[name][0]))
         base = timed[BASELINE].median_ms / len(weights[BASELINE])
         rows.append(
             Row(
-                **{**asdict(times), **one}, part=part, kind=name, m=m, k=k, n=n,
+                **{**asdict(times), **one},
+                part=part,
+                kind=name,
+                m=m,
+                k=k,
+                n=n,
                 backend="xla" if name == BASELINE else KINDS[name].ran(part, m),
-                speed_over_bf16=base / one["median_ms"], weight_bits=8 * nbytes / (n * k),
-                terabytes_per_second=nbytes / one["median_ms"] / 1e9, snr_db=snr[name], copies=count,
+                speed_over_bf16=base / one["median_ms"],
+                weight_bits=8 * nbytes / (n * k),
+                terabytes_per_second=nbytes / one["median_ms"] / 1e9,
+                snr_db=snr[name],
+                copies=count,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
-def _checked(name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.ndarray], part: Part) -> float:
+def _checked(
+    name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.ndarray], part: Part
+) -> float:
     """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
     few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
     expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
     snr, _ = common.compare(expected, y[few])
     if snr < LEAST_SNR_DB[name.split()[0]]:
-        raise ArithmeticError(f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB; nothing is timed")
+        raise ArithmeticError(
+            f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB;"
+            " nothing is timed"
+        )
     return snr
 
 
-# The command and its table --------------------------------------------------------------------------------------------
+# The command and its table
+# --------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -222,13 +278,20 @@ def configure(options: argparse.Namespace) -> Config:
         large = (8192, 28672)
         return Config(
             (
-                ("decode", large, (1, 16, 64, 128, 256)), ("decode", (28672, 8192), (16,)),
-                ("decode", (8192, 8192), (1, 16)), ("decode", (4096, 14336), (16,)), ("prefill", large, (512, 2048)),
+                ("decode", large, (1, 16, 64, 128, 256)),
+                ("decode", (28672, 8192), (16,)),
+                ("decode", (8192, 8192), (1, 16)),
+                ("decode", (4096, 14336), (16,)),
+                ("prefill", large, (512, 2048)),
                 ("dgrad", large, (4096,)),
             )
-        )  # fmt: skip
+        )
     tiny = (64, 32)
-    cases: Any = (("decode", tiny, (2,)), ("prefill", tiny, (8,)), ("dgrad", tiny, (8,)))
+    cases: Any = (
+        ("decode", tiny, (2,)),
+        ("prefill", tiny, (8,)),
+        ("dgrad", tiny, (8,)),
+    )
     return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
 
 
@@ -236,13 +299,31 @@ def table(result: Result) -> str:
     """Return a table with a line for each product."""
     lines = [
         [
-            row["part"], str(row["m"]), f"{row['k']} × {row['n']}", row["kind"], f"`{row['backend']}`",
-            f"{row['median_ms'] * 1e3:.1f}", f"**{row['speed_over_bf16']:.2f}**",
-            f"{row['terabytes_per_second']:.2f}", f"{row['weight_bits']:.2f}",
+            row["part"],
+            str(row["m"]),
+            f"{row['k']} × {row['n']}",
+            row["kind"],
+            f"`{row['backend']}`",
+            f"{row['median_ms'] * 1e3:.1f}",
+            f"**{row['speed_over_bf16']:.2f}**",
+            f"{row['terabytes_per_second']:.2f}",
+            f"{row['weight_bits']:.2f}",
             "–" if row["snr_db"] is None else f"{row['snr_db']:.0f}",
-        ] for row in result.rows
-    ]  # fmt: skip
-    titles = ["", "rows", "k × n", "", "by", "µs", "over BF16", "TB/s of weights", "bits", "dB"]
+        ]
+        for row in result.rows
+    ]
+    titles = [
+        "",
+        "rows",
+        "k × n",
+        "",
+        "by",
+        "µs",
+        "over BF16",
+        "TB/s of weights",
+        "bits",
+        "dB",
+    ]
     return markdown_table(titles, lines)
 
 

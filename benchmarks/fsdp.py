@@ -1,18 +1,22 @@
-"""Training steps on several GPUs that split batch and weights (FSDP), next to BF16 and next to one GPU.
+"""Training steps on several GPUs that split batch and weights (FSDP), next to BF16 and
+next to one GPU.
 
     python -m benchmarks.fsdp --json
     python -m benchmarks.fsdp --json --parts mlp --recipes "tensorwise,stored" --devices 4
 
-* *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in `benchmarks.llama`; *olmoe* is one
-  of four layers of OLMoE-1B-7B, whose experts are split, so that no weight of theirs travels; all with AdamW. Every GPU
-  has as many tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
-* Every matrix is split along one axis, the same in every recipe: the first one in the MLP, and as in
-  `models.train --mesh` in the Llama. `tcfp_jax.sharding.state_shardings` places the state. XLA gathers a weight before
-  it is read and scatters the sums of its gradients. Gradients travel in float32, unless a name says otherwise; "stored"
-  has bfloat16.
+* *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in
+  `benchmarks.llama`; *olmoe* is one of four layers of OLMoE-1B-7B, whose experts are
+  split, so that no weight of theirs travels; all with AdamW. Every GPU has as many
+  tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
+* Every matrix is split along one axis, the same in every recipe: the first one in the
+  MLP, and as in `models.train --mesh` in the Llama. `tcfp_jax.sharding.state_shardings`
+  places the state. XLA gathers a weight before it is read and scatters the sums of its
+  gradients. Gradients travel in float32, unless a name says otherwise; "stored" has
+  bfloat16.
 
-Times are wall clock, over steps that depend on each other, because kernels of several GPUs and communication overlap.
-Before the timing, gradients are compared with BF16's on the same GPUs, and the first loss of a Llama on several GPUs.
+Times are wall clock, over steps that depend on each other, because kernels of several
+GPUs and communication overlap. Before the timing, gradients are compared with BF16's on
+the same GPUs, and the first loss of a Llama on several GPUs.
 """
 
 import argparse
@@ -43,7 +47,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
 SMOKE_OPTIONS = {"recipes": STORED, "parts": "mlp"}
 NARROW = " wire=bfloat16"
-RECIPES = (BASELINE, "tensorwise", "tensorwise" + NARROW, "tcfp12_fast", "tcfp12_fast" + NARROW, STORED)
+RECIPES = (
+    BASELINE,
+    "tensorwise",
+    "tensorwise" + NARROW,
+    "tcfp12_fast",
+    "tcfp12_fast" + NARROW,
+    STORED,
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +84,12 @@ class Row(timing.Timing):
     """One candidate on some devices.
 
     Attributes:
-      part, recipe, devices, tokens: The candidate, and the tokens of all devices in a step.
+      part, recipe, devices, tokens: The candidate, and the tokens of all devices in a
+        step.
       tokens_per_second: Rate of the median.
       speed_over_bf16: BF16's median divided by this one, on as many devices.
-      over_one_gpu: Tokens a second, divided by the same candidate's on one device; None if that did not run.
+      over_one_gpu: Tokens a second, divided by the same candidate's on one device; None
+        if that did not run.
       worst_snr_db: Lowest SNR of loss and gradients against BF16's; None for BF16.
       compile_seconds: Seconds of tracing, lowering and compiling.
       arena_bytes: Temporary memory of a device, besides arguments and results.
@@ -96,8 +109,12 @@ class Row(timing.Timing):
     state_bytes: int
 
 
-def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[timing.Training, int]:
-    """Return (the step of a candidate with the same number of tokens on every device, its tokens)."""
+def make_training(
+    part: Part, name: str, config: Config, devices: int
+) -> tuple[timing.Training, int]:
+    """Return (the step of a candidate with the same number of tokens on every device,
+    its tokens).
+    """
     if part != "mlp":
         tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
         size = config.llama if part == "llama" else config.olmoe
@@ -107,11 +124,18 @@ def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[
     kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")
     chosen = recipe("tcfp12_single" if name == STORED else name.removesuffix(NARROW))
     chosen = recipe(chosen, wire="bfloat16") if name.endswith(NARROW) else chosen
-    return train_step.make_training(shape, chosen, kept if name == STORED else train_step.Kept()), shape.m
+    return (
+        train_step.make_training(
+            shape, chosen, kept if name == STORED else train_step.Kept()
+        ),
+        shape.m,
+    )
 
 
 def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
-    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`; `floats` are BF16's params."""
+    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`;
+    `floats` are BF16's params.
+    """
     state, *inputs = given
     at = functools.partial(NamedSharding, mesh)
     if "embedding" in floats:
@@ -135,70 +159,138 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
-    """Check and time the candidates of a part on some devices; raise `ArithmeticError` if gradients are wrong."""
-    mesh = jax.make_mesh((1, devices, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:devices])
+    """Check and time the candidates of a part on some devices; raise `ArithmeticError`
+    if gradients are wrong.
+    """
+    mesh = jax.make_mesh(
+        (1, devices, 1),
+        AXES,
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:devices],
+    )
     made: dict[str, tuple[timing.Threaded, float, int]] = {}
     worst: dict[str, float | None] = {}
     reference = None
-    (floats, _), *_ = jax.eval_shape(make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0))
+    (floats, _), *_ = jax.eval_shape(
+        make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0)
+    )
     with jax.set_mesh(mesh):
         for name in config.recipes:
             if name.endswith(NARROW) and (devices == 1 or part != "mlp"):
                 continue
             training, tokens = make_training(part, name, config, devices)
-            step, seconds = training.compile(place=functools.partial(placed, mesh, floats))
+            step, seconds = training.compile(
+                place=functools.partial(placed, mesh, floats)
+            )
             made[name] = step, seconds, tokens
             if part == "olmoe" or (part == "llama" and devices > 1):
-                # A Llama's gradients were compared on one GPU; compiling them again would take as long as the rest.
-                # A router chooses other experts for some tokens in FP8, and their gradients are not alike.
+                # A Llama's gradients were compared on one GPU; compiling them again
+                # would take as long as the rest. A router chooses other experts for
+                # some tokens in FP8, and their gradients are not alike.
                 outputs: dict[str, Any] = {"loss": step()}
             else:
                 outputs = dict(
-                    zip(("loss", "gradients"), jax.jit(training.gradients)(*step.state, *step.inputs), strict=True)
+                    zip(
+                        ("loss", "gradients"),
+                        jax.jit(training.gradients)(*step.state, *step.inputs),
+                        strict=True,
+                    )
                 )
             least = llama.LEAST_SNR_DB["step"]
-            worst[name] = None if reference is None else check_outputs(name, reference, outputs, least=least)
+            worst[name] = (
+                None
+                if reference is None
+                else check_outputs(name, reference, outputs, least=least)
+            )
             reference = outputs if reference is None else reference
         del outputs, reference
         candidates: Any = {name: (step, ()) for name, (step, _, _) in made.items()}
-        timed = timing.time_by_wall_clock(candidates, rounds=config.rounds, calls=config.calls)
+        timed = timing.time_by_wall_clock(
+            candidates, rounds=config.rounds, calls=config.calls
+        )
     return [
         Row(
-            **dataclasses.asdict(timed[name]), part=part, recipe=name, devices=devices, tokens=tokens,
-            tokens_per_second=tokens / timed[name].median_ms * 1e3, over_one_gpu=None,
-            speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms, worst_snr_db=worst[name],
-            compile_seconds=seconds, arena_bytes=step.compiled.memory_analysis().temp_size_in_bytes,
-            state_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(step.state)),
-        ) for name, (step, seconds, tokens) in made.items()
-    ]  # fmt: skip
+            **dataclasses.asdict(timed[name]),
+            part=part,
+            recipe=name,
+            devices=devices,
+            tokens=tokens,
+            tokens_per_second=tokens / timed[name].median_ms * 1e3,
+            over_one_gpu=None,
+            speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
+            worst_snr_db=worst[name],
+            compile_seconds=seconds,
+            arena_bytes=step.compiled.memory_analysis().temp_size_in_bytes,
+            state_bytes=sum(
+                leaf.addressable_shards[0].data.nbytes
+                for leaf in jax.tree.leaves(step.state)
+            ),
+        )
+        for name, (step, seconds, tokens) in made.items()
+    ]
 
 
-# The command and its table --------------------------------------------------------------------------------------------
+# The command and its table
+# --------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add parts, recipes and devices."""
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all)")
-    parser.add_argument("--recipes", help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs")
-    parser.add_argument("--devices", type=int, help="how many, beside one alone (default: all)")
+    parser.add_argument(
+        "--recipes",
+        help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs",
+    )
+    parser.add_argument(
+        "--devices", type=int, help="how many, beside one alone (default: all)"
+    )
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Return the settings of a command line; raise `ValueError` for unknown names, or too many devices."""
-    recipes = tuple(dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, RECIPES))))
+    """Return the settings of a command line; raise `ValueError` for unknown names, or
+    too many devices.
+    """
+    recipes = tuple(
+        dict.fromkeys(
+            (BASELINE, *common.chosen_of("recipes", options.recipes, RECIPES))
+        )
+    )
     parts = common.chosen_of("parts", options.parts, PARTS)
     here = jax.device_count()
     wanted = options.devices or here
     if not 0 < wanted <= here:
-        raise ValueError(f"--devices {wanted}, but this machine has {here}; use 1 to {here}")
+        raise ValueError(
+            f"--devices {wanted}, but this machine has {here}; use 1 to {here}"
+        )
     devices = tuple(sorted({1, wanted}))
     if jax.default_backend() == "gpu" and not options.smoke:
         # As many layers as BF16's state and the others' leave room for on one GPU.
         olmoe = dataclasses.replace(MOES["olmoe-1b-7b"], layers=4, remat="block")
-        return Config(GemmShape(8192, 4096, 16384), LLAMAS["llama-1b"], olmoe, (4, 4096), recipes, parts, devices)
+        return Config(
+            GemmShape(8192, 4096, 16384),
+            LLAMAS["llama-1b"],
+            olmoe,
+            (4, 4096),
+            recipes,
+            parts,
+            devices,
+        )
     # Blocks of 128 values of the moments, on each of two devices.
-    tiny, moe = (quick(dataclasses.replace(size, width=256)) for size in (LLAMAS["llama-tiny"], MOES["moe-tiny"]))
-    return Config(GemmShape(64, 32, 64), tiny, moe, (2, 32), recipes, parts, devices, rounds=1, calls=2)
+    tiny, moe = (
+        quick(dataclasses.replace(size, width=256))
+        for size in (LLAMAS["llama-tiny"], MOES["moe-tiny"])
+    )
+    return Config(
+        GemmShape(64, 32, 64),
+        tiny,
+        moe,
+        (2, 32),
+        recipes,
+        parts,
+        devices,
+        rounds=1,
+        calls=2,
+    )
 
 
 def table(result: Result) -> str:
@@ -210,22 +302,45 @@ def table(result: Result) -> str:
             over = "–" if row["over_one_gpu"] is None else f"{row['over_one_gpu']:.2f}"
             lines.append(
                 [
-                    str(row["devices"]), f"`{row['recipe']}`", f"{row['median_ms']:.2f}",
-                    f"**{row['speed_over_bf16']:.2f}**", f"{row['tokens_per_second'] / 1e3:,.0f}k", over,
-                    f"{row['state_bytes'] / 1e9:.2f}", f"{row['arena_bytes'] / 1e9:.2f}",
+                    str(row["devices"]),
+                    f"`{row['recipe']}`",
+                    f"{row['median_ms']:.2f}",
+                    f"**{row['speed_over_bf16']:.2f}**",
+                    f"{row['tokens_per_second'] / 1e3:,.0f}k",
+                    over,
+                    f"{row['state_bytes'] / 1e9:.2f}",
+                    f"{row['arena_bytes'] / 1e9:.2f}",
                 ]
-            )  # fmt: skip
-        titles = ["GPUs", "", "ms", "speed over BF16", "tokens a second", "over one GPU", "state, GB", "arena, GB"]
-        mlp, size = result.config["mlp"], result.config[part if part == "olmoe" else "llama"]
+            )
+        titles = [
+            "GPUs",
+            "",
+            "ms",
+            "speed over BF16",
+            "tokens a second",
+            "over one GPU",
+            "state, GB",
+            "arena, GB",
+        ]
+        mlp, size = (
+            result.config["mlp"],
+            result.config[part if part == "olmoe" else "llama"],
+        )
         kind = "A Llama" if part == "llama" else "OLMoE-1B-7B"
         tokens = " × ".join(map(str, result.config["llama_tokens"]))
         what = (
             f"An MLP of {mlp['k']} → {mlp['n']} → {mlp['k']}, {mlp['m']} tokens a GPU"
             if part == "mlp"
-            else f"{kind} of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
+            else (
+                f"{kind} of {size['layers']} layers of width {size['width']}, {tokens}"
+                " tokens a GPU"
+            )
         )
         texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
-    return "\n".join(texts) + "\nTimes are by the wall clock; state and arena are those of one GPU."
+    return (
+        "\n".join(texts)
+        + "\nTimes are by the wall clock; state and arena are those of one GPU."
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Bytes of training state, counted leaf by leaf, and the peak of the allocator while a model trains.
+"""Bytes of training state, counted leaf by leaf, and the peak of the allocator while a
+model trains.
 
     python -m benchmarks.memory --json                      # a wide GPT, with peaks on a GPU
     python -m benchmarks.memory --json --model llama-8b     # counted from shapes: nothing is trained
 
-State is everything that outlives a step: parameters, Adam's moments, quantized weights next to float parameters, and
-error buffers. The peak is the allocator's own number in a process that trains one setting for a few steps. It includes
-the compiler's trials, and CPUs report none. The default model is wide and its batch small, so that weights dominate.
+State is everything that outlives a step: parameters, Adam's moments, quantized weights
+next to float parameters, and error buffers. The peak is the allocator's own number in a
+process that trains one setting for a few steps. It includes the compiler's trials, and
+CPUs report none. The default model is wide and its batch small, so that weights
+dominate.
 """
 
 import argparse
@@ -51,19 +54,38 @@ SETTINGS = (
     Setting("tcfp12, error bfloat16", recipe("tcfp12"), "bfloat16"),
     Setting("tcfp12, error float8_e5m2", recipe("tcfp12"), "float8_e5m2"),
     Setting("tcfp12, stochastic lo, no error buffer", _STOCHASTIC),
-    Setting("tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, copies="one")),
-    Setting("stored, 8-bit moments", recipe("tcfp12_single"), weights="stored", moments="8bit"),
     Setting(
-        "stored, 8-bit moments, both orientations", recipe("tcfp12_single", copies="both"), weights="stored",
+        "tcfp12, stochastic lo, one orientation",
+        dataclasses.replace(_STOCHASTIC, copies="one"),
+    ),
+    Setting(
+        "stored, 8-bit moments",
+        recipe("tcfp12_single"),
+        weights="stored",
+        moments="8bit",
+    ),
+    Setting(
+        "stored, 8-bit moments, both orientations",
+        recipe("tcfp12_single", copies="both"),
+        weights="stored",
         moments="8bit",
     ),
     Setting("stored, float32 moments", recipe("tcfp12_single"), weights="stored"),
-)  # fmt: skip
-# Settings whose peak is measured. Each needs a process of its own, which mostly compiles.
-TRAINED = ("BF16", "tcfp12, error float32", "stored, 8-bit moments", "stored, 8-bit moments, both orientations")
+)
+# Settings whose peak is measured. Each needs a process of its own, which mostly
+# compiles.
+TRAINED = (
+    "BF16",
+    "tcfp12, error float32",
+    "stored, 8-bit moments",
+    "stored, 8-bit moments, both orientations",
+)
 # Settings of README's table, for whole models that are counted and not trained.
 CHOOSABLE = (
-    *(Setting(name, recipe(name)) for name in ("bf16", "tensorwise", "rowwise", "tcfp12_fast")),
+    *(
+        Setting(name, recipe(name))
+        for name in ("bf16", "tensorwise", "rowwise", "tcfp12_fast")
+    ),
     Setting(STORED, recipe("tcfp12_single"), weights="stored", moments="8bit"),
 )
 WIDE = GPTConfig(layers=3, width=2048, heads=16, context=256)
@@ -71,7 +93,9 @@ WIDE = GPTConfig(layers=3, width=2048, heads=16, context=256)
 
 @dataclass(frozen=True)
 class Config:
-    """Model, batch, and steps before the peak is read; a model of zero steps is counted and not trained."""
+    """Model, batch, and steps before the peak is read; a model of zero steps is counted
+    and not trained.
+    """
 
     model: str | GPTConfig
     batch: int
@@ -84,13 +108,15 @@ class Row:
     """Bytes of one setting.
 
     Attributes:
-      parameters: Number of parameters of the model.
-      parameters_bytes, moments_bytes, weights_bytes, errors_bytes, other_bytes: Parts of the state; `weights` are the
-        quantized weights next to float parameters.
+      parameters: Number of parameters of the model. parameters_bytes, moments_bytes,
+      weights_bytes, errors_bytes, other_bytes: Parts of the state; `weights` are the
+      quantized weights next to float parameters.
       state_bytes: Their sum.
-      bytes_per_weight: State of the dense kernels divided by their number. It leaves out embeddings and norms, so a
-        whole model needs more: `state_bytes / parameters`.
-      peak_bytes: Peak of the allocator during training; None if the device reports none or nothing was trained.
+      bytes_per_weight: State of the dense kernels divided by their number. It leaves
+        out embeddings and norms, so a whole model needs more:
+        `state_bytes / parameters`.
+      peak_bytes: Peak of the allocator during training; None if the device reports none
+        or nothing was trained.
     """
 
     name: str
@@ -109,14 +135,25 @@ def train_config(setting: Setting, config: Config) -> TrainConfig:
     """Return the training run of a setting."""
     base = preset(config.model if isinstance(config.model, str) else "tiny")
     return dataclasses.replace(
-        base, model=config.model, recipe=setting.recipe, error_dtype=setting.error_dtype, weights=setting.weights,
-        moments=setting.moments, batch=config.batch, sequence=config.sequence, steps=max(config.steps, 2),
-        steps_per_call=1, corpus_bytes=2**20,
-    )  # fmt: skip
+        base,
+        model=config.model,
+        recipe=setting.recipe,
+        error_dtype=setting.error_dtype,
+        weights=setting.weights,
+        moments=setting.moments,
+        batch=config.batch,
+        sequence=config.sequence,
+        steps=max(config.steps, 2),
+        steps_per_call=1,
+        corpus_bytes=2**20,
+    )
 
 
-def count_state(setting: Setting, config: Config, state: TrainState | None = None) -> Row:
-    """Count the bytes of a train state by part; without a state, count those of its shapes.
+def count_state(
+    setting: Setting, config: Config, state: TrainState | None = None
+) -> Row:
+    """Count the bytes of a train state by part; without a state, count those of its
+    shapes.
 
     Raises:
       ArithmeticError: the parts do not add up to the whole.
@@ -126,24 +163,35 @@ def count_state(setting: Setting, config: Config, state: TrainState | None = Non
     parts = _parts(state)
     total = sum(parts.values())
     if total != sum(map(_bytes, jax.tree.leaves(state))):
-        raise ArithmeticError(f"the parts of the state have {total} bytes, and the state has others")
+        raise ArithmeticError(
+            f"the parts of the state have {total} bytes, and the state has others"
+        )
     floats = jax.eval_shape(tcfp_jax.dequantize, state.params)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(floats))
     sizes = {f"{part}_bytes": size for part, size in parts.items()}
     return Row(
-        setting.name, parameters, **sizes, state_bytes=total, bytes_per_weight=bytes_of_kernels(state), peak_bytes=None
+        setting.name,
+        parameters,
+        **sizes,
+        state_bytes=total,
+        bytes_per_weight=bytes_of_kernels(state),
+        peak_bytes=None,
     )
 
 
 def bytes_of_kernels(state: TrainState) -> float:
-    """Return the bytes per weight of the dense kernels of a train state, with everything that belongs to them."""
+    """Return the bytes per weight of the dense kernels of a train state, with
+    everything that belongs to them.
+    """
     floats = jax.eval_shape(tcfp_jax.dequantize, state.params)
     named = jax.tree_util.tree_leaves_with_path(floats)
     weights = sum(math.prod(leaf.shape) for path, leaf in named if _is_of_kernel(path))
     return sum(_parts(state, of=_is_of_kernel).values()) / weights
 
 
-def _parts(state: TrainState, of: Callable[[Any], bool] = lambda path: True) -> dict[str, int]:
+def _parts(
+    state: TrainState, of: Callable[[Any], bool] = lambda path: True
+) -> dict[str, int]:
     """Return the bytes of the leaves whose path is chosen, in the order of `PARTS`."""
     parts = dict.fromkeys(PARTS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -157,12 +205,18 @@ def _is_of_kernel(path: Any) -> bool:
 
 
 def _part_of(path: str) -> str:
-    """Return the part of a train state that a key path belongs to, by the field names of its containers."""
+    """Return the part of a train state that a key path belongs to, by the field names
+    of its containers.
+    """
     if path.startswith(".params"):
         return "parameters"
     fields = {
-        ".mu": "moments", ".nu": "moments", ".weights": "weights", ".errors": "errors", ".scaled_errors": "errors"
-    }  # fmt: skip
+        ".mu": "moments",
+        ".nu": "moments",
+        ".weights": "weights",
+        ".errors": "errors",
+        ".scaled_errors": "errors",
+    }
     for field, part in fields.items():
         if field in path:
             return part
@@ -174,7 +228,9 @@ def _bytes(leaf: Any) -> int:
 
 
 def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:
-    """Train a few steps in this process; return the bytes of the real state and the peak of the allocator."""
+    """Train a few steps in this process; return the bytes of the real state and the
+    peak of the allocator.
+    """
     setting = next(setting for setting in SETTINGS if setting.name == name)
     run = train_config(setting, config)
     state, text, key = init(run), jnp.asarray(corpus_of(run).train), batch_key(run)
@@ -183,7 +239,9 @@ def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:
     for _ in range(config.steps):
         state, losses = step(state, text, key)
     if not bool(jnp.all(jnp.isfinite(losses))):
-        raise ArithmeticError(f"{name}: the loss is {losses}, so its memory means nothing")
+        raise ArithmeticError(
+            f"{name}: the loss is {losses}, so its memory means nothing"
+        )
     return row, timing.peak_bytes()
 
 
@@ -199,11 +257,16 @@ def measure(config: Config) -> list[Row]:
     # Without peaks, one state of stored weights is enough of a check.
     names = TRAINED if timing.has_peaks() else TRAINED[2:3]
     calls = [(name, config) for name in names]
-    found = timing.measure_alone(measure_peak, calls) if timing.has_peaks() else [measure_peak(*call) for call in calls]
+    found = (
+        timing.measure_alone(measure_peak, calls)
+        if timing.has_peaks()
+        else [measure_peak(*call) for call in calls]
+    )
     for name, (real, peak) in zip(names, found, strict=True):
         if real != rows[name]:
             raise ArithmeticError(
-                f"{name}: the state has {real.state_bytes} bytes, but its shapes have {rows[name].state_bytes}"
+                f"{name}: the state has {real.state_bytes} bytes, but its shapes have"
+                f" {rows[name].state_bytes}"
             )
         rows[name] = dataclasses.replace(real, peak_bytes=peak)
     return [*rows.values()]
@@ -212,7 +275,11 @@ def measure(config: Config) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the model."""
     wide = f"a GPT of {WIDE.layers} layers of width {WIDE.width}; on a CPU tiny"
-    parser.add_argument("--model", choices=model_names(), help=f"to count without training (default: train {wide})")
+    parser.add_argument(
+        "--model",
+        choices=model_names(),
+        help=f"to count without training (default: train {wide})",
+    )
 
 
 def json_name(options: argparse.Namespace) -> str:
@@ -226,7 +293,9 @@ def configure(options: argparse.Namespace) -> Config:
         base = preset(options.model)
         return Config(options.model, base.batch, base.sequence, steps=0)
     if options.smoke:
-        return Config(GPTConfig(layers=1, width=128, heads=4, context=16), 2, 16, steps=1)
+        return Config(
+            GPTConfig(layers=1, width=128, heads=4, context=16), 2, 16, steps=1
+        )
     if jax.default_backend() == "gpu":
         return Config(WIDE, batch=4, sequence=WIDE.context)
     return Config("tiny", preset("tiny").batch, preset("tiny").sequence)
@@ -234,20 +303,41 @@ def configure(options: argparse.Namespace) -> Config:
 
 def table(result: Result) -> str:
     """Return the page's table, one line per setting."""
-    rows = [row for row in result.rows if row.get("kind") != "arithmetic"]  # rows of an older version
+    # rows of an older version
+    rows = [row for row in result.rows if row.get("kind") != "arithmetic"]
     lines = []
     for row in rows:
-        cells = [f"{row['bytes_per_weight']:.4g}", f"{row['state_bytes'] / row['parameters']:.3g}"]
+        cells = [
+            f"{row['bytes_per_weight']:.4g}",
+            f"{row['state_bytes'] / row['parameters']:.3g}",
+        ]
         peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
         lines.append([row["name"], *cells, f"{row['state_bytes'] / 1e9:.2f}", peak])
-    titles = ["", "bytes a weight of the kernels", "bytes a weight of the model", "state, GB", "peak, GB"]
-    config, parameters, model = result.config, rows[0]["parameters"] / 1e6, result.config["model"]
-    named = f"`{model}`" if isinstance(model, str) else f"a GPT of {model['layers']} layers of width {model['width']}"
+    titles = [
+        "",
+        "bytes a weight of the kernels",
+        "bytes a weight of the model",
+        "state, GB",
+        "peak, GB",
+    ]
+    config, parameters, model = (
+        result.config,
+        rows[0]["parameters"] / 1e6,
+        result.config["model"],
+    )
+    named = (
+        f"`{model}`"
+        if isinstance(model, str)
+        else f"a GPT of {model['layers']} layers of width {model['width']}"
+    )
     way = (
-        f"Measured while training {named} ({parameters:,.0f}M parameters, {config['batch']} × {config['sequence']} "
-        "bytes a step)."
+        f"Measured while training {named} ({parameters:,.0f}M parameters,"
+        f" {config['batch']} × {config['sequence']} bytes a step)."
         if config["steps"]
-        else f"Counted from the shapes of {named} ({parameters:,.0f}M parameters); nothing was trained."
+        else (
+            f"Counted from the shapes of {named} ({parameters:,.0f}M parameters);"
+            " nothing was trained."
+        )
     )
     return f"{markdown_table(titles, lines)}\n\n{way}"
 

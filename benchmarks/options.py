@@ -18,7 +18,9 @@ def positive(text: str) -> int:
       ArgumentTypeError: the text is not an integer of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1; give one")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not an integer of at least 1; give one"
+        )
     return int(text)
 
 
@@ -36,13 +38,17 @@ def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[An
         joined = f"{names[-1]}, {name}" if names else None  # a name with a comma
         names = [*names[:-1], joined] if joined in allowed else [*names, name]
     if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
+        raise ValueError(
+            f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}"
+        )
     return tuple(names)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[int], None]]:
-    """Show how many rows there are after how long; the first one may take most of the time."""
+    """Show how many rows there are after how long; the first one may take most of the
+    time.
+    """
     found = [0]
     with shown(lambda: f"{found[0]} rows"):
         yield lambda rows: found.__setitem__(0, rows)

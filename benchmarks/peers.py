@@ -1,4 +1,6 @@
-"""Models as other libraries multiply them, to measure next to ours: Flax's own FP8, and Google's qwix."""
+"""Models as other libraries multiply them, to measure next to ours: Flax's own FP8, and
+Google's qwix.
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -21,7 +23,9 @@ def is_installed(name: str) -> bool:
 
 
 def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
-    """Return the model of `make(dot_general_cls)` as this peer multiplies; other names leave it unchanged."""
+    """Return the model of `make(dot_general_cls)` as this peer multiplies; other names
+    leave it unchanged.
+    """
     model = make(fp8_ops.Fp8DirectDotGeneralOp if name == FLAX else None)
     if name != QWIX:
         return model
@@ -29,7 +33,10 @@ def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
 
     # E4M3 forward and E5M2 gradients, with a fresh scale for each tensor at every use.
     rule = qwix.QtRule(
-        op_names=("dot_general",), weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn,
-        bwd_qtype=jnp.float8_e5m2, disable_channelwise_axes=True,
-    )  # fmt: skip
+        op_names=("dot_general",),
+        weight_qtype=jnp.float8_e4m3fn,
+        act_qtype=jnp.float8_e4m3fn,
+        bwd_qtype=jnp.float8_e5m2,
+        disable_channelwise_axes=True,
+    )
     return qwix.quantize_model(model, qwix.QtProvider([rule]))

@@ -1,6 +1,8 @@
-"""Products that benchmarks time: operands, their values in float32, and the check before the timing.
+"""Products that benchmarks time: operands, their values in float32, and the check
+before the timing.
 
-This is the only file of the benchmarks that calls the products of `pallas_kernels`. Helpers of quantizers are below.
+This is the only file of the benchmarks that calls the products of `pallas_kernels`.
+Helpers of quantizers are below.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tuning import Key
 
 E4M3 = jnp.float8_e4m3fn
-# Bound of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have `SUM_BOUND`.
+# Bound of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products
+# have `SUM_BOUND`.
 BF16_SUM_BOUND = 2.0**-16
 Pair = tuple[Operand, Operand]
 
@@ -68,7 +71,9 @@ class Form:
         x: Any = jax.ShapeDtypeStruct((m, k), E4M3)
         w: Any = jax.ShapeDtypeStruct((n, k), E4M3)
         scale: Any = None
-        return Operand(x, scale), Operand(w, scale, w if self.halves == 2 else None, scaling=self.scaling)
+        return Operand(x, scale), Operand(
+            w, scale, w if self.halves == 2 else None, scaling=self.scaling
+        )
 
     @property
     def _options(self) -> Options:
@@ -88,14 +93,27 @@ class Form:
     def chosen(self, shape: GemmShape) -> list[Config]:
         """Return the tile sizes with which the Mosaic kernel runs a shape, or none."""
         x, w = self._operands(shape.m, shape.k, shape.n)
-        config = mosaic.configure(self._options, x, w, None) if self.candidates(shape) else None
+        config = (
+            mosaic.configure(self._options, x, w, None)
+            if self.candidates(shape)
+            else None
+        )
         return [] if config is None else [config]
 
-    def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
+    def quantize(
+        self, x: jax.Array, w: jax.Array, backend: Backend | None = None
+    ) -> Pair:
         """Return the operands of x `[m, k]` and W `[n, k]`."""
         return _quantize(x, w, self, backend)
 
-    def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
+    def multiply(
+        self,
+        x: Operand,
+        w: Operand,
+        *,
+        backend: Backend | None,
+        config: Config | None = None,
+    ) -> jax.Array:
         """Multiply by a backend, or by the Mosaic kernel with these tile sizes."""
         out_dtype, skips = jnp.dtype(self.out_dtype), self.residual_blocks == "nonzero"
         if config is not None:
@@ -103,19 +121,28 @@ class Form:
             return mosaic.matmul(self._options, x, w, None, config=config)
         if skips:
             return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
-        return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
+        return matmul(
+            x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend
+        )
 
-    def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
+    def agree(
+        self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array
+    ) -> bool:
         """Return whether a result is within its own bound and XLA's of XLA's result."""
         return bool(np.asarray(_agree(self, backend, pair, got, expected)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _agree(form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array) -> jax.Array:
-    wide = dataclasses.replace(form, accumulation="full", out_dtype="float32", residual_blocks="all")
+def _agree(
+    form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array
+) -> jax.Array:
+    wide = dataclasses.replace(
+        form, accumulation="full", out_dtype="float32", residual_blocks="all"
+    )
     magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
     result, xla = (value.astype(jnp.float32) for value in (got, expected))
-    # Each result is rounded to its dtype once more; XLA's sum of two products is rounded twice.
+    # Each result is rounded to its dtype once more; XLA's sum of two products is
+    # rounded twice.
     rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
     bound = (form.bound(backend) + form.bound("xla")) * magnitude + rounding * abs(xla)
     return jnp.all(jnp.abs(result - xla) <= bound)
@@ -135,14 +162,20 @@ def _magnitude(value: jax.Array) -> jax.Array:
     """Return |value|, of FP8 by its bits; scales are not negative."""
     if value.dtype not in (E4M3, jnp.float8_e5m2):
         return value
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype)
+    return lax.bitcast_convert_type(
+        lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype
+    )
 
 
 def halves_of(w: Operand) -> tuple[jax.Array, ...]:
     """Return the float32 values of each half of a weight."""
     hi = w.drop_residual().dequantize()
     # Not from `lo_scale`, which only marks zero blocks of the residual.
-    return (hi,) if w.lo is None else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
+    return (
+        (hi,)
+        if w.lo is None
+        else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
+    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +185,8 @@ class Product:
     Attributes:
       kind, accumulation, backend: Its names in rows.
       function, args: A jitted function and its arguments.
-      values: Function that returns float32 x `[m, k]` and the parts of W `[n, k]` behind the arguments.
+      values: Function that returns float32 x `[m, k]` and the parts of W `[n, k]`
+        behind the arguments.
       gemms: Number of FP8 or BF16 products in it.
       bound: Largest error of its sums, per unit of |x| @ |w|.
       config: Tile sizes that were chosen by hand.
@@ -178,19 +212,35 @@ def bf16_product(x: jax.Array, w: jax.Array) -> Product:
     """Return the baseline: bfloat16 x and W."""
     half = w.astype(jnp.bfloat16)
     values = lambda: (x.astype(jnp.float32), half.astype(jnp.float32))
-    return Product("bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND)
+    return Product(
+        "bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND
+    )
 
 
-def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None) -> Product:
+def fp8_product(
+    kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None
+) -> Product:
     """Return a product of operands of `form.quantize`."""
     function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
     values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
     bound = form.bound(backend)
-    return Product(kind, form.accumulation, backend, function, pair, values, form.halves, bound, config)
+    return Product(
+        kind,
+        form.accumulation,
+        backend,
+        function,
+        pair,
+        values,
+        form.halves,
+        bound,
+        config,
+    )
 
 
 def possible(found: list[Product]) -> list[Product]:
-    """Return the products if the backend has them; otherwise print the reason and return none."""
+    """Return the products if the backend has them; otherwise print the reason and
+    return none.
+    """
     try:
         for candidate in found:
             jax.eval_shape(candidate.function, *candidate.args)
@@ -201,14 +251,18 @@ def possible(found: list[Product]) -> list[Product]:
 
 
 def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> float:
-    """Return the largest error over its bound, on random rows and columns, against float64.
+    """Return the largest error over its bound, on random rows and columns, against
+    float64.
 
     Raises:
       ArithmeticError: it is above 1, or not a number.
     """
     out = candidate.function(*candidate.args)
     random = np.random.default_rng(seed)
-    rows, columns = (jnp.asarray(random.choice(size, min(size, checked_rows), replace=False)) for size in out.shape)
+    rows, columns = (
+        jnp.asarray(random.choice(size, min(size, checked_rows), replace=False))
+        for size in out.shape
+    )
     wide_x, *wide_w = candidate.values()
     x = np.asarray(wide_x[rows]).astype(np.float64)
     halves = [np.asarray(half[columns]).astype(np.float64) for half in wide_w]
@@ -223,16 +277,22 @@ def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> 
         used = float(np.max(np.abs(got - exact) / bound))
     if not used <= 1:
         raise ArithmeticError(
-            f"{candidate.name}: the error is {used} of its bound; the product is wrong, so it is not timed"
+            f"{candidate.name}: the error is {used} of its bound; the product is wrong,"
+            " so it is not timed"
         )
     return used
 
 
-# Quantizers -----------------------------------------------------------------------------------------------------------
+# Quantizers
+# --------------------------------------------------------------------------------------
 
 
-def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple[Any, tuple[()]]:
-    """Return `split(w, error)` as a step that replaces the error in place, and its arguments."""
+def donating(
+    split: Callable[..., Any], w: jax.Array, error: jax.Array
+) -> tuple[Any, tuple[()]]:
+    """Return `split(w, error)` as a step that replaces the error in place, and its
+    arguments.
+    """
 
     def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
         quantized = split(w, error)
@@ -242,18 +302,24 @@ def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple
 
 
 def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """Return Gaussian values of deviation 1, then of an error's 0.001; unsigned integers are random bits."""
+    """Return Gaussian values of deviation 1, then of an error's 0.001; unsigned
+    integers are random bits.
+    """
     keys = jax.random.split(jax.random.key(0), len(dtypes))
     return tuple(
-        jax.random.bits(key, shape)
-        if dtype == jnp.uint32
-        else (jax.random.normal(key, shape) * (1e-3 if i else 1.0)).astype(dtype)
+        (
+            jax.random.bits(key, shape)
+            if dtype == jnp.uint32
+            else (jax.random.normal(key, shape) * (1e-3 if i else 1.0)).astype(dtype)
+        )
         for i, (key, dtype) in enumerate(zip(keys, dtypes, strict=True))
     )
 
 
 def same_bits(got: Any, expected: Any) -> bool:
-    """Return whether two trees of arrays are equal bit for bit; the device compares, which saves the transfer."""
+    """Return whether two trees of arrays are equal bit for bit; the device compares,
+    which saves the transfer.
+    """
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
         bits_a, bits_b = (jax.lax.bitcast_convert_type(v, as_bits) for v in (a, b))

@@ -1,10 +1,13 @@
-"""Precision of each format: signal-to-noise ratio and mean squared error on four distributions.
+"""Precision of each format: signal-to-noise ratio and mean squared error on four
+distributions.
 
     python -m benchmarks.quality --json
 
-`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more questions have rows: the output of a
-product (the activation limits it, not the residual weight), error feedback of a weight that stands still, and of one
-that moves for 3000 steps, and one channel a thousand times as large as the others, with one scale or one per block.
+`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more
+questions have rows: the output of a product (the activation limits it, not the residual
+weight), error feedback of a weight that stands still, and of one that moves for 3000
+steps, and one channel a thousand times as large as the others, with one scale or one
+per block.
 """
 
 import argparse
@@ -38,8 +41,10 @@ class Config:
       size: Formats are measured on `[size, size]`.
       tokens: Products are measured on activations `[tokens, size]`.
       moving_size: Error feedback is measured on `[moving_size, moving_size]`.
-      still_steps, moving_steps: Optimizer steps of the two questions about error feedback.
-      move: Standard deviation of a step of the moving weight, whose first value has deviation 1.
+      still_steps, moving_steps: Optimizer steps of the two questions about error
+        feedback.
+      move: Standard deviation of a step of the moving weight, whose first value has
+        deviation 1.
       reported_steps: Steps of the moving weight in the table of formats.
       blocks: Sizes of blocks, measured next to one scale per tensor.
     """
@@ -60,13 +65,18 @@ class Row:
     """One answer.
 
     Attributes:
-      question: "format" rows compare tensors, "output" rows products, the others error feedback.
-      snr_db, mse: Precision of the values; `mse` is in units of the data, whose distributions differ in size.
+      question: "format" rows compare tensors, "output" rows products, the others error
+        feedback.
+      snr_db, mse: Precision of the values; `mse` is in units of the data, whose
+        distributions differ in size.
       bits: Stored bits per value, scales included.
-      ratio: RMS error of the mean over all steps of a "still weight", divided by that of one step.
+      ratio: RMS error of the mean over all steps of a "still weight", divided by that
+        of one step.
     """
 
-    question: Literal["format", "output", "still weight", "moving weight", "outlier channel"]
+    question: Literal[
+        "format", "output", "still weight", "moving weight", "outlier channel"
+    ]
     name: str
     distribution: str
     snr_db: float
@@ -78,8 +88,9 @@ class Row:
 def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     """Return random float32 values of a named distribution.
 
-    "gaussian": N(0, 1). "uniform": on [-1, 1). "heavy-tailed": Student's t with 3 degrees of freedom. "outlier-ridden":
-    N(0, 1) with one value in a thousand a hundred times larger.
+    "gaussian": N(0, 1). "uniform": on [-1, 1). "heavy-tailed": Student's t with 3
+    degrees of freedom. "outlier-ridden": N(0, 1) with one value in a thousand a hundred
+    times larger.
 
     Raises:
       ValueError: the name is unknown.
@@ -90,15 +101,21 @@ def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     if distribution == "uniform":
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
     if distribution == "heavy-tailed":
-        # t = z / sqrt(chi2_3 / 3). Three normals replace jax.random.t, whose gamma sampler loops for seconds.
+        # t = z / sqrt(chi2_3 / 3). Three normals replace jax.random.t, whose gamma
+        # sampler loops for seconds.
         chi_square = jnp.sum(jax.random.normal(other, (3, *shape)) ** 2, axis=0)
         return jax.random.normal(key, shape) / jnp.sqrt(chi_square / 3)
     if distribution == "outlier-ridden":
-        return jax.random.normal(key, shape) * jnp.where(jax.random.bernoulli(other, 1e-3, shape), 100.0, 1.0)
-    raise ValueError(f"distribution {distribution!r} is unknown; use one of {list(DISTRIBUTIONS)}")
+        return jax.random.normal(key, shape) * jnp.where(
+            jax.random.bernoulli(other, 1e-3, shape), 100.0, 1.0
+        )
+    raise ValueError(
+        f"distribution {distribution!r} is unknown; use one of {list(DISTRIBUTIONS)}"
+    )
 
 
-# Formats --------------------------------------------------------------------------------------------------------------
+# Formats
+# --------------------------------------------------------------------------------------
 
 
 def _bf16(x: jax.Array) -> jax.Array:
@@ -109,14 +126,24 @@ def _stochastic_split(x: jax.Array) -> Any:
     return split(x, key=jax.random.key(1))
 
 
-# name: (store, restore), compiled separately, so that no compiler cancels the rounding between them.
+# name: (store, restore), compiled separately, so that no compiler cancels the rounding
+# between them.
 FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]] = {
     "BF16": (_bf16, lambda q: q.astype(jnp.float32)),
     "E4M3": (quantize, lambda q: q.dequantize()),
-    "E5M2": (functools.partial(quantize, dtype=jnp.float8_e5m2), lambda q: q.dequantize()),
+    "E5M2": (
+        functools.partial(quantize, dtype=jnp.float8_e5m2),
+        lambda q: q.dequantize(),
+    ),
     "TCFP-12 linear": (quantize_tcfp12, dequantize_tcfp12),
-    "TCFP-12 NF4": (functools.partial(quantize_tcfp12, residual="nf4"), dequantize_tcfp12),
-    "TCFP-12 NF4 sigma": (functools.partial(quantize_tcfp12, residual="nf4", scale="sigma"), dequantize_tcfp12),
+    "TCFP-12 NF4": (
+        functools.partial(quantize_tcfp12, residual="nf4"),
+        dequantize_tcfp12,
+    ),
+    "TCFP-12 NF4 sigma": (
+        functools.partial(quantize_tcfp12, residual="nf4", scale="sigma"),
+        dequantize_tcfp12,
+    ),
     "hi+lo": (split, lambda q: q.dequantize()),
     "hi+lo, stochastic lo": (_stochastic_split, lambda q: q.dequantize()),
 }
@@ -137,22 +164,38 @@ def measure_formats(config: Config) -> list[Row]:
             stored = jax.block_until_ready(jax.jit(store)(x))
             value = np.asarray(jax.jit(restore)(stored))
             snr, mse = compare(host, value)
-            rows.append(Row("format", name, distribution, snr, mse, bits=stored_bits(stored, x.size)))
+            rows.append(
+                Row(
+                    "format",
+                    name,
+                    distribution,
+                    snr,
+                    mse,
+                    bits=stored_bits(stored, x.size),
+                )
+            )
     return rows
 
 
-# Error feedback -------------------------------------------------------------------------------------------------------
+# Error feedback
+# --------------------------------------------------------------------------------------
 
 
 def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Return (the quantized weight, the error that is left) of one step by the rule of `tcfp_jax.error_feedback`."""
+    """Return (the quantized weight, the error that is left) of one step by the rule of
+    `tcfp_jax.error_feedback`.
+    """
     stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int) -> tuple[Any, Any, Any]:
-    """Return (w, error, quantized w) after `steps` steps of a random walk with error feedback."""
+def move_weight(
+    w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int
+) -> tuple[Any, Any, Any]:
+    """Return (w, error, quantized w) after `steps` steps of a random walk with error
+    feedback.
+    """
 
     def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
         w, error, _ = carry
@@ -164,18 +207,39 @@ def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, 
 
 
 def measure_moving(config: Config, distribution: str) -> list[Row]:
-    """Measure single steps of a moving weight with error feedback, which theory puts 3 dB below one split's."""
+    """Measure single steps of a moving weight with error feedback, which theory puts 3
+    dB below one split's.
+    """
     shape = (config.moving_size, config.moving_size)
     w, key = draw(distribution, shape, config.seed), jax.random.key(config.seed + 1)
     error, done, rows = jnp.zeros(shape), 0, []
     for step in (*config.reported_steps, config.moving_steps):
-        w, error, value = move_weight(w, error, jax.random.fold_in(key, step), config.move, steps=step - done)
+        w, error, value = move_weight(
+            w, error, jax.random.fold_in(key, step), config.move, steps=step - done
+        )
         done = step
         snr, mse = compare(w, value)
         if step in config.reported_steps:
-            rows.append(Row("format", f"hi+lo, error feedback, step {step}", distribution, snr, mse, bits=48.0))
+            rows.append(
+                Row(
+                    "format",
+                    f"hi+lo, error feedback, step {step}",
+                    distribution,
+                    snr,
+                    mse,
+                    bits=48.0,
+                )
+            )
         if step == config.moving_steps and distribution == "gaussian":
-            rows.append(Row("moving weight", f"hi+lo, error feedback, step {step}", distribution, snr, mse))
+            rows.append(
+                Row(
+                    "moving weight",
+                    f"hi+lo, error feedback, step {step}",
+                    distribution,
+                    snr,
+                    mse,
+                )
+            )
     return rows
 
 
@@ -192,26 +256,34 @@ def _mean_of_still(w: jax.Array, *, steps: int) -> tuple[jax.Array, jax.Array]:
 
 
 def measure_still(config: Config) -> list[Row]:
-    """Measure the mean of a still weight's quantizations, whose error theory says falls like 1/steps."""
+    """Measure the mean of a still weight's quantizations, whose error theory says falls
+    like 1/steps.
+    """
     w = draw("gaussian", (config.moving_size, config.moving_size), config.seed)
     first, mean_error = _mean_of_still(w, steps=config.still_steps)
     mean = np.asarray(w, np.float64) + np.asarray(mean_error, np.float64)
     (snr, mse), (_, mse_of_one) = compare(w, mean), compare(w, first)
     name = f"hi+lo, error feedback, mean of {config.still_steps} steps"
-    return [Row("still weight", name, "gaussian", snr, mse, ratio=(mse / mse_of_one) ** 0.5)]
+    return [
+        Row("still weight", name, "gaussian", snr, mse, ratio=(mse / mse_of_one) ** 0.5)
+    ]
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products
+# --------------------------------------------------------------------------------------
 
 
 def measure_outputs(config: Config) -> list[Row]:
-    """Measure `x @ w` against float64 on the host, for each pair of operand formats; outputs are float32."""
+    """Measure `x @ w` against float64 on the host, for each pair of operand formats;
+    outputs are float32.
+    """
     x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
     w = draw("gaussian", (config.size, config.size), config.seed + 3)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     names = ("tcfp12", "tensorwise", "bf16")
     multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in names}
-    # A quantized activation times an unquantized weight: both fit in BF16, whose products are exact in float32.
+    # A quantized activation times an unquantized weight: both fit in BF16, whose
+    # products are exact in float32.
     x_e4m3 = jax.jit(lambda x: quantize(x).dequantize())(x)
     pairs = {
         "E4M3 x hi+lo": multiply["tcfp12"](x, w),
@@ -219,11 +291,16 @@ def measure_outputs(config: Config) -> list[Row]:
         "E4M3 x BF16": multiply["bf16"](x_e4m3, w),
         "BF16 x BF16": multiply["bf16"](x, w),
     }
-    return [Row("output", name, "gaussian", *compare(exact, out)) for name, out in pairs.items()]
+    return [
+        Row("output", name, "gaussian", *compare(exact, out))
+        for name, out in pairs.items()
+    ]
 
 
 def measure_outlier_channel(config: Config) -> list[Row]:
-    """Measure all channels except one that is a thousand times as large; blocks run along the channels."""
+    """Measure all channels except one that is a thousand times as large; blocks run
+    along the channels.
+    """
     x = draw("gaussian", (config.tokens, config.size), config.seed + 4)
     outlier = config.size // 3
     x = x.at[:, outlier].mul(OUTLIER_FACTOR)
@@ -233,11 +310,25 @@ def measure_outlier_channel(config: Config) -> list[Row]:
     for name, store in stores.items():
         forms: dict[str, dict[str, Any]] = {"one scale": {}}
         for tile in ("vector", "square"):
-            forms |= {f"{tile}s of {block}": dict(block=block, tile=tile) for block in config.blocks}
+            forms |= {
+                f"{tile}s of {block}": dict(block=block, tile=tile)
+                for block in config.blocks
+            }
         for form, options in forms.items():
-            stored = jax.block_until_ready(jax.jit(functools.partial(store, **options))(x))
-            value = np.delete(np.asarray(jax.jit(lambda q: q.dequantize())(stored)), outlier, axis=1)
-            rows.append(Row("outlier channel", f"{name}, {form}", "gaussian", *compare(others, value)))
+            stored = jax.block_until_ready(
+                jax.jit(functools.partial(store, **options))(x)
+            )
+            value = np.delete(
+                np.asarray(jax.jit(lambda q: q.dequantize())(stored)), outlier, axis=1
+            )
+            rows.append(
+                Row(
+                    "outlier channel",
+                    f"{name}, {form}",
+                    "gaussian",
+                    *compare(others, value),
+                )
+            )
     return rows
 
 
@@ -245,14 +336,21 @@ def check(rows: list[Row]) -> None:
     """Compare with theory on N(0, 1), before anything is written.
 
     Raises:
-      ArithmeticError: a format is far from its precision: the residual is gone, or a cast is wrong.
+      ArithmeticError: a format is far from its precision: the residual is gone, or a
+        cast is wrong.
     """
     expected = {"BF16": 55.6, "E4M3": 31.5, "E5M2": 25.5, "hi+lo": 64.0}
     for row in rows:
-        if (row.question, row.distribution) != ("format", "gaussian") or row.name not in expected:
+        if (row.question, row.distribution) != (
+            "format",
+            "gaussian",
+        ) or row.name not in expected:
             continue
         if not abs(row.snr_db - expected[row.name]) < 1.5:
-            raise ArithmeticError(f"{row.name} has {row.snr_db:.1f} dB on N(0, 1), not about {expected[row.name]}")
+            raise ArithmeticError(
+                f"{row.name} has {row.snr_db:.1f} dB on N(0, 1), not about"
+                f" {expected[row.name]}"
+            )
 
 
 def measure(config: Config) -> list[Row]:
@@ -261,51 +359,93 @@ def measure(config: Config) -> list[Row]:
     check(rows)
     for distribution in DISTRIBUTIONS:
         rows += measure_moving(config, distribution)
-    return rows + measure_outputs(config) + measure_still(config) + measure_outlier_channel(config)
+    return (
+        rows
+        + measure_outputs(config)
+        + measure_still(config)
+        + measure_outlier_channel(config)
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the size of a tensor."""
-    parser.add_argument("--size", type=int, default=Config.size, help=f"rows and columns (default: {Config.size})")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=Config.size,
+        help=f"rows and columns (default: {Config.size})",
+    )
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
     if options.smoke:
         return Config(
-            size=128, tokens=32, moving_size=128, still_steps=200, moving_steps=20, reported_steps=(10,), blocks=(32,)
+            size=128,
+            tokens=32,
+            moving_size=128,
+            still_steps=200,
+            moving_steps=20,
+            reported_steps=(10,),
+            blocks=(32,),
         )
     # Thousands of steps take a GPU seconds, but a CPU minutes.
-    moving_size = min(options.size, Config.moving_size) if jax.default_backend() == "cpu" else options.size
+    moving_size = (
+        min(options.size, Config.moving_size)
+        if jax.default_backend() == "cpu"
+        else options.size
+    )
     return Config(size=options.size, moving_size=moving_size)
 
 
 def table(result: Result) -> str:
-    """Return the page's tables: formats on every distribution, products, an outlier channel, and error feedback."""
-    snr_db = {key: row["snr_db"] for key, row in result.by("question", "name", "distribution").items()}
+    """Return the page's tables: formats on every distribution, products, an outlier
+    channel, and error feedback.
+    """
+    snr_db = {
+        key: row["snr_db"]
+        for key, row in result.by("question", "name", "distribution").items()
+    }
     formats = [row for row in result.rows if row["question"] == "format"]
     lines = [
-        [name, f"{bits:.4g}", *(f"{snr_db['format', name, of]:.1f}" for of in DISTRIBUTIONS)]
+        [
+            name,
+            f"{bits:.4g}",
+            *(f"{snr_db['format', name, of]:.1f}" for of in DISTRIBUTIONS),
+        ]
         for name, bits in {row["name"]: row["bits"] for row in formats}.items()
     ]
-    still, moving = (next(r for r in result.rows if r["question"] == q) for q in ("still weight", "moving weight"))
+    still, moving = (
+        next(r for r in result.rows if r["question"] == q)
+        for q in ("still weight", "moving weight")
+    )
     config, of = result.config, lambda name: snr_db["output", name, "gaussian"]
     return (
-        f"{markdown_table(['SNR in dB', 'bits a value', *DISTRIBUTIONS], lines)}\n\n"
-        f"Tensors have {config['size']}² values, those of error feedback {config['moving_size']}²; the bits of error "
-        "feedback include a float32 error buffer. Scales are per tensor, except TCFP-12's, so larger outliers cost "
-        f"more.\n\n{_list('output', 'activation × weight', result)}\n\n"
-        f"So against a single FP8 weight the residual buys {of('E4M3 x hi+lo') - of('E4M3 x E4M3'):.1f} dB of output, "
-        f"and {of('BF16 x BF16') - of('E4M3 x hi+lo'):.1f} dB are missing to BF16's: the activation limits it.\n\n"
-        f"{_list('outlier channel', 'stored as', result)}\n\n"
-        f"The mean of {config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of "
-        f"one step's RMS error; step {config['moving_steps']} of a weight that moves has {moving['snr_db']:.1f} dB."
+        f"{markdown_table(['SNR in dB', 'bits a value', *DISTRIBUTIONS], lines)}\n\nTensors"
+        f" have {config['size']}² values, those of error feedback"
+        f" {config['moving_size']}²; the bits of error feedback include a float32 error"
+        " buffer. Scales are per tensor, except TCFP-12's, so larger outliers cost"
+        f" more.\n\n{_list('output', 'activation × weight', result)}\n\nSo against a"
+        " single FP8 weight the residual buys"
+        f" {of('E4M3 x hi+lo') - of('E4M3 x E4M3'):.1f} dB of output, and"
+        f" {of('BF16 x BF16') - of('E4M3 x hi+lo'):.1f} dB are missing to BF16's: the"
+        " activation limits"
+        f" it.\n\n{_list('outlier channel', 'stored as', result)}\n\nThe mean of"
+        f" {config['still_steps']} steps of a weight that stands still is off by"
+        f" {still['ratio']:.4f} of one step's RMS error; step {config['moving_steps']}"
+        f" of a weight that moves has {moving['snr_db']:.1f} dB."
     )
 
 
 def _list(question: str, title: str, result: Result) -> str:
-    rows = [row for row in result.rows if row["question"] == question and row["name"] != "hi+lo x hi+lo"]
-    return markdown_table([title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows])
+    rows = [
+        row
+        for row in result.rows
+        if row["question"] == question and row["name"] != "hi+lo x hi+lo"
+    ]
+    return markdown_table(
+        [title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows]
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Memory rate of the quantizers by backend: bytes that must be read and written once, divided by the kernels' time.
+"""Memory rate of the quantizers by backend: bytes that must be read and written once,
+divided by the kernels' time.
 
     python -m benchmarks.quantizers --json
 
-`python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed scaling, and makes one pass.
-"whole" finds the amax first, which reads the input once more. Its rate counts that reading, except with scales of rows
-alone or of blocks, where a program can hold what has one scale. Every result is compared with the reference bit for bit
-before it is timed, after a copy of a matrix in bfloat16. An error is donated to the new one, as in a training step.
+`python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed
+scaling, and makes one pass. "whole" finds the amax first, which reads the input once
+more. Its rate counts that reading, except with scales of rows alone or of blocks, where
+a program can hold what has one scale. Every result is compared with the reference bit
+for bit before it is timed, after a copy of a matrix in bfloat16. An error is donated to
+the new one, as in a training step.
 """
 
 import argparse
@@ -34,7 +37,9 @@ Amax = Literal["apply", "whole"]
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One quantizer at one size: `megabytes` that it must move, and its rate over a copy's, `over_copy`."""
+    """One quantizer at one size: `megabytes` that it must move, and its rate over a
+    copy's, `over_copy`.
+    """
 
     shape: str
     name: str
@@ -45,8 +50,12 @@ class Row(timing.Timing):
     over_copy: float
 
 
-def _in_fp8(orientation: operands.Orientation, scaling: operands.Scaling = operands.Tensor()) -> Callable[..., Any]:
-    return functools.partial(quantize, dtype=jnp.float8_e4m3fn, scaling=scaling, orientation=orientation)
+def _in_fp8(
+    orientation: operands.Orientation, scaling: operands.Scaling = operands.Tensor()
+) -> Callable[..., Any]:
+    return functools.partial(
+        quantize, dtype=jnp.float8_e4m3fn, scaling=scaling, orientation=orientation
+    )
 
 
 _split = functools.partial(dual_quantize, orientation="both")
@@ -54,18 +63,39 @@ _split = functools.partial(dual_quantize, orientation="both")
 QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "x, both orientations": (_in_fp8("both"), (jnp.bfloat16,)),
     "w = hi + lo, both orientations": (_split, (jnp.float32,)),
-    "w = hi + lo with error, both orientations": (lambda w, e, **how: _split(w, error=e, **how), (jnp.float32,) * 2),
+    "w = hi + lo with error, both orientations": (
+        lambda w, e, **how: _split(w, error=e, **how),
+        (jnp.float32,) * 2,
+    ),
     "w = hi + stochastic lo, both orientations": (
         lambda w, bits, **how: _split(w, bits=bits, **how),
         (jnp.float32, jnp.uint32),
     ),
-    "x with a scale a row, rows alone": (_in_fp8("rows", operands.Row()), (jnp.bfloat16,)),
-    "x with a scale a row, both orientations": (_in_fp8("both", operands.Row()), (jnp.bfloat16,)),
-    "x with a float32 scale a row, both orientations": (_in_fp8("both", operands.Row("float32")), (jnp.bfloat16,)),
-    "x in blocks of 1 x 128, rows alone": (_in_fp8("rows", operands.Block(128, "vector")), (jnp.bfloat16,)),
-    "x in blocks of 1 x 128, both orientations": (_in_fp8("both", operands.Block(128, "vector")), (jnp.bfloat16,)),
+    "x with a scale a row, rows alone": (
+        _in_fp8("rows", operands.Row()),
+        (jnp.bfloat16,),
+    ),
+    "x with a scale a row, both orientations": (
+        _in_fp8("both", operands.Row()),
+        (jnp.bfloat16,),
+    ),
+    "x with a float32 scale a row, both orientations": (
+        _in_fp8("both", operands.Row("float32")),
+        (jnp.bfloat16,),
+    ),
+    "x in blocks of 1 x 128, rows alone": (
+        _in_fp8("rows", operands.Block(128, "vector")),
+        (jnp.bfloat16,),
+    ),
+    "x in blocks of 1 x 128, both orientations": (
+        _in_fp8("both", operands.Block(128, "vector")),
+        (jnp.bfloat16,),
+    ),
     "x in NVFP4": (formats.quantize_nvfp4, (jnp.bfloat16,)),
-    "x in NVFP4, stochastic": (lambda x, **how: formats.quantize_nvfp4(x, key=counter.keys(1), **how), (jnp.bfloat16,)),
+    "x in NVFP4, stochastic": (
+        lambda x, **how: formats.quantize_nvfp4(x, key=counter.keys(1), **how),
+        (jnp.bfloat16,),
+    ),
 }
 # Scales of rows and blocks cannot be given.
 CASES: tuple[tuple[str, Amax], ...] = tuple(
@@ -76,9 +106,11 @@ CASES: tuple[tuple[str, Amax], ...] = tuple(
 )
 # One of each kind: a scale a tensor and a row, an error that is donated, random bits.
 SMOKE: tuple[tuple[str, Amax], ...] = (
-    ("x, both orientations", "apply"), ("w = hi + lo with error, both orientations", "whole"),
-    ("x with a float32 scale a row, both orientations", "whole"), ("x in NVFP4, stochastic", "apply"),
-)  # fmt: skip
+    ("x, both orientations", "apply"),
+    ("w = hi + lo with error, both orientations", "whole"),
+    ("x with a float32 scale a row, both orientations", "whole"),
+    ("x in NVFP4, stochastic", "apply"),
+)
 add_options = gemm.add_shape_options
 
 
@@ -97,12 +129,15 @@ def configure(options: argparse.Namespace) -> Config:
     """Return the sizes of the weights of `benchmarks.gemm`."""
     config = gemm.configure(options)
     shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in config.shapes))
-    # A CPU interprets the kernels: a smoke run checks them, but their time means nothing.
+    # A CPU interprets the kernels: a smoke run checks them, but their time means
+    # nothing.
     compiled = jax.default_backend() == "gpu" or options.smoke
     backends: tuple[Backend, ...] = ("xla", "triton") if compiled else ("xla",)
     if jax.default_backend() == "gpu" and plan.reject(jnp.bfloat16) is None:
         backends += ("mosaic",)
-    return Config(shapes, backends, SMOKE if options.smoke else CASES, config.rounds, config.calls)
+    return Config(
+        shapes, backends, SMOKE if options.smoke else CASES, config.rounds, config.calls
+    )
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -113,35 +148,58 @@ def measure(config: Config) -> Iterator[Row]:
     """
     for shape in config.shapes:
         (x,) = products.draw(shape, (jnp.bfloat16,))
-        copied = timing.time_interleaved({COPY: (jax.jit(_copy), (x,))}, rounds=config.rounds, calls=config.calls)
+        copied = timing.time_interleaved(
+            {COPY: (jax.jit(_copy), (x,))}, rounds=config.rounds, calls=config.calls
+        )
         copy = _row(copied[COPY], COPY, "apply", "xla", shape, 2 * x.nbytes)
         yield copy
         for name, amax in config.cases:
             arguments = products.draw(shape, QUANTIZERS[name][1])
-            yield from _measure_one(name, amax, arguments, config, copy.terabytes_per_second)
+            yield from _measure_one(
+                name, amax, arguments, config, copy.terabytes_per_second
+            )
 
 
 def _copy(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype)
+    return jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype
+    )
 
 
 def _row(
-    taken: timing.Timing, name: str, amax: Amax, backend: Backend, shape: tuple[int, ...], moved: int,
+    taken: timing.Timing,
+    name: str,
+    amax: Amax,
+    backend: Backend,
+    shape: tuple[int, ...],
+    moved: int,
     copy_rate: float | None = None,
-) -> Row:  # fmt: skip
+) -> Row:
     rate = moved / (taken.median_ms * 1e-3) / 1e12
     return Row(
-        **dataclasses.asdict(taken), shape="x".join(map(str, shape)), name=name, amax=amax, backend=backend,
-        megabytes=moved / 1e6, terabytes_per_second=rate, over_copy=rate / (copy_rate or rate),
-    )  # fmt: skip
+        **dataclasses.asdict(taken),
+        shape="x".join(map(str, shape)),
+        name=name,
+        amax=amax,
+        backend=backend,
+        megabytes=moved / 1e6,
+        terabytes_per_second=rate,
+        over_copy=rate / (copy_rate or rate),
+    )
 
 
 def _measure_one(
-    name: str, amax: Amax, arguments: tuple[jax.Array, ...], config: Config, copy_rate: float
+    name: str,
+    amax: Amax,
+    arguments: tuple[jax.Array, ...],
+    config: Config,
+    copy_rate: float,
 ) -> Iterator[Row]:
     given = jnp.float32(4.0) if amax == "apply" else None
     call = functools.partial(QUANTIZERS[name][0], amax=given)
-    functions = {b: jax.jit(functools.partial(call, backend=b)) for b in config.backends}
+    functions = {
+        b: jax.jit(functools.partial(call, backend=b)) for b in config.backends
+    }
     expected = functions["xla"](*arguments)
     for backend in config.backends:
         check(f"{name}, {backend}", functions[backend](*arguments), expected)
@@ -154,29 +212,41 @@ def _measure_one(
         # The amax does not read the bits of a stochastic lo.
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
     for backend in config.backends:
-        yield _row(taken[backend], name, amax, backend, arguments[0].shape, moved, copy_rate)
+        yield _row(
+            taken[backend], name, amax, backend, arguments[0].shape, moved, copy_rate
+        )
 
 
 def check(name: str, got: Any, expected: Any) -> None:
     """Raise `ArithmeticError` unless both have the same bits."""
     if not products.same_bits(got, expected):
-        raise ArithmeticError(f"{name}: differs from the reference; it is wrong, so it is not timed")
+        raise ArithmeticError(
+            f"{name}: differs from the reference; it is wrong, so it is not timed"
+        )
 
 
 def table(result: Result) -> str:
-    """Return the page's table: one line per quantizer and backend, one column per size."""
+    """Return the page's table: one line per quantizer and backend, one column per
+    size.
+    """
     shapes = result.distinct("shape")
     rows = result.by("name", "backend", "amax", "shape")
-    rate: Any = lambda *key: f"{rows[key]['terabytes_per_second']:.2f}" if key in rows else "–"
+    rate: Any = lambda *key: (
+        f"{rows[key]['terabytes_per_second']:.2f}" if key in rows else "–"
+    )
     lines = [
         [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
-        + [" · ".join(rate(name, backend, amax, shape) for amax in ("apply", "whole")) for shape in shapes]
+        + [
+            " · ".join(rate(name, backend, amax, shape) for amax in ("apply", "whole"))
+            for shape in shapes
+        ]
         for name, backend in result.distinct("name", "backend")
         if name in (COPY, *QUANTIZERS)
     ]
     return (
-        f"{markdown_table(['TB/s', *map(times, shapes)], lines)}\n\n"
-        "A cell holds two rates: with the amax given, and with finding it, whose reading of the input counts, too."
+        f"{markdown_table(['TB/s', *map(times, shapes)], lines)}\n\nA cell holds two"
+        " rates: with the amax given, and with finding it, whose reading of the input"
+        " counts, too."
     )
 
 

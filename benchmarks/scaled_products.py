@@ -1,10 +1,12 @@
-"""Time of products whose operands have a scale for each row or block instead of one for the tensor.
+"""Time of products whose operands have a scale for each row or block instead of one for
+the tensor.
 
     python -m benchmarks.scaled_products --json
 
-`python -m benchmarks.gemm` runs it, too, and checks and times products in the same way. "block 128 dual" has a scale
-for every vector of 128 values of x and every square of 128 x 128 of W = hi + lo. "mx" is OCP MX, with vectors of 32 on
-both sides. "row" has a scale for every row of x and of W.
+`python -m benchmarks.gemm` runs it, too, and checks and times products in the same way.
+"block 128 dual" has a scale for every vector of 128 values of x and every square of 128
+x 128 of W = hi + lo. "mx" is OCP MX, with vectors of 32 on both sides. "row" has a
+scale for every row of x and of W.
 """
 
 import argparse
@@ -24,7 +26,11 @@ __all__ = ["NAME", "Config", "Row", "add_options", "configure", "measure", "tabl
 
 NAME = "scaled_products"
 _NAMES: dict[Literal[1, 2], str] = {1: "single", 2: "dual"}
-FORMS = {f"block {b} {name}": Form(n, scaling=Block(b)) for b in BLOCK_SIZES[::-1] for n, name in _NAMES.items()} | {
+FORMS = {
+    f"block {b} {name}": Form(n, scaling=Block(b))
+    for b in BLOCK_SIZES[::-1]
+    for n, name in _NAMES.items()
+} | {
     "mx single": Form(1, scaling=Block(32, "vector")),
     "row single": Form(1, "fast", RowScaling()),
 }
@@ -34,7 +40,11 @@ add_options = gemm.add_shape_options
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of `benchmarks.gemm`; on a GPU only its middle shape."""
     config = gemm.configure(options)
-    return dataclasses.replace(config, shapes=(MIDDLE,)) if config.shapes is H200_SHAPES else config
+    return (
+        dataclasses.replace(config, shapes=(MIDDLE,))
+        if config.shapes is H200_SHAPES
+        else config
+    )
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -48,7 +58,9 @@ def _find_products(shape: GemmShape, config: Config) -> list[Product]:
     for kind, form in FORMS.items():
         pair = form.quantize(x, w)
         for backend in config.backends:
-            found += products.possible([products.fp8_product(kind, form, pair, backend)])
+            found += products.possible(
+                [products.fp8_product(kind, form, pair, backend)]
+            )
     return found
 
 

@@ -1,6 +1,8 @@
-"""Time and memory: candidates timed in turn, by the kernels' own clock if possible, and peaks of single processes.
+"""Time and memory: candidates timed in turn, by the kernels' own clock if possible, and
+peaks of single processes.
 
-On a GPU, CUPTI returns the time of a call's kernels. Elsewhere it is the wall clock. `Timing.timer` names the clock.
+On a GPU, CUPTI returns the time of a call's kernels. Elsewhere it is the wall clock.
+`Timing.timer` names the clock.
 """
 
 import multiprocessing
@@ -15,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # name: (jitted function, arguments)
+# name: (jitted function, arguments)
+Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None]
 
 
@@ -30,11 +33,15 @@ class Timing:
     timer: Literal["CUPTI kernel time", "wall clock"]
 
 
-def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5) -> dict[str, Timing]:
-    """Time candidates in turn, so that a chip that warms up or slows down does so for all of them.
+def time_interleaved(
+    candidates: Candidates, *, rounds: int = 5, calls: int = 5
+) -> dict[str, Timing]:
+    """Time candidates in turn, so that a chip that warms up or slows down does so for
+    all of them.
 
-    Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times for every call. If it does not work,
-    the wall clock around the calls of a round gives their mean. All candidates of one call have the same timer.
+    Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times for
+    every call. If it does not work, the wall clock around the calls of a round gives
+    their mean. All candidates of one call have the same timer.
 
     Args:
       candidates: Name to (jitted function, arguments).
@@ -42,16 +49,24 @@ def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5)
       calls: Calls in a turn, queued one after the other.
     """
     _warm_up(candidates)
-    samples = _sample(candidates, _kernel_times, rounds, calls) if jax.default_backend() == "gpu" else None
+    samples = (
+        _sample(candidates, _kernel_times, rounds, calls)
+        if jax.default_backend() == "gpu"
+        else None
+    )
     if samples is None:
         return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
     return _timings(samples, "CUPTI kernel time")
 
 
-def time_by_wall_clock(candidates: Candidates, *, rounds: int = 5, calls: int = 1) -> dict[str, Timing]:
-    """Time candidates in turn by the wall clock, for candidates on the CPU or on several devices.
+def time_by_wall_clock(
+    candidates: Candidates, *, rounds: int = 5, calls: int = 1
+) -> dict[str, Timing]:
+    """Time candidates in turn by the wall clock, for candidates on the CPU or on
+    several devices.
 
-    Each is warmed up first. A function that does not return arrays of JAX is done when it returns.
+    Each is warmed up first. A function that does not return arrays of JAX is done when
+    it returns.
     """
     _warm_up(candidates)
     return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
@@ -63,16 +78,21 @@ def _warm_up(candidates: Candidates) -> None:
 
 
 def _timings(
-    samples: dict[str, list[float]] | None, timer: Literal["CUPTI kernel time", "wall clock"]
+    samples: dict[str, list[float]] | None,
+    timer: Literal["CUPTI kernel time", "wall clock"],
 ) -> dict[str, Timing]:
     assert samples is not None  # the wall clock always works
     return {
-        name: Timing(statistics.median(values), min(values), max(values), len(values), timer)
+        name: Timing(
+            statistics.median(values), min(values), max(values), len(values), timer
+        )
         for name, values in samples.items()
     }
 
 
-def _sample(candidates: Candidates, measure: Measure, rounds: int, calls: int) -> dict[str, list[float]] | None:
+def _sample(
+    candidates: Candidates, measure: Measure, rounds: int, calls: int
+) -> dict[str, list[float]] | None:
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, (function, args) in candidates.items():
@@ -83,21 +103,29 @@ def _sample(candidates: Candidates, measure: Measure, rounds: int, calls: int) -
     return samples
 
 
-def _kernel_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float] | None:
-    """Return CUPTI's kernel milliseconds of each call, or None if this jax or machine has no CUPTI."""
+def _kernel_times(
+    function: Callable[..., Any], args: tuple[Any, ...], calls: int
+) -> list[float] | None:
+    """Return CUPTI's kernel milliseconds of each call, or None if this jax or machine
+    has no CUPTI.
+    """
     try:
         from jax.experimental.mosaic.gpu import profiler
     except ImportError:
         return None
     try:
-        _, times = profiler.measure(function, aggregate=True, iterations=max(2, calls))(*args)
+        _, times = profiler.measure(function, aggregate=True, iterations=max(2, calls))(
+            *args
+        )
     except RuntimeError as error:
         print(f"CUPTI gives no times ({error}); using the wall clock", flush=True)
         return None
     return None if times is None else [float(t) for t in times]
 
 
-def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float]:
+def _wall_times(
+    function: Callable[..., Any], args: tuple[Any, ...], calls: int
+) -> list[float]:
     started = time.perf_counter()
     # Calls are queued in order, so the last result is ready when all are ready.
     for _ in range(calls):
@@ -107,12 +135,16 @@ def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int)
 
 
 class Threaded:
-    """A step `(state, *inputs) -> (state, result)` with the state that it donates: a call is the next step.
+    """A step `(state, *inputs) -> (state, result)` with the state that it donates: a
+    call is the next step.
 
-    `trace` and `lower` make it a `jax.stages.Wrapped`. CUPTI's profiler would jit anything else, and lose the state.
+    `trace` and `lower` make it a `jax.stages.Wrapped`. CUPTI's profiler would jit
+    anything else, and lose the state.
     """
 
-    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
+    def __init__(
+        self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array
+    ) -> None:
         self.compiled, self.state, self.inputs = compiled, state, inputs
         self.trace, self.lower = jitted.trace, jitted.lower
 
@@ -137,10 +169,15 @@ class Training(NamedTuple):
 
     def lower(self, seed: int = 0) -> Any:
         """Return the step, lowered for one device."""
-        return jax.jit(self.step, donate_argnums=0).lower(*jax.eval_shape(self.init, jax.random.key(seed)))
+        return jax.jit(self.step, donate_argnums=0).lower(
+            *jax.eval_shape(self.init, jax.random.key(seed))
+        )
 
     def compile(
-        self, seed: int = 0, place: Callable[[Any], Any] | None = None, done: tuple[Any, float] | None = None
+        self,
+        seed: int = 0,
+        place: Callable[[Any], Any] | None = None,
+        done: tuple[Any, float] | None = None,
     ) -> tuple[Threaded, float]:
         """Return (the compiled step with its first state, seconds of compiling).
 
@@ -148,24 +185,39 @@ class Training(NamedTuple):
 
         Args:
           seed: Seed of `init`.
-          place: Function of the shapes of `init` that returns their shardings; None on one device.
+          place: Function of the shapes of `init` that returns their shardings; None on
+            one device.
           done: The compiled step and its seconds, if there is one already.
         """
         key = jax.random.key(seed)
         given = jax.eval_shape(self.init, key)
         shardings = None if place is None else place(given)
         if shardings is not None:
-            given = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), given, shardings)
+            given = jax.tree.map(
+                lambda leaf, at: leaf.update(sharding=at), given, shardings
+            )
         results = None if shardings is None else (shardings[0], None)
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
         compiled, seconds = done or compile_timed(jitted, *given)
-        return Threaded(jitted, compiled, *jax.jit(self.init, out_shardings=shardings)(key)), seconds
+        return (
+            Threaded(
+                jitted, compiled, *jax.jit(self.init, out_shardings=shardings)(key)
+            ),
+            seconds,
+        )
 
 
-def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:
+def threaded(
+    step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array
+) -> Threaded:
     """Return `step`, jitted and compiled, with a copy of `state` that it may donate."""
     jitted = jax.jit(step, donate_argnums=0)
-    return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
+    return Threaded(
+        jitted,
+        jitted.lower(state, *inputs).compile(),
+        jax.tree.map(jnp.copy, state),
+        *inputs,
+    )
 
 
 def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
@@ -174,7 +226,8 @@ def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
     return jitted.lower(*args).compile(), time.perf_counter() - started
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------
 
 
 def has_peaks() -> bool:
@@ -183,14 +236,19 @@ def has_peaks() -> bool:
 
 
 def peak_bytes() -> int | None:
-    """Return the allocator's peak of this process, compilation included; None if the device reports none."""
+    """Return the allocator's peak of this process, compilation included; None if the
+    device reports none.
+    """
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def measure_alone(
-    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], memory: Literal["as needed", "whole"] = "as needed"
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    memory: Literal["as needed", "whole"] = "as needed",
 ) -> list[Any]:
-    """Return `function(*args)` for each `args`, each in a new process, because a peak never falls.
+    """Return `function(*args)` for each `args`, each in a new process, because a peak
+    never falls.
 
     Args:
       function: A module's function, which a new process finds by name.
@@ -199,25 +257,39 @@ def measure_alone(
     """
     context = multiprocessing.get_context("spawn")
     take = take_memory_as_needed if memory == "as needed" else take_whole_memory
-    pool = ProcessPoolExecutor(len(calls), context, initializer=take, max_tasks_per_child=1)
+    pool = ProcessPoolExecutor(
+        len(calls), context, initializer=take, max_tasks_per_child=1
+    )
     with pool:
-        return [future.result() for future in [pool.submit(function, *args) for args in calls]]
+        return [
+            future.result()
+            for future in [pool.submit(function, *args) for args in calls]
+        ]
 
 
 def compile_quickly() -> None:
-    """Let XLA optimize little on a CPU, for runs that mostly compile. Call it before JAX uses a device."""
-    if jax.__version_info__ < (0, 11):  # later ones do not know the flag, which halves the time of compiling
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    """Let XLA optimize little on a CPU, for runs that mostly compile. Call it before
+    JAX uses a device.
+    """
+    # Later ones do not know the flag, which halves the time of compiling
+    if jax.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+        )
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
 
 
 def take_memory_as_needed() -> None:
-    """Let JAX allocate on demand, because other processes need the rest. Call it before JAX uses a device."""
+    """Let JAX allocate on demand, because other processes need the rest. Call it before
+    JAX uses a device.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def take_whole_memory() -> None:
-    """Let JAX allocate all memory in one piece, which serves larger arrays. Call it before JAX uses a device."""
+    """Let JAX allocate all memory in one piece, which serves larger arrays. Call it
+    before JAX uses a device.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.97"

@@ -1,8 +1,9 @@
 """The ways to train that `benchmarks.convergence` compares, and groups of them.
 
-A name of `tcfp_jax.recipes.NAMES` is that recipe with float32 weights. "stored" is `tcfp12_single` with `W_hi + W_lo`
-as the only copy, 8-bit moments and E4M3 gradients. A suffix names the difference. "flags" are the layers of the PyTorch
-original (`Recipe.from_flags`), which it compares on a TinyGPT.
+A name of `tcfp_jax.recipes.NAMES` is that recipe with float32 weights. "stored" is
+`tcfp12_single` with `W_hi + W_lo` as the only copy, 8-bit moments and E4M3 gradients. A
+suffix names the difference. "flags" are the layers of the PyTorch original
+(`Recipe.from_flags`), which it compares on a TinyGPT.
 """
 
 import dataclasses
@@ -22,21 +23,25 @@ from tcfp_jax.recipes import NAMES, Recipe, recipe
 
 BASELINE, RERUN, OTHER_BATCHES = "bf16", "bf16_rerun", "bf16_other_batches"
 RERUN_JITTER = 1e-6
-RECOMMENDED = "stored_bfloat16_gradients"  # as the guide and `models.train` store weights
+# as the guide and `models.train` store weights
+RECOMMENDED = "stored_bfloat16_gradients"
 EMULATED = ("nvfp4_training",)
-# BF16's numbers from another recipe than BF16's: `fake_quantized` knows its layers by it.
+# BF16's numbers from another recipe than BF16's: `fake_quantized` knows its layers by
+# it.
 FAKE_RECIPE = recipe("bf16", backend="xla")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: `weights` and `moments` as in `models.train`, the rest as `tcfp_jax.store` takes it.
+    """A way to train: `weights` and `moments` as in `models.train`, the rest as
+    `tcfp_jax.store` takes it.
 
     Attributes:
       recipe: Recipe of every layer.
       remainder: Treatment of the rounding error of a stored weight.
       gradient_dtype: Dtype of the gradients of stored weights.
-      include: "every" stores tables and multiplies the head in FP8, too, where weights are stored; "layers" does not.
+      include: "every" stores tables and multiplies the head in FP8, too, where weights
+        are stored; "layers" does not.
       perturbation: Relative deviation of noise on the weights before the first step.
       batches: "same" as the baseline's of the same seed, or "other".
       meaning: Description in words.
@@ -54,8 +59,18 @@ class Variant:
 
 
 def _stored(moments: Moments = "8bit", *, meaning: str, **overrides: Any) -> Variant:
-    own = {name: overrides.pop(name) for name in ("remainder", "gradient_dtype", "include") if name in overrides}
-    return Variant(recipe("tcfp12_single", **overrides), "stored", moments, meaning=f"stored, {meaning}", **own)
+    own = {
+        name: overrides.pop(name)
+        for name in ("remainder", "gradient_dtype", "include")
+        if name in overrides
+    }
+    return Variant(
+        recipe("tcfp12_single", **overrides),
+        "stored",
+        moments,
+        meaning=f"stored, {meaning}",
+        **own,
+    )
 
 
 def _of(name: str, meaning: str, **overrides: Any) -> Variant:
@@ -69,29 +84,51 @@ def _flags(meaning: str, **flags: Any) -> Variant:
 def _said(name: str) -> str:
     if name in EMULATED:
         return "float32 weights, all products of NVFP4 operands, emulated"
-    return "float32 weights" + (", E5M2 gradients" if recipe(name).gradient == "float8_e5m2" else "")
+    return "float32 weights" + (
+        ", E5M2 gradients" if recipe(name).gradient == "float8_e5m2" else ""
+    )
 
 
 _NOISE = {
     RERUN: Variant(
-        recipe("bf16"), perturbation=RERUN_JITTER, meaning=f"BF16 from weights perturbed by {RERUN_JITTER:g}"
+        recipe("bf16"),
+        perturbation=RERUN_JITTER,
+        meaning=f"BF16 from weights perturbed by {RERUN_JITTER:g}",
     ),
-    OTHER_BATCHES: Variant(recipe("bf16"), batches="other", meaning="BF16 on other batches of the same text"),
+    OTHER_BATCHES: Variant(
+        recipe("bf16"),
+        batches="other",
+        meaning="BF16 on other batches of the same text",
+    ),
 }
-_NAMED: dict[str, Variant] = {name: Variant(recipe(name), meaning=_said(name)) for name in NAMES if name != BASELINE}
+_NAMED: dict[str, Variant] = {
+    name: Variant(recipe(name), meaning=_said(name))
+    for name in NAMES
+    if name != BASELINE
+}
 _STORED = {
-    "stored": _stored(meaning="**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"),
+    "stored": _stored(
+        meaning="**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"
+    ),
     "stored_e5m2": _stored(meaning="E5M2 gradients", gradient="float8_e5m2"),
     "stored_float32_moments": _stored("float32", meaning="float32 moments"),
-    "stored_bfloat16_gradients": _stored(meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"),
-    "stored_bf16_head": _stored(
-        meaning="the same, table and head float, head in BF16", gradient_dtype="bfloat16", include="layers"
+    "stored_bfloat16_gradients": _stored(
+        meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"
     ),
-    "stored_feedback": _stored(meaning="an FP8 error instead of random bits", remainder="feedback"),
+    "stored_bf16_head": _stored(
+        meaning="the same, table and head float, head in BF16",
+        gradient_dtype="bfloat16",
+        include="layers",
+    ),
+    "stored_feedback": _stored(
+        meaning="an FP8 error instead of random bits", remainder="feedback"
+    ),
 }
 _OPTIONS = {
     "tcfp12_no_feedback": _of("tcfp12", "without error feedback", remainder="dropped"),
-    "tcfp12_fast_no_feedback": _of("tcfp12_fast", "without error feedback", remainder="dropped"),
+    "tcfp12_fast_no_feedback": _of(
+        "tcfp12_fast", "without error feedback", remainder="dropped"
+    ),
     "tensorwise_e4m3": _of("tensorwise", "E4M3 gradients", gradient="float8_e4m3fn"),
     "tensorwise_delayed": _of("tensorwise", "delayed scales", amax="delayed"),
     "blockwise_32": _of("blockwise", "blocks of 32", block=32),
@@ -100,42 +137,87 @@ _OPTIONS = {
 FLAGS = {
     "flags_tcfp12": _flags("**the flags as the original has them**"),
     "flags_no_error_feedback": _flags("`error_feedback=False`", error_feedback=False),
-    "flags_srr": _flags("`srr=True` instead of error feedback", error_feedback=False, srr=True),
+    "flags_srr": _flags(
+        "`srr=True` instead of error feedback", error_feedback=False, srr=True
+    ),
     "flags_abd": _flags("`abd=True`", abd=True),
     "flags_hp_grad_weight": _flags("`hp_grad_weight=True`", hp_grad_weight=True),
-    "flags_abd_hp_grad_weight": _flags("`abd=True, hp_grad_weight=True`", abd=True, hp_grad_weight=True),
-    "flags_delayed_scaling": _flags("`delayed_scaling=True`", delayed_scaling=True),
-    "flags_no_tensor_cores": _flags("`use_tensor_cores=False`: weights alone are rounded", use_tensor_cores=False),
-    **{f"flags_block_{size}": _flags(f"`scale_block_size={size}`", scale_block_size=size) for size in (128, 64, 32)},
-    "fake_quantization": Variant(
-        FAKE_RECIPE, meaning="fake quantization: E4M3 weights and activations, BF16 products"
+    "flags_abd_hp_grad_weight": _flags(
+        "`abd=True, hp_grad_weight=True`", abd=True, hp_grad_weight=True
     ),
-}  # fmt: skip
+    "flags_delayed_scaling": _flags("`delayed_scaling=True`", delayed_scaling=True),
+    "flags_no_tensor_cores": _flags(
+        "`use_tensor_cores=False`: weights alone are rounded", use_tensor_cores=False
+    ),
+    **{
+        f"flags_block_{size}": _flags(
+            f"`scale_block_size={size}`", scale_block_size=size
+        )
+        for size in (128, 64, 32)
+    },
+    "fake_quantization": Variant(
+        FAKE_RECIPE,
+        meaning="fake quantization: E4M3 weights and activations, BF16 products",
+    ),
+}
 
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant(recipe("bf16"), meaning="BF16, float32 weights and AdamW"),
-    **_NOISE, **_NAMED, **_STORED, **_OPTIONS, **FLAGS,
-}  # fmt: skip
+    **_NOISE,
+    **_NAMED,
+    **_STORED,
+    **_OPTIONS,
+    **FLAGS,
+}
 
 _OF_FP4 = ("nvfp4", "mxfp4", *EMULATED)
-# The baseline is part of every run, so no group names it. A group has both sides of each comparison.
+# The baseline is part of every run, so no group names it. A group has both sides of
+# each comparison.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "default": (RERUN, OTHER_BATCHES, "tensorwise", "tcfp12_fast", "stored", RECOMMENDED),
+    "default": (
+        RERUN,
+        OTHER_BATCHES,
+        "tensorwise",
+        "tcfp12_fast",
+        "stored",
+        RECOMMENDED,
+    ),
     "noise": tuple(_NOISE),
     "named": tuple(name for name in _NAMED if name not in _OF_FP4),
     "storage": tuple(_STORED),
-    "feedback": ("tcfp12", "tcfp12_no_feedback", "tcfp12_fast", "tcfp12_fast_no_feedback", "stored", "stored_feedback"),
+    "feedback": (
+        "tcfp12",
+        "tcfp12_no_feedback",
+        "tcfp12_fast",
+        "tcfp12_fast_no_feedback",
+        "stored",
+        "stored_feedback",
+    ),
     "gradients": ("tensorwise", "tensorwise_e4m3", "stored", "stored_e5m2"),
     "delayed": ("tensorwise", "tensorwise_delayed"),
-    "blocks": ("blockwise", "blockwise_32", "tcfp12_blockwise", "stored", "stored_blocks_128"),
+    "blocks": (
+        "blockwise",
+        "blockwise_32",
+        "tcfp12_blockwise",
+        "stored",
+        "stored_blocks_128",
+    ),
     "fp4": _OF_FP4,
     "flags": (RERUN, *FLAGS, "tensorwise", "tensorwise_e4m3"),
-    "whole": (RERUN, "tensorwise", "rowwise", RECOMMENDED, "stored_bf16_head", *EMULATED),
+    "whole": (
+        RERUN,
+        "tensorwise",
+        "rowwise",
+        RECOMMENDED,
+        "stored_bf16_head",
+        *EMULATED,
+    ),
 }
 
 
 def chosen_of(text: str) -> tuple[str, ...]:
-    """Return the variants in "NAME,NAME" in the order of `VARIANTS`; a name is a variant's or a group's.
+    """Return the variants in "NAME,NAME" in the order of `VARIANTS`; a name is a
+    variant's or a group's.
 
     BF16 is always one of them.
 
@@ -148,28 +230,46 @@ def chosen_of(text: str) -> tuple[str, ...]:
     names = {name.strip() for name in text.split(",")}
     if unknown := sorted(names - set(VARIANTS) - set(GROUPS)):
         raise ValueError(
-            f"--variants has {unknown}, which are unknown; use groups of {list(GROUPS)} or names of {list(VARIANTS)}"
+            f"--variants has {unknown}, which are unknown; use groups of {list(GROUPS)}"
+            f" or names of {list(VARIANTS)}"
         )
-    found = {BASELINE, *(names - set(GROUPS)), *(name for group in names & set(GROUPS) for name in GROUPS[group])}
+    found = {
+        BASELINE,
+        *(names - set(GROUPS)),
+        *(name for group in names & set(GROUPS) for name in GROUPS[group]),
+    }
     return tuple(name for name in VARIANTS if name in found)
 
 
 def fake_quantized(
-    next_function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    next_function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    context: nn.module.InterceptorContext,
 ) -> jax.Array:
-    """Compute `y = Q(x) Q(W) + b` for layers of `FAKE_RECIPE`, with the gradient as if Q were the identity.
+    """Compute `y = Q(x) Q(W) + b` for layers of `FAKE_RECIPE`, with the gradient as if
+    Q were the identity.
 
-    Use it with `nn.intercept_methods`. Q rounds to E4M3 with the smallest power of two that clips nothing.
+    Use it with `nn.intercept_methods`. Q rounds to E4M3 with the smallest power of two
+    that clips nothing.
     """
     layer = context.module
-    if not (isinstance(layer, TCFPDense) and layer.recipe == FAKE_RECIPE and context.method_name == "__call__"):
+    if not (
+        isinstance(layer, TCFPDense)
+        and layer.recipe == FAKE_RECIPE
+        and context.method_name == "__call__"
+    ):
         return next_function(*args, **kwargs)
     params, (x,) = layer.variables["params"], args
-    q = partial(formats.cast, datatype=formats.datatype("e4m3fn", "e8m0"), scalemode="ceil")
+    q = partial(
+        formats.cast, datatype=formats.datatype("e4m3fn", "e8m0"), scalemode="ceil"
+    )
     y = jnp.matmul(q(x), q(params["kernel"]).astype(x.dtype))
     return y + params["bias"].astype(x.dtype)
 
 
 def without_perturbation(variant: Variant) -> Variant:
-    """Return the variant whose programs are the same: batches do not matter to a program."""
+    """Return the variant whose programs are the same: batches do not matter to a
+    program.
+    """
     return dataclasses.replace(variant, batches="same")

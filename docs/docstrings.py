@@ -1,7 +1,8 @@
-"""Extension of griffe, which reads the sources for mkdocstrings: adapts docstrings to Markdown.
+"""Extension of griffe, which reads the sources for mkdocstrings: adapts docstrings to
+Markdown.
 
-A doctest becomes a block of code, because Markdown reads `>>>` as three quotations. Arguments that share a description
-get one each, because griffe knows one name per line.
+A doctest becomes a block of code, because Markdown reads `>>>` as three quotations.
+Arguments that share a description get one each, because griffe knows one name per line.
 """
 
 import re
@@ -9,8 +10,13 @@ from typing import Any
 
 import griffe
 
-_DOCTEST = re.compile(r"^(?P<indent>[ ]*)>>> .*(?:\n(?P=indent)(?! *$).+)*", re.MULTILINE)
-_SHARED = re.compile(r"^(?P<indent>[ ]+)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent)[ ]+.*)*)", re.MULTILINE)
+_DOCTEST = re.compile(
+    r"^(?P<indent>[ ]*)>>> .*(?:\n(?P=indent)(?! *$).+)*", re.MULTILINE
+)
+_SHARED = re.compile(
+    r"^(?P<indent>[ ]+)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent)[ ]+.*)*)",
+    re.MULTILINE,
+)
 
 
 def fence_doctests(text: str) -> str:
@@ -37,7 +43,12 @@ def split_names(text: str) -> str:
       height: of the image
     """
     entry = lambda match, name: f"{match['indent']}{name}: {match['text']}"
-    return _SHARED.sub(lambda match: "\n".join(entry(match, name) for name in match["names"].split(", ")), text)
+    return _SHARED.sub(
+        lambda match: "\n".join(
+            entry(match, name) for name in match["names"].split(", ")
+        ),
+        text,
+    )
 
 
 class Docstrings(griffe.Extension):

@@ -1,9 +1,11 @@
-"""Hook of mkdocs: pages that show files of the repository, and the version on every page.
+"""Hook of mkdocs: pages that show files of the repository, and the version on every
+page.
 
-The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and `<!-- include: catalog -->`
-a table of every datatype. `NAME#PART` is a part of it: a section by its heading, or one of `_PARTS`. A notebook becomes
-its text, its code, and what it printed and drew. Links in an included file start at the root; this hook turns them into
-links of the site.
+The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and
+`<!-- include: catalog -->` a table of every datatype. `NAME#PART` is a part of it: a
+section by its heading, or one of `_PARTS`. A notebook becomes its text, its code, and
+what it printed and drew. Links in an included file start at the root; this hook turns
+them into links of the site.
 """
 
 import json
@@ -14,9 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md",
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-}  # fmt: skip
+}
 _INCLUDE = re.compile(r"^<!-- include: (.+?) -->$", re.MULTILINE)
 _PARTS = {  # of README
     "number": r"^\*\*.+?(?=\n\n)",
@@ -28,13 +32,17 @@ _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re
 
 def on_config(config: Any, **_: Any) -> Any:
     """Write the version into the foot of every page."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]["version"]
     config.copyright = f"tcfp_jax {version}"
     return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the page with its includes, and with links to pages instead of links to files."""
+    """Return the page with its includes, and with links to pages instead of links to
+    files.
+    """
     if page.parent is None:
         page.meta["hide"] = ["navigation"]  # a tab of its own has no siblings to list
     for file, target in PAGES.items():
@@ -43,7 +51,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def site_links(text: str) -> str:
-    """Return the text of a file at the repository's root with the links of its page on the site.
+    """Return the text of a file at the repository's root with the links of its page on
+    the site.
 
     >>> site_links("[NNX](docs/nnx.md) and [the code](ARCHITECTURE.md#the-guard)")
     '[NNX](nnx.md) and [the code](architecture.md#the-guard)'
@@ -66,13 +75,22 @@ def notebook(path: Path) -> str:
     lines = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        lines.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        lines.append(
+            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        )
         for output in cell.get("outputs", ()):
-            if picture := "".join(output.get("data", {}).get("image/png", "")).replace("\n", ""):
-                lines.append(f'<img alt="Plot of the code above" src="data:image/png;base64,{picture}">')
+            if picture := "".join(output.get("data", {}).get("image/png", "")).replace(
+                "\n", ""
+            ):
+                lines.append(
+                    '<img alt="Plot of the code above"'
+                    f' src="data:image/png;base64,{picture}">'
+                )
             else:
                 lines.append(f"```text\n{''.join(output['text'])}```")
-    return "\n\n".join([*lines, f"*This page is [a notebook]({path.name}) and its outputs on a CPU.*"])
+    return "\n\n".join(
+        [*lines, f"*This page is [a notebook]({path.name}) and its outputs on a CPU.*"]
+    )
 
 
 def catalog_table() -> str:
@@ -80,13 +98,21 @@ def catalog_table() -> str:
     from tcfp_jax.formats import CATALOG
 
     def content(made: Any) -> str:
-        code = f"{made.number.name}_{made.scale.name}" if made.scale else made.number.name
+        code = (
+            f"{made.number.name}_{made.scale.name}" if made.scale else made.number.name
+        )
         return code if made.residual is None else f"{code} + {content(made.residual)}"
 
-    lines = ["| name | content | bits per value | smallest | largest | eps |", "|---|---|--:|--:|--:|--:|"]
+    lines = [
+        "| name | content | bits per value | smallest | largest | eps |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
     for name, made in CATALOG.items():
         number = made.number
-        cells = f"{made.bits_per_value():.4g} | {number.min:.5g} | {number.max:.5g} | {number.eps:.3g}"
+        cells = (
+            f"{made.bits_per_value():.4g} | {number.min:.5g} | {number.max:.5g} |"
+            f" {number.eps:.3g}"
+        )
         lines.append(f"| `{name}` | `{content(made)}` | {cells} |")
     return "\n".join(lines)
 
@@ -95,7 +121,9 @@ def _read(name: str) -> str:
     if name == "catalog":
         return catalog_table()
     if name == "formats-table":
-        found = _SUMMARY.search((ROOT / "docs" / "formats.md").read_text(encoding="utf-8"))
+        found = _SUMMARY.search(
+            (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+        )
         assert found, "docs/formats.md has no table between its markers"
         return found[1]
     if name.endswith(".ipynb"):

@@ -1,4 +1,6 @@
-"""Train a small Transformer in Flax Linen with a `TrainState`: FSDP, accumulation, an average of the weights."""
+"""Train a small Transformer in Flax Linen with a `TrainState`: FSDP, accumulation, an
+average of the weights.
+"""
 
 import os
 from functools import partial
@@ -23,7 +25,9 @@ class Transformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH)(tokens)
         attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
         x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
-        x = x + nn.Dense(WIDTH, use_bias=False)(nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x))))
+        x = x + nn.Dense(WIDTH, use_bias=False)(
+            nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
+        )
         return nn.Dense(VOCAB, use_bias=False)(nn.RMSNorm()(x))
 
 
@@ -32,8 +36,16 @@ mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto
 
 def fsdp(state):
     """Split the largest axis of each matrix that the devices divide."""
-    legal = lambda leaf: [axis for axis in range(leaf.ndim) if leaf.ndim > 1 and leaf.shape[axis] % mesh.size == 0]
-    axes = lambda leaf: [None] * max(legal(leaf), key=lambda axis: leaf.shape[axis]) + ["fsdp"] if legal(leaf) else []
+    legal = lambda leaf: [
+        axis
+        for axis in range(leaf.ndim)
+        if leaf.ndim > 1 and leaf.shape[axis] % mesh.size == 0
+    ]
+    axes = lambda leaf: (
+        [None] * max(legal(leaf), key=lambda axis: leaf.shape[axis]) + ["fsdp"]
+        if legal(leaf)
+        else []
+    )
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P(*axes(leaf))), state)
 
 
@@ -44,7 +56,10 @@ class TrainState(train_state.TrainState):
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1, mask=mask))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, weight_decay=0.1, mask=mask),
+    )
     return optax.MultiSteps(tx, every_k_schedule=2)
 
 
@@ -66,7 +81,10 @@ eval_step = jax.jit(loss_fn)
 
 def batch(step):
     start = np.random.default_rng(step).integers(0, VOCAB, (BATCH, 1))
-    return jax.device_put(jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB), NamedSharding(mesh, P("fsdp")))
+    return jax.device_put(
+        jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB),
+        NamedSharding(mesh, P("fsdp")),
+    )
 
 
 def init(key):
@@ -78,7 +96,11 @@ def init(key):
 
 
 def main():
-    print(f"{jax.device_count()} devices; the first step is compiled, which takes most of the time", flush=True)
+    print(
+        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
+        " the time",
+        flush=True,
+    )
     key = jax.random.key(0)
     state = jax.jit(init, out_shardings=fsdp(jax.eval_shape(init, key)))(key)
     for step in range(20):
@@ -86,9 +108,17 @@ def main():
         if step % 5 == 4:
             print(f"step {step + 1:2} loss {loss:.4f}", flush=True)
     of_average = eval_step(state.ema, state, batch(999))
-    print(f"held-out loss {eval_step(state.params, state, batch(999)):.4f}, of the average {of_average:.4f}")
+    print(
+        f"held-out loss {eval_step(state.params, state, batch(999)):.4f}, of the"
+        f" average {of_average:.4f}"
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params["Dense_1"]):
-        print("up" + jax.tree_util.keystr(path), leaf.dtype, leaf.shape, leaf.sharding.spec)
+        print(
+            "up" + jax.tree_util.keystr(path),
+            leaf.dtype,
+            leaf.shape,
+            leaf.sharding.spec,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Train a small Transformer in Flax NNX: FSDP, accumulation, an average of the weights, checkpoints, evaluation."""
+"""Train a small Transformer in Flax NNX: FSDP, accumulation, an average of the weights,
+checkpoints, evaluation.
+"""
 
 import os
 import tempfile
@@ -20,13 +22,20 @@ VOCAB, WIDTH, HIDDEN, HEADS, CONTEXT, BATCH = 128, 64, 256, 4, 32, 16
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs)
+        self.norm1, self.norm2 = (
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+        )
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
+        )
         self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2])))
+        x = x + self.attention(
+            self.norm1(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+        )
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
@@ -46,15 +55,28 @@ mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto
 
 def place(state):
     """Split the largest axis of each matrix that the devices divide."""
-    legal = lambda leaf: [axis for axis in range(leaf.ndim) if leaf.ndim > 1 and leaf.shape[axis] % mesh.size == 0]
-    axes = lambda leaf: [None] * max(legal(leaf), key=lambda axis: leaf.shape[axis]) + ["fsdp"] if legal(leaf) else []
-    return jax.device_put(state, jax.tree.map(lambda leaf: NamedSharding(mesh, P(*axes(leaf))), state))
+    legal = lambda leaf: [
+        axis
+        for axis in range(leaf.ndim)
+        if leaf.ndim > 1 and leaf.shape[axis] % mesh.size == 0
+    ]
+    axes = lambda leaf: (
+        [None] * max(legal(leaf), key=lambda axis: leaf.shape[axis]) + ["fsdp"]
+        if legal(leaf)
+        else []
+    )
+    return jax.device_put(
+        state, jax.tree.map(lambda leaf: NamedSharding(mesh, P(*axes(leaf))), state)
+    )
 
 
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1, mask=mask))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, weight_decay=0.1, mask=mask),
+    )
     return optax.MultiSteps(tx, every_k_schedule=2)
 
 
@@ -84,7 +106,10 @@ def make():
 
 def batch(step):
     start = np.random.default_rng(step).integers(0, VOCAB, (BATCH, 1))
-    return jax.device_put(jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB), NamedSharding(mesh, P("fsdp")))
+    return jax.device_put(
+        jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB),
+        NamedSharding(mesh, P("fsdp")),
+    )
 
 
 def run(model, optimizer, ema, first, last):
@@ -96,11 +121,19 @@ def run(model, optimizer, ema, first, last):
 
 
 def main():
-    print(f"{jax.device_count()} devices; the first step is compiled, which takes most of the time", flush=True)
+    print(
+        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
+        " the time",
+        flush=True,
+    )
     model, optimizer, ema = make()
     ema = run(model, optimizer, ema, 0, 10)
 
-    state = {"model": nnx.state(model, nnx.Param), "optimizer": nnx.state(optimizer), "ema": ema}
+    state = {
+        "model": nnx.state(model, nnx.Param),
+        "optimizer": nnx.state(optimizer),
+        "ema": ema,
+    }
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     with ocp.CheckpointManager(Path(tempfile.mkdtemp()) / "run") as manager:
         manager.save(10, args=ocp.args.StandardSave(state))
@@ -110,14 +143,24 @@ def main():
     nnx.update(model, restored["model"])
     nnx.update(optimizer, restored["optimizer"])
     ema = run(model, optimizer, restored["ema"], 10, 20)
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(model, nnx.Param), after)
+    same = jax.tree.map(
+        lambda a, b: bool((a == b).all()), nnx.state(model, nnx.Param), after
+    )
     print("the same bits from a checkpoint:", all(jax.tree.leaves(same)))
 
     averaged = nnx.clone(model)
     nnx.update(averaged, ema)
-    print(f"held-out loss {eval_step(model, batch(999)):.4f}, of the average {eval_step(averaged, batch(999)):.4f}")
+    print(
+        f"held-out loss {eval_step(model, batch(999)):.4f}, of the average"
+        f" {eval_step(averaged, batch(999)):.4f}"
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model.block.up)):
-        print("up" + jax.tree_util.keystr(path), leaf.dtype, leaf.shape, leaf.sharding.spec)
+        print(
+            "up" + jax.tree_util.keystr(path),
+            leaf.dtype,
+            leaf.shape,
+            leaf.sharding.spec,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`nnx_float.py` without float weights: they are stored as `W_hi + W_lo`, two bytes each."""
+"""`nnx_float.py` without float weights: they are stored as `W_hi + W_lo`, two bytes
+each.
+"""
 
 import os
 import tempfile
@@ -22,13 +24,20 @@ VOCAB, WIDTH, HIDDEN, HEADS, CONTEXT, BATCH = 128, 64, 256, 4, 32, 16
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs)
+        self.norm1, self.norm2 = (
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+        )
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
+        )
         self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2])))
+        x = x + self.attention(
+            self.norm1(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+        )
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
@@ -48,13 +57,19 @@ mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto
 
 def place(state):
     """Split the largest axis of each matrix that the devices divide."""
-    return jax.device_put(state, tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(state, mesh), state))
+    return jax.device_put(
+        state,
+        tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(state, mesh), state),
+    )
 
 
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1, mask=mask))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, weight_decay=0.1, mask=mask),
+    )
     return optax.MultiSteps(tx, every_k_schedule=2)
 
 
@@ -67,7 +82,11 @@ def loss_fn(model, tokens):
 def train_step(model, optimizer, ema, tokens):
     loss, grads = tcfp_jax.nnx.value_and_grad(loss_fn)(model, tokens)
     optimizer.update(model, grads)
-    ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, tcfp_jax.dequantize(nnx.state(model, nnx.Param)))
+    ema = jax.tree.map(
+        lambda e, p: 0.9 * e + 0.1 * p,
+        ema,
+        tcfp_jax.dequantize(nnx.state(model, nnx.Param)),
+    )
     return ema, loss
 
 
@@ -76,16 +95,28 @@ eval_step = nnx.jit(loss_fn)
 
 def make():
     model = Transformer(nnx.Rngs(0))
-    tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_single", batch(0)[:, 1:], include=("linear", "small"))
+    tcfp_jax.conversion.convert_to_tcfp(
+        model, "tcfp12_single", batch(0)[:, 1:], include=("linear", "small")
+    )
     floats = place(nnx.state(model, nnx.Param))
-    nnx.update(model, place(tcfp_jax.store(floats, tcfp_jax.conversion.find_weights(model), key=jax.random.key(1))))
+    nnx.update(
+        model,
+        place(
+            tcfp_jax.store(
+                floats, tcfp_jax.conversion.find_weights(model), key=jax.random.key(1)
+            )
+        ),
+    )
     optimizer = tcfp_jax.nnx.Optimizer(model, make_tx(), wrt=nnx.Param)
     return model, optimizer, jax.tree.map(jnp.copy, floats)
 
 
 def batch(step):
     start = np.random.default_rng(step).integers(0, VOCAB, (BATCH, 1))
-    return jax.device_put(jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB), NamedSharding(mesh, P("fsdp")))
+    return jax.device_put(
+        jnp.asarray((start + 3 * np.arange(CONTEXT + 1)) % VOCAB),
+        NamedSharding(mesh, P("fsdp")),
+    )
 
 
 def run(model, optimizer, ema, first, last):
@@ -97,11 +128,19 @@ def run(model, optimizer, ema, first, last):
 
 
 def main():
-    print(f"{jax.device_count()} devices; the first step is compiled, which takes most of the time", flush=True)
+    print(
+        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
+        " the time",
+        flush=True,
+    )
     model, optimizer, ema = make()
     ema = run(model, optimizer, ema, 0, 10)
 
-    state = {"model": nnx.state(model, nnx.Param), "optimizer": nnx.state(optimizer), "ema": ema}
+    state = {
+        "model": nnx.state(model, nnx.Param),
+        "optimizer": nnx.state(optimizer),
+        "ema": ema,
+    }
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     with ocp.CheckpointManager(Path(tempfile.mkdtemp()) / "run") as manager:
         manager.save(10, args=ocp.args.StandardSave(state))
@@ -111,14 +150,24 @@ def main():
     nnx.update(model, restored["model"])
     nnx.update(optimizer, restored["optimizer"])
     ema = run(model, optimizer, restored["ema"], 10, 20)
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(model, nnx.Param), after)
+    same = jax.tree.map(
+        lambda a, b: bool((a == b).all()), nnx.state(model, nnx.Param), after
+    )
     print("the same bits from a checkpoint:", all(jax.tree.leaves(same)))
 
     averaged = nnx.clone(model)
     nnx.update(averaged, ema)
-    print(f"held-out loss {eval_step(model, batch(999)):.4f}, of the average {eval_step(averaged, batch(999)):.4f}")
+    print(
+        f"held-out loss {eval_step(model, batch(999)):.4f}, of the average"
+        f" {eval_step(averaged, batch(999)):.4f}"
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model.block.up)):
-        print("up" + jax.tree_util.keystr(path), leaf.dtype, leaf.shape, leaf.sharding.spec)
+        print(
+            "up" + jax.tree_util.keystr(path),
+            leaf.dtype,
+            leaf.shape,
+            leaf.sharding.spec,
+        )
 
 
 if __name__ == "__main__":

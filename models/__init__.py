@@ -1,4 +1,6 @@
-"""Models to train and measure with: a GPT, a Llama, an MLP, and the training command."""
+"""Models to train and measure with: a GPT, a Llama, an MLP, and the training
+command.
+"""
 
 from typing import Literal
 

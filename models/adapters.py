@@ -1,7 +1,8 @@
-"""LoRA: two thin matrices next to each frozen matrix of a Llama, `y = x W + 2 (x A) B`, of which only A and B train.
+"""LoRA: two thin matrices next to each frozen matrix of a Llama, `y = x W + 2 (x A) B`,
+of which only A and B train.
 
-Frozen matrices are quantized once (`tcfp_jax.inference.quantize_params`), and no float copy of them exists. Embeddings
-and norms stay as they are.
+Frozen matrices are quantized once (`tcfp_jax.inference.quantize_params`), and no float
+copy of them exists. Embeddings and norms stay as they are.
 
 Source: Hu et al. 2021, "LoRA".
 """
@@ -23,7 +24,9 @@ SUFFIX, SCALE = "_adapter", 2.0
 
 
 class Adapter(nn.Module):
-    """The product `2 (x A) B` of a rank; B is zero at first, so that the model begins as it was."""
+    """The product `2 (x A) B` of a rank; B is zero at first, so that the model begins
+    as it was.
+    """
 
     rank: int
     features: int
@@ -33,8 +36,12 @@ class Adapter(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return what is added to the product of the frozen matrix."""
         dtype, width = jnp.dtype(self.dtype), x.shape[-1]
-        a = self.param("a", nn.initializers.normal(width**-0.5), (width, self.rank), jnp.float32)
-        b = self.param("b", nn.initializers.zeros, (self.rank, self.features), jnp.float32)
+        a = self.param(
+            "a", nn.initializers.normal(width**-0.5), (width, self.rank), jnp.float32
+        )
+        b = self.param(
+            "b", nn.initializers.zeros, (self.rank, self.features), jnp.float32
+        )
         return x @ a.astype(dtype) @ b.astype(dtype) * jnp.asarray(SCALE, dtype)
 
 
@@ -44,25 +51,35 @@ def is_adapter(path: Any) -> bool:
 
 
 def adapting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return an optimizer of the adapters alone, with a place for frozen weights in its state (`frozen`)."""
+    """Return an optimizer of the adapters alone, with a place for frozen weights in its
+    state (`frozen`).
+    """
     labels = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, _: "adapter" if is_adapter(path) else "frozen", params
     )
-    alone = optax.partition({"adapter": optimizer, "frozen": optax.set_to_zero()}, labels)
+    alone = optax.partition(
+        {"adapter": optimizer, "frozen": optax.set_to_zero()}, labels
+    )
     return optax.chain(alone, optax.identity())
 
 
-def frozen(params: Any, start: Any, weights: Any, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
-    """Return (parameters without the matrices of the layers, state of `adapting` with these matrices quantized).
+def frozen(
+    params: Any, start: Any, weights: Any, optimizer: optax.GradientTransformation
+) -> tuple[Any, Any]:
+    """Return (parameters without the matrices of the layers, state of `adapting` with
+    these matrices quantized).
 
     Args:
       params: Initial parameters, of which the adapters are taken.
       start: Float parameters without adapters; None takes those of `params`.
-      weights: As `tcfp_jax.conversion.find_weights` returns them, or a recipe that keeps floats.
+      weights: As `tcfp_jax.conversion.find_weights` returns them, or a recipe that
+        keeps floats.
       optimizer: Made by `adapting`.
     """
     if start is not None:
-        overlay = lambda path, leaf: leaf if is_adapter(path) else find(start, path_names(path))
+        overlay = lambda path, leaf: (
+            leaf if is_adapter(path) else find(start, path_names(path))
+        )
         params = jax.tree_util.tree_map_with_path(overlay, params)
     quantized: Any = {}
     if not isinstance(weights, Recipe):
@@ -73,13 +90,24 @@ def frozen(params: Any, start: Any, weights: Any, optimizer: optax.GradientTrans
 
 
 def merged(params: Any, quantized: Any) -> Any:
-    """Return float parameters of the model without adapters, which are added to the matrices."""
+    """Return float parameters of the model without adapters, which are added to the
+    matrices.
+    """
     found: dict[str, Any] = {}
-    whole = {**entries(params), **{path: weight.dequantize() for path, weight in entries(quantized).items()}}
+    whole = {
+        **entries(params),
+        **{path: weight.dequantize() for path, weight in entries(quantized).items()},
+    }
     for path, leaf in whole.items():
         layer, _, name = path.rpartition("/")
         if layer.endswith(SUFFIX):
             continue
-        adapter = find(params, f"{layer}{SUFFIX}".split("/")) if name == "kernel" else None
-        put(found, path.split("/"), leaf if adapter is None else leaf + SCALE * adapter["a"] @ adapter["b"])
+        adapter = (
+            find(params, f"{layer}{SUFFIX}".split("/")) if name == "kernel" else None
+        )
+        put(
+            found,
+            path.split("/"),
+            leaf if adapter is None else leaf + SCALE * adapter["a"] @ adapter["b"],
+        )
     return found

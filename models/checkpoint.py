@@ -1,4 +1,5 @@
-"""The folder of one training run: its settings, its losses, and states to continue from.
+"""The folder of one training run: its settings, its losses, and states to continue
+from.
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
     DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor".
@@ -8,13 +9,15 @@
     DIR/damaged/         checkpoints whose files changed after they were written; the run continued from an older one
     DIR/lock             locked while a process writes the folder; a dead process holds no lock
 
-A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
-disk before checkpoint s starts. On resuming, the file is cut back to the newest whole checkpoint, and the run repeats
-the lost steps bit for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted run
-are equal.
+A run may be killed between any two instructions. The order of writes makes that
+harmless: metrics up to step s are on disk before checkpoint s starts. On resuming, the
+file is cut back to the newest whole checkpoint, and the run repeats the lost steps bit
+for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted
+run are equal.
 
-A checkpoint does not depend on the mesh that wrote it: each process writes its part, and any mesh of any number of
-processes reads its own. The first process writes the other files.
+A checkpoint does not depend on the mesh that wrote it: each process writes its part,
+and any mesh of any number of processes reads its own. The first process writes the
+other files.
 """
 
 import dataclasses
@@ -32,7 +35,15 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.families import FAMILIES, family_of
-from models.intact import DIGESTS_FILE, check_digests, lock, replace_file, versions, write_digests, write_json
+from models.intact import (
+    DIGESTS_FILE,
+    check_digests,
+    lock,
+    replace_file,
+    versions,
+    write_digests,
+    write_json,
+)
 from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
@@ -42,9 +53,16 @@ from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
 Resume = Literal["never", "allowed"]
 
-CONFIG_FILE, METRICS_FILE, CHECKPOINTS, DAMAGED = "config.json", "metrics.jsonl", "checkpoints", "damaged"
+CONFIG_FILE, METRICS_FILE, CHECKPOINTS, DAMAGED = (
+    "config.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "damaged",
+)
 KEPT_CHECKPOINTS = 2
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)}
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)
+}
 
 
 class RunDirectory:
@@ -52,19 +70,28 @@ class RunDirectory:
 
     Args:
       path: The folder, created if it is missing.
-      config: Settings of the run; `dtype="auto"` is stored as the dtype on this machine.
+      config: Settings of the run; `dtype="auto"` is stored as the dtype on this
+        machine.
       corpus_digest: `models.text.Corpus.digest`.
-      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or starts one.
+      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or
+        starts one.
       option: Option of the command line that chooses another folder, for messages.
 
     Raises:
-      FileExistsError: the folder holds a run and `resume` is "never", or it holds parts of a run without its config.
-      ValueError: the run in it differs from `config` or its text, and the message names every difference; another
-        process writes the folder; or it cannot be written.
+      FileExistsError: the folder holds a run and `resume` is "never", or it holds parts
+        of a run without its config.
+      ValueError: the run in it differs from `config` or its text, and the message names
+        every difference; another process writes the folder; or it cannot be written.
     """
 
     def __init__(
-        self, path: Path, config: TrainConfig, corpus_digest: str, *, resume: Resume, option: str = "--out"
+        self,
+        path: Path,
+        config: TrainConfig,
+        corpus_digest: str,
+        *,
+        resume: Resume,
+        option: str = "--out",
     ) -> None:
         self.path = Path(path).absolute()
         wanted = describe(config, corpus_digest)
@@ -73,7 +100,9 @@ class RunDirectory:
         together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted, resume, option))
         kept = ocp.CheckpointManagerOptions(
-            max_to_keep=KEPT_CHECKPOINTS, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            max_to_keep=KEPT_CHECKPOINTS,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=False,
         )
         self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
 
@@ -83,7 +112,8 @@ class RunDirectory:
         elif resume == "never":
             recipe = _stored(self.path)["config"]["recipe"]
             raise FileExistsError(
-                f"{self.path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another {option}"
+                f"{self.path} holds a run (recipe {recipe!r}); continue it with"
+                f" --resume, or choose another {option}"
             )
         else:
             _check_same(self.path, _stored(self.path), wanted, option)
@@ -94,7 +124,8 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path)
-            self._look(wanted, resume, option)  # again: another process may have begun a run in between
+            # Again: another process may have begun a run in between
+            self._look(wanted, resume, option)
             if not holds_run(self.path):
                 write_json(self.path / CONFIG_FILE, wanted)
         except BaseException as error:
@@ -102,7 +133,8 @@ class RunDirectory:
             if not isinstance(error, OSError) or isinstance(error, FileExistsError):
                 raise
             raise ValueError(
-                f"{self.path} cannot hold a run, as nothing can be written there ({error}); choose another {option}"
+                f"{self.path} cannot hold a run, as nothing can be written there"
+                f" ({error}); choose another {option}"
             ) from error
 
     def _unlock(self) -> None:
@@ -118,15 +150,20 @@ class RunDirectory:
 
     @property
     def holds_state(self) -> bool:
-        """If there is a complete checkpoint; a run that started from parameters has one of step 0."""
+        """If there is a complete checkpoint; a run that started from parameters has one
+        of step 0.
+        """
         return self._manager.latest_step() is not None
 
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
-        """Return the newest whole state and the losses before it, or `initial` and `[]` if there is no checkpoint.
+        """Return the newest whole state and the losses before it, or `initial` and `[]`
+        if there is no checkpoint.
 
-        The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If there is a checkpoint, the
-        shapes of a state are enough (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step, and
-        moves newer checkpoints that are damaged out of the way; both are said on standard error.
+        The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If
+        there is a checkpoint, the shapes of a state are enough
+        (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step,
+        and moves newer checkpoints that are damaged out of the way; both are said on
+        standard error.
 
         Raises:
           ValueError: no checkpoint is whole, or this run cannot read one that is.
@@ -136,27 +173,37 @@ class RunDirectory:
             verified = False
             try:
                 verified = check_digests(self._checkpoint(step))
-                state = self._manager.restore(step, args=ocp.args.StandardRestore(initial))
+                state = self._manager.restore(
+                    step, args=ocp.args.StandardRestore(initial)
+                )
                 break
-            except Exception as error:  # tensorstore raises bare exceptions for files that it cannot read
-                # Only the first line, because tensorstore appends pages of its own settings.
+            # Tensorstore raises bare exceptions for files that it cannot read
+            except Exception as error:
+                # Only the first line, because tensorstore appends pages of its own
+                # settings.
                 damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
                 if verified:
                     raise ValueError(
-                        f"{self._checkpoint(step)} has not changed, but does not hold a state of this run "
-                        f"({damaged[step]}; {versions(self._checkpoint(step))}); resume with the versions that wrote "
-                        "it, or start in another folder"
+                        f"{self._checkpoint(step)} has not changed, but does not hold a"
+                        f" state of this run ({damaged[step]};"
+                        f" {versions(self._checkpoint(step))}); resume with the"
+                        " versions that wrote it, or start in another folder"
                     ) from error
         else:
             if damaged:
                 raise ValueError(
-                    f"{self.path / CHECKPOINTS} has no whole checkpoint: "
-                    f"{', '.join(f'{step} ({cause})' for step, cause in damaged.items())}; copy one back, remove that "
-                    "folder to begin at step 0, or start in another folder"
+                    f"{self.path / CHECKPOINTS} has no whole checkpoint:"
+                    f" {', '.join(f'{step} ({cause})' for step, cause in damaged.items())};"
+                    " copy one back, remove that folder to begin at step 0, or start"
+                    " in another folder"
                 )
             state, step = initial, 0
         if state is not initial and not verified and is_first():
-            print(f"checkpoint {step} has no {DIGESTS_FILE}, so damage to it may go unseen", file=sys.stderr)
+            print(
+                f"checkpoint {step} has no {DIGESTS_FILE}, so damage to it may go"
+                " unseen",
+                file=sys.stderr,
+            )
         together(lambda: self._set_aside(damaged, step))
         if damaged:
             self._manager.reload()
@@ -175,45 +222,78 @@ class RunDirectory:
                 shutil.rmtree(target, ignore_errors=True)
                 self._checkpoint(other).rename(target)
             except OSError as error:
-                raise ValueError(f"{self._checkpoint(other)} is damaged ({cause}) and cannot be moved away") from error
-            print(f"checkpoint {other} is damaged ({cause}): moved to {target}, going on from {step}", file=sys.stderr)
+                raise ValueError(
+                    f"{self._checkpoint(other)} is damaged ({cause}) and cannot be"
+                    " moved away"
+                ) from error
+            print(
+                f"checkpoint {other} is damaged ({cause}): moved to {target}, going on"
+                f" from {step}",
+                file=sys.stderr,
+            )
 
     def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
-        """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics.
+        """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from
+        1) to the metrics.
 
         `report` belongs to the last of them (`models.monitoring.written`), or is None.
         """
         if not is_first():
             return
         reports = [None] * (len(losses) - 1) + [report]
-        lines = (_metrics_line(first_step + i, float(losses[i]), reports[i]) for i in range(len(losses)))
+        lines = (
+            _metrics_line(first_step + i, float(losses[i]), reports[i])
+            for i in range(len(losses))
+        )
         with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
             os.fsync(file.fileno())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Write the checkpoint after `step` steps unless it exists; return when it is complete."""
+        """Write the checkpoint after `step` steps unless it exists; return when it is
+        complete.
+        """
         if self._manager.latest_step() != step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
             write_digests(self._checkpoint(step))
 
     def _repair_metrics(self, steps: int) -> list[float]:
-        """Cut the metrics to one line a step; a step without a sound line gets the loss null."""
+        """Cut the metrics to one line a step; a step without a sound line gets the loss
+        null.
+        """
         path = self.path / METRICS_FILE
         try:
-            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            text = (
+                path.read_text(encoding="utf-8", errors="replace")
+                if path.exists()
+                else ""
+            )
             lines = text.splitlines(keepends=True)
-            sound = {entry["step"]: (line, entry["loss"]) for line in lines if (entry := _entry(line)) is not None}
-            kept = [sound.get(step, (_metrics_line(step, math.nan), None)) for step in range(1, steps + 1)]
+            sound = {
+                entry["step"]: (line, entry["loss"])
+                for line in lines
+                if (entry := _entry(line)) is not None
+            }
+            kept = [
+                sound.get(step, (_metrics_line(step, math.nan), None))
+                for step in range(1, steps + 1)
+            ]
             repaired = "".join(line for line, _ in kept)
             if is_first():  # the other processes read the same steps before and after
                 if repaired != "".join(lines[:steps]):
                     lost = sum(step not in sound for step in range(1, steps + 1))
-                    print(f"{path} is repaired: one line for each of {steps} steps, {lost} unknown", file=sys.stderr)
+                    print(
+                        f"{path} is repaired: one line for each of {steps} steps,"
+                        f" {lost} unknown",
+                        file=sys.stderr,
+                    )
                 replace_file(path, repaired)
         except OSError as error:
-            raise ValueError(f"{path} cannot be read and written ({error}); repair that, or copy the folder") from error
+            raise ValueError(
+                f"{path} cannot be read and written ({error}); repair that, or copy the"
+                " folder"
+            ) from error
         return [math.nan if loss is None else float(loss) for _, loss in kept]
 
 
@@ -223,8 +303,14 @@ def _entry(line: str) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
-    if not line.endswith("\n") or not isinstance(entry, dict) or not isinstance(entry.get("monitor", {}), dict):
+    number = lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    if (
+        not line.endswith("\n")
+        or not isinstance(entry, dict)
+        or not isinstance(entry.get("monitor", {}), dict)
+    ):
         return None
     sound = isinstance(entry.get("step"), int) and "loss" in entry
     return entry if sound and (entry["loss"] is None or number(entry["loss"])) else None
@@ -256,7 +342,9 @@ def _read_recipe(described: Any) -> Any:
     """Return the recipe, or its name, that a folder describes."""
     if not isinstance(described, dict):
         return described
-    parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)}
+    parts = {
+        name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)
+    }
     return Recipe(**{**described, **parts})
 
 
@@ -267,9 +355,11 @@ def _metrics_line(step: int, loss: float, report: Any = None) -> str:
 
 
 def export(path: Path, params: Any) -> None:
-    """Write float32 parameters as an `.npz` of arrays with names such as "block_0/qkv/kernel".
+    """Write float32 parameters as an `.npz` of arrays with names such as
+    "block_0/qkv/kernel".
 
-    All processes call it, and the first one writes. The folder is created if it is missing.
+    All processes call it, and the first one writes. The folder is created if it is
+    missing.
 
     Raises:
       ValueError: the path does not end in ".npz", or no file can be written there.
@@ -277,22 +367,34 @@ def export(path: Path, params: Any) -> None:
     check_export(path)
     leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
     temporary = path.with_name(f"partial-{path.name}")
-    arrays: dict[str, Any] = {"/".join(path_names(place)): whole(leaf) for place, leaf in leaves}
+    arrays: dict[str, Any] = {
+        "/".join(path_names(place)): whole(leaf) for place, leaf in leaves
+    }
     if is_first():
         np.savez(temporary, **arrays)
         temporary.replace(path)
 
 
 def check_export(path: Path) -> None:
-    """Create the folder of this path, and raise `ValueError` if `export` cannot write to it."""
+    """Create the folder of this path, and raise `ValueError` if `export` cannot write
+    to it.
+    """
     if path.suffix != ".npz":  # NumPy would append it silently
-        raise ValueError(f"{path} must hold NumPy arrays by name; choose a name that ends in .npz")
+        raise ValueError(
+            f"{path} must hold NumPy arrays by name; choose a name that ends in .npz"
+        )
     if path.is_dir():
-        raise ValueError(f"{path} must be a file of NumPy arrays, but is a folder; choose another name")
+        raise ValueError(
+            f"{path} must be a file of NumPy arrays, but is a folder; choose another"
+            " name"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written, as its folder cannot be made ({error}); choose another") from error
+        raise ValueError(
+            f"{path} cannot be written, as its folder cannot be made ({error}); choose"
+            " another"
+        ) from error
 
 
 def _stored(path: Path) -> dict[str, Any]:
@@ -315,11 +417,16 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _no_run(path: Path, cause: str) -> ValueError:
-    return ValueError(f"{path / CONFIG_FILE} describes no run ({cause}); restore it or start in another folder")
+    return ValueError(
+        f"{path / CONFIG_FILE} describes no run ({cause}); restore it or start in"
+        " another folder"
+    )
 
 
 def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
-    """Return the settings that must be equal to continue a run, with names and the values behind them."""
+    """Return the settings that must be equal to continue a run, with names and the
+    values behind them.
+    """
     fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
     if isinstance(config.recipe, Recipe):
         fields["recipe"] = _describe_recipe(config.recipe)
@@ -334,7 +441,9 @@ def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
 
 
 def _describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a recipe with the class of each nested value: Tensor and Row have the same fields."""
+    """Return the fields of a recipe with the class of each nested value: Tensor and Row
+    have the same fields.
+    """
     fields = dataclasses.asdict(recipe)
     for name, part in _nested(fields):
         part["kind"] = type(getattr(recipe, name)).__name__
@@ -345,11 +454,18 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in fields.items() if isinstance(part, dict)]
 
 
-def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str) -> None:
+def _check_same(
+    path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str
+) -> None:
     old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # The name of a text does not matter if its digest is the same, and a sample is for readers.
-    free = ("config.sample",) if "text" in names else ("config.sample", "config.data", "config.tokenizer")
+    # The name of a text does not matter if its digest is the same, and a sample is for
+    # readers.
+    free = (
+        ("config.sample",)
+        if "text" in names
+        else ("config.sample", "config.data", "config.tokenizer")
+    )
     names = [name for name in names if name not in free]
     # A different name explains every difference behind it.
     for part in ("model", "recipe"):
@@ -361,7 +477,8 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], opti
         names = [name for name in names if name != "family"]
     if names:
         differences = ", ".join(
-            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now"
+            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but"
+            f" {new.get(name)!r} now"
             for name in names
         )
         repair = f"resume with the same settings or choose another {option}"
@@ -372,7 +489,10 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], opti
 
 # Advice: how to convert parameters to the kind that was asked for.
 _CONVERSIONS = {
-    "stored": " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float ones)",
+    "stored": (
+        " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float"
+        " ones)"
+    ),
     "float": " (tcfp_jax.dequantize(params) makes float parameters of stored ones)",
 }
 
@@ -385,15 +505,22 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return flat
 
 
 def _check_unused(path: Path, option: str) -> None:
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file, not a folder; choose another {option}")
+        raise FileExistsError(
+            f"{path} is a file, not a folder; choose another {option}"
+        )
     for name in (METRICS_FILE, CHECKPOINTS):
         if (path / name).exists():
             raise FileExistsError(
-                f"{path / name} belongs to no run that {CONFIG_FILE} describes; choose another {option}"
+                f"{path / name} belongs to no run that {CONFIG_FILE} describes; choose"
+                f" another {option}"
             )

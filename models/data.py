@@ -1,12 +1,14 @@
-"""Your own text to train on: files and folders as bytes, or one NumPy file of token ids.
+"""Your own text to train on: files and folders as bytes, or one NumPy file of token
+ids.
 
     python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
     python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
     python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json     text as ids
     python -m models.train --model FOLDER --data chats.jsonl                                see `models.examples`
 
-Files are in the order of a hash of their names, each text once, and the last twentieth is held out: some of many files,
-or the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
+Files are in the order of a hash of their names, each text once, and the last twentieth
+is held out: some of many files, or the end of one. If a limit is reached, the files
+that stay are a sample of all. Ids keep their order.
 """
 
 import codecs
@@ -23,55 +25,90 @@ IDS_SUFFIX, EXAMPLES_SUFFIX = ".npy", ".jsonl"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 
 
-def check_names(data: Sequence[str], vocabulary: int | None, tokenizer: str | None = None) -> None:
-    """Raise `ValueError` if names of files and a vocabulary do not fit together; nothing is read.
+def check_names(
+    data: Sequence[str], vocabulary: int | None, tokenizer: str | None = None
+) -> None:
+    """Raise `ValueError` if names of files and a vocabulary do not fit together;
+    nothing is read.
 
     >>> check_names(("ids.npy",), 50257)
     """
     if isinstance(data, str) or not all(isinstance(path, str) for path in data):
-        raise ValueError(f"data={data!r} is not a sequence of paths as strings; write data=({str(data)!r},)")
+        raise ValueError(
+            f"data={data!r} is not a sequence of paths as strings; write"
+            f" data=({str(data)!r},)"
+        )
     ids = [path for path in data if path.endswith(IDS_SUFFIX)]
     if ids and len(data) > 1:
-        raise ValueError(f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token ids, or text alone")
+        raise ValueError(
+            f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token"
+            " ids, or text alone"
+        )
     if ids and vocabulary is None:
-        raise ValueError(f"{ids[0]} holds token ids, but no vocabulary is given; set vocabulary to their number")
+        raise ValueError(
+            f"{ids[0]} holds token ids, but no vocabulary is given; set vocabulary to"
+            " their number"
+        )
     if ids and tokenizer is not None:
-        raise ValueError(f"{ids[0]} holds token ids already, and tokenizer={tokenizer!r} is for text; leave it")
+        raise ValueError(
+            f"{ids[0]} holds token ids already, and tokenizer={tokenizer!r} is for"
+            " text; leave it"
+        )
     if vocabulary is not None and not ids and tokenizer is None:
         raise ValueError(
-            f"vocabulary={vocabulary} is for token ids, and text is bytes; leave it, or give one {IDS_SUFFIX} as data"
+            f"vocabulary={vocabulary} is for token ids, and text is bytes; leave it, or"
+            f" give one {IDS_SUFFIX} as data"
         )
     if tokenizer is not None and vocabulary is None:
-        raise ValueError(f"tokenizer={tokenizer!r} without a vocabulary; set it to the tokenizer's number of ids")
+        raise ValueError(
+            f"tokenizer={tokenizer!r} without a vocabulary; set it to the tokenizer's"
+            " number of ids"
+        )
     lines = [path for path in data if path.endswith(EXAMPLES_SUFFIX)]
     if lines and len(lines) < len(data):
-        raise ValueError(f"data={list(data)} is more than {EXAMPLES_SUFFIX}; give such files, or text, alone")
+        raise ValueError(
+            f"data={list(data)} is more than {EXAMPLES_SUFFIX}; give such files, or"
+            " text, alone"
+        )
     if lines and tokenizer is None:
-        raise ValueError(f"{lines[0]} holds documents for a tokenizer; name one, or a model's folder that has one")
+        raise ValueError(
+            f"{lines[0]} holds documents for a tokenizer; name one, or a model's folder"
+            " that has one"
+        )
     if vocabulary is not None and vocabulary < 1:
         raise ValueError(f"vocabulary={vocabulary} must be at least 1")
 
 
-def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit: int = 2**63 - 1) -> Corpus:
+def load_data(
+    data: Sequence[str], *, vocabulary: int | None = None, byte_limit: int = 2**63 - 1
+) -> Corpus:
     """Read text, or map token ids, and hold the last twentieth out.
 
     Args:
-      data: Files and folders of UTF-8 text, without hidden files and files that are not text; or one `.npy` of
-        integers, which is mapped and not read at once.
+      data: Files and folders of UTF-8 text, without hidden files and files that are not
+        text; or one `.npy` of integers, which is mapped and not read at once.
       vocabulary: Number of token ids of an `.npy`.
-      byte_limit: Largest size in bytes of the text or of the array, about; nothing behind it is read.
+      byte_limit: Largest size in bytes of the text or of the array, about; nothing
+        behind it is read.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder holds no text.
-      ValueError: names do not fit together, a path is a device or a pipe, a named file is not text, an array is not a
-        row of integers, an id is out of range, or there are more tokens than an int32 can count.
+      ValueError: names do not fit together, a path is a device or a pipe, a named file
+        is not text, an array is not a row of integers, an id is out of range, or there
+        are more tokens than an int32 can count.
     """
     check_names(data, vocabulary)
     for path in map(Path, data):
         if not path.exists():
-            raise FileNotFoundError(f"data {path} does not exist (looked from {Path.cwd()}); correct the path")
+            raise FileNotFoundError(
+                f"data {path} does not exist (looked from {Path.cwd()}); correct the"
+                " path"
+            )
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"data {path} is a device or a pipe, which may have no end; give files and folders")
+            raise ValueError(
+                f"data {path} is a device or a pipe, which may have no end; give files"
+                " and folders"
+            )
     if vocabulary is not None:
         tokens = _ids(Path(data[0]), vocabulary, byte_limit)
         names, ends = [Path(data[0]).name], np.array([len(tokens)])
@@ -80,34 +117,43 @@ def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit:
         ends = np.cumsum([len(text) for text in texts])
         tokens = np.frombuffer(b"".join(texts), np.uint8)
     if len(tokens) > MOST_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens exceed {MOST_TOKENS}, a run's limit; give less or lower corpus_bytes")
+        raise ValueError(
+            f"{len(tokens)} tokens exceed {MOST_TOKENS}, a run's limit; give less or"
+            " lower corpus_bytes"
+        )
     border = len(tokens) - len(tokens) // HELDOUT_SHARE
     begins = ends - np.diff(ends, prepend=0)
     return Corpus(
-        tokens[:border], tokens[border:],
-        tuple(name for name, begin in zip(names, begins, strict=True) if begin < border),
+        tokens[:border],
+        tokens[border:],
+        tuple(
+            name for name, begin in zip(names, begins, strict=True) if begin < border
+        ),
         tuple(name for name, end in zip(names, ends, strict=True) if end > border),
         1.0 if vocabulary is None else None,
-    )  # fmt: skip
+    )
 
 
 def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
     try:
         ids = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{path} is not an array of numbers ({error}); write one with numpy.save") from error
+        raise ValueError(
+            f"{path} is not an array of numbers ({error}); write one with numpy.save"
+        ) from error
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise ValueError(
-            f"{path} holds {ids.dtype} {list(ids.shape)}, but token ids are a row of integers; save them as uint16 or "
-            "uint32, flattened"
+            f"{path} holds {ids.dtype} {list(ids.shape)}, but token ids are a row of"
+            " integers; save them as uint16 or uint32, flattened"
         )
     ids = ids[: byte_limit // ids.dtype.itemsize]
     if len(ids) and int(ids.min()) < 0:
         raise ValueError(f"{path} has the id {ids.min()}; token ids are not negative")
     if len(ids) and int(ids.max()) >= vocabulary:
         raise ValueError(
-            f"{path} has ids up to {ids.max()}, but vocabulary={vocabulary} and every id must be below it; use "
-            f"vocabulary={int(ids.max()) + 1} or the tokenizer's own"
+            f"{path} has ids up to {ids.max()}, but vocabulary={vocabulary} and every"
+            f" id must be below it; use vocabulary={int(ids.max()) + 1} or the"
+            " tokenizer's own"
         )
     return ids
 
@@ -117,7 +163,10 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
     found: dict[Path, str] = {}
     for root in map(Path, data):
         if root.is_dir():
-            found |= {path: f"{root.name}/{path.relative_to(root).as_posix()}" for path in _visible_files(root)}
+            found |= {
+                path: f"{root.name}/{path.relative_to(root).as_posix()}"
+                for path in _visible_files(root)
+            }
         else:
             found[root] = root.name
     named = {Path(path).resolve() for path in data}
@@ -131,17 +180,22 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
         text = _read_text(path, byte_limit - total)
         if text is None:
             if path.resolve() in named:
-                raise ValueError(f"{path} is not text: not UTF-8 or with zero bytes; give text, or {IDS_SUFFIX} of ids")
+                raise ValueError(
+                    f"{path} is not text: not UTF-8 or with zero bytes; give text, or"
+                    f" {IDS_SUFFIX} of ids"
+                )
             continue
-        if (digest := hashlib.sha256(text).digest()) in seen:  # no copy of a training file is held out
+        # no copy of a training file is held out
+        if (digest := hashlib.sha256(text).digest()) in seen:
             continue
         seen.add(digest)
         texts[path.resolve()] = text + SEPARATOR
         total += len(text) + 1
     if not texts:
         raise FileNotFoundError(
-            f"{', '.join(data)} holds no text: looked recursively at {len(found)} files, hidden ones left out, for "
-            "UTF-8 without zero bytes; name a folder or files with text"
+            f"{', '.join(data)} holds no text: looked recursively at {len(found)}"
+            " files, hidden ones left out, for UTF-8 without zero bytes; name a folder"
+            " or files with text"
         )
     names = {path.resolve(): name for path, name in found.items()}
     return [names[path] for path in texts], list(texts.values())
@@ -149,7 +203,9 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
 
 def _visible_files(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts):
+        if path.is_file() and not any(
+            part.startswith(".") for part in path.relative_to(root).parts
+        ):
             yield path
 
 

@@ -1,12 +1,14 @@
-"""Texts and conversations of JSON lines, as rows of tokens that hold several documents each.
+"""Texts and conversations of JSON lines, as rows of tokens that hold several documents
+each.
 
     {"text": "A whole document."}
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
-Other keys are ignored. A text counts as a whole. Of a conversation, in the words of the model's own chat template, the
-answers of the assistant count, each with the mark that ends it. Rows are filled with the longest document that still
-fits, so that little is padding. A document that is longer than a row goes on in a row of its own, where it does not see
-its beginning.
+Other keys are ignored. A text counts as a whole. Of a conversation, in the words of the
+model's own chat template, the answers of the assistant count, each with the mark that
+ends it. Rows are filled with the longest document that still fits, so that little is
+padding. A document that is longer than a row goes on in a row of its own, where it does
+not see its beginning.
 """
 
 import bisect
@@ -39,31 +41,47 @@ def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> 
     """Read files of JSON lines, and hold every twentieth document out, at least one.
 
     Returns:
-      Parts int32 `[rows, 3, sequence + 1]`: ids; the document of each, 0 for padding; and whether it counts.
+      Parts int32 `[rows, 3, sequence + 1]`: ids; the document of each, 0 for padding;
+        and whether it counts.
 
     Raises:
       FileNotFoundError: a file does not exist.
       ValueError: a line is not such an object, or there are fewer than two documents.
     """
-    found: dict[str, Example] = {}  # by content, so that no copy of a document is held out
+    # By content, so that no copy of a document is held out
+    found: dict[str, Example] = {}
     for path in map(Path, paths):
         if not path.is_file():
-            raise FileNotFoundError(f"data {path} does not exist (looked from {Path.cwd()}); correct the path")
+            raise FileNotFoundError(
+                f"data {path} does not exist (looked from {Path.cwd()}); correct the"
+                " path"
+            )
         lines = path.read_bytes().splitlines()
-        for number, line in enumerate(tqdm(lines, path.name, unit=" lines", leave=False, delay=3), 1):
+        for number, line in enumerate(
+            tqdm(lines, path.name, unit=" lines", leave=False, delay=3), 1
+        ):
             if line.strip():
                 try:
                     found[line.decode("utf-8")] = example(json.loads(line), tokenizer)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
     if len(found) < 2:
-        raise ValueError(f"{', '.join(paths)} holds {len(found)} document(s), and one is held out; give at least 2")
+        raise ValueError(
+            f"{', '.join(paths)} holds {len(found)} document(s), and one is held out;"
+            " give at least 2"
+        )
     order = sorted(found, key=stable_hash)
     held = max(1, len(order) // HELDOUT_SHARE)
     parts = [[found[name] for name in names] for names in (order[held:], order[:held])]
     train, heldout = (packed(part, sequence + 1) for part in parts)
     counted = int(heldout[:, COUNTED].sum())
-    return Corpus(train, heldout, tuple(paths), tuple(paths), sum(one.size for one in parts[1]) / counted)
+    return Corpus(
+        train,
+        heldout,
+        tuple(paths),
+        tuple(paths),
+        sum(one.size for one in parts[1]) / counted,
+    )
 
 
 def example(line: Any, tokenizer: Tokenizer) -> Example:
@@ -72,13 +90,24 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
     Raises:
       ValueError: it is not one of the two forms, or nothing of it counts.
     """
-    keys = [key for key in ("text", "messages") if isinstance(line, Mapping) and key in line]
+    keys = [
+        key for key in ("text", "messages") if isinstance(line, Mapping) and key in line
+    ]
     if len(keys) != 1:
         has = sorted(line) if isinstance(line, Mapping) else type(line).__name__
-        raise ValueError(f'a line is an object with either "text" or "messages", and this one has {has}')
-    made = _text(line["text"], tokenizer) if keys == ["text"] else _chat(line["messages"], tokenizer)
+        raise ValueError(
+            'a line is an object with either "text" or "messages", and this one has'
+            f" {has}"
+        )
+    made = (
+        _text(line["text"], tokenizer)
+        if keys == ["text"]
+        else _chat(line["messages"], tokenizer)
+    )
     if not made.counted[1:].any():
-        raise ValueError(f"{keys[0]!r} has no token to learn; give at least two tokens, or an answer")
+        raise ValueError(
+            f"{keys[0]!r} has no token to learn; give at least two tokens, or an answer"
+        )
     return made
 
 
@@ -109,18 +138,29 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a list with at least one message')
     for place, one in enumerate(messages):
-        if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in ("role", "content")):
-            raise ValueError(f'message {place} must be an object whose "role" and "content" are strings')
+        if not isinstance(one, dict) or not all(
+            isinstance(one.get(name), str) for name in ("role", "content")
+        ):
+            raise ValueError(
+                f'message {place} must be an object whose "role" and "content" are'
+                " strings"
+            )
     if not any(one["role"] == "assistant" for one in messages):
-        raise ValueError('no message has the role "assistant", whose answers are learned')
+        raise ValueError(
+            'no message has the role "assistant", whose answers are learned'
+        )
     return messages
 
 
-def answers(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as text, and where the answers of the assistant begin and end in it.
+def answers(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation as text, and where the answers of the assistant begin and
+    end in it.
 
-    An answer begins where the template asks for it, and ends where the template has closed it. Some templates write an
-    answer differently if it is the last one, so its end is found by its content.
+    An answer begins where the template asks for it, and ends where the template has
+    closed it. Some templates write an answer differently if it is the last one, so its
+    end is found by its content.
 
     Raises:
       ValueError: the template changes the content of an answer.
@@ -129,25 +169,36 @@ def answers(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> tupl
     for place, one in enumerate(messages):
         if one["role"] != "assistant":
             continue
-        content, asked = one["content"].strip(), tokenizer.rendered(messages[:place], opened=True)
+        content, asked = (
+            one["content"].strip(),
+            tokenizer.rendered(messages[:place], opened=True),
+        )
         alone = tokenizer.rendered(messages[: place + 1])
         closing = alone[alone.rfind(content) + len(content) :]
-        begin = whole.find(content + closing, max(seen, len(asked) if whole.startswith(asked) else 0))
+        begin = whole.find(
+            content + closing, max(seen, len(asked) if whole.startswith(asked) else 0)
+        )
         if content not in alone or begin < 0:
-            raise ValueError(f'the chat template changes the content of message {place}; give it as {{"text": ...}}')
+            raise ValueError(
+                f"the chat template changes the content of message {place}; give it as"
+                ' {"text": ...}'
+            )
         seen = begin + len(content + closing)
         spans.append((len(asked) if whole.startswith(asked) else begin, seen))
     return whole, spans
 
 
 def packed(examples: Sequence[Example], length: int) -> np.ndarray:
-    """Return documents in rows, int32 `[rows, 3, length]`; planes are `TOKENS`, `DOCUMENTS` and `COUNTED`.
+    """Return documents in rows, int32 `[rows, 3, length]`; planes are `TOKENS`,
+    `DOCUMENTS` and `COUNTED`.
 
     >>> one = Example(np.array([7, 8, 9]), np.array([False, True, True]), 2)
     >>> packed([one, one], 6)[0].tolist()
     [[7, 8, 9, 7, 8, 9], [1, 1, 1, 2, 2, 2], [0, 1, 1, 0, 1, 1]]
     """
-    pieces = sorted((p for one in examples for p in _pieces(one, length)), key=lambda p: -len(p.ids))
+    pieces = sorted(
+        (p for one in examples for p in _pieces(one, length)), key=lambda p: -len(p.ids)
+    )
     rows: list[list[Example]] = []
     room: list[tuple[int, int]] = []  # (free places, row), sorted
     for piece in pieces:
@@ -168,7 +219,9 @@ def packed(examples: Sequence[Example], length: int) -> np.ndarray:
 
 
 def _pieces(one: Example, length: int) -> Iterator[Example]:
-    """Yield a document in parts that fit a row and have a token that counts; each begins with the last one's end."""
+    """Yield a document in parts that fit a row and have a token that counts; each
+    begins with the last one's end.
+    """
     for begin in range(0, max(1, len(one.ids) - 1), length - 1):
         counted = one.counted[begin : begin + length].copy()
         counted[0] = False

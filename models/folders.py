@@ -52,47 +52,68 @@ def _described(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a config.json ({error}); copy the model's own") from error
+        raise ValueError(
+            f"{path} is not a config.json ({error}); copy the model's own"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} instead of an object; copy the model's own")
+        raise ValueError(
+            f"{path} holds a {type(found).__name__} instead of an object; copy the"
+            " model's own"
+        )
     return found
 
 
 def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
-    """Return the parameters in a folder, float32 on the host, as a tree of these shapes.
+    """Return the parameters in a folder, float32 on the host, as a tree of these
+    shapes.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, weights are quantized, or they are those of another model.
+      ValueError: a file is damaged, weights are quantized, or they are those of another
+        model.
     """
     _, arrays, _ = safetensors.read(folder, "float")
     params = from_huggingface(arrays, config)["params"]
     found, wanted = leaves(params), leaves(shapes)
     for name in sorted({*found, *wanted}):
         shape = tuple(getattr(found.get(name), "shape", ()))
-        if name not in found or name not in wanted or shape != tuple(wanted[name].shape):
+        if (
+            name not in found
+            or name not in wanted
+            or shape != tuple(wanted[name].shape)
+        ):
             asked = list(wanted[name].shape) if name in wanted else "none"
             raise ValueError(
-                f"{folder} has {name!r} of shape {list(shape)}, and its config.json and tokenizer ask for {asked}; "
-                "copy all files of one model"
+                f"{folder} has {name!r} of shape {list(shape)}, and its config.json and"
+                f" tokenizer ask for {asked}; copy all files of one model"
             )
     return params
 
 
 def check_folder(folder: Path, config: object, start: str | None) -> None:
-    """Raise `ValueError` if `write_folder` cannot write a model of this size and start there."""
+    """Raise `ValueError` if `write_folder` cannot write a model of this size and start
+    there.
+    """
     if type(config) is not LlamaConfig:
         raise ValueError(
-            f"{folder} would be a folder of Hugging Face, which is for Llamas; choose a name that ends in .npz"
+            f"{folder} would be a folder of Hugging Face, which is for Llamas; choose a"
+            " name that ends in .npz"
         )
     if start is None or not is_folder(start):
         llama_dict(replace(config, lora=0))
     elif folder.resolve() == Path(start).resolve():
-        raise ValueError(f"{folder} is the folder that the run starts from; choose another")
+        raise ValueError(
+            f"{folder} is the folder that the run starts from; choose another"
+        )
 
 
 def write_folder(
-    folder: Path, params: Mapping[str, Any], config: LlamaConfig, form: Form, source: Path | None, tokenizer: str | None
+    folder: Path,
+    params: Mapping[str, Any],
+    config: LlamaConfig,
+    form: Form,
+    source: Path | None,
+    tokenizer: str | None,
 ) -> None:
     """Write a model as a folder that Transformers and vLLM read.
 
@@ -100,25 +121,37 @@ def write_folder(
       folder: The folder to write; it is made if it is missing.
       params: Float parameters.
       config: Size of the model.
-      form: "bf16"; "fp8" has E4M3 weights with a scale for each output channel, and asks engines to round
-        activations as well; "nvfp4" has weights of 4.5 bits.
-      source: Folder of which the run started, whose `config.json` is copied; None describes a Llama.
+      form: "bf16"; "fp8" has E4M3 weights with a scale for each output channel, and
+        asks engines to round activations as well; "nvfp4" has weights of 4.5 bits.
+      source: Folder of which the run started, whose `config.json` is copied; None
+        describes a Llama.
       tokenizer: A `tokenizer.json`, which is copied with the files that belong to it.
 
     Raises:
       ValueError: the size is not a Llama, and there is no source.
     """
     found = llama_dict(config) if source is None else _described(source)
-    found = {name: value for name, value in found.items() if name not in ("quantization_config", "dtype")}
+    found = {
+        name: value
+        for name, value in found.items()
+        if name not in ("quantization_config", "dtype")
+    }
     found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
-    tensors = to_huggingface(jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16)
+    tensors = to_huggingface(
+        jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if form == "bf16":
         safetensors.write(folder / safetensors.FILE, tensors, {"format": "pt"})
         (folder / safetensors.INDEX).unlink(missing_ok=True)
         (folder / safetensors.CONFIG).write_text(json.dumps(found, indent=2) + "\n")
     else:
-        save_compressed(folder, tensors, config=found, activations="float8" if form == "fp8" else "bfloat16")
+        save_compressed(
+            folder,
+            tensors,
+            config=found,
+            activations="float8" if form == "fp8" else "bfloat16",
+        )
     if tokenizer is not None:
         for name in COMPANIONS:
             if (path := Path(tokenizer).with_name(name)).is_file():

@@ -1,14 +1,16 @@
-"""A decoder-only Transformer on bytes, with GPT-2's architecture: pre-LN, learned positions, tied head.
+"""A decoder-only Transformer on bytes, with GPT-2's architecture: pre-LN, learned
+positions, tied head.
 
     x = E[token] + P[position]
     x = x + attention(LN(x));  x = x + W_2 gelu(W_1 LN(x))      (layers times)
     logits = LN(x) Eᵀ
 
-Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, whose recipe decides how it multiplies.
-With the recipe None it is Flax's `Dense` with the same parameters, which can be converted. Embeddings, LayerNorm,
-attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8 recipe. Tokens
-are bytes, so only 256 of `gpt2`'s 50304 embedding rows are used. The others give it GPT-2's 124M parameters and the
-cost of its head.
+Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, whose
+recipe decides how it multiplies. With the recipe None it is Flax's `Dense` with the
+same parameters, which can be converted. Embeddings, LayerNorm, attention and the tied
+head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8
+recipe. Tokens are bytes, so only 256 of `gpt2`'s 50304 embedding rows are used. The
+others give it GPT-2's 124M parameters and the cost of its head.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
@@ -33,15 +35,16 @@ class GPTConfig:
     """Size of a `GPT`.
 
     Attributes:
-      layers, width, heads: Number of blocks, model dimension d, attention heads (d / heads values each).
+      layers, width, heads: Number of blocks, model dimension d, attention heads (d /
+        heads values each).
       context: Longest sequence.
       vocabulary: Rows of the embedding table, at least 256.
-      attention: Argument of `models.attention.causal_attention`: "products" repeats bit for bit everywhere, flash
-        attention is faster.
+      attention: Argument of `models.attention.causal_attention`: "products" repeats bit
+        for bit everywhere, flash attention is faster.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide the width, the vocabulary is below 256, or the attention is
-        unknown.
+      ValueError: a size is below 1, heads do not divide the width, the vocabulary is
+        below 256, or the attention is unknown.
     """
 
     layers: int
@@ -55,11 +58,20 @@ class GPTConfig:
         if min(self.layers, self.width, self.heads, self.context) < 1:
             raise ValueError(f"{self} has a size below 1; every size must be positive")
         if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
+            raise ValueError(
+                f"heads={self.heads} does not divide width={self.width}; choose a"
+                " divisor"
+            )
         if self.vocabulary < BYTES:
-            raise ValueError(f"vocabulary={self.vocabulary} is below the {BYTES} byte values; raise it")
+            raise ValueError(
+                f"vocabulary={self.vocabulary} is below the {BYTES} byte values;"
+                " raise it"
+            )
         if self.attention not in get_args(Attention):
-            raise ValueError(f"attention={self.attention!r} is unknown; use one of {list(get_args(Attention))}")
+            raise ValueError(
+                f"attention={self.attention!r} is unknown; use one of"
+                f" {list(get_args(Attention))}"
+            )
 
     @property
     def head_size(self) -> int:
@@ -82,10 +94,11 @@ MODELS = {
 class ByteEmbedding(nn.Embed):
     """`nn.Embed` with the same parameter, whose lookup and head are products.
 
-    The lookup multiplies by one-hot rows, which is exact. Its backward pass is a product, too. `nn.Embed` has a
-    scatter-add there, whose float atomics on a GPU add in a different order each time and would break bit-for-bit
-    resuming. It reads only the first 256 rows, so tokens must be bytes. `attend` multiplies in `dtype` and keeps the
-    float32 sums.
+    The lookup multiplies by one-hot rows, which is exact. Its backward pass is a
+    product, too. `nn.Embed` has a scatter-add there, whose float atomics on a GPU add
+    in a different order each time and would break bit-for-bit resuming. It reads only
+    the first 256 rows, so tokens must be bytes. `attend` multiplies in `dtype` and
+    keeps the float32 sums.
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -96,7 +109,9 @@ class ByteEmbedding(nn.Embed):
     def attend(self, query: jax.Array) -> jax.Array:
         """Return logits `[..., num_embeddings]`, float32, of `[..., features]`."""
         table = jnp.asarray(self.embedding, self.dtype)
-        return jnp.dot(query.astype(table.dtype), table.T, preferred_element_type=jnp.float32)
+        return jnp.dot(
+            query.astype(table.dtype), table.T, preferred_element_type=jnp.float32
+        )
 
 
 class Block(nn.Module):
@@ -112,31 +127,45 @@ class Block(nn.Module):
         config, width, x = self.config, self.config.width, split_batch(x)
         batch, positions, _ = x.shape
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
-        q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
+        q, k, v = jnp.split(
+            qkv.reshape(batch, positions, 3 * config.heads, width // config.heads),
+            3,
+            axis=2,
+        )
         attended = causal_attention(q, k, v, config.attention).reshape(x.shape)
         x = x + self._dense("projection", width, scaled="residual")(attended)
         hidden = self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x))
-        # Recomputed in the backward pass, which takes one pass over memory; a kept tanh would take three.
+        # Recomputed in the backward pass, which takes one pass over memory; a kept tanh
+        # would take three.
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
-    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
-        # GPT-2: layers that write to the residual stream start smaller, so that its variance does not grow with depth.
+    def _dense(
+        self,
+        name: str,
+        features: int,
+        *,
+        scaled: Literal["plain", "residual"] = "plain",
+    ) -> nn.Dense:
+        # GPT-2: layers that write to the residual stream start smaller, so that its
+        # variance does not grow with depth.
         deviation = initial_deviation(self.config.width)
         if scaled == "residual":
             deviation /= (2 * self.config.layers) ** 0.5
         normal = nn.initializers.normal(deviation)
         options: Any = dict(dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
         return (
-            nn.Dense(features, **options) if self.recipe is None else TCFPDense(features, recipe=self.recipe, **options)
+            nn.Dense(features, **options)
+            if self.recipe is None
+            else TCFPDense(features, recipe=self.recipe, **options)
         )
 
 
 class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
-    With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
-    positions]`.
+    With `targets`, integers `[batch, positions]`, the result is the cross-entropy of
+    each, float32 `[batch, positions]`.
 
     Attributes:
       config: The size.
@@ -152,21 +181,37 @@ class GPT(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-        """Predict the byte after each position, or return the loss of the prediction."""
+    def __call__(
+        self, tokens: jax.Array, targets: jax.Array | None = None
+    ) -> jax.Array:
+        """Predict the byte after each position, or return the loss of the
+        prediction.
+        """
         config = self.config
         if self.dtype not in get_args(ComputeDtype):
-            raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
+            raise ValueError(
+                f"dtype={self.dtype!r} is unknown; use one of"
+                f" {list(get_args(ComputeDtype))}"
+            )
         if tokens.shape[-1] > config.context:
             raise ValueError(
-                f"{tokens.shape[-1]} positions exceed the model's context of {config.context}; shorten the sequence"
+                f"{tokens.shape[-1]} positions exceed the model's context of"
+                f" {config.context}; shorten the sequence"
             )
         normal = nn.initializers.normal(initial_deviation(config.width))
         embedding = ByteEmbedding(
-            config.vocabulary, config.width, dtype=jnp.dtype(self.dtype), embedding_init=normal, name="embedding"
+            config.vocabulary,
+            config.width,
+            dtype=jnp.dtype(self.dtype),
+            embedding_init=normal,
+            name="embedding",
         )
-        positions = self.param("positions", normal, (config.context, config.width), jnp.float32)
-        x = split_batch(embedding(tokens)) + positions[: tokens.shape[-1]].astype(self.dtype)
+        positions = self.param(
+            "positions", normal, (config.context, config.width), jnp.float32
+        )
+        x = split_batch(embedding(tokens)) + positions[: tokens.shape[-1]].astype(
+            self.dtype
+        )
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
         logits = embedding.attend(_normalize("final_norm", x))
@@ -174,7 +219,8 @@ class GPT(nn.Module):
 
 
 def initial_deviation(width: int) -> float:
-    """Return the standard deviation of initial weights: GPT-2's 0.02 at width 768, and as 1/sqrt(width).
+    """Return the standard deviation of initial weights: GPT-2's 0.02 at width 768, and
+    as 1/sqrt(width).
 
     >>> initial_deviation(768)
     0.02
@@ -184,4 +230,6 @@ def initial_deviation(width: int) -> float:
 
 def _normalize(name: str, x: jax.Array) -> jax.Array:
     """Apply LayerNorm in float32, and return the dtype of x."""
-    return nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name=name)(x.astype(jnp.float32)).astype(x.dtype)
+    return nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name=name)(
+        x.astype(jnp.float32)
+    ).astype(x.dtype)

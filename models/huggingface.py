@@ -5,8 +5,9 @@
     tensors, found = load_compressed("folder")
     variables = from_huggingface(tensors, llama_config(found))        # of Llama(llama_config(found))
 
-Torch's matrices are `[out, in]`, one per layer; ours are `[in, out]` in a stack of all layers. Rotary positions turn
-the same pairs in both. Gemma's files hold the scale of a norm less 1. `models.hf_configs` reads the configuration.
+Torch's matrices are `[out, in]`, one per layer; ours are `[in, out]` in a stack of all
+layers. Rotary positions turn the same pairs in both. Gemma's files hold the scale of a
+norm less 1. `models.hf_configs` reads the configuration.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,15 @@ from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
 from tcfp_jax.weights.stored import Stored
 
-__all__ = ["FUSED", "NORMS", "PROJECTIONS", "from_huggingface", "llama_config", "llama_dict", "to_huggingface"]
+__all__ = [
+    "FUSED",
+    "NORMS",
+    "PROJECTIONS",
+    "from_huggingface",
+    "llama_config",
+    "llama_dict",
+    "to_huggingface",
+]
 
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -34,18 +43,34 @@ PROJECTIONS = {
 }
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {
-    "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
-}  # fmt: skip
-# Engines multiply these as one matrix, so they share scales, as in `quantize_params(..., fused=FUSED)`.
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+# Engines multiply these as one matrix, so they share scales, as in
+# `quantize_params(..., fused=FUSED)`.
 FUSED = (("query", "key", "value"), ("gate", "up"))
-_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Scales of activations and cache that an engine may round, and both stay bfloat16 here; frequencies of old files.
-_UNREAD = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale", ".rotary_emb.inv_freq")
+_EMBEDDING, _FINAL_NORM, _HEAD = (
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)
+# Scales of activations and cache that an engine may round, and both stay bfloat16 here;
+# frequencies of old files.
+_UNREAD = (
+    ".input_global_scale",
+    ".input_scale",
+    ".k_scale",
+    ".v_scale",
+    ".rotary_emb.inv_freq",
+)
 
 
 def vectors(config: LlamaConfig) -> dict[tuple[str, str], str]:
-    """Return Transformers' names of the norms and biases of a layer, by layer and parameter here."""
+    """Return Transformers' names of the norms and biases of a layer, by layer and
+    parameter here.
+    """
     norms = dict(_AFTER if config.post_norms == "on" else NORMS)
     if config.qk_norm == "heads":
         norms |= dict(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
@@ -56,12 +81,16 @@ def vectors(config: LlamaConfig) -> dict[tuple[str, str], str]:
 
 
 def to_huggingface(
-    variables: Mapping[str, Any], config: LlamaConfig, scaling: Scaling | None = None, dtype: DTypeLike = jnp.bfloat16
+    variables: Mapping[str, Any],
+    config: LlamaConfig,
+    scaling: Scaling | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> dict[str, Any]:
     """Return the tensors of a Llama by Transformers' names.
 
     Args:
-      variables: Float parameters, or `{"params": ..., "tcfp": ...}` of `quantize_params(..., fused=FUSED)`.
+      variables: Float parameters, or `{"params": ..., "tcfp": ...}` of
+        `quantize_params(..., fused=FUSED)`.
       config: Size of the model.
       scaling: Quantizes the float matrices of the layers, q with k and v, gate with up.
       dtype: Dtype of tensors that stay float.
@@ -78,49 +107,84 @@ def to_huggingface(
     tensors[_FINAL_NORM] = params["final_norm"]["scale"] - config.norm_offset
     if config.head == "untied":
         head = find(stored, ["head", "kernel"])
-        tensors[_HEAD] = params["head"]["kernel"].T if head is None else head.for_forward("hi")
+        tensors[_HEAD] = (
+            params["head"]["kernel"].T if head is None else head.for_forward("hi")
+        )
     matrices: dict[str, Any] = {}
     for group in (*FUSED, ("output",), ("down",)):
         held = {name: find(stored, ["layers", name, "kernel"]) for name in group}
-        floats = {n: jnp.swapaxes(layers[n]["kernel"], -1, -2) for n, weight in held.items() if weight is None}
+        floats = {
+            n: jnp.swapaxes(layers[n]["kernel"], -1, -2)
+            for n, weight in held.items()
+            if weight is None
+        }
         if scaling is not None and len(floats) < len(group):
-            raise ValueError(f"scaling={scaling}, but {group} are quantized already; leave it out")
-        matrices |= {name: _stack(weight.for_forward("hi")) for name, weight in held.items() if weight is not None}
+            raise ValueError(
+                f"scaling={scaling}, but {group} are quantized already; leave it out"
+            )
+        matrices |= {
+            name: _stack(weight.for_forward("hi"))
+            for name, weight in held.items()
+            if weight is not None
+        }
         matrices |= floats if scaling is None else quantize_together(floats, scaling)
-    # On the host, because each slice of a layer on a device would compile a program of its own.
+    # On the host, because each slice of a layer on a device would compile a program of
+    # its own.
     matrices, layers = jax.device_get((matrices, layers))
     for layer in range(config.layers):
-        one = lambda stack, layer=layer: jax.tree.map(lambda leaf: leaf[layer, ...], stack)
+        one = lambda stack, layer=layer: jax.tree.map(
+            lambda leaf: leaf[layer, ...], stack
+        )
         place = f"model.layers.{layer}"
-        tensors |= {f"{place}.{theirs}.weight": one(matrices[ours]) for ours, theirs in PROJECTIONS.items()}
+        tensors |= {
+            f"{place}.{theirs}.weight": one(matrices[ours])
+            for ours, theirs in PROJECTIONS.items()
+        }
         for (ours, kind), theirs in vectors(config).items():
-            tensors[f"{place}.{theirs}"] = one(layers[ours][kind]) - (config.norm_offset if kind == "scale" else 0)
-    return {name: t if isinstance(t, Operand) else np.asarray(t).astype(dtype) for name, t in tensors.items()}
+            tensors[f"{place}.{theirs}"] = one(layers[ours][kind]) - (
+                config.norm_offset if kind == "scale" else 0
+            )
+    return {
+        name: t if isinstance(t, Operand) else np.asarray(t).astype(dtype)
+        for name, t in tensors.items()
+    }
 
 
 def _stack(weight: Operand) -> Operand:
-    """Return a stack of matrices; `find_weights` makes a matrix of a stack of one layer."""
-    return weight if weight.values.ndim == 3 else jax.tree.map(lambda leaf: leaf[None, ...], weight)
+    """Return a stack of matrices; `find_weights` makes a matrix of a stack of one
+    layer.
+    """
+    return (
+        weight
+        if weight.values.ndim == 3
+        else jax.tree.map(lambda leaf: leaf[None, ...], weight)
+    )
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """Return the variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with quantized weights.
+    """Return the variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with quantized
+    weights.
 
     Args:
-      tensors: Arrays and `Stored` weights by Transformers' names, as `load_compressed` returns them. Scales of
-        activations and of the cache are left out, because both stay float here.
+      tensors: Arrays and `Stored` weights by Transformers' names, as `load_compressed`
+        returns them. Scales of activations and of the cache are left out, because both
+        stay float here.
       config: Size of the model, `llama_config` of its `config.json`.
 
     Raises:
-      ValueError: a tensor is unknown or missing, or layers store a weight in different ways.
+      ValueError: a tensor is unknown or missing, or layers store a weight in different
+        ways.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)
+    }
     variables: dict[str, Any] = {"params": {}, "tcfp": {}}
 
     def take(name: str) -> Any:
         if name not in tensors:
             raise ValueError(
-                f"{name} is missing among {sorted(tensors)[:4]} and more; pass the tensors of a whole Llama"
+                f"{name} is missing among {sorted(tensors)[:4]} and more; pass the"
+                " tensors of a whole Llama"
             )
         found = tensors.pop(name)
         return found if isinstance(found, Stored) else np.asarray(found, np.float32)
@@ -131,28 +195,53 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
         elif names[-1] == "kernel":
             put(variables["tcfp"], names, value)
             if find(variables["params"], names[:-1]) is None:
-                put(variables["params"], names[:-1], {})  # Flax knows a layer by its parameters
+                # Flax knows a layer by its parameters
+                put(variables["params"], names[:-1], {})
         else:
-            raise ValueError(f"{'/'.join(names)} is quantized, but no product reads it; keep it float")
+            raise ValueError(
+                f"{'/'.join(names)} is quantized, but no product reads it; keep it"
+                " float"
+            )
 
-    turned = lambda value: value if isinstance(value, Stored) else np.swapaxes(value, -1, -2)
+    turned = lambda value: (
+        value if isinstance(value, Stored) else np.swapaxes(value, -1, -2)
+    )
     hold(["embedding", "embedding"], take(_EMBEDDING))
     hold(["final_norm", "scale"], take(_FINAL_NORM) + np.float32(config.norm_offset))
     if config.head == "untied":
         hold(["head", "kernel"], turned(take(_HEAD)))
     for (ours, kind), theirs in vectors(config).items():
-        held = [take(f"model.layers.{layer}.{theirs}") for layer in range(config.layers)]
+        held = [
+            take(f"model.layers.{layer}.{theirs}") for layer in range(config.layers)
+        ]
         if any(isinstance(one, Stored) for one in held):
-            raise ValueError(f"{theirs} is quantized, but no product reads it; keep it float")
-        hold(["layers", ours, kind], np.stack(held) + np.float32(config.norm_offset if kind == "scale" else 0))
+            raise ValueError(
+                f"{theirs} is quantized, but no product reads it; keep it float"
+            )
+        hold(
+            ["layers", ours, kind],
+            np.stack(held) + np.float32(config.norm_offset if kind == "scale" else 0),
+        )
     for ours, theirs in PROJECTIONS.items():
-        held = [take(f"model.layers.{layer}.{theirs}.weight") for layer in range(config.layers)]
+        held = [
+            take(f"model.layers.{layer}.{theirs}.weight")
+            for layer in range(config.layers)
+        ]
         if len({str(jax.tree.structure(one)) for one in held}) > 1:
-            raise ValueError(f"the layers store {theirs} in different ways, but a stack has one; quantize them alike")
+            raise ValueError(
+                f"the layers store {theirs} in different ways, but a stack has one;"
+                " quantize them alike"
+            )
         joined = jnp.stack if isinstance(held[0], Stored) else np.stack
-        hold(["layers", ours, "kernel"], turned(jax.tree.map(lambda *leaves, joined=joined: joined(leaves), *held)))
+        hold(
+            ["layers", ours, "kernel"],
+            turned(jax.tree.map(lambda *leaves, joined=joined: joined(leaves), *held)),
+        )
     if config.head == "tied":
         tensors.pop(_HEAD, None)  # some files hold the embedding twice
     if tensors:
-        raise ValueError(f"{sorted(tensors)[:4]} are no tensors of a Llama of this size; pass the model's own config")
+        raise ValueError(
+            f"{sorted(tensors)[:4]} are no tensors of a Llama of this size; pass the"
+            " model's own config"
+        )
     return variables if variables["tcfp"] else {"params": variables["params"]}

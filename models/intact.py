@@ -1,4 +1,6 @@
-"""A folder that one run writes at a time, and files that are read only if they have not changed."""
+"""A folder that one run writes at a time, and files that are read only if they have not
+changed.
+"""
 
 import fcntl
 import hashlib
@@ -20,7 +22,8 @@ LOCK_FILE, DIGESTS_FILE, VERSION_FILE = "lock", "digests.json", "versions.json"
 
 
 def lock(folder: Path) -> TextIO:
-    """Return the open lock file of a folder; the lock ends when it is closed or its process dies.
+    """Return the open lock file of a folder; the lock ends when it is closed or its
+    process dies.
 
     Raises:
       ValueError: another process, or another run of this one, holds the lock.
@@ -32,9 +35,14 @@ def lock(folder: Path) -> TextIO:
         file.seek(0)
         holder = file.read(200).strip() or "another process"
         file.close()
-        raise ValueError(f"{holder} writes {folder}; wait until it ends, or choose another folder") from error
+        raise ValueError(
+            f"{holder} writes {folder}; wait until it ends, or choose another folder"
+        ) from error
     except OSError as error:  # some network file systems have no locks
-        warnings.warn(f"{folder} cannot be locked ({error}); start no second run in it", stacklevel=2)
+        warnings.warn(
+            f"{folder} cannot be locked ({error}); start no second run in it",
+            stacklevel=2,
+        )
     file.truncate(0)
     file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
     file.flush()
@@ -42,20 +50,25 @@ def lock(folder: Path) -> TextIO:
 
 
 def write_digests(folder: Path) -> None:
-    """Write the library's version, and the BLAKE2 digest of every file below a folder, into it.
+    """Write the library's version, and the BLAKE2 digest of every file below a folder,
+    into it.
 
-    All processes call this together. Files, not arrays: so a damaged index is seen too, and any mesh can check what
-    another one wrote.
+    All processes call this together. Files, not arrays: so a damaged index is seen too,
+    and any mesh can check what another one wrote.
     """
     if is_first():
-        write_json(folder / VERSION_FILE, {"tcfp_jax": tcfp_jax.__version__, "jax": jax.__version__})
+        write_json(
+            folder / VERSION_FILE,
+            {"tcfp_jax": tcfp_jax.__version__, "jax": jax.__version__},
+        )
     found = _digests(folder, json.loads(of_first(lambda: json.dumps(_names(folder)))))
     if is_first():
         write_json(folder / DIGESTS_FILE, found)
 
 
 def check_digests(folder: Path) -> bool:
-    """Return whether the files of a folder have digests, after a comparison; all processes call this together.
+    """Return whether the files of a folder have digests, after a comparison; all
+    processes call this together.
 
     Raises:
       ValueError: a file is missing or has changed, or the digests cannot be read.
@@ -63,7 +76,9 @@ def check_digests(folder: Path) -> bool:
     if not json.loads(of_first(lambda: json.dumps((folder / DIGESTS_FILE).exists()))):
         return False
     try:
-        wanted = json.loads(of_first(lambda: (folder / DIGESTS_FILE).read_text(encoding="utf-8")))
+        wanted = json.loads(
+            of_first(lambda: (folder / DIGESTS_FILE).read_text(encoding="utf-8"))
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{DIGESTS_FILE} is not JSON") from error
     if not isinstance(wanted, dict) or not wanted:
@@ -72,7 +87,9 @@ def check_digests(folder: Path) -> bool:
     for name, digest in wanted.items():
         if found[name] != digest:
             raise ValueError(
-                f"{name} is missing" if found[name] is None else f"{name} has changed since it was written"
+                f"{name} is missing"
+                if found[name] is None
+                else f"{name} has changed since it was written"
             )
     return True
 
@@ -84,31 +101,50 @@ def versions(folder: Path) -> str:
         found = ", ".join(f"{name} {written[name]}" for name in ("tcfp_jax", "jax"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         found = "unknown versions"
-    return f"{found} wrote it, tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} read it"
+    return (
+        f"{found} wrote it, tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__}"
+        " read it"
+    )
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the digests of files, None for one that cannot be read; each process reads its share."""
+    """Return the digests of files, None for one that cannot be read; each process reads
+    its share.
+    """
     own = names[jax.process_index() :: jax.process_count()]
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
-        found = dict(zip(own, pool.map(lambda name: _digest(folder / name), own), strict=True))
-    return {name: digest for text in gather(json.dumps(found)) for name, digest in json.loads(text).items()}
+        found = dict(
+            zip(own, pool.map(lambda name: _digest(folder / name), own), strict=True)
+        )
+    return {
+        name: digest
+        for text in gather(json.dumps(found))
+        for name, digest in json.loads(text).items()
+    }
 
 
 def _digest(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return hashlib.file_digest(
+                file, lambda: hashlib.blake2b(digest_size=16)
+            ).hexdigest()
     except (OSError, ValueError):  # ValueError: a damaged name with a zero byte
         return None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` so that a reader sees the old file or the new one, never a part."""
+    """Write `content` so that a reader sees the old file or the new one, never a
+    part.
+    """
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 

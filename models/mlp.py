@@ -1,4 +1,6 @@
-"""Multi-layer perceptrons of `TCFPDense` layers: a classifier, and the two-layer block that benchmarks time."""
+"""Multi-layer perceptrons of `TCFPDense` layers: a classifier, and the two-layer block
+that benchmarks time.
+"""
 
 from typing import Literal, get_args
 
@@ -15,8 +17,8 @@ Activation = Literal["gelu", "relu"]
 class MLP(nn.Module):
     """`y = W_L gelu(... gelu(W_1 x))`: `[..., k]` to `[..., features[-1]]`.
 
-    `features=(d_ff, d)` is a Transformer's MLP block, which benchmarks of training steps use; `features=(256, 256, 10)`
-    classifies scikit-learn's 8 x 8 digits.
+    `features=(d_ff, d)` is a Transformer's MLP block, which benchmarks of training
+    steps use; `features=(256, 256, 10)` classifies scikit-learn's 8 x 8 digits.
 
     Attributes:
       features: Outputs of each layer.
@@ -44,15 +46,28 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layers; the last one has no nonlinearity."""
         if not self.features:
-            raise ValueError("features=() names no layer; give the outputs of each, such as (256, 10)")
+            raise ValueError(
+                "features=() names no layer; give the outputs of each, such as"
+                " (256, 10)"
+            )
         if self.activation not in get_args(Activation):
-            raise ValueError(f"activation={self.activation!r} is unknown; use one of {list(get_args(Activation))}")
+            raise ValueError(
+                f"activation={self.activation!r} is unknown; use one of"
+                f" {list(get_args(Activation))}"
+            )
         x = x.astype(self.dtype)
         for index, features in enumerate(self.features):
             if index:
-                # Recomputed in the backward pass, which takes one pass over memory; a kept tanh would take three.
-                x = jax.checkpoint(jax.nn.gelu if self.activation == "gelu" else jax.nn.relu)(x)
+                # Recomputed in the backward pass, which takes one pass over memory; a
+                # kept tanh would take three.
+                x = jax.checkpoint(
+                    jax.nn.gelu if self.activation == "gelu" else jax.nn.relu
+                )(x)
             x = TCFPDense(
-                features, use_bias=self.use_bias, recipe=self.recipe, dtype=self.dtype, name=f"dense_{index}"
+                features,
+                use_bias=self.use_bias,
+                recipe=self.recipe,
+                dtype=self.dtype,
+                name=f"dense_{index}",
             )(x)
         return x

@@ -1,16 +1,18 @@
-"""A decoder-only Transformer whose MLPs are mixtures of experts: a router sends each token to a few of many SwiGLUs.
+"""A decoder-only Transformer whose MLPs are mixtures of experts: a router sends each
+token to a few of many SwiGLUs.
 
     p = softmax(W_router n)                                     float32                          n = RMSNorm(x)
     x = x + sum over the chosen e of p[e] W_down[e] (silu(W_gate[e] n) * W_up[e] n)  [+ a shared SwiGLU of n]
 
-It is a `models.llama` otherwise, in plain Flax without low precision. Tokens are sorted by expert and multiplied by
-`lax.ragged_dot`, so that none is dropped. The gradients of the sort and of its inverse are gathers, too, because a
-scatter adds in another order each time. Two penalties change gradients, but not the losses that the model returns:
+It is a `models.llama` otherwise, in plain Flax without low precision. Tokens are sorted
+by expert and multiplied by `lax.ragged_dot`, so that none is dropped. The gradients of
+the sort and of its inverse are gathers, too, because a scatter adds in another order
+each time. Two penalties change gradients, but not the losses that the model returns:
 
     balance = E sum over e of (share of choices that are e) * (mean of p[e])        z = mean of logsumexp(W_router n)**2
 
-Sources: Muennighoff et al. 2024, "OLMoE"; Yang et al. 2025, "Qwen3 Technical Report"; Fedus et al. 2021, "Switch
-Transformers" (balance); Zoph et al. 2022, "ST-MoE" (z).
+Sources: Muennighoff et al. 2024, "OLMoE"; Yang et al. 2025, "Qwen3 Technical Report";
+Fedus et al. 2021, "Switch Transformers" (balance); Zoph et al. 2022, "ST-MoE" (z).
 """
 
 from dataclasses import dataclass
@@ -32,17 +34,19 @@ Normalized = Literal["all", "chosen"]
 
 @dataclass(frozen=True)
 class MoeConfig(LlamaConfig):
-    """Size of a `Moe`, and how it runs: a Llama whose MLP has experts of `hidden` values each.
+    """Size of a `Moe`, and how it runs: a Llama whose MLP has experts of `hidden`
+    values each.
 
     Attributes:
       experts, chosen: Number of experts, and of those that a token goes through.
       shared: Hidden values of a SwiGLU for all tokens; 0 is none.
-      normalized: Weights of the chosen experts: "all" takes the softmax over all experts (OLMoE), "chosen" divides the
-        chosen ones by their sum (Qwen3).
+      normalized: Weights of the chosen experts: "all" takes the softmax over all
+        experts (OLMoE), "chosen" divides the chosen ones by their sum (Qwen3).
       balance, z_loss: Factors of the penalties, whose mean over the layers counts.
 
     Raises:
-      ValueError: as `LlamaConfig`; there are fewer experts than chosen ones, or a factor is negative.
+      ValueError: as `LlamaConfig`; there are fewer experts than chosen ones, or a
+        factor is negative.
     """
 
     experts: int = 8
@@ -55,40 +59,96 @@ class MoeConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"chosen={self.chosen} of experts={self.experts}; choose 1 to {self.experts} of them")
+            raise ValueError(
+                f"chosen={self.chosen} of experts={self.experts}; choose 1 to"
+                f" {self.experts} of them"
+            )
         for name in ("shared", "balance", "z_loss"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be zero or positive")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be zero or positive"
+                )
         if self.normalized not in get_args(Normalized):
-            raise ValueError(f"normalized={self.normalized!r} is unknown; use one of {list(get_args(Normalized))}")
+            raise ValueError(
+                f"normalized={self.normalized!r} is unknown; use one of"
+                f" {list(get_args(Normalized))}"
+            )
 
     @property
     def columns(self) -> int:
-        """As in `LlamaConfig`: those of the router, and of the experts that a token goes through."""
-        return super().columns + 3 * ((self.chosen - 1) * self.hidden + self.shared) + self.experts
+        """As in `LlamaConfig`: those of the router, and of the experts that a token
+        goes through.
+        """
+        return (
+            super().columns
+            + 3 * ((self.chosen - 1) * self.hidden + self.shared)
+            + self.experts
+        )
 
 
 MOES = {
     "moe-tiny": MoeConfig(
-        layers=2, width=128, heads=4, kv_heads=2, hidden=128, context=128, qk_norm="heads", normalized="chosen"
+        layers=2,
+        width=128,
+        heads=4,
+        kv_heads=2,
+        hidden=128,
+        context=128,
+        qk_norm="heads",
+        normalized="chosen",
     ),
     "moe-109m": MoeConfig(
-        layers=8, width=512, heads=8, kv_heads=8, hidden=512, context=1024, qk_norm="heads", experts=16, chosen=4
+        layers=8,
+        width=512,
+        heads=8,
+        kv_heads=8,
+        hidden=512,
+        context=1024,
+        qk_norm="heads",
+        experts=16,
+        chosen=4,
     ),
     "olmoe-1b-7b": MoeConfig(
-        layers=16, width=2048, heads=16, kv_heads=16, hidden=1024, context=4096, vocabulary=50_304, head="untied",
-        remat="auto", qk_norm="all", experts=64, chosen=8,
+        layers=16,
+        width=2048,
+        heads=16,
+        kv_heads=16,
+        hidden=1024,
+        context=4096,
+        vocabulary=50_304,
+        head="untied",
+        remat="auto",
+        qk_norm="all",
+        experts=64,
+        chosen=8,
     ),
     "qwen3-30b-a3b": MoeConfig(
-        layers=48, width=2048, heads=32, kv_heads=4, hidden=768, context=40_960, vocabulary=151_936, head="untied",
-        rope_theta=1_000_000.0, norm_eps=1e-6, remat="auto", head_dim=128, qk_norm="heads", experts=128, chosen=8,
-        normalized="chosen", balance=0.001, z_loss=0.0,
+        layers=48,
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        hidden=768,
+        context=40_960,
+        vocabulary=151_936,
+        head="untied",
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        remat="auto",
+        head_dim=128,
+        qk_norm="heads",
+        experts=128,
+        chosen=8,
+        normalized="chosen",
+        balance=0.001,
+        z_loss=0.0,
     ),
-}  # fmt: skip
+}
 
 
 class Routed(NamedTuple):
-    """Choices of a router for t tokens: experts, int32 `[t, chosen]`, their float32 weights, and the penalty."""
+    """Choices of a router for t tokens: experts, int32 `[t, chosen]`, their float32
+    weights, and the penalty.
+    """
 
     chosen: jax.Array
     weights: jax.Array
@@ -97,9 +157,11 @@ class Routed(NamedTuple):
 
 @jax.custom_vjp
 def score(x: jax.Array, router: jax.Array) -> jax.Array:
-    """Return logits, float32 `[t, experts]`, of tokens `[t, width]` and the matrix of a router.
+    """Return logits, float32 `[t, experts]`, of tokens `[t, width]` and the matrix of a
+    router.
 
-    Choices are not continuous, so they take float32. Gradients take TF32, the default of GPUs, in a third of the time.
+    Choices are not continuous, so they take float32. Gradients take TF32, the default
+    of GPUs, in a third of the time.
 
     >>> score(jnp.ones((1, 2), jnp.bfloat16), jnp.eye(2)).tolist()
     [[1.0, 1.0]]
@@ -107,7 +169,9 @@ def score(x: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
 
 
-def _score_back(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _score_back(
+    residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, router = residuals
     return (g @ router.T).astype(x.dtype), x.astype(g.dtype).T @ g
 
@@ -123,63 +187,103 @@ def route(logits: jax.Array, config: MoeConfig) -> Routed:
     [[2, 1], [0, 1]]
     """
     probabilities = jax.nn.softmax(logits)
-    chosen = checkpoint_name(lax.top_k(lax.stop_gradient(probabilities), config.chosen)[1], CHOICE)
-    # Masks instead of indices: the gradient of a masked sum is not a scatter, and both fuse.
+    chosen = checkpoint_name(
+        lax.top_k(lax.stop_gradient(probabilities), config.chosen)[1], CHOICE
+    )
+    # Masks instead of indices: the gradient of a masked sum is not a scatter, and both
+    # fuse.
     is_chosen = chosen[..., None] == jnp.arange(config.experts)
     weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None], 0.0), axis=-1)
     if config.normalized == "chosen":
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    balance = config.experts * jnp.sum(jnp.mean(is_chosen, axis=(0, 1)) * jnp.mean(probabilities, axis=0))
+    balance = config.experts * jnp.sum(
+        jnp.mean(is_chosen, axis=(0, 1)) * jnp.mean(probabilities, axis=0)
+    )
     z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
     return Routed(chosen, weights, config.balance * balance + config.z_loss * z_loss)
 
 
 def mix(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, first: jax.Array | int,
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    first: jax.Array | int,
     activation: Activation,
-) -> jax.Array:  # fmt: skip
-    """Return the sum over some experts, the ones from number `first` on, float32 `[t, width]`.
+) -> jax.Array:
+    """Return the sum over some experts, the ones from number `first` on, float32
+    `[t, width]`.
 
     Args:
       x: Tokens `[t, width]`.
       chosen, weights: Fields of `Routed`. Experts that are not among these add nothing.
-      gate_up, down: Matrices `[experts, width, 2 hidden]` and `[experts, hidden, width]`.
+      gate_up, down: Matrices `[experts, width, 2 hidden]` and
+        `[experts, hidden, width]`.
       first: Number of the first expert.
       activation: As in `LlamaConfig`.
     """
     own = chosen.reshape(-1) - first
     experts = len(gate_up)
-    own = jnp.where((own >= 0) & (own < experts), own, experts)  # sorted behind the last group, where rows are zero
+    # sorted behind the last group, where rows are zero
+    own = jnp.where((own >= 0) & (own < experts), own, experts)
     sizes = jnp.sum(own[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     order = jnp.argsort(own)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    place = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )
     rows = dispatch(x, order, place)
-    gate, up = jnp.split(lax.ragged_dot(rows, gate_up.astype(x.dtype), sizes), 2, axis=-1)
-    # Before the last product, whose result the gradient of the weights then does not need.
+    gate, up = jnp.split(
+        lax.ragged_dot(rows, gate_up.astype(x.dtype), sizes), 2, axis=-1
+    )
+    # Before the last product, whose result the gradient of the weights then does not
+    # need.
     of_rows = collect(weights.reshape(-1, 1), place, order)
     hidden = (gated(gate, up, activation) * of_rows).astype(x.dtype)
     out = collect(lax.ragged_dot(hidden, down.astype(x.dtype), sizes), order, place)
     return jnp.sum(out.reshape(*chosen.shape, -1), axis=1, dtype=jnp.float32)
 
 
-def mix_on_mesh(x: jax.Array, routed: Routed, gate_up: jax.Array, down: jax.Array, activation: Activation) -> jax.Array:
-    """Return `mix` over all experts; on a mesh of `models.meshes` each device of `fsdp` multiplies its own experts.
+def mix_on_mesh(
+    x: jax.Array,
+    routed: Routed,
+    gate_up: jax.Array,
+    down: jax.Array,
+    activation: Activation,
+) -> jax.Array:
+    """Return `mix` over all experts; on a mesh of `models.meshes` each device of `fsdp`
+    multiplies its own experts.
 
-    The devices along `fsdp` gather their tokens and add up their sums, so that no weight travels.
+    The devices along `fsdp` gather their tokens and add up their sums, so that no
+    weight travels.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names != AXES or mesh.size == 1:
         return mix(x, routed.chosen, routed.weights, gate_up, down, 0, activation)
 
     def of_device(
-        x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
     ) -> jax.Array:
-        x, chosen, weights = (lax.all_gather(array, "fsdp", tiled=True) for array in (x, chosen, weights))
+        x, chosen, weights = (
+            lax.all_gather(array, "fsdp", tiled=True) for array in (x, chosen, weights)
+        )
         first = lax.axis_index("fsdp") * len(gate_up)
-        return lax.psum_scatter(mix(x, chosen, weights, gate_up, down, first, activation), "fsdp", tiled=True)
+        return lax.psum_scatter(
+            mix(x, chosen, weights, gate_up, down, first, activation),
+            "fsdp",
+            tiled=True,
+        )
 
     specs = (*[BATCH] * 3, *[P("fsdp")] * 2)
-    return jax.shard_map(of_device, in_specs=specs, out_specs=BATCH)(x, routed.chosen, routed.weights, gate_up, down)
+    return jax.shard_map(of_device, in_specs=specs, out_specs=BATCH)(
+        x, routed.chosen, routed.weights, gate_up, down
+    )
 
 
 @jax.custom_vjp
@@ -192,13 +296,17 @@ def dispatch(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     return _rows(x, order // (order.size // len(x)))
 
 
-def _dispatch_back(residuals: tuple[jax.Array, int], g: jax.Array) -> tuple[jax.Array, None, None]:
+def _dispatch_back(
+    residuals: tuple[jax.Array, int], g: jax.Array
+) -> tuple[jax.Array, None, None]:
     place, tokens = residuals
     of_tokens = _rows(g, place).reshape(tokens, -1, g.shape[-1])
     return jnp.sum(of_tokens, axis=1, dtype=jnp.float32).astype(g.dtype), None, None
 
 
-dispatch.defvjp(lambda x, order, place: (dispatch(x, order, place), (place, len(x))), _dispatch_back)
+dispatch.defvjp(
+    lambda x, order, place: (dispatch(x, order, place), (place, len(x))), _dispatch_back
+)
 
 
 @jax.custom_vjp
@@ -213,7 +321,8 @@ def collect(rows: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
 
 
 collect.defvjp(
-    lambda rows, order, place: (collect(rows, order, place), order), lambda order, g: (_rows(g, order), None, None)
+    lambda rows, order, place: (collect(rows, order, place), order),
+    lambda order, g: (_rows(g, order), None, None),
 )
 
 
@@ -222,24 +331,38 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 class MoeBlock(Block):
-    """A block of a Llama with a mixture of experts as its MLP; with `mutable="intermediates"` it tells its choices."""
+    """A block of a Llama with a mixture of experts as its MLP; with
+    `mutable="intermediates"` it tells its choices.
+    """
 
     config: MoeConfig
 
     def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, flat = self.config, x.reshape(-1, x.shape[-1])
-        router = Matrix((config.width, config.experts), initial(config), name="router")()
+        router = Matrix(
+            (config.width, config.experts), initial(config), name="router"
+        )()
         routed = route(checkpoint_name(score(flat, router), CHOICE), config)
         self.sow("intermediates", "chosen", routed.chosen)
-        gate_up = Matrix((config.experts, config.width, 2 * config.hidden), initial(config), name="expert_gate_up")()
-        down = Matrix((config.experts, config.hidden, config.width), initial(config, "residual"), name="expert_down")()
+        gate_up = Matrix(
+            (config.experts, config.width, 2 * config.hidden),
+            initial(config),
+            name="expert_gate_up",
+        )()
+        down = Matrix(
+            (config.experts, config.hidden, config.width),
+            initial(config, "residual"),
+            name="expert_down",
+        )()
         y = mix_on_mesh(flat, routed, gate_up, down, config.activation).astype(x.dtype)
         shared = self._swiglu(x, config.shared) if config.shared else 0
         return y.reshape(x.shape) + shared, routed.penalty
 
 
 class Moe(Llama):
-    """A `Llama` with a mixture of experts in each block; the penalties add to the gradient of its losses."""
+    """A `Llama` with a mixture of experts in each block; the penalties add to the
+    gradient of its losses.
+    """
 
     block: ClassVar[type[Block]] = MoeBlock
     config: MoeConfig

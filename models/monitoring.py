@@ -1,12 +1,14 @@
-"""Observation of a run's numerics every `config.monitor` steps: metrics, TensorBoard, and a report to draw.
+"""Observation of a run's numerics every `config.monitor` steps: metrics, TensorBoard,
+and a report to draw.
 
     {"step": 100, "loss": 4.2, "monitor": {"block_0/qkv/kernel": {
         "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ..., "g": ...,
         "moved": ..., "edq": ..., "stale": ...}, ...}}
 
-x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`). `moved` and `edq` describe the weight's
-update (`tcfp_jax.monitor.Quality`). `stale` is the share of second moments that did not change. Layers that run as one
-stack have lists with one entry per layer.
+x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`). `moved`
+and `edq` describe the weight's update (`tcfp_jax.monitor.Quality`). `stale` is the
+share of second moments that did not change. Layers that run as one stack have lists
+with one entry per layer.
 """
 
 import functools
@@ -43,36 +45,60 @@ from tcfp_jax.optim import AdamWState
 Report = dict[str, dict[str, Any]]
 
 
-def make_monitored_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> Any:
+def make_monitored_step(
+    config: TrainConfig, count: int | None = None, mesh: Mesh | None = None
+) -> Any:
     """Return `make_train_step` with its last step observed: `(state, losses, report)`.
 
     The other steps do not change.
     """
-    return _monitored_function(program(config), config.steps_per_call if count is None else count, mesh)
+    return _monitored_function(
+        program(config), config.steps_per_call if count is None else count, mesh
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
-    before, loss_of = make_steps(config, make_optimizer(config), count - 1), loss_function(config)
+    before, loss_of = (
+        make_steps(config, make_optimizer(config), count - 1),
+        loss_function(config),
+    )
     optimizer = make_optimizer(config, quality="on")
 
-    def last(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Report]:
+    def last(
+        state: TrainState, text: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Report]:
         quantized = tcfp_jax.layer_state(state.opt_state)
         differentiate = monitor.value_and_grad(loss_of)
-        batch, bits = windows(config, state.step, text, key), product_key(config, state, key)
-        (loss, gradients), readings = differentiate(state.params, quantized, batch, bits)
+        batch, bits = (
+            windows(config, state.step, text, key),
+            product_key(config, state, key),
+        )
+        (loss, gradients), readings = differentiate(
+            state.params, quantized, batch, bits
+        )
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = tcfp_jax.apply_updates(state.params, updates)
         if isinstance(opt_state, AdamWState):
             assert opt_state.quality is not None, "it was asked for"
-            found = paths.leaves(opt_state.quality, lambda node: isinstance(node, monitor.Quality))
+            found = paths.leaves(
+                opt_state.quality, lambda node: isinstance(node, monitor.Quality)
+            )
             opt_state = opt_state._replace(quality=None)
         else:
-            found = monitor.update_quality(quantized, tcfp_jax.layer_state(opt_state), updates, layouts(config))
+            found = monitor.update_quality(
+                quantized, tcfp_jax.layer_state(opt_state), updates, layouts(config)
+            )
         stale = monitor.stale_moments(state.opt_state, opt_state)
-        return TrainState(params, opt_state, state.step + 1), loss, _merged(readings, found, stale)
+        return (
+            TrainState(params, opt_state, state.step + 1),
+            loss,
+            _merged(readings, found, stale),
+        )
 
-    def steps(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Report]:
+    def steps(
+        state: TrainState, text: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Report]:
         losses = jnp.zeros((0,), jnp.float32)
         if count > 1:
             state, losses = before(state, text, key)
@@ -82,12 +108,26 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
     if mesh is None:
         return jax.jit(steps, donate_argnums=0)
     whole = NamedSharding(mesh, P())
-    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=(state_places(config, mesh), whole, whole)), mesh)
+    return OnMesh(
+        jax.jit(
+            steps,
+            donate_argnums=0,
+            out_shardings=(state_places(config, mesh), whole, whole),
+        ),
+        mesh,
+    )
 
 
-def _merged(readings: Any, qualities: Mapping[str, monitor.Quality], stale: Mapping[str, jax.Array]) -> Report:
+def _merged(
+    readings: Any,
+    qualities: Mapping[str, monitor.Quality],
+    stale: Mapping[str, jax.Array],
+) -> Report:
     """Return one entry for each weight that a product reads."""
-    report: Report = {path: {name: reading._asdict() for name, reading in of.items()} for path, of in readings.items()}
+    report: Report = {
+        path: {name: reading._asdict() for name, reading in of.items()}
+        for path, of in readings.items()
+    }
     for path, of in report.items():
         if path in qualities:
             of |= qualities[path]._asdict()
@@ -118,7 +158,8 @@ def read_reports(metrics: Path) -> dict[int, Any]:
 
 
 def scalars(report: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a written report by name, without None; layers of a stack are numbered.
+    """Yield the numbers of a written report by name, without None; layers of a stack
+    are numbered.
 
     >>> list(scalars({"layers/up": {"x": {"snr": [1.5, None]}, "moved": 0.5}}))
     [('layers/up/x/snr/0', 1.5), ('layers/up/moved', 0.5)]
@@ -136,26 +177,34 @@ def scalars(report: Any) -> Iterator[tuple[str, float]]:
 
 
 class Board:
-    """TensorBoard's file of a run, with losses and reports; without a folder it writes nothing.
+    """TensorBoard's file of a run, with losses and reports; without a folder it writes
+    nothing.
 
     Args:
       folder: Folder of event files, or None.
-      metrics: File of the finished steps. They are written anew, because a killed run lost the steps that its writer
-        held back, and wrote steps that are repeated now. TensorBoard hides the earlier files.
+      metrics: File of the finished steps. They are written anew, because a killed run
+        lost the steps that its writer held back, and wrote steps that are repeated now.
+        TensorBoard hides the earlier files.
 
     Raises:
       ValueError: tensorboardX is not installed.
     """
 
     def __init__(self, folder: Path | None, metrics: Path | None = None) -> None:
-        self._writer: Any = None if folder is None else _writer_class()(str(folder), purge_step=1)
+        self._writer: Any = (
+            None if folder is None else _writer_class()(str(folder), purge_step=1)
+        )
         if self._writer is not None and metrics is not None and metrics.exists():
-            for entry in map(json.loads, metrics.read_text(encoding="utf-8").splitlines()):
+            for entry in map(
+                json.loads, metrics.read_text(encoding="utf-8").splitlines()
+            ):
                 loss = math.nan if entry["loss"] is None else entry["loss"]
                 self.add(entry["step"], np.array([loss]), entry.get("monitor"))
 
     def add(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
-        """Write the losses of steps from this one on, and the written report of the last."""
+        """Write the losses of steps from this one on, and the written report of the
+        last.
+        """
         if self._writer is None:
             return
         for i, loss in enumerate(losses):
@@ -183,7 +232,8 @@ def _writer_class() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ValueError(
-            "TensorBoard's files are written by tensorboardX, which is not installed; pip install -e '.[monitor]' in "
-            "the checkout, or leave --tensorboard out: metrics.jsonl has the same numbers"
+            "TensorBoard's files are written by tensorboardX, which is not installed;"
+            " pip install -e '.[monitor]' in the checkout, or leave --tensorboard out:"
+            " metrics.jsonl has the same numbers"
         ) from error
     return SummaryWriter

@@ -1,4 +1,6 @@
-"""Options of `python -m models.train`: those that are settings of the run, and those of folders and machines."""
+"""Options of `python -m models.train`: those that are settings of the run, and those of
+folders and machines.
+"""
 
 import argparse
 import itertools
@@ -19,26 +21,56 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         "batch": (int, "windows per step"),
         "sequence": (int, "tokens predicted per window"),
         "learning_rate": (float, "peak learning rate"),
-        "final_fraction": (float, "part of the peak learning rate at which its cosine ends (default: 0)"),
+        "final_fraction": (
+            float,
+            "part of the peak learning rate at which its cosine ends (default: 0)",
+        ),
         "weight_decay": (float, "of AdamW"),
-        "seed": (int, "seed of initial weights, batches and stochastic rounding (default: 0)"),
+        "seed": (
+            int,
+            "seed of initial weights, batches and stochastic rounding (default: 0)",
+        ),
     },
     "precision": {
-        "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
-        "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
-        "monitor": (int, "steps between two observed ones, which measure rounding and updates (default: never)"),
+        "error_dtype": (
+            str,
+            "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2",
+        ),
+        "dtype": (
+            str,
+            (
+                "of activations: auto (default; bfloat16, on CPUs float32), float32 or"
+                " bfloat16"
+            ),
+        ),
+        "monitor": (
+            int,
+            (
+                "steps between two observed ones, which measure rounding and updates"
+                " (default: never)"
+            ),
+        ),
     },
     "speed and memory": {
         "remat": (
             str,
-            "values that a Llama keeps for its backward pass: none, products, block, names joined by +, or auto, as "
-            "many as fit (default: the model's)",
+            (
+                "values that a Llama keeps for its backward pass: none, products,"
+                " block, names joined by +, or auto, as many as fit (default: the"
+                " model's)"
+            ),
         ),
         "steps_per_call": (int, "steps in one dispatch (default: 10)"),
     },
     "model and text": {
         "heldout_windows": (int, "windows of the held-out evaluation"),
-        "corpus_bytes": (int, "at most this much text (default: 16 MiB of the standard library, all of --data)"),
+        "corpus_bytes": (
+            int,
+            (
+                "at most this much text (default: 16 MiB of the standard library, all"
+                " of --data)"
+            ),
+        ),
     },
 }
 _EXAMPLES = """examples:
@@ -52,64 +84,124 @@ _EXAMPLES = """examples:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line; settings that are not given are not in its result."""
+    """Return the parser of the command line; settings that are not given are not in its
+    result.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m models.train", description=description, argument_default=argparse.SUPPRESS,
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="python -m models.train",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     named: dict[str, Any] = {}
-    for name in ("model and text", "precision", "training", "folder", "speed and memory", "machines"):
+    for name in (
+        "model and text",
+        "precision",
+        "training",
+        "folder",
+        "speed and memory",
+        "machines",
+    ):
         named[name] = parser.add_argument_group(name)
-    model, precision, machines = named["model and text"], named["precision"], named["machines"]
+    model, precision, machines = (
+        named["model and text"],
+        named["precision"],
+        named["machines"],
+    )
     sizes = ", ".join(model_names())
     model.add_argument(
-        "--model", metavar="NAME|FOLDER", help=f"size (default: tiny): {sizes}; or a folder of Hugging Face"
+        "--model",
+        metavar="NAME|FOLDER",
+        help=f"size (default: tiny): {sizes}; or a folder of Hugging Face",
     )
     model.add_argument(
-        "--data", nargs="+", metavar="PATH",
-        help="files and folders of UTF-8 text, read as bytes, one .npy of token ids, or with a tokenizer .jsonl of "
-        "documents (default: the standard library)",
-    )  # fmt: skip
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help=(
+            "files and folders of UTF-8 text, read as bytes, one .npy of token ids, or"
+            " with a tokenizer .jsonl of documents (default: the standard library)"
+        ),
+    )
     model.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer.json that makes ids of text (default: a folder's)"
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json that makes ids of text (default: a folder's)",
     )
     model.add_argument("--vocabulary", type=int, help="number of token ids")
     model.add_argument(
-        "--start", metavar="PATH", help="float parameters of this model to start from: an .npz of --export, or a folder"
+        "--start",
+        metavar="PATH",
+        help=(
+            "float parameters of this model to start from: an .npz of --export, or a"
+            " folder"
+        ),
     )
-    model.add_argument("--sample", metavar="PROMPT", help="prompt that the model continues at each checkpoint")
+    model.add_argument(
+        "--sample",
+        metavar="PROMPT",
+        help="prompt that the model continues at each checkpoint",
+    )
     precision.add_argument(
-        "--weights", choices=get_args(Weights),
-        help="W_hi + W_lo alone (default), or float32 parameters next to quantized weights (default with --recipe)",
-    )  # fmt: skip
+        "--weights",
+        choices=get_args(Weights),
+        help=(
+            "W_hi + W_lo alone (default), or float32 parameters next to quantized"
+            " weights (default with --recipe)"
+        ),
+    )
     names = ", ".join(NAMES)
     precision.add_argument(
-        "--recipe", metavar="NAME", help=f"{names} (default: tcfp12_single; of float weights tcfp12)"
+        "--recipe",
+        metavar="NAME",
+        help=f"{names} (default: tcfp12_single; of float weights tcfp12)",
     )
     precision.add_argument(
-        "--lora", type=int, metavar="RANK", help="train adapters of a rank next to a folder's weights, frozen in FP8"
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train adapters of a rank next to a folder's weights, frozen in FP8",
     )
     precision.add_argument(
-        "--include", choices=get_args(Included),
-        help="layers with the recipe: every one (default), those measured to be faster, or all but table and head",
-    )  # fmt: skip
+        "--include",
+        choices=get_args(Included),
+        help=(
+            "layers with the recipe: every one (default), those measured to be faster,"
+            " or all but table and head"
+        ),
+    )
     precision.add_argument(
         "--moments",
         choices=get_args(Moments),
-        help="AdamW's moments of stored weights (default: 8bit; float weights have float32)",
+        help=(
+            "AdamW's moments of stored weights (default: 8bit; float weights have"
+            " float32)"
+        ),
     )
     precision.add_argument(
         "--compare",
         choices=["bf16", "none"],
-        help="baseline to train too (default: bf16; none with --recipe bf16 and for folders)",
+        help=(
+            "baseline to train too (default: bf16; none with --recipe bf16 and for"
+            " folders)"
+        ),
     )
     for group, options in _OVERRIDES.items():
         for name, (kind, text) in options.items():
-            named[group].add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+            named[group].add_argument(
+                "--" + name.replace("_", "-"), type=kind, help=text
+            )
     named["speed and memory"].add_argument(
-        "--memory", type=float, default=None, metavar="GB",
-        help="of a device that a step may need, for --remat auto (default: 95 %% of what JAX may allocate)",
-    )  # fmt: skip
+        "--memory",
+        type=float,
+        default=None,
+        metavar="GB",
+        help=(
+            "of a device that a step may need, for --remat auto (default: 95 %% of what"
+            " JAX may allocate)"
+        ),
+    )
     _add_folder(named["folder"])
     _add_machines(machines)
     return parser
@@ -117,49 +209,120 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 def _add_folder(group: argparse._ArgumentGroup) -> None:
     """Add options of the run's folder and of what is written there."""
-    group.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
     group.add_argument(
-        "--resume", action="store_true", default=False,
-        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
-    )  # fmt: skip
-    group.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
-    group.add_argument(
-        "--export", type=Path, default=None, metavar="PATH",
-        help="write the trained weights: float32 into an .npz, or a folder that Transformers and vLLM read",
-    )  # fmt: skip
-    group.add_argument(
-        "--format", choices=get_args(Form), default="bf16", help="of the weights in that folder (default: bf16)"
+        "--out",
+        type=Path,
+        default=None,
+        help="folder of the run (default: a new one under runs/)",
     )
     group.add_argument(
-        "--tensorboard", action="store_const", const="on", default="off",
-        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
-    )  # fmt: skip
+        "--resume",
+        action="store_true",
+        default=False,
+        help=(
+            "continue the run in --out, or the newest under runs/; other settings are"
+            " the run's own"
+        ),
+    )
     group.add_argument(
-        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
-        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
-    )  # fmt: skip
+        "--checkpoint-every",
+        type=int,
+        default=None,
+        help="steps (default: about a tenth of the run)",
+    )
+    group.add_argument(
+        "--export",
+        type=Path,
+        default=None,
+        metavar="PATH",
+        help=(
+            "write the trained weights: float32 into an .npz, or a folder that"
+            " Transformers and vLLM read"
+        ),
+    )
+    group.add_argument(
+        "--format",
+        choices=get_args(Form),
+        default="bf16",
+        help="of the weights in that folder (default: bf16)",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action="store_const",
+        const="on",
+        default="off",
+        help=(
+            "write losses and readings of --monitor for TensorBoard, too (needs pip"
+            " install -e '.[monitor]')"
+        ),
+    )
+    group.add_argument(
+        "--bad-steps",
+        type=int,
+        default=BAD_STEPS,
+        metavar="N",
+        help=(
+            "steps in a row without a finite loss after which the run stops (default:"
+            f" {BAD_STEPS})"
+        ),
+    )
 
 
 def _add_machines(group: argparse._ArgumentGroup) -> None:
     """Add options that belong to the machines and not to the run."""
     group.add_argument(
-        "--mesh", type=str, default=None, metavar="AXIS=SIZE,...",
-        help=f"of all devices, axes {', '.join(AXES)} (default: one device; of several processes fsdp over all)",
-    )  # fmt: skip
-    group.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="address of the first process")
-    group.add_argument("--processes", type=int, default=None, help="number of processes that train together")
-    group.add_argument("--process", type=int, default=None, help="index of this process, from 0")
+        "--mesh",
+        type=str,
+        default=None,
+        metavar="AXIS=SIZE,...",
+        help=(
+            f"of all devices, axes {', '.join(AXES)} (default: one device; of several"
+            " processes fsdp over all)"
+        ),
+    )
     group.add_argument(
-        "--heartbeat-timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
-        help=f"silence after which a process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
-    )  # fmt: skip
+        "--coordinator",
+        default=None,
+        metavar="HOST:PORT",
+        help="address of the first process",
+    )
+    group.add_argument(
+        "--processes",
+        type=int,
+        default=None,
+        help="number of processes that train together",
+    )
+    group.add_argument(
+        "--process", type=int, default=None, help="index of this process, from 0"
+    )
+    group.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=HEARTBEAT_TIMEOUT,
+        metavar="SECONDS",
+        help=(
+            "silence after which a process is lost, and the others end (default:"
+            f" {HEARTBEAT_TIMEOUT})"
+        ),
+    )
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `TrainConfig` that the command line names, without the model."""
+    """Return the fields of `TrainConfig` that the command line names, without the
+    model.
+    """
     names = (
-        "recipe", "start", "include", "weights", "moments", "data", "vocabulary", "tokenizer", "lora", "sample",
+        "recipe",
+        "start",
+        "include",
+        "weights",
+        "moments",
+        "data",
+        "vocabulary",
+        "tokenizer",
+        "lora",
+        "sample",
         *itertools.chain(*_OVERRIDES.values()),
-    )  # fmt: skip
+    )
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given

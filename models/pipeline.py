@@ -1,21 +1,25 @@
-"""A Llama whose layers are split over devices, in stages that work on microbatches in turn (GPipe).
+"""A Llama whose layers are split over devices, in stages that work on microbatches in
+turn (GPipe).
 
     python -m models.pipeline              # on CPU devices: two stages, each with a batch split over two devices
 
-It has the parameters of `models.llama.Llama`. Kernels have a leading axis of layers, and `PartitionSpec("stage")` gives
-each stage its own: float or stored, with their moments, they never leave it. In round t stage s runs its layers on
-microbatch t - s and hands the result to the next stage:
+It has the parameters of `models.llama.Llama`. Kernels have a leading axis of layers,
+and `PartitionSpec("stage")` gives each stage its own: float or stored, with their
+moments, they never leave it. In round t stage s runs its layers on microbatch t - s and
+hands the result to the next stage:
 
     round       0    1    2    3    4                  each stage is idle in stages - 1 rounds
     stage 0     m0   m1   m2   m3                      of microbatches + stages - 1
     stage 1          m0   m1   m2   m3
 
-An idle stage computes on numbers that nothing reads, because all stages share one program; the gradient of unread
-numbers is zero. The backward pass is JAX's own: `ppermute` in the other direction. Embedding and head are shared: each
-stage computes them for its part of the positions, so no stage has more work than the others.
+An idle stage computes on numbers that nothing reads, because all stages share one
+program; the gradient of unread numbers is zero. The backward pass is JAX's own:
+`ppermute` in the other direction. Embedding and head are shared: each stage computes
+them for its part of the positions, so no stage has more work than the others.
 
-Quantization sees a device's part of a microbatch, so its scales equal the scales of the unsplit model on the same rows.
-Loss and gradients are equal, too, as sums over all rows.
+Quantization sees a device's part of a microbatch, so its scales equal the scales of the
+unsplit model on the same rows. Loss and gradients are equal, too, as sums over all
+rows.
 
 Source: Huang et al. 2019, "GPipe".
 """
@@ -65,18 +69,22 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, split the rows of each microbatch.
+    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, split the
+    rows of each microbatch.
 
     Attributes:
       config: Size of the whole model.
       recipe: Recipe of the layers; embedding and head stay in `dtype`.
-      mesh: Mesh with an axis `stage`, on which every device has `layers / stages` layers.
-      microbatches: Number of parts of a batch. Microbatch i has the rows i, i + microbatches, ..., so that each device
-        of a batch axis has its share and no row moves.
+      mesh: Mesh with an axis `stage`, on which every device has `layers / stages`
+        layers.
+      microbatches: Number of parts of a batch. Microbatch i has the rows i, i +
+        microbatches, ..., so that each device of a batch axis has its share and no row
+        moves.
       dtype: Dtype of activations.
 
     Raises:
-      ValueError: the mesh lacks the axis, stages do not divide the layers, or there is no microbatch.
+      ValueError: the mesh lacks the axis, stages do not divide the layers, or there is
+        no microbatch.
     """
 
     config: LlamaConfig
@@ -88,16 +96,20 @@ class Pipeline:
     def __post_init__(self) -> None:
         if STAGE not in self.mesh.axis_names:
             raise ValueError(
-                f"a pipeline runs over the axis {STAGE!r} of a mesh, and this one has {self.mesh.axis_names}; make one "
-                f"with jax.make_mesh((stages, others), ({STAGE!r}, 'data'))"
+                f"a pipeline runs over the axis {STAGE!r} of a mesh, and this one has"
+                f" {self.mesh.axis_names}; make one with jax.make_mesh((stages,"
+                f" others), ({STAGE!r}, 'data'))"
             )
         if self.config.layers % self.stages:
             raise ValueError(
-                f"{self.stages} stages do not divide {self.config.layers} layers, and every stage has as many; make a "
-                "mesh with a divisor of the layers"
+                f"{self.stages} stages do not divide {self.config.layers} layers, and"
+                " every stage has as many; make a mesh with a divisor of the layers"
             )
         if self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches} is below 1; cut the batch into at least one")
+            raise ValueError(
+                f"microbatches={self.microbatches} is below 1; cut the batch into at"
+                " least one"
+            )
 
     @property
     def stages(self) -> int:
@@ -114,43 +126,74 @@ class Pipeline:
         return learner(self.config, self.recipe, self.dtype).weights
 
     def shardings(self, state: Any) -> Any:
-        """Return the sharding of each parameter or state: layers on their stage, the rest on all devices."""
-        init = functools.partial(Llama(self.config, self.dtype).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        """Return the sharding of each parameter or state: layers on their stage, the
+        rest on all devices.
+        """
+        init = functools.partial(
+            Llama(self.config, self.dtype).init,
+            jax.random.key(0),
+            jnp.zeros((1, 1), jnp.int32),
+        )
 
         def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             spec = P(STAGE) if path_names(path)[0] == "layers" else P()
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
+            )
 
         params = jax.eval_shape(init)["params"]
         return state_shardings(jax.tree_util.tree_map_with_path(of, params), state)
 
-    def apply(self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return the cross-entropy of each target, float32 `[batch, positions]`, as `Llama.apply` does.
+    def apply(
+        self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+        """Return the cross-entropy of each target, float32 `[batch, positions]`, as
+        `Llama.apply` does.
 
         Args:
-          variables: "params" of a `Llama`, float or stored, and with `error_feedback` the "tcfp" of `layer_state`.
+          variables: "params" of a `Llama`, float or stored, and with `error_feedback`
+            the "tcfp" of `layer_state`.
           tokens: Integers `[batch, positions]`.
           targets: Integers `[batch, positions]`.
 
         Raises:
-          ValueError: microbatches do not divide the batch, other axes a microbatch, or stages the positions, or the
-            sequence is longer than the context.
+          ValueError: microbatches do not divide the batch, other axes a microbatch, or
+            stages the positions, or the sequence is longer than the context.
         """
         batch, positions = tokens.shape
         self._check(batch, positions)
         cut = lambda rows: rows.reshape(-1, self.microbatches, positions).swapaxes(0, 1)
-        layers = {name: {"layers": tree["layers"]} for name, tree in variables.items() if "layers" in tree}
-        shared = {name: tree for name, tree in variables["params"].items() if name != "layers"}
+        layers = {
+            name: {"layers": tree["layers"]}
+            for name, tree in variables.items()
+            if "layers" in tree
+        }
+        shared = {
+            name: tree for name, tree in variables["params"].items() if name != "layers"
+        }
         part = P(None, self._others, STAGE)
-        # Gradients of shared parameters are added over stages at their input, and gradients of layers over other axes.
-        # GPU kernels do not declare the axes over which their results vary, so the check is off.
+        # Gradients of shared parameters are added over stages at their input, and
+        # gradients of layers over other axes. GPU kernels do not declare the axes over
+        # which their results vary, so the check is off.
         run = jax.shard_map(
-            self._on_a_stage, mesh=self.mesh, in_specs=(P(STAGE), P(), part, part), out_specs=part, check_vma=False
+            self._on_a_stage,
+            mesh=self.mesh,
+            in_specs=(P(STAGE), P(), part, part),
+            out_specs=part,
+            check_vma=False,
         )
-        return run(layers, shared, cut(tokens), cut(targets)).swapaxes(0, 1).reshape(batch, positions)
+        return (
+            run(layers, shared, cut(tokens), cut(targets))
+            .swapaxes(0, 1)
+            .reshape(batch, positions)
+        )
 
-    def _on_a_stage(self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Run a stage: its own layers, and its part of the positions, `[microbatches, rows, part]`."""
+    def _on_a_stage(
+        self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+        """Run a stage: its own layers, and its part of the positions,
+        `[microbatches, rows, part]`.
+        """
         count, dtype = self.microbatches, jnp.dtype(self.dtype)
         table = shared["embedding"]["embedding"]
         x = lax.all_gather(table[tokens].astype(dtype), STAGE, axis=2, tiled=True)
@@ -160,19 +203,29 @@ class Pipeline:
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
         normed: Any = norm.apply({"params": shared["final_norm"]}, y)
         matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
-        return head_losses(normed, matrix, targets, kept=kept_of_head(self.config.remat))
+        return head_losses(
+            normed, matrix, targets, kept=kept_of_head(self.config.remat)
+        )
 
     def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
-        """Send `[microbatches, rows, positions, width]` through all stages; only the last one has the result."""
+        """Send `[microbatches, rows, positions, width]` through all stages; only the
+        last one has the result.
+        """
         count, stage, model = self.microbatches, lax.axis_index(STAGE), self._stage
         rotation = rotations(x.shape[2], self.config.head_size, self.config.rope_theta)
         onwards = [(i, i + 1) for i in range(self.stages - 1)]
 
         def one_round(arrived: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y: Any = model.apply(layers, jnp.where(stage == 0, x[jnp.minimum(t, count - 1)], arrived), rotation)
+            y: Any = model.apply(
+                layers,
+                jnp.where(stage == 0, x[jnp.minimum(t, count - 1)], arrived),
+                rotation,
+            )
             return lax.ppermute(y, STAGE, onwards), y
 
-        _, made = lax.scan(one_round, jnp.zeros_like(x[0]), jnp.arange(count + self.stages - 1))
+        _, made = lax.scan(
+            one_round, jnp.zeros_like(x[0]), jnp.arange(count + self.stages - 1)
+        )
         return made[self.stages - 1 :]
 
     @property
@@ -183,43 +236,58 @@ class Pipeline:
     def _check(self, batch: int, positions: int) -> None:
         if batch % self.microbatches:
             raise ValueError(
-                f"microbatches={self.microbatches} do not divide a batch of {batch}; choose a divisor, or another batch"
+                f"microbatches={self.microbatches} do not divide a batch of {batch};"
+                " choose a divisor, or another batch"
             )
         others = math.prod(self.mesh.shape[name] for name in self._others)
         if batch // self.microbatches % others:
             raise ValueError(
-                f"{self._others} of {others} devices do not divide the {batch // self.microbatches} rows of a "
-                f"microbatch; use fewer microbatches, or a batch of {self.microbatches * others}"
+                f"{self._others} of {others} devices do not divide the"
+                f" {batch // self.microbatches} rows of a microbatch; use fewer"
+                f" microbatches, or a batch of {self.microbatches * others}"
             )
         if positions % self.stages:
             raise ValueError(
-                f"{self.stages} stages do not divide {positions} positions, of which each does a part of embedding and "
-                "head; choose a multiple"
+                f"{self.stages} stages do not divide {positions} positions, of which"
+                " each does a part of embedding and head; choose a multiple"
             )
         if positions > self.config.context:
             raise ValueError(
-                f"{positions} positions exceed the model's context of {self.config.context}; shorten the sequence"
+                f"{positions} positions exceed the model's context of"
+                f" {self.config.context}; shorten the sequence"
             )
 
 
 @functools.lru_cache(maxsize=16)
-def _converted_stage(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> nn.Module:
+def _converted_stage(
+    config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype
+) -> nn.Module:
     x = jax.ShapeDtypeStruct((1, config.context, config.width), dtype)
-    rotation = jax.ShapeDtypeStruct((2, config.context, config.head_size // 2), jnp.float32)
+    rotation = jax.ShapeDtypeStruct(
+        (2, config.context, config.head_size // 2), jnp.float32
+    )
     return convert_to_tcfp(Stage(config, dtype), recipe, x, rotation, include=INCLUDE)
 
 
 def main() -> None:
-    """Train a small Llama without float weights over two stages, and print where its weights are."""
+    """Train a small Llama without float weights over two stages, and print where its
+    weights are.
+    """
     jax.config.update("jax_num_cpu_devices", 4)
     data = 2 if len(jax.devices()) >= 4 else 1
-    mesh = jax.make_mesh((2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    config = LlamaConfig(layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32)
+    mesh = jax.make_mesh(
+        (2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    config = LlamaConfig(
+        layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32
+    )
     model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4)
     tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
 
     def init(key: jax.Array) -> Any:
-        floats = lambda: Llama(config, model.dtype).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        floats = lambda: Llama(config, model.dtype).init(
+            key, jnp.zeros((1, 8), jnp.int32)
+        )["params"]
         params = tcfp_jax.store(floats, model.weights, key=key)
         return params, tx.init(params)
 
@@ -230,21 +298,34 @@ def main() -> None:
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def step(state: Any, windows: jax.Array) -> Any:
         params, opt_state = state
-        loss = lambda params: model.apply({"params": params}, windows[:, :-1], windows[:, 1:]).mean()
+        loss = lambda params: model.apply(
+            {"params": params}, windows[:, :-1], windows[:, 1:]
+        ).mean()
         value, gradients = tcfp_jax.value_and_grad(loss)(params)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return (tcfp_jax.apply_updates(params, updates), opt_state), value
 
     text = jnp.asarray(list(__doc__.encode()))
-    print(f"{len(jax.devices())} devices; the first step is compiled, which takes most of the time", flush=True)
+    print(
+        f"{len(jax.devices())} devices; the first step is compiled, which takes most of"
+        " the time",
+        flush=True,
+    )
     for i in range(20):
-        offsets = jax.random.randint(jax.random.fold_in(key, i), (8,), 0, len(text) - 33)
-        windows = jax.device_put(text[offsets[:, None] + jnp.arange(33)], NamedSharding(mesh, P("data")))
+        offsets = jax.random.randint(
+            jax.random.fold_in(key, i), (8,), 0, len(text) - 33
+        )
+        windows = jax.device_put(
+            text[offsets[:, None] + jnp.arange(33)], NamedSharding(mesh, P("data"))
+        )
         state, value = step(state, windows)
         print(f"step {i}: {float(value):.3f} nats a byte", flush=True)
     kernel = state[0]["layers"]["query"]["kernel"].backward.values
     for shard in kernel.addressable_shards:
-        print(f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values {kernel.shape} of all queries")
+        print(
+            f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values"
+            f" {kernel.shape} of all queries"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Several processes that train together: how they start, how they agree, and how they end if one is lost.
+"""Several processes that train together: how they start, how they agree, and how they
+end if one is lost.
 
     srun python -m models.train --mesh fsdp=16                                   SLURM, found by `jax.distributed`
     mpirun python -m models.train --mesh fsdp=16                                 Open MPI, likewise
     python -m models.train --coordinator host:1234 --processes 2 --process 0     anywhere, once for each process
 
-All of them run the same command. An error that only one process finds, such as a missing file, ends all of them before
-the first step, with a message that names the process. All see the folder of the run. The first process writes config,
-metrics and results into it; all write checkpoints.
+All of them run the same command. An error that only one process finds, such as a
+missing file, ends all of them before the first step, with a message that names the
+process. All see the folder of the run. The first process writes config, metrics and
+results into it; all write checkpoints.
 """
 
 import json
@@ -22,9 +24,19 @@ from jax.experimental import multihost_utils
 
 T = TypeVar("T")
 HEARTBEAT_TIMEOUT = 100  # seconds, JAX's default
-# Variables by which `jax.distributed` knows a launcher, and the variable with its number of processes.
+# Variables by which `jax.distributed` knows a launcher, and the variable with its
+# number of processes.
 _LAUNCHERS = {
-    "SLURM": (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"), "SLURM_NTASKS"),
+    "SLURM": (
+        (
+            "SLURM_JOB_ID",
+            "SLURM_STEP_NODELIST",
+            "SLURM_NTASKS",
+            "SLURM_PROCID",
+            "SLURM_LOCALID",
+        ),
+        "SLURM_NTASKS",
+    ),
     "Open MPI": (("OMPI_MCA_orte_hnp_uri",), "OMPI_COMM_WORLD_SIZE"),
 }
 
@@ -36,48 +48,75 @@ def start(
     *,
     heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT,
 ) -> None:
-    """Connect this process with the others, before JAX asks for devices; a single process does nothing.
+    """Connect this process with the others, before JAX asks for devices; a single
+    process does nothing.
 
     Args:
-      coordinator_address: Host and port of the first process; None with SLURM and Open MPI, which know it.
+      coordinator_address: Host and port of the first process; None with SLURM and Open
+        MPI, which know it.
       num_processes: Number of processes; None likewise.
       process_id: Index of this process, from 0; None likewise.
-      heartbeat_timeout_seconds: Silence after which a process is lost, and the others end.
+      heartbeat_timeout_seconds: Silence after which a process is lost, and the others
+        end.
 
     Raises:
-      ValueError: some of the three are given without the others and outside of SLURM and Open MPI, a number is out of
-        its range, or Open MPI does not name its first process.
+      ValueError: some of the three are given without the others and outside of SLURM
+        and Open MPI, a number is out of its range, or Open MPI does not name its first
+        process.
     """
-    given = {"--coordinator": coordinator_address, "--processes": num_processes, "--process": process_id}
+    given = {
+        "--coordinator": coordinator_address,
+        "--processes": num_processes,
+        "--process": process_id,
+    }
     missing = [name for name, value in given.items() if value is None]
     launcher = _launcher()
     if len(missing) == len(given) and launcher is None:
         if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                f"Open MPI started {os.environ['OMPI_COMM_WORLD_SIZE']} processes, but says nothing of where the first "
-                "one is (since its version 5); give --coordinator host:port --processes N --process I"
+                f"Open MPI started {os.environ['OMPI_COMM_WORLD_SIZE']} processes, but"
+                " says nothing of where the first one is (since its version 5); give"
+                " --coordinator host:port --processes N --process I"
             )
         return
     if missing and launcher is None:
         raise ValueError(
-            f"{', '.join(name for name in given if name not in missing)} without {', '.join(missing)}, and neither "
-            "SLURM nor Open MPI started this process; give all of --coordinator host:port --processes N --process I"
+            f"{', '.join(name for name in given if name not in missing)} without"
+            f" {', '.join(missing)}, and neither SLURM nor Open MPI started this"
+            " process; give all of --coordinator host:port --processes N --process I"
         )
-    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
-        raise ValueError(f"--coordinator {coordinator_address} has no port; write host:port, such as node0:1234")
+    if (
+        coordinator_address is not None
+        and not coordinator_address.rpartition(":")[2].isdigit()
+    ):
+        raise ValueError(
+            f"--coordinator {coordinator_address} has no port; write host:port, such as"
+            " node0:1234"
+        )
     if num_processes is not None and num_processes < 1:
         raise ValueError(f"--processes {num_processes} must be at least 1")
-    if None not in (process_id, num_processes) and not 0 <= int(process_id or 0) < int(num_processes or 0):
-        raise ValueError(f"--process {process_id} of --processes {num_processes}; they count from 0 to N - 1")
+    if None not in (process_id, num_processes) and not 0 <= int(process_id or 0) < int(
+        num_processes or 0
+    ):
+        raise ValueError(
+            f"--process {process_id} of --processes {num_processes}; they count from 0"
+            " to N - 1"
+        )
     jax.distributed.initialize(
-        coordinator_address, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_timeout_seconds
+        coordinator_address,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )
 
 
 def _launcher() -> str | None:
     """Return the launcher that started several processes, including this one."""
     for name, (variables, count) in _LAUNCHERS.items():
-        if all(variable in os.environ for variable in variables) and int(os.environ.get(count, "1")) > 1:
+        if (
+            all(variable in os.environ for variable in variables)
+            and int(os.environ.get(count, "1")) > 1
+        ):
             return name
     return None
 
@@ -92,7 +131,9 @@ def gather(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(content)))).reshape(-1)
+    sizes = np.asarray(
+        multihost_utils.process_allgather(np.int32(len(content)))
+    ).reshape(-1)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(content)] = content
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
@@ -103,7 +144,8 @@ def together(act: Callable[[], T]) -> T:
     """Return the result of `act`, after it has returned in every process.
 
     Raises:
-      ValueError: it failed in another process; the message names the first such process and its error.
+      ValueError: it failed in another process; the message names the first such process
+        and its error.
       Exception: `act` raised it here.
     """
     if jax.process_count() == 1:
@@ -117,7 +159,9 @@ def together(act: Callable[[], T]) -> T:
         raise error
     for process, message in enumerate(found):
         if message:
-            raise ValueError(f"process {process} of {len(found)} cannot go on: {message}")
+            raise ValueError(
+                f"process {process} of {len(found)} cannot go on: {message}"
+            )
     return value  # type: ignore[return-value]  # no error, so it is the result of `act`
 
 
@@ -127,36 +171,48 @@ def of_first(find: Callable[[], str]) -> str:
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-    """Raise `ValueError` in every process if their settings differ; the message names the differences."""
+    """Raise `ValueError` in every process if their settings differ; the message names
+    the differences.
+    """
     texts = gather(json.dumps(settings, default=str, sort_keys=True))
     first = json.loads(texts[0])
     for process, text in enumerate(texts):
         other = json.loads(text)
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        names = [
+            name for name in {**first, **other} if first.get(name) != other.get(name)
+        ]
         if names:
             found = ", ".join(
-                f"{name}={first.get(name)!r} in process 0 but {other.get(name)!r} in process {process}"
+                f"{name}={first.get(name)!r} in process 0 but {other.get(name)!r} in"
+                f" process {process}"
                 for name in names
             )
-            raise ValueError(f"processes were started with different settings: {found}; start all with the same")
+            raise ValueError(
+                f"processes were started with different settings: {found}; start all"
+                " with the same"
+            )
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """Return an array that lies on devices of several processes, in each of them; all call this together."""
+    """Return an array that lies on devices of several processes, in each of them; all
+    call this together.
+    """
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def end_after(error: BaseException, advice: str) -> NoReturn:
-    """End this process at once with status 1, because an error keeps the others from continuing.
+    """End this process at once with status 1, because an error keeps the others from
+    continuing.
 
     JAX would wait for all processes at the end, and the others would wait for this one.
     """
     traceback.print_exception(error)
     print(
-        f"error: process {jax.process_index()} of {jax.process_count()} cannot go on ({type(error).__name__}), as it "
-        f"failed itself or another process was lost; {advice}",
+        f"error: process {jax.process_index()} of {jax.process_count()} cannot go on"
+        f" ({type(error).__name__}), as it failed itself or another process was lost;"
+        f" {advice}",
         file=sys.stderr,
     )
     sys.stderr.flush()

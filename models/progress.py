@@ -1,4 +1,6 @@
-"""Progress of commands that print nothing for a while: a line that says what they do, and for how many seconds."""
+"""Progress of commands that print nothing for a while: a line that says what they do,
+and for how many seconds.
+"""
 
 import contextlib
 import sys
@@ -9,7 +11,9 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def repeated(action: Callable[[], object]) -> Iterator[None]:
-    """Run an action in a thread while the context lasts: each second on a terminal, elsewhere every ten seconds."""
+    """Run an action in a thread while the context lasts: each second on a terminal,
+    elsewhere every ten seconds.
+    """
     ended, seconds = threading.Event(), 1.0 if sys.stderr.isatty() else 10.0
 
     def run() -> None:
@@ -27,7 +31,9 @@ def repeated(action: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(text: Callable[[], str], on: bool = True) -> Iterator[None]:
-    """Show a text and the seconds of the context: in one line of a terminal that is erased, elsewhere in new lines."""
+    """Show a text and the seconds of the context: in one line of a terminal that is
+    erased, elsewhere in new lines.
+    """
     started = time.monotonic()
     before, after = ("\r", "\r\033[K") if sys.stderr.isatty() else ("", "")
 

@@ -1,4 +1,6 @@
-"""A training run from its config to its result: in memory, or in a folder from which it continues after a kill."""
+"""A training run from its config to its result: in memory, or in a folder from which it
+continues after a kill.
+"""
 
 import dataclasses
 import functools
@@ -17,7 +19,16 @@ from tqdm import tqdm
 
 import tcfp_jax
 from models.batches import check_corpus
-from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, export, flatten, holds_run, read_config
+from models.checkpoint import (
+    METRICS_FILE,
+    Resume,
+    RunDirectory,
+    describe,
+    export,
+    flatten,
+    holds_run,
+    read_config,
+)
 from models.data import load_data
 from models.examples import load_examples
 from models.fitting import fitted
@@ -54,16 +65,22 @@ class RunResult:
     """Losses and speed of a run.
 
     Attributes:
-      train_loss: Nats per token of every step, float64 `[steps]`; a resumed run has those from the first step on.
+      train_loss: Nats per token of every step, float64 `[steps]`; a resumed run has
+        those from the first step on.
       heldout_loss: Nats per token over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per token.
-      bytes_per_token: Bytes of held-out text for each token, by which losses become bits per byte; None if unknown.
-      heldout_loss_bf16: Held-out loss of the same trained parameters with BF16 products.
-      remat: Values that each block kept for its backward pass, as in `LlamaConfig`; None in other models.
-      tokens_per_second: Tokens that this process trained on in a second, compilation included; NaN without a step.
-      state_bytes: Size of the parameters and of the optimizer's state, which are on the devices between two steps.
-      reports: Reports of the steps that this process observed (`config.monitor`), by step, in the form of
-        `models.monitoring.written`.
+      bytes_per_token: Bytes of held-out text for each token, by which losses become
+        bits per byte; None if unknown.
+      heldout_loss_bf16: Held-out loss of the same trained parameters with BF16
+        products.
+      remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
+        None in other models.
+      tokens_per_second: Tokens that this process trained on in a second, compilation
+        included; NaN without a step.
+      state_bytes: Size of the parameters and of the optimizer's state, which are on the
+        devices between two steps.
+      reports: Reports of the steps that this process observed (`config.monitor`), by
+        step, in the form of `models.monitoring.written`.
     """
 
     train_loss: np.ndarray
@@ -78,7 +95,9 @@ class RunResult:
 
     @property
     def heldout_bits_per_byte(self) -> float | None:
-        """The held-out loss in bits per byte of text, which does not depend on the tokenizer."""
+        """The held-out loss in bits per byte of text, which does not depend on the
+        tokenizer.
+        """
         return bits_per_byte(self.heldout_loss, self.bytes_per_token)
 
 
@@ -94,88 +113,140 @@ def run(
     bad_steps: int = BAD_STEPS,
     memory: int | None = None,
 ) -> RunResult:
-    """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
+    """Train from the first step, or from the newest checkpoint in `out`, to the last,
+    and evaluate.
 
     Args:
-      config: The run. Equal configs give equal results, bit for bit on one machine and mesh.
+      config: The run. Equal configs give equal results, bit for bit on one machine and
+        mesh.
       out: Folder for config, metrics and checkpoints; None keeps everything in memory.
-      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or starts one.
-      checkpoint_every: Steps between checkpoints, a multiple of `config.steps_per_call`; None writes about ten.
+      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or
+        starts one.
+      checkpoint_every: Steps between checkpoints, a multiple of
+        `config.steps_per_call`; None writes about ten.
       progress: "bar" draws a progress bar on standard error, in the first process.
-      mesh: Mesh of `models.meshes.make_mesh`. None is one device, or `fsdp` over all devices of several processes. The
-        mesh is not part of the run: a run continues from the same bits on another mesh.
-      bad_steps: Steps in a row without a finite loss after which the run stops. No checkpoint is written after such a
-        step, so the last good one stays.
-      memory: Bytes of a device that a step may need, for remat="auto"; None is 95 % of those that JAX may allocate.
-      tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which needs tensorboardX.
+      mesh: Mesh of `models.meshes.make_mesh`. None is one device, or `fsdp` over all
+        devices of several processes. The mesh is not part of the run: a run continues
+        from the same bits on another mesh.
+      bad_steps: Steps in a row without a finite loss after which the run stops. No
+        checkpoint is written after such a step, so the last good one stays.
+      memory: Bytes of a device that a step may need, for remat="auto"; None is 95 % of
+        those that JAX may allocate.
+      tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which
+        needs tensorboardX.
 
     Raises:
-      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder or no tensorboardX; the text is too short
-        or not readable; `out` holds another run, or another process writes it; the mesh does not divide what it
-        splits; processes have different settings; or `config.start` is a checkpoint of another model.
-      FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at the end.
+      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder or no
+        tensorboardX; the text is too short or not readable; `out` holds another run, or
+        another process writes it; the mesh does not divide what it splits; processes
+        have different settings; or `config.start` is a checkpoint of another model.
+      FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at
+        the end.
       FileExistsError: `out` holds a run and `resume` is "never".
-      FileNotFoundError: `config.data` or `config.start` does not exist, or the data holds no text.
+      FileNotFoundError: `config.data` or `config.start` does not exist, or the data
+        holds no text.
     """
     every = _checkpoint_interval(config, checkpoint_every)
     if bad_steps < 1:
-        raise ValueError(f"bad_steps={bad_steps} must be at least 1; a large number never stops a run")
+        raise ValueError(
+            f"bad_steps={bad_steps} must be at least 1; a large number never stops"
+            " a run"
+        )
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
     if mesh is not None:
-        heads = {name: getattr(config.size, name) for name in ("heads", "kv_heads") if hasattr(config.size, name)}
+        heads = {
+            name: getattr(config.size, name)
+            for name in ("heads", "kv_heads")
+            if hasattr(config.size, name)
+        }
         check_mesh(mesh, batch=config.batch, heads=heads)
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))
     if config.start is not None and not (out is not None and holds_run(out)):
-        # Checked before the folder exists: with the right checkpoint it would be the folder of another run.
+        # Checked before the folder exists: with the right checkpoint it would be the
+        # folder of another run.
         together(lambda: read_start(config))
     settings = dict(
-        out=out, resume=resume, checkpoint_every=every, bad_steps=bad_steps, mesh=mesh and dict(mesh.shape),
+        out=out,
+        resume=resume,
+        checkpoint_every=every,
+        bad_steps=bad_steps,
+        mesh=mesh and dict(mesh.shape),
         jax=jax.__version__,
-    )  # fmt: skip
+    )
     check_same({**settings, **flatten(describe(config, corpus.digest))})
     if tensorboard == "on":
         if out is None:
-            raise ValueError('tensorboard="on" without out: its files lie in the folder of the run; name one')
+            raise ValueError(
+                'tensorboard="on" without out: its files lie in the folder of the run;'
+                " name one"
+            )
         check_board()
     if out is None:
-        return _train(config, corpus, None, every, bad_steps, progress, mesh, memory=memory)
+        return _train(
+            config, corpus, None, every, bad_steps, progress, mesh, memory=memory
+        )
     board = out / BOARD if tensorboard == "on" and is_first() else None
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(config, corpus, directory, every, bad_steps, progress, mesh, board, memory)
+        return _train(
+            config, corpus, directory, every, bad_steps, progress, mesh, board, memory
+        )
 
 
-def export_run(out: Path, path: Path, mesh: Mesh | None = None, form: Form = "bf16") -> None:
+def export_run(
+    out: Path, path: Path, mesh: Mesh | None = None, form: Form = "bf16"
+) -> None:
     """Write the parameters of the newest checkpoint in `out`.
 
     Args:
       out: Folder of the run.
-      path: An `.npz`, which gets float32 (`models.checkpoint.export`), or a folder (`models.folders.write_folder`).
+      path: An `.npz`, which gets float32 (`models.checkpoint.export`), or a folder
+        (`models.folders.write_folder`).
       mesh: As in `run`.
       form: Form of the weights in a folder.
     """
     config = read_config(out)
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
-    with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
+    with RunDirectory(
+        out, config, corpus_of(config).digest, resume="allowed"
+    ) as directory:
         state = _restored(directory, config, mesh)[0]
-    params, size = float_parameters(state.params, tcfp_jax.layer_state(state.opt_state)), config.size
+    params, size = (
+        float_parameters(state.params, tcfp_jax.layer_state(state.opt_state)),
+        config.size,
+    )
     if path.suffix == ".npz":
         export(path, params)
         return
     check_folder(path, size, config.start)
     params = jax.tree.map(whole, params)
     if is_first() and isinstance(size, LlamaConfig):
-        source = Path(config.start) if config.start is not None and is_folder(config.start) else None
-        write_folder(path, params, dataclasses.replace(size, lora=0), form, source, config.tokenizer)
+        source = (
+            Path(config.start)
+            if config.start is not None and is_folder(config.start)
+            else None
+        )
+        write_folder(
+            path,
+            params,
+            dataclasses.replace(size, lora=0),
+            form,
+            source,
+            config.tokenizer,
+        )
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
     """Return the text of a run, which is read once per process."""
     return _corpus(
-        config.data, config.vocabulary, config.corpus_bytes, config.tokenizer, config.packs * config.sequence
+        config.data,
+        config.vocabulary,
+        config.corpus_bytes,
+        config.tokenizer,
+        config.packs * config.sequence,
     )
 
 
@@ -192,41 +263,71 @@ def checked_corpus(config: TrainConfig) -> Corpus:
 
 @functools.lru_cache(maxsize=4)
 def _corpus(
-    data: tuple[str, ...], vocabulary: int | None, byte_limit: int, tokenizer: str | None, packed: int | None
+    data: tuple[str, ...],
+    vocabulary: int | None,
+    byte_limit: int,
+    tokenizer: str | None,
+    packed: int | None,
 ) -> Corpus:
     found = None if tokenizer is None else read_tokenizer(Path(tokenizer))
     if packed and found is not None:
         return load_examples(data, found, packed)
     ids = vocabulary if found is None else None
-    text = load_data(data, vocabulary=ids, byte_limit=byte_limit) if data else load_corpus(byte_limit=byte_limit)
+    text = (
+        load_data(data, vocabulary=ids, byte_limit=byte_limit)
+        if data
+        else load_corpus(byte_limit=byte_limit)
+    )
     return text if found is None else tokenized(text, found)
 
 
-def _restored(directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | None) -> tuple[TrainState, list[float]]:
-    """Return the state to continue from and the losses before it: the newest checkpoint's, or the initial ones."""
+def _restored(
+    directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | None
+) -> tuple[TrainState, list[float]]:
+    """Return the state to continue from and the losses before it: the newest
+    checkpoint's, or the initial ones.
+    """
     if directory is None:
         return init(config, mesh), []
     # A checkpoint needs shapes alone: a model that just fits would not fit twice.
-    return directory.restore(state_shapes(config, mesh) if directory.holds_state else init(config, mesh))
+    return directory.restore(
+        state_shapes(config, mesh) if directory.holds_state else init(config, mesh)
+    )
 
 
 def _train(
-    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, bad_steps: int,
-    progress: Progress, mesh: Mesh | None, board_folder: Path | None = None, memory: int | None = None,
-) -> RunResult:  # fmt: skip
+    config: TrainConfig,
+    corpus: Corpus,
+    directory: RunDirectory | None,
+    every: int,
+    bad_steps: int,
+    progress: Progress,
+    mesh: Mesh | None,
+    board_folder: Path | None = None,
+    memory: int | None = None,
+) -> RunResult:
     telling = progress == "bar" and is_first()
     with shown(lambda: "preparing the first step", telling):
         state, losses = _restored(directory, config, mesh)
         reports: dict[int, Any] = {}
-        if directory is not None and config.start is not None and not directory.holds_state:
-            # From here on the run does not need the file of `start`, which may move or change.
+        if (
+            directory is not None
+            and config.start is not None
+            and not directory.holds_state
+        ):
+            # From here on the run does not need the file of `start`, which may move or
+            # change.
             directory.save(state, 0)
-        board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
+        board = Board(
+            board_folder, None if directory is None else directory.path / METRICS_FILE
+        )
         begin, started = len(losses), time.perf_counter()
         text, key = everywhere(corpus.train, mesh), batch_key(config)
         # Lowered for the arrays of the first call, which then finds the compiled step.
         count = min(config.steps_per_call, max(1, config.steps - begin))
-        lower: Any = lambda one: make_train_step(one, count, mesh).lower(state, text, key)  # type: ignore[attr-defined]
+        lower: Any = lambda one: make_train_step(one, count, mesh).lower(
+            state, text, key
+        )  # type: ignore[attr-defined]
         config, line = fitted(config, lower, memory)
     if line is not None and telling:
         print(line, flush=True)
@@ -235,30 +336,41 @@ def _train(
         def record(pending: tuple[jax.Array, Any]) -> None:
             values, report = np.asarray(pending[0], np.float64), None
             if pending[1] is not None:
-                report = reports[len(losses) + len(values)] = written(jax.device_get(pending[1]))
+                report = reports[len(losses) + len(values)] = written(
+                    jax.device_get(pending[1])
+                )
             if directory is not None:
                 directory.append(len(losses) + 1, values, report)
             board.add(len(losses) + 1, values, report)
             losses.extend(values.tolist())
-            bar.set_postfix_str(f"step {len(losses)}, loss {_shown(values[-1], corpus)}", refresh=False)
+            bar.set_postfix_str(
+                f"step {len(losses)}, loss {_shown(values[-1], corpus)}", refresh=False
+            )
             bar.update(len(values) * config.tokens_per_step)
             _check_losses(losses, begin, bad_steps, config, directory)
 
-        # One dispatch ahead: the host writes the metrics of a call while the device runs the next one.
+        # One dispatch ahead: the host writes the metrics of a call while the device
+        # runs the next one.
         pending = None
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
             if config.monitor and (step + count) % config.monitor == 0:
                 state, *new = make_monitored_step(config, count, mesh)(state, text, key)
             else:
-                state, *new = *make_train_step(config, count, mesh)(state, text, key), None
+                state, *new = (
+                    *make_train_step(config, count, mesh)(state, text, key),
+                    None,
+                )
             if pending is not None:
                 record(pending)
             pending = new
-            if directory is not None and ((step + count) % every == 0 or step + count == config.steps):
+            if directory is not None and (
+                (step + count) % every == 0 or step + count == config.steps
+            ):
                 record(pending)
                 pending = None
-                if math.isfinite(losses[-1]):  # else it would replace one from before the run diverged
+                # Else it would replace one from before the run diverged
+                if math.isfinite(losses[-1]):
                     directory.save(state, step + count)
                     _sample(config, state, step + count, directory)
         if pending is not None:
@@ -268,12 +380,32 @@ def _train(
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
     with shown(lambda: "evaluating on held-out text", telling):
-        heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
-    rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
+        heldout, in_bf16 = (
+            evaluate(config, state, heldout_text, products, mesh)
+            for products in ("trained", "bf16")
+        )
+    rate = (
+        (config.steps - begin) * config.tokens_per_step / seconds
+        if begin < config.steps
+        else math.nan
+    )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    remat, perplexity = getattr(config.size, "remat", None), float(np.exp(np.float64(heldout)))
+    remat, perplexity = (
+        getattr(config.size, "remat", None),
+        float(np.exp(np.float64(heldout))),
+    )
     curve = np.asarray(losses)
-    return RunResult(curve, heldout, perplexity, in_bf16, rate, size, remat, reports, corpus.bytes_per_token)
+    return RunResult(
+        curve,
+        heldout,
+        perplexity,
+        in_bf16,
+        rate,
+        size,
+        remat,
+        reports,
+        corpus.bytes_per_token,
+    )
 
 
 def _shown(loss: float, corpus: Corpus) -> str:
@@ -282,7 +414,9 @@ def _shown(loss: float, corpus: Corpus) -> str:
     return f"{loss:.3f}" + ("" if bits is None else f" ({bits:.3f} bits/byte)")
 
 
-def _sample(config: TrainConfig, state: TrainState, step: int, directory: RunDirectory) -> None:
+def _sample(
+    config: TrainConfig, state: TrainState, step: int, directory: RunDirectory
+) -> None:
     """Continue the prompt of the run, print the text, and append it to the folder."""
     if config.sample is None:
         return
@@ -290,21 +424,31 @@ def _sample(config: TrainConfig, state: TrainState, step: int, directory: RunDir
     if is_first():
         tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")
         with (directory.path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(step=step, prompt=config.sample, text=text)) + "\n")
+            file.write(
+                json.dumps(dict(step=step, prompt=config.sample, text=text)) + "\n"
+            )
 
 
 def _check_losses(
-    losses: list[float], begin: int, bad_steps: int, config: TrainConfig, directory: RunDirectory | None
+    losses: list[float],
+    begin: int,
+    bad_steps: int,
+    config: TrainConfig,
+    directory: RunDirectory | None,
 ) -> None:
-    """Raise `FloatingPointError` if the last `bad_steps` losses, all after step `begin`, are not finite."""
+    """Raise `FloatingPointError` if the last `bad_steps` losses, all after step
+    `begin`, are not finite.
+    """
     last = losses[max(begin, len(losses) - bad_steps) :]
     if len(last) < bad_steps or any(map(math.isfinite, last)):
         return
     kept = directory is not None and directory.holds_state
     raise FloatingPointError(
-        f"the run has diverged: the losses of steps {len(losses) - bad_steps + 1} to {len(losses)} are not finite"
-        f"{'; the checkpoints before them are kept' if kept else ''}; start anew with a learning rate below "
-        f"{config.learning_rate:g}, or find the first bad step with --monitor"
+        f"the run has diverged: the losses of steps {len(losses) - bad_steps + 1} to"
+        f" {len(losses)} are not"
+        f" finite{'; the checkpoints before them are kept' if kept else ''}; start anew"
+        f" with a learning rate below {config.learning_rate:g}, or find the first bad"
+        " step with --monitor"
     )
 
 
@@ -314,24 +458,36 @@ def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
         return call * max(1, round(config.steps / (10 * call)))
     if every < 1 or every % call:
         nearest = call * max(1, round(every / call))
-        raise ValueError(f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use {nearest}")
+        raise ValueError(
+            f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use"
+            f" {nearest}"
+        )
     return every
 
 
 def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
     name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
     return tqdm(
-        total=config.steps * config.tokens_per_step, initial=begin * config.tokens_per_step, desc=name, unit="tok",
-        unit_scale=True, disable=progress == "none" or not is_first(), mininterval=0.5 if sys.stderr.isatty() else 10.0,
-        bar_format="{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {elapsed} gone, {remaining} left",
-    )  # fmt: skip
+        total=config.steps * config.tokens_per_step,
+        initial=begin * config.tokens_per_step,
+        desc=name,
+        unit="tok",
+        unit_scale=True,
+        disable=progress == "none" or not is_first(),
+        mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        bar_format=(
+            "{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {elapsed}"
+            " gone, {remaining} left"
+        ),
+    )
 
 
 def keep_programs(out: Path) -> None:
     """Keep compiled programs in a folder, and load programs from it.
 
-    On GPUs, compilation times candidate kernels and takes the fastest. Two processes may take different ones and differ
-    in the last bit, so a resumed run loads the programs of the process that began it.
+    On GPUs, compilation times candidate kernels and takes the fastest. Two processes
+    may take different ones and differ in the last bit, so a resumed run loads the
+    programs of the process that began it.
     """
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,4 +1,6 @@
-"""Settings of a training run: `TrainConfig`, its rules, and good values for each named model."""
+"""Settings of a training run: `TrainConfig`, its rules, and good values for each named
+model.
+"""
 
 import math
 import numbers
@@ -28,46 +30,63 @@ class TrainConfig:
     """One training run. `preset` returns good values for each named model.
 
     Attributes:
-      model: A name in `models.families.model_names()`, or a `GPTConfig` or `LlamaConfig`.
-      recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is the baseline.
-      include: "every" layer takes the recipe, or only the layers that measured times say are faster than BF16 on this
-        device at `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`). "layers" leaves tables and
-        heads float where "every" would store them.
-      remat: Values that each block of a Llama keeps for its backward pass, as in `LlamaConfig`; None is the model's.
-        "auto" keeps as much as fits, and is decided before the first step.
-      steps: Optimizer updates. The learning rate falls as a cosine over them, so they are part of the run.
+      model: A name in `models.families.model_names()`, or a `GPTConfig` or
+        `LlamaConfig`.
+      recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is
+        the baseline.
+      include: "every" layer takes the recipe, or only the layers that measured times
+        say are faster than BF16 on this device at `batch` times `sequence` tokens
+        (`convert_to_tcfp(include="measured")`). "layers" leaves tables and heads float
+        where "every" would store them.
+      remat: Values that each block of a Llama keeps for its backward pass, as in
+        `LlamaConfig`; None is the model's. "auto" keeps as much as fits, and is decided
+        before the first step.
+      steps: Optimizer updates. The learning rate falls as a cosine over them, so they
+        are part of the run.
       seed: Seed of initial weights, batches and stochastic rounding, 0 to 2**32 - 1.
-      batch, sequence: Windows in a step, of all devices together, and tokens predicted in each.
-      learning_rate: Peak of the rate, reached after a linear warm-up over the first tenth of the steps.
+      batch, sequence: Windows in a step, of all devices together, and tokens predicted
+        in each.
+      learning_rate: Peak of the rate, reached after a linear warm-up over the first
+        tenth of the steps.
       final_fraction: Part of the peak at which the cosine ends.
-      weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of a gradient.
-      dtype: Dtype of activations. "auto" is bfloat16 on accelerators and float32 on CPUs, which emulate BF16. The
-        recipe decides the operands of dense layers on both.
+      weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of
+        a gradient.
+      dtype: Dtype of activations. "auto" is bfloat16 on accelerators and float32 on
+        CPUs, which emulate BF16. The recipe decides the operands of dense layers on
+        both.
       error_dtype: Dtype of the error-feedback buffers.
-      weights: "float" keeps float32 parameters next to the quantized weights of the recipe. "stored" has `W_hi + W_lo`
-        as the only copy of each kernel, rounded stochastically (`tcfp_jax.store`).
-      moments: Format of AdamW's moments of stored weights: "8bit", "bfloat16" or "float32".
+      weights: "float" keeps float32 parameters next to the quantized weights of the
+        recipe. "stored" has `W_hi + W_lo` as the only copy of each kernel, rounded
+        stochastically (`tcfp_jax.store`).
+      moments: Format of AdamW's moments of stored weights: "8bit", "bfloat16" or
+        "float32".
       steps_per_call: Steps in one dispatch. Checkpoints fall on multiples of it.
-      heldout_windows: Windows of `sequence` tokens, evenly spaced over the held-out text, of the final loss.
+      heldout_windows: Windows of `sequence` tokens, evenly spaced over the held-out
+        text, of the final loss.
       corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
-      data: Files and folders of text, read as bytes, or one `.npy` of token ids (`models.data.load_data`). Empty means
-        the source of Python's standard library.
+      data: Files and folders of text, read as bytes, or one `.npy` of token ids
+        (`models.data.load_data`). Empty means the source of Python's standard library.
       vocabulary: Number of token ids. The model gets rows for them if it has fewer.
-      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl" then hold texts and
-        conversations, packed into rows (`models.examples`).
-      monitor: Number of steps between two observed ones, whose metrics describe their numerics; 0 observes none. An
-        observed step is part of the run, and may differ from a plain one in the last bit.
-      start: File of float parameters of this model, as `models.train --export` writes it, or a folder of Hugging Face
-        (`models.folders`), that replaces random initial weights. The optimizer starts anew.
-      lora: Rank of adapters, which train alone next to weights that are quantized once by the recipe
-        (`models.adapters`); 0 trains all weights.
-      sample: Prompt that the model continues at each checkpoint, for a reader; not part of the run.
-      initial_jitter: Relative standard deviation of a perturbation of the initial weights. Runs repeat bit for bit, so
-        a value such as 1e-6 shows how far differences of rounding grow.
+      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl"
+        then hold texts and conversations, packed into rows (`models.examples`).
+      monitor: Number of steps between two observed ones, whose metrics describe their
+        numerics; 0 observes none. An observed step is part of the run, and may differ
+        from a plain one in the last bit.
+      start: File of float parameters of this model, as `models.train --export` writes
+        it, or a folder of Hugging Face (`models.folders`), that replaces random initial
+        weights. The optimizer starts anew.
+      lora: Rank of adapters, which train alone next to weights that are quantized once
+        by the recipe (`models.adapters`); 0 trains all weights.
+      sample: Prompt that the model continues at each checkpoint, for a reader; not part
+        of the run.
+      initial_jitter: Relative standard deviation of a perturbation of the initial
+        weights. Runs repeat bit for bit, so a value such as 1e-6 shows how far
+        differences of rounding grow.
 
     Raises:
-      ValueError: a value is out of its range, a name is unknown, the sequence is longer than the model's context, token
-        ids have no vocabulary, or a field contradicts the kind of weights.
+      ValueError: a value is out of its range, a name is unknown, the sequence is longer
+        than the model's context, token ids have no vocabulary, or a field contradicts
+        the kind of weights.
     """
 
     model: str | ModelConfig = "tiny"
@@ -101,50 +120,85 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_names(self.data, self.vocabulary, self.tokenizer)
         if not isinstance(self.data, tuple):
-            raise ValueError(f"data={self.data!r} is not a tuple; write data={tuple(self.data)}")
-        if self.remat is not None and not isinstance(model_config(self.model), LlamaConfig):
-            raise ValueError(f"remat={self.remat!r} with model {self.model!r}, which keeps all values; use a Llama")
+            raise ValueError(
+                f"data={self.data!r} is not a tuple; write data={tuple(self.data)}"
+            )
+        if self.remat is not None and not isinstance(
+            model_config(self.model), LlamaConfig
+        ):
+            raise ValueError(
+                f"remat={self.remat!r} with model {self.model!r}, which keeps all"
+                " values; use a Llama"
+            )
         context = self.size.context
         tcfp_jax.recipe(self.recipe)
-        for name in ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes"):
+        for name in (
+            "steps",
+            "batch",
+            "sequence",
+            "steps_per_call",
+            "heldout_windows",
+            "corpus_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not isinstance(self.seed, numbers.Integral) or not 0 <= self.seed < 2**32:  # jax drops all but 32 bits
-            raise ValueError(f"seed={self.seed!r} must be an integer of 32 bits; use one of 0 to {2**32 - 1}")
+        # jax drops all but 32 bits
+        if not isinstance(self.seed, numbers.Integral) or not 0 <= self.seed < 2**32:
+            raise ValueError(
+                f"seed={self.seed!r} must be an integer of 32 bits; use one of 0 to"
+                f" {2**32 - 1}"
+            )
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be positive and finite"
+                )
         for name in ("weight_decay", "initial_jitter"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be zero or positive, and finite")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be zero or positive, and finite"
+                )
         if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"final_fraction={self.final_fraction} must be in 0 to 1, part of the peak learning rate")
+            raise ValueError(
+                f"final_fraction={self.final_fraction} must be in 0 to 1, part of the"
+                " peak learning rate"
+            )
         if self.sequence > context:
             raise ValueError(
-                f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it"
+                f"sequence={self.sequence} exceeds the context of model {self.model!r},"
+                f" {context}; shorten it"
             )
-        choices = dict(include=Included, error_dtype=ErrorDtype, weights=Weights, moments=Moments)
+        choices = dict(
+            include=Included, error_dtype=ErrorDtype, weights=Weights, moments=Moments
+        )
         for name, allowed in {
             "dtype": ("auto", *get_args(ComputeDtype)),
             **{n: get_args(c) for n, c in choices.items()},
         }.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of"
+                    f" {list(allowed)}"
+                )
         if self.monitor < 0 or self.monitor % self.steps_per_call:
-            nearest = self.steps_per_call * max(1, round(self.monitor / self.steps_per_call))
+            nearest = self.steps_per_call * max(
+                1, round(self.monitor / self.steps_per_call)
+            )
             raise ValueError(
-                f"monitor={self.monitor} is not a multiple of steps_per_call={self.steps_per_call}, of which the last "
-                f"step is observed; use {nearest}, or 0 for never"
+                f"monitor={self.monitor} is not a multiple of"
+                f" steps_per_call={self.steps_per_call}, of which the last step is"
+                f" observed; use {nearest}, or 0 for never"
             )
         if self.start is not None and self.initial_jitter:
             raise ValueError(
-                f"start={self.start!r} with initial_jitter={self.initial_jitter}: parameters of a checkpoint are taken "
-                "as they are; leave one of them out"
+                f"start={self.start!r} with initial_jitter={self.initial_jitter}:"
+                " parameters of a checkpoint are taken as they are; leave one of"
+                " them out"
             )
         if self.monitor > self.steps:
             raise ValueError(
-                f"monitor={self.monitor} of steps={self.steps}: no step would be observed; lower monitor, ask for more "
-                "steps, or use 0 for never"
+                f"monitor={self.monitor} of steps={self.steps}: no step would be"
+                " observed; lower monitor, ask for more steps, or use 0 for never"
             )
         _check_weights(self)
 
@@ -161,7 +215,9 @@ class TrainConfig:
         size = model_config(self.model, self.vocabulary)
         if not isinstance(size, LlamaConfig):
             return size
-        return replace(size, remat=size.remat if self.remat is None else self.remat, lora=self.lora)
+        return replace(
+            size, remat=size.remat if self.remat is None else self.remat, lora=self.lora
+        )
 
     @property
     def packs(self) -> bool:
@@ -176,35 +232,50 @@ class TrainConfig:
     @property
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
-        floats: dict[str, Any] = dict(weights="float", moments="float32", error_dtype="float32", lora=0, sample=None)
+        floats: dict[str, Any] = dict(
+            weights="float",
+            moments="float32",
+            error_dtype="float32",
+            lora=0,
+            sample=None,
+        )
         return replace(self, recipe="bf16", include="every", **floats)
 
 
 def _check_weights(config: TrainConfig) -> None:
     """Raise `ValueError` if a field contradicts the kind of weights."""
-    if config.lora and (config.start is None or not isinstance(config.size, LlamaConfig)):
-        raise ValueError(f"lora={config.lora} without weights to adapt; name a Llama to start from, or leave it")
+    if config.lora and (
+        config.start is None or not isinstance(config.size, LlamaConfig)
+    ):
+        raise ValueError(
+            f"lora={config.lora} without weights to adapt; name a Llama to start from,"
+            " or leave it"
+        )
     if config.lora and (config.weights == "stored" or config.include == "measured"):
         raise ValueError(
-            f"lora={config.lora} with weights={config.weights!r} and include={config.include!r}: frozen weights are "
-            "quantized once and do not train; leave both"
+            f"lora={config.lora} with weights={config.weights!r} and"
+            f" include={config.include!r}: frozen weights are quantized once and do not"
+            " train; leave both"
         )
     if config.weights == "float":
         if config.moments != "float32":
             raise ValueError(
-                f"moments={config.moments!r} with weights='float': narrow moments are those of the optimizer of stored "
-                "weights; use weights='stored' or moments='float32'"
+                f"moments={config.moments!r} with weights='float': narrow moments are"
+                " those of the optimizer of stored weights; use weights='stored' or"
+                " moments='float32'"
             )
         return
     if not isinstance(tcfp_jax.recipe(config.recipe).weight, Dual):
         raise ValueError(
-            f"weights='stored' with recipe {_named(config.recipe)!r}: the recipe has no residual, and W_hi alone has "
-            "too few bits to be a parameter; use recipe 'tcfp12_single', which multiplies by W_hi, or weights='float'"
+            f"weights='stored' with recipe {_named(config.recipe)!r}: the recipe has no"
+            " residual, and W_hi alone has too few bits to be a parameter; use recipe"
+            " 'tcfp12_single', which multiplies by W_hi, or weights='float'"
         )
     if config.error_dtype != "float32":
         raise ValueError(
-            f"error_dtype={config.error_dtype!r} with weights='stored': they are rounded stochastically and have no "
-            "error buffers; leave error_dtype, or use weights='float'"
+            f"error_dtype={config.error_dtype!r} with weights='stored': they are"
+            " rounded stochastically and have no error buffers; leave error_dtype, or"
+            " use weights='float'"
         )
 
 
@@ -215,7 +286,8 @@ def _named(recipe: str | Recipe) -> str:
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
-    # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a tenth of it.
+    # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a
+    # tenth of it.
     "small": dict(steps=1000, batch=32, sequence=256, learning_rate=2e-3),
     "gpt2": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
     "llama-tiny": dict(steps=300),
@@ -229,20 +301,29 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# A model that exists is changed little; a longer sequence or a larger batch is a matter of memory.
-_FINE_TUNING: dict[str, Any] = dict(steps=200, batch=4, learning_rate=1e-5, final_fraction=0.1, weight_decay=0.0)
+# A model that exists is changed little; a longer sequence or a larger batch is a matter
+# of memory.
+_FINE_TUNING: dict[str, Any] = dict(
+    steps=200, batch=4, learning_rate=1e-5, final_fraction=0.1, weight_decay=0.0
+)
 
 
 def _of_folder(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run that fine-tunes the model in a folder of Hugging Face."""
+    """Return the fields of a run that fine-tunes the model in a folder of Hugging
+    Face.
+    """
     shape = read_shape(Path(folder))
     # A CPU does not tell how much memory there is.
     shape = replace(shape, remat="none" if jax.default_backend() == "cpu" else "auto")
-    fields = dict(model=shape, start=folder, sequence=min(shape.context, 1024), **_FINE_TUNING)
+    fields = dict(
+        model=shape, start=folder, sequence=min(shape.context, 1024), **_FINE_TUNING
+    )
     if overrides.get("lora"):  # matrices that begin at zero need larger steps
         fields |= dict(recipe="tensorwise", learning_rate=2e-4)
     tokenizer = Path(folder) / "tokenizer.json"
-    if tokenizer.is_file() and not any(path.endswith(IDS_SUFFIX) for path in overrides.get("data", ())):
+    if tokenizer.is_file() and not any(
+        path.endswith(IDS_SUFFIX) for path in overrides.get("data", ())
+    ):
         fields |= dict(tokenizer=str(tokenizer))
     return fields
 
@@ -250,12 +331,14 @@ def _of_folder(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """Return the run of `python -m models.train --model MODEL`, with fields replaced.
 
-    Without a recipe weights are stored, with moments in 8 bits and the recipe that stores and multiplies least. Next to
-    a recipe alone they are float32. `data` is read whole. A model may be a folder of Hugging Face, whose weights and
-    tokenizer are taken.
+    Without a recipe weights are stored, with moments in 8 bits and the recipe that
+    stores and multiplies least. Next to a recipe alone they are float32. `data` is read
+    whole. A model may be a folder of Hugging Face, whose weights and tokenizer are
+    taken.
 
     Raises:
-      ValueError: as `TrainConfig`, or `error_dtype` is given for a recipe that keeps no errors.
+      ValueError: as `TrainConfig`, or `error_dtype` is given for a recipe that keeps no
+        errors.
 
     >>> preset("small", recipe="bf16").steps
     1000
@@ -268,15 +351,22 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
         model_config(model)
         named = {"model": model, **_PRESETS.get(model, {})}
     given = {**named, **overrides}
-    weights = given.get("weights", "float" if {"recipe", "error_dtype"} & {*given} else "stored")
-    stored = dict(weights="stored", recipe="tcfp12_single", moments="8bit") if weights == "stored" else {}
+    weights = given.get(
+        "weights", "float" if {"recipe", "error_dtype"} & {*given} else "stored"
+    )
+    stored = (
+        dict(weights="stored", recipe="tcfp12_single", moments="8bit")
+        if weights == "stored"
+        else {}
+    )
     whole = dict(corpus_bytes=2**63 - 1) if given.get("data") else {}
     if given.get("tokenizer") is not None and given.get("vocabulary") is None:
         given["vocabulary"] = read_tokenizer(Path(given["tokenizer"])).size
     config = TrainConfig(**{**stored, **whole, **given})
     if config.error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:
         raise ValueError(
-            f"error_dtype={config.error_dtype!r} with recipe {_named(config.recipe)!r}: no error of a weight is kept; "
-            "leave error_dtype, or use a recipe with remainder='feedback', such as 'tcfp12'"
+            f"error_dtype={config.error_dtype!r} with recipe {_named(config.recipe)!r}:"
+            " no error of a weight is kept; leave error_dtype, or use a recipe with"
+            " remainder='feedback', such as 'tcfp12'"
         )
     return config

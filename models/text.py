@@ -1,8 +1,10 @@
-"""Real text that every machine has, as bytes: the source files of Python's standard library and of packages.
+"""Real text that every machine has, as bytes: the source files of Python's standard
+library and of packages.
 
-The split is by file, because windows of one file resemble each other: a held-out loss on windows of training files
-would measure memory. A hash of the relative path alone decides the part of a file. So adding or removing a file moves
-no other file, and the two parts never share one.
+The split is by file, because windows of one file resemble each other: a held-out loss
+on windows of training files would measure memory. A hash of the relative path alone
+decides the part of a file. So adding or removing a file moves no other file, and the
+two parts never share one.
 
     part(path) = held out   if sha256(path) mod 10 = 0   else training
 """
@@ -18,8 +20,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-EXCLUDED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
-GENERATED_PREFIX = "_sysconfigdata"  # written at build time, full of the builder's own paths
+EXCLUDED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+)
+# Written at build time, full of the builder's own paths
+GENERATED_PREFIX = "_sysconfigdata"
 HELDOUT_PARTS = 10
 LARGEST_FILE = 131_072
 LARGEST_INSTALLED = 2**20  # longer files are generated
@@ -32,11 +37,12 @@ class Corpus:
     """Tokens to learn from and tokens to evaluate on.
 
     Attributes:
-      train, heldout: uint8 `[bytes]`, each file followed by one zero byte; integers `[tokens]`; or rows of documents
-        (`models.examples.load_examples`).
-      train_files, heldout_files: Relative POSIX paths in the order of their bytes. `models.data.load_data` cuts one
-        file at the border, which is in both.
-      bytes_per_token: Bytes of held-out text for each token that counts; None if they are unknown.
+      train, heldout: uint8 `[bytes]`, each file followed by one zero byte; integers
+        `[tokens]`; or rows of documents (`models.examples.load_examples`).
+      train_files, heldout_files: Relative POSIX paths in the order of their bytes.
+        `models.data.load_data` cuts one file at the border, which is in both.
+      bytes_per_token: Bytes of held-out text for each token that counts; None if they
+        are unknown.
     """
 
     train: np.ndarray
@@ -60,14 +66,20 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float
     >>> bits_per_byte(math.log(16), 4.0)
     1.0
     """
-    return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
+    return (
+        None
+        if bytes_per_token is None
+        else nats_per_token / math.log(2) / bytes_per_token
+    )
 
 
 def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Corpus:
-    """Read the `**/*.py` files under `root` (None: the standard library), at most about `byte_limit` bytes.
+    """Read the `**/*.py` files under `root` (None: the standard library), at most about
+    `byte_limit` bytes.
 
-    Test folders and installed packages are left out, and files are cut after 128 KiB. If the limit is reached, the
-    files with the smallest hashes stay, so that a smaller corpus is a sample of the larger one.
+    Test folders and installed packages are left out, and files are cut after 128 KiB.
+    If the limit is reached, the files with the smallest hashes stay, so that a smaller
+    corpus is a sample of the larger one.
 
     Raises:
       FileNotFoundError: there is no source file, or one of the two parts is empty.
@@ -92,12 +104,15 @@ def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Co
 
 
 @functools.lru_cache(maxsize=2)
-def load_installed(roots: tuple[Path, ...] | None = None, *, byte_limit: int = 200_000_000) -> Corpus:
-    """Read the Python files of all installed packages and of the standard library: hundreds of megabytes.
+def load_installed(
+    roots: tuple[Path, ...] | None = None, *, byte_limit: int = 200_000_000
+) -> Corpus:
+    """Read the Python files of all installed packages and of the standard library:
+    hundreds of megabytes.
 
-    A text that several packages ship is read once, so that no copy of a training file is held out. Files below 200
-    bytes are left out, and files are cut after 1 MiB. The limit works as in `load_corpus`. Names begin with the last
-    folder of their root.
+    A text that several packages ship is read once, so that no copy of a training file
+    is held out. Files below 200 bytes are left out, and files are cut after 1 MiB. The
+    limit works as in `load_corpus`. Names begin with the last folder of their root.
 
     Args:
       roots: Folders; None for this Python's `site-packages` and standard library.
@@ -113,7 +128,11 @@ def load_installed(roots: tuple[Path, ...] | None = None, *, byte_limit: int = 2
     for root in roots:
         for folder, folders, files in os.walk(root):
             # One root may lie within another.
-            folders[:] = [name for name in folders if name != "__pycache__" and Path(folder, name) not in roots]
+            folders[:] = [
+                name
+                for name in folders
+                if name != "__pycache__" and Path(folder, name) not in roots
+            ]
             for path in (Path(folder, name) for name in files if name.endswith(".py")):
                 found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
     chosen: dict[str, bytes] = {}
@@ -122,9 +141,15 @@ def load_installed(roots: tuple[Path, ...] | None = None, *, byte_limit: int = 2
     with ThreadPoolExecutor(16) as pool:
         for begin in range(0, len(names), 1024):
             part = names[begin : begin + 1024]
-            for name, text in zip(part, pool.map(_read, [found[name] for name in part]), strict=True):
+            for name, text in zip(
+                part, pool.map(_read, [found[name] for name in part]), strict=True
+            ):
                 digest = hashlib.sha256(text).digest()
-                if total < byte_limit and len(text) >= SHORTEST_INSTALLED and digest not in seen:
+                if (
+                    total < byte_limit
+                    and len(text) >= SHORTEST_INSTALLED
+                    and digest not in seen
+                ):
                     seen.add(digest)
                     chosen[name] = text[: byte_limit - total] + SEPARATOR
                     total += len(chosen[name])
@@ -147,15 +172,25 @@ def _split(chosen: dict[str, bytes], where: str, byte_limit: int) -> Corpus:
     for part, files in (("training", train_files), ("held-out", heldout_files)):
         if not files:
             raise FileNotFoundError(
-                f"{where} gives no {part} file ({len(chosen)} Python files within {byte_limit} bytes); use a Python "
-                "that ships its library as .py files, or raise the limit"
+                f"{where} gives no {part} file ({len(chosen)} Python files within"
+                f" {byte_limit} bytes); use a Python that ships its library as .py"
+                " files, or raise the limit"
             )
-    return Corpus(_join(chosen, train_files), _join(chosen, heldout_files), train_files, heldout_files)
+    return Corpus(
+        _join(chosen, train_files),
+        _join(chosen, heldout_files),
+        train_files,
+        heldout_files,
+    )
 
 
 def source_files(root: Path) -> list[str]:
     """Return the relative POSIX paths of the source files under `root`, sorted."""
-    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py") if path.is_file())
+    names = (
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if path.is_file()
+    )
     return sorted(name for name in names if _is_source(PurePosixPath(name)))
 
 
@@ -169,12 +204,18 @@ def is_heldout(name: str) -> bool:
 
 
 def _is_source(path: PurePosixPath) -> bool:
-    return not EXCLUDED_FOLDERS.intersection(path.parts[:-1]) and not path.name.startswith(GENERATED_PREFIX)
+    return not EXCLUDED_FOLDERS.intersection(
+        path.parts[:-1]
+    ) and not path.name.startswith(GENERATED_PREFIX)
 
 
 def stable_hash(name: str) -> int:
-    """Return 64 bits of the sha256 of a name; in this order neighbours have nothing in common."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+    """Return 64 bits of the sha256 of a name; in this order neighbours have nothing in
+    common.
+    """
+    return int.from_bytes(
+        hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big"
+    )
 
 
 def _join(contents: dict[str, bytes], names: tuple[str, ...]) -> np.ndarray:

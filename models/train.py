@@ -1,4 +1,5 @@
-"""Train a language model on text next to BF16, from the same initial weights and batches.
+"""Train a language model on text next to BF16, from the same initial weights and
+batches.
 
     python -m models.train                                    # a GPT, stored weights, two CPU cores: three minutes
     python -m models.train --model llama-tiny                 # a Llama, which is plain Flax and converted
@@ -13,19 +14,24 @@
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
     srun python -m models.train --model llama-8b --batch 64 --mesh data=2,fsdp=8,tensor=4 --out /shared/run
 
-A mesh has the axes of `models.meshes`: `data` splits batches, `fsdp` batches and weights, `tensor` heads and
-hidden values. Several processes run the same command, started by SLURM or Open MPI, or anywhere with `--coordinator
-host:port --processes N --process I`. All of them see the folder of the run; the first one writes and prints. A run may
-be resumed on any mesh of any number of processes. One process at a time writes the folder; a second one is refused.
+A mesh has the axes of `models.meshes`: `data` splits batches, `fsdp` batches and
+weights, `tensor` heads and hidden values. Several processes run the same command,
+started by SLURM or Open MPI, or anywhere with `--coordinator host:port --processes N
+--process I`. All of them see the folder of the run; the first one writes and prints. A
+run may be resumed on any mesh of any number of processes. One process at a time writes
+the folder; a second one is refused.
 
-A FOLDER of Hugging Face holds a Llama, Qwen or Gemma, whose weights train without a float copy, or with `--lora RANK`
-stay as they are, in FP8 or with `--recipe nvfp4` in four bits. Its tokenizer reads JSON lines of texts and of
-conversations (`models.examples`).
+A FOLDER of Hugging Face holds a Llama, Qwen or Gemma, whose weights train without a
+float copy, or with `--lora RANK` stay as they are, in FP8 or with `--recipe nvfp4` in
+four bits. Its tokenizer reads JSON lines of texts and of conversations
+(`models.examples`).
 
-Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
-`metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the folder of the run, and with --monitor
-`monitor.png`. The BF16 run is in `compare_bf16/` below it. The command prints the held-out loss and perplexity of both
-and their ratio. Call `run` for the same without a command line, and without files unless you ask for them.
+Without `--data` the text is the source of Python's standard library, as bytes. The
+command writes `config.json`, `metrics.jsonl`, `checkpoints/`, `loss.png` and
+`summary.json` into the folder of the run, and with --monitor `monitor.png`. The BF16
+run is in `compare_bf16/` below it. The command prints the held-out loss and perplexity
+of both and their ratio. Call `run` for the same without a command line, and without
+files unless you ask for them.
 """
 
 import argparse
@@ -53,42 +59,78 @@ from models.progress import shown
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import TrainConfig, preset
 from models.text import bits_per_byte
-from models.training import TrainState, batch_key, count_parameters, evaluate, init, make_optimizer, make_train_step
+from models.training import (
+    TrainState,
+    batch_key,
+    count_parameters,
+    evaluate,
+    init,
+    make_optimizer,
+    make_train_step,
+)
 
 __all__ = [
-    "RunResult", "TrainConfig", "TrainState", "batch_key", "corpus_of", "evaluate", "export_run", "init",
-    "keep_programs", "make_optimizer", "make_train_step", "preset", "run",
-]  # fmt: skip
+    "RunResult",
+    "TrainConfig",
+    "TrainState",
+    "batch_key",
+    "corpus_of",
+    "evaluate",
+    "export_run",
+    "init",
+    "keep_programs",
+    "make_optimizer",
+    "make_train_step",
+    "preset",
+    "run",
+]
 
 RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 1 if the loss stays infinite or NaN, 2 for a request that cannot
-    be met, 130 after an interruption.
+    """Run the command; return its exit status: 0, 1 if the loss stays infinite or NaN,
+    2 for a request that cannot be met, 130 after an interruption.
     """
     options = parser_of(__doc__.split("\n\n")[0]).parse_args(arguments)
     out: Path | None = None
-    # Options that are not settings of the run, such as --mesh, are in no folder, so the user must repeat them.
+    # Options that are not settings of the run, such as --mesh, are in no folder, so the
+    # user must repeat them.
     given = sys.argv[1:] if arguments is None else list(arguments)
-    missing = lambda: [*(() if options.resume else ("--resume",)), *(() if options.out else ("--out", str(out)))]
-    again = lambda: f"continue with: {shlex.join(['python', '-m', 'models.train', *given, *missing()])}"
+    missing = lambda: [
+        *(() if options.resume else ("--resume",)),
+        *(() if options.out else ("--out", str(out))),
+    ]
+    again = lambda: (
+        "continue with:"
+        f" {shlex.join(['python', '-m', 'models.train', *given, *missing()])}"
+    )
     try:
         start(
-            options.coordinator, options.processes, options.process,
+            options.coordinator,
+            options.processes,
+            options.process,
             heartbeat_timeout_seconds=options.heartbeat_timeout,
-        )  # fmt: skip
+        )
         out = folder = Path(of_first(lambda: str(_choose_folder(options))))
         _report(together(lambda: _choose_config(options, folder)), options, folder)
-    except (ValueError, FileExistsError, FileNotFoundError, NotImplementedError) as error:
+    except (
+        ValueError,
+        FileExistsError,
+        FileNotFoundError,
+        NotImplementedError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:  # in all processes, because all have the same losses
+    # in all processes, because all have the same losses
+    except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (Exception, KeyboardInterrupt) as error:
         if jax.process_count() > 1:
-            end_after(error, f"the last whole checkpoint is kept; {again()}, in every process")
+            end_after(
+                error, f"the last whole checkpoint is kept; {again()}, in every process"
+            )
         if not isinstance(error, KeyboardInterrupt):
             raise
         print(f"\ninterrupted; {again()}", file=sys.stderr)
@@ -100,13 +142,22 @@ def _choose_folder(options: argparse.Namespace) -> Path:
     if options.out is not None:
         return options.out
     if options.resume:
-        started = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+        started = sorted(
+            RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime
+        )
         if not started:
-            raise FileNotFoundError(f"--resume without --out found no run under {RUNS}/; name its folder with --out")
+            raise FileNotFoundError(
+                f"--resume without --out found no run under {RUNS}/; name its folder"
+                " with --out"
+            )
         return started[-1].parent
     config = preset(getattr(options, "model", "tiny"), **given_settings(options))
     name = f"{Path(_name(config)).name}-{config.recipe}{'-stored' * (config.weights == 'stored')}"
-    return next(path for path in (RUNS / f"{name}-{i}" for i in range(sys.maxsize)) if not path.exists())
+    return next(
+        path
+        for path in (RUNS / f"{name}-{i}" for i in range(sys.maxsize))
+        if not path.exists()
+    )
 
 
 def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
@@ -132,10 +183,15 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if jax.default_backend() != "cpu":
         keep_programs(out)
     train = functools.partial(
-        run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every,
-        progress="bar", mesh=mesh, tensorboard=options.tensorboard, bad_steps=options.bad_steps,
+        run,
+        resume="allowed" if options.resume else "never",
+        checkpoint_every=options.checkpoint_every,
+        progress="bar",
+        mesh=mesh,
+        tensorboard=options.tensorboard,
+        bad_steps=options.bad_steps,
         memory=None if options.memory is None else int(options.memory * 1e9),
-    )  # fmt: skip
+    )
     with shown(lambda: "reading the text", is_first()):
         heading = _heading(config, out, mesh) if is_first() else ""
     if is_first():
@@ -144,7 +200,9 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     result, baseline = train(config, out=out), None
     curves = {name: result.train_loss}
     if compare == "bf16":
-        baseline = train(dataclasses.replace(config.in_bf16, monitor=0), out=out / BASELINE_FOLDER)
+        baseline = train(
+            dataclasses.replace(config.in_bf16, monitor=0), out=out / BASELINE_FOLDER
+        )
         curves["bf16 (baseline)"] = baseline.train_loss
     if options.export is not None:
         with shown(lambda: f"writing {options.export}", is_first()):
@@ -157,13 +215,24 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         print(f"exported: {options.export}")
     written = ["summary.json"]
     try:
-        plot_losses(out / "loss.png", curves, title=f"{_name(config)}, seed {config.seed}: {_source(config)}")
+        plot_losses(
+            out / "loss.png",
+            curves,
+            title=f"{_name(config)}, seed {config.seed}: {_source(config)}",
+        )
         written.append("loss.png")
         if config.monitor:
-            plot_reports(out / "monitor.png", read_reports(out / METRICS_FILE), title=f"{_name(config)}: {name}")
+            plot_reports(
+                out / "monitor.png",
+                read_reports(out / METRICS_FILE),
+                title=f"{_name(config)}: {name}",
+            )
             written.append("monitor.png")
     except ImportError as error:  # after hours of training
-        print(f"no plot: {error}; the numbers are in metrics.jsonl; to draw them, pip install matplotlib and --resume")
+        print(
+            f"no plot: {error}; the numbers are in metrics.jsonl; to draw them, pip"
+            " install matplotlib and --resume"
+        )
     print("written:", ", ".join(str(out / each) for each in written))
 
 
@@ -171,37 +240,62 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
     corpus = corpus_of(config)
     device = jax.devices()[0].device_kind
     if mesh is not None:
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
-        device = f"{mesh.size} x {device} ({axes or 'whole'}) in {jax.process_count()} process(es)"
+        axes = ", ".join(
+            f"{name}={size}" for name, size in mesh.shape.items() if size > 1
+        )
+        device = (
+            f"{mesh.size} x {device} ({axes or 'whole'}) in {jax.process_count()}"
+            " process(es)"
+        )
     return (
-        f"{_name(config)}: {count_parameters(config):,} parameters, {config.steps} steps of {config.batch} x "
-        f"{config.sequence} tokens, activations in {config.compute_dtype}, on {device}\n"
-        f"text: {_source(config)}: {len(corpus.train):,} to train in {len(corpus.train_files)} files, "
-        f"{len(corpus.heldout):,} held out in {len(corpus.heldout_files)} files\nfolder: {out}"
+        f"{_name(config)}: {count_parameters(config):,} parameters, {config.steps}"
+        f" steps of {config.batch} x {config.sequence} tokens, activations in"
+        f" {config.compute_dtype}, on {device}\ntext: {_source(config)}:"
+        f" {len(corpus.train):,} to train in {len(corpus.train_files)} files,"
+        f" {len(corpus.heldout):,} held out in {len(corpus.heldout_files)}"
+        f" files\nfolder: {out}"
     )
 
 
 def _name(config: TrainConfig) -> str:
     """Return the name of the model, for people."""
-    return _folder_of(config) or (config.model if isinstance(config.model, str) else family_of(config.model))
+    return _folder_of(config) or (
+        config.model if isinstance(config.model, str) else family_of(config.model)
+    )
 
 
 def _folder_of(config: TrainConfig) -> str | None:
-    return config.start if config.start is not None and is_folder(config.start) else None
+    return (
+        config.start if config.start is not None and is_folder(config.start) else None
+    )
 
 
 def _source(config: TrainConfig) -> str:
     """Describe the text of a run."""
     names = ", ".join(config.data) if config.data else "Python's standard library"
-    unit = "rows of documents" if config.packs else "bytes" if config.vocabulary is None else "token ids"
+    unit = (
+        "rows of documents"
+        if config.packs
+        else "bytes"
+        if config.vocabulary is None
+        else "token ids"
+    )
     return f"{unit} of {names}"
 
 
-def _summary(config: TrainConfig, result: RunResult, baseline: RunResult | None) -> dict[str, Any]:
-    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "run": _numbers(result)}
+def _summary(
+    config: TrainConfig, result: RunResult, baseline: RunResult | None
+) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "config": dataclasses.asdict(config),
+        "run": _numbers(result),
+    }
     if baseline is not None:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
-        summary |= {"baseline_bf16": _numbers(baseline), "perplexity_ratio": _finite(ratio)}
+        summary |= {
+            "baseline_bf16": _numbers(baseline),
+            "perplexity_ratio": _finite(ratio),
+        }
     return summary
 
 
@@ -233,12 +327,24 @@ def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
     rows = [(name, result)] + ([("bf16 (baseline)", baseline)] if baseline else [])
     lines = [
         "",
-        f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}{'tokens/s':>11}{'MB of state':>14}",
+        (
+            f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}{'tokens/s':>11}{'MB of state':>14}"
+        ),
     ]
     for row, numbers in rows:
-        rate = f"{numbers.tokens_per_second:,.0f}" if math.isfinite(numbers.tokens_per_second) else "-"
-        bits = "-" if numbers.heldout_bits_per_byte is None else f"{numbers.heldout_bits_per_byte:.4f}"
-        losses = f"{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}{bits:>11}"
+        rate = (
+            f"{numbers.tokens_per_second:,.0f}"
+            if math.isfinite(numbers.tokens_per_second)
+            else "-"
+        )
+        bits = (
+            "-"
+            if numbers.heldout_bits_per_byte is None
+            else f"{numbers.heldout_bits_per_byte:.4f}"
+        )
+        losses = (
+            f"{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}{bits:>11}"
+        )
         lines.append(f"{row:20}{losses}{rate:>11}{numbers.state_bytes / 1e6:14.1f}")
     if baseline:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity

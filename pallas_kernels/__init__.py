@@ -1,1 +1,3 @@
-"""Kernels and their definitions: FP8 numerics, quantization and products, on jax and numpy alone."""
+"""Kernels and their definitions: FP8 numerics, quantization and products, on jax and
+numpy alone.
+"""

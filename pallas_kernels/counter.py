@@ -1,8 +1,11 @@
-"""Random bits from a counter: a hash of two key words and an index, the same on every backend, mesh and tile size.
+"""Random bits from a counter: a hash of two key words and an index, the same on every
+backend, mesh and tile size.
 
-The bits of an element depend only on the key and on its *global* index. Kernels make them in registers, no array of a
-weight's size is drawn or stored, and a run that is split over other devices draws the same bits. The hash is lowbias32
-(Wellons 2018: two multiplications) with a key word before each multiplication. It is for rounding, not cryptography.
+The bits of an element depend only on the key and on its *global* index. Kernels make
+them in registers, no array of a weight's size is drawn or stored, and a run that is
+split over other devices draws the same bits. The hash is lowbias32 (Wellons 2018: two
+multiplications) with a key word before each multiplication. It is for rounding, not
+cryptography.
 """
 
 import jax
@@ -14,9 +17,11 @@ _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: a start with as many ones a
 
 
 def keys(*words: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Return two key words, uint32, mixed from integers of any width: seed words, step, leaf number, stack entry.
+    """Return two key words, uint32, mixed from integers of any width: seed words, step,
+    leaf number, stack entry.
 
-    Words are taken modulo 2**32. Scalars give scalars; arrays of words broadcast, for the entries of a stack.
+    Words are taken modulo 2**32. Scalars give scalars; arrays of words broadcast, for
+    the entries of a stack.
 
     Raises:
       TypeError: a word is not an integer.
@@ -39,9 +44,11 @@ def random_bits(index: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
 
 
 def begin(x: jax.Array) -> jax.Array:
-    """Return the part of the hash before the first multiplication, which is linear over "exclusive or".
+    """Return the part of the hash before the first multiplication, which is linear over
+    "exclusive or".
 
-    It maps an index below 2**16 to itself. So a kernel computes it once for a row, and adds the columns later.
+    It maps an index below 2**16 to itself. So a kernel computes it once for a row, and
+    adds the columns later.
     """
     return x ^ (x >> 16)
 
@@ -54,22 +61,31 @@ def finish(x: jax.Array, k1: jax.Array) -> jax.Array:
 
 
 def indices(shape: tuple[int, ...], fastest: int = -1) -> jax.Array:
-    """Return the index of every element, uint32, modulo 2**32: row-major, or as if the axis `fastest` were last.
+    """Return the index of every element, uint32, modulo 2**32: row-major, or as if the
+    axis `fastest` were last.
 
     >>> indices((2, 3)).tolist(), indices((2, 3), fastest=0).tolist()
     ([[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]])
     """
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     last = fastest % max(len(shape), 1)
-    # A sum over axes without a reshape, so that a partitioner gives each device its own part.
-    for axis in sorted(range(len(shape)), key=lambda axis: (axis == last, axis), reverse=True):
-        total += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+    # A sum over axes without a reshape, so that a partitioner gives each device its own
+    # part.
+    for axis in sorted(
+        range(len(shape)), key=lambda axis: (axis == last, axis), reverse=True
+    ):
+        total += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(
+            stride % 2**32
+        )
         stride *= shape[axis]
     return total
 
 
-def bits_of(shape: tuple[int, ...], k0: jax.Array, k1: jax.Array, fastest: int = -1) -> jax.Array:
-    """Return random bits for every element of an array of this shape, by its global index.
+def bits_of(
+    shape: tuple[int, ...], k0: jax.Array, k1: jax.Array, fastest: int = -1
+) -> jax.Array:
+    """Return random bits for every element of an array of this shape, by its global
+    index.
 
     >>> bits_of((2, 3), *keys(1)).shape
     (2, 3)
@@ -82,7 +98,10 @@ def _word(word: ArrayLike) -> jax.Array:
         return jnp.uint32(word % 2**32)
     array = jnp.asarray(word)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"a key word has dtype {array.dtype}, not an integer type; use word.astype(jnp.uint32)")
+        raise TypeError(
+            f"a key word has dtype {array.dtype}, not an integer type; use"
+            " word.astype(jnp.uint32)"
+        )
     return array.astype(jnp.uint32)
 
 

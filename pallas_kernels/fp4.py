@@ -1,11 +1,13 @@
-"""E2M1 codes, two a byte: the values of `Fp4` weights, NVFP4 and MXFP4, whose blocks have a scale each.
+"""E2M1 codes, two a byte: the values of `Fp4` weights, NVFP4 and MXFP4, whose blocks
+have a scale each.
 
     x ~ E2M1[code] * scale * outer        NVFP4: 16 values share an E4M3 scale, the matrix a float32 `outer`
     x ~ E2M1[code] * scale                MXFP4: 32 values share a power of two, E8M0 (OCP MX, 2023)
 
-Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as in files of compressed-tensors.
-E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times an E4M3 scale has at most 6 significant bits, so `code *
-scale` is a bfloat16 number, and so is a code times a power of two. Products of these weights lose nothing beyond the
+Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as in
+files of compressed-tensors. E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times
+an E4M3 scale has at most 6 significant bits, so `code * scale` is a bfloat16 number,
+and so is a code times a power of two. Products of these weights lose nothing beyond the
 quantization. The format library finds the scales.
 """
 
@@ -30,7 +32,10 @@ def pack(codes: jax.Array) -> jax.Array:
     [33, 243]
     """
     if codes.shape[-1] % 2:
-        raise ValueError(f"k={codes.shape[-1]} codes do not fill whole bytes; pad k with a code 0 to an even number")
+        raise ValueError(
+            f"k={codes.shape[-1]} codes do not fill whole bytes; pad k with a code 0 to"
+            " an even number"
+        )
     codes = codes.astype(jnp.uint8)
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
@@ -42,7 +47,9 @@ def unpack(packed: jax.Array) -> jax.Array:
     [1, 2, 3, 15]
     """
     both = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return regrouped(both, [*([size] for size in packed.shape[:-1]), [packed.shape[-1], 2]])
+    return regrouped(
+        both, [*([size] for size in packed.shape[:-1]), [packed.shape[-1], 2]]
+    )
 
 
 def numbers(codes: jax.Array) -> jax.Array:
@@ -53,7 +60,8 @@ def numbers(codes: jax.Array) -> jax.Array:
     """
     code = codes.astype(jnp.int32)
     exponent, half = (code >> 1) & 3, code & 1
-    # 0 and 0.5 are E2M1's subnormals. Bit work, because a table would cost a gather for every value.
+    # 0 and 0.5 are E2M1's subnormals. Bit work, because a table would cost a gather for
+    # every value.
     normal = ((exponent + 126) << 23) | (half << 22)
     bits = jnp.where(exponent == 0, half * (126 << 23), normal) | ((code >> 3) << 31)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,18 +1,24 @@
-"""The arithmetic of 8-bit floats: casts that saturate, scales that are powers of two, rounding by hand.
+"""The arithmetic of 8-bit floats: casts that saturate, scales that are powers of two,
+rounding by hand.
 
-Everything here is elementwise `jax.numpy` on float32, so it means the same inside a kernel body, outside one, and on
-every backend. Three decisions carry the file:
+Everything here is elementwise `jax.numpy` on float32, so it means the same inside a
+kernel body, outside one, and on every backend. Three decisions carry the file:
 
-* **Powers of two are built from integer bits.** `exp2` and `log2` are approximations (XLA:CPU's `exp2` misses most
-  integer exponents by an ulp), and a scale that is off by one ulp makes `x / scale` inexact.
-* **Rounding is arithmetic, casting is storage.** `round_to` returns the float32 *value* that a format would hold.
-  XLA on the GPU deletes a cast to float8 and back (it calls the pair redundant), which turns a residual
-  `x - float32(float8(x))` into zeros. A residual computed from `round_to` has no such pair, and the value of
-  `float32(float8(round_to(x)))` does not change if XLA deletes the pair. Residuals are formed only in `residual`.
-* **Subnormal float32 is zero.** XLA:CPU flushes it and XLA:GPU keeps it. Treating it as zero everywhere keeps
-  quantization bit-identical. Scales therefore stay in the normal range, 2**-126 to 2**127.
+* **Powers of two are built from integer bits.** `exp2` and `log2` are approximations
+  (XLA:CPU's `exp2` misses most integer exponents by an ulp), and a scale that is off by
+  one ulp makes `x / scale` inexact.
+* **Rounding is arithmetic, casting is storage.** `round_to` returns the float32 *value*
+  that a format would hold. XLA on the GPU deletes a cast to float8 and back (it calls
+  the pair redundant), which turns a residual `x - float32(float8(x))` into zeros. A
+  residual computed from `round_to` has no such pair, and the value of
+  `float32(float8(round_to(x)))` does not change if XLA deletes the pair. Residuals are
+  formed only in `residual`.
+* **Subnormal float32 is zero.** XLA:CPU flushes it and XLA:GPU keeps it. Treating it as
+  zero everywhere keeps quantization bit-identical. Scales therefore stay in the normal
+  range, 2**-126 to 2**127.
 
-Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats 1.0, 2023 (E8M0).
+Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats
+1.0, 2023 (E8M0).
 """
 
 import functools
@@ -31,19 +37,23 @@ _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
-# A floor under amax, so that a zero tensor has a finite multiplier. This float64 lies between two float32 neighbours.
+# A floor under amax, so that a zero tensor has a finite multiplier. This float64 lies
+# between two float32 neighbours.
 FLOAT32_SCALE_FLOOR = 1e-12
 
 
 def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return `dtype` as a NumPy dtype if it is E4M3 or E5M2, else raise a TypeError that names the two.
+    """Return `dtype` as a NumPy dtype if it is E4M3 or E5M2, else raise a TypeError
+    that names the two.
 
     >>> float8_dtype("float8_e5m2")
     dtype(float8_e5m2)
     """
     resolved = jnp.dtype(dtype)
     if resolved not in FLOAT8_DTYPES:
-        raise TypeError(f"dtype={resolved} is not an FP8 format; use float8_e4m3fn or float8_e5m2")
+        raise TypeError(
+            f"dtype={resolved} is not an FP8 format; use float8_e4m3fn or float8_e5m2"
+        )
     return resolved
 
 
@@ -57,16 +67,20 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def _rounded_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return a dtype to which values are rounded: E3M4 as well, for errors, which need no range and no product."""
+    """Return a dtype to which values are rounded: E3M4 as well, for errors, which need
+    no range and no product.
+    """
     resolved = jnp.dtype(dtype)
     return resolved if resolved == jnp.float8_e3m4 else float8_dtype(resolved)
 
 
 def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
-    """Return the largest rounding error of a value within a format's range, half of the widest spacing.
+    """Return the largest rounding error of a value within a format's range, half of the
+    widest spacing.
 
-    With `halves=2` a second tensor of the same format and scale has rounded that error, and this is the largest error
-    that remains. A larger error shows that a value lay beyond the range and was clipped.
+    With `halves=2` a second tensor of the same format and scale has rounded that error,
+    and this is the largest error that remains. A larger error shows that a value lay
+    beyond the range and was clipped.
 
     >>> largest_rounding_error("float8_e4m3fn"), largest_rounding_error("float8_e4m3fn", halves=2)
     (16.0, 0.5)
@@ -74,17 +88,24 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
     mantissa_bits = int(jnp.finfo(float8_dtype(dtype)).nmant)
     _, exponent = np.frexp(largest(dtype))
     first = int(exponent) - 1 - mantissa_bits - 1
-    # A residual of 2**first tops the binade below it, whose neighbours are 2**(first - 1 - mantissa_bits) apart.
+    # A residual of 2**first tops the binade below it, whose neighbours are 2**(first -
+    # 1 - mantissa_bits) apart.
     return float(2.0 ** (first - (halves - 1) * (mantissa_bits + 2)))
 
 
 def scale_and_inverse(
-    amax: jax.Array, dtype: DTypeLike, scale: str, *, division: Callable[..., jax.Array] | None = None
+    amax: jax.Array,
+    dtype: DTypeLike,
+    scale: str,
+    *,
+    division: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (scale, its inverse as a multiplier) for magnitudes up to `amax`; both are NaN if it is not finite.
+    """Return (scale, its inverse as a multiplier) for magnitudes up to `amax`; both are
+    NaN if it is not finite.
 
-    "pow2" is `pow2_cover` and its exact reciprocal. With "float32" the multiplier is `largest / max(amax, 1e-12)` and
-    the scale its float32 reciprocal, as in nanochat and torchao. Kernels may give another correctly rounded `division`.
+    "pow2" is `pow2_cover` and its exact reciprocal. With "float32" the multiplier is
+    `largest / max(amax, 1e-12)` and the scale its float32 reciprocal, as in nanochat
+    and torchao. Kernels may give another correctly rounded `division`.
 
     >>> [float(v) for v in scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn", "pow2")]
     [2.0, 0.5]
@@ -96,39 +117,52 @@ def scale_and_inverse(
     finite = jnp.isfinite(amax)
     floor = np.float32(FLOAT32_SCALE_FLOOR)
     multiplier = correctly_rounded(largest(dtype), jnp.maximum(amax, floor))
-    multiplier = jnp.where(amax <= floor, np.float32(largest(dtype) / FLOAT32_SCALE_FLOOR), multiplier)
+    multiplier = jnp.where(
+        amax <= floor, np.float32(largest(dtype) / FLOAT32_SCALE_FLOOR), multiplier
+    )
     reciprocal = correctly_rounded(1.0, multiplier)
     nan = jnp.float32(jnp.nan)
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 
 
 def flush_subnormal(x: jax.Array) -> jax.Array:
-    """Return float32 `x` with its subnormals set to zero of their sign; NaN stays NaN."""
-    # Not times 0: if a program has an array of zeros of this shape (a backward pass stacks gradients into one), XLA
-    # uses it as the factor and keeps it alive until here. This factor underflows to zeros of the same sign instead.
+    """Return float32 `x` with its subnormals set to zero of their sign; NaN stays
+    NaN.
+    """
+    # Not times 0: if a program has an array of zeros of this shape (a backward pass
+    # stacks gradients into one), XLA uses it as the factor and keeps it alive until
+    # here. This factor underflows to zeros of the same sign instead.
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
 
 
-def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `flush_subnormal(x) * inverse`, or a value with the same nearest value in `dtype`; `inverse` is a scalar.
+def scaled_for_rounding(
+    x: jax.Array, inverse: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return `flush_subnormal(x) * inverse`, or a value with the same nearest value in
+    `dtype`; `inverse` is a scalar.
 
-    Use it in kernels that round to nearest. Unless `inverse` is huge, subnormals round to zero anyway, so one
-    comparison for a whole tile saves two operations a value (2.9 TB/s become 3.6 on an H200). Do not use it for
-    stochastic rounding or errors, which depend on more of a value than its nearest neighbour.
+    Use it in kernels that round to nearest. Unless `inverse` is huge, subnormals round
+    to zero anyway, so one comparison for a whole tile saves two operations a value (2.9
+    TB/s become 3.6 on an H200). Do not use it for stochastic rounding or errors, which
+    depend on more of a value than its nearest neighbour.
     """
     info = jnp.finfo(float8_dtype(dtype))
     # Half of the format's smallest subnormal over the smallest normal of float32.
     harmless = 2.0 ** (int(info.minexp) - int(info.nmant) - 1 - _SMALLEST_EXPONENT)
     if inverse.ndim:  # one for each row or column
         return flush_subnormal(x) * inverse
-    return lax.cond(inverse <= harmless, lambda: x * inverse, lambda: flush_subnormal(x) * inverse)
+    return lax.cond(
+        inverse <= harmless, lambda: x * inverse, lambda: flush_subnormal(x) * inverse
+    )
 
 
 def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """Return max |x| over `axis` (None: all) in float32; 0 for an empty x, NaN or inf if `x` has one.
+    """Return max |x| over `axis` (None: all) in float32; 0 for an empty x, NaN or inf
+    if `x` has one.
 
-    Kernels call `amax_by_bits`. XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so a
-    CPU compares bit patterns, which are ordered like magnitudes and have NaN above inf.
+    Kernels call `amax_by_bits`. XLA:CPU's vectorized maximum of float32 values skips
+    NaN (jaxlib 0.10 to 0.12), so a CPU compares bit patterns, which are ordered like
+    magnitudes and have NaN above inf.
 
     >>> float(amax(jnp.array([1.0, -3.0]))), float(amax(jnp.ones((64, 64)).at[3, 3].set(jnp.nan)))
     (3.0, nan)
@@ -141,14 +175,19 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     return lax.platform_dependent(x, cpu=by_bits, default=by_value).astype(jnp.float32)
 
 
-def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> jax.Array:
-    """Return max |x| over `axis` in the dtype of x, from bit patterns: NaN is the largest, in interpreters as well.
+def amax_by_bits(
+    x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False
+) -> jax.Array:
+    """Return max |x| over `axis` in the dtype of x, from bit patterns: NaN is the
+    largest, in interpreters as well.
 
     >>> float(amax_by_bits(jnp.array([1.0, -jnp.inf, jnp.nan])))
     nan
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0, keepdims=keepdims), x.dtype)
+    return lax.bitcast_convert_type(
+        jnp.max(bits, axis=axis, initial=0, keepdims=keepdims), x.dtype
+    )
 
 
 def _power_of_two(exponent: ArrayLike) -> jax.Array:
@@ -158,22 +197,27 @@ def _power_of_two(exponent: ArrayLike) -> jax.Array:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """Return floor(log2 |x|) of normal float32 values from their bits; -127 for zero and subnormals."""
+    """Return floor(log2 |x|) of normal float32 values from their bits; -127 for zero
+    and subnormals.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> _MANTISSA_BITS) & 0xFF) - _BIAS
 
 
 def _nan_like(x: jax.Array) -> jax.Array:
-    # Outside jit `jax_debug_nans` would report this array, although a choice follows that may take nothing of it.
+    # Outside jit `jax_debug_nans` would report this array, although a choice follows
+    # that may take nothing of it.
     with jax.debug_nans(False):
         return jnp.full_like(x, jnp.nan)
 
 
 def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
-    """Return the smallest power of two `s` with `amax / s <= limit`, for a positive `limit`.
+    """Return the smallest power of two `s` with `amax / s <= limit`, for a positive
+    `limit`.
 
-    The result is float32 in the shape of `amax`. The exponent is clamped to [-126, 127], E8M0's range less its one
-    subnormal. `amax = 0` gives 1. A NaN or infinite `amax` gives NaN, so that all values with this scale become NaN.
+    The result is float32 in the shape of `amax`. The exponent is clamped to [-126,
+    127], E8M0's range less its one subnormal. `amax = 0` gives 1. A NaN or infinite
+    `amax` gives NaN, so that all values with this scale become NaN.
 
     >>> [float(pow2_cover(jnp.float32(a), 7.0)) for a in (7.0, 7.1, 0.0)]
     [1.0, 2.0, 1.0]
@@ -186,13 +230,16 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     wanted = _exponent(values) - (int(exponent) - 1) + carry
     scale = _power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
     scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
-    return jnp.where(jnp.abs(values) < jnp.inf, scale, _nan_like(scale))  # Mosaic lacks `isfinite`
+    # Mosaic lacks `isfinite`
+    return jnp.where(jnp.abs(values) < jnp.inf, scale, _nan_like(scale))
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:
-    """Return 1 / scale for powers of two in [2**-126, 2**126], exactly, by integer subtraction; NaN stays NaN.
+    """Return 1 / scale for powers of two in [2**-126, 2**126], exactly, by integer
+    subtraction; NaN stays NaN.
 
-    The inverse of 2**127 would be subnormal, but `pow2_cover` returns no such scale for a finite float32 `amax`.
+    The inverse of 2**127 would be subnormal, but `pow2_cover` returns no such scale for
+    a finite float32 `amax`.
 
     >>> float(reciprocal_pow2(jnp.float32(8.0)))
     0.125
@@ -202,17 +249,23 @@ def reciprocal_pow2(scale: jax.Array) -> jax.Array:
 
 
 def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
-    """Return a / b, correctly rounded, by integer long division, for positive normal float32 with a normal quotient.
+    """Return a / b, correctly rounded, by integer long division, for positive normal
+    float32 with a normal quotient.
 
-    XLA's float32 division on a GPU is up to 2 ulp off, and XLA rewrites 1 / (a / b) to b / a, so a scale that is
-    defined by a division would differ between backends. Use it for scales only: it takes about a hundred operations.
+    XLA's float32 division on a GPU is up to 2 ulp off, and XLA rewrites 1 / (a / b) to
+    b / a, so a scale that is defined by a division would differ between backends. Use
+    it for scales only: it takes about a hundred operations.
 
     >>> float(divide(1.0, 3.0)) == float(np.float32(1) / np.float32(3))
     True
     """
     hidden = 1 << _MANTISSA_BITS
-    bits_a, bits_b = (lax.bitcast_convert_type(jnp.asarray(v, jnp.float32), jnp.int32) for v in (a, b))
-    numerator, denominator = ((bits & _MANTISSA_MASK) | hidden for bits in (bits_a, bits_b))
+    bits_a, bits_b = (
+        lax.bitcast_convert_type(jnp.asarray(v, jnp.float32), jnp.int32) for v in (a, b)
+    )
+    numerator, denominator = (
+        (bits & _MANTISSA_MASK) | hidden for bits in (bits_a, bits_b)
+    )
     smaller = (numerator < denominator).astype(jnp.int32)
     exponent = (bits_a >> _MANTISSA_BITS) - (bits_b >> _MANTISSA_BITS) - smaller
     remainder = (numerator << smaller) - denominator
@@ -222,45 +275,61 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
         bit = (remainder >= denominator).astype(jnp.int32)
         quotient = (quotient << 1) | bit
         remainder = remainder - bit * denominator
-    # The quotient of two floats is never halfway between two floats, so ties cannot happen.
+    # The quotient of two floats is never halfway between two floats, so ties cannot
+    # happen.
     quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
-    # Addition, unlike "or", lets a mantissa that rounds up to 2 carry into the exponent.
-    return lax.bitcast_convert_type(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden), jnp.float32)
+    # Addition, unlike "or", lets a mantissa that rounds up to 2 carry into the
+    # exponent.
+    return lax.bitcast_convert_type(
+        ((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden), jnp.float32
+    )
 
 
 def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
-    """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
+    """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an
+    overflow upstream stays visible.
+    """
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
     return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `x` in an FP8 format, rounded to nearest even; finite values beyond the range become the largest one.
+    """Return `x` in an FP8 format, rounded to nearest even; finite values beyond the
+    range become the largest one.
 
-    `astype(float8_e4m3fn)` alone gives NaN above 464, so every cast of the project goes through this function. NaN and
-    inf give NaN. Other floats than float32 are converted to it first.
+    `astype(float8_e4m3fn)` alone gives NaN above 464, so every cast of the project goes
+    through this function. NaN and inf give NaN. Other floats than float32 are converted
+    to it first.
 
     >>> [float(v) for v in saturating_cast(jnp.array([1.06, 1e9, -500.0]), "float8_e4m3fn")]
     [1.0, 448.0, -448.0]
     """
-    return _clip_finite(x.astype(jnp.float32), largest(dtype)).astype(float8_dtype(dtype))
+    return _clip_finite(x.astype(jnp.float32), largest(dtype)).astype(
+        float8_dtype(dtype)
+    )
 
 
 def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it: the rounding of every quantizer."""
+    """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it: the rounding
+    of every quantizer.
+    """
     return saturating_cast(flush_subnormal(x) * multiplier, dtype)
 
 
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return (`dtype`'s spacing around each value of `x`, its inverse), both powers of two."""
+    """Return (`dtype`'s spacing around each value of `x`, its inverse), both powers of
+    two.
+    """
     info = jnp.finfo(_rounded_dtype(dtype))
-    # At most 126, from the exponent of NaN less two bits of mantissa, so both powers exist.
+    # At most 126, from the exponent of NaN less two bits of mantissa, so both powers
+    # exist.
     exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
     return _power_of_two(exponent), _power_of_two(-exponent)
 
 
 def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the distance between `dtype`'s neighbours around each float32 value of `x`, a power of two.
+    """Return the distance between `dtype`'s neighbours around each float32 value of
+    `x`, a power of two.
 
     >>> spacing(jnp.array([0.0, 1.0, -448.0]), "float8_e4m3fn").tolist()
     [0.001953125, 0.125, 32.0]
@@ -269,9 +338,11 @@ def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the nearest values of `dtype` to `x` as float32: ties to even, saturating, NaN and inf to NaN.
+    """Return the nearest values of `dtype` to `x` as float32: ties to even, saturating,
+    NaN and inf to NaN.
 
-    It equals `saturating_cast(x, dtype).astype(float32)` bit for bit, without the cast and back that XLA deletes.
+    It equals `saturating_cast(x, dtype).astype(float32)` bit for bit, without the cast
+    and back that XLA deletes.
 
     >>> [float(v) for v in round_to(jnp.array([1.06, 1.07, 1e9]), "float8_e4m3fn")]
     [1.0, 1.125, 448.0]
@@ -282,13 +353,18 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def stochastic_round_to(
-    x: jax.Array, dtype: DTypeLike, bits: jax.Array, floor: Callable[[jax.Array], jax.Array] = jnp.floor
+    x: jax.Array,
+    dtype: DTypeLike,
+    bits: jax.Array,
+    floor: Callable[[jax.Array], jax.Array] = jnp.floor,
 ) -> jax.Array:
-    """Return one of the two values of `dtype` around `x`, the upper one with probability (x - lower) / (upper - lower).
+    """Return one of the two values of `dtype` around `x`, the upper one with
+    probability (x - lower) / (upper - lower).
 
-    `bits` are independent uniform uint32, one for each value. The 24 highest are used, so E[result] = x to 2**-24 of
-    the distance between the neighbours. Values of `dtype` come back unchanged, and values beyond its range saturate.
-    Input and result are float32. A kernel may give its own `floor`.
+    `bits` are independent uniform uint32, one for each value. The 24 highest are used,
+    so E[result] = x to 2**-24 of the distance between the neighbours. Values of `dtype`
+    come back unchanged, and values beyond its range saturate. Input and result are
+    float32. A kernel may give its own `floor`.
 
     >>> halfway = jnp.float32(1.0625)
     >>> [float(stochastic_round_to(halfway, "float8_e4m3fn", jnp.uint32(b))) for b in (0, 2**32 - 1)]
@@ -305,16 +381,19 @@ def stochastic_round_to(
 
 
 def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Return `scaled - rounded`, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
+    """Return `scaled - rounded`, exact in float32, for `rounded` from `round_to` or
+    `stochastic_round_to`.
 
-    Use it for every residual and error. `rounded` must be a rounded *value*, never a float8 array cast back: XLA on the
-    GPU would replace that by `scaled` and return zeros.
+    Use it for every residual and error. `rounded` must be a rounded *value*, never a
+    float8 array cast back: XLA on the GPU would replace that by `scaled` and return
+    zeros.
     """
     return scaled - rounded
 
 
 def encode_e8m0(scale: jax.Array) -> jax.Array:
-    """Return powers of two as E8M0 codes (`float8_e8m0fnu`, 1 byte): code = exponent + 127, NaN = 255.
+    """Return powers of two as E8M0 codes (`float8_e8m0fnu`, 1 byte): code = exponent +
+    127, NaN = 255.
 
     >>> encode_e8m0(jnp.float32(0.5)).dtype, float(decode_e8m0(encode_e8m0(jnp.float32(0.5))))
     (dtype(float8_e8m0fnu), 0.5)
@@ -323,7 +402,8 @@ def encode_e8m0(scale: jax.Array) -> jax.Array:
 
 
 def e8m0_code(scale: jax.Array) -> jax.Array:
-    """Return the E8M0 codes of powers of two as uint8, for kernels, which have no such float.
+    """Return the E8M0 codes of powers of two as uint8, for kernels, which have no such
+    float.
 
     >>> int(e8m0_code(jnp.float32(0.5)))
     126
@@ -334,8 +414,9 @@ def e8m0_code(scale: jax.Array) -> jax.Array:
 def decode_e8m0(code: jax.Array) -> jax.Array:
     """Return E8M0 codes as float32: 2**(code - 127), and NaN for 255.
 
-    Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project writes code 0 only as the scale
-    of a block of zeros, for which any scale gives the same result.
+    Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project
+    writes code 0 only as the scale of a block of zeros, for which any scale gives the
+    same result.
     """
     raw = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
     bits = jnp.where(raw == 0, 1 << (_MANTISSA_BITS - 1), raw << _MANTISSA_BITS)

@@ -1,7 +1,8 @@
 """Pallas-Triton, imported in this file alone, when a kernel first needs it.
 
-JAX deprecated this backend in 0.11 and will remove it. Without it `dispatch` gives the reason of `missing`, and kernels
-outside its tables ask there themselves. The attributes of this module are those of `jax.experimental.pallas.triton`.
+JAX deprecated this backend in 0.11 and will remove it. Without it `dispatch` gives the
+reason of `missing`, and kernels outside its tables ask there themselves. The attributes
+of this module are those of `jax.experimental.pallas.triton`.
 """
 
 import functools
@@ -16,11 +17,14 @@ from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.triton import CompilerParams as CompilerParams
-    from jax.experimental.pallas.triton import elementwise_inline_asm as elementwise_inline_asm
+    from jax.experimental.pallas.triton import (
+        elementwise_inline_asm as elementwise_inline_asm,
+    )
     from jax.experimental.pallas.triton import load as load
     from jax.experimental.pallas.triton import store as store
 
-# Pallas-Triton takes 32-bit offsets for arrays of up to so many bytes, and Triton reads them as signed numbers.
+# Pallas-Triton takes 32-bit offsets for arrays of up to so many bytes, and Triton reads
+# them as signed numbers.
 _BYTES_OF_32_BIT_OFFSETS, _OFFSETS = 2**32, 2**31
 
 
@@ -50,16 +54,23 @@ def unreachable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """
     for x in arrays:
         values = math.prod(x.shape)
-        if values > _OFFSETS and values * jnp.dtype(x.dtype).itemsize <= _BYTES_OF_32_BIT_OFFSETS:
+        if (
+            values > _OFFSETS
+            and values * jnp.dtype(x.dtype).itemsize <= _BYTES_OF_32_BIT_OFFSETS
+        ):
             return (
-                f"{jnp.dtype(x.dtype)}{list(x.shape)} has more than 2**31 values, which the 32-bit offsets of "
-                "Pallas-Triton do not reach"
+                f"{jnp.dtype(x.dtype)}{list(x.shape)} has more than 2**31 values, which"
+                " the 32-bit offsets of Pallas-Triton do not reach"
             )
     return None
 
 
-def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> Callable[..., Any]:
-    """Return `pl.pallas_call` of a Triton kernel, which refuses arrays that it would address wrongly."""
+def pallas_call(
+    kernel: Callable[..., None], out_shape: Any, **options: Any
+) -> Callable[..., Any]:
+    """Return `pl.pallas_call` of a Triton kernel, which refuses arrays that it would
+    address wrongly.
+    """
     from jax.experimental import pallas as pl
 
     def call(*operands: jax.Array) -> Any:
@@ -71,16 +82,25 @@ def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> 
 
 
 def on_platform(call: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Return `call(*operands, interpret=...)`, compiled on CUDA and interpreted on CPUs."""
-    interpreted, compiled = (functools.partial(call, interpret=interpret) for interpret in (True, False))
+    """Return `call(*operands, interpret=...)`, compiled on CUDA and interpreted on
+    CPUs.
+    """
+    interpreted, compiled = (
+        functools.partial(call, interpret=interpret) for interpret in (True, False)
+    )
     return lax.platform_dependent(*operands, cpu=interpreted, cuda=compiled)
 
 
 def instruct(assembly: str, *values: ArrayLike) -> jax.Array:
-    """Return the result of instructions on float32 values, elementwise; no compiler replaces them by others."""
+    """Return the result of instructions on float32 values, elementwise; no compiler
+    replaces them by others.
+    """
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
     operands = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in values]
     return __getattr__("elementwise_inline_asm")(  # type: ignore[operator]
-        assembly, args=operands, pack=1, constraints="=f" + ",f" * len(values),
+        assembly,
+        args=operands,
+        pack=1,
+        constraints="=f" + ",f" * len(values),
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-    )[0]  # fmt: skip
+    )[0]

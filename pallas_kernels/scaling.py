@@ -5,10 +5,12 @@
     Block     every vector of b values along the last axis, or every square of b x b, has an E8M0 scale (OCP MX, 2023)
     Fp4       weights of four bits, E2M1 codes (`pallas_kernels.fp4`) in blocks of 16 or 32
 
-Scales are powers of two unless "float32" is asked for. With squares and whole tensors a quantized matrix and its
-transpose are the same numbers, so one quantization of a weight serves the forward product and the input gradient. Rows
-and vectors adapt to single lines, and are found anew for each contraction axis: use them if single channels are much
-larger than the rest. All have the same methods, so callers need not ask which one they hold.
+Scales are powers of two unless "float32" is asked for. With squares and whole tensors a
+quantized matrix and its transpose are the same numbers, so one quantization of a weight
+serves the forward product and the input gradient. Rows and vectors adapt to single
+lines, and are found anew for each contraction axis: use them if single channels are
+much larger than the rest. All have the same methods, so callers need not ask which one
+they hold.
 """
 
 import functools
@@ -45,18 +47,27 @@ def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*leading, -(-last // size))
 
 
-def _repeat(of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...]) -> jax.Array:
-    """Return one number for each value of a tensor of this shape, from one for each block."""
-    repeat = functools.partial(jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks))
+def _repeat(
+    of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...]
+) -> jax.Array:
+    """Return one number for each value of a tensor of this shape, from one for each
+    block.
+    """
+    repeat = functools.partial(
+        jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks)
+    )
     wide = _first(repeat(of_blocks, axis=-1), shape[-1], -1)
     return wide if tile == "vector" else _first(repeat(wide, axis=-2), shape[-2], -2)
 
 
 def _first(x: jax.Array, count: int, axis: int) -> jax.Array:
-    """Return the first values along an axis, at most all of them; `jax.export` may leave their number open."""
+    """Return the first values along an axis, at most all of them; `jax.export` may
+    leave their number open.
+    """
     if isinstance(count, int):
         return lax.slice_in_dim(x, 0, count, axis=axis) if count < x.shape[axis] else x
-    # A slice would have a length that JAX cannot compare with `count`; negative padding has this one.
+    # A slice would have a length that JAX cannot compare with `count`; negative padding
+    # has this one.
     less = count - x.shape[axis]
     config = [(0, less if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), config)
@@ -64,13 +75,17 @@ def _first(x: jax.Array, count: int, axis: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Float32:
-    """Float32 scales, which activations and gradients share in kind with the weight that they multiply."""
+    """Float32 scales, which activations and gradients share in kind with the weight
+    that they multiply.
+    """
 
     scale: Scale = "pow2"
 
     def __post_init__(self) -> None:
         if self.scale not in ("pow2", "float32"):
-            raise ValueError(f'scale={self.scale!r} is unknown; use "pow2" or "float32"')
+            raise ValueError(
+                f'scale={self.scale!r} is unknown; use "pow2" or "float32"'
+            )
 
     @functools.cached_property
     def along_rows(self) -> Self:
@@ -83,8 +98,8 @@ class Tensor(_Float32):
     """One float32 scale for all values of a tensor, or for each matrix of a stack.
 
     Attributes:
-      scale: "pow2", the smallest power of two that covers max |x|, or "float32", max |x| / largest (the rule of
-        nanochat and torchao).
+      scale: "pow2", the smallest power of two that covers max |x|, or "float32", max
+        |x| / largest (the rule of nanochat and torchao).
 
     Raises:
       ValueError: an unknown `scale`.
@@ -100,9 +115,15 @@ class Tensor(_Float32):
         """
         return shape[:-2]
 
-    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return (scale, its inverse as a multiplier) of float32 x; both are NaN if max |x| is not finite."""
-        return numerics.scale_and_inverse(numerics.amax(x) if amax is None else amax, dtype, self.scale)
+    def find(
+        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (scale, its inverse as a multiplier) of float32 x; both are NaN if max
+        |x| is not finite.
+        """
+        return numerics.scale_and_inverse(
+            numerics.amax(x) if amax is None else amax, dtype, self.scale
+        )
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the scale, shaped to multiply values of this shape."""
@@ -134,10 +155,16 @@ class Row(_Float32):
         """
         return shape[:-1]
 
-    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return (scales of the rows of float32 x, their inverses, shaped to multiply x)."""
+    def find(
+        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (scales of the rows of float32 x, their inverses, shaped to multiply
+        x).
+        """
         assert amax is None, "check_quantizer refuses an amax of rows"
-        scale, inverse = numerics.scale_and_inverse(numerics.amax(x, axis=-1), dtype, self.scale)
+        scale, inverse = numerics.scale_and_inverse(
+            numerics.amax(x, axis=-1), dtype, self.scale
+        )
         return scale, inverse[..., None]
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -146,7 +173,9 @@ class Row(_Float32):
 
     def turn(self, scale: jax.Array) -> jax.Array:
         """Raise, because the rows of the transposed matrix are other rows."""
-        raise NotImplementedError("the rows of a transposed matrix have other scales; quantize the transpose")
+        raise NotImplementedError(
+            "the rows of a transposed matrix have other scales; quantize the transpose"
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +184,8 @@ class Block:
 
     Attributes:
       size: side of a block, 32, 64 or 128 values.
-      tile: "vector", `size` values along the last axis, or "square", `size` x `size` of a matrix.
+      tile: "vector", `size` values along the last axis, or "square", `size` x `size` of
+        a matrix.
 
     Raises:
       ValueError: another size or an unknown tile.
@@ -168,7 +198,9 @@ class Block:
 
     def __post_init__(self) -> None:
         if self.size not in BLOCK_SIZES:
-            raise ValueError(f"block={self.size} is not supported; use one of {list(BLOCK_SIZES)}")
+            raise ValueError(
+                f"block={self.size} is not supported; use one of {list(BLOCK_SIZES)}"
+            )
         _check_tile(self.tile)
 
     @property
@@ -178,7 +210,9 @@ class Block:
 
     @functools.cached_property
     def along_rows(self) -> "Block":
-        """Scaling of the activation or gradient that such a weight multiplies: vectors of the same size."""
+        """Scaling of the activation or gradient that such a weight multiplies: vectors
+        of the same size.
+        """
         return Block(self.size, "vector")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -192,20 +226,29 @@ class Block:
     def amax(self, x: jax.Array) -> jax.Array:
         """Return max |x| of every block, float32; NaN or inf if the block has one."""
         counts = self.scale_shape(x.shape)
-        # An axis of blocks as `scale_shape` counts them, so that sizes that `jax.export` leaves open agree.
+        # An axis of blocks as `scale_shape` counts them, so that sizes that
+        # `jax.export` leaves open agree.
         blocked = 1 if self.tile == "vector" else 2
-        sides = [(0, counts[axis] * self.size - x.shape[axis]) for axis in range(-blocked, 0)]
+        sides = [
+            (0, counts[axis] * self.size - x.shape[axis]) for axis in range(-blocked, 0)
+        ]
         padded = jnp.pad(x, [(0, 0)] * (x.ndim - blocked) + sides)
         if self.tile == "vector":
             return numerics.amax(padded.reshape(*counts, self.size), axis=-1)
         shape = (*counts[:-1], self.size, counts[-1], self.size)
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
-    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return (E8M0 scales of the blocks of float32 x, their inverses, spread over x)."""
+    def find(
+        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (E8M0 scales of the blocks of float32 x, their inverses, spread over
+        x).
+        """
         assert amax is None, "check_quantizer refuses an amax of blocks"
         scale, inverse = numerics.scale_and_inverse(self.amax(x), dtype, "pow2")
-        return numerics.encode_e8m0(scale), _repeat(inverse, self.size, self.tile, x.shape)
+        return numerics.encode_e8m0(scale), _repeat(
+            inverse, self.size, self.tile, x.shape
+        )
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the scale of every value of a tensor of this shape, float32."""
@@ -215,17 +258,25 @@ class Block:
         """Return the scales of the transposed matrix.
 
         Raises:
-          NotImplementedError: the blocks are vectors, which run along the other axis there.
+          NotImplementedError: the blocks are vectors, which run along the other axis
+            there.
         """
         if self.tile == "vector":
-            raise NotImplementedError("the vectors of a transposed matrix have other scales; quantize the transpose")
+            raise NotImplementedError(
+                "the vectors of a transposed matrix have other scales; quantize the"
+                " transpose"
+            )
         return jnp.swapaxes(scale, -1, -2)
 
 
 Fp4Format = Literal["nvfp4", "mxfp4"]
 # Block size, dtype of the blocks' scales, and rules of each FP4 format.
 _FP4: dict[str, tuple[int, DTypeLike, tuple[str, ...]]] = {
-    "nvfp4": (16, jnp.float8_e4m3fn, ("amax", "four_over_six", "fold_exact", "one_level")),
+    "nvfp4": (
+        16,
+        jnp.float8_e4m3fn,
+        ("amax", "four_over_six", "fold_exact", "one_level"),
+    ),
     "mxfp4": (32, jnp.float8_e8m0fnu, ("amax",)),
 }
 
@@ -235,13 +286,15 @@ class Fp4:
     """E2M1 codes in blocks with one scale each, for weights.
 
     Attributes:
-      format: "nvfp4", blocks of 16 with E4M3 scales and a float32 scale of the matrix, or "mxfp4", blocks of 32 with
-        E8M0 scales.
-      tile: "vector" along the contraction, or "square" of 16 x 16 (32 x 32) of a matrix, whose transpose has the same
-        blocks.
-      rule: choice of a block's scale. NVFP4: "amax", max |x| / 6; "four_over_six", the better of max |x| / 6 and
-        max |x| / 4; "fold_exact", the better scale of mantissa 1, 1.25 or 1.5, whose products with codes are E4M3
-        numbers; "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", the rule of OCP.
+      format: "nvfp4", blocks of 16 with E4M3 scales and a float32 scale of the matrix,
+        or "mxfp4", blocks of 32 with E8M0 scales.
+      tile: "vector" along the contraction, or "square" of 16 x 16 (32 x 32) of a
+        matrix, whose transpose has the same blocks.
+      rule: choice of a block's scale. NVFP4: "amax", max |x| / 6; "four_over_six", the
+        better of max |x| / 6 and max |x| / 4; "fold_exact", the better scale of
+        mantissa 1, 1.25 or 1.5, whose products with codes are E4M3 numbers;
+        "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", the rule
+        of OCP.
 
     Raises:
       ValueError: an unknown format or tile, or a rule that the format does not have.
@@ -254,15 +307,21 @@ class Fp4:
     tile: Tile = "vector"
     rule: Literal["amax", "four_over_six", "fold_exact", "one_level"] = "amax"
 
-    serves_both = True  # one quantization serves all products of such weights, which are BF16 products
+    # One quantization serves all products of such weights, which are BF16 products
+    serves_both = True
 
     def __post_init__(self) -> None:
         if self.format not in list(_FP4):  # a list is compared, not hashed
-            raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4)}")
+            raise ValueError(
+                f"format={self.format!r} is unknown; use one of {list(_FP4)}"
+            )
         _check_tile(self.tile)
         rules = _FP4[self.format][2]
         if self.rule not in rules:
-            raise ValueError(f"rule={self.rule!r} is not a rule of {self.format}; use one of {list(rules)}")
+            raise ValueError(
+                f"rule={self.rule!r} is not a rule of {self.format}; use one of"
+                f" {list(rules)}"
+            )
 
     @property
     def block(self) -> int:
@@ -302,17 +361,30 @@ class Fp4:
         return 4.0 + 8.0 * math.prod(self.scale_shape(shape)) / math.prod(shape)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the block scale of every value of a tensor of this shape, float32, without `outer`."""
-        numeric = numerics.decode_e8m0(scale) if self.format == "mxfp4" else scale.astype(jnp.float32)
+        """Return the block scale of every value of a tensor of this shape, float32,
+        without `outer`.
+        """
+        numeric = (
+            numerics.decode_e8m0(scale)
+            if self.format == "mxfp4"
+            else scale.astype(jnp.float32)
+        )
         return _repeat(numeric, self.block, self.tile, shape)
 
-    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> NoReturn:
+    def find(
+        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
+    ) -> NoReturn:
         """Raise, because the format library finds these scales."""
-        raise NotImplementedError(f"{self} is found by the format library; use tcfp_jax.products.pack_fp4")
+        raise NotImplementedError(
+            f"{self} is found by the format library; use tcfp_jax.products.pack_fp4"
+        )
 
     def turn(self, scale: jax.Array) -> NoReturn:
         """Raise, because a byte holds neighbours along the last axis."""
-        raise NotImplementedError(f"{self}: bytes hold two codes of a row; dequantize, or pack the transposed matrix")
+        raise NotImplementedError(
+            f"{self}: bytes hold two codes of a row; dequantize, or pack the transposed"
+            " matrix"
+        )
 
 
 Scaling = Tensor | Row | Block | Fp4

@@ -1,11 +1,15 @@
-"""The one reader of `PartitionSpec`: which mesh axes split each axis of an array, and how that follows a reshape.
+"""The one reader of `PartitionSpec`: which mesh axes split each axis of an array, and
+how that follows a reshape.
 
-A spec has an entry for each axis of an array: None, a name of a mesh axis, or a tuple of names. Trailing entries may be
-missing. The functions here hide these spellings. `names` turns an entry into a tuple, `entries` fills up the rest.
+A spec has an entry for each axis of an array: None, a name of a mesh axis, or a tuple
+of names. Trailing entries may be missing. The functions here hide these spellings.
+`names` turns an entry into a tuple, `entries` fills up the rest.
 
-Axes of a mesh are automatic or explicit. With explicit ones the sharding is part of an array's type, and JAX asks for a
-sharding if an operation is ambiguous. Merging axes is: the parts of a merged axis are contiguous only if its first axis
-longer than one is the one that is split. `regrouped` and `ungrouped` keep that one where it is, and gather the others.
+Axes of a mesh are automatic or explicit. With explicit ones the sharding is part of an
+array's type, and JAX asks for a sharding if an operation is ambiguous. Merging axes is:
+the parts of a merged axis are contiguous only if its first axis longer than one is the
+one that is split. `regrouped` and `ungrouped` keep that one where it is, and gather the
+others.
 """
 
 import math
@@ -43,14 +47,21 @@ def entries(sharding: Sharding, ndim: int) -> tuple[Entry, ...]:
     >>> entries(PartitionSpec("data"), 3)
     ('data', None, None)
     """
-    spec = tuple(sharding.spec if isinstance(sharding, NamedSharding) else sharding or ())
+    spec = tuple(
+        sharding.spec if isinstance(sharding, NamedSharding) else sharding or ()
+    )
     if len(spec) > ndim:
-        raise ValueError(f"{sharding} describes {len(spec)} axes, but the array has {ndim}; drop the surplus entries")
+        raise ValueError(
+            f"{sharding} describes {len(spec)} axes, but the array has {ndim}; drop the"
+            " surplus entries"
+        )
     return spec + (None,) * (ndim - len(spec))
 
 
 def entries_of(x: jax.Array) -> tuple[Entry, ...]:
-    """Return the entries of the spec in the type of x; all None unless its mesh has explicit axes."""
+    """Return the entries of the spec in the type of x; all None unless its mesh has
+    explicit axes.
+    """
     return entries(jax.typeof(x).sharding, x.ndim)
 
 
@@ -66,7 +77,9 @@ def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
 
 
 def sharding_of(x: jax.Array | jax.core.ShapedArray) -> NamedSharding | None:
-    """Return the sharding in the type of x, or in a type, if its mesh has explicit axes, else None."""
+    """Return the sharding in the type of x, or in a type, if its mesh has explicit
+    axes, else None.
+    """
     sharding = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
@@ -77,17 +90,23 @@ def has_explicit_axes() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices of the mesh in use, or of this program without a mesh."""
+    """Return the number of devices of the mesh in use, or of this program without a
+    mesh.
+    """
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
 def hidden_shards() -> int:
-    """Return into how many parts XLA may cut an axis that its type shows as whole: one if axes are explicit."""
+    """Return into how many parts XLA may cut an axis that its type shows as whole: one
+    if axes are explicit.
+    """
     return 1 if has_explicit_axes() else device_count()
 
 
 def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
-    """Return x with this spec in its type, moved only if it has another one; without explicit axes nothing moves."""
+    """Return x with this spec in its type, moved only if it has another one; without
+    explicit axes nothing moves.
+    """
     sharding = sharding_of(x)
     same = [names(entry) for entry in entries_of(x)] == [names(entry) for entry in spec]
     if same or (sharding is None and not has_explicit_axes()):
@@ -96,7 +115,8 @@ def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
 
 
 def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
-    """Merge each run of neighbouring axes of x; `groups` has the sizes of the axes of each run.
+    """Merge each run of neighbouring axes of x; `groups` has the sizes of the axes of
+    each run.
 
     >>> regrouped(jax.numpy.ones((2, 3, 4)), [[2], [3, 4]]).shape
     (2, 12)
@@ -106,7 +126,9 @@ def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
     if sharding is None:
         return x.reshape(shape)
     kept, merged = merged_entries(entries_of(x), groups)
-    return lax.reshape(moved(x, kept), shape, out_sharding=with_entries(sharding, merged))
+    return lax.reshape(
+        moved(x, kept), shape, out_sharding=with_entries(sharding, merged)
+    )
 
 
 def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
@@ -126,7 +148,8 @@ def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
 def merged_entries(
     spec: Sequence[Entry], groups: Sequence[Sequence[int]]
 ) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Return (the entries that may stay when each group is merged, the entries of the merged axes).
+    """Return (the entries that may stay when each group is merged, the entries of the
+    merged axes).
 
     >>> merged_entries(("a", "b", "c"), [[2], [3, 4]])
     (('a', 'b', None), ('a', 'b'))
@@ -140,8 +163,11 @@ def merged_entries(
     return tuple(kept), tuple(merged)
 
 
-def split_entries(sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Sequence[int]]) -> tuple[Entry, ...]:
-    """Return the entries of axes that are split into groups; an entry that does not divide its axis becomes None.
+def split_entries(
+    sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Sequence[int]]
+) -> tuple[Entry, ...]:
+    """Return the entries of axes that are split into groups; an entry that does not
+    divide its axis becomes None.
 
     >>> split_entries(None, ("a", "b"), [[2], [1, 4]])
     ('a', None, 'b')
@@ -149,34 +175,46 @@ def split_entries(sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Se
     split: list[Entry] = []
     for entry, group in zip(spec, groups, strict=True):
         first = first_long(group)
-        parts = shards(sharding.mesh, entry) if isinstance(sharding, NamedSharding) else 1
+        parts = (
+            shards(sharding.mesh, entry) if isinstance(sharding, NamedSharding) else 1
+        )
         fits = bool(group) and group[first] % parts == 0
         split += [entry if fits and i == first else None for i in range(len(group))]
     return tuple(split)
 
 
 def first_long(sizes: Sequence[int]) -> int:
-    """Return the index of the first size above one, else 0: the axis of a merged one whose parts are contiguous."""
+    """Return the index of the first size above one, else 0: the axis of a merged one
+    whose parts are contiguous.
+    """
     return next((i for i, size in enumerate(sizes) if size > 1), 0)
 
 
 def varying(results: Any, *operands: Any) -> Any:
-    """Return a kernel's results in types that vary between devices of a `jax.shard_map` wherever an operand does.
+    """Return a kernel's results in types that vary between devices of a `jax.shard_map`
+    wherever an operand does.
 
-    JAX infers this for its own operations but cannot look into a kernel. Where it checks (`check_vma=True`), Pallas
-    reads it from the shapes of results, and the results of Mosaic's `kernel` vary nowhere.
+    JAX infers this for its own operations but cannot look into a kernel. Where it
+    checks (`check_vma=True`), Pallas reads it from the shapes of results, and the
+    results of Mosaic's `kernel` vary nowhere.
 
     Args:
-      results: a tree of `jax.ShapeDtypeStruct` before the kernel runs, or of arrays after it.
+      results: a tree of `jax.ShapeDtypeStruct` before the kernel runs, or of arrays
+        after it.
       operands: arrays that the kernel reads.
     """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    axes = frozenset[str]().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in operands)
+    )
 
     def vary(result: Any) -> Any:
         if isinstance(result, jax.ShapeDtypeStruct):
             kind = jax.sharding.ManualAxisType(varying=axes)
-            return jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
-        # Sorted, so that the program, and with it the key of the compilation cache, does not depend on a set's order.
+            return jax.ShapeDtypeStruct(
+                result.shape, result.dtype, manual_axis_type=kind
+            )
+        # Sorted, so that the program, and with it the key of the compilation cache,
+        # does not depend on a set's order.
         missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
         return lax.pcast(result, missing, to="varying") if missing else result
 
@@ -184,7 +222,9 @@ def varying(results: Any, *operands: Any) -> Any:
 
 
 def varying_alike(operands: Any) -> Any:
-    """Return a tree of operands that vary over all axes of a `jax.shard_map` over which one of them varies."""
-    # A custom_vjp must return gradients that vary as its operands do. Outside of it JAX's own pcast sums the gradient
-    # of an operand that was the same on every device.
+    """Return a tree of operands that vary over all axes of a `jax.shard_map` over which
+    one of them varies.
+    """
+    # A custom_vjp must return gradients that vary as its operands do. Outside of it
+    # JAX's own pcast sums the gradient of an operand that was the same on every device.
     return varying(operands, *jax.tree.leaves(operands))

@@ -1,11 +1,14 @@
-"""One pass over matrices that writes each result in both orientations, for the quantizers.
+"""One pass over matrices that writes each result in both orientations, for the
+quantizers.
 
-A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it that reads the input once but
-stores the transposed bytes one at a time (2.2 TB/s on an H200). A Triton program holds a square tile in registers,
-turns it around through shared memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
+A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it
+that reads the input once but stores the transposed bytes one at a time (2.2 TB/s on an
+H200). A Triton program holds a square tile in registers, turns it around through shared
+memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
 
-`map_tiles` runs a function of tiles over matrices of one shape `[m, k]`: compiled on CUDA, interpreted on CPUs, and
-under a mesh on each device's own part (see `partition.py`). The engine is Pallas-Triton, or the one that it is given.
+`map_tiles` runs a function of tiles over matrices of one shape `[m, k]`: compiled on
+CUDA, interpreted on CPUs, and under a mesh on each device's own part (see
+`partition.py`). The engine is Pallas-Triton, or the one that it is given.
 """
 
 import functools
@@ -35,11 +38,13 @@ _SMALLEST_SIDE = 16
 class Tiling:
     """Cut of matrices into tiles, by the largest of these sides that divide them.
 
-    A single side fixes the tiles, for blocks that share a scale: under a mesh every device then has whole tiles.
+    A single side fixes the tiles, for blocks that share a scale: under a mesh every
+    device then has whole tiles.
 
-    64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, where a copy by XLA moves 3.35 TB/s) a quantizer
-    of one tensor in both orientations moves 3.60 TB/s with it, and 3.85 with 64 x 256 by 16 warps. Stochastic rounding
-    moves 3.5 TB/s with 8 values a thread and 3.0 with 16.
+    64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, where a copy by
+    XLA moves 3.35 TB/s) a quantizer of one tensor in both orientations moves 3.60 TB/s
+    with it, and 3.85 with 64 x 256 by 16 warps. Stochastic rounding moves 3.5 TB/s with
+    8 values a thread and 3.0 with 16.
 
     Attributes:
       rows, columns: sides, the largest first.
@@ -56,13 +61,17 @@ class Tiling:
         return Tiling((size,), (size,), values_per_thread)
 
     def fit(self, m: int, k: int) -> tuple[int, int, int] | None:
-        """Return (rows, columns, warps of 32 threads) of a tile of a matrix `[m, k]`, or None if no tile divides it.
+        """Return (rows, columns, warps of 32 threads) of a tile of a matrix `[m, k]`,
+        or None if no tile divides it.
 
         >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
         ((64, 16, 2), None)
         """
         pairs = ((m, self.rows), (k, self.columns))
-        rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size, sides in pairs)
+        rows, columns = (
+            next((side for side in sides if size and size % side == 0), 0)
+            for size, sides in pairs
+        )
         if not rows or not columns:
             return None
         return rows, columns, max(1, rows * columns // (32 * self.values_per_thread))
@@ -72,7 +81,10 @@ class Tiling:
         if self.fit(m, k) is not None:
             return None
         multiple = _SMALLEST_SIDE if len(self.rows) > 1 else f"block={self.rows[0]}"
-        return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
+        return (
+            f"{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use"
+            ' backend="xla" or pad'
+        )
 
 
 WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
@@ -85,11 +97,13 @@ class Output:
     Attributes:
       dtype: dtype of the result.
       transposed: whether a transposed copy is written as well; for "tile" only.
-      replaces: index of an input of the same dtype in whose memory the result may be written. Each tile is read before
-        it is overwritten. Without it XLA would copy a donated input to where the result belongs.
-      form: shape of the result. "tile" has a value for each value of the inputs, and "transposed" is its transpose;
-        "rows" has one for each row of a tile, `[m, k / columns]`; "columns" one for each column, `[k, m / rows]`; "one"
-        has one for each tile.
+      replaces: index of an input of the same dtype in whose memory the result may be
+        written. Each tile is read before it is overwritten. Without it XLA would copy a
+        donated input to where the result belongs.
+      form: shape of the result. "tile" has a value for each value of the inputs, and
+        "transposed" is its transpose; "rows" has one for each row of a tile,
+        `[m, k / columns]`; "columns" one for each column, `[k, m / rows]`; "one" has
+        one for each tile.
     """
 
     dtype: DTypeLike
@@ -99,8 +113,16 @@ class Output:
 
     @property
     def rule(self) -> str:
-        """Letters of its axes for `partition`: i and j count rows and columns of values, p and q of tiles."""
-        axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
+        """Letters of its axes for `partition`: i and j count rows and columns of
+        values, p and q of tiles.
+        """
+        axes = {
+            "tile": "i j",
+            "transposed": "j i",
+            "rows": "i q",
+            "columns": "j p",
+            "one": "p q",
+        }[self.form]
         return f"{axes}, j i" if self.transposed else axes
 
 
@@ -113,19 +135,26 @@ class Operations:
         """Return the largest integers up to x."""
         return jnp.floor(x)
 
-    def largest(self, x: jax.Array, axes: Sequence[int | None] = (None,)) -> list[jax.Array]:
-        """Return the largest magnitudes of a tile (None), its columns (0) or rows (1) as arrays that broadcast to it.
+    def largest(
+        self, x: jax.Array, axes: Sequence[int | None] = (None,)
+    ) -> list[jax.Array]:
+        """Return the largest magnitudes of a tile (None), its columns (0) or rows (1)
+        as arrays that broadcast to it.
 
-        A NaN is the largest. All results may depend on those that a body asks for first, and on second ones only
-        results of form "one".
+        A NaN is the largest. All results may depend on those that a body asks for
+        first, and on second ones only results of form "one".
         """
-        top: Callable[..., jax.Array] = functools.partial(numerics.amax_by_bits, keepdims=True)
+        top: Callable[..., jax.Array] = functools.partial(
+            numerics.amax_by_bits, keepdims=True
+        )
         return [top(top(x, 1), 0) if axis is None else top(x, axis) for axis in axes]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The static arguments of `map_tiles`, and the numbers of its matrices and of its vectors of rows and columns."""
+    """The static arguments of `map_tiles`, and the numbers of its matrices and of its
+    vectors of rows and columns.
+    """
 
     body: Body
     outputs: tuple[Output, ...]
@@ -136,9 +165,15 @@ class Pass:
 
 
 def by_triton(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
-    """Run a pass over a device's part by Pallas-Triton; return None if no tile divides it or it is too large."""
-    results = [jax.ShapeDtypeStruct(operands[0].shape, output.dtype) for output in one.outputs]
-    if one.tiling.fit(*operands[0].shape) is None or plgpu.unreachable(*operands[: one.count], *results):
+    """Run a pass over a device's part by Pallas-Triton; return None if no tile divides
+    it or it is too large.
+    """
+    results = [
+        jax.ShapeDtypeStruct(operands[0].shape, output.dtype) for output in one.outputs
+    ]
+    if one.tiling.fit(*operands[0].shape) is None or plgpu.unreachable(
+        *operands[: one.count], *results
+    ):
         return None
     return plgpu.on_platform(functools.partial(_call, one), *operands)
 
@@ -155,46 +190,81 @@ def map_tiles(
     vectors: tuple[Sequence[jax.Array], Sequence[jax.Array]] = ((), ()),
     engine: Engine | None = by_triton,
 ) -> list[jax.Array]:
-    """Run `body(operations, *tiles, *rows, *columns, *scalars)` over every tile of matrices `[*m, k]`, m several axes.
+    """Run `body(operations, *tiles, *rows, *columns, *scalars)` over every tile of
+    matrices `[*m, k]`, m several axes.
 
     Args:
-      body: computes one tile by `Operations`; it returns a value for each of `outputs`, in its form.
+      body: computes one tile by `Operations`; it returns a value for each of `outputs`,
+        in its form.
       inputs: matrices of one shape.
       scalars: arrays of one value each, which `body` gets as scalars.
       outputs: the results.
       name: name of the kernel in profiles.
-      reference: the same computation on whole matrices, without a kernel, with results in the shapes that are written;
-        None for the body. It runs on devices whose part no tile divides.
-      engine: runs a `Pass` over a device's part, or returns None. Without one, tiles only say what must not be cut.
+      reference: the same computation on whole matrices, without a kernel, with results
+        in the shapes that are written; None for the body. It runs on devices whose part
+        no tile divides.
+      engine: runs a `Pass` over a device's part, or returns None. Without one, tiles
+        only say what must not be cut.
       tiling: cut of the matrices.
-      vectors: rows `[*m]` with a value for each row, and columns `[k]`; `body` gets `[rows, 1]` and `[1, columns]`.
+      vectors: rows `[*m]` with a value for each row, and columns `[k]`; `body` gets
+        `[rows, 1]` and `[1, columns]`.
 
     Returns:
-      For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is wanted.
+      For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is
+        wanted.
     """
     rows, columns = vectors
-    one = Pass(body, tuple(outputs), name, tiling, len(inputs), (len(rows), len(columns)))
+    one = Pass(
+        body, tuple(outputs), name, tiling, len(inputs), (len(rows), len(columns))
+    )
 
-    def local(*operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
+    def local(
+        *operands: jax.Array, summed_over: tuple[str, ...] = ()
+    ) -> list[jax.Array]:
         if engine is not None and (results := engine(one, *operands)) is not None:
             return results
         whole = reference or functools.partial(body, Operations())
-        found = whole(*operands[: one.count], *_shaped(operands[one.count :], one.vectors))
+        found = whole(
+            *operands[: one.count], *_shaped(operands[one.count :], one.vectors)
+        )
         pairs = zip(outputs, found, strict=True)
         return [
-            x for output, y in pairs
-            for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
-        ]  # fmt: skip
+            x
+            for output, y in pairs
+            for x in (
+                [y, y.T]
+                if output.transposed
+                else [y.T]
+                if output.form == "transposed"
+                else [y]
+            )
+        ]
 
-    letters = ["i j"] * one.count + ["i"] * len(rows) + ["j"] * len(columns) + ["u"] * len(scalars)
+    letters = (
+        ["i j"] * one.count
+        + ["i"] * len(rows)
+        + ["j"] * len(columns)
+        + ["u"] * len(scalars)
+    )
     rule = ", ".join(letters) + " -> " + ", ".join(output.rule for output in outputs)
     *leading, k = inputs[0].shape
     m = math.prod(leading)
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
-    blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
-    run: Callable[..., list[jax.Array]] = partitioned(local, rule, blocks, merged={"i": tuple(leading)})
-    if engine not in (None, by_triton) and device_kind() == "cpu" and not has_explicit_axes():
-        # Mosaic's interpreter calls back into Python, which a partitioned function cannot do.
+    blocks = {
+        count: BlocksOf(axis, fixed[0], size)
+        for count, axis, size, fixed in sides
+        if len(fixed) == 1
+    }
+    run: Callable[..., list[jax.Array]] = partitioned(
+        local, rule, blocks, merged={"i": tuple(leading)}
+    )
+    if (
+        engine not in (None, by_triton)
+        and device_kind() == "cpu"
+        and not has_explicit_axes()
+    ):
+        # Mosaic's interpreter calls back into Python, which a partitioned function
+        # cannot do.
         run = Letters.read(rule, {"i": tuple(leading)}).over_arrays(local)
     return run(*inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars))
 
@@ -202,12 +272,16 @@ def map_tiles(
 def _shaped(operands: Sequence[jax.Array], vectors: tuple[int, int]) -> list[jax.Array]:
     """Return vectors of rows as `[m, 1]`, of columns as `[1, k]`, and scalars."""
     first, last = vectors[0], sum(vectors)
-    of_rows, of_columns = (x[:, None] for x in operands[:first]), (x[None, :] for x in operands[first:last])
+    of_rows, of_columns = (
+        (x[:, None] for x in operands[:first]),
+        (x[None, :] for x in operands[first:last]),
+    )
     return [*of_rows, *of_columns, *(x[0] for x in operands[last:])]
 
 
 def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
-    # Imported where it is used: half a second that a program without kernels need not pay.
+    # Imported where it is used: half a second that a program without kernels need not
+    # pay.
     from jax.experimental import pallas as pl
 
     count, vectors = one.count, one.vectors
@@ -215,7 +289,8 @@ def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
     tile = one.tiling.fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns, warps = tile
-    # (shape, block, whether the grid's first axis runs along the second axis of the matrix)
+    # (shape, block, whether the grid's first axis runs along the second axis of the
+    # matrix)
     forms = {
         "tile": ((m, k), (rows, columns), False),
         "rows": ((m, k // columns), (rows, 1), False),
@@ -231,20 +306,35 @@ def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
         for form in (output.form, "transposed")[: 1 + output.transposed]:
             shape, block, turned = forms[form]
             shapes.append(jax.ShapeDtypeStruct(shape, output.dtype))
-            specs.append(pl.BlockSpec(block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))))
+            specs.append(
+                pl.BlockSpec(
+                    block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))
+                )
+            )
 
     def kernel(*refs: Any) -> None:
         tiles = [ref[...] for ref in refs[:count]]
-        rest = _shaped([ref[...] for ref in refs[count:last]], vectors) + [ref[0] for ref in refs[last : len(operands)]]
+        rest = _shaped([ref[...] for ref in refs[count:last]], vectors) + [
+            ref[0] for ref in refs[last : len(operands)]
+        ]
         targets = iter(refs[len(operands) :])
-        for output, result in zip(one.outputs, one.body(Operations(), *tiles, *rest), strict=True):
+        for output, result in zip(
+            one.outputs, one.body(Operations(), *tiles, *rest), strict=True
+        ):
             target = next(targets)
-            target[...] = result.T if output.form == "transposed" else result.reshape(target.shape)
+            target[...] = (
+                result.T
+                if output.form == "transposed"
+                else result.reshape(target.shape)
+            )
             if output.transposed:
                 next(targets)[...] = result.T
 
     last = count + sum(vectors)
-    of_rows, of_columns = pl.BlockSpec((rows,), lambda i, j: (i,)), pl.BlockSpec((columns,), lambda i, j: (j,))
+    of_rows, of_columns = (
+        pl.BlockSpec((rows,), lambda i, j: (i,)),
+        pl.BlockSpec((columns,), lambda i, j: (j,)),
+    )
     specs_in = [pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count
     specs_in += [of_rows] * vectors[0] + [of_columns] * vectors[1]
     specs_in += [pl.BlockSpec((1,), lambda i, j: (0,))] * (len(operands) - last)

@@ -1,15 +1,16 @@
 """The dtype in which partial sums cross devices, and the dtype in which they are added.
 
-A gradient of N values is summed over d devices and shared out. Each device sends the bytes below; `p_i` is the partial
-sum of device i:
+A gradient of N values is summed over d devices and shared out. Each device sends the
+bytes below; `p_i` is the partial sum of device i:
 
     "float32"          4 N (d - 1) / d    sum_i p_i, float32
     "bfloat16"         2 N (d - 1) / d    added in bfloat16: every addition rounds
     "bfloat16_parts"   2 N (d - 1) / d    sum_i bfloat16(p_i), added in float32: |error| <= 2**-8 sum_i |p_i|
 
-The last one is an all-to-all and a sum on each device. If every device keeps the whole sum, it is then gathered in
-bfloat16. None takes the dtype of the result: a bfloat16 gradient is added in bfloat16, as JAX adds its own. Sums in FP8
-are not offered, because NCCL would add three bits of mantissa to three bits.
+The last one is an all-to-all and a sum on each device. If every device keeps the whole
+sum, it is then gathered in bfloat16. None takes the dtype of the result: a bfloat16
+gradient is added in bfloat16, as JAX adds its own. Sums in FP8 are not offered, because
+NCCL would add three bits of mantissa to three bits.
 """
 
 import math
@@ -24,12 +25,14 @@ Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
 
 
 class Scatter(NamedTuple):
-    """An axis of a result that is handed out over the mesh axes that split its partial sums.
+    """An axis of a result that is handed out over the mesh axes that split its partial
+    sums.
 
     Attributes:
       axes: names of the mesh axes.
       dimension: index of the axis of the result, in `shape`.
-      shape: shape to which the result must be reshaped first if it has more axes than the matrix, else None.
+      shape: shape to which the result must be reshaped first if it has more axes than
+        the matrix, else None.
     """
 
     axes: tuple[str, ...]
@@ -38,19 +41,28 @@ class Scatter(NamedTuple):
 
 
 def check_wire(wire: str | None) -> None:
-    """Raise a ValueError unless `wire` is None, the dtype of the result, or one of the choices."""
+    """Raise a ValueError unless `wire` is None, the dtype of the result, or one of the
+    choices.
+    """
     if wire is None or wire in get_args(Wire):
         return
     if "float8" in str(wire):
         raise ValueError(
-            f"wire={wire!r} would add gradients in FP8, three bits of mantissa at most, and lose all but the "
-            'largest partial sums; use wire="bfloat16_parts", which sends two bytes a value and adds in float32'
+            f"wire={wire!r} would add gradients in FP8, three bits of mantissa at most,"
+            ' and lose all but the largest partial sums; use wire="bfloat16_parts",'
+            " which sends two bytes a value and adds in float32"
         )
-    raise ValueError(f"wire={wire!r} is unknown; use one of {', '.join(map(repr, get_args(Wire)))}, or None")
+    raise ValueError(
+        f"wire={wire!r} is unknown; use one of {', '.join(map(repr, get_args(Wire)))},"
+        " or None"
+    )
 
 
 def reduced(
-    partial: jax.Array, scattered: Sequence[Scatter], summed_over: Sequence[str], wire: Wire | None
+    partial: jax.Array,
+    scattered: Sequence[Scatter],
+    summed_over: Sequence[str],
+    wire: Wire | None,
 ) -> jax.Array:
     """Add the partial sums of devices over mesh axes.
 
@@ -66,22 +78,34 @@ def reduced(
     return _everywhere(partial, tuple(summed_over), wire) if summed_over else partial
 
 
-def _handed_out(partial: jax.Array, axes: tuple[str, ...], dimension: int, wire: Wire | None) -> jax.Array:
+def _handed_out(
+    partial: jax.Array, axes: tuple[str, ...], dimension: int, wire: Wire | None
+) -> jax.Array:
     if wire == "bfloat16_parts":
-        parts = lax.all_to_all(partial.astype(jnp.bfloat16), axes, dimension, dimension, tiled=True)
+        parts = lax.all_to_all(
+            partial.astype(jnp.bfloat16), axes, dimension, dimension, tiled=True
+        )
         size = lax.axis_size(axes)
         shape = parts.shape
-        parts = parts.reshape(*shape[:dimension], size, shape[dimension] // size, *shape[dimension + 1 :])
+        parts = parts.reshape(
+            *shape[:dimension], size, shape[dimension] // size, *shape[dimension + 1 :]
+        )
         return jnp.sum(parts.astype(jnp.float32), axis=dimension)
     sent = partial.astype(jnp.bfloat16) if wire == "bfloat16" else partial
     return lax.psum_scatter(sent, axes, scatter_dimension=dimension, tiled=True)
 
 
-def _everywhere(partial: jax.Array, axes: tuple[str, ...], wire: Wire | None) -> jax.Array:
+def _everywhere(
+    partial: jax.Array, axes: tuple[str, ...], wire: Wire | None
+) -> jax.Array:
     if wire != "bfloat16_parts":
-        return lax.psum(partial.astype(jnp.bfloat16) if wire == "bfloat16" else partial, axes)
+        return lax.psum(
+            partial.astype(jnp.bfloat16) if wire == "bfloat16" else partial, axes
+        )
     devices = math.prod(lax.axis_size(axis) for axis in axes)
-    dimension = next((i for i, size in enumerate(partial.shape) if size % devices == 0), None)
+    dimension = next(
+        (i for i, size in enumerate(partial.shape) if size % devices == 0), None
+    )
     if dimension is None:
         parts = lax.all_gather(partial.astype(jnp.bfloat16), axes)
         return jnp.sum(parts.astype(jnp.float32), axis=0)

@@ -1,6 +1,8 @@
-"""Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state.
+"""Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax
+state.
 
-Every name and submodule loads when it is first read: `import tcfp_jax` takes no time, and imports no Flax.
+Every name and submodule loads when it is first read: `import tcfp_jax` takes no time,
+and imports no Flax.
 """
 
 import importlib
@@ -8,8 +10,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from tcfp_jax import (  # isort: skip
-        conversion, formats, inference, linen, losses, monitor, nnx, optim, products, recipes, remat, sharding, weights,
-    )  # fmt: skip
+        conversion,
+        formats,
+        inference,
+        linen,
+        losses,
+        monitor,
+        nnx,
+        optim,
+        products,
+        recipes,
+        remat,
+        sharding,
+        weights,
+    )
     from tcfp_jax.conversion.transform import transform
     from tcfp_jax.explanation import explain
     from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -19,21 +33,52 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from tcfp_jax.recipes import Recipe, TCFPMode, recipe
     from tcfp_jax.weights.lookup import lookup
     from tcfp_jax.weights.quantization import quantize, split
-    from tcfp_jax.weights.tcfp12 import dequantize_tcfp12, fake_quantize, quantize_tcfp12
+    from tcfp_jax.weights.tcfp12 import (
+        dequantize_tcfp12,
+        fake_quantize,
+        quantize_tcfp12,
+    )
 
 __version__: str  # of the installed package, read when it is asked for
 
 
 __all__ = [
-    "Recipe", "TCFPMode", "apply_updates", "dequantize", "dequantize_tcfp12", "error_feedback", "explain",
-    "fake_quantize", "grad", "layer_state", "lookup", "matmul", "quantize", "quantize_tcfp12", "recipe", "split",
-    "store", "transform", "value_and_grad",
-]  # fmt: skip
+    "Recipe",
+    "TCFPMode",
+    "apply_updates",
+    "dequantize",
+    "dequantize_tcfp12",
+    "error_feedback",
+    "explain",
+    "fake_quantize",
+    "grad",
+    "layer_state",
+    "lookup",
+    "matmul",
+    "quantize",
+    "quantize_tcfp12",
+    "recipe",
+    "split",
+    "store",
+    "transform",
+    "value_and_grad",
+]
 
 _SUBMODULES = {
-    "conversion", "formats", "inference", "linen", "losses", "monitor", "nnx", "optim", "products", "recipes",
-    "remat", "sharding", "weights",
-}  # fmt: skip
+    "conversion",
+    "formats",
+    "inference",
+    "linen",
+    "losses",
+    "monitor",
+    "nnx",
+    "optim",
+    "products",
+    "recipes",
+    "remat",
+    "sharding",
+    "weights",
+}
 _NAMES = {  # submodule -> the names that it defines; the same as above
     "conversion.transform": ("transform",),
     "explanation": ("explain",),
@@ -63,7 +108,9 @@ def __getattr__(name: str) -> object:
             return metadata.version("tcfp_jax")
         except metadata.PackageNotFoundError:  # a checkout on the path
             return "0+unknown"
-    raise AttributeError(f"module 'tcfp_jax' has no attribute {name!r}; dir(tcfp_jax) lists its names")
+    raise AttributeError(
+        f"module 'tcfp_jax' has no attribute {name!r}; dir(tcfp_jax) lists its names"
+    )
 
 
 def __dir__() -> list[str]:

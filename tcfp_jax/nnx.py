@@ -1,7 +1,9 @@
-"""Flax NNX: layers with low precision, and the optimizer and the gradients of models that have such layers.
+"""Flax NNX: layers with low precision, and the optimizer and the gradients of models
+that have such layers.
 
-The layers are `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with other products. `Optimizer` and
-`value_and_grad` have the interfaces of Flax's own, also if the parameters are stored weights (`tcfp_jax.store`).
+The layers are `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with
+other products. `Optimizer` and `value_and_grad` have the interfaces of Flax's own, also
+if the parameters are stored weights (`tcfp_jax.store`).
 """
 
 import functools
@@ -13,7 +15,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tcfp_jax.conversion.convert import find_weights, hand_out
-from tcfp_jax.layers.nnx import Fp4Dense, TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
+from tcfp_jax.layers.nnx import (
+    Fp4Dense,
+    TCFPEinsum,
+    TCFPEmbed,
+    TCFPLayerNorm,
+    TCFPLinear,
+    TCFPLinearGeneral,
+)
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.optim.gradients import with_slots
 from tcfp_jax.optim.stored import apply_updates
@@ -22,30 +31,41 @@ from tcfp_jax.paths import PyTree, entries
 from tcfp_jax.sharding import shardings_of, state_shardings
 
 __all__ = [
-    "Fp4Dense", "Optimizer", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm", "TCFPLinear", "TCFPLinearGeneral",
+    "Fp4Dense",
+    "Optimizer",
+    "TCFPEinsum",
+    "TCFPEmbed",
+    "TCFPLayerNorm",
+    "TCFPLinear",
+    "TCFPLinearGeneral",
     "value_and_grad",
-]  # fmt: skip
+]
 
 
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` of a converted model, or of one with layers of this module.
 
-    If parameters are stored, it trains them, and `tx` sees them as floats (`tcfp_jax.optim.on_stored`) unless it has
-    `tcfp_jax.optim.adamw`. If all are float, `error_feedback` of the model's weights follows `tx`, unless `tx` has one,
-    and the model multiplies by the quantized weights that every update writes. Parameters that change in any other way
-    do not fit these; evaluate averages of them in a copy without: `tcfp_jax.conversion.detach(nnx.clone(model))`.
+    If parameters are stored, it trains them, and `tx` sees them as floats
+    (`tcfp_jax.optim.on_stored`) unless it has `tcfp_jax.optim.adamw`. If all are float,
+    `error_feedback` of the model's weights follows `tx`, unless `tx` has one, and the
+    model multiplies by the quantized weights that every update writes. Parameters that
+    change in any other way do not fit these; evaluate averages of them in a copy
+    without: `tcfp_jax.conversion.detach(nnx.clone(model))`.
 
-    The state is made by a compiled program. If the parameters lie on a mesh, it lies as they do.
+    The state is made by a compiled program. If the parameters lie on a mesh, it lies as
+    they do.
 
     Args:
-      model: the model. Store its parameters first, if at all:
-        `nnx.update(model, tcfp_jax.store(nnx.state(model, nnx.Param), find_weights(model), key=key))`.
-      tx: any optax transformation. If the recipe rounds stochastically, end it with `error_feedback(weights, key=key)`.
+      model: the model. Store its parameters first, if at all: `nnx.update(model,
+        tcfp_jax.store(nnx.state(model, nnx.Param), find_weights(model), key=key))`.
+      tx: any optax transformation. If the recipe rounds stochastically, end it with
+        `error_feedback(weights, key=key)`.
       wrt: the variables to train, as in `nnx.Optimizer`.
 
     Raises:
-      ValueError: the model was not converted, or its quantized weights are none of its parameters; an error of
-        `error_feedback`; parameters on a mesh that cuts their stored form, see `tcfp_jax.sharding.fsdp`.
+      ValueError: the model was not converted, or its quantized weights are none of its
+        parameters; an error of `error_feedback`; parameters on a mesh that cuts their
+        stored form, see `tcfp_jax.sharding.fsdp`.
 
     >>> from tcfp_jax.optim.feedback import error_feedback
     >>> model = TCFPLinear(4, 4, rngs=nnx.Rngs(0))
@@ -67,21 +87,31 @@ class Optimizer(nnx.Optimizer):
         trained = suited(tx, params, lambda: find_weights(model))
         lie = shardings_of(params)
         if lie is not None:
-            state = jax.eval_shape(lambda params: (params, trained.init(params)), params)
+            state = jax.eval_shape(
+                lambda params: (params, trained.init(params)), params
+            )
             lie = state_shardings(lie, state)[1]
-        super().__init__(model, trained._replace(init=jax.jit(trained.init, out_shardings=lie)), wrt=wrt)
-        if lie is not None:  # next to counters of the transformation, which every device holds
+        super().__init__(
+            model,
+            trained._replace(init=jax.jit(trained.init, out_shardings=lie)),
+            wrt=wrt,
+        )
+        # Next to counters of the transformation, which every device holds
+        if lie is not None:
             whole = NamedSharding(jax.tree.leaves(lie)[0].mesh, PartitionSpec())
             self.step[...] = jax.device_put(self.step[...], whole)
         held = entries(layer_state(self.opt_state))
-        if not hand_out(model, held) and held:  # called for nothing, too: it notes that the optimizer is there
+        # Called for nothing, too: it notes that the optimizer is there
+        if not hand_out(model, held) and held:
             raise ValueError(
-                f"the quantized weights of the optimizer, such as {min(held)}, are none of {type(model).__name__}'s; "
-                "give error_feedback the weights of this model: find_weights(model)"
+                f"the quantized weights of the optimizer, such as {min(held)}, are none"
+                f" of {type(model).__name__}'s; give error_feedback the weights of this"
+                " model: find_weights(model)"
             )
 
     def update(self, model: nnx.Module, grads: PyTree, /, **extra: PyTree) -> PyTree:
-        """Update the model and this state by gradients from `value_and_grad`, and return the updates.
+        """Update the model and this state by gradients from `value_and_grad`, and
+        return the updates.
 
         Other arguments go to the transformation, as in `nnx.Optimizer`.
         """
@@ -97,13 +127,16 @@ class Optimizer(nnx.Optimizer):
 def value_and_grad(
     f: Callable[..., PyTree], *, argnums: int | nnx.DiffState = 0, has_aux: bool = False
 ) -> Callable[..., PyTree]:
-    """Return `nnx.value_and_grad` of a function of a model, whose parameters may be stored.
+    """Return `nnx.value_and_grad` of a function of a model, whose parameters may be
+    stored.
 
     The gradients of stored parameters are floats of their kernels' shapes.
 
     Args:
-      f: a function of models and arrays with a scalar result. It may change other variables, such as counters.
-      argnums: the place of the model to differentiate, or an `nnx.DiffState` that filters its variables, too.
+      f: a function of models and arrays with a scalar result. It may change other
+        variables, such as counters.
+      argnums: the place of the model to differentiate, or an `nnx.DiffState` that
+        filters its variables, too.
       has_aux: whether `f` returns a pair whose second part is not differentiated.
 
     >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -111,7 +144,11 @@ def value_and_grad(
     >>> gradients["kernel"][...].tolist()
     [[3.0, 3.0], [3.0, 3.0]]
     """
-    place, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
+    place, wrt = (
+        (argnums.argnum, argnums.filter)
+        if isinstance(argnums, nnx.DiffState)
+        else (argnums, nnx.Param)
+    )
 
     @functools.wraps(f)
     def with_gradients(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -128,14 +165,20 @@ def value_and_grad(
 
         result, gradients = nnx.value_and_grad(of_slots, has_aux=has_aux)(slots, *args)
         as_variable = lambda variable, gradient: variable.replace(gradient)
-        return result, jax.tree.map(as_variable, variables, gradients, is_leaf=_is_variable)
+        return result, jax.tree.map(
+            as_variable, variables, gradients, is_leaf=_is_variable
+        )
 
     return with_gradients
 
 
 def _values(tree: PyTree) -> PyTree:
     """Return the tree with the values of variables instead of the variables."""
-    return jax.tree.map(lambda leaf: leaf.get_raw_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable)
+    return jax.tree.map(
+        lambda leaf: leaf.get_raw_value() if _is_variable(leaf) else leaf,
+        tree,
+        is_leaf=_is_variable,
+    )
 
 
 def _is_variable(node: object) -> bool:

@@ -1,7 +1,9 @@
-"""Names of the leaves of a tree, and nested dicts indexed by them; the only place that reads JAX's key paths.
+"""Names of the leaves of a tree, and nested dicts indexed by them; the only place that
+reads JAX's key paths.
 
-Parameters, states and collections are trees. People and checkpoints name a leaf by its path, such as
-"blocks/0/up/kernel". The box that Flax may put around a leaf (`nn.Partitioned`, `nnx.Param`) is not part of its name.
+Parameters, states and collections are trees. People and checkpoints name a leaf by its
+path, such as "blocks/0/up/kernel". The box that Flax may put around a leaf
+(`nn.Partitioned`, `nnx.Param`) is not part of its name.
 """
 
 import sys
@@ -10,18 +12,24 @@ from typing import Any, TypeAlias
 
 import jax
 
-PyTree: TypeAlias = Any  # parameters, gradients or states; the type says that a function takes any tree
+# Parameters, gradients or states; the type says that a function takes any tree
+PyTree: TypeAlias = Any
 _SERIALIZED: list[type] = []
 
 
 def path_names(path: Iterable[object]) -> list[str]:
-    """Return the names along a JAX key path, without the `value` of a box around the leaf.
+    """Return the names along a JAX key path, without the `value` of a box around the
+    leaf.
 
     >>> path_names((jax.tree_util.DictKey("up"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("value")))
     ['up', '0']
     """
     entries = list(path)
-    if entries and isinstance(entries[-1], jax.tree_util.GetAttrKey) and entries[-1].name == "value":
+    if (
+        entries
+        and isinstance(entries[-1], jax.tree_util.GetAttrKey)
+        and entries[-1].name == "value"
+    ):
         entries.pop()
     return [_entry_name(entry) for entry in entries]
 
@@ -35,8 +43,11 @@ def join(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[list[str], Any]], Any]:
-    """Return the names along its path and the leaf, for every leaf in order, and the tree's structure.
+def named_leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[list[str], Any]], Any]:
+    """Return the names along its path and the leaf, for every leaf in order, and the
+    tree's structure.
 
     >>> found, structure = named_leaves({"up": {"kernel": 1, "bias": 2}})
     >>> found, structure.num_leaves
@@ -46,7 +57,9 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     return [(path_names(path), leaf) for path, leaf in entries], treedef
 
 
-def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
     """Return the leaves of a tree by path.
 
     >>> leaves({"up": {"kernel": 1, "bias": 2}})
@@ -56,7 +69,8 @@ def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[s
 
 
 def entries(collection: PyTree) -> dict[str, Any]:
-    """Return the values of nested mappings by path; a tree that is not a mapping, such as a stored weight, stays whole.
+    """Return the values of nested mappings by path; a tree that is not a mapping, such
+    as a stored weight, stays whole.
 
     >>> entries({"up": {"kernel": (1, 2)}})
     {'up/kernel': (1, 2)}
@@ -86,16 +100,20 @@ def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> 
     {'up': {'kernel': 1}}
     """
     if not names:
-        raise ValueError("the tree is a bare array without a name; put it in a dict, as Flax does")
+        raise ValueError(
+            "the tree is a bare array without a name; put it in a dict, as Flax does"
+        )
     for name in names[:-1]:
         tree = tree.setdefault(name, {})
     tree[names[-1]] = value
 
 
 def serialize_with_flax(*kinds: type) -> None:
-    """Let `flax.serialization` save these classes, registered pytrees, by the names of their children.
+    """Let `flax.serialization` save these classes, registered pytrees, by the names of
+    their children.
 
-    Nothing here imports Flax: classes that come before it are registered by the next call (of `tcfp_jax.layers`).
+    Nothing here imports Flax: classes that come before it are registered by the next
+    call (of `tcfp_jax.layers`).
     """
     _SERIALIZED.extend(kinds)
     flax = sys.modules.get("flax.serialization")
@@ -104,13 +122,17 @@ def serialize_with_flax(*kinds: type) -> None:
 
 
 def _children(node: PyTree) -> tuple[dict[str, Any], Any]:
-    entries, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
     return {_entry_name(path[0]): child for path, child in entries}, treedef
 
 
 def _to_state(node: PyTree) -> dict[str, Any]:
     flax = sys.modules["flax.serialization"]
-    return {name: flax.to_state_dict(child) for name, child in _children(node)[0].items()}
+    return {
+        name: flax.to_state_dict(child) for name, child in _children(node)[0].items()
+    }
 
 
 def _from_state(node: PyTree, state: Mapping[str, Any]) -> PyTree:
@@ -118,14 +140,23 @@ def _from_state(node: PyTree, state: Mapping[str, Any]) -> PyTree:
     absent = lambda tree: {name for name, child in tree.items() if child is None}
     if set(children) != set(state) or absent(children) != absent(state):
         raise ValueError(
-            f"the state of a {type(node).__name__} has {sorted(set(state) - absent(state))}, the target "
-            f"{sorted(set(children) - absent(children))}; restore into a target with the format that was saved"
+            f"the state of a {type(node).__name__} has"
+            f" {sorted(set(state) - absent(state))}, the target"
+            f" {sorted(set(children) - absent(children))}; restore into a target with"
+            " the format that was saved"
         )
-    return treedef.unflatten([flax.from_state_dict(child, state[name], name) for name, child in children.items()])
+    return treedef.unflatten(
+        [
+            flax.from_state_dict(child, state[name], name)
+            for name, child in children.items()
+        ]
+    )
 
 
 def _entry_name(entry: object) -> str:
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
-    raise TypeError(f"entry {entry!r} of a path has no name; use nested dicts, lists or dataclasses")
+    raise TypeError(
+        f"entry {entry!r} of a path has no name; use nested dicts, lists or dataclasses"
+    )

@@ -1,11 +1,13 @@
-"""Memory of the backward pass: keep as many values as fit, and keep some of them in FP8.
+"""Memory of the backward pass: keep as many values as fit, and keep some of them in
+FP8.
 
     x = checkpoint_in_fp8(x, "hidden")                        # x itself; a policy that keeps "hidden" keeps FP8
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
     fit = save_what_fits(make_step, levels)                   # the last level whose compiled step fits
 
-`jax.checkpoint`, `nn.remat` and `nnx.remat` compute a block again in its backward pass, except the values that their
-policy keeps. More kept values are a faster step, until the device is full.
+`jax.checkpoint`, `nn.remat` and `nnx.remat` compute a block again in its backward pass,
+except the values that their policy keeps. More kept values are a faster step, until the
+device is full.
 """
 
 import functools
@@ -33,7 +35,8 @@ class Fit(NamedTuple, Generic[T]):
 
     Attributes:
       level: Its level.
-      compiled: The compiled step. Call it: a call of the jitted function may compile it once more.
+      compiled: The compiled step. Call it: a call of the jitted function may compile it
+        once more.
       needed: Bytes of one device that it needs, see `step_bytes`.
       budget: Bytes that it may need.
     """
@@ -45,23 +48,28 @@ class Fit(NamedTuple, Generic[T]):
 
 
 def save_what_fits(
-    make_step: Callable[[T], jax.stages.Lowered], levels: Sequence[T], budget: int | None = None
+    make_step: Callable[[T], jax.stages.Lowered],
+    levels: Sequence[T],
+    budget: int | None = None,
 ) -> Fit[T]:
     """Return the last of `levels` whose compiled step needs at most `budget` bytes.
 
-    Use it before the first step to choose the policy of a remat. It compiles the last level first. If that does not
-    fit, it bisects, so n levels take at most `2 + log2(n)` compiles.
+    Use it before the first step to choose the policy of a remat. It compiles the last
+    level first. If that does not fit, it bisects, so n levels take at most
+    `2 + log2(n)` compiles.
 
     Args:
-      make_step: Function of a level that returns the lowered training step, `jax.jit(step).lower(...)`. Shapes serve as
-        arguments, so no state has to exist.
-      levels: Policies, names of values, or anything else that `make_step` understands; those that keep least first.
+      make_step: Function of a level that returns the lowered training step,
+        `jax.jit(step).lower(...)`. Shapes serve as arguments, so no state has to exist.
+      levels: Policies, names of values, or anything else that `make_step` understands;
+        those that keep least first.
       budget: Bytes of one device; None is `device_budget()`.
 
     Raises:
       TypeError: the budget is not a number.
       ValueError: `levels` is empty, or the first level does not fit.
-      NotImplementedError: no budget is given, and the device does not report its memory, as CPUs do not.
+      NotImplementedError: no budget is given, and the device does not report its
+        memory, as CPUs do not.
 
     >>> x = jax.ShapeDtypeStruct((4,), jnp.float32)
     >>> make_step = lambda copies: jax.jit(lambda x: jnp.tile(x, copies)).lower(x)
@@ -69,9 +77,14 @@ def save_what_fits(
     4
     """
     if not levels:
-        raise ValueError("save_what_fits has no levels; give at least one, the one that keeps the least")
+        raise ValueError(
+            "save_what_fits has no levels; give at least one, the one that keeps the"
+            " least"
+        )
     if budget is not None and not isinstance(budget, numbers.Real):
-        raise TypeError(f"budget={budget!r} must be a number of bytes, such as 80_000_000_000")
+        raise TypeError(
+            f"budget={budget!r} must be a number of bytes, such as 80_000_000_000"
+        )
     budget = device_budget() if budget is None else budget
     found, first, last, at = None, 0, len(levels) - 1, len(levels) - 1
     while first <= last:
@@ -83,15 +96,17 @@ def save_what_fits(
         at = (first + last) // 2
     if found is None:
         raise ValueError(
-            f"no level fits: the step that keeps the least, {levels[0]!r}, needs {needed:,} bytes ({needed / 1e9:.2f} "
-            f"GB) of a device, and the budget is {budget:,} ({budget / 1e9:.2f} GB); shorten the batch, store the "
-            "weights (tcfp_jax.store), split the state over more devices, or raise the budget"
+            f"no level fits: the step that keeps the least, {levels[0]!r}, needs"
+            f" {needed:,} bytes ({needed / 1e9:.2f} GB) of a device, and the budget is"
+            f" {budget:,} ({budget / 1e9:.2f} GB); shorten the batch, store the weights"
+            " (tcfp_jax.store), split the state over more devices, or raise the budget"
         )
     return found
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of one device that a compiled step needs: arguments, other results and temporary memory.
+    """Return the bytes of one device that a compiled step needs: arguments, other
+    results and temporary memory.
 
     Raises:
       NotImplementedError: the device's compiler does not report them.
@@ -102,39 +117,53 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
     """
     memory = compiled.memory_analysis()
     if memory is None:
-        raise NotImplementedError("the compiler of this device does not report the memory of a program")
+        raise NotImplementedError(
+            "the compiler of this device does not report the memory of a program"
+        )
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def device_budget(margin: float = MARGIN) -> int:
-    """Return `(1 - margin)` of the bytes that JAX may allocate on a device, the least of this process's devices.
+    """Return `(1 - margin)` of the bytes that JAX may allocate on a device, the least
+    of this process's devices.
 
-    By default JAX takes three quarters of a GPU. Set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
+    By default JAX takes three quarters of a GPU. Set
+    `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
 
     Args:
-      margin: Part that stays free for everything that is not an argument of the step, and for gaps between arrays.
+      margin: Part that stays free for everything that is not an argument of the step,
+        and for gaps between arrays.
 
     Raises:
       NotImplementedError: a device does not report its memory, as CPUs do not.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    limits = [
+        (device.memory_stats() or {}).get("bytes_limit", 0)
+        for device in jax.local_devices()
+    ]
     if 0 in limits:
-        raise NotImplementedError(f"{jax.devices()[0]} does not report its memory; give a budget in bytes")
+        raise NotImplementedError(
+            f"{jax.devices()[0]} does not report its memory; give a budget in bytes"
+        )
     return int((1 - margin) * min(limits))
 
 
-# Copies in FP8 --------------------------------------------------------------------------------------------------------
+# Copies in FP8
+# --------------------------------------------------------------------------------------
 
 
 def checkpoint_in_fp8(x: jax.Array, name: str) -> jax.Array:
-    """Return x itself, of which a remat whose policy keeps `name` keeps a copy in FP8 instead.
+    """Return x itself, of which a remat whose policy keeps `name` keeps a copy in FP8
+    instead.
 
-    Use it like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise functions compute a gradient, such
-    as gate and up of a SwiGLU. The forward pass does not change by a bit. The backward pass computes everything behind
-    x again from `q s`: q is x / s rounded to E4M3, and s is the smallest power of two with `max |x| / s <= 448`
-    in a row along the last axis. The error of a value is at most 1/16 of it, or 2**-10 s. A NaN or inf makes its row
-    NaN. Without a policy that keeps the name, gradients do not change by a bit, either.
+    Use it like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise
+    functions compute a gradient, such as gate and up of a SwiGLU. The forward pass does
+    not change by a bit. The backward pass computes everything behind x again from
+    `q s`: q is x / s rounded to E4M3, and s is the smallest power of two with
+    `max |x| / s <= 448` in a row along the last axis. The error of a value is at most
+    1/16 of it, or 2**-10 s. A NaN or inf makes its row NaN. Without a policy that keeps
+    the name, gradients do not change by a bit, either.
 
     Args:
       x: Real floats `[..., k]`.
@@ -154,7 +183,10 @@ def checkpoint_in_fp8(x: jax.Array, name: str) -> jax.Array:
     """
     check_real("x", x)
     if not x.ndim:
-        raise ValueError("x is a scalar, but a copy in FP8 has one scale per row; pass an array of at least one axis")
+        raise ValueError(
+            "x is a scalar, but a copy in FP8 has one scale per row; pass an array of"
+            " at least one axis"
+        )
     return _in_fp8.bind(x, name=name)
 
 
@@ -162,18 +194,32 @@ _in_fp8 = Primitive("checkpoint_in_fp8")
 _in_fp8.def_impl(lambda x, *, name: x)
 _in_fp8.def_abstract_eval(lambda x, *, name: x)
 mlir.register_lowering(_in_fp8, lambda context, x, *, name: [x])
-ad.primitive_jvps[_in_fp8] = lambda primals, tangents, *, name: (_in_fp8.bind(*primals, name=name), *tangents)
-batching.primitive_batchers[_in_fp8] = lambda args, axes, *, name: (_in_fp8.bind(*args, name=name), *axes)
+ad.primitive_jvps[_in_fp8] = lambda primals, tangents, *, name: (
+    _in_fp8.bind(*primals, name=name),
+    *tangents,
+)
+batching.primitive_batchers[_in_fp8] = lambda args, axes, *, name: (
+    _in_fp8.bind(*args, name=name),
+    *axes,
+)
 
 
 def _partial_eval(
-    saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], eqn: Any
+    saveable: Callable[..., Any],
+    unknown: Sequence[bool],
+    there: Sequence[bool],
+    eqn: Any,
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-    """Divide the equation between both passes: (forward, backward, unknown results, ones that are there, residuals).
+    """Divide the equation between both passes: (forward, backward, unknown results,
+    ones that are there, residuals).
 
-    JAX asks this of every equation in a remat. A name would have the same value in both passes.
+    JAX asks this of every equation in a remat. A name would have the same value in both
+    passes.
     """
-    x, missing = eqn.invars[0], [var for var, inst in zip(eqn.invars, there, strict=True) if not inst]
+    x, missing = (
+        eqn.invars[0],
+        [var for var, inst in zip(eqn.invars, there, strict=True) if not inst],
+    )
     keeps = lambda primitive: _is_kept(saveable(primitive, x.aval, **eqn.params))
     if unknown[0]:
         return None, eqn, [True], [True], missing
@@ -184,8 +230,13 @@ def _partial_eval(
     # New functions, because a trace that is shared would share its variables.
     pack = jax.make_jaxpr(lambda x: _pack(x))(x.aval).eqns[0]
     kept = pack.outvars[1:]
-    unpack = jax.make_jaxpr(lambda *kept: _unpack(*kept, dtype=x.aval.dtype))(*(var.aval for var in kept)).eqns[0]
-    forward, backward = pack.replace(outvars=[*eqn.outvars, *kept]), unpack.replace(invars=kept, outvars=eqn.outvars)
+    unpack = jax.make_jaxpr(lambda *kept: _unpack(*kept, dtype=x.aval.dtype))(
+        *(var.aval for var in kept)
+    ).eqns[0]
+    forward, backward = (
+        pack.replace(outvars=[*eqn.outvars, *kept]),
+        unpack.replace(invars=kept, outvars=eqn.outvars),
+    )
     return forward.replace(invars=eqn.invars), backward, [False], [True], kept
 
 
@@ -193,10 +244,19 @@ partial_eval.partial_eval_jaxpr_custom_rules[_in_fp8] = _partial_eval
 
 
 def _is_kept(answer: Any) -> bool:
-    """Return whether a policy's answer, a bool or one of JAX's three cases, is to keep a value on the device."""
-    case = {True: "SaveableType", False: "RecomputeType"}[answer] if isinstance(answer, bool) else type(answer).__name__
+    """Return whether a policy's answer, a bool or one of JAX's three cases, is to keep
+    a value on the device.
+    """
+    case = (
+        {True: "SaveableType", False: "RecomputeType"}[answer]
+        if isinstance(answer, bool)
+        else type(answer).__name__
+    )
     if case not in ("SaveableType", "RecomputeType"):
-        raise NotImplementedError(f"a policy answers {answer} for a copy in FP8, which can only be kept or not")
+        raise NotImplementedError(
+            f"a policy answers {answer} for a copy in FP8, which can only be kept"
+            " or not"
+        )
     return case == "SaveableType"
 
 
@@ -214,6 +274,7 @@ def _pack(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _unpack(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    # Without the barrier of `Operand.dequantize`, so that XLA reads a slice of a stack where it is. If XLA cancels both
-    # casts in a loop-free program, as `prevent_cse=False` allows, the value is exact.
+    # Without the barrier of `Operand.dequantize`, so that XLA reads a slice of a stack
+    # where it is. If XLA cancels both casts in a loop-free program, as
+    # `prevent_cse=False` allows, the value is exact.
     return (values.astype(jnp.float32) * scale[..., None]).astype(dtype)

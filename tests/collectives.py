@@ -1,9 +1,11 @@
-"""Collectives of an optimized program, each with its dtype, its shape, and the number of its runs.
+"""Collectives of an optimized program, each with its dtype, its shape, and the number
+of its runs.
 
     all-gather bf16[1024,4096] x4        8.4 MB a time; its loop runs four times
 
-They are read from the text after XLA has partitioned, combined and scheduled the program, so devices run exactly these.
-A collective of several arrays is one `Collective` of several parts.
+They are read from the text after XLA has partitioned, combined and scheduled the
+program, so devices run exactly these. A collective of several arrays is one
+`Collective` of several parts.
 """
 
 import math
@@ -12,9 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 OPERATIONS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
     "collective-broadcast",
-)  # fmt: skip
+)
 # Bits of a value; of dtypes that no collective here has, reading one raises.
 BITS = {"pred": 8, "bf16": 16}
 _PART = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -26,7 +33,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Part:
-    """One array of a collective: its dtype as HLO writes it, and the shape that a device holds of it."""
+    """One array of a collective: its dtype as HLO writes it, and the shape that a
+    device holds of it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +61,8 @@ class Collective:
 
     Attributes:
       operation: one of `OPERATIONS`.
-      parts: its results on a device: whole arrays of an all-gather, a device's own of a reduce-scatter.
+      parts: its results on a device: whole arrays of an all-gather, a device's own of a
+        reduce-scatter.
       times: how often a step runs it.
       group: how many devices take part, or 0 where that is not written as a number.
       source: the name of the operation in the program as it was traced.
@@ -66,7 +76,9 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results in a step: whole arrays after a gather, parts after a reduce-scatter."""
+        """Bytes of all results in a step: whole arrays after a gather, parts after a
+        reduce-scatter.
+        """
         return self.times * sum(part.bytes for part in self.parts)
 
     def __str__(self) -> str:
@@ -78,7 +90,8 @@ def collectives(text: str) -> list[Collective]:
     """Return the collectives of an optimized program, in the order of the text.
 
     Raises:
-      ValueError: a loop with a collective whose number of rounds XLA did not find, or a program without an entry.
+      ValueError: a loop with a collective whose number of rounds XLA did not find, or a
+        program without an entry.
 
     >>> [str(c) for c in collectives('''
     ... ENTRY %main (p: bf16[2,4]) -> bf16[8,4] {
@@ -89,8 +102,14 @@ def collectives(text: str) -> list[Collective]:
     """
     bodies, entry = _computations(text)
     times = _times(bodies, entry)
-    found = ((name, _collective(line)) for name, lines in bodies.items() for line in lines)
-    return [Collective(*what[:2], times[name], *what[2:]) for name, what in found if what and times.get(name)]
+    found = (
+        (name, _collective(line)) for name, lines in bodies.items() for line in lines
+    )
+    return [
+        Collective(*what[:2], times[name], *what[2:])
+        for name, what in found
+        if what and times.get(name)
+    ]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -106,12 +125,17 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif name and _INSTRUCTION.match(line):
             bodies[name].append(line)
     if not entry:
-        raise ValueError("the text has no ENTRY computation; pass compiled.as_text() of an optimized program")
+        raise ValueError(
+            "the text has no ENTRY computation; pass compiled.as_text() of an optimized"
+            " program"
+        )
     return bodies, entry
 
 
 def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
-    """How often a run of the program runs each computation; 0 for loops of unknown length, which hold no collective."""
+    """How often a run of the program runs each computation; 0 for loops of unknown
+    length, which hold no collective.
+    """
     times: dict[str, int] = {}
 
     def visit(name: str, count: int) -> None:
@@ -119,7 +143,10 @@ def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
         for line in bodies[name]:
             for called, rounds in _calls(line):
                 if rounds is None and _holds_collective(bodies, called):
-                    raise ValueError(f"the loop {called} has collectives, and XLA knows no number of rounds for it")
+                    raise ValueError(
+                        f"the loop {called} has collectives, and XLA knows no number of"
+                        " rounds for it"
+                    )
                 visit(called, count * (rounds or 0))
 
     visit(entry, 1)
@@ -128,7 +155,9 @@ def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 def _calls(line: str) -> Iterator[tuple[str, int | None]]:
     """(computation, how often the instruction runs it) of all that it calls."""
-    called = _CALLED.findall(line) + [c.strip(" %") for found in _BRANCHES.findall(line) for c in found.split(",")]
+    called = _CALLED.findall(line) + [
+        c.strip(" %") for found in _BRANCHES.findall(line) for c in found.split(",")
+    ]
     rounds: int | None = 1
     if " while(" in line:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
@@ -141,7 +170,11 @@ def _holds_collective(bodies: dict[str, list[str]], name: str) -> bool:
     lines = bodies[name]
     if any(_OPERATION.search(line) for line in lines):
         return True
-    return any(_holds_collective(bodies, called) for line in lines for called, _ in _calls(line))
+    return any(
+        _holds_collective(bodies, called)
+        for line in lines
+        for called, _ in _calls(line)
+    )
 
 
 def _collective(line: str) -> tuple[str, tuple[Part, ...], int, str] | None:
@@ -155,7 +188,8 @@ def _collective(line: str) -> tuple[str, tuple[Part, ...], int, str] | None:
     elif found[2] and found[1] != "all-reduce":
         results = results.strip("()").split(", ", 1)[1]
     parts = tuple(
-        Part(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in _PART.findall(results)
+        Part(dtype, tuple(int(size) for size in shape.split(",") if size))
+        for dtype, shape in _PART.findall(results)
     )
     source = re.search(r'op_name="([^"]*)"', line)
     return found[1], parts, _group(line), source[1] if source else ""
@@ -176,6 +210,10 @@ def _group(line: str) -> int:
         return int(found[1])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]) if axis in sizes)
+        return math.prod(
+            int(sizes[axis])
+            for axis in re.findall(r"'(\w+)'", found[2])
+            if axis in sizes
+        )
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
     return len(found[1].split(",")) if found else 0

@@ -1,7 +1,9 @@
-"""Compiling for H200s on a machine without a GPU: the CUDA plugin needs a description of the device, and ptxas.
+"""Compiling for H200s on a machine without a GPU: the CUDA plugin needs a description
+of the device, and ptxas.
 
-`data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`: `*.gpu_target_config.pbtxt`).
-Nothing is autotuned this way, so what XLA would choose between Triton and cuBLASLt on the device does not show.
+`data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`:
+`*.gpu_target_config.pbtxt`). Nothing is autotuned this way, so what XLA would choose
+between Triton and cuBLASLt on the device does not show.
 """
 
 import functools
@@ -24,17 +26,25 @@ from pallas_kernels.operands import SCALE_DTYPE, Block, Operand
 TARGET = Path(__file__).parent / "data" / "h200.txtpb"
 GATHERS = ("all-gather", "all-to-all", "collective-permute")
 PTXAS = shutil.which("ptxas") or ""
-# XLA compiles each fusion once more by itself to choose how it is emitted. Without a device nothing is timed, it keeps
-# the first choice, and half of the time is lost: 30 s of 50 for a training step. Triton's GEMMs, LLVM and ptxas take a
-# quarter of the rest, and change nothing that is read; kernels of Mosaic do not follow these options.
-OPTIONS = dict.fromkeys(["xla_llvm_disable_expensive_passes", "xla_gpu_disable_gpuasm_optimizations"], True)
-OPTIONS |= dict.fromkeys(["xla_gpu_experimental_enable_fusion_autotuner", "xla_gpu_enable_triton_gemm"], False)
+# XLA compiles each fusion once more by itself to choose how it is emitted. Without a
+# device nothing is timed, it keeps the first choice, and half of the time is lost: 30 s
+# of 50 for a training step. Triton's GEMMs, LLVM and ptxas take a quarter of the rest,
+# and change nothing that is read; kernels of Mosaic do not follow these options.
+OPTIONS = dict.fromkeys(
+    ["xla_llvm_disable_expensive_passes", "xla_gpu_disable_gpuasm_optimizations"], True
+)
+OPTIONS |= dict.fromkeys(
+    ["xla_gpu_experimental_enable_fusion_autotuner", "xla_gpu_enable_triton_gemm"],
+    False,
+)
 OPTIONS["xla_backend_optimization_level"] = 0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The HLO of an optimized program, the names of its custom calls, and its bytes besides its arguments."""
+    """The HLO of an optimized program, the names of its custom calls, and its bytes
+    besides its arguments.
+    """
 
     text: str
     targets: list[str]
@@ -46,14 +56,22 @@ class Compiled:
 
 
 def expected() -> bool:
-    """Return whether this run promised to compile programs for an H200, as `.ci/run` does if the wheels exist."""
+    """Return whether this run promised to compile programs for an H200, as `.ci/run`
+    does if the wheels exist.
+    """
     return os.environ.get("TCFP_EXPECT_H200_COMPILER") == "1"
 
 
 def missing() -> str | None:
     """Return the part that this machine lacks, or None."""
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "compiling for an H200 needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
+    if (
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    ):
+        return (
+            "compiling for an H200 needs the wheels jax-cuda13-plugin and"
+            " jax-cuda13-pjrt"
+        )
     return None if PTXAS else "compiling for an H200 needs ptxas of CUDA 13 on the PATH"
 
 
@@ -65,42 +83,72 @@ def h200s(*shape: int) -> Mesh:
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.devices()  # finds the plugin
     devices = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(encoding="utf-8"), topology=f"1x1x{math.prod(shape)}"
+        platform="cuda",
+        target_config=TARGET.read_text(encoding="utf-8"),
+        topology=f"1x1x{math.prod(shape)}",
     )
-    return topologies.make_mesh(topo=devices, mesh_shape=shape, axis_names=tuple("abcd"[: len(shape)]))
+    return topologies.make_mesh(
+        topo=devices, mesh_shape=shape, axis_names=tuple("abcd"[: len(shape)])
+    )
 
 
-def on(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
+def on(
+    mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None
+) -> jax.ShapeDtypeStruct:
     """An argument of `compile_for`, split over `axes` of the mesh."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
 
 
-def on_once(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None, halves: int = 1) -> Operand:
+def on_once(
+    mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None, halves: int = 1
+) -> Operand:
     """An operand with one scale."""
     values = on(mesh, shape, dtype, *axes)
     return Operand(values, on(mesh, (), jnp.float32), values if halves == 2 else None)
 
 
 def on_blocks(
-    mesh: Mesh, sizes: tuple[int, int, int], scaling: Block, x_axes=(), w_axes=(), *, halves: int = 2
+    mesh: Mesh,
+    sizes: tuple[int, int, int],
+    scaling: Block,
+    x_axes=(),
+    w_axes=(),
+    *,
+    halves: int = 2,
 ) -> tuple[Operand, Operand]:
     """x and w of a product of m, k, n in blocks; `scaling` is that of w."""
 
     def blocked(shape, scaling, axes, halves):
         values = on(mesh, shape, jnp.float8_e4m3fn, *axes)
         scale = on(mesh, scaling.scale_shape(shape), SCALE_DTYPE, *axes)
-        return Operand(values, scale, *((values, scale) if halves == 2 else (None, None)), scaling)
+        return Operand(
+            values, scale, *((values, scale) if halves == 2 else (None, None)), scaling
+        )
 
     m, k, n = sizes
-    return blocked((m, k), scaling.along_rows, x_axes, 1), blocked((n, k), scaling, w_axes, halves)
+    return blocked((m, k), scaling.along_rows, x_axes, 1), blocked(
+        (n, k), scaling, w_axes, halves
+    )
 
 
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
     """Lower and compile a function of arguments from `on`."""
-    # Without a GPU a program cannot be loaded, so none is written to a persistent cache.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), persistent_cache_min_compile_time_secs(math.inf):
+    # Without a GPU a program cannot be loaded, so none is written to a persistent
+    # cache.
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        persistent_cache_min_compile_time_secs(math.inf),
+    ):
         # Named, because JAX looks for a GPU that is there where axes are explicit.
         traced = jax.jit(function, **jit_options).trace(*arguments)
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=OPTIONS)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile(
+            compiler_options=OPTIONS
+        )
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text), memory.temp_size_in_bytes)
+    return Compiled(
+        text,
+        re.findall(r'custom_call_target="([^"]*)"', text),
+        memory.temp_size_in_bytes,
+    )

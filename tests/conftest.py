@@ -1,8 +1,10 @@
-"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only with `-m gpu`.
+"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only with
+`-m gpu`.
 
-Programs are compiled without LLVM's optimizations (XLA's own passes run), because tests compile much and compute
-little. Tests marked `optimized` compile as users do: they compare bits of two programs, read compiled programs, or run
-thousands of steps. Of those marked `optimized("slow")` only the slow cases do. All tests marked `gpu` do, too.
+Programs are compiled without LLVM's optimizations (XLA's own passes run), because tests
+compile much and compute little. Tests marked `optimized` compile as users do: they
+compare bits of two programs, read compiled programs, or run thousands of steps. Of
+those marked `optimized("slow")` only the slow cases do. All tests marked `gpu` do, too.
 """
 
 import contextlib
@@ -22,8 +24,9 @@ from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 QUICK = "jax_disable_most_optimizations"
-# Flags that are set already stay. With older emitters of XLA for a CPU all tests take 647 s, with the new ones 1,009.
-# XLA stops at an unknown flag, and jax 0.11 no longer has this one, so `.ci/run` uses the new emitters there.
+# Flags that are set already stay. With older emitters of XLA for a CPU all tests take
+# 647 s, with the new ones 1,009. XLA stops at an unknown flag, and jax 0.11 no longer
+# has this one, so `.ci/run` uses the new emitters there.
 FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # A worker has one core, on which compiling in several threads takes a tenth longer.
@@ -36,22 +39,61 @@ for flag, setting in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Traces make many long-lived objects. A rarer garbage collection takes no more memory, and tests take 5 % less time.
+# Traces make many long-lived objects. A rarer garbage collection takes no more memory,
+# and tests take 5 % less time.
 gc.set_threshold(50_000, 50, 1000)
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, max_examples=50
+)
 hypothesis.settings.load_profile("repeatable")
 
 
-# Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one of them ends alone.
+# Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one
+# of them ends alone.
 LONGEST = (
-    "test_compiled", "test_collectives", "test_arena", "test_train", "test_house", "test_stored", "test_wild",
-    "test_adamw", "test_golden", "test_axes", "test_gemm", "test_fp4", "test_fp4_training", "test_docs",
-    "test_fp4_compiled", "test_quantizers", "test_casting", "test_calibration", "test_transform", "test_convergence",
-    "test_conversion", "test_compiled_step", "test_remat", "test_scaled_recipes", "test_serving", "test_state",
-    "test_moe", "test_losses", "test_observed", "test_nnx", "test_transformations", "test_tcfp12", "test_freshness",
-    "test_monitor", "test_moments", "test_linen", "test_export", "test_llama", "test_distributed", "test_failures",
-    "test_fp4_readings", "test_x64",
-)  # fmt: skip
+    "test_compiled",
+    "test_collectives",
+    "test_arena",
+    "test_train",
+    "test_house",
+    "test_stored",
+    "test_wild",
+    "test_adamw",
+    "test_golden",
+    "test_axes",
+    "test_gemm",
+    "test_fp4",
+    "test_fp4_training",
+    "test_docs",
+    "test_fp4_compiled",
+    "test_quantizers",
+    "test_casting",
+    "test_calibration",
+    "test_transform",
+    "test_convergence",
+    "test_conversion",
+    "test_compiled_step",
+    "test_remat",
+    "test_scaled_recipes",
+    "test_serving",
+    "test_state",
+    "test_moe",
+    "test_losses",
+    "test_observed",
+    "test_nnx",
+    "test_transformations",
+    "test_tcfp12",
+    "test_freshness",
+    "test_monitor",
+    "test_moments",
+    "test_linen",
+    "test_export",
+    "test_llama",
+    "test_distributed",
+    "test_failures",
+    "test_fp4_readings",
+    "test_x64",
+)
 
 
 def asks_for_gpu(expression: str) -> bool:
@@ -66,25 +108,35 @@ def asks_for_gpu(expression: str) -> bool:
 def share_programs(config: pytest.Config) -> None:
     """Give all workers and their processes one empty folder of compiled programs.
 
-    It also holds the smallest ones, of single operations: reading one takes 5 ms, compiling it 14, writing it half a
-    millisecond, and every file needs many.
+    It also holds the smallest ones, of single operations: reading one takes 5 ms,
+    compiling it 14, writing it half a millisecond, and every file needs many.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR"
+    ):
         return
-    folder = tempfile.TemporaryDirectory(prefix="tcfp_jax_programs_", ignore_cleanup_errors=True)
+    folder = tempfile.TemporaryDirectory(
+        prefix="tcfp_jax_programs_", ignore_cleanup_errors=True
+    )
     config.add_cleanup(folder.cleanup)
-    settings = dict(compilation_cache_dir=folder.name, persistent_cache_min_compile_time_secs=0)
+    settings = dict(
+        compilation_cache_dir=folder.name, persistent_cache_min_compile_time_secs=0
+    )
     for name, value in settings.items():
         os.environ[f"JAX_{name.upper()}"] = str(value)
         jax.config.update(f"jax_{name}", value)
 
 
 def share_context() -> None:
-    """Lower all programs in one MLIR context; JAX makes one for each, which takes a fifth of a small one's time."""
+    """Lower all programs in one MLIR context; JAX makes one for each, which takes a
+    fifth of a small one's time.
+    """
     if hasattr(mlir, "make_ir_context"):
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
     # Half the time to write a program.
-    compilation_cache.zlib = types.SimpleNamespace(compress=lambda b: zlib.compress(b, 1), decompress=zlib.decompress)
+    compilation_cache.zlib = types.SimpleNamespace(
+        compress=lambda b: zlib.compress(b, 1), decompress=zlib.decompress
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,20 +156,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def standard_promotion() -> Iterator[None]:
-    """Allow what Flax and Optax do with mixed dtypes, which strict dtype promotion refuses."""
+    """Allow what Flax and Optax do with mixed dtypes, which strict dtype promotion
+    refuses.
+    """
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @contextlib.contextmanager
 def no_meshes() -> Iterator[None]:
-    """Refuse to make meshes while files are collected, which must not need the eight devices of a CPU.
+    """Refuse to make meshes while files are collected, which must not need the eight
+    devices of a CPU.
 
     `pytest -m gpu` imports every file on machines with one GPU.
     """
 
     def refuse(*args: object, **options: object) -> None:
-        raise RuntimeError("a mesh is made while tests are collected, perhaps with one device; use helpers.mesh_of")
+        raise RuntimeError(
+            "a mesh is made while tests are collected, perhaps with one device; use"
+            " helpers.mesh_of"
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "make_mesh", refuse)
@@ -142,7 +200,8 @@ def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `slow` the cases of a parametrized test that `slow_except` does not name.
 
     Raises:
-      UsageError: a test has no case of such a name, so that a renamed case does not vanish unseen.
+      UsageError: a test has no case of such a name, so that a renamed case does not
+        vanish unseen.
     """
     kept: dict[str, set[str]] = {}
     for item in items:
@@ -157,31 +216,51 @@ def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not any("[" in argument for argument in config.args):
         for test, missing in kept.items():
             if missing:
-                raise pytest.UsageError(f"{test} has no case {sorted(missing)}; slow_except names cases by their ids")
+                raise pytest.UsageError(
+                    f"{test} has no case {sorted(missing)}; slow_except names cases by"
+                    " their ids"
+                )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     mark_slow_cases(config, items)
-    # Long files first, and in a file the optimized tests first, so that compilation changes at most twice in each.
+    # Long files first, and in a file the optimized tests first, so that compilation
+    # changes at most twice in each.
     rank = {name: i for i, name in enumerate(LONGEST)}
     place = {path: i for i, path in enumerate(dict.fromkeys(x.path for x in items))}
-    items.sort(key=lambda x: (rank.get(x.path.stem, len(LONGEST)), place[x.path], not compiled_for_users(x)))
+    items.sort(
+        key=lambda x: (
+            rank.get(x.path.stem, len(LONGEST)),
+            place[x.path],
+            not compiled_for_users(x),
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
 def _gpu_is_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
+        pytest.skip(
+            f"needs a GPU; JAX's default backend here is {jax.default_backend()}"
+        )
 
 
 @pytest.fixture(autouse=True)
 def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     quick = _PROGRAMS["default"] and not compiled_for_users(request.node)
     jax.config.update(QUICK, quick)
-    os.environ[QUICK.upper()] = str(int(quick))  # for the processes that the test starts
-    # JAX caches programs regardless of how they were compiled, but those of each context for themselves.
-    with contextlib.nullcontext() if quick == _PROGRAMS["default"] else _OPTIMIZED("optimized"):
+    # for the processes that the test starts
+    os.environ[QUICK.upper()] = str(int(quick))
+    # JAX caches programs regardless of how they were compiled, but those of each
+    # context for themselves.
+    with (
+        contextlib.nullcontext()
+        if quick == _PROGRAMS["default"]
+        else _OPTIMIZED("optimized")
+    ):
         yield
     jax.config.update(QUICK, _PROGRAMS["default"])
 

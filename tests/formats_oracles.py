@@ -1,4 +1,6 @@
-"""Shared by the tests of formats: inputs that are hard to round, comparison by bits, and programs quick to compile."""
+"""Shared by the tests of formats: inputs that are hard to round, comparison by bits,
+and programs quick to compile.
+"""
 
 import functools
 
@@ -8,20 +10,31 @@ import ml_dtypes
 import numpy as np
 
 from tcfp_jax.formats import cast, number, pack, unpack
-from tests.helpers import same_bits  # noqa: F401 - tests of formats have both kinds of equality from here
+from tests.helpers import same_bits  # noqa: F401 - both kinds of equality from here
 
-FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
+FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + [
+    "float16"
+]
 EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 MODES = ("datatype", "roundmode", "scalemode", "saturate")
 
-# Programs as users compile them, independent of the suite's options: comparisons with an oracle use them.
-OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+# Programs as users compile them, independent of the suite's options: comparisons with
+# an oracle use them.
+OPTIMIZED = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
 jitted = jax.jit(cast, static_argnames=MODES, compiler_options=OPTIMIZED)
 
 
 def _quick_options():
-    """Return options that compile in a third of the time, for tests that run many small programs once."""
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    """Return options that compile in a third of the time, for tests that run many small
+    programs once.
+    """
+    options = {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+    }
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:  # jax 0.12 has no other emitters
@@ -33,7 +46,9 @@ QUICK = _quick_options()
 quick = jax.jit(cast, static_argnames=MODES, compiler_options=QUICK)
 
 
-@functools.partial(jax.jit, static_argnames=(*MODES, "sparsity"), compiler_options=QUICK)
+@functools.partial(
+    jax.jit, static_argnames=(*MODES, "sparsity"), compiler_options=QUICK
+)
 def packed_and_cast(x, datatype, *, sparsity=None, **modes):
     """(the packed array, what unpacking it gives, the cast) of an array."""
     packed = pack(x, datatype, sparsity=sparsity, **modes)
@@ -53,14 +68,20 @@ def same(a, b):
 
 @functools.cache
 def awkward_inputs(name):
-    """Every bfloat16; every value of a number, every midpoint, and the float32 neighbours of all of them."""
+    """Every bfloat16; every value of a number, every midpoint, and the float32
+    neighbours of all of them.
+    """
     line = np.array(number(name).number_line()[-(2**15) :], np.float64)
     points = np.concatenate([line, (line[1:] + line[:-1]) / 2, [number(name).midmax]])
     points = np.concatenate([points, -points])
     with np.errstate(all="ignore"):
         single = points.astype(np.float32)
         every = np.concatenate(
-            [single, np.nextafter(single, np.float32(np.inf)), np.nextafter(single, np.float32(-np.inf))]
+            [
+                single,
+                np.nextafter(single, np.float32(np.inf)),
+                np.nextafter(single, np.float32(-np.inf)),
+            ]
         )
         return np.concatenate([EVERY_BFLOAT16.astype(np.float32), every])
 

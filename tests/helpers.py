@@ -1,4 +1,6 @@
-"""What tests of all folders share: parameters without XLA, comparison by bits, decibels, and meshes of devices."""
+"""What tests of all folders share: parameters without XLA, comparison by bits,
+decibels, and meshes of devices.
+"""
 
 import dataclasses
 import math
@@ -16,15 +18,19 @@ from tcfp_jax.weights.stored import Stored
 
 
 def filled(tree, seed=0):
-    """Arrays in the place of shapes: NumPy's normal values, as large as an initializer would make them.
+    """Arrays in the place of shapes: NumPy's normal values, as large as an initializer
+    would make them.
 
-    Shapes come from `jax.eval_shape`, so that a test compiles what it is about and no initializers.
+    Shapes come from `jax.eval_shape`, so that a test compiles what it is about and no
+    initializers.
     """
     rng = np.random.default_rng(seed)
 
     def fill(leaf):
         fan_in = leaf.shape[-2] if len(leaf.shape) > 1 else 1
-        return jnp.asarray((rng.standard_normal(leaf.shape) / np.sqrt(fan_in)).astype(leaf.dtype))
+        return jnp.asarray(
+            (rng.standard_normal(leaf.shape) / np.sqrt(fan_in)).astype(leaf.dtype)
+        )
 
     return jax.tree.map(fill, tree)
 
@@ -36,7 +42,9 @@ def variables_of(model, *inputs, seed=0):
 
 def nnx_model(make, seed=0):
     """`make(rngs)`, an NNX model, with NumPy's values."""
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(
+        nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...
+    )
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
     return nnx.merge(graphdef, filled(params, seed), zeros)
 
@@ -57,24 +65,40 @@ def store_at_once(params, weights, **options):
 
 
 def unwatched(state):
-    """Stored weights without the samples by which they are compared: those of other parameters are multiplied, too.
+    """Stored weights without the samples by which they are compared: those of other
+    parameters are multiplied, too.
 
-    It shows which of the two a product reads, the stored weight or the parameter beside it.
+    It shows which of the two a product reads, the stored weight or the parameter beside
+    it.
     """
     is_stored = lambda node: isinstance(node, Stored)
-    return jax.tree.map(lambda weight: dataclasses.replace(weight, sample=None), state, is_leaf=is_stored)
+    return jax.tree.map(
+        lambda weight: dataclasses.replace(weight, sample=None),
+        state,
+        is_leaf=is_stored,
+    )
 
 
 def same_bits(a, b):
-    """Whether two trees of arrays have the same structure, shapes, dtypes and bytes, a NaN's and a zero's sign too."""
+    """Whether two trees of arrays have the same structure, shapes, dtypes and bytes, a
+    NaN's and a zero's sign too.
+    """
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
-    return all(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs)
+    pairs = [
+        (np.asarray(x), np.asarray(y))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        for x, y in pairs
+    )
 
 
 def decibels(exact, rounded):
-    """10 log10 of what `exact` has of energy over what `rounded` lost of it, in float64."""
+    """10 log10 of what `exact` has of energy over what `rounded` lost of it, in
+    float64.
+    """
     exact, rounded = (np.asarray(x, np.float64) for x in (exact, rounded))
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - rounded) ** 2))
 
@@ -91,16 +115,27 @@ def float64_of(operand):
         scale = np.repeat(scale, size, axis=-1)[..., :columns]
         if operand.scaling.tile == "square":
             scale = np.repeat(scale, size, axis=-2)[..., :rows, :]
-    return sum(np.asarray(half, np.float64) for half in (operand.values, operand.lo) if half is not None) * scale
+    return (
+        sum(
+            np.asarray(half, np.float64)
+            for half in (operand.values, operand.lo)
+            if half is not None
+        )
+        * scale
+    )
 
 
 def mesh_of(*shape, names=("a", "b"), axis_type=AxisType.Auto):
-    """A mesh of this shape; skips the test where this process has too few devices, as on a machine with one GPU.
+    """A mesh of this shape; skips the test where this process has too few devices, as
+    on a machine with one GPU.
 
-    For the body of a test or fixture: what runs while files are collected must not need devices.
+    For the body of a test or fixture: what runs while files are collected must not need
+    devices.
     """
     needed = math.prod(shape)
     if jax.device_count() < needed:
         pytest.skip(f"needs {needed} devices, this process has {jax.device_count()}")
     types = (axis_type,) * len(shape)
-    return jax.make_mesh(shape, names[: len(shape)], axis_types=types, devices=jax.devices()[:needed])
+    return jax.make_mesh(
+        shape, names[: len(shape)], axis_types=types, devices=jax.devices()[:needed]
+    )

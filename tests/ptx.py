@@ -1,7 +1,8 @@
-"""Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy, to test decode kernels.
+"""Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy,
+to test decode kernels.
 
-It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays with a value for each thread, and
-shared memory is bytes.
+It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays
+with a value for each thread, and shared memory is bytes.
 """
 
 import re
@@ -14,9 +15,16 @@ WARP = 32
 
 def run(text, count, operands, memory=None):
     """The `count` results `$0`, `$1`, ... of a text whose further `$` are operands."""
-    body = re.sub(r"\.reg [^;]*;", "", text.strip()[1:-1] if text.strip().startswith("{") else text)
+    body = re.sub(
+        r"\.reg [^;]*;",
+        "",
+        text.strip()[1:-1] if text.strip().startswith("{") else text,
+    )
     shape = np.broadcast_shapes(*(np.shape(operand) for operand in operands))
-    registers = {f"${count + i}": np.broadcast_to(_u32(operand), shape) for i, operand in enumerate(operands)}
+    registers = {
+        f"${count + i}": np.broadcast_to(_u32(operand), shape)
+        for i, operand in enumerate(operands)
+    }
     registers["%laneid"] = _u32(np.arange(shape[0] if shape else 1) % WARP)
     for line in filter(None, (line.strip() for line in body.split(";"))):
         line, where = _predicate(line, registers)
@@ -41,7 +49,9 @@ def _predicate(line, registers):
 
 
 def _value(source, registers):
-    """Return the value of a register or of a constant; a float is written as 0f and its bits."""
+    """Return the value of a register or of a constant; a float is written as 0f and its
+    bits.
+    """
     if source in registers:
         return registers[source]
     return _u32(int(source[2:], 16) if source.startswith("0f") else int(source, 0))
@@ -52,12 +62,16 @@ def _u32(value):
 
 
 def _prmt(a, b, selector):
-    """Bytes of the eight of a and b; with bit 3 of its four bits set, a selector repeats the byte's sign."""
+    """Bytes of the eight of a and b; with bit 3 of its four bits set, a selector
+    repeats the byte's sign.
+    """
     whole = _wide(b) << np.uint64(32) | _wide(a)
     out = np.zeros_like(_u32(a + b + selector))
     for i in range(4):
         nibble = selector >> np.uint32(4 * i) & np.uint32(15)
-        byte = (whole >> (_wide(nibble) % np.uint64(8) * np.uint64(8))).astype(np.uint32) & np.uint32(255)
+        byte = (whole >> (_wide(nibble) % np.uint64(8) * np.uint64(8))).astype(
+            np.uint32
+        ) & np.uint32(255)
         sign = np.where(byte & 128, np.uint32(255), np.uint32(0))
         out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
     return out
@@ -81,7 +95,10 @@ def _product(a, b):
 
 def _bf16x2(a, b):
     with np.errstate(over="ignore", invalid="ignore"):
-        low, high = ((_half(a, i) * _half(b, i)).astype(ml_dtypes.bfloat16).view(np.uint16) for i in range(2))
+        low, high = (
+            (_half(a, i) * _half(b, i)).astype(ml_dtypes.bfloat16).view(np.uint16)
+            for i in range(2)
+        )
     return _u32(low) | _u32(high) << np.uint32(16)
 
 
@@ -91,8 +108,13 @@ def _half(a, i):
 
 
 def _larger_halves(a, b):
-    low, high = (np.maximum(a >> np.uint32(16 * i) & np.uint32(0xFFFF), b >> np.uint32(16 * i) & np.uint32(0xFFFF))
-                 for i in range(2))  # fmt: skip
+    low, high = (
+        np.maximum(
+            a >> np.uint32(16 * i) & np.uint32(0xFFFF),
+            b >> np.uint32(16 * i) & np.uint32(0xFFFF),
+        )
+        for i in range(2)
+    )
     return low | high << np.uint32(16)
 
 
@@ -133,29 +155,49 @@ def _e4m3x2(high, low):
 
 
 _INSTRUCTIONS = {
-    "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor, "lop3.b32": _lop3,
-    "prmt.b32": _prmt, "shr.u32": np.right_shift, "add.u32": np.add, "mul.lo.u32": _product,
-    "mad.lo.u32": lambda a, b, c: _product(a, b) + c, "mul.rn.bf16x2": _bf16x2,
-    "shl.b32": np.left_shift, "bfe.u32": lambda a, at, size: a >> at & (np.uint32(1) << size) - np.uint32(1),
-    "mov.b32": lambda low, high=0: low | _u32(high) << np.uint32(16), "mov.u32": lambda a: a,
-    "max.u32": np.maximum, "max.u16x2": _larger_halves, "redux.sync.max.u32": _of_warp,
-    "setp.eq.u32": lambda a, b: a == b, "setp.ge.u32": lambda a, b: a >= b,
-    "setp.le.f32": lambda a, b: _float(a) <= _float(b), "selp.f32": lambda a, b, which: np.where(which, a, b),
-    "div.rn.f32": _in_float(np.divide), "rcp.rn.f32": _in_float(np.reciprocal),
-    "mul.rn.ftz.f32": _in_float(np.multiply, flush=True), "mul.rn.f32": _in_float(np.multiply),
-    "fma.rn.f32": _in_float(lambda a, b, c: a * b + c), "selp.b32": lambda a, b, which: np.where(which, a, b),
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
+    "lop3.b32": _lop3,
+    "prmt.b32": _prmt,
+    "shr.u32": np.right_shift,
+    "add.u32": np.add,
+    "mul.lo.u32": _product,
+    "mad.lo.u32": lambda a, b, c: _product(a, b) + c,
+    "mul.rn.bf16x2": _bf16x2,
+    "shl.b32": np.left_shift,
+    "bfe.u32": lambda a, at, size: a >> at & (np.uint32(1) << size) - np.uint32(1),
+    "mov.b32": lambda low, high=0: low | _u32(high) << np.uint32(16),
+    "mov.u32": lambda a: a,
+    "max.u32": np.maximum,
+    "max.u16x2": _larger_halves,
+    "redux.sync.max.u32": _of_warp,
+    "setp.eq.u32": lambda a, b: a == b,
+    "setp.ge.u32": lambda a, b: a >= b,
+    "setp.le.f32": lambda a, b: _float(a) <= _float(b),
+    "selp.f32": lambda a, b, which: np.where(which, a, b),
+    "div.rn.f32": _in_float(np.divide),
+    "rcp.rn.f32": _in_float(np.reciprocal),
+    "mul.rn.ftz.f32": _in_float(np.multiply, flush=True),
+    "mul.rn.f32": _in_float(np.multiply),
+    "fma.rn.f32": _in_float(lambda a, b, c: a * b + c),
+    "selp.b32": lambda a, b, which: np.where(which, a, b),
     "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
-}  # fmt: skip
+}
 
 
 def _store(name, rest, registers, memory, where):
     """Words at the address in brackets, a register and perhaps bytes to add."""
-    address, more, sources = re.match(r"\[(\S+?)(?: \+ (\d+))?\], (.*)$", rest, re.DOTALL).groups()
+    address, more, sources = re.match(
+        r"\[(\S+?)(?: \+ (\d+))?\], (.*)$", rest, re.DOTALL
+    ).groups()
     sources = [source.strip() for source in sources.strip("{} ").split(",")]
     at = np.broadcast_to(registers[address] + np.uint32(more or 0), where.shape)
     assert len(sources) == _words(name) and not (at % (4 * len(sources))).any()
     for i, source in enumerate(sources):
-        memory.view(np.uint32)[at[where] // 4 + i] = np.broadcast_to(registers[source], where.shape)[where]
+        memory.view(np.uint32)[at[where] // 4 + i] = np.broadcast_to(
+            registers[source], where.shape
+        )[where]
 
 
 def _words(name):
@@ -164,11 +206,17 @@ def _words(name):
 
 
 def _load(name, rest, registers, memory):
-    """Words of memory at the address in brackets, a register and perhaps bytes to add."""
-    targets, address, more = re.match(r"(.*), \[(\S+?)(?: \+ (\d+))?\]$", rest, re.DOTALL).groups()
+    """Words of memory at the address in brackets, a register and perhaps bytes to
+    add.
+    """
+    targets, address, more = re.match(
+        r"(.*), \[(\S+?)(?: \+ (\d+))?\]$", rest, re.DOTALL
+    ).groups()
     targets = [target.strip() for target in targets.strip("{} ").split(",")]
     assert len(targets) == _words(name)
     first = registers[address] + np.uint32(more or 0)
-    assert not (first % (4 * len(targets))).any(), "a load of n bytes is at a multiple of n"
+    assert not (first % (4 * len(targets))).any(), (
+        "a load of n bytes is at a multiple of n"
+    )
     for i, target in enumerate(targets):
         registers[target] = memory.view(np.uint32)[first // 4 + i]

@@ -1,8 +1,10 @@
-"""The kernels with one scale a tensor or a row once, small: what NVIDIA's compute-sanitizer watches on a GPU.
+"""The kernels with one scale a tensor or a row once, small: what NVIDIA's
+compute-sanitizer watches on a GPU.
 
     XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
 
-The platform allocator asks CUDA for every array, so that an access outside of one is seen.
+The platform allocator asks CUDA for every array, so that an access outside of one is
+seen.
 """
 
 import functools
@@ -26,18 +28,34 @@ def main() -> None:
     both = dict(orientation="both", backend="triton")
     x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x).rows
     for orientation in ("rows", "both"):  # lines that no tile divides
-        of_rows = functools.partial(quantize, scaling=Row(), orientation=orientation, backend="triton")
-        jax.block_until_ready(jax.jit(functools.partial(of_rows, dtype=jnp.float8_e4m3fn))(x[:1001, :300]))
-    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(w, w * jnp.float32(1e-3)).rows
+        of_rows = functools.partial(
+            quantize, scaling=Row(), orientation=orientation, backend="triton"
+        )
+        jax.block_until_ready(
+            jax.jit(functools.partial(of_rows, dtype=jnp.float8_e4m3fn))(x[:1001, :300])
+        )
+    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(
+        w, w * jnp.float32(1e-3)
+    ).rows
     bits = jax.random.bits(jax.random.key(2), w.shape)
-    jax.block_until_ready(jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits))
+    jax.block_until_ready(
+        jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits)
+    )
     bias = jnp.ones(w.shape[0])
     for backend in ("mosaic", "triton"):
         for accumulation in ("fast", "full"):
             for weight in (w_q.drop_residual(), w_q):
-                call = functools.partial(matmul, accumulation=accumulation, backend=backend)
+                call = functools.partial(
+                    matmul, accumulation=accumulation, backend=backend
+                )
                 out = jax.jit(call)(x_q, weight, bias)
-                print(backend, accumulation, weight.nbytes, float(jnp.abs(out).max()), flush=True)
+                print(
+                    backend,
+                    accumulation,
+                    weight.nbytes,
+                    float(jnp.abs(out).max()),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ def test_empty_batch(recipe, shape):
 
 
 def rounding_bound(recipe, product, a, b):
-    """How far a product may be from the exact one, from the data: half a unit in the last place of each operand.
+    """How far a product may be from the exact one, from the data: half a unit in the
+    last place of each operand.
 
-    An FP8 value of a tensor whose scale is a power of two is off by at most |v| 2**-(mantissa + 1), or by half of the
-    smallest step (2**-10 of E4M3's units) where it is tiny; the sum by what float32 leaves of it.
+    An FP8 value of a tensor whose scale is a power of two is off by at most |v|
+    2**-(mantissa + 1), or by half of the smallest step (2**-10 of E4M3's units) where
+    it is tiny; the sum by what float32 leaves of it.
     """
     how = getattr(recipe, product)
     formats = {
@@ -55,24 +57,37 @@ def rounding_bound(recipe, product, a, b):
         mantissa = {"float8_e4m3fn": 3, "float8_e5m2": 2}[dtype]
         return np.maximum(v * 2.0 ** -(mantissa + 1), v.max() * 2.0**-17)
 
-    of_a, of_b = (off(v, dtype) for v, dtype in zip((a, b), formats[product], strict=True))
+    of_a, of_b = (
+        off(v, dtype) for v, dtype in zip((a, b), formats[product], strict=True)
+    )
     a, b = (np.abs(np.asarray(v, np.float64)) for v in (a, b))
     return of_a @ b + a @ of_b + of_a @ of_b + 2.0**-20 * (a @ b)
 
 
-@pytest.mark.slow_except("3-5-7-bf16", "3-5-7-tcfp12", "1-1-1-tcfp12_fast", "9-100-33-tensorwise")
+@pytest.mark.slow_except(
+    "3-5-7-bf16", "3-5-7-tcfp12", "1-1-1-tcfp12_fast", "9-100-33-tensorwise"
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("m, k, n", [(3, 5, 7), (1, 1, 1), (9, 100, 33)], ids=str)
 def test_sizes_that_are_no_multiples_of_16(recipe, m, k, n):
-    x, w, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(m, k), (k, n), (m, n)]))
+    x, w, g = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(m, k), (k, n), (m, n)])
+    )
     y, dx, dw = run(recipe, x, w, g)
     recipe = tcfp_jax.recipe(recipe)
-    for got, product, a, b in ((y, "forward", x, w), (dx, "dgrad", g, w.T), (dw, "wgrad", x.T, g)):
+    for got, product, a, b in (
+        (y, "forward", x, w),
+        (dx, "dgrad", g, w.T),
+        (dw, "wgrad", x.T, g),
+    ):
         assert got.shape == (a.shape[0], b.shape[1])
         assert np.all(np.abs(got - a @ b) <= rounding_bound(recipe, product, a, b))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64], ids=lambda d: d.__name__
+)
 def test_integers_and_complex_numbers_raise(dtype):
     bad = jnp.ones((8, 32), dtype)
     calls = {
@@ -103,11 +118,16 @@ def test_shapes_that_do_not_fit_raise_with_both():
     with pytest.raises(ValueError, match="pass one of them"):
         tcfp_jax.matmul(X, None, recipe="tcfp12")
     with pytest.raises(ValueError, match="quantized has"):
-        tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8))))
+        tcfp_jax.matmul(
+            X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8)))
+        )
 
 
 def test_a_form_of_blocks_without_blocks_raises():
-    for call in (lambda: tcfp_jax.split(W, tile="vector"), lambda: tcfp_jax.quantize(W, tile="square")):
+    for call in (
+        lambda: tcfp_jax.split(W, tile="vector"),
+        lambda: tcfp_jax.quantize(W, tile="square"),
+    ):
         with pytest.raises(ValueError, match="block=None; pass block=32"):
             call()
 
@@ -115,12 +135,15 @@ def test_a_form_of_blocks_without_blocks_raises():
 def test_state_of_another_recipe_raises():
     with pytest.raises(ValueError, match="same recipe"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.quantize(W))
-    with pytest.raises(ValueError, match="in one orientation; build"):  # a product of vectors reads both
+    # a product of vectors reads both
+    with pytest.raises(ValueError, match="in one orientation; build"):
         tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=tcfp_jax.quantize(W, block=32))
     with pytest.raises(ValueError, match="dequantize it"):
         tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))
     with pytest.raises(ValueError, match="pass one of them"):
-        tcfp_jax.matmul(X, tcfp_jax.split(W), recipe="tcfp12", quantized=tcfp_jax.split(W))
+        tcfp_jax.matmul(
+            X, tcfp_jax.split(W), recipe="tcfp12", quantized=tcfp_jax.split(W)
+        )
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
@@ -132,7 +155,8 @@ def test_non_finite_values_stay_loud(recipe, bad, where):
     y, dx, dw = run(recipe, **arguments)
     poisoned = {"x": (y, dw), "w": (y, dx), "g": (dx, dw)}[where]
     for result in poisoned:
-        if result is dw and recipe == "tcfp12":  # a BF16 product: inf stays inf, in the row or column of the bad token
+        # A BF16 product: inf stays inf, in the row or column of the bad token
+        if result is dw and recipe == "tcfp12":
             assert not jnp.isfinite(result).all()
         else:
             assert jnp.isnan(result).all()
@@ -141,7 +165,11 @@ def test_non_finite_values_stay_loud(recipe, bad, where):
 def test_non_finite_values_in_quantize_and_split():
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
         x = X.at[0, 0].set(bad)
-        for stored in (tcfp_jax.quantize(x), tcfp_jax.quantize(x, scale="float32"), tcfp_jax.split(x)):
+        for stored in (
+            tcfp_jax.quantize(x),
+            tcfp_jax.quantize(x, scale="float32"),
+            tcfp_jax.split(x),
+        ):
             assert jnp.isnan(stored.dequantize()).all()
         stale = tcfp_jax.split(x, amax=4.0).dequantize()
         assert jnp.isnan(stale[0, 0]) and jnp.isfinite(stale).sum() == x.size - 1
@@ -149,12 +177,16 @@ def test_non_finite_values_in_quantize_and_split():
 
 def test_apply_if_finite_recovers_the_state():
     params = {"kernel": W}
-    tx = optax.apply_if_finite(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 5)
+    tx = optax.apply_if_finite(
+        optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 5
+    )
     state = tx.init(params)
     good = {"kernel": jnp.ones_like(W)}
     _, state = tx.update(good, state, params)
     before = tcfp_jax.layer_state(state)["kernel"].dequantize()
-    updates, after = tx.update({"kernel": good["kernel"].at[0, 0].set(jnp.nan)}, state, params)
+    updates, after = tx.update(
+        {"kernel": good["kernel"].at[0, 0].set(jnp.nan)}, state, params
+    )
     assert jnp.array_equal(updates["kernel"], jnp.zeros_like(W))
     assert jnp.array_equal(tcfp_jax.layer_state(after)["kernel"].dequantize(), before)
     _, recovered = tx.update(good, after, params)
@@ -165,7 +197,11 @@ def test_apply_if_finite_recovers_the_state():
 def test_zero_amax(recipe):
     for x, w in ((jnp.zeros_like(X), W), (X, jnp.zeros_like(W))):
         y, dx, dw = run(recipe, x, w)
-        assert jnp.array_equal(y, jnp.zeros_like(y)) and jnp.isfinite(dx).all() and jnp.isfinite(dw).all()
+        assert (
+            jnp.array_equal(y, jnp.zeros_like(y))
+            and jnp.isfinite(dx).all()
+            and jnp.isfinite(dw).all()
+        )
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
@@ -173,7 +209,10 @@ def test_zero_amax(recipe):
 def test_extreme_magnitudes(recipe, size):
     x = jnp.where(X > 0, jnp.float32(size), -jnp.float32(size))
     stored = tcfp_jax.split(x)
-    assert jnp.isfinite(stored.dequantize()).all() and jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
+    assert (
+        jnp.isfinite(stored.dequantize()).all()
+        and jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
+    )
     if size > 2e-38:
         np.testing.assert_allclose(stored.dequantize(), x, rtol=2.0**-7)
     y = tcfp_jax.matmul(x, W * 1e-3, recipe=recipe)
@@ -183,7 +222,9 @@ def test_extreme_magnitudes(recipe, size):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float16(recipe):
     results = run(recipe, X.astype(jnp.float16), W.astype(jnp.float16))
-    assert all(result.dtype == jnp.float16 and jnp.isfinite(result).all() for result in results)
+    assert all(
+        result.dtype == jnp.float16 and jnp.isfinite(result).all() for result in results
+    )
 
 
 @pytest.mark.slow_except("bf16", "tcfp12_fast")
@@ -194,18 +235,28 @@ def test_float64(recipe):
         for result, single in zip(results, run(recipe), strict=True):
             assert result.dtype == jnp.float64
             np.testing.assert_allclose(result, single, rtol=1e-5, atol=1e-5)
-        # Beyond float32 is beyond the arithmetic: it overflows to inf and from there to NaN.
-        assert jnp.isnan(tcfp_jax.quantize(X.astype(jnp.float64) * 1e300).dequantize()).all()
+        # Beyond float32 is beyond the arithmetic: it overflows to inf and from there to
+        # NaN.
+        assert jnp.isnan(
+            tcfp_jax.quantize(X.astype(jnp.float64) * 1e300).dequantize()
+        ).all()
 
 
 @pytest.mark.parametrize(
     "call",
-    [tcfp_jax.quantize, tcfp_jax.split, tcfp_jax.quantize_tcfp12, tcfp_jax.fake_quantize,
-     lambda w: tcfp_jax.store({"kernel": w}, "tcfp12_single", key=jax.random.key(0))],
+    [
+        tcfp_jax.quantize,
+        tcfp_jax.split,
+        tcfp_jax.quantize_tcfp12,
+        tcfp_jax.fake_quantize,
+        lambda w: tcfp_jax.store({"kernel": w}, "tcfp12_single", key=jax.random.key(0)),
+    ],
     ids=["quantize", "split", "quantize_tcfp12", "fake_quantize", "store"],
-)  # fmt: skip
+)
 def test_finite_weights_are_no_nan_for_jax_debug_nans(call):
-    """Outside jit the option reads the result of every operation, also of those that a choice then drops."""
+    """Outside jit the option reads the result of every operation, also of those that a
+    choice then drops.
+    """
     with jax.debug_nans(True):
         jax.block_until_ready(call(W))
         with pytest.raises(FloatingPointError, match="nan"):

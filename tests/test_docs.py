@@ -1,4 +1,6 @@
-"""Code on pages of the site runs, block by block, and the API reference has every name that users meet."""
+"""Code on pages of the site runs, block by block, and the API reference has every name
+that users meet.
+"""
 
 import ast
 import importlib
@@ -19,24 +21,62 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 # Pages of words and tables, and pages that include a file of the repository.
 WITHOUT_CODE = {
-    "architecture", "backends", "catalog", "changelog", "contributing", "decisions", "glossary", "index",
-    "measurements", "notebook_formats", "notebook_fp8",
-}  # fmt: skip
-NOTEBOOKS = {path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")}
-OF_THE_CHECKOUT = re.compile(r"^ *(?:from|import) (?:models|benchmarks|tests)\b", re.MULTILINE)
-NAMES_CHECKOUT = re.compile(rf"{OF_THE_CHECKOUT.pattern}|python -m (?:models|benchmarks)|examples/", re.MULTILINE)
-# Blocks of frameworks.md need other frameworks; tests/wild/test_frameworks.py runs them.
-TEXTS = {path.stem: path.read_text() for path in DOCS.glob("*.md") if path.stem != "frameworks"}
-PAGES = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in TEXTS.items()}
+    "architecture",
+    "backends",
+    "catalog",
+    "changelog",
+    "contributing",
+    "decisions",
+    "glossary",
+    "index",
+    "measurements",
+    "notebook_formats",
+    "notebook_fp8",
+}
+NOTEBOOKS = {
+    path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")
+}
+OF_THE_CHECKOUT = re.compile(
+    r"^ *(?:from|import) (?:models|benchmarks|tests)\b", re.MULTILINE
+)
+NAMES_CHECKOUT = re.compile(
+    rf"{OF_THE_CHECKOUT.pattern}|python -m (?:models|benchmarks)|examples/",
+    re.MULTILINE,
+)
+# Blocks of frameworks.md need other frameworks; tests/wild/test_frameworks.py runs
+# them.
+TEXTS = {
+    path.stem: path.read_text()
+    for path in DOCS.glob("*.md")
+    if path.stem != "frameworks"
+}
+PAGES = {
+    name: re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for name, text in TEXTS.items()
+}
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
 # Entries of the reference, without modules of which it shows the docstring alone.
-ENTRIES = set(re.findall(r"^::: (\S+)$(?!\n    options: .*members: false)", REFERENCE, re.MULTILINE))
+ENTRIES = set(
+    re.findall(
+        r"^::: (\S+)$(?!\n    options: .*members: false)", REFERENCE, re.MULTILINE
+    )
+)
 # Modules whose `__all__` is the public interface.
 DOORS = (
-    "", "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "remat",
+    "",
+    "conversion",
+    "formats",
+    "inference",
+    "linen",
+    "monitor",
+    "nnx",
+    "optim",
+    "products",
+    "recipes",
+    "remat",
     "sharding",
-)  # fmt: skip
+)
 
 
 def test_pages_without_code_are_known():
@@ -44,8 +84,19 @@ def test_pages_without_code_are_known():
     assert "```python" not in REFERENCE
 
 
-# Pages that repeat tests of conversion, optim, sharding, inference, formats and products, three seconds and more each.
-SLOW = {"convert", "experts", "export", "finetune", "formats", "fp4", "inference", "sharding", "stored"}
+# Pages that repeat tests of conversion, optim, sharding, inference, formats and
+# products, three seconds and more each.
+SLOW = {
+    "convert",
+    "experts",
+    "export",
+    "finetune",
+    "formats",
+    "fp4",
+    "inference",
+    "sharding",
+    "stored",
+}
 
 
 @pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))
@@ -54,7 +105,8 @@ def test_python_blocks_run(name, elsewhere):
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
         for block in PAGES[name]:
-            if OF_THE_CHECKOUT.search(block):  # from here on the user is in the folder of the clone
+            # From here on the user is in the folder of the clone
+            if OF_THE_CHECKOUT.search(block):
                 elsewhere.undo()
                 elsewhere.chdir(ROOT)
             exec(compile(block, f"{name}.md", "exec"), namespace)
@@ -64,32 +116,50 @@ def test_python_blocks_run(name, elsewhere):
 def elsewhere(tmp_path, monkeypatch):
     """Another folder without the checkout on the path, where users paste code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path).resolve() != ROOT])
+    monkeypatch.setattr(
+        sys,
+        "path",
+        [path for path in sys.path if path and Path(path).resolve() != ROOT],
+    )
     for name in {*sys.modules, "models", "benchmarks", "tests"}:
         if name.partition(".")[0] in ("models", "benchmarks", "tests"):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     return monkeypatch
 
 
-# index tells how to get the checkout, and captions of measurements name the commands that made them.
+# index tells how to get the checkout, and captions of measurements name the commands
+# that made them.
 @pytest.mark.parametrize(
-    "name", sorted(n for n in {*TEXTS} - {"index", "measurements"} if NAMES_CHECKOUT.search(TEXTS[n]))
+    "name",
+    sorted(
+        n
+        for n in {*TEXTS} - {"index", "measurements"}
+        if NAMES_CHECKOUT.search(TEXTS[n])
+    ),
 )
 def test_sections_that_need_the_checkout_say_so_before_their_code(name):
-    """Blocks that import it, its commands and its examples; an earlier section may speak for the whole page."""
+    """Blocks that import it, its commands and its examples; an earlier section may
+    speak for the whole page.
+    """
     head, *sections = re.split(r"^## ", TEXTS[name], flags=re.MULTILINE)
     for section in (head, *sections):
         for found in NAMES_CHECKOUT.finditer(section):
             before = section[: section.find("\n\n", found.start())]
-            assert "the checkout" in before.lower() or "[needs the checkout]" in head, (name, found[0])
+            assert "the checkout" in before.lower() or "[needs the checkout]" in head, (
+                name,
+                found[0],
+            )
 
 
 def shape_of(text):
-    """Return printed text without its numbers, which differ from one version of jax to the next."""
+    """Return printed text without its numbers, which differ from one version of jax to
+    the next.
+    """
     return re.sub(r"[-\d.]+", "#", text).split()
 
 
-# The other one trains two models, which takes ten seconds; the quick cases of pages train, too.
+# The other one trains two models, which takes ten seconds; the quick cases of pages
+# train, too.
 @pytest.mark.slow_except("number_formats")
 @pytest.mark.parametrize("name", sorted(NOTEBOOKS))
 def test_notebooks_run_and_print_what_they_show(name, elsewhere, capsys):
@@ -99,8 +169,14 @@ def test_notebooks_run_and_print_what_they_show(name, elsewhere, capsys):
     with jax.numpy_dtype_promotion("standard"), matplotlib.rc_context():
         for cell in NOTEBOOKS[name]:
             if cell["cell_type"] == "code":
-                exec(compile("".join(cell["source"]), f"{name}.ipynb", "exec"), namespace)
-                shown = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+                exec(
+                    compile("".join(cell["source"]), f"{name}.ipynb", "exec"), namespace
+                )
+                shown = "".join(
+                    line
+                    for output in cell["outputs"]
+                    for line in output.get("text", ())
+                )
                 assert shape_of(capsys.readouterr().out) == shape_of(shown)
         namespace["plt"].close("all")
 
@@ -111,11 +187,20 @@ def test_flags_of_the_guide_are_known_to_this_jax():
     named = re.findall(r"--(xla_gpu_\w+)=(\w*)", text)
     flags = {f"--{name}={'true' if value == 'true' else '1'}" for name, value in named}
     assert len(flags) >= 7
-    environment = {**os.environ, "XLA_FLAGS": " ".join(sorted(flags)), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": " ".join(sorted(flags)),
+        "JAX_PLATFORMS": "cpu",
+    }
     run = [sys.executable, "-c", "import jax; jax.devices()"]
     subprocess.run(run, env=environment, check=True, capture_output=True, timeout=120)
     environment["XLA_FLAGS"] += " --xla_gpu_no_such_flag=true"
-    assert subprocess.run(run, env=environment, capture_output=True, timeout=120).returncode != 0
+    assert (
+        subprocess.run(
+            run, env=environment, capture_output=True, timeout=120
+        ).returncode
+        != 0
+    )
 
 
 def test_every_page_is_in_the_navigation():
@@ -127,36 +212,62 @@ def test_files_that_architecture_names_exist():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     named = set(re.findall(r"(?<![\w*<>])[\w/]+\.(?:py|json)\b", text))
     folders = ("tcfp_jax", "pallas_kernels", "models", "benchmarks", "tests")
-    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.*")
+    ]
     assert len(named) > 30
-    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
+    assert [
+        name
+        for name in sorted(named)
+        if not any(file.endswith(f"/{name}") for file in files)
+    ] == []
 
 
-# The API reference ----------------------------------------------------------------------------------------------------
+# The API reference
+# --------------------------------------------------------------------------------------
 
 
 def members(module):
-    return getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    return getattr(module, "__all__", None) or [
+        name for name in vars(module) if not name.startswith("_")
+    ]
 
 
 def documented(module, name):
-    """An entry shows the name where it is defined or at a door; constants and types of fields stand in the text."""
+    """An entry shows the name where it is defined or at a door; constants and types of
+    fields stand in the text.
+    """
     value = getattr(module, name)
-    home, inner = getattr(value, "__module__", None), getattr(value, "__qualname__", name)
-    if not callable(value) or home is None or not home.startswith(("tcfp_jax", "pallas_kernels")):
+    home, inner = (
+        getattr(value, "__module__", None),
+        getattr(value, "__qualname__", name),
+    )
+    if (
+        not callable(value)
+        or home is None
+        or not home.startswith(("tcfp_jax", "pallas_kernels"))
+    ):
         return f"`{name}`" in REFERENCE
     if {f"{module.__name__}.{name}", f"{home}.{inner}"} & ENTRIES:
         return True
     doors = [importlib.import_module(entry) for entry in ENTRIES if is_module(entry)]
-    return any(getattr(door, member) is value for door in doors for member in members(door))
+    return any(
+        getattr(door, member) is value for door in doors for member in members(door)
+    )
 
 
 def is_module(path):
-    return (ROOT / path.replace(".", "/")).is_dir() or (ROOT / path.replace(".", "/")).with_suffix(".py").exists()
+    return (ROOT / path.replace(".", "/")).is_dir() or (
+        ROOT / path.replace(".", "/")
+    ).with_suffix(".py").exists()
 
 
 def used_names(blocks):
-    """(module, name) of everything of the two libraries that blocks of code import or read from a module."""
+    """(module, name) of everything of the two libraries that blocks of code import or
+    read from a module.
+    """
     trees = [ast.parse(block) for block in blocks]
     found: set[tuple[str, str]] = set()
     modules: dict[str, ModuleType] = {}
@@ -164,8 +275,12 @@ def used_names(blocks):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.startswith("tcfp_jax"):
-                    modules[(alias.asname or alias.name).split(".")[0]] = importlib.import_module("tcfp_jax")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("tcfp_jax", "pallas_kernels")):
+                    modules[(alias.asname or alias.name).split(".")[0]] = (
+                        importlib.import_module("tcfp_jax")
+                    )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("tcfp_jax", "pallas_kernels")
+        ):
             home = importlib.import_module(node.module)
             for alias in node.names:
                 if isinstance(value := getattr(home, alias.name), ModuleType):
@@ -183,15 +298,33 @@ def used_names(blocks):
                 home = getattr(home, path.pop(0))
             if not isinstance(getattr(home, path[0]), ModuleType):
                 found.add((home.__name__, path[0]))
-    return {(home, name) for home, name in found if not (home == "tcfp_jax.formats" and name in formats.CATALOG)}
+    return {
+        (home, name)
+        for home, name in found
+        if not (home == "tcfp_jax.formats" and name in formats.CATALOG)
+    }
 
 
 def test_the_reference_has_every_public_name():
-    for door in (importlib.import_module(f"tcfp_jax.{name}".rstrip(".")) for name in DOORS):
-        assert [name for name in door.__all__ if not documented(door, name)] == [], door.__name__
+    for door in (
+        importlib.import_module(f"tcfp_jax.{name}".rstrip(".")) for name in DOORS
+    ):
+        assert [name for name in door.__all__ if not documented(door, name)] == [], (
+            door.__name__
+        )
 
 
 def test_the_reference_has_every_name_of_the_pages():
-    found = used_names(README) | {pair for name, blocks in PAGES.items() for pair in used_names(blocks)}
-    assert {("tcfp_jax", "store"), ("tcfp_jax.optim", "adamw"), ("tcfp_jax.products", "pack_fp4")} <= found
-    assert [(home, name) for home, name in sorted(found) if not documented(importlib.import_module(home), name)] == []
+    found = used_names(README) | {
+        pair for name, blocks in PAGES.items() for pair in used_names(blocks)
+    }
+    assert {
+        ("tcfp_jax", "store"),
+        ("tcfp_jax.optim", "adamw"),
+        ("tcfp_jax.products", "pack_fp4"),
+    } <= found
+    assert [
+        (home, name)
+        for home, name in sorted(found)
+        if not documented(importlib.import_module(home), name)
+    ] == []

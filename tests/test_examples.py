@@ -1,6 +1,8 @@
-"""The programs in `examples/` train, and differ from their float originals in few lines.
+"""The programs in `examples/` train, and differ from their float originals in few
+lines.
 
-Error feedback has no program of its own: the lines that differ are here, and the changed program runs.
+Error feedback has no program of its own: the lines that differ are here, and the
+changed program runs.
 """
 
 import difflib
@@ -12,29 +14,35 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOURCES = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
-# For each line of a float program with error feedback: the line, and the lines in its place.
+# For each line of a float program with error feedback: the line, and the lines in its
+# place.
 FED_BACK = {
     "nnx": {
         "import optax": "import optax\nimport tcfp_jax",
         "    model = Transformer(nnx.Rngs(0))": (
-            "    model = Transformer(nnx.Rngs(0))\n"
-            '    tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_fast", batch(0)[:, 1:], '
-            'include=("linear", "small"))'
+            "    model = Transformer(nnx.Rngs(0))\n   "
+            ' tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_fast", batch(0)[:,'
+            ' 1:], include=("linear", "small"))'
         ),
         "    optimizer = nnx.Optimizer(model, make_tx(), wrt=nnx.Param)": (
             "    optimizer = tcfp_jax.nnx.Optimizer(model, make_tx(), wrt=nnx.Param)"
         ),
-        "    averaged = nnx.clone(model)": "    tcfp_jax.conversion.detach(averaged := nnx.clone(model))",
+        "    averaged = nnx.clone(model)": (
+            "    tcfp_jax.conversion.detach(averaged := nnx.clone(model))"
+        ),
     },
     "linen": {
         "import optax": "import optax\nimport tcfp_jax",
-        "class TrainState(train_state.TrainState):": "class TrainState(tcfp_jax.linen.TrainState):",
+        "class TrainState(train_state.TrainState):": (
+            "class TrainState(tcfp_jax.linen.TrainState):"
+        ),
         "    model = Transformer()": (
-            '    model = tcfp_jax.conversion.convert_to_tcfp(Transformer(), "tcfp12_fast", tokens, '
-            'include=("linear", "small"))'
+            "    model = tcfp_jax.conversion.convert_to_tcfp(Transformer(),"
+            ' "tcfp12_fast", tokens, include=("linear", "small"))'
         ),
         "    loss, grads = jax.value_and_grad(loss_fn)(state.params, state, tokens)": (
-            "    loss, grads = jax.value_and_grad(loss_fn)(state.params, state.quantized, tokens)"
+            "    loss, grads = jax.value_and_grad(loss_fn)(state.params,"
+            " state.quantized, tokens)"
         ),
     },
 }
@@ -54,12 +62,25 @@ def program(name):
 
 
 @pytest.mark.parametrize(
-    "name, most", [("nnx_stored", 12), ("linen_stored", 8), ("nnx_fed_back", 4), ("linen_fed_back", 4)]
+    "name, most",
+    [
+        ("nnx_stored", 12),
+        ("linen_stored", 8),
+        ("nnx_fed_back", 4),
+        ("linen_fed_back", 4),
+    ],
 )
 def test_few_lines_differ_from_the_float_program(name, most):
-    lines = ([line for line in program(n).splitlines() if line.strip()] for n in (f"{name.split('_')[0]}_float", name))
+    lines = (
+        [line for line in program(n).splitlines() if line.strip()]
+        for n in (f"{name.split('_')[0]}_float", name)
+    )
     changes = [line[0] for line in difflib.ndiff(*lines)]
-    assert changes.count("+") <= most and changes.count("-") <= most + 1, (name, changes.count("+"), changes.count("-"))
+    assert changes.count("+") <= most and changes.count("-") <= most + 1, (
+        name,
+        changes.count("+"),
+        changes.count("-"),
+    )
 
 
 # Each program compiles for eight devices, five to ten seconds of a core.
@@ -69,10 +90,19 @@ def test_examples_train(name, capsys):
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(program(name), f"{name}.py", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"^step .* loss (.*)$", said, re.MULTILINE)]
-    held_out, average = map(float, re.findall(r"held-out loss (.*), of the average (.*)", said)[0])
+    losses = [
+        float(loss) for loss in re.findall(r"^step .* loss (.*)$", said, re.MULTILINE)
+    ]
+    held_out, average = map(
+        float, re.findall(r"held-out loss (.*), of the average (.*)", said)[0]
+    )
     # The float programs end at 0.52 (NNX) and 0.53; the others within 0.02 of them.
-    assert losses[0] > 3 and losses[3] < 0.56 and held_out < 0.45 and average < 0.85, said
+    assert losses[0] > 3 and losses[3] < 0.56 and held_out < 0.45 and average < 0.85, (
+        said
+    )
     assert ("float8_e4m3fn (64, 256) P('fsdp',)" in said) == (name.endswith("_stored"))
     if name.startswith("nnx"):
-        assert "the same bits from a checkpoint: True" in said and losses[2:4] == losses[4:6]
+        assert (
+            "the same bits from a checkpoint: True" in said
+            and losses[2:4] == losses[4:6]
+        )

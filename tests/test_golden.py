@@ -1,10 +1,12 @@
-"""The library's bits do not change: digests of quantizers, casts, products, gradients and optimizer steps.
+"""The library's bits do not change: digests of quantizers, casts, products, gradients
+and optimizer steps.
 
-A change that is not meant to alter results must leave `golden.json` as it is. A change that is meant to says why in
-`docs/decisions.md` and writes the file anew: `python -m tests.test_golden`.
+A change that is not meant to alter results must leave `golden.json` as it is. A change
+that is meant to says why in `docs/decisions.md` and writes the file anew:
+`python -m tests.test_golden`.
 
-Products are compared by bits, although machines add float32 in different orders: their operands have few bits, so every
-sum is exact, in any order.
+Products are compared by bits, although machines add float32 in different orders: their
+operands have few bits, so every sum is exact, in any order.
 """
 
 import functools
@@ -23,9 +25,19 @@ from tcfp_jax import formats
 
 FILE = Path(__file__).with_name("golden.json")
 RECIPES = (
-    "bf16", "tcfp12", "tcfp12_fast", "tcfp12_single", "tcfp12_blockwise", "tensorwise", "rowwise", "blockwise", "mxfp8",
-    "nvfp4", "mxfp4", "nvfp4_training",
-)  # fmt: skip
+    "bf16",
+    "tcfp12",
+    "tcfp12_fast",
+    "tcfp12_single",
+    "tcfp12_blockwise",
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+    "mxfp8",
+    "nvfp4",
+    "mxfp4",
+    "nvfp4_training",
+)
 # Of a recipe, what users choose on top of its name.
 VARIANTS = {
     "tcfp12, both halves, full": ("tcfp12", dict(forward="full", wgrad="full")),
@@ -38,12 +50,24 @@ VARIANTS = {
     "nvfp4, four_over_six": ("nvfp4", dict(rule="four_over_six")),
 }
 CASTS = (
-    "fp8", "bf8", "mxfp8e4", "mxfp6e3", "mxfp4e2", "nvfp4", "nf4", "tcfp12", "int8_F", "uint4_ff32", "icb44fi4_e32",
-)  # fmt: skip
+    "fp8",
+    "bf8",
+    "mxfp8e4",
+    "mxfp6e3",
+    "mxfp4e2",
+    "nvfp4",
+    "nf4",
+    "tcfp12",
+    "int8_F",
+    "uint4_ff32",
+    "icb44fi4_e32",
+)
 
 
 def digest(tree) -> str:
-    """A digest of the bytes, shapes and dtypes of all arrays of a tree; random keys count by their data."""
+    """A digest of the bytes, shapes and dtypes of all arrays of a tree; random keys
+    count by their data.
+    """
     found = hashlib.blake2b(digest_size=8)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -54,17 +78,27 @@ def digest(tree) -> str:
 
 
 def normal(*shape, seed=0) -> jax.Array:
-    """Gaussian values of many magnitudes, with zeros and subnormals of FP8 among them."""
+    """Gaussian values of many magnitudes, with zeros and subnormals of FP8 among
+    them.
+    """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 4, shape))
     return jnp.asarray(np.where(rng.random(shape) < 0.05, 0, values).astype(np.float32))
 
 
 def short(*shape, bits, seed=0) -> jax.Array:
-    """Values of `bits` significant bits within two binades, whose products any machine adds exactly."""
+    """Values of `bits` significant bits within two binades, whose products any machine
+    adds exactly.
+    """
     rng = np.random.default_rng(seed)
-    significands = rng.integers(2 ** (bits - 1), 2**bits, shape) * rng.choice([-1, 1], shape)
-    return jnp.asarray((significands * np.exp2(rng.integers(-bits - 1, 1 - bits, shape))).astype(np.float32))
+    significands = rng.integers(2 ** (bits - 1), 2**bits, shape) * rng.choice(
+        [-1, 1], shape
+    )
+    return jnp.asarray(
+        (significands * np.exp2(rng.integers(-bits - 1, 1 - bits, shape))).astype(
+            np.float32
+        )
+    )
 
 
 def quantizers():
@@ -75,18 +109,29 @@ def quantizers():
     yield "split", lambda: tcfp_jax.split(x)
     yield "quantize float32 scale", lambda: tcfp_jax.quantize(x, scale="float32")
     for block in (32, 128):
-        yield f"quantize vectors of {block}", lambda block=block: tcfp_jax.quantize(x, block=block)
-        yield f"quantize squares of {block}", lambda block=block: tcfp_jax.quantize(x, block=block, tile="square")
+        yield (
+            f"quantize vectors of {block}",
+            lambda block=block: tcfp_jax.quantize(x, block=block),
+        )
+        yield (
+            f"quantize squares of {block}",
+            lambda block=block: tcfp_jax.quantize(x, block=block, tile="square"),
+        )
         yield f"split {block}", lambda block=block: tcfp_jax.split(x, block=block)
     for residual in ("linear", "nf4"):
-        yield f"tcfp12 {residual}", lambda residual=residual: tcfp_jax.quantize_tcfp12(x, residual=residual)
+        yield (
+            f"tcfp12 {residual}",
+            lambda residual=residual: tcfp_jax.quantize_tcfp12(x, residual=residual),
+        )
     yield "fake quantize", lambda: tcfp_jax.fake_quantize(x, 32, scale="sigma")
     yield "nvfp4 arrays", lambda: formats.quantize_nvfp4(x)
     for name in CASTS:
         yield f"cast {name}", lambda name=name: formats.cast(x, formats.CATALOG[name])
         yield (
             f"cast {name} stochastic",
-            lambda name=name: formats.cast(x, formats.CATALOG[name], roundmode="stochastic", key=key),
+            lambda name=name: formats.cast(
+                x, formats.CATALOG[name], roundmode="stochastic", key=key
+            ),
         )
         yield f"pack {name}", lambda name=name: formats.pack(x, formats.CATALOG[name])
 
@@ -94,7 +139,11 @@ def quantizers():
 def product(name, **overrides):
     """A product and its three gradients, of values whose sums are exact."""
     recipe = tcfp_jax.recipe(name, **overrides)
-    x, w, g = short(32, 128, bits=3), short(128, 64, bits=5, seed=1), short(32, 64, bits=3, seed=2)
+    x, w, g = (
+        short(32, 128, bits=3),
+        short(128, 64, bits=5, seed=1),
+        short(32, 64, bits=3, seed=2),
+    )
     key = jax.random.key(5)
     if recipe.mode == tcfp_jax.TCFPMode.FP4:
         from tcfp_jax.weights.stored import quantize_weight
@@ -110,12 +159,17 @@ def feedback_steps(name, **overrides):
     """Three steps of AdamW with error feedback."""
     recipe = tcfp_jax.recipe(name, **overrides)
     tx = optax.chain(
-        optax.sgd(0.125), tcfp_jax.error_feedback(recipe, key=jax.random.key(7) if recipe.stochastic else None)
+        optax.sgd(0.125),
+        tcfp_jax.error_feedback(
+            recipe, key=jax.random.key(7) if recipe.stochastic else None
+        ),
     )
     params = {"dense": {"kernel": normal(64, 32), "bias": normal(32)}}
     state, seen = tx.init(params), []
     for step in range(3):
-        gradients = jax.tree.map(lambda p, step=step: normal(*p.shape, seed=20 + step), params)
+        gradients = jax.tree.map(
+            lambda p, step=step: normal(*p.shape, seed=20 + step), params
+        )
         updates, state = tx.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
         seen.append((params, tcfp_jax.layer_state(state)))
@@ -127,12 +181,18 @@ def stored_steps(moments, name="tcfp12_single", **overrides):
     recipe = tcfp_jax.recipe(name, **overrides)
     params = {"dense": {"kernel": normal(64, 32), "bias": normal(32)}}
     params = tcfp_jax.store(params, recipe, key=jax.random.key(8))
-    tx = tcfp_jax.optim.adamw(1e-2, moments=moments, key=None if moments == "float32" else jax.random.key(9))
+    tx = tcfp_jax.optim.adamw(
+        1e-2, moments=moments, key=None if moments == "float32" else jax.random.key(9)
+    )
     state, seen = tx.init(params), []
     for step in range(3):
         x, g = short(16, 64, bits=3, seed=step), short(16, 32, bits=3, seed=30 + step)
-        loss = lambda p, x=x, g=g: jnp.sum((tcfp_jax.matmul(x, p["kernel"], recipe=recipe) + p["bias"]) * g)
-        gradients = tcfp_jax.grad(lambda params, loss=loss: loss(params["dense"]))(params)
+        loss = lambda p, x=x, g=g: jnp.sum(
+            (tcfp_jax.matmul(x, p["kernel"], recipe=recipe) + p["bias"]) * g
+        )
+        gradients = tcfp_jax.grad(lambda params, loss=loss: loss(params["dense"]))(
+            params
+        )
         updates, state = tx.update(gradients, state, params)
         params = tcfp_jax.apply_updates(params, updates)
         seen.append((params, state))
@@ -148,8 +208,12 @@ def cases():
         found[f"product {label}"] = functools.partial(product, name, **overrides)
     for name in ("tcfp12", "tcfp12_fast", "tcfp12_blockwise"):
         found[f"feedback {name}"] = functools.partial(feedback_steps, name)
-    found["feedback stochastic"] = functools.partial(feedback_steps, "tcfp12", remainder="stochastic")
-    found["feedback delayed"] = functools.partial(feedback_steps, "tcfp12_fast", amax="delayed")
+    found["feedback stochastic"] = functools.partial(
+        feedback_steps, "tcfp12", remainder="stochastic"
+    )
+    found["feedback delayed"] = functools.partial(
+        feedback_steps, "tcfp12_fast", amax="delayed"
+    )
     for moments in ("8bit", "bfloat16", "float32"):
         found[f"stored {moments}"] = functools.partial(stored_steps, moments)
     return found
@@ -169,4 +233,7 @@ def test_the_file_has_no_other_case():
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    FILE.write_text(json.dumps({name: digest(call()) for name, call in CASES.items()}, indent=1) + "\n")
+    FILE.write_text(
+        json.dumps({name: digest(call()) for name, call in CASES.items()}, indent=1)
+        + "\n"
+    )

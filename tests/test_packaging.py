@@ -13,12 +13,19 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_an_installation_shows_the_library_and_nothing_else():
-    """Built for real: `pip install -e .` in an empty environment, then `find_spec("tests")` from another folder."""
+    """Built for real: `pip install -e .` in an empty environment, then
+    `find_spec("tests")` from another folder.
+    """
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert set(wheel["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")} - {
-        "models", "benchmarks", "tests",
-    }  # fmt: skip
-    # Without it hatchling puts the whole folder on the path of an environment in which the checkout is installed.
+    assert set(wheel["packages"]) == {
+        path.parent.name for path in ROOT.glob("*/__init__.py")
+    } - {
+        "models",
+        "benchmarks",
+        "tests",
+    }
+    # Without it hatchling puts the whole folder on the path of an environment in which
+    # the checkout is installed.
     assert wheel["dev-mode-exact"] is True
 
 
@@ -30,14 +37,28 @@ def test_there_is_one_version():
 def test_without_an_installation_the_version_is_unknown(tmp_path):
     """A checkout on the path has no metadata."""
     (tmp_path / "tcfp_jax").symlink_to(ROOT / "tcfp_jax")
-    script = f"import sys; sys.path = [{str(tmp_path)!r}, *sys.path]; import tcfp_jax; print(tcfp_jax.__version__)"
-    run = subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True, capture_output=True, text=True)
+    script = (
+        f"import sys; sys.path = [{str(tmp_path)!r}, *sys.path]; import tcfp_jax;"
+        " print(tcfp_jax.__version__)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout == "0+unknown\n"
 
 
 def test_every_extra_for_users_is_explained():
     """The table of the site names all but those of single test files."""
     extras = PYPROJECT["project"]["optional-dependencies"]
-    named = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
-    explained = {name for cell in named for name in re.findall(r"`(\w+)`", cell)} | {"monitor"}
-    assert explained == {name for name in extras if "wild" not in name and "-" not in name}
+    named = re.findall(
+        r"^\| (`.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
+    )
+    explained = {name for cell in named for name in re.findall(r"`(\w+)`", cell)} | {
+        "monitor"
+    }
+    assert explained == {
+        name for name in extras if "wild" not in name and "-" not in name
+    }

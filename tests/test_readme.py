@@ -1,4 +1,6 @@
-"""README's Python blocks run, in order, it stays short, and CI runs its own test command."""
+"""README's Python blocks run, in order, it stays short, and CI runs its own test
+command.
+"""
 
 import re
 from pathlib import Path
@@ -20,7 +22,9 @@ def test_python_blocks_run_and_print(capsys):
             exec(compile(block, "README.md", "exec"), namespace)
             assert capsys.readouterr().out
     leaves = jax.tree.leaves(tcfp_jax.dequantize(namespace["params"]))
-    assert len(leaves) == 4 and all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves)
+    assert len(leaves) == 4 and all(
+        jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves
+    )
 
 
 def command(marker):
@@ -37,7 +41,8 @@ def test_ci_runs_the_test_command_of_the_readme():
 def test_the_page_and_its_example_are_short():
     assert len(README.splitlines()) <= 120
     assert len(BLOCKS[0].splitlines()) <= 22
-    # The first screen: one sentence, one number, the line that installs, and the lines of a program that change.
+    # The first screen: one sentence, one number, the line that installs, and the lines
+    # of a program that change.
     assert len(README[: README.index("```bash")].splitlines()) <= 8
     assert len(README[: README.index("<!-- begin: choose -->")].splitlines()) <= 30
 
@@ -45,4 +50,6 @@ def test_the_page_and_its_example_are_short():
 def test_links_lead_somewhere():
     """Those to actions lead to pages of the host that shows README."""
     targets = re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)#]+)", README)
-    assert targets and not [target for target in targets if not (ROOT / target).exists()]
+    assert targets and not [
+        target for target in targets if not (ROOT / target).exists()
+    ]

@@ -1,4 +1,6 @@
-"""Recipes: names, flags, rules, and that every choice changes the program or the state of a training step."""
+"""Recipes: names, flags, rules, and that every choice changes the program or the state
+of a training step.
+"""
 
 import dataclasses
 import itertools
@@ -17,15 +19,35 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
 
 
 def test_names():
-    modes = {name: recipe(name).mode for name in ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")}
-    assert list(modes.values()) == [TCFPMode.BF16, TCFPMode.TCFP12, TCFPMode.TCFP12, TCFPMode.FP8]
-    assert recipe("tcfp12") == Recipe() and recipe(Recipe(), wgrad="full").wgrad == "full"
+    modes = {
+        name: recipe(name).mode
+        for name in ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
+    }
+    assert list(modes.values()) == [
+        TCFPMode.BF16,
+        TCFPMode.TCFP12,
+        TCFPMode.TCFP12,
+        TCFPMode.FP8,
+    ]
+    assert (
+        recipe("tcfp12") == Recipe() and recipe(Recipe(), wgrad="full").wgrad == "full"
+    )
     fast = recipe("tcfp12_fast")
-    assert (fast.weight.forward, fast.weight.dgrad, fast.wgrad) == ("hi+lo", "hi", "fast")
+    assert (fast.weight.forward, fast.weight.dgrad, fast.wgrad) == (
+        "hi+lo",
+        "hi",
+        "fast",
+    )
     single = recipe("tensorwise")
-    assert (single.weight, single.activation, single.gradient) == (Single(), "float8_e4m3fn", "float8_e5m2")
-    assert len({recipe(name) for name in recipes.NAMES}) == len(recipes.NAMES)  # hashable, distinct
-    assert recipe("tcfp12") is recipe("tcfp12")  # nothing is built where nothing is overridden
+    assert (single.weight, single.activation, single.gradient) == (
+        Single(),
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+    # hashable, distinct
+    assert len({recipe(name) for name in recipes.NAMES}) == len(recipes.NAMES)
+    # nothing is built where nothing is overridden
+    assert recipe("tcfp12") is recipe("tcfp12")
 
 
 @pytest.mark.parametrize(
@@ -35,10 +57,19 @@ def test_names():
         (dict(use_tensor_cores=False), recipe("tcfp12", forward="bf16", dgrad="bf16")),
         (dict(delayed_scaling=True), recipe("tcfp12", wgrad="full", amax="delayed")),
         (dict(use_cuda_ext=False), recipe("tcfp12", wgrad="full", backend="xla")),
-        (dict(use_cuda_ext=False, use_fused_kernel=True), recipe("tcfp12", wgrad="full", backend="triton")),
-        (dict(error_feedback=False), recipe("tcfp12", wgrad="full", remainder="dropped")),
+        (
+            dict(use_cuda_ext=False, use_fused_kernel=True),
+            recipe("tcfp12", wgrad="full", backend="triton"),
+        ),
+        (
+            dict(error_feedback=False),
+            recipe("tcfp12", wgrad="full", remainder="dropped"),
+        ),
         (dict(hp_grad_weight=True), recipe("tcfp12")),
-        (dict(srr=True, error_feedback=False), recipe("tcfp12", wgrad="full", remainder="stochastic")),
+        (
+            dict(srr=True, error_feedback=False),
+            recipe("tcfp12", wgrad="full", remainder="stochastic"),
+        ),
         (dict(abd=True), recipe("tcfp12", wgrad="full", dgrad_weight="hi")),
         (dict(scale_block_size=64), recipe("tcfp12_blockwise", block=64)),
     ],
@@ -62,36 +93,79 @@ def test_flags_that_contradict_raise():
     "name, overrides, expected",
     [
         ("tcfp12", dict(block=128), Recipe(scaling=Block(128), forward="full")),
-        ("tcfp12_fast", dict(block=32), recipe("tcfp12_blockwise", block=32, dgrad_weight="hi")),
-        ("blockwise", dict(tile="vector"), recipe("blockwise", scaling=Block(128, "vector"))),
-        ("blockwise", dict(block=None, gradient="float8_e5m2", forward="fast"), recipe("tensorwise")),
+        (
+            "tcfp12_fast",
+            dict(block=32),
+            recipe("tcfp12_blockwise", block=32, dgrad_weight="hi"),
+        ),
+        (
+            "blockwise",
+            dict(tile="vector"),
+            recipe("blockwise", scaling=Block(128, "vector")),
+        ),
+        (
+            "blockwise",
+            dict(block=None, gradient="float8_e5m2", forward="fast"),
+            recipe("tensorwise"),
+        ),
         ("rowwise", dict(scale="float32"), recipe("rowwise", scaling=Row("float32"))),
-        ("tensorwise", dict(scale="float32", remainder="feedback"),
-         recipe("tensorwise", scaling=Tensor("float32"), weight=Single(remainder="feedback"))),
-        ("tcfp12", dict(weight=Dual(dgrad="hi"), remainder="stochastic"),
-         Recipe(Dual(dgrad="hi", remainder="stochastic"))),
+        (
+            "tensorwise",
+            dict(scale="float32", remainder="feedback"),
+            recipe(
+                "tensorwise",
+                scaling=Tensor("float32"),
+                weight=Single(remainder="feedback"),
+            ),
+        ),
+        (
+            "tcfp12",
+            dict(weight=Dual(dgrad="hi"), remainder="stochastic"),
+            Recipe(Dual(dgrad="hi", remainder="stochastic")),
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_short_overrides(name, overrides, expected):
     assert recipe(name, **overrides) == expected
 
 
-# An entry for each rule, in the order of `definition.RULES`; FP4's are in tests/products.
+# An entry for each rule, in the order of `definition.RULES`; FP4's are in
+# tests/products.
 BROKEN = [
-    ("nvfp4", dict(scaling=Block(32)), "codes of four bits and the scales of FP4 belong together"),
+    (
+        "nvfp4",
+        dict(scaling=Block(32)),
+        "codes of four bits and the scales of FP4 belong together",
+    ),
     ("bf16", dict(amax="delayed"), "amax or scaling asks for it"),
     ("bf16", dict(forward="fast"), "forward asks for it"),
-    ("tcfp12_fast", dict(dgrad="bf16"), 'use wgrad="bf16", or "fast" or "full" for all three'),
-    ("tensorwise", dict(activation="float8_e5m2"), "wgrad would multiply float8_e5m2 x float8_e5m2"),
-    ("tensorwise", dict(weight_dtype="float8_e5m2"), "dgrad would multiply float8_e5m2 x float8_e5m2"),
+    (
+        "tcfp12_fast",
+        dict(dgrad="bf16"),
+        'use wgrad="bf16", or "fast" or "full" for all three',
+    ),
+    (
+        "tensorwise",
+        dict(activation="float8_e5m2"),
+        "wgrad would multiply float8_e5m2 x float8_e5m2",
+    ),
+    (
+        "tensorwise",
+        dict(weight_dtype="float8_e5m2"),
+        "dgrad would multiply float8_e5m2 x float8_e5m2",
+    ),
     ("tcfp12", dict(scale="float32"), "exact only under a power-of-two scale"),
     ("mxfp8", dict(weight=Dual()), "two quantizations of the weight"),
     ("rowwise", dict(remainder="feedback"), "two quantizations of the weight"),
     ("rowwise", dict(copies="one"), "two quantizations of the weight"),
     ("blockwise", dict(forward="fast"), 'use "full" for "fast"'),
     ("blockwise", dict(amax="delayed"), "only whole tensors carry an amax"),
-    ("tcfp12", dict(remainder="stochastic", amax="delayed"), "would bias stochastic rounding"),
+    (
+        "tcfp12",
+        dict(remainder="stochastic", amax="delayed"),
+        "would bias stochastic rounding",
+    ),
     ("tcfp12", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
 ]
 
@@ -112,7 +186,11 @@ def test_there_are_few_rules():
         ("tcfp12", dict(wgrad="fp8"), "wgrad='fp8' is unknown"),
         ("tcfp12", dict(backend="cuda"), "backend='cuda' is unknown"),
         ("tcfp12", dict(remainder="kept"), "remainder='kept' is unknown"),
-        ("tensorwise", dict(remainder="stochastic"), "remainder='stochastic' is unknown"),
+        (
+            "tensorwise",
+            dict(remainder="stochastic"),
+            "remainder='stochastic' is unknown",
+        ),
         ("blockwise", dict(block=48), "block=48 is not supported"),
         ("blockwise", dict(tile="row"), "tile='row' is unknown"),
         ("tensorwise", dict(tile="vector"), "which has no blocks"),
@@ -135,12 +213,22 @@ def test_an_override_that_no_recipe_has_raises():
         recipe("tcfp12", speed="fast")
 
 
-# What is flipped -> (recipe before, recipe after): every choice of a recipe once, all others equal.
+# What is flipped -> (recipe before, recipe after): every choice of a recipe once, all
+# others equal.
 FLIPS = {
-    "weight": (recipe("tensorwise"), recipe("tensorwise", weight=Dual(remainder="dropped"))),
+    "weight": (
+        recipe("tensorwise"),
+        recipe("tensorwise", weight=Dual(remainder="dropped")),
+    ),
     "weight.dtype": (recipe("tcfp12"), recipe("tcfp12", weight_dtype="float8_e5m2")),
-    "weight.remainder": (recipe("tcfp12", remainder="dropped"), recipe("tcfp12", remainder="stochastic")),
-    "weight.remainder of a single": (recipe("tensorwise"), recipe("tensorwise", remainder="feedback")),
+    "weight.remainder": (
+        recipe("tcfp12", remainder="dropped"),
+        recipe("tcfp12", remainder="stochastic"),
+    ),
+    "weight.remainder of a single": (
+        recipe("tensorwise"),
+        recipe("tensorwise", remainder="feedback"),
+    ),
     "weight.forward": (recipe("tcfp12"), recipe("tcfp12", forward_weight="hi")),
     "weight.dgrad": (recipe("tcfp12"), recipe("tcfp12", dgrad_weight="hi")),
     "scaling": (recipe("rowwise"), recipe("rowwise", scaling=Tensor())),
@@ -167,14 +255,20 @@ FLIPS = {
 
 
 def computation(r):
-    """The program of a training step, the state that it carries, and the ops that it asks for, as text."""
+    """The program of a training step, the state that it carries, and the ops that it
+    asks for, as text.
+    """
     key = jax.random.key(0) if r.stochastic else None
     tx = tcfp_jax.error_feedback(r, key=key)
     params = {"kernel": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
 
     def step(x, params, state, key):
         stored = tcfp_jax.layer_state(state)["kernel"]
-        y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=r, quantized=stored), x, params["kernel"])
+        y, vjp = jax.vjp(
+            lambda x, w: tcfp_jax.matmul(x, w, recipe=r, quantized=stored),
+            x,
+            params["kernel"],
+        )
         dx, dw = vjp(y)
         return dx, tx.update({"kernel": dw}, state, params)
 
@@ -187,8 +281,14 @@ def choices():
     nested = {"weight": Dual, "scaling": (Tensor, Block, Fp4)}
     for field in dataclasses.fields(Recipe):
         yield field.name
-        for kind in (nested.get(field.name, ()),) if field.name == "weight" else nested.get(field.name, ()):
-            yield from (f"{field.name}.{inner.name}" for inner in dataclasses.fields(kind))
+        for kind in (
+            (nested.get(field.name, ()),)
+            if field.name == "weight"
+            else nested.get(field.name, ())
+        ):
+            yield from (
+                f"{field.name}.{inner.name}" for inner in dataclasses.fields(kind)
+            )
 
 
 @pytest.mark.parametrize("name", FLIPS)
@@ -198,26 +298,42 @@ def test_every_choice_changes_the_program_or_the_state(name):
 
 
 def test_every_choice_is_flipped():
-    # Residual blocks are chosen in one place and by another op: `test_skipping_is_another_op`. What travels between
-    # devices shows where there are some: tests/sharding/test_wire.py. FP4 training's: tests/products.
+    # Residual blocks are chosen in one place and by another op:
+    # `test_skipping_is_another_op`. What travels between devices shows where there are
+    # some: tests/sharding/test_wire.py. FP4 training's: tests/products.
     assert set(choices()) - {"weight.blocks", "wire"} <= set(FLIPS)
     for name, (before, after) in FLIPS.items():
-        changed = [f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)]
+        changed = [
+            f.name
+            for f in dataclasses.fields(Recipe)
+            if getattr(before, f.name) != getattr(after, f.name)
+        ]
         assert changed == [name.split(".")[0].split(" ")[0]]
 
 
 def test_skipping_is_another_op():
     ops = []
     for blocks in ("all", "nonzero"):
-        explained = tcfp_jax.explain((128, 128), (128, 128), recipe("tcfp12_blockwise", residual_blocks=blocks))
+        explained = tcfp_jax.explain(
+            (128, 128), (128, 128), recipe("tcfp12_blockwise", residual_blocks=blocks)
+        )
         ops.append({call.step: call.op for call in explained.steps})
     assert ops[0]["forward"] == ops[0]["dgrad"] == ops[1]["wgrad"] == "matmul"
     assert ops[1]["forward"] == ops[1]["dgrad"] == "skip_matmul"
 
 
 def test_random_recipes_are_legal_more_often_than_one_in_fifty():
-    """Every combination of a few values of every field: most contradictions cannot be said any more."""
-    weights = [None, Single(), Single(remainder="feedback"), Dual(), Dual(remainder="stochastic"), Dual(dgrad="hi")]
+    """Every combination of a few values of every field: most contradictions cannot be
+    said any more.
+    """
+    weights = [
+        None,
+        Single(),
+        Single(remainder="feedback"),
+        Dual(),
+        Dual(remainder="stochastic"),
+        Dual(dgrad="hi"),
+    ]
     scalings = [Tensor(), Tensor("float32"), Row(), Block(128), Block(32, "vector")]
     products, formats = ("fast", "full", "bf16"), ("float8_e4m3fn", "float8_e5m2")
     legal = total = 0

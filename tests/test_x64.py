@@ -1,4 +1,6 @@
-"""With `jax_enable_x64`, which makes Python's numbers and new arrays 64 bits wide: the same states and results."""
+"""With `jax_enable_x64`, which makes Python's numbers and new arrays 64 bits wide: the
+same states and results.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,10 @@ from tests.helpers import same_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RNG = np.random.default_rng(0)
-W, X, H = (RNG.standard_normal(shape).astype(np.float32) for shape in ((64, 128), (8, 64), (128, 128)))
+W, X, H = (
+    RNG.standard_normal(shape).astype(np.float32)
+    for shape in ((64, 128), (8, 64), (128, 128))
+)
 
 
 def key():  # made anew in each mode
@@ -41,23 +46,35 @@ def fed_back(recipe, **options):
 
 
 def multiplied(recipe, **options):
-    product = lambda w, x: jnp.sum(jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe, **options)))
+    product = lambda w, x: jnp.sum(
+        jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe, **options))
+    )
     return jax.value_and_grad(product, (0, 1))(jnp.asarray(W), jnp.asarray(X))
 
 
 def read():
-    loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
+    loss = lambda params, x: jnp.sum(
+        tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12")
+    )
     return monitor.value_and_grad(loss)({"kernel": jnp.asarray(W)}, jnp.asarray(X))
 
 
 CASES = {
     "store": stored,
     "store in blocks": lambda: stored("tcfp12_blockwise"),
-    "store with feedback": lambda: trained(stored(remainder="feedback"), on_stored(optax.sgd(0.1))),
-    "adamw": lambda: trained(stored(), adamw(1e-2, key=key(), quality="on", max_norm=1.0)),
-    "low_precision_moments": lambda: low_precision_moments(optax.adam(0.1), key=key()).init({"w": jnp.asarray(W)}),
+    "store with feedback": lambda: trained(
+        stored(remainder="feedback"), on_stored(optax.sgd(0.1))
+    ),
+    "adamw": lambda: trained(
+        stored(), adamw(1e-2, key=key(), quality="on", max_norm=1.0)
+    ),
+    "low_precision_moments": lambda: low_precision_moments(
+        optax.adam(0.1), key=key()
+    ).init({"w": jnp.asarray(W)}),
     "error_feedback": lambda: fed_back("tcfp12", error_dtype="float8_e5m2"),
-    "error_feedback of stale scales": lambda: fed_back(tcfp_jax.recipe("tcfp12", amax="delayed")),
+    "error_feedback of stale scales": lambda: fed_back(
+        tcfp_jax.recipe("tcfp12", amax="delayed")
+    ),
     "error_feedback of FP4": lambda: fed_back("nvfp4"),
     "tensorwise": lambda: multiplied("tensorwise"),
     "mxfp8": lambda: multiplied("mxfp8"),
@@ -68,17 +85,24 @@ CASES = {
     "search_scales": lambda: search_scales(jnp.asarray(W), Fp4("mxfp4")),
     "gptq": lambda: gptq(jnp.asarray(W), jnp.asarray(H @ H.T)),
     "quantize_tcfp12": lambda: tcfp_jax.quantize_tcfp12(jnp.asarray(W), scale="sigma"),
-    "cast": lambda: formats.cast(jnp.asarray(W), formats.nvfp4, roundmode="stochastic", key=key()),
+    "cast": lambda: formats.cast(
+        jnp.asarray(W), formats.nvfp4, roundmode="stochastic", key=key()
+    ),
     "pack": lambda: formats.pack(jnp.asarray(W), formats.mxfp4e2),
     "sparse": lambda: formats.sparse(jnp.asarray(W), 4, 2),
 }
 
 
-@pytest.mark.slow_except("adamw", "error_feedback of stale scales", "nvfp4", "gptq", "cast", "pack")
+@pytest.mark.slow_except(
+    "adamw", "error_feedback of stale scales", "nvfp4", "gptq", "cast", "pack"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_becomes_wider(name):
     narrow = jax.jit(CASES[name])()
     with jax.enable_x64(True):
-        wide = jax.jit(lambda: CASES[name]())()  # a function of its own, or the first trace would serve
-    assert jax.tree.map(lambda x: x.dtype, wide) == jax.tree.map(lambda x: x.dtype, narrow)
+        # A function of its own, or the first trace would serve
+        wide = jax.jit(lambda: CASES[name]())()
+    assert jax.tree.map(lambda x: x.dtype, wide) == jax.tree.map(
+        lambda x: x.dtype, narrow
+    )
     assert same_bits(wide, narrow)

@@ -1,7 +1,9 @@
-"""Follow one product, one layer and one converted model through the libraries, and count the files that they cross.
+"""Follow one product, one layer and one converted model through the libraries, and
+count the files that they cross.
 
-A reader who wants to know what happens has to open these files, so ARCHITECTURE.md states the counts and
-`tests/test_house.py` holds them. `python -m tests.walk` prints every file with its calls.
+A reader who wants to know what happens has to open these files, so ARCHITECTURE.md
+states the counts and `tests/test_house.py` holds them. `python -m tests.walk` prints
+every file with its calls.
 """
 
 import collections
@@ -37,7 +39,9 @@ class Walk:
         self.entered: set[str] = set()
 
     def __str__(self) -> str:
-        return f"{len(self.entered)} files ({sum(self.calls.values())} calls across files)"
+        return (
+            f"{len(self.entered)} files ({sum(self.calls.values())} calls across files)"
+        )
 
     def seen(self, frame, event: str, argument: object) -> None:
         """Count one call; `sys.setprofile` calls this."""
@@ -48,7 +52,11 @@ class Walk:
             return
         self.entered.add(file)
         caller = frame.f_back
-        if caller is not None and caller.f_code.co_filename != file and caller.f_code.co_filename.startswith(LIBRARIES):
+        if (
+            caller is not None
+            and caller.f_code.co_filename != file
+            and caller.f_code.co_filename.startswith(LIBRARIES)
+        ):
             self.calls[file] += 1
 
 
@@ -66,7 +74,9 @@ TRACED = jax.make_user_context()
 
 
 def walk_of(fn, *arguments) -> Walk:
-    """Walk through a trace of the call, the second one: the first loads modules and tables."""
+    """Walk through a trace of the call, the second one: the first loads modules and
+    tables.
+    """
     jax.eval_shape(fn, *arguments)
     with TRACED(fn), walked() as walk:  # the context has traces of its own
         jax.eval_shape(fn, *arguments)
@@ -87,19 +97,30 @@ def layer() -> Walk:
     model = TCFPDense(32, recipe=tcfp_jax.recipe("tcfp12_fast"))
     x = jnp.ones((32, 32))
     params = variables_of(model, x)["params"]
-    return walk_of(jax.value_and_grad(lambda params: jnp.sum(model.apply({"params": params}, x))), params)
+    return walk_of(
+        jax.value_and_grad(lambda params: jnp.sum(model.apply({"params": params}, x))),
+        params,
+    )
 
 
 def converted() -> Walk:
     """A converted model of two layers, loss and gradient."""
-    plain = nn.Sequential([nn.Dense(32, use_bias=False), nn.relu, nn.Dense(32, use_bias=False)])
+    plain = nn.Sequential(
+        [nn.Dense(32, use_bias=False), nn.relu, nn.Dense(32, use_bias=False)]
+    )
     x = jnp.ones((32, 32))
     params = variables_of(plain, x)
     model = convert_to_tcfp(plain, "tcfp12_fast", x, include=("linear", "small"))
-    return walk_of(jax.value_and_grad(lambda params: jnp.sum(model.apply(params, x))), params)
+    return walk_of(
+        jax.value_and_grad(lambda params: jnp.sum(model.apply(params, x))), params
+    )
 
 
-WALKS = {"a product of a stored weight": matmul, "`TCFPDense`": layer, "a converted model of two layers": converted}
+WALKS = {
+    "a product of a stored weight": matmul,
+    "`TCFPDense`": layer,
+    "a converted model of two layers": converted,
+}
 
 if __name__ == "__main__":
     for name, one in WALKS.items():

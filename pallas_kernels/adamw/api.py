@@ -21,21 +21,34 @@ __all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
 
 def _by_reference(
-    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
+    options: Options,
+    g: jax.Array,
+    hi: jax.Array,
+    lo: jax.Array,
+    state: Moments,
+    rates: Rates,
+    key: jax.Array,
 ) -> Step:
-    """Take the step by the definition, partitioned by XLA even with explicit axes, because it cuts axes into blocks."""
+    """Take the step by the definition, partitioned by XLA even with explicit axes,
+    because it cuts axes into blocks.
+    """
     step = functools.partial(reference.adamw, options)
     if not has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
     spec = lambda x: jax.typeof(x).sharding.spec
-    turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
+    turned: Any = (
+        PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
+    )
     whole: Any = PartitionSpec()
     typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
-    return jax.sharding.auto_axes(step, out_sharding=typed)(g, hi, lo, state, rates, key)
+    return jax.sharding.auto_axes(step, out_sharding=typed)(
+        g, hi, lo, state, rates, key
+    )
 
 
 IMPLEMENTATIONS = (
-    # No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take three times as long.
+    # No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take
+    # three times as long.
     Implementation("triton", triton.adamw, triton.reject, lambda *_: lacks_fp8()),
     Implementation("mosaic", mosaic.adamw, mosaic.reject),
     Implementation("xla", _by_reference),
@@ -55,28 +68,35 @@ def adamw(
 ) -> Step:
     """Take one step of AdamW, as optax has it, on `W = (hi + lo) * scale`.
 
-    With decoupled decay, corrected bias, eps and eps_root: `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and,
-    in units of the new scale, `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in
-    float32. hi' is W' in E4M3, and lo' is the rest, rounded stochastically so that `E[hi' + lo'] = W'`. The moments are
-    rounded stochastically to the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's
-    place in the weight. The factors b1 and b2 of m and v are rounded to 20 bits, by 5e-7 at most.
+    With decoupled decay, corrected bias, eps and eps_root: `m' = b1 m + (1 - b1) g`,
+    `v' = b2 v + (1 - b2) g**2` and, in units of the new scale, `W' = W * decay - (rate
+    m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in
+    E4M3, and lo' is the rest, rounded stochastically so that `E[hi' + lo'] = W'`. The
+    moments are rounded stochastically to the formats of `pallas_kernels.moments`.
+    Random bits come from `key` and each element's place in the weight. The factors b1
+    and b2 of m and v are rounded to 20 bits, by 5e-7 at most.
 
     Args:
       g: the gradient, real floats [k, n].
-      hi, lo: E4M3 [k, n]. Like the moments, they are overwritten if their buffers are donated.
+      hi, lo: E4M3 [k, n]. Like the moments, they are overwritten if their buffers are
+        donated.
       moments: moments of the weight.
       rates: float32 scalars of this step, and `keep`, whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
       backend: None for the fastest one, or a name.
-      options: fields of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`,
-        the transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
+      options: fields of `Options`: `momentum="classic"` or "nesterov";
+        `orientation="rows"`, or "both" for `columns`, the transpose of the new hi;
+        `remainder="stochastic"` or "nearest", the rounding of lo.
 
     Returns:
-      `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
+      `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its
+        block of 128, never a number.
 
     Raises:
-      TypeError: `g` is not real floating point, or the dtype of an array is not the one of its format.
-      ValueError: shapes differ, the weight is not a matrix (use `jax.vmap` over a stack), or an option is unknown.
+      TypeError: `g` is not real floating point, or the dtype of an array is not the one
+        of its format.
+      ValueError: shapes differ, the weight is not a matrix (use `jax.vmap` over a
+        stack), or an option is unknown.
       NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> hi, moments = jnp.ones((1, 2), jnp.float8_e4m3fn), Moments.zeros((1, 2))
@@ -90,20 +110,33 @@ def adamw(
     chosen = Options(**options)  # type: ignore[arg-type]
     check_real("g", g)
     if g.dtype.itemsize == 1:
-        raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")
+        raise TypeError(
+            f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in"
+            " bfloat16 or float32"
+        )
     _check_arrays(g, hi, lo, moments)
     for name, x in rates._asdict().items():
         dtype = jnp.dtype(bool if name == "keep" else jnp.float32)
         if getattr(x, "dtype", None) != dtype or x.shape:
-            raise TypeError(f"rates.{name} is {x!r}, not a {dtype} scalar; use jnp.asarray(x, jnp.{dtype})")
+            raise TypeError(
+                f"rates.{name} is {x!r}, not a {dtype} scalar; use jnp.asarray(x,"
+                f" jnp.{dtype})"
+            )
     if key.dtype != jnp.uint32 or key.shape != (2,):
-        raise TypeError(f"key is {key.dtype}{list(key.shape)}, not uint32[2]; use jnp.stack(counter.keys(seed, step))")
-    return dispatch("adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key)
+        raise TypeError(
+            f"key is {key.dtype}{list(key.shape)}, not uint32[2]; use"
+            " jnp.stack(counter.keys(seed, step))"
+        )
+    return dispatch(
+        "adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key
+    )
 
 
 def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:
     if hi.ndim != 2:
-        raise ValueError(f"hi{list(hi.shape)} is not a matrix; use jax.vmap over a stack of them")
+        raise ValueError(
+            f"hi{list(hi.shape)} is not a matrix; use jax.vmap over a stack of them"
+        )
     few = (hi.shape[0], -(-hi.shape[1] // codec.BLOCK))
     expected = {
         "g": (g, None, hi.shape),
@@ -116,9 +149,12 @@ def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) 
     }
     for name, (x, dtype, shape) in expected.items():
         if dtype is not None and x.dtype != jnp.dtype(dtype):
-            raise TypeError(f"{name} has dtype {x.dtype}, not {jnp.dtype(dtype)}; encode it anew, a cast changes it")
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, not {jnp.dtype(dtype)}; encode it anew, a"
+                " cast changes it"
+            )
         if x.shape != shape:
             raise ValueError(
-                f"{name} has shape {list(x.shape)}, but a weight hi{list(hi.shape)} has {list(shape)} there; give the "
-                "arrays of one weight"
+                f"{name} has shape {list(x.shape)}, but a weight hi{list(hi.shape)} has"
+                f" {list(shape)} there; give the arrays of one weight"
             )

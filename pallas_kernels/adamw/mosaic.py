@@ -1,4 +1,6 @@
-"""The AdamW step on Hopper: the choice and the call of the kernel in `mosaic_kernel.py`."""
+"""The AdamW step on Hopper: the choice and the call of the kernel in
+`mosaic_kernel.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +13,43 @@ from pallas_kernels.moments import BLOCK
 from pallas_kernels.specs import device_count
 
 
-def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: object) -> str | None:
+def reject(
+    options: Options, g: jax.Array, hi: jax.Array, *arrays: object
+) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     if (reason := plan.reject(jnp.bfloat16)) is not None:
         return reason
     if device_kind() == "cpu":
         return 'its instructions need a GPU; use backend="triton" or "xla"'
     if device_count() > 1:
-        # JAX cannot partition a function with references, by which the state is replaced where it lies.
+        # JAX cannot partition a function with references, by which the state is
+        # replaced where it lies.
         return 'several devices; use backend="triton" or "xla"'
     (k, n), rows = hi.shape, 2 * triton.ROWS
     if k % rows or n % BLOCK:
-        return f'hi[{k}, {n}]: the sizes must be multiples of {rows} and {BLOCK}; use backend="xla" or pad'
-    return None if str(g.dtype) in ("bfloat16", "float32") else f"g is {g.dtype}, not bfloat16 or float32"
+        return (
+            f"hi[{k}, {n}]: the sizes must be multiples of {rows} and {BLOCK}; use"
+            ' backend="xla" or pad'
+        )
+    return (
+        None
+        if str(g.dtype) in ("bfloat16", "float32")
+        else f"g is {g.dtype}, not bfloat16 or float32"
+    )
 
 
 def adamw(
-    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
+    options: Options,
+    g: jax.Array,
+    hi: jax.Array,
+    lo: jax.Array,
+    state: Moments,
+    rates: Rates,
+    key: jax.Array,
 ) -> Step:
     """Take the step, see `api.adamw`."""
-    # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
+    # Imported where it is used: a second that a program without this kernel need not
+    # pay, and needs jax 0.11.
     from pallas_kernels.adamw import mosaic_kernel
 
     return triton.adamw(options, g, hi, lo, state, rates, key, mosaic_kernel.call)

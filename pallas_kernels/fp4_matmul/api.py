@@ -1,4 +1,6 @@
-"""`fp4_matmul`: activations times an FP4 weight, whose codes are read without a copy in another format."""
+"""`fp4_matmul`: activations times an FP4 weight, whose codes are read without a copy in
+another format.
+"""
 
 import functools
 from typing import Any, Literal, get_args
@@ -14,7 +16,9 @@ from pallas_kernels.fp4_matmul.reference import Activation, Options
 from pallas_kernels.operands import Fp4, Operand, check_real
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),
+    Implementation(
+        "mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure
+    ),
     Implementation("xla", unpacked.fp4_matmul, key=reference.key),
 )
 
@@ -37,17 +41,21 @@ def fp4_matmul(
     Args:
       x: real floats, `[..., k]` or `[..., n]`.
       w: an operand with `Fp4` scaling, as `tcfp_jax.products.pack_fp4` makes it.
-      contracts: the axis of w that is summed over: "k" for the forward product, "n" for its input gradient.
-      activation: the format to which x is rounded: "bfloat16" (W4A16; products are exact and their sums float32) or
-        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. If the weight has the rule
-        "fold_exact", W4A8 runs on FP8 tensor cores, whose sums keep about 14 bits.
+      contracts: the axis of w that is summed over: "k" for the forward product, "n" for
+        its input gradient.
+      activation: the format to which x is rounded: "bfloat16" (W4A16; products are
+        exact and their sums float32) or "float8_e4m3fn" (W4A8) with a float32 scale for
+        each row, max |x| / 448. If the weight has the rule "fold_exact", W4A8 runs on
+        FP8 tensor cores, whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
-      out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
-      backend: "mosaic" decodes weights in registers on Hopper, for at most 512 rows in W4A16, and for any number in
-        W4A8 of a fold-exact weight.
+      out_sharding: sharding of the result under an explicit mesh, as in
+        `lax.dot_general`.
+      backend: "mosaic" decodes weights in registers on Hopper, for at most 512 rows in
+        W4A16, and for any number in W4A8 of a fold-exact weight.
 
     Returns:
-      `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.
+      `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN
+        that read its block.
 
     Raises:
       TypeError: x is not real floating point, or w is not an FP4 operand.
@@ -62,32 +70,55 @@ def fp4_matmul(
     """
     check_real("x", x)
     _check(x, w, contracts, activation)
-    options = Options(jnp.dtype(x.dtype if out_dtype is None else out_dtype), activation, contracts, out_sharding)
-    return under_own_mesh(functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options))(x, w)
+    options = Options(
+        jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        activation,
+        contracts,
+        out_sharding,
+    )
+    return under_own_mesh(
+        functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
+    )(x, w)
 
 
 def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
     if contracts not in ("k", "n"):
-        raise ValueError(f'contracts={contracts!r} is unknown; use "k", the forward product, or "n", its transpose')
+        raise ValueError(
+            f'contracts={contracts!r} is unknown; use "k", the forward product, or "n",'
+            " its transpose"
+        )
     if activation not in get_args(Activation):
-        raise ValueError(f"activation={activation!r} is unknown; use one of {list(get_args(Activation))}")
+        raise ValueError(
+            f"activation={activation!r} is unknown; use one of"
+            f" {list(get_args(Activation))}"
+        )
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
         found = w.scaling if isinstance(w, Operand) else type(w).__name__
-        raise TypeError(f"w has the scaling {found}, but fp4_matmul reads FP4 codes; use pack_fp4, or matmul")
+        raise TypeError(
+            f"w has the scaling {found}, but fp4_matmul reads FP4 codes; use pack_fp4,"
+            " or matmul"
+        )
     if w.values.ndim != 2 or w.values.dtype != jnp.uint8:
         raise ValueError(
-            f"w has values {w.values.dtype}{list(w.values.shape)}, but FP4 codes are uint8 [n, k / 2]; use jax.vmap "
-            "over a stack"
+            f"w has values {w.values.dtype}{list(w.values.shape)}, but FP4 codes are"
+            " uint8 [n, k / 2]; use jax.vmap over a stack"
         )
     n, k = w.shape
     size = k if contracts == "k" else n
     if x.ndim < 1 or x.shape[-1] != size:
-        raise ValueError(f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose or reshape one")
+        raise ValueError(
+            f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose"
+            " or reshape one"
+        )
     expected, scaling = w.scaling.scale_shape((n, k)), w.scaling
     if w.scale.shape != expected or w.scale.dtype != scaling.scale_dtype:
         raise ValueError(
-            f"w{[n, k]} with {scaling} has scales {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are "
-            f"{w.scale.dtype}{list(w.scale.shape)}; use pack_fp4"
+            f"w{[n, k]} with {scaling} has scales"
+            f" {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are"
+            f" {w.scale.dtype}{list(w.scale.shape)}; use pack_fp4"
         )
     if scaling.has_outer != (w.outer is not None):
-        raise ValueError(f"w with {scaling} has outer={w.outer}; NVFP4 has one, jnp.float32(1) at least, MXFP4 None")
+        raise ValueError(
+            f"w with {scaling} has outer={w.outer}; NVFP4 has one, jnp.float32(1) at"
+            " least, MXFP4 None"
+        )

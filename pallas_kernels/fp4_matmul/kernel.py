@@ -1,16 +1,20 @@
-"""A product with an FP4 weight on Hopper: for few rows of x bound by the bytes of the weight, which are read once.
+"""A product with an FP4 weight on Hopper: for few rows of x bound by the bytes of the
+weight, which are read once.
 
     sums[n, m] = sum_k (code[n, k] * scale[n, k]) x[m, k]
     out[m, n]  = sums[n, m] * factor[m]                            unless k is split
 
-The weight is the operand that `wgmma` takes from registers, because nothing else can be decoded without a trip through
-shared memory: the tensor core computes the transposed product, 64 outputs n for every warpgroup and all of m. One
-warpgroup copies codes, scales and x ahead; the others decode (`decode.py`) and multiply. The rows of x are read by
-every block, so a block has as many warpgroups as fit, which share them. If there are too few outputs to fill the chip,
-blocks have parts of k, whose sums XLA adds. If there are many rows, blocks have bands of them: decoding a weight anew
-for each band costs less than writing and reading it.
+The weight is the operand that `wgmma` takes from registers, because nothing else can be
+decoded without a trip through shared memory: the tensor core computes the transposed
+product, 64 outputs n for every warpgroup and all of m. One warpgroup copies codes,
+scales and x ahead; the others decode (`decode.py`) and multiply. The rows of x are read
+by every block, so a block has as many warpgroups as fit, which share them. If there are
+too few outputs to fill the chip, blocks have parts of k, whose sums XLA adds. If there
+are many rows, blocks have bands of them: decoding a weight anew for each band costs
+less than writing and reading it.
 
-Copies are bound by how many bytes of a row they ask for at a time; `docs/decisions.md` lists the attempts to do better.
+Copies are bound by how many bytes of a row they ask for at a time; `docs/decisions.md`
+lists the attempts to do better.
 """
 
 import functools
@@ -49,7 +53,8 @@ class Config:
       stages: number of steps of k in flight.
       splits: number of blocks that share the steps of k.
       rows: rows of x of a block; None is all of them.
-      rounds_rows: whether every block rounds x to E4M3 itself (`rows.round_rows`), for at most 8 rows.
+      rounds_rows: whether every block rounds x to E4M3 itself (`rows.round_rows`), for
+        at most 8 rows.
     """
 
     warpgroups: int = 4
@@ -65,9 +70,11 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes: an even share, and the share if threads that copy give theirs away.
+        """Registers of a thread that computes: an even share, and the share if threads
+        that copy give theirs away.
 
-        A block has the registers that it was started with: a thread that asked for one more would wait for ever.
+        A block has the registers that it was started with: a thread that asked for one
+        more would wait for ever.
         """
         threads = self.warpgroups + 1
         even = 512 // threads // 8 * 8
@@ -78,7 +85,9 @@ class Config:
         return self.height * self.stages * (step // 2 + BLOCKS)
 
     def holds(self, m: int, *, evenly: bool = False) -> bool:
-        """Return whether registers suffice: half of m for sums, and 64 to decode and multiply."""
+        """Return whether registers suffice: half of m for sums, and 64 to decode and
+        multiply.
+        """
         return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
 
 
@@ -92,81 +101,114 @@ def call(
     factors: jax.Array | None = None,
     out: jax.ShapeDtypeStruct | None = None,
 ) -> jax.Array:
-    """Return the product, `out`, or, if k is split, sums to be added, float32 `[splits, n, m]`.
+    """Return the product, `out`, or, if k is split, sums to be added, float32
+    `[splits, n, m]`.
 
-    Sums without factors are still to be multiplied by `decode.BF16_FACTOR`. E4M3 is added in the tensor core's own
-    accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
+    Sums without factors are still to be multiplied by `decode.BF16_FACTOR`. E4M3 is
+    added in the tensor core's own accumulator, which keeps about 14 bits:
+    `accumulation="fast"` of `matmul`.
 
     Args:
-      config: sizes; its splits divide the steps of k, and blocks that round x have two steps at least.
+      config: sizes; its splits divide the steps of k, and blocks that round x have two
+        steps at least.
       form: the format of the weight; "nvfp4" if x is E4M3.
-      x: bfloat16 or float8_e4m3fn `[m, k]` in the order of `decode.permuted`. The rows of a block are a multiple of 8,
-        at most 256; m is a multiple of them and k of `decode.step_of(form)`. For blocks that round it: bfloat16 as it
-        is, at most 8 rows.
+      x: bfloat16 or float8_e4m3fn `[m, k]` in the order of `decode.permuted`. The rows
+        of a block are a multiple of 8, at most 256; m is a multiple of them and k of
+        `decode.step_of(form)`. For blocks that round it: bfloat16 as it is, at most 8
+        rows.
       codes: uint8 `[n, k / 2]`; n is a multiple of 64 times the warpgroups.
       scales: their bytes, uint8 `[n, k / block]`.
       table: `decode.table_of`.
-      factors: float32 `[m]`, or `[1]`, which is multiplied by the factor that the table leaves and by the scales of
-        rows that blocks round; None if x is bfloat16 and k is split.
-      out: bfloat16 or float32 `[rows, n]`, of the first rows of x, which padding follows; None if k is split.
+      factors: float32 `[m]`, or `[1]`, which is multiplied by the factor that the table
+        leaves and by the scales of rows that blocks round; None if x is bfloat16 and k
+        is split.
+      out: bfloat16 or float32 `[rows, n]`, of the first rows of x, which padding
+        follows; None if k is split.
     """
     m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
-    assert k // decode.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
+    assert k // decode.step_of(form) % config.splits == 0, (
+        "blocks have equal parts of k"
+    )
+    assert (out is None) == (config.splits > 1), (
+        "parts of k are added before they are rounded"
+    )
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
-        # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
+        # Copies of numbers of four bytes move tiles of 8 rows, of which only the first
+        # may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table, *([] if factors is None else [factors])]
     product = plgpu.kernel(
         functools.partial(_kernel, config, form, len(operands)),
         out_type=written,
-        # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
+        # Neighbouring blocks multiply the same part of the weight, which then comes
+        # from memory once.
         grid=(tiles * config.splits * bands,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
     )(*operands)
     product = varying(product, *operands)
     return product if out is None else product[: out.shape[0]]
 
 
 def _rows_of(config: Config, x: jax.Array | jax.Ref) -> int:
-    """Return the number of rows that are multiplied: x's own rows, then zeros that blocks add."""
+    """Return the number of rows that are multiplied: x's own rows, then zeros that
+    blocks add.
+    """
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
 
 
 def _kernel(config: Config, form: Fp4Format, inputs: int, *refs: jax.Ref) -> None:
     (x_gmem, _, _, table_gmem, *_), (out_gmem,) = refs[:inputs], refs[inputs:]
-    m, step, copied = config.rows or _rows_of(config, x_gmem), decode.step_of(form), not config.rounds_rows
+    m, step, copied = (
+        config.rows or _rows_of(config, x_gmem),
+        decode.step_of(form),
+        not config.rounds_rows,
+    )
     steps = x_gmem.shape[1] // step // config.splits
     # The copy into a single buffer would wait for a release that comes after it.
     stages = max(2, min(config.stages, steps))
     x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
-    swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_SWIZZLE))
+    swizzled = lambda size: (
+        plgpu.TilingTransform((8, size)),
+        plgpu.SwizzleTransform(_SWIZZLE),
+    )
 
     def scope(**smem: jax.Ref) -> None:
         block = _Block(config, form, steps, stages, refs[:inputs], out_gmem, smem)
-        lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
+        lax.cond(
+            lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume
+        )
 
     pl.run_scoped(
         scope,
-        codes=plgpu.SMEM((stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)),
+        codes=plgpu.SMEM(
+            (stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)
+        ),
         scales=plgpu.SMEM((stages, config.height, BLOCKS), jnp.uint8),
         x=plgpu.SMEM(
-            (stages if copied else steps, m, step), x_dtype, transforms=swizzled(_SWIZZLE // x_dtype.itemsize)
+            (stages if copied else steps, m, step),
+            x_dtype,
+            transforms=swizzled(_SWIZZLE // x_dtype.itemsize),
         ),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=_output_buffers(config.warpgroups, m, out_gmem.dtype) if config.splits == 1 else None,
+        out=_output_buffers(config.warpgroups, m, out_gmem.dtype)
+        if config.splits == 1
+        else None,
         largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
         scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
-        met=None if copied else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
+        met=None
+        if copied
+        else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
         filled=plgpu.Barrier(num_arrivals=2 + copied, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         collective_axes="warpgroup",
@@ -177,8 +219,8 @@ def _kernel(config: Config, form: Fp4Format, inputs: int, *refs: jax.Ref) -> Non
 class _Block:
     """A block at work, which takes `steps` of k through `stages` buffers.
 
-    `gmem` are references to global memory: x, codes, scales, table, and perhaps factors. `smem` has buffers and
-    barriers, by the names that `_kernel` gives them.
+    `gmem` are references to global memory: x, codes, scales, table, and perhaps
+    factors. `smem` has buffers and barriers, by the names that `_kernel` gives them.
     """
 
     config: Config
@@ -197,25 +239,39 @@ class _Block:
     @property
     def _place(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The band of x, the tile of outputs and the part of k that this block has."""
-        bands, splits = _rows_of(self.config, self.gmem[0]) // self.rows, self.config.splits
+        bands, splits = (
+            _rows_of(self.config, self.gmem[0]) // self.rows,
+            self.config.splits,
+        )
         block = lax.axis_index("block")
-        return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
+        return (
+            lax.rem(block, bands),
+            lax.div(block, bands * splits),
+            lax.rem(lax.div(block, bands), splits),
+        )
 
     @property
     def _band(self) -> pl.Slice:
         return pl.ds(self._place[0] * self.rows, self.rows)
 
     def _hand_over(self, registers: int, action: str) -> None:
-        """Give registers of the threads that copy to those that compute, if an even share is too few."""
+        """Give registers of the threads that copy to those that compute, if an even
+        share is too few.
+        """
         if not self.config.holds(self.rows, evenly=True):
             plgpu.set_max_registers(registers, action=action)
 
     def fill(self) -> None:
-        """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
+        """Copy the table, and codes, scales and x of each step: the work of one
+        warpgroup.
+        """
         (x, codes, scales, table, *_), smem = self.gmem, self.smem
         self._hand_over(COPYING, "decrease")
         plgpu.copy_gmem_to_smem(table, smem["table"], smem["ready"])
-        step, outputs = decode.step_of(self.form), pl.ds(self._place[1] * self.config.height, self.config.height)
+        step, outputs = (
+            decode.step_of(self.form),
+            pl.ds(self._place[1] * self.config.height, self.config.height),
+        )
 
         @pl.loop(0, self.steps)
         def _steps(k: jax.Array) -> None:
@@ -231,13 +287,19 @@ class _Block:
             if not self.config.rounds_rows:
                 sources["x"] = x.at[self._band, pl.ds(at * step, step)]
             for name, source in sources.items():
-                plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["filled"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    source, smem[name].at[slot], smem["filled"].at[slot]
+                )
 
     def consume(self) -> None:
-        """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
+        """Decode and multiply the steps of 64 outputs, and write them: the work of each
+        other warpgroup.
+        """
         self._hand_over(self.config.registers[1], "increase")
         if self.config.rounds_rows:
-            rows.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
+            rows.round_rows(
+                self.gmem[0], self._place[2] * self.steps, self.smem, self._meet
+            )
         plgpu.barrier_wait(self.smem["ready"])
         multiply = functools.partial(self._multiply, decode.places(self.form))
         pl.run_scoped(multiply, plgpu.ACC((OUTPUTS, self.rows), jnp.float32))
@@ -255,18 +317,32 @@ class _Block:
         def _steps(k: jax.Array) -> None:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
-            codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
-            operand = decode.decoder(self.form, str(x_smem.dtype), places, codes, scales, self.smem["table"])
+            codes, scales = (
+                self.smem[name].at[slot, own] for name in ("codes", "scales")
+            )
+            operand = decode.decoder(
+                self.form, str(x_smem.dtype), places, codes, scales, self.smem["table"]
+            )
             x = x_smem.at[k if self.config.rounds_rows else slot]
             for chunk in range(step // chunk_size):
-                plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * chunk_size, chunk_size)].T)
-                # One product runs while the next operand is decoded; the one before has read its registers.
+                plgpu.wgmma(
+                    acc,
+                    operand(chunk),
+                    x.at[:, pl.ds(chunk * chunk_size, chunk_size)].T,
+                )
+                # One product runs while the next operand is decoded; the one before has
+                # read its registers.
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
-                    # The buffers of the step before are free. "Step -1" arrives, too, because `fill` waits for it
-                    # before it fills the last of the buffers for the first time: with a branch here ptxas would wait
+                    # The buffers of the step before are free. "Step -1" arrives, too,
+                    # because `fill` waits for it before it fills the last of the
+                    # buffers for the first time: with a branch here ptxas would wait
                     # for every product.
-                    plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k - 1 + self.stages, self.stages)])
+                    plgpu.barrier_arrive(
+                        self.smem["consumed"].at[
+                            lax.rem(k - 1 + self.stages, self.stages)
+                        ]
+                    )
 
         plgpu.wgmma_wait(0)
         self._write(warpgroup, acc[...])
@@ -274,40 +350,66 @@ class _Block:
     def _write(self, warpgroup: jax.Array, sums: jax.Array) -> None:
         """Write sums of 64 outputs."""
         scaled = sums * self._factors() if len(self.gmem) == _OPERANDS else sums
-        outputs = pl.ds(self._place[1] * self.config.height + warpgroup * OUTPUTS, OUTPUTS)
+        outputs = pl.ds(
+            self._place[1] * self.config.height + warpgroup * OUTPUTS, OUTPUTS
+        )
         if self.smem["out"] is None:
             self.out_gmem[self._place[2], outputs, self._band] = scaled
         else:
-            _store(scaled, self.smem["out"].at[warpgroup], self.out_gmem.at[self._band, outputs])
+            _store(
+                scaled,
+                self.smem["out"].at[warpgroup],
+                self.out_gmem.at[self._band, outputs],
+            )
 
     def _factors(self) -> jax.Array:
         """Return the factors of the sums: a number, or one for each row of x."""
         factors = self.gmem[-1]
         if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.BF16_FACTOR[self.form])
-        # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
-        of_rows = self.smem["scales_of_rows"] if self.config.rounds_rows else factors.at[self._band]
-        found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        # Straight from memory, which "optimized" loads, made for swizzled shared
+        # memory, refuse.
+        of_rows = (
+            self.smem["scales_of_rows"]
+            if self.config.rounds_rows
+            else factors.at[self._band]
+        )
+        found = plgpu.load(
+            of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
         if self.config.rounds_rows:
             found = found * (factors[0] * jnp.float32(1 / E4M3_FACTOR))
         return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
 
 
 def piece(m: int) -> int:
-    """Return how many of m rows a warpgroup writes at a time: a quarter of them, in eights."""
-    return next(count for count in (m // 4, 16, 8) if count and count % 8 == 0 and m % count == 0)
+    """Return how many of m rows a warpgroup writes at a time: a quarter of them, in
+    eights.
+    """
+    return next(
+        count
+        for count in (m // 4, 16, 8)
+        if count and count % 8 == 0 and m % count == 0
+    )
 
 
 def _output_buffers(warpgroups: int, m: int, dtype: DTypeLike) -> plgpu.SMEM:
     """Return a buffer for each warpgroup: a piece of the rows times 64 outputs."""
     width = _SWIZZLE // jnp.dtype(dtype).itemsize
-    # 64 outputs that are as wide as the swizzle need no tiles, so a copy may end at any row of the output.
+    # 64 outputs that are as wide as the swizzle need no tiles, so a copy may end at any
+    # row of the output.
     tiles = () if width == OUTPUTS else (plgpu.TilingTransform((8, width)),)
-    return plgpu.SMEM((warpgroups, piece(m), OUTPUTS), dtype, transforms=(*tiles, plgpu.SwizzleTransform(_SWIZZLE)))
+    return plgpu.SMEM(
+        (warpgroups, piece(m), OUTPUTS),
+        dtype,
+        transforms=(*tiles, plgpu.SwizzleTransform(_SWIZZLE)),
+    )
 
 
 def _store(sums: jax.Array, out_smem: Any, out_gmem: jax.Ref) -> None:
-    """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece; copies leave out rows that the output lacks."""
+    """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece; copies leave out
+    rows that the output lacks.
+    """
     out, count = sums.astype(out_gmem.dtype), out_smem.shape[0]
     out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, sums.shape[1], count):

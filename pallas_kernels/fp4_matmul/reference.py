@@ -1,10 +1,12 @@
-"""The definition of a product with an FP4 weight: operands that are exact in BF16, added in float32.
+"""The definition of a product with an FP4 weight: operands that are exact in BF16,
+added in float32.
 
     contracts "k"    out[..., n] = outer * sum_k x[..., k] * (E2M1[code[n, k]] * scale[n, k])
     contracts "n"    out[..., k] = outer * sum_n g[..., n] * (E2M1[code[n, k]] * scale[n, k])
 
-The product in brackets is a bfloat16 number (`pallas_kernels.fp4`). So is x, which is rounded to bfloat16, or to E4M3
-with a scale for each row. Tensor cores multiply bfloat16 exactly and add in float32.
+The product in brackets is a bfloat16 number (`pallas_kernels.fp4`). So is x, which is
+rounded to bfloat16, or to E4M3 with a scale for each row. Tensor cores multiply
+bfloat16 exactly and add in float32.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from pallas_kernels.tuning import Key
 Activation = Literal["bfloat16", "float8_e4m3fn"]
 # X in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
 ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
-# Codes times scales are stored in E4M3 times this factor, which brings the largest one, 6 * 448, into its range.
+# Codes times scales are stored in E4M3 times this factor, which brings the largest one,
+# 6 * 448, into its range.
 E4M3_FACTOR = 2.0**-3
 
 
@@ -36,7 +39,8 @@ class Options:
       out_dtype: dtype of the result; the sum is scaled in float32 and rounded to it.
       activation: format to which x is rounded.
       contracts: axis of the weight `[n, k]` that is summed over.
-      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in
+        `lax.dot_general`.
     """
 
     out_dtype: np.dtype
@@ -45,23 +49,35 @@ class Options:
     out_sharding: Any = None
 
 
-def decode(w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0) -> jax.Array:
-    """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`; it is exact in bfloat16."""
+def decode(
+    w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0
+) -> jax.Array:
+    """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`;
+    it is exact in bfloat16.
+    """
     (n, k), scaling, bits = w.shape, scaling_of(w), 8 * jnp.dtype(dtype).itemsize
     if k % scaling.block:
-        scale = scaling.spread(w.scale, (n, k))[:, ::2]  # the two codes of a byte share their scale
+        # the two codes of a byte share their scale
+        scale = scaling.spread(w.scale, (n, k))[:, ::2]
     else:
-        scale = numerics.decode_e8m0(w.scale) if scaling.format == "mxfp4" else w.scale.astype(jnp.float32)
+        scale = (
+            numerics.decode_e8m0(w.scale)
+            if scaling.format == "mxfp4"
+            else w.scale.astype(jnp.float32)
+        )
         if scaling.tile == "square":
             scale = jnp.repeat(scale, scaling.block, axis=0)[:n]
-        scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, scaling.block // 2)).reshape(n, -1)
+        scale = jnp.broadcast_to(
+            scale[:, :, None], (*scale.shape, scaling.block // 2)
+        ).reshape(n, -1)
     word, pair = {8: (jnp.uint8, jnp.uint16), 16: (jnp.uint16, jnp.uint32)}[bits]
 
     def value(codes: jax.Array) -> jax.Array:
         rounded = (fp4.numbers(codes) * (scale * factor)).astype(dtype)
         return lax.bitcast_convert_type(rounded, word).astype(pair)
 
-    # A byte's two values are written as one word: XLA would write values that lie side by side apart.
+    # A byte's two values are written as one word: XLA would write values that lie side
+    # by side apart.
     pairs = value(w.values & 15) | value(w.values >> 4) << bits
     return lax.bitcast_convert_type(pairs, dtype).reshape(n, k)
 
@@ -73,19 +89,26 @@ def scaling_of(w: Operand) -> Fp4:
 
 
 def scale_bytes(w: Operand) -> jax.Array:
-    """Return the bytes of every row's scales, uint8 `[n, k / block]`, as kernels read them.
+    """Return the bytes of every row's scales, uint8 `[n, k / block]`, as kernels read
+    them.
 
-    The scale of a square is repeated for each of its rows, which costs 0.5 bits a value.
+    The scale of a square is repeated for each of its rows, which costs 0.5 bits a
+    value.
     """
     scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), scaling_of(w)
-    return scales if scaling.tile == "vector" else jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
+    return (
+        scales
+        if scaling.tile == "vector"
+        else jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
+    )
 
 
 def e4m3_table() -> np.ndarray:
-    """Return the magnitudes of E2M1 times every scale byte times `E4M3_FACTOR`, in E4M3: uint32 `[512]`.
+    """Return the magnitudes of E2M1 times every scale byte times `E4M3_FACTOR`, in
+    E4M3: uint32 `[512]`.
 
-    A scale byte has 8 bytes, two words. They are rounded to nearest even, as `decode` rounds them; scales of the rule
-    "fold_exact" make only subnormal numbers round.
+    A scale byte has 8 bytes, two words. They are rounded to nearest even, as `decode`
+    rounds them; scales of the rule "fold_exact" make only subnormal numbers round.
     """
     e4m3 = jnp.dtype(jnp.float8_e4m3fn)
     scale = np.arange(256, dtype=np.uint8).view(e4m3).astype(np.float32)
@@ -99,27 +122,46 @@ def quantize_rows(x: jax.Array) -> Operand:
 
 
 def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
-    """Return the product of x, or of its rows that were rounded before; see `api.fp4_matmul`."""
+    """Return the product of x, or of its rows that were rounded before; see
+    `api.fp4_matmul`.
+    """
     if options.activation == "bfloat16":
         assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
         values, scale = x.astype(jnp.bfloat16), None
     else:
         rows = x if isinstance(x, Operand) else quantize_rows(x)
         # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
-        values, scale = lax.optimization_barrier(rows.values).astype(jnp.bfloat16), rows.scale
+        values, scale = (
+            lax.optimization_barrier(rows.values).astype(jnp.bfloat16),
+            rows.scale,
+        )
     axes = (((values.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
 
     def in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
         x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-        return lax.dot_general(x, w, axes, precision=lax.Precision.HIGHEST, out_sharding=options.out_sharding)
+        return lax.dot_general(
+            x,
+            w,
+            axes,
+            precision=lax.Precision.HIGHEST,
+            out_sharding=options.out_sharding,
+        )
 
     def on_tensor_cores(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(x, w, axes, preferred_element_type=jnp.float32, out_sharding=options.out_sharding)
+        return lax.dot_general(
+            x,
+            w,
+            axes,
+            preferred_element_type=jnp.float32,
+            out_sharding=options.out_sharding,
+        )
 
     if values.size == 0 or w.values.size == 0:
         out = in_float32(values, decode(w))
     else:
-        out = lax.platform_dependent(values, decode(w), cuda=on_tensor_cores, default=in_float32)
+        out = lax.platform_dependent(
+            values, decode(w), cuda=on_tensor_cores, default=in_float32
+        )
     out = out if w.outer is None else out * w.outer
     return (out if scale is None else out * scale[..., None]).astype(options.out_dtype)
 

@@ -1,4 +1,6 @@
-"""`grouped_matmul`: rows in groups, each group times a weight of its own, as in layers with a mixture of experts."""
+"""`grouped_matmul`: rows in groups, each group times a weight of its own, as in layers
+with a mixture of experts.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +17,18 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.grouped_matmul, mosaic.reject, configure=mosaic.configure),
+    Implementation(
+        "mosaic", mosaic.grouped_matmul, mosaic.reject, configure=mosaic.configure
+    ),
     Implementation("xla", reference.grouped_matmul, key=reference.key),
 )
 GRADIENT_IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.grouped_weight_gradient, mosaic.reject, configure=mosaic.configure),
+    Implementation(
+        "mosaic",
+        mosaic.grouped_weight_gradient,
+        mosaic.reject,
+        configure=mosaic.configure,
+    ),
     Implementation("xla", reference.grouped_weight_gradient, key=reference.key),
 )
 
@@ -35,28 +44,33 @@ def grouped_matmul(
 ) -> "Float[jax.Array, 'm n']":
     """Return the product of each row of x with the weight of its group.
 
-    The first `group_sizes[0]` rows belong to the first weight, the next `group_sizes[1]` to the second, and so on:
-    `out[i, n] = sum_k x[i, k] s_x * (w[e, n, k] + w_lo[e, n, k]) s_w` for row i of group e. The gradient of x is the
-    same call with the gradient of the result and the other orientation of the weights, `[e, k, n]`.
+    The first `group_sizes[0]` rows belong to the first weight, the next
+    `group_sizes[1]` to the second, and so on: `out[i, n] = sum_k x[i, k] s_x * (w[e, n,
+    k] + w_lo[e, n, k]) s_w` for row i of group e. The gradient of x is the same call
+    with the gradient of the result and the other orientation of the weights,
+    `[e, k, n]`.
 
     Args:
       x: `[m, k]`, an operand without a residual, or a bfloat16 array.
-      w: `[e, n, k]`, an operand with a scale for each weight (`Tensor`, `[e]`), each of its rows (`Row`, `[e, n]`) or
-        its blocks (`Block`; x then has vectors), or a bfloat16 array if x is one. A residual shares its scales.
+      w: `[e, n, k]`, an operand with a scale for each weight (`Tensor`, `[e]`), each of
+        its rows (`Row`, `[e, n]`) or its blocks (`Block`; x then has vectors), or a
+        bfloat16 array if x is one. A residual shares its scales.
       group_sizes: integers, zero or more; they may add up to less than m.
       out_dtype: a real float; sums are scaled in float32 and then rounded to it.
       accumulation: as in `matmul`. XLA adds in float32 for both.
       backend: None for the fastest one, or a name.
 
     Returns:
-      `[m, n]` in `out_dtype`. Rows behind the last group are zero. All is NaN if a size is negative or the sizes add up
-      to more than m, because a compiled program cannot raise. XLA multiplies every row by every weight; the Mosaic
-      kernel needs 128 rows, and k and n whose bytes are multiples of 64 and 128.
+      `[m, n]` in `out_dtype`. Rows behind the last group are zero. All is NaN if a size
+      is negative or the sizes add up to more than m, because a compiled program cannot
+      raise. XLA multiplies every row by every weight; the Mosaic kernel needs 128 rows,
+      and k and n whose bytes are multiples of 64 and 128.
 
     Raises:
-      TypeError: an operand is neither FP8 nor bfloat16, such as FP4, or sizes are not integers.
-      ValueError: shapes or scales do not fit, concrete sizes are negative or add up to more than m, or an unknown
-        `accumulation` or `backend`.
+      TypeError: an operand is neither FP8 nor bfloat16, such as FP4, or sizes are not
+        integers.
+      ValueError: shapes or scales do not fit, concrete sizes are negative or add up to
+        more than m, or an unknown `accumulation` or `backend`.
       NotImplementedError: E5M2 x E5M2, or a named backend that cannot run this product.
 
     >>> x, w = jnp.ones((4, 2), jnp.bfloat16), jnp.asarray([[[1, 1]], [[2, 2]]], jnp.bfloat16)
@@ -66,12 +80,14 @@ def grouped_matmul(
     values = reference.values_of(w)
     if values.ndim != 3 or reference.values_of(x).ndim != 2:
         raise ValueError(
-            f"x{list(reference.values_of(x).shape)} and w{list(values.shape)} must be [m, k] and [e, n, k]"
+            f"x{list(reference.values_of(x).shape)} and w{list(values.shape)} must be"
+            " [m, k] and [e, n, k]"
         )
     if isinstance(w, Operand) and w.scale.shape != w.scaling.scale_shape(values.shape):
         raise ValueError(
-            f"w{list(values.shape)} with {w.scaling} has scales {list(w.scale.shape)}, but each of the {len(values)} "
-            f"weights has its own, {list(w.scaling.scale_shape(values.shape))}; quantize w by jax.vmap"
+            f"w{list(values.shape)} with {w.scaling} has scales {list(w.scale.shape)},"
+            f" but each of the {len(values)} weights has its own,"
+            f" {list(w.scaling.scale_shape(values.shape))}; quantize w by jax.vmap"
         )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), w)
     _check(x, one, accumulation)
@@ -89,12 +105,15 @@ def grouped_weight_gradient(
     accumulation: Accumulation = "fast",
     backend: Backend | None = None,
 ) -> "Float[jax.Array, 'e k n']":
-    """Return the gradient of each weight of `grouped_matmul`, from the columns of x and of the result's gradient.
+    """Return the gradient of each weight of `grouped_matmul`, from the columns of x and
+    of the result's gradient.
 
-    `out[e, k, n] = sum_i x[k, i] s_x * g[n, i] s_g` over the rows i of group e; zero for an empty group.
+    `out[e, k, n] = sum_i x[k, i] s_x * g[n, i] s_g` over the rows i of group e; zero
+    for an empty group.
 
     Args:
-      x: `[k, m]`, an operand with one scale, one for each k, or vectors of blocks, or a bfloat16 array.
+      x: `[k, m]`, an operand with one scale, one for each k, or vectors of blocks, or a
+        bfloat16 array.
       g: `[n, m]`, of the same kind.
       group_sizes, accumulation, backend: as in `grouped_matmul`.
       out_dtype: a real float.
@@ -112,34 +131,62 @@ def grouped_weight_gradient(
     _check(x, g, accumulation)
     sizes = check_sizes(group_sizes, reference.values_of(x).shape[1])
     options = Product(jnp.dtype(out_dtype), accumulation)
-    return dispatch("grouped_weight_gradient", GRADIENT_IMPLEMENTATIONS, backend, options, x, g, sizes)
+    return dispatch(
+        "grouped_weight_gradient",
+        GRADIENT_IMPLEMENTATIONS,
+        backend,
+        options,
+        x,
+        g,
+        sizes,
+    )
 
 
 def check_sizes(group_sizes: jax.Array, m: int, groups: int | None = None) -> jax.Array:
-    """Return sizes of groups of m rows as int32; raise if they are not one for each group, or concrete and wrong."""
+    """Return sizes of groups of m rows as int32; raise if they are not one for each
+    group, or concrete and wrong.
+    """
     group_sizes = jnp.asarray(group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes has dtype {group_sizes.dtype}; sizes are integers, use .astype(jnp.int32)")
+        raise TypeError(
+            f"group_sizes has dtype {group_sizes.dtype}; sizes are integers, use"
+            " .astype(jnp.int32)"
+        )
     if group_sizes.ndim != 1 or groups not in (None, len(group_sizes)):
-        raise ValueError(f"group_sizes has shape {list(group_sizes.shape)}, not one size for each of {groups} groups")
+        raise ValueError(
+            f"group_sizes has shape {list(group_sizes.shape)}, not one size for each of"
+            f" {groups} groups"
+        )
     if not isinstance(group_sizes, jax.core.Tracer):
         sizes = np.asarray(group_sizes, np.int64)
         if np.any(sizes < 0) or sizes.sum() > m:
             raise ValueError(
-                f"group_sizes {sizes[:8].tolist()} have the sum {sizes.sum()}, but x has {m} rows; sizes are zero or "
-                "more and add up to at most the number of rows"
+                f"group_sizes {sizes[:8].tolist()} have the sum {sizes.sum()}, but x"
+                f" has {m} rows; sizes are zero or more and add up to at most the"
+                " number of rows"
             )
     return group_sizes.astype(jnp.int32)
 
 
 def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) -> None:
     if accumulation not in ("fast", "full"):
-        raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
+        raise ValueError(
+            f'accumulation={accumulation!r} is unknown; use "fast" or "full"'
+        )
     if isinstance(x, Operand) and isinstance(w, Operand):
         return check_operands(x, w)
     a, b = (reference.values_of(one) for one in (x, w))
-    if isinstance(x, Operand) or isinstance(w, Operand) or not a.dtype == b.dtype == jnp.bfloat16:
-        raise TypeError(f"a grouped product of {a.dtype} and {b.dtype}: pass two FP8 operands or two bfloat16 arrays")
+    if (
+        isinstance(x, Operand)
+        or isinstance(w, Operand)
+        or not a.dtype == b.dtype == jnp.bfloat16
+    ):
+        raise TypeError(
+            f"a grouped product of {a.dtype} and {b.dtype}: pass two FP8 operands or"
+            " two bfloat16 arrays"
+        )
     if a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"x{list(a.shape)} and w{list(b.shape)} must agree in their last axis")
+        raise ValueError(
+            f"x{list(a.shape)} and w{list(b.shape)} must agree in their last axis"
+        )
     return None

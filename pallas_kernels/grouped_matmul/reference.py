@@ -1,8 +1,10 @@
-"""The definition of grouped products by `lax.ragged_dot_general`: float32 on a CPU, BF16 tensor cores on a GPU.
+"""The definition of grouped products by `lax.ragged_dot_general`: float32 on a CPU,
+BF16 tensor cores on a GPU.
 
-XLA has no grouped product on a CPU or a Hopper GPU. It masks x once for each group and multiplies densely, so the
-forward product of e groups costs e times the multiplications and reads e copies of x: 7 to 170 times the time of a
-grouped kernel on an H100. No weight is gathered for a row. FP8 values are exact in bfloat16 and their products in
+XLA has no grouped product on a CPU or a Hopper GPU. It masks x once for each group and
+multiplies densely, so the forward product of e groups costs e times the multiplications
+and reads e copies of x: 7 to 170 times the time of a grouped kernel on an H100. No
+weight is gathered for a row. FP8 values are exact in bfloat16 and their products in
 float32, so the result has the rounding of float32 sums alone.
 """
 
@@ -22,8 +24,15 @@ _ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 
-def grouped_matmul(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array) -> Any:
-    """Return the product of each row with the weight of its group, see `api.grouped_matmul`."""
+def grouped_matmul(
+    options: Product,
+    x: Operand | jax.Array,
+    w: Operand | jax.Array,
+    group_sizes: jax.Array,
+) -> Any:
+    """Return the product of each row with the weight of its group, see
+    `api.grouped_matmul`.
+    """
     x, w = _without_blocks(x), _without_blocks(w)
     out = _unscaled(_ROWS, x, w, group_sizes)
     m = out.shape[0]
@@ -38,21 +47,40 @@ def grouped_matmul(options: Product, x: Operand | jax.Array, w: Operand | jax.Ar
 
 
 def grouped_weight_gradient(
-    options: Product, x: Operand | jax.Array, g: Operand | jax.Array, group_sizes: jax.Array
+    options: Product,
+    x: Operand | jax.Array,
+    g: Operand | jax.Array,
+    group_sizes: jax.Array,
 ) -> jax.Array:
-    """Return the product over the rows of each group, see `api.grouped_weight_gradient`."""
+    """Return the product over the rows of each group, see
+    `api.grouped_weight_gradient`.
+    """
     x, g = _without_blocks(x), _without_blocks(g)
     out = _unscaled(_WITHIN, x, g, group_sizes)
     if isinstance(x, Operand) and isinstance(g, Operand):
-        out = out * x.scaling.spread(x.scale, (x.shape[0], 1)) * g.scaling.spread(g.scale, (g.shape[0], 1))[..., 0]
+        out = (
+            out
+            * x.scaling.spread(x.scale, (x.shape[0], 1))
+            * g.scaling.spread(g.scale, (g.shape[0], 1))[..., 0]
+        )
     return _checked(out, group_sizes, values_of(x).shape[1]).astype(options.out_dtype)
 
 
-def key(options: Product, x: Operand | jax.Array, w: Operand | jax.Array, group_sizes: jax.Array) -> Key:
-    """Return the name of a grouped product in `tuned.json`, with the shape `(e, m, k, n)`."""
+def key(
+    options: Product,
+    x: Operand | jax.Array,
+    w: Operand | jax.Array,
+    group_sizes: jax.Array,
+) -> Key:
+    """Return the name of a grouped product in `tuned.json`, with the shape
+    `(e, m, k, n)`.
+    """
     (m, k), n = values_of(x).shape, values_of(w).shape[-2]
     halves = "dual" if getattr(w, "lo", None) is not None else "single"
-    variant = f"{halves} {options.accumulation} {values_of(w).dtype} {jnp.dtype(options.out_dtype)}"
+    variant = (
+        f"{halves} {options.accumulation} {values_of(w).dtype}"
+        f" {jnp.dtype(options.out_dtype)}"
+    )
     if isinstance(w, Operand) and isinstance(w.scaling, Block):
         variant += f" {w.scaling.tile} {w.scaling.size}"
     if values_of(w).ndim == 2:
@@ -66,15 +94,23 @@ def values_of(x: Operand | jax.Array) -> jax.Array:
 
 
 def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
-    """Return an operand in blocks with one scale of 1: an FP8 value times a power of two is exact in bfloat16."""
+    """Return an operand in blocks with one scale of 1: an FP8 value times a power of
+    two is exact in bfloat16.
+    """
     if not (isinstance(x, Operand) and isinstance(x.scaling, Block)):
         return x
     scale, lo = x.scale_of_values(), x.lo
-    wide = lambda half: (lax.optimization_barrier(half).astype(jnp.float32) * scale).astype(jnp.bfloat16)
-    return Operand(wide(x.values), jnp.ones(x.values.shape[:-2]), None if lo is None else wide(lo))
+    wide = lambda half: (
+        lax.optimization_barrier(half).astype(jnp.float32) * scale
+    ).astype(jnp.bfloat16)
+    return Operand(
+        wide(x.values), jnp.ones(x.values.shape[:-2]), None if lo is None else wide(lo)
+    )
 
 
-def _unscaled(numbers: lax.RaggedDotDimensionNumbers, x: Any, w: Any, group_sizes: jax.Array) -> jax.Array:
+def _unscaled(
+    numbers: lax.RaggedDotDimensionNumbers, x: Any, w: Any, group_sizes: jax.Array
+) -> jax.Array:
     """Return the float32 product of the values without their scales."""
     lo = w.lo if isinstance(w, Operand) else None
     operands = (values_of(x), values_of(w), *(() if lo is None else (lo,)))
@@ -84,20 +120,32 @@ def _unscaled(numbers: lax.RaggedDotDimensionNumbers, x: Any, w: Any, group_size
         return _ragged(numbers, True)(x.astype(jnp.float32), w, group_sizes)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
-        # The barrier keeps XLA from cancelling the cast against the one that made the values, in the same jit.
-        narrow = [half.astype(jnp.bfloat16) for half in lax.optimization_barrier((x, *halves))]
-        return sum(_ragged(numbers, False)(narrow[0], half, group_sizes) for half in narrow[1:])  # type: ignore[return-value]
+        # The barrier keeps XLA from cancelling the cast against the one that made the
+        # values, in the same jit.
+        narrow = [
+            half.astype(jnp.bfloat16) for half in lax.optimization_barrier((x, *halves))
+        ]
+        return sum(
+            _ragged(numbers, False)(narrow[0], half, group_sizes) for half in narrow[1:]
+        )  # type: ignore[return-value]
 
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
 @functools.cache
-def _ragged(numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False) -> Callable[..., jax.Array]:
-    """Return the product of arrays, or of stacks of them; `jax.vmap` may add an axis to any operand.
+def _ragged(
+    numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False
+) -> Callable[..., jax.Array]:
+    """Return the product of arrays, or of stacks of them; `jax.vmap` may add an axis to
+    any operand.
 
-    JAX's own rule wants every operand to have the new axis, and fails for a second one (jax 0.10 to 0.12).
+    JAX's own rule wants every operand to have the new axis, and fails for a second one
+    (jax 0.10 to 0.12).
     """
-    options: Any = dict(preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST if precise else None)
+    options: Any = dict(
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if precise else None,
+    )
 
     def one(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.ragged_dot_general(x, w, group_sizes, numbers, **options)
@@ -105,10 +153,17 @@ def _ragged(numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool
     product = jax.custom_batching.custom_vmap(jax.vmap(one) if stacked else one)
 
     @product.def_vmap
-    def of_stack(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        alike = [a if own else jnp.broadcast_to(a, (size, *a.shape)) for a, own in zip(arrays, batched, strict=True)]
+    def of_stack(
+        size: int, batched: list[bool], *arrays: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        alike = [
+            a if own else jnp.broadcast_to(a, (size, *a.shape))
+            for a, own in zip(arrays, batched, strict=True)
+        ]
         stack = alike[0].shape[: 2 if stacked else 1]
-        out = _ragged(numbers, precise, True)(*(a.reshape(-1, *a.shape[len(stack) :]) for a in alike))
+        out = _ragged(numbers, precise, True)(
+            *(a.reshape(-1, *a.shape[len(stack) :]) for a in alike)
+        )
         return out.reshape(*stack, *out.shape[1:]), True
 
     return product

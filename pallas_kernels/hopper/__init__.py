@@ -1,1 +1,3 @@
-"""The FP8 product on Hopper GPUs in Pallas Mosaic: its plan, its pipelines, and the kernel."""
+"""The FP8 product on Hopper GPUs in Pallas Mosaic: its plan, its pipelines, and the
+kernel.
+"""

@@ -1,7 +1,9 @@
-"""The plan of a product on a Hopper GPU: tile sizes, the shapes that they fit, and the best guesses.
+"""The plan of a product on a Hopper GPU: tile sizes, the shapes that they fit, and the
+best guesses.
 
-Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `matmul`. The kernel needs jax 0.11; on CPUs
-it runs interpreted. `tuning` knows the fastest config for shapes that were measured.
+Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `matmul`. The
+kernel needs jax 0.11; on CPUs it runs interpreted. `tuning` knows the fastest config
+for shapes that were measured.
 """
 
 import dataclasses
@@ -20,16 +22,19 @@ from pallas_kernels.operands import Accumulation, Block, Operand, sizes
 from pallas_kernels.tuning import Key
 
 SMALLEST_JAX = (0, 11)
-# A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples of it.
+# A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples
+# of it.
 SWIZZLE = 128
 COMPUTE_WARPGROUPS = 2
 SHARED_MEMORY = 227 * 1024
 ROWS, COLUMNS = 128, 64  # fewest of a tile in passes.py, which has whole squares
-# A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
+# A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide
+# (the widest swizzle).
 EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
 _BARRIERS = 1024  # bytes at most, with the alignment of the buffers
-# (stages, store_buffers, cluster) of a kernel that skips. Totals and accumulator fill the registers, and the rest
-# depends on how ptxas treats these constants: it keeps these within 80 bytes of stack, others take 250.
+# (stages, store_buffers, cluster) of a kernel that skips. Totals and accumulator fill
+# the registers, and the rest depends on how ptxas treats these constants: it keeps
+# these within 80 bytes of stack, others take 250.
 _SKIPPING = {
     128: ((2, 1, 2), (3, 1, 2), (2, 4, 1)),
     64: ((5, 2, 1), (4, 2, 2), (6, 1, 1)),
@@ -44,16 +49,20 @@ class Config:
     """Tile sizes and order of one kernel.
 
     Attributes:
-      tile_m, tile_n: sides of an output tile; each of two warpgroups computes half of its rows.
+      tile_m, tile_n: sides of an output tile; each of two warpgroups computes half of
+        its rows.
       tile_k: length of one step of the sum, after which full accumulation promotes.
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: dimension along which consecutive tiles are neighbours.
       snake: tiles along it before the order turns around.
-      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile, "ring" runs
-        ahead for any number of steps, and needs scales of blocks or full accumulation.
-      store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
-      chunks: parts of the columns of a sum that are scaled in turn by vectors, at most as many as output pieces.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained"
+        ends with each tile, "ring" runs ahead for any number of steps, and needs scales
+        of blocks or full accumulation.
+      store_buffers: pieces of the output, for each warpgroup, that may be on their way
+        to memory while it goes on.
+      chunks: parts of the columns of a sum that are scaled in turn by vectors, at most
+        as many as output pieces.
     """
 
     tile_m: int = 256
@@ -78,9 +87,11 @@ class Plan:
       promote: whether sums are promoted to float32 registers after each tile_k.
       has_bias: whether a bias is added before the result is rounded.
       blocks: clusters of the persistent grid.
-      scaling: scales of promoted sums: none ("tensor", whose scale is the epilogue's), a vector of x and a number for
-        every tile_k columns of W ("square"), or a vector of each ("vector").
-      skips: whether steps without a residual leave it out, by a list that the kernel is given.
+      scaling: scales of promoted sums: none ("tensor", whose scale is the epilogue's),
+        a vector of x and a number for every tile_k columns of W ("square"), or a vector
+        of each ("vector").
+      skips: whether steps without a residual leave it out, by a list that the kernel is
+        given.
     """
 
     config: Config
@@ -93,12 +104,16 @@ class Plan:
 
     @property
     def memory_registers(self) -> int:
-        """Registers of a thread that copies: few if vectors of scales fill the other threads, else enough for ptxas."""
+        """Registers of a thread that copies: few if vectors of scales fill the other
+        threads, else enough for ptxas.
+        """
         return 24 if self.scaling == "vector" else 40
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a thread that computes: warpgroups share 512 for each of their threads, given out in eights."""
+        """Registers of a thread that computes: warpgroups share 512 for each of their
+        threads, given out in eights.
+        """
         return (512 - self.memory_registers) // COMPUTE_WARPGROUPS // 8 * 8
 
 
@@ -122,34 +137,53 @@ class Problem:
     def of(cls, x: Operand, w: Operand) -> "Problem":
         """Return the sizes of `x @ w.T`."""
         block = w.scaling if isinstance(w.scaling, Block) else None
-        return cls(*sizes(x, w), 1 if w.lo is None else 2, block, w.lo_scale is not None)
+        return cls(
+            *sizes(x, w), 1 if w.lo is None else 2, block, w.lo_scale is not None
+        )
 
     def by_squares(self, tile_n: int) -> bool:
-        """Return whether one number scales every square of W in a tile, instead of one for each column.
+        """Return whether one number scales every square of W in a tile, instead of one
+        for each column.
 
         A square must be at least as wide as a piece of the output of 2-byte values.
         """
         block = self.block
         return (
-            block is not None and block.tile == "square" and tile_n % block.size == 0
+            block is not None
+            and block.tile == "square"
+            and tile_n % block.size == 0
             and block.size >= EPILOGUE_ROW_BYTES // 2
-        )  # fmt: skip
+        )
 
 
 def candidates(problem: Problem, accumulation: Accumulation) -> list[Config]:
     """Return the configs that fit a product, the best guess first."""
-    guesses = _of_tensors(problem, accumulation) if problem.block is None else _of_blocks(problem, problem.block)
+    guesses = (
+        _of_tensors(problem, accumulation)
+        if problem.block is None
+        else _of_blocks(problem, problem.block)
+    )
     return [config for config in guesses if misfit(config, problem) is None]
 
 
 def _of_tensors(problem: Problem, accumulation: Accumulation) -> list[Config]:
     halves = problem.halves
-    # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long as 256 of k.
-    shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
+    # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long
+    # as 256 of k.
+    shape: dict[str, Any] = dict(
+        tile_k=256 // halves, stages=2, store_buffers=2 * halves
+    )
     tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
     small = Config(128, 128, stages=4)
-    # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider W tiles suit one half.
-    guesses = [tall, small] if accumulation == "full" else [wide, tall, small] if halves == 1 else [tall, wide, small]
+    # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider
+    # W tiles suit one half.
+    guesses = (
+        [tall, small]
+        if accumulation == "full"
+        else [wide, tall, small]
+        if halves == 1
+        else [tall, wide, small]
+    )
     return [
         dataclasses.replace(guess, pipeline=pipeline, cluster=cluster)
         for guess in guesses
@@ -160,13 +194,22 @@ def _of_tensors(problem: Problem, accumulation: Accumulation) -> list[Config]:
 
 def _of_blocks(problem: Problem, block: Block) -> list[Config]:
     halves = problem.halves
-    make: Callable[..., Config] = functools.partial(Config, tile_n=128, tile_k=block.size)  # type: ignore[arg-type]
+    make: Callable[..., Config] = functools.partial(
+        Config, tile_n=128, tile_k=block.size
+    )  # type: ignore[arg-type]
     if problem.skips:
         ring = functools.partial(make, pipeline="ring", chunks=2)
-        # Lower tiles have registers for anything. A step without W_lo leaves its buffer empty, so more stages pay.
-        lower = [ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster) for cluster in (2, 1)]
+        # Lower tiles have registers for anything. A step without W_lo leaves its buffer
+        # empty, so more stages pay.
+        lower = [
+            ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster)
+            for cluster in (2, 1)
+        ]
         lower += [ring(tile_m=128, stages=3, cluster=cluster) for cluster in (2, 1)]
-        return [ring(stages=s, store_buffers=stores, cluster=c) for s, stores, c in _SKIPPING[block.size]] + lower
+        return [
+            ring(stages=s, store_buffers=stores, cluster=c)
+            for s, stores, c in _SKIPPING[block.size]
+        ] + lower
     # Two halves take twice the columns of W in a stage.
     stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[block.size]
     tall = make(tile_m=256, stages=stages, pipeline="ring", cluster=1)
@@ -174,36 +217,68 @@ def _of_blocks(problem: Problem, block: Block) -> list[Config]:
         guesses = [tall]
     else:
         drained = dataclasses.replace(tall, pipeline="drained")
-        guesses = [dataclasses.replace(start, chunks=chunks) for chunks in (2, 4) for start in (drained, tall)]
+        guesses = [
+            dataclasses.replace(start, chunks=chunks)
+            for chunks in (2, 4)
+            for start in (drained, tall)
+        ]
     # Clusters of two were slower for every shape that was timed with a single weight.
     guesses += [dataclasses.replace(tall, cluster=2)]
-    return guesses + [make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring") for cluster in (1, 2)]
+    return guesses + [
+        make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring")
+        for cluster in (1, 2)
+    ]
 
 
 def misfit(config: Config, problem: Problem) -> str | None:
     """Return the reason why a config cannot compute a product, or None."""
     m, k, n = problem.m, problem.k, problem.n
     rows = config.tile_m * config.cluster
-    for name, size, unit in (("m", m, rows), ("n", n, config.tile_n), ("k", k, config.tile_k)):
+    for name, size, unit in (
+        ("m", m, rows),
+        ("n", n, config.tile_n),
+        ("k", k, config.tile_k),
+    ):
         if size == 0 or size % unit:
             return f"{name}={size} must be a multiple of {unit}"
-    pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
+    pieces = (
+        config.tile_m
+        * config.tile_n
+        // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
+    )
     if pieces % config.store_buffers:
-        return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
-    operands = config.stages * (config.tile_m + problem.halves * config.tile_n) * config.tile_k
-    used = operands + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+        return (
+            f"{pieces} pieces of an output tile must be a multiple of"
+            f" store_buffers={config.store_buffers}"
+        )
+    operands = (
+        config.stages * (config.tile_m + problem.halves * config.tile_n) * config.tile_k
+    )
+    used = (
+        operands
+        + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+    )
     if used > SHARED_MEMORY:
         return f"{used} bytes of shared memory exceed {SHARED_MEMORY}"
     steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
         if steps % config.stages:
-            return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
+            return (
+                f"a steady pipeline needs k / {config.tile_k} = {steps} to be a"
+                f" multiple of stages={config.stages}"
+            )
         if tiles < 2 * blocks(config):
-            return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
+            return (
+                "a steady pipeline needs two output tiles for every block, but there"
+                f" are {tiles}"
+            )
     # Buffers of scales, float32, and their barriers.
     of_scales = config.stages * 4 * (config.tile_m + config.tile_n) + _BARRIERS
     if problem.block is not None and used + of_scales > SHARED_MEMORY:
-        return f"{used} bytes of shared memory and {of_scales} of scales exceed the {SHARED_MEMORY} bytes of a block"
+        return (
+            f"{used} bytes of shared memory and {of_scales} of scales exceed the"
+            f" {SHARED_MEMORY} bytes of a block"
+        )
     return None
 
 
@@ -213,7 +288,9 @@ def blocks(config: Config) -> int:
 
 
 def choose(key: Key, problem: Problem, accumulation: Accumulation) -> Config | None:
-    """Return the config that was measured near this shape in `tuned.json` if it fits, else the best guess, or None."""
+    """Return the config that was measured near this shape in `tuned.json` if it fits,
+    else the best guess, or None.
+    """
     entry = tuning.find(dispatch.device_kind(), key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
@@ -222,16 +299,28 @@ def choose(key: Key, problem: Problem, accumulation: Accumulation) -> Config | N
     return next(iter(candidates(problem, accumulation)), None)
 
 
-def reject(out_dtype: DTypeLike, problem: Problem | None = None, accumulation: Accumulation = "fast") -> str | None:
-    """Return the reason why the kernel cannot compute a product here, or without a problem none of this dtype."""
+def reject(
+    out_dtype: DTypeLike,
+    problem: Problem | None = None,
+    accumulation: Accumulation = "fast",
+) -> str | None:
+    """Return the reason why the kernel cannot compute a product here, or without a
+    problem none of this dtype.
+    """
     kind = dispatch.device_kind()
     is_hopper = any(name in kind for name in _HOPPER)
     if jax.__version_info__[:2] < SMALLEST_JAX:
         if is_hopper:
             _warn_of_old_jax(kind)
-        return f'jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use backend="xla" or a newer jax'
+        return (
+            f"jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use"
+            ' backend="xla" or a newer jax'
+        )
     if kind != "cpu" and not is_hopper:
-        return f'{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use backend="xla"'
+        return (
+            f"{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use"
+            ' backend="xla"'
+        )
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
     if problem is None or candidates(problem, accumulation):
@@ -243,9 +332,13 @@ def reject(out_dtype: DTypeLike, problem: Problem | None = None, accumulation: A
 
 @functools.cache
 def _warn_of_old_jax(kind: str) -> None:
-    """Warn, once in a process, that a Hopper GPU runs without the kernels that are made for it."""
+    """Warn, once in a process, that a Hopper GPU runs without the kernels that are made
+    for it.
+    """
     warnings.warn(
-        f"{kind} runs without this library's fast kernels: they need jax 0.11 or newer, and this is jax "
-        f'{jax.__version__}. Upgrade with: pip install -U "jax[cuda13]" (Python 3.12 or newer)',
+        f"{kind} runs without this library's fast kernels: they need jax 0.11 or newer,"
+        " and this is jax "
+        f'{jax.__version__}. Upgrade with: pip install -U "jax[cuda13]" (Python 3.12 or'
+        " newer)",
         stacklevel=2,
     )

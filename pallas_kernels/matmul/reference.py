@@ -1,18 +1,23 @@
-"""The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8 tensor cores on a GPU.
+"""The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8
+tensor cores on a GPU.
 
-With one scale a tensor it is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a
-GPU three details decide whether XLA calls `__cublas$lt$matmul$f8` and nothing else (measured on an H200):
+With one scale a tensor it is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale`
+with float32 accumulation. On a GPU three details decide whether XLA calls
+`__cublas$lt$matmul$f8` and nothing else (measured on an H200):
 
-* both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
-  transpose kernel is needed;
-* the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
-* an optimization barrier on x keeps every dot apart (XLA would join dots that share x, such as q, k and v or both
-  halves of a residual product, and concatenate their weights at run time), and one on the scale keeps it inside (XLA
-  would factor it out and multiply in a pass of its own). XLA then computes the small product with W_lo first and
-  hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
+* both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both
+  along the contraction), so no transpose kernel is needed;
+* the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton
+  GEMMs takes minutes;
+* an optimization barrier on x keeps every dot apart (XLA would join dots that share x,
+  such as q, k and v or both halves of a residual product, and concatenate their weights
+  at run time), and one on the scale keeps it inside (XLA would factor it out and
+  multiply in a pass of its own). XLA then computes the small product with W_lo first
+  and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
-With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so XLA
-multiplies them on the GPU's BF16 tensor cores, which a kernel has to beat.
+With any other scaling the operands are dequantized. An FP8 value times a power of two
+is exact in bfloat16, so XLA multiplies them on the GPU's BF16 tensor cores, which a
+kernel has to beat.
 """
 
 import math
@@ -30,48 +35,68 @@ from pallas_kernels.tuning import Key
 
 
 class _AnyFP8(lax.DotAlgorithm):
-    """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib can serialize.
+    """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib
+    can serialize.
 
-    `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib 0.12 refuses E4M3FN there when
-    it serializes for a GPU plugin or for `jax.export` ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads
-    any float8 type there as the same algorithm, and writes E5M2 itself; this class does so, too. Its fields hold the
-    true types, so `lax.dot_general` converts nothing; only the attribute in the program differs.
+    `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib
+    0.12 refuses E4M3FN there when it serializes for a GPU plugin or for `jax.export`
+    ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads any float8 type
+    there as the same algorithm, and writes E5M2 itself; this class does so, too. Its
+    fields hold the true types, so `lax.dot_general` converts nothing; only the
+    attribute in the program differs.
     """
 
     def _convert_to_hlo_attr(self, lhs_dtype: Any, rhs_dtype: Any) -> Any:
         canonical = lax.DotAlgorithm(
-            jnp.float8_e5m2, jnp.float8_e5m2, jnp.float32,
+            jnp.float8_e5m2,
+            jnp.float8_e5m2,
+            jnp.float32,
             allow_imprecise_accumulation=self.allow_imprecise_accumulation,
-        )  # fmt: skip
+        )
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
-def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+def matmul(
+    options: Product, x: Operand, w: Operand, bias: jax.Array | None
+) -> jax.Array:
     """Return the product, see `api.matmul`.
 
-    Each device multiplies its own part if a wire is asked for, because XLA has no such sums, and if explicit axes have
-    blocks, because JAX does not merge and cut explicit axes by itself. Otherwise XLA partitions the definition.
+    Each device multiplies its own part if a wire is asked for, because XLA has no such
+    sums, and if explicit axes have blocks, because JAX does not merge and cut explicit
+    axes by itself. Otherwise XLA partitions the definition.
     """
-    if options.wire is None and not (isinstance(w.scaling, Block) and has_explicit_axes()):
+    if options.wire is None and not (
+        isinstance(w.scaling, Block) and has_explicit_axes()
+    ):
         return product(options, x, w, bias)
     return on_each_device(product, options, x, w, bias)
 
 
-def product(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+def product(
+    options: Product, x: Operand, w: Operand, bias: jax.Array | None
+) -> jax.Array:
     """Return the product on the platform for which the program is lowered."""
-    out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(options, x, w)
+    out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(
+        options, x, w
+    )
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
 def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
-    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes to multiples of 16.
+    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes
+    to multiples of 16.
 
-    Times of a product that skips zero blocks, "nonzero", are for a residual with half of its blocks zero.
+    Times of a product that skips zero blocks, "nonzero", are for a residual with half
+    of its blocks zero.
     """
     halves, out = "single" if w.lo is None else "dual", jnp.dtype(options.out_dtype)
     if isinstance(w.scaling, Block):
         halves += "" if w.lo_scale is None else " nonzero"
-        return Key("block_matmul", f"{halves} {w.scaling.tile} {w.scaling.size} {out}", sizes(x, w))
+        return Key(
+            "block_matmul",
+            f"{halves} {w.scaling.tile} {w.scaling.size} {out}",
+            sizes(x, w),
+        )
     padded = "" if all(size % 16 == 0 for size in sizes(x, w)) else " padded"
     return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
 
@@ -79,11 +104,15 @@ def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key
 def product_scale(x: Operand, w: Operand) -> jax.Array:
     """Return the scale of a product of operands with one scale each.
 
-    The product of two powers of two is exact in bfloat16 and has that dtype: cuBLASLt then applies it, whereas a
-    float32 scale costs a pass over a bfloat16 output.
+    The product of two powers of two is exact in bfloat16 and has that dtype: cuBLASLt
+    then applies it, whereas a float32 scale costs a pass over a bfloat16 output.
     """
     scale = x.scale * w.scale
-    return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale
+    return (
+        scale.astype(jnp.bfloat16)
+        if x.scaling.scale == w.scaling.scale == "pow2"
+        else scale
+    )
 
 
 def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
@@ -91,41 +120,79 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
     fewest = 2 * hidden_shards()  # so that every device has two rows
-    # `api` scales rows itself and passes the constant 1. Behind a barrier it would cost a pass over the product.
-    operands = (x.values, w.values, w.lo, None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale)
+    # `api` scales rows itself and passes the constant 1. Behind a barrier it would cost
+    # a pass over the product.
+    operands = (
+        x.values,
+        w.values,
+        w.lo,
+        None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale,
+    )
 
-    def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+    def in_float32(
+        x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None
+    ) -> jax.Array:
         wide = w.astype(jnp.float32)
         if w_lo is not None:
             wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
-        out = lax.dot_general(x.astype(jnp.float32), wide, axes, precision=lax.Precision.HIGHEST, out_sharding=sharding)
-        return (out if scale is None else out * scale.astype(jnp.float32)).astype(out_dtype)
+        out = lax.dot_general(
+            x.astype(jnp.float32),
+            wide,
+            axes,
+            precision=lax.Precision.HIGHEST,
+            out_sharding=sharding,
+        )
+        return (out if scale is None else out * scale.astype(jnp.float32)).astype(
+            out_dtype
+        )
 
-    def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-        # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
-        # float16 has too little range for the product before it is scaled.
+    def on_tensor_cores(
+        x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None
+    ) -> jax.Array:
+        # bfloat16 straight from the GEMM: asking for float32 and casting later costs a
+        # pass over the output. float16 has too little range for the product before it
+        # is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
-        # A bfloat16 scale is a power of two, exact in the product's dtype, so cuBLASLt applies it.
-        scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
+        # A bfloat16 scale is a power of two, exact in the product's dtype, so cuBLASLt
+        # applies it.
+        scale_dtype = (
+            product_dtype
+            if scale is not None and scale.dtype == jnp.bfloat16
+            else jnp.float32
+        )
 
-        def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+        def scaled_dot(
+            x: jax.Array, w: jax.Array, scale: jax.Array | None
+        ) -> jax.Array:
             fast = options.accumulation == "fast"
-            algorithm = _AnyFP8(x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=fast)
+            algorithm = _AnyFP8(
+                x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=fast
+            )
             out = _of_matrices(
-                x, w, axes, fewest, precision=algorithm, preferred_element_type=product_dtype, out_sharding=sharding
+                x,
+                w,
+                axes,
+                fewest,
+                precision=algorithm,
+                preferred_element_type=product_dtype,
+                out_sharding=sharding,
             )
             if scale is None:
                 return out.astype(out_dtype)
-            return (out.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
+            return (out.astype(scale_dtype) * scale.astype(scale_dtype)).astype(
+                out_dtype
+            )
 
         x, scale = lax.optimization_barrier((x, scale))
         out = scaled_dot(x, w, scale)
         if w_lo is not None:
-            # Chained to the first barrier, because XLA merges two barriers on the same operands.
+            # Chained to the first barrier, because XLA merges two barriers on the same
+            # operands.
             x, scale = lax.optimization_barrier((x, scale))
             out = out + scaled_dot(x, w_lo, scale)
-        # XLA would fuse a gelu that follows into the GEMM, and fails to compile ("!has_aux_output") if the product
-        # itself is needed as well, as in a rematerialized backward pass.
+        # XLA would fuse a gelu that follows into the GEMM, and fails to compile
+        # ("!has_aux_output") if the product itself is needed as well, as in a
+        # rematerialized backward pass.
         return lax.optimization_barrier(out)
 
     if x.values.size == 0 or w.values.size == 0:
@@ -133,21 +200,44 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-def add_product(options: Product, x: Operand, w: Operand, total: jax.Array) -> jax.Array:
-    """Return `total + x @ w.T` of operands with one scale each and no residual, see `api.add_product`."""
+def add_product(
+    options: Product, x: Operand, w: Operand, total: jax.Array
+) -> jax.Array:
+    """Return `total + x @ w.T` of operands with one scale each and no residual, see
+    `api.add_product`.
+    """
     axes = dimensions(x, w)
 
-    def in_float32(x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array) -> jax.Array:
+    def in_float32(
+        x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
+    ) -> jax.Array:
         wide = (x.astype(jnp.float32), w.astype(jnp.float32))
-        return total + lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST) * scale
+        return (
+            total
+            + lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST) * scale
+        )
 
-    def on_tensor_cores(x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array) -> jax.Array:
-        # No barrier behind the product: XLA hands `total` to cuBLASLt as its C operand, which is overwritten.
+    def on_tensor_cores(
+        x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
+    ) -> jax.Array:
+        # No barrier behind the product: XLA hands `total` to cuBLASLt as its C operand,
+        # which is overwritten.
         x, scale = lax.optimization_barrier((x, scale))
-        algorithm = _AnyFP8(x.dtype, w.dtype, jnp.float32, allow_imprecise_accumulation=options.accumulation == "fast")
+        algorithm = _AnyFP8(
+            x.dtype,
+            w.dtype,
+            jnp.float32,
+            allow_imprecise_accumulation=options.accumulation == "fast",
+        )
         fewest = 2 * hidden_shards()
         out = _of_matrices(
-            x, w, axes, fewest, precision=algorithm, preferred_element_type=jnp.float32, out_sharding=None
+            x,
+            w,
+            axes,
+            fewest,
+            precision=algorithm,
+            preferred_element_type=jnp.float32,
+            out_sharding=None,
         )
         return out * scale + total
 
@@ -155,11 +245,19 @@ def add_product(options: Product, x: Operand, w: Operand, total: jax.Array) -> j
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-def _of_matrices(x: jax.Array, w: jax.Array, axes: lax.DotDimensionNumbers, fewest: int, **options: Any) -> jax.Array:
-    """Return `lax.dot_general`, with zero rows added up to `fewest`, and a zero column next to a single one.
+def _of_matrices(
+    x: jax.Array,
+    w: jax.Array,
+    axes: lax.DotDimensionNumbers,
+    fewest: int,
+    **options: Any,
+) -> jax.Array:
+    """Return `lax.dot_general`, with zero rows added up to `fewest`, and a zero column
+    next to a single one.
 
-    XLA does not hand a product with a vector to cuBLASLt, and has no other implementation of an FP8 algorithm. Every
-    device must therefore have two rows and two columns.
+    XLA does not hand a product with a vector to cuBLASLt, and has no other
+    implementation of an FP8 algorithm. Every device must therefore have two rows and
+    two columns.
     """
     ((of_x, of_w), _) = axes
     (free,) = set(range(w.ndim)) - set(of_w)
@@ -169,10 +267,13 @@ def _of_matrices(x: jax.Array, w: jax.Array, axes: lax.DotDimensionNumbers, fewe
         axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
         return _of_matrices(x[None], w, axes, fewest, **options, out_sharding=spec)[0]
     rows = math.prod(x.shape[: x.ndim - len(of_x)])
-    few = not isinstance(rows, int) or rows < fewest  # `jax.export` may leave the number open
+    # `jax.export` may leave the number open
+    few = not isinstance(rows, int) or rows < fewest
     count, one_column = x.shape[0], w.shape[free] == 1
     more = lambda array, axis, size: lax.pad(
-        array, jnp.zeros((), array.dtype), [(0, size if i == axis else 0, 0) for i in range(array.ndim)]
+        array,
+        jnp.zeros((), array.dtype),
+        [(0, size if i == axis else 0, 0) for i in range(array.ndim)],
     )
     x, w = more(x, 0, fewest) if few else x, more(w, free, 1) if one_column else w
     out = lax.dot_general(x, w, axes, **options)
@@ -185,14 +286,22 @@ def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
 
     def flat(half: jax.Array) -> jax.Array:
         """Merge the contracted axes, as blocks run along all of them."""
-        return half if contracted == 1 else half.reshape(*half.shape[: half.ndim - contracted], -1)
+        return (
+            half
+            if contracted == 1
+            else half.reshape(*half.shape[: half.ndim - contracted], -1)
+        )
 
     def wide(half: jax.Array, scales: jax.Array) -> jax.Array:
-        # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
+        # The barrier keeps XLA on a GPU from cancelling the cast against the one that
+        # made the values, in the same jit.
         return lax.optimization_barrier(half).astype(jnp.float32) * scales
 
     x_values, w_values = flat(x.values), flat(w.values)
-    of_x, of_w = x.scaling.spread(x.scale, x_values.shape), w.scaling.spread(w.scale, w_values.shape)
+    of_x, of_w = (
+        x.scaling.spread(x.scale, x_values.shape),
+        w.scaling.spread(w.scale, w_values.shape),
+    )
     operands = [wide(x_values, of_x), wide(w_values, of_w)]
     if w.lo is not None:
         operands.append(wide(flat(w.lo), of_w))
@@ -200,12 +309,19 @@ def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
         whole = w + lo[0] if lo else w
-        return lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST).astype(options.out_dtype)
+        return lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST).astype(
+            options.out_dtype
+        )
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
-            lax.dot_general(narrow, half.astype(jnp.bfloat16), axes, preferred_element_type=jnp.float32)
+            lax.dot_general(
+                narrow,
+                half.astype(jnp.bfloat16),
+                axes,
+                preferred_element_type=jnp.float32,
+            )
             for half in halves
         ]
         return sum(products[1:], products[0]).astype(options.out_dtype)

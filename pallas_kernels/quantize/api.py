@@ -36,28 +36,52 @@ def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | N
         return None
     shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
     if isinstance(scaling, Block):
-        return Key("block_quantize", f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}", shape)
-    return Key("row_quantize" if isinstance(scaling, Row) else "quantize", f"{options.orientation} {x.dtype}", shape)
+        return Key(
+            "block_quantize",
+            f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}",
+            shape,
+        )
+    return Key(
+        "row_quantize" if isinstance(scaling, Row) else "quantize",
+        f"{options.orientation} {x.dtype}",
+        shape,
+    )
 
 
 def _dual_key(
-    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
+    options: Quantization,
+    w: jax.Array,
+    error: jax.Array | None,
+    bits: jax.Array | None,
+    amax: jax.Array | None,
 ) -> Key:
     """Return the name of a split in `tuned.json`."""
     rounding = "nearest" if bits is None else "stochastic"
     rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
     if isinstance(options.scaling, Block):
-        return Key("block_dual_quantize", f"{options.orientation} {options.scaling.size} {rest}", w.shape)
+        return Key(
+            "block_dual_quantize",
+            f"{options.orientation} {options.scaling.size} {rest}",
+            w.shape,
+        )
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
 def _tiled(
-    run: Callable[..., Quantized], reject: Callable[..., str | None], key: Callable[..., Key | None]
+    run: Callable[..., Quantized],
+    reject: Callable[..., str | None],
+    key: Callable[..., Key | None],
 ) -> tuple[Implementation, ...]:
-    """Return the table of a quantizer of tiles, which has two engines and the definition."""
-    by_mosaic, by_definition = (functools.partial(run, engine=engine) for engine in (mosaic.by_mosaic, None))
+    """Return the table of a quantizer of tiles, which has two engines and the
+    definition.
+    """
+    by_mosaic, by_definition = (
+        functools.partial(run, engine=engine) for engine in (mosaic.by_mosaic, None)
+    )
     return (
-        Implementation("mosaic", by_mosaic, mosaic.reject, timed=True, replaces="triton"),
+        Implementation(
+            "mosaic", by_mosaic, mosaic.reject, timed=True, replaces="triton"
+        ),
         Implementation("triton", run, reject, timed=True),
         Implementation("xla", by_definition, key=key),
     )
@@ -68,7 +92,9 @@ _DUAL_TILES = _tiled(dual_tiles.dual_quantize, dual_tiles.reject, _dual_key)
 _XLA = Implementation("xla", reference.quantize, key=_key)
 _DUAL_XLA = Implementation("xla", reference.dual_quantize, key=_dual_key)
 _ROWS = (
-    Implementation("mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"),
+    Implementation(
+        "mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"
+    ),
     Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True),
     _XLA,
 )
@@ -85,28 +111,35 @@ def quantize(
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
-    """Round `x / scale` to an FP8 format, with a scale for all of x, for every row, or for every block.
+    """Round `x / scale` to an FP8 format, with a scale for all of x, for every row, or
+    for every block.
 
-    `values = saturate(round(x / s))`. Here amax is the largest magnitude among the values that share s, and s is the
-    smallest power of two with `amax / s <= largest(dtype)`, or `max(amax, 1e-12) / largest(dtype)` with
+    `values = saturate(round(x / s))`. Here amax is the largest magnitude among the
+    values that share s, and s is the smallest power of two with
+    `amax / s <= largest(dtype)`, or `max(amax, 1e-12) / largest(dtype)` with
     `scale="float32"` in the scaling.
 
     Args:
-      x: real floats `[..., k]`, or a matrix `[m, k]` for squares; arithmetic is float32.
+      x: real floats `[..., k]`, or a matrix `[m, k]` for squares; arithmetic is
+        float32.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      amax: float32 scalar to scale a whole tensor by instead of `max |x|`; values beyond it saturate.
+      amax: float32 scalar to scale a whole tensor by instead of `max |x|`; values
+        beyond it saturate.
       scaling: `Tensor()`, `Row()` or `Block(size, tile)`.
-      orientation: "both" also returns x with its last axis first, which FP8 products over the other axes need (Hopper's
-        FP8 tensor cores read both operands along the contraction). With rows and vectors this is a second
-        quantization, along the other axes; with one scale or squares the values are the same.
+      orientation: "both" also returns x with its last axis first, which FP8 products
+        over the other axes need (Hopper's FP8 tensor cores read both operands along the
+        contraction). With rows and vectors this is a second quantization, along the
+        other axes; with one scale or squares the values are the same.
       backend: None for the fastest one, or a name.
 
     Returns:
-      `Quantized(rows, columns)`. A NaN or inf makes every value that shares its scale NaN, and no other.
+      `Quantized(rows, columns)`. A NaN or inf makes every value that shares its scale
+        NaN, and no other.
 
     Raises:
       TypeError: `x` is not real floating point, or `dtype` is not FP8.
-      ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown `orientation` or `backend`.
+      ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown
+        `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> q = quantize(jnp.array([1.0, -3.0]), jnp.float8_e4m3fn).rows
@@ -114,7 +147,9 @@ def quantize(
     ([128.0, -384.0], 0.0078125)
     """
     options = check_quantizer("x", x, Quantization(dtype, scaling, orientation), amax)
-    return dispatch("quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax)
+    return dispatch(
+        "quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax
+    )
 
 
 def dual_quantize(
@@ -128,31 +163,37 @@ def dual_quantize(
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
-    """Split `w + error` into two FP8 tensors that share power-of-two scales, and return the remaining error.
+    """Split `w + error` into two FP8 tensors that share power-of-two scales, and return
+    the remaining error.
 
-    `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`, `new error = (w + e) - (hi + lo) * s`.
-    After scaling, the residual is at most half of the widest spacing (16 for E4M3), so it needs no scale of its own and
-    both products add in one accumulator. If a stale `amax` clips `hi`, `lo` catches the rest. A block whose `lo` is all
-    zeros has E8M0's code 0 in `lo_scale`, so that a product can skip it.
+    `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`,
+    `new error = (w + e) - (hi + lo) * s`. After scaling, the residual is at most half
+    of the widest spacing (16 for E4M3), so it needs no scale of its own and both
+    products add in one accumulator. If a stale `amax` clips `hi`, `lo` catches the
+    rest. A block whose `lo` is all zeros has E8M0's code 0 in `lo_scale`, so that a
+    product can skip it.
 
     Args:
       w: real floats `[..., k]`, or a matrix for squares; arithmetic is float32.
       scaling: `Tensor()` or `Block(size, tile)`.
       dtype: format of both halves.
       error: error of earlier roundings, shape of `w`, in units of `w`.
-      bits: uint32 random bits, shape of `w`. With them `lo` is rounded stochastically, so `E[(hi + lo) * s] = w + e`.
+      bits: uint32 random bits, shape of `w`. With them `lo` is rounded stochastically,
+        so `E[(hi + lo) * s] = w + e`.
       amax: float32 scalar to scale a whole tensor by instead of `max |w + e|`.
       orientation: "both" also returns the transpose of a matrix as `columns`.
       backend: None for the fastest one, or a name.
 
     Returns:
-      `Quantized(rows, columns, error)`; `error` has the dtype of the one that came in, or is None. A NaN or inf makes
-      every value that shares its scale NaN.
+      `Quantized(rows, columns, error)`; `error` has the dtype of the one that came in,
+      or is None. A NaN or inf makes every value that shares its scale NaN.
 
     Raises:
-      TypeError: `w` or `error` is not real floating point, `bits` is not uint32, `dtype` is not FP8.
-      ValueError: shapes differ, w has no such blocks, scales are not powers of two, the scaling is rows (which have no
-        residual) or has several scales for one `amax`, columns of vectors, or an unknown `orientation` or `backend`.
+      TypeError: `w` or `error` is not real floating point, `bits` is not uint32,
+        `dtype` is not FP8.
+      ValueError: shapes differ, w has no such blocks, scales are not powers of two, the
+        scaling is rows (which have no residual) or has several scales for one `amax`,
+        columns of vectors, or an unknown `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> q = dual_quantize(jnp.array([[1.0, 0.3]]), error=jnp.zeros((1, 2)))
@@ -164,17 +205,40 @@ def dual_quantize(
     if error is not None:
         check_real("error", error)
     if bits is not None and bits.dtype != jnp.uint32:
-        raise TypeError(f"bits has dtype {bits.dtype}, not uint32; use jax.random.bits(key, w.shape)")
+        raise TypeError(
+            f"bits has dtype {bits.dtype}, not uint32; use jax.random.bits(key,"
+            " w.shape)"
+        )
     for name, x in (("error", error), ("bits", bits)):
         if x is not None and x.shape != w.shape:
-            raise ValueError(f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal")
-    return dispatch("dual_quantize", DUAL_IMPLEMENTATIONS[type(scaling)], backend, options, w, error, bits, amax)
+            raise ValueError(
+                f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal"
+            )
+    return dispatch(
+        "dual_quantize",
+        DUAL_IMPLEMENTATIONS[type(scaling)],
+        backend,
+        options,
+        w,
+        error,
+        bits,
+        amax,
+    )
 
 
 def _check_scaling(scaling: Scaling, orientation: str) -> None:
     if isinstance(scaling, Row):
-        raise ValueError(f"scaling={scaling}: a residual needs scales that both orientations share; use Tensor()")
+        raise ValueError(
+            f"scaling={scaling}: a residual needs scales that both orientations share;"
+            " use Tensor()"
+        )
     if scaling.scale != "pow2":
-        raise ValueError(f'scaling={scaling}: a residual is exact only under a power-of-two scale; use scale="pow2"')
+        raise ValueError(
+            f"scaling={scaling}: a residual is exact only under a power-of-two scale;"
+            ' use scale="pow2"'
+        )
     if orientation == "both" and not scaling.serves_both:
-        raise ValueError(f'orientation="both" with {scaling}: w.T has other vectors; quantize it, or use squares')
+        raise ValueError(
+            f'orientation="both" with {scaling}: w.T has other vectors; quantize it, or'
+            " use squares"
+        )

@@ -1,4 +1,6 @@
-"""`Shown`: a view together with its arrays, as the evaluation of a program holds a parameter."""
+"""`Shown`: a view together with its arrays, as the evaluation of a program holds a
+parameter.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
-from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, varying_alike, with_entries
+from pallas_kernels.specs import (
+    entries,
+    regrouped,
+    sharding_of,
+    split_entries,
+    ungrouped,
+    varying_alike,
+    with_entries,
+)
 from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View, without_ones
 from tcfp_jax.layers import Absent
@@ -38,10 +48,12 @@ Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], "Sho
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shown:
-    """An array of the program that shows a parameter. It moves by the methods of `View`, and its arrays with it.
+    """An array of the program that shows a parameter. It moves by the methods of
+    `View`, and its arrays with it.
 
     Attributes:
-      root: the parameter's numbers, with an axis for each atom of the view; None if only `stored` exists.
+      root: the parameter's numbers, with an axis for each atom of the view; None if
+        only `stored` exists.
       stored: the same part of the parameter's stored form, or None.
       view: the view.
       weight: recipe and layout by which the whole parameter is stored.
@@ -61,23 +73,35 @@ class Shown:
     gathers: tuple[tuple[int, Hashable], ...] = _static(default=())
 
     @staticmethod
-    def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: DTypeLike | None = None) -> "Shown":
-        """Return a parameter as it comes into the program; the leaf is a shape if only the stored form exists.
+    def of(
+        leaf: Any,
+        stored: Any,
+        weight: Weight | None,
+        gradient_dtype: DTypeLike | None = None,
+    ) -> "Shown":
+        """Return a parameter as it comes into the program; the leaf is a shape if only
+        the stored form exists.
 
-        `gradient_dtype` is the dtype of the gradient, if it is not the dtype of the parameter.
+        `gradient_dtype` is the dtype of the gradient, if it is not the dtype of the
+        parameter.
         """
         view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
         stack = () if stored is None or weight is None else weight.layout.stack
         kept = tuple(axis for axis in stack if leaf.shape[axis] > 1)
         if kept != stack:  # a stack of one layer: its axis has no atom
             sizes = tuple(leaf.shape[axis] for axis in kept)
-            stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
+            stored = jax.tree.map(
+                lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored
+            )
         root = None if isinstance(leaf, SHAPES) else leaf
         if root is not None and view.sizes != leaf.shape:
             root = regrouped(root, without_ones(leaf.shape))
-        only_products = stored is not None and weight is not None and weight.float_reads == "none"
+        only_products = (
+            stored is not None and weight is not None and weight.float_reads == "none"
+        )
         if root is not None and only_products and gradient_dtype is not None:
-            root = root.astype(gradient_dtype)  # nothing reads the numbers, and a loop stacks gradients in their dtype
+            # Nothing reads the numbers, and a loop stacks gradients in their dtype
+            root = root.astype(gradient_dtype)
         return Shown(root, stored, view, weight, kept, dtype)
 
     @property
@@ -89,38 +113,62 @@ class Shown:
         """Return the numbers as an array of this shape."""
         groups = self.view.axes
         root = self.numbers().transpose([atom for group in groups for atom in group])
-        out = regrouped(root, [[self.view.sizes[atom] for atom in group] for group in groups])
+        out = regrouped(
+            root, [[self.view.sizes[atom] for atom in group] for group in groups]
+        )
         out = out if out.shape == tuple(shape) else jnp.broadcast_to(out, shape)
         for dtype in self.view.casts:
             out = out.astype(dtype)
         return out
 
     def numbers(self) -> jax.Array:
-        """Return the root; of a weight that exists in its stored form alone, the dequantized weight."""
-        carries = self.root is not None and self.root.dtype.name != self.dtype  # the gradient, in another dtype
+        """Return the root; of a weight that exists in its stored form alone, the
+        dequantized weight.
+        """
+        # the gradient, in another dtype
+        carries = self.root is not None and self.root.dtype.name != self.dtype
         if self.root is not None and not (carries and isinstance(self.stored, Stored)):
             return _here(self.root).astype(self.dtype)
         if self.stored is None or self.weight is None:
             raise ValueError(
-                f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
-                "that has none; pass the float parameter, or leave its layer out of quantize_params"
+                f"a parameter of shape {list(self.view.shape)} exists in quantized form"
+                " only, but a part of it is read that has none; pass the float"
+                " parameter, or leave its layer out of quantize_params"
             )
         values = self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
         return values if self.root is None else with_gradient(values, self.root)
 
     def _as_root(self, matrix: jax.Array, layout: Layout) -> jax.Array:
-        """Return values `[*stacked, first, second]` of the stored form with the axes of the root."""
+        """Return values `[*stacked, first, second]` of the stored form with the axes of
+        the root.
+        """
         view = self.view
-        first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
-        order = [a for a in (*self.stacked, *first, *second) if view.shape[a] > 1 and a not in view.taken]
-        held = lambda axis: math.prod(size for size, of in zip(view.sizes, view.origin, strict=True) if of == axis)
+        first, second = (
+            (layout.outputs, layout.inputs)
+            if layout.transposed
+            else (layout.inputs, layout.outputs)
+        )
+        order = [
+            a
+            for a in (*self.stacked, *first, *second)
+            if view.shape[a] > 1 and a not in view.taken
+        ]
+        held = lambda axis: math.prod(
+            size for size, of in zip(view.sizes, view.origin, strict=True) if of == axis
+        )
         size = lambda axes: math.prod(map(held, axes))
         # Packed codes of an odd k have a zero at their end.
-        whole = matrix[..., : size(first), : size(second)].reshape(list(map(held, order)))
-        return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
+        whole = matrix[..., : size(first), : size(second)].reshape(
+            list(map(held, order))
+        )
+        return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(
+            view.sizes
+        )
 
     def rows(self, eqn: Equation, indices: jax.Array) -> jax.Array | None:
-        """Return the result of a gather from the stored form; None if only the root has the numbers."""
+        """Return the result of a gather from the stored form; None if only the root has
+        the numbers.
+        """
         if not isinstance(self.stored, Stored) or self.weight is None:
             return None
         shape, layout = eqn.invars[0].aval.shape, self.weight.layout
@@ -130,11 +178,18 @@ class Shown:
         def gather(root: jax.Array, indices: jax.Array) -> jax.Array:
             array = Shown(root, None, bare, None, (), root.dtype.name).array(shape)
             outside = 0 if zero else 0x7F if root.dtype == jnp.uint8 else jnp.nan
-            return eqn.primitive.bind(*varying_alike((array, indices)), **eqn.params | dict(fill_value=outside))
+            return eqn.primitive.bind(
+                *varying_alike((array, indices)),
+                **eqn.params | dict(fill_value=outside),
+            )
 
-        codes, slot = jax.tree.map(_here, (constant(self.stored).for_dgrad(), self.root))
+        codes, slot = jax.tree.map(
+            _here, (constant(self.stored).for_dgrad(), self.root)
+        )
         lo = None if codes.lo is None else self._as_root(codes.lo, layout)
-        codes = dataclasses.replace(codes, values=self._as_root(codes.values, layout), lo=lo)
+        codes = dataclasses.replace(
+            codes, values=self._as_root(codes.values, layout), lo=lo
+        )
         rows = gathered(codes, gather, indices, self.dtype, slot)
         for dtype in self.view.casts:
             rows = rows.astype(dtype)
@@ -149,7 +204,9 @@ class Shown:
         return self.seen_as(self.view.arrange(axes))
 
     def cast(self, dtype: DTypeLike) -> "Shown":
-        """Return the array in another dtype; the cast itself waits until something reads the numbers."""
+        """Return the array in another dtype; the cast itself waits until something
+        reads the numbers.
+        """
         return self.seen_as(self.view.cast(dtype))
 
     def reshape(self, old: Shape, new: Shape) -> "Shown | None":
@@ -166,7 +223,11 @@ class Shown:
         if not self.axes[axis]:
             return self
         arrays, one = self.leading(axis)
-        entry = one(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays))
+        entry = one(
+            jax.tree.map(
+                lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays
+            )
+        )
         return entry.seen_as(self.view.at(axis, index))
 
     def part(self, axis: int, start: Start, size: int) -> "Shown":
@@ -174,10 +235,18 @@ class Shown:
         if not self.axes[axis]:
             return self
         root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
-        return self.seen_as(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
+        return self.seen_as(
+            self.view.part(axis, start, size),
+            root=root,
+            stored=None,
+            stacked=(),
+            local=None,
+        )
 
     def gather(self, axis: int, name: Hashable, devices: int) -> "Shown | None":
-        """Return all devices' parts of an axis; XLA gathers the float numbers only if something reads them."""
+        """Return all devices' parts of an axis; XLA gathers the float numbers only if
+        something reads them.
+        """
         view = self.view.gather(axis, name, devices)
         if view is None or (self.gathers and self.local is None):
             return None
@@ -185,32 +254,55 @@ class Shown:
         root = lax.all_gather(self.numbers(), name, axis=atom, tiled=True)
         local = self.root if self.local is None else self.local
         gathers = (*self.gathers, (atom, name))
-        return self.seen_as(view, root=root, stored=None, stacked=(), local=local, gathers=gathers)
+        return self.seen_as(
+            view, root=root, stored=None, stacked=(), local=local, gathers=gathers
+        )
 
     def split(self, shape: Shape, spec: PartitionSpec) -> "Split | None":
-        """Return (arrays, their specs, the function that makes a `Shown` of a device's arrays) for `shard_map`.
+        """Return (arrays, their specs, the function that makes a `Shown` of a device's
+        arrays) for `shard_map`.
 
-        The stored form goes along if the devices split nothing but stacks, whose weights have scales of their own.
+        The stored form goes along if the devices split nothing but stacks, whose
+        weights have scales of their own.
 
         Args:
-          shape: shape of a device's part of the array; None comes back if it cuts merged axes.
+          shape: shape of a device's part of the array; None comes back if it cuts
+            merged axes.
           spec: the axes of the mesh that split the array.
         """
         view = self.view.local(shape)
         if view is None:
             return None
-        entry = {atoms[0]: one for atoms, one in zip(self.axes, spec, strict=False) if len(atoms) == 1}
+        entry = {
+            atoms[0]: one
+            for atoms, one in zip(self.axes, spec, strict=False)
+            if len(atoms) == 1
+        }
         cut = {*view.split, *view.taken} - {*self.view.taken}
         stored = self.stored if view.whole and cut <= {*self.stacked} else None
         root = self.numbers() if stored is None else self.root
         by_axis = {self.view.origin[atom]: one for atom, one in entry.items()}
         specs = (
             PartitionSpec(*map(entry.get, range(len(self.view.sizes)))),
-            PartitionSpec(*map(by_axis.get, self.stacked)) if stored is not None else PartitionSpec(),
+            (
+                PartitionSpec(*map(by_axis.get, self.stacked))
+                if stored is not None
+                else PartitionSpec()
+            ),
         )
-        alone = [atoms[0] for atoms, size in zip(self.axes, shape, strict=True) if len(atoms) == 1 == size]
-        gone = [number for number, axis in enumerate(self.stacked) if axis in view.taken]
-        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis not in view.taken)
+        alone = [
+            atoms[0]
+            for atoms, size in zip(self.axes, shape, strict=True)
+            if len(atoms) == 1 == size
+        ]
+        gone = [
+            number for number, axis in enumerate(self.stacked) if axis in view.taken
+        ]
+        stacked = (
+            ()
+            if stored is None
+            else tuple(axis for axis in self.stacked if axis not in view.taken)
+        )
 
         def part(arrays: Parts) -> "Shown":
             root = None if arrays[0] is None else lax.squeeze(arrays[0], alone)
@@ -220,12 +312,19 @@ class Shown:
         return (root, stored), specs, part
 
     def same(self, eqn: Equation) -> "Shown":
-        """Apply an equation that does not move the numbers: it may stop their gradient, place them or change a type."""
+        """Apply an equation that does not move the numbers: it may stop their gradient,
+        place them or change a type.
+        """
         name = eqn.primitive.name
         if name == "stop_gradient":
-            return self.seen_as(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
+            return self.seen_as(
+                self.view,
+                root=None if self.root is None else lax.stop_gradient(self.root),
+            )
         if name in ("pvary", "pcast"):
-            bind = lambda array: None if array is None else eqn.primitive.bind(array, **eqn.params)
+            bind = lambda array: (
+                None if array is None else eqn.primitive.bind(array, **eqn.params)
+            )
             return self.seen_as(self.view, root=bind(self.root), local=bind(self.local))
         if name in ("sharding_constraint", "reshard"):
             wanted = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
@@ -233,36 +332,67 @@ class Shown:
         return self
 
     def constrain(self, sharding: NamedSharding) -> "Shown":
-        """Place the parameter itself as the array is asked to be placed; views of merged axes stay where they are."""
+        """Place the parameter itself as the array is asked to be placed; views of
+        merged axes stay where they are.
+        """
         if self.root is None or any(len(axes) > 1 for axes in self.axes):
             return self
-        if sharding_of(self.root) is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+        if (
+            sharding_of(self.root) is not None
+            and AxisType.Explicit not in sharding.mesh.axis_types
+        ):
             return self  # readers of the numbers take them there (`_here`)
         spec = entries(sharding, len(self.axes))
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
-        own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
-        return self.seen_as(self.view, root=lax.with_sharding_constraint(self.root, own))
+        own = NamedSharding(
+            sharding.mesh,
+            PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))),
+        )
+        return self.seen_as(
+            self.view, root=lax.with_sharding_constraint(self.root, own)
+        )
 
     def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
-        """Return the arrays with an axis of one atom in front, and the function that makes a `Shown` of an entry."""
+        """Return the arrays with an axis of one atom in front, and the function that
+        makes a `Shown` of an entry.
+        """
         (atom,) = self.axes[axis]
         lost, stored = self.view.origin[atom], None
-        if self.stored is not None and lost in self.stacked and self.view.origin.count(lost) == 1:
+        if (
+            self.stored is not None
+            and lost in self.stacked
+            and self.view.origin.count(lost) == 1
+        ):
             place = self.stacked.index(lost)
             stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
-        # A weight that exists in its stored form alone is dequantized only if an entry of it has no stored form.
+        # A weight that exists in its stored form alone is dequantized only if an entry
+        # of it has no stored form.
         root = self.numbers() if self.root is None and stored is None else self.root
-        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
+        stacked = (
+            ()
+            if stored is None
+            else tuple(axis for axis in self.stacked if axis != lost)
+        )
         view = self.view.drop(axis)
-        entry = lambda arrays: self.seen_as(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
+        entry = lambda arrays: self.seen_as(
+            view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None
+        )
         return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
 
 
 def _here(x: jax.Array) -> jax.Array:
-    """Return an array of explicit axes with the automatic ones that a part of the program may have instead."""
+    """Return an array of explicit axes with the automatic ones that a part of the
+    program may have instead.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    was, now = (AxisType.Explicit in of.axis_types for of in (jax.typeof(x).sharding.mesh, mesh))
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim))) if was and not now else x
+    was, now = (
+        AxisType.Explicit in of.axis_types for of in (jax.typeof(x).sharding.mesh, mesh)
+    )
+    return (
+        jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
+        if was and not now
+        else x
+    )
 
 
 def _split(x: jax.Array, sizes: Shape) -> jax.Array:
@@ -277,16 +407,23 @@ def _split(x: jax.Array, sizes: Shape) -> jax.Array:
 
 
 def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
-    """Quantize a weight whose parts were gathered inside `shard_map` before it travels: its FP8 values are gathered.
+    """Quantize a weight whose parts were gathered inside `shard_map` before it travels:
+    its FP8 values are gathered.
 
-    All devices share the scale of the whole weight, from one reduction of their amaxes. Returns None if the float
-    weight has to travel: with a scale per row or block, or if the parts of an axis are not neighbours in the matrix.
+    All devices share the scale of the whole weight, from one reduction of their amaxes.
+    Returns None if the float weight has to travel: with a scale per row or block, or if
+    the parts of an axis are not neighbours in the matrix.
     """
     layout = found.contraction.layout
     first = {layout.inputs[0]: "k", layout.outputs[0]: "n"}
     served = recipe.stored is not None and recipe.scaling == Tensor()
     served = served and recipe.amax == "fresh" and not recipe.stochastic
-    if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers) or weight.local is None:
+    if (
+        not served
+        or layout.stack
+        or any(atom not in first for atom, _ in weight.gathers)
+        or weight.local is None
+    ):
         return None
     matrix = lax.stop_gradient(layout.matrix(weight.local))
     amax = numerics.amax(matrix)
@@ -295,9 +432,12 @@ def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     stored, _ = quantize_weight(matrix, recipe, amax=amax)
 
     def whole(values: jax.Array, axes: str) -> jax.Array:
-        codes = lax.bitcast_convert_type(values, jnp.uint8)  # every backend can send bytes, but not every one FP8
+        # Every backend can send bytes, but not every one FP8
+        codes = lax.bitcast_convert_type(values, jnp.uint8)
         for atom, name in weight.gathers:
-            codes = lax.all_gather(codes, name, axis=axes.index(first[atom]), tiled=True)
+            codes = lax.all_gather(
+                codes, name, axis=axes.index(first[atom]), tiled=True
+            )
         return lax.bitcast_convert_type(codes, values.dtype)
 
     def operand(one: Operand | None, axes: str) -> Operand | None:
@@ -323,35 +463,67 @@ def multiply(
     weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
     view: View = weight.view
     found, kernel, stored = _taken(weight, factors_of(eqn, side, view), recipe)
-    key = jax.random.key(0) if _rounds_here(stored, recipe) else drawn if recipe.draws else None
-    if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
+    key = (
+        jax.random.key(0)
+        if _rounds_here(stored, recipe)
+        else drawn
+        if recipe.draws
+        else None
+    )
+    # X[..., k] by the kernel as a matrix, whatever the kernel's own axes are
+    if x_quantized is not None:
         layout = found.contraction.layout
         return contract(
-            matrix_product(x.ndim, transposed=layout.transposed), x,
-            None if kernel is None else layout.matrix(kernel), recipe=recipe, quantized=stored, key=key,
-            shape=None if stored is None else stored.shape, x_quantized=x_quantized,
-        )  # fmt: skip
-    # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
+            matrix_product(x.ndim, transposed=layout.transposed),
+            x,
+            None if kernel is None else layout.matrix(kernel),
+            recipe=recipe,
+            quantized=stored,
+            key=key,
+            shape=None if stored is None else stored.shape,
+            x_quantized=x_quantized,
+        )
+    # A product rounds its result to the dtype of x, so x is cast to a dtype that the
+    # program asks for beyond it.
     with jax.numpy_dtype_promotion("standard"):
         x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     if eqn.primitive.name == GROUPED:
-        matrix, stored = _as_experts(found.contraction.layout, kernel, stored, inputs[2].shape[0])
-        return grouped_matmul(x, matrix, inputs[2], recipe=recipe, quantized=stored, key=key).astype(out.dtype)
+        matrix, stored = _as_experts(
+            found.contraction.layout, kernel, stored, inputs[2].shape[0]
+        )
+        return grouped_matmul(
+            x, matrix, inputs[2], recipe=recipe, quantized=stored, key=key
+        ).astype(out.dtype)
     x = ungrouped(x, found.x_groups) if found.x_groups else x
     asked = eqn.params.get("out_sharding")
     if asked is not None and found.out_groups:
-        asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
+        asked = with_entries(
+            asked, split_entries(asked, entries(asked, out.ndim), found.out_groups)
+        )
     y = contract(
-        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
-    )  # fmt: skip
+        found.contraction,
+        x,
+        kernel,
+        recipe=recipe,
+        quantized=stored,
+        key=key,
+        shape=view.sizes,
+        out_sharding=asked,
+    )
     return (regrouped(y, found.out_groups) if found.out_groups else y).astype(out.dtype)
 
 
-def multiply_head(eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss) -> list[jax.Array]:
-    """Return (mean, losses) of a `losses.cross_entropy` with these options, computed as the recipe says."""
+def multiply_head(
+    eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss
+) -> list[jax.Array]:
+    """Return (mean, losses) of a `losses.cross_entropy` with these options, computed as
+    the recipe says.
+    """
     x, weight, targets, shares = inputs
     shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
-    found, kernel, stored = _taken(weight, factors(MATRIX, shapes, 1, weight.view), recipe)
+    found, kernel, stored = _taken(
+        weight, factors(MATRIX, shapes, 1, weight.view), recipe
+    )
     matrix, stored = found.contraction.layout.untransposed(kernel, stored)
     key = jax.random.key(0) if _rounds_here(stored, recipe) else None
     asked = dataclasses.replace(options, recipe=recipe)
@@ -361,19 +533,28 @@ def multiply_head(eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options:
 def _as_experts(
     layout: Layout, kernel: jax.Array | None, stored: Stored | None, count: int
 ) -> tuple[jax.Array | None, Stored | None]:
-    """Return the weights of a grouped product as `[e, k, n]`, floats and stored form."""
+    """Return the weights of a grouped product as `[e, k, n]`, floats and stored
+    form.
+    """
     matrix, stored = layout.untransposed(kernel, stored)
     # An axis of one expert has no atom, and a reshape may have cut the axis of several.
     if stored is not None:
         leading = len(stored.stack)
-        stored = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[leading:]), stored)
+        stored = jax.tree.map(
+            lambda leaf: leaf.reshape(count, *leaf.shape[leading:]), stored
+        )
     return None if matrix is None else matrix.reshape(count, *matrix.shape[-2:]), stored
 
 
-def _taken(weight: Shown, found: Factors | str, recipe: Recipe) -> tuple[Factors, jax.Array | None, Stored | None]:
-    """Return (a product with a weight over the weight's own axes, its float numbers, its stored form)."""
+def _taken(
+    weight: Shown, found: Factors | str, recipe: Recipe
+) -> tuple[Factors, jax.Array | None, Stored | None]:
+    """Return (a product with a weight over the weight's own axes, its float numbers,
+    its stored form).
+    """
     assert isinstance(found, Factors), "the census plans no other product"
-    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
+    # The stored form serves the product that it was made for; another product of the
+    # weight quantizes it here.
     how = weight.weight
     fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
     stored = weight.stored if fits else None
@@ -384,5 +565,7 @@ def _taken(weight: Shown, found: Factors | str, recipe: Recipe) -> tuple[Factors
 
 
 def _rounds_here(stored: Stored | None, recipe: Recipe) -> bool:
-    """Return whether a weight is rounded stochastically at its product: only in evaluation, whose calls repeat."""
+    """Return whether a weight is rounded stochastically at its product: only in
+    evaluation, whose calls repeat.
+    """
     return stored is None and recipe.stochastic

@@ -1,12 +1,14 @@
-"""`transform(fn, recipe)`: a JAX function with the products of its parameters in low precision.
+"""`transform(fn, recipe)`: a JAX function with the products of its parameters in low
+precision.
 
     low = transform(apply, "tcfp12_fast")                                       # apply(params, x)
     tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(low, params, x)))
     loss = lambda params, stored: jnp.mean(low(params, x, stored=stored) ** 2)  # stored: layer_state(opt_state)
 
-A call traces the function, the census finds its products, the policy chooses their recipes, and the evaluation runs the
-program again with them. No step looks at types of layers, and nothing of JAX is patched. Each call evaluates its own
-program, so it cannot meet the cache of another function.
+A call traces the function, the census finds its products, the policy chooses their
+recipes, and the evaluation runs the program again with them. No step looks at types of
+layers, and nothing of JAX is patched. Each call evaluates its own program, so it cannot
+meet the cache of another function.
 """
 
 import functools
@@ -40,8 +42,13 @@ _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
 
 
-def trace(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Program:
-    """Trace a function whose arguments and result may hold strings, modules and other values besides arrays.
+def trace(
+    function: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+) -> Program:
+    """Trace a function whose arguments and result may hold strings, modules and other
+    values besides arrays.
 
     >>> program = trace(lambda x, how: (x + 1, how), (jax.numpy.ones(2), "up"), {})
     >>> program.rebuild(["the sum"])
@@ -61,8 +68,14 @@ def trace(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: Map
     return Program(jaxpr, outputs, rebuild)
 
 
-def _split(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]]:
-    """Return the arrays of a tree, and the function that puts other arrays in their places."""
+def _split(
+    tree: PyTree,
+) -> tuple[
+    list[jax.Array], Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
+]:
+    """Return the arrays of a tree, and the function that puts other arrays in their
+    places.
+    """
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     others = [None if _is_array(leaf) else leaf for leaf in leaves]
@@ -75,7 +88,11 @@ def _split(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array 
         return treedef.unflatten(filled)
 
     # make_jaxpr knows shapes by JAX's own class only.
-    known: Any = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
+    known: Any = lambda leaf: (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if isinstance(leaf, Absent)
+        else leaf
+    )
     return [known(leaves[place]) for place in places], rebuild
 
 
@@ -100,7 +117,8 @@ class Transformed:
       name: name of the function in messages.
       prefix: path of the function's part of a model.
       stateful: whether the next argument is other state, such as running averages.
-      must: whether a call raises if nothing is converted; a method of a model may multiply nothing.
+      must: whether a call raises if nothing is converted; a method of a model may
+        multiply nothing.
     """
 
     function: Callable[..., PyTree]
@@ -114,21 +132,30 @@ class Transformed:
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function, updated=())
-        self.name = self.name or getattr(self.function, "__name__", type(self.function).__name__)
+        self.name = self.name or getattr(
+            self.function, "__name__", type(self.function).__name__
+        )
 
     def __call__(
-        self, *args: PyTree, stored: _Tree | None = None, product_key: jax.Array | None = None, **kwargs: PyTree
+        self,
+        *args: PyTree,
+        stored: _Tree | None = None,
+        product_key: jax.Array | None = None,
+        **kwargs: PyTree,
     ) -> PyTree:
         """Return the function's result.
 
         Args:
-          args: arguments of the function. Parameters may be stored; one only in `stored` is a `jax.ShapeDtypeStruct`.
-          stored: `layer_state` or `quantize_params` of the parameters; others are quantized at each use.
+          args: arguments of the function. Parameters may be stored; one only in
+            `stored` is a `jax.ShapeDtypeStruct`.
+          stored: `layer_state` or `quantize_params` of the parameters; others are
+            quantized at each use.
           product_key: key of FP4 training's random bits; pass another one at each step.
           kwargs: keyword arguments of the function.
 
         Raises:
-          ValueError: nothing can be converted, with `strict` something cannot, or `stored` belongs to other parameters.
+          ValueError: nothing can be converted, with `strict` something cannot, or
+            `stored` belongs to other parameters.
         """
         found = self.examine(*args, **kwargs)
         if self.must and self.policy.recipe is not None and not self.policy.off:
@@ -138,93 +165,171 @@ class Transformed:
         return self._run(found, args, kwargs, stored, product_key)
 
     def examine(self, *args: PyTree, **kwargs: PyTree) -> Examined:
-        """Return the function's program and the decisions about it; nothing is computed."""
+        """Return the function's program and the decisions about it; nothing is
+        computed.
+        """
         args = self._floats(args)
         program = trace(self.function, args, kwargs)
-        leaves = {path: leaf for path, leaf in paths.leaves(args[self.params]).items() if _is_array(leaf)}
+        leaves = {
+            path: leaf
+            for path, leaf in paths.leaves(args[self.params]).items()
+            if _is_array(leaf)
+        }
         before, after = self._others(args, kwargs)
-        # A model's other state, such as a running average, is no input: its product with a parameter is another weight.
+        # A model's other state, such as a running average, is no input: its product
+        # with a parameter is another weight.
         state = len(arrays_in(args[self.params + 1])) if self.stateful else 0
         facts = [
             *(Fact(input=True) for _ in before),
-            *(Fact(frozenset({path}), path, View.of(leaf.shape)) for path, leaf in leaves.items()),
+            *(
+                Fact(frozenset({path}), path, View.of(leaf.shape))
+                for path, leaf in leaves.items()
+            ),
             *(Fact(input=number >= state) for number in range(len(after))),
         ]
-        inline = lambda path, scope: self.policy.opens(paths.join(self.prefix, path), scope)
+        inline = lambda path, scope: self.policy.opens(
+            paths.join(self.prefix, path), scope
+        )
         found = census(program.jaxpr, facts, inline)
         if found.linear:
             program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
             found = census(program.jaxpr, facts, inline)
         return judge(program, found, leaves, self.policy, self.prefix)
 
-    def run_on(self, machine: Machine, found: Examined, args: _Args, probes: _Tree) -> list[jax.Array]:
-        """Return the arrays of the result from another machine, whose products find `probes` as stored weights."""
-        own = [Shown.of(leaf, probes.get(path), found.weights.get(path)) for path, leaf in found.leaves.items()]
+    def run_on(
+        self, machine: Machine, found: Examined, args: _Args, probes: _Tree
+    ) -> list[jax.Array]:
+        """Return the arrays of the result from another machine, whose products find
+        `probes` as stored weights.
+        """
+        own = [
+            Shown.of(leaf, probes.get(path), found.weights.get(path))
+            for path, leaf in found.leaves.items()
+        ]
         return self._outputs(machine, found, own, args, {})
 
-    def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
+    def _run(
+        self,
+        found: Examined,
+        args: _Args,
+        kwargs: _Tree,
+        stored: _Tree | None,
+        key: jax.Array | None,
+    ) -> PyTree:
         leaves = paths.leaves(args[self.params], lambda node: isinstance(node, Stored))
-        trained = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
+        trained = {
+            path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)
+        }
         state = paths.entries(stored or {})
         if twice := sorted(set(trained) & set(state)):
             raise ValueError(
-                f"{twice[0]!r} is a stored parameter, and the optimizer keeps a copy of the float one before it; call "
-                "tcfp_jax.store first, and make the optimizer of the stored parameters"
+                f"{twice[0]!r} is a stored parameter, and the optimizer keeps a copy of"
+                " the float one before it; call tcfp_jax.store first, and make the"
+                " optimizer of the stored parameters"
             )
         kept = {path: leaf.read() for path, leaf in trained.items()} | state
-        absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
+        absent = [
+            path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)
+        ]
         _check_state(kept, found.leaves, absent)
         own = []
         for path, leaf in found.leaves.items():
-            dtype = training_of(trained[path]).gradient_dtype if path in trained else None
+            dtype = (
+                training_of(trained[path]).gradient_dtype if path in trained else None
+            )
             rounded = path in found.rounded
-            own.append(_parameter(leaf, kept.get(path), found.weights.get(path), dtype, rounded=rounded))
-        return found.program.rebuild(self._outputs(Machine(), found, own, args, kwargs, key))
+            own.append(
+                _parameter(
+                    leaf,
+                    kept.get(path),
+                    found.weights.get(path),
+                    dtype,
+                    rounded=rounded,
+                )
+            )
+        return found.program.rebuild(
+            self._outputs(Machine(), found, own, args, kwargs, key)
+        )
 
     def _outputs(
-        self, machine: Machine, found: Examined, own: list[Shown], args: _Args, kwargs: _Tree,
+        self,
+        machine: Machine,
+        found: Examined,
+        own: list[Shown],
+        args: _Args,
+        kwargs: _Tree,
         key: jax.Array | None = None,
-    ) -> list[jax.Array]:  # fmt: skip
+    ) -> list[jax.Array]:
         jaxpr, (before, after) = found.program.jaxpr, self._others(args, kwargs)
-        outputs = machine.run((jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key)
+        outputs = machine.run(
+            (jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key
+        )
         return bare(outputs, jaxpr.jaxpr.outvars)
 
-    def _others(self, args: _Args, kwargs: _Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the arrays of the arguments before and after the parameters, in the order of the program's inputs."""
-        return arrays_in(args[: self.params]), arrays_in((args[self.params + 1 :], dict(kwargs)))
+    def _others(
+        self, args: _Args, kwargs: _Tree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the arrays of the arguments before and after the parameters, in the
+        order of the program's inputs.
+        """
+        return arrays_in(args[: self.params]), arrays_in(
+            (args[self.params + 1 :], dict(kwargs))
+        )
 
     def _floats(self, args: _Args) -> _Args:
         """Return the arguments with float parameters instead of stored ones.
 
-        Code that is not a product reads the floats. A program without such code never computes them.
+        Code that is not a product reads the floats. A program without such code never
+        computes them.
         """
         if self.params >= len(args):
             raise TypeError(
-                f"params={self.params}, but the function was called with {len(args)} positional arguments; pass the "
-                "parameters by position"
+                f"params={self.params}, but the function was called with {len(args)}"
+                " positional arguments; pass the parameters by position"
             )
         stored = lambda leaf: isinstance(leaf, Stored)
-        floats = jax.tree.map(lambda leaf: kernel_of(leaf) if stored(leaf) else leaf, args[self.params], is_leaf=stored)
+        floats = jax.tree.map(
+            lambda leaf: kernel_of(leaf) if stored(leaf) else leaf,
+            args[self.params],
+            is_leaf=stored,
+        )
         return (*args[: self.params], floats, *args[self.params + 1 :])
 
 
-def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object], absent: list[str]) -> None:
-    """Raise unless a state belongs to these parameters, and holds all `absent` ones, which have no values."""
+def _check_state(
+    stored: Mapping[str, object], leaves: Mapping[str, object], absent: list[str]
+) -> None:
+    """Raise unless a state belongs to these parameters, and holds all `absent` ones,
+    which have no values.
+    """
     unknown = sorted(set(stored) - set(leaves))
     if unknown:
         raise ValueError(
-            f"the state holds {unknown[0]!r}, but the parameters have only {', '.join(sorted(leaves)[:8])}; pass the "
-            "state of these parameters"
+            f"the state holds {unknown[0]!r}, but the parameters have only"
+            f" {', '.join(sorted(leaves)[:8])}; pass the state of these parameters"
         )
     missing = [path for path in absent if path not in stored]
     if missing:
-        raise ValueError(f"{missing[0]!r} is a shape without values, and the state lacks it; pass the parameter")
+        raise ValueError(
+            f"{missing[0]!r} is a shape without values, and the state lacks it; pass"
+            " the parameter"
+        )
 
 
-def _parameter(leaf: Any, stored: PyTree, weight: Weight | None, dtype: DTypeLike | None, *, rounded: bool) -> Shown:
-    """Return a parameter as an input of the program, with its stored form if that fits; `dtype` is its gradient's."""
+def _parameter(
+    leaf: Any,
+    stored: PyTree,
+    weight: Weight | None,
+    dtype: DTypeLike | None,
+    *,
+    rounded: bool,
+) -> Shown:
+    """Return a parameter as an input of the program, with its stored form if that fits;
+    `dtype` is its gradient's.
+    """
     if isinstance(stored, PackedTCFP12):
-        # Floats that are there too belong to a table: they are looked up, and its codes multiplied.
+        # Floats that are there too belong to a table: they are looked up, and its codes
+        # multiplied.
         if weight is not None and not isinstance(leaf, SHAPES):
             stored = _quantized(stored.dequantize(leaf.dtype), weight)
         else:
@@ -234,10 +339,16 @@ def _parameter(leaf: Any, stored: PyTree, weight: Weight | None, dtype: DTypeLik
     if weight is None:
         return Shown.of(leaf, None, None, dtype)
     if stored is not None and not isinstance(leaf, SHAPES):
-        # A stage of a pipeline has its part of a stack of layers, which may be a single layer: its axis has no view.
+        # A stage of a pipeline has its part of a stack of layers, which may be a single
+        # layer: its axis has no view.
         extra = len(stored.stack)
-        if len(weight.layout.matrix_shape(leaf.shape)) == 2 and stored.stack == (1,) * extra:
-            stored = jax.tree.map(lambda array: array.reshape(array.shape[extra:]), stored)
+        if (
+            len(weight.layout.matrix_shape(leaf.shape)) == 2
+            and stored.stack == (1,) * extra
+        ):
+            stored = jax.tree.map(
+                lambda array: array.reshape(array.shape[extra:]), stored
+            )
         weight.layout.check(stored, leaf.shape)
         stored = current(stored, weight.layout.matrix(leaf))
     return Shown.of(leaf, stored, weight, dtype)
@@ -245,7 +356,8 @@ def _parameter(leaf: Any, stored: PyTree, weight: Weight | None, dtype: DTypeLik
 
 def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
     """Return the stored form of a kernel that was packed."""
-    key = jax.random.key(0) if weight.recipe.stochastic else None  # only evaluation comes here, and its calls repeat
+    # only evaluation comes here, and its calls repeat
+    key = jax.random.key(0) if weight.recipe.stochastic else None
     quantize = lambda w: quantize_weight(w, weight.recipe, key=key)[0]
     for _ in weight.layout.stack:
         quantize = jax.vmap(quantize)
@@ -263,27 +375,34 @@ def transform(
 ) -> Transformed:
     """Return `fn` with every product of a parameter and an input computed by `recipe`.
 
-    Use it for a model that is a plain function. Like `jax.grad` and `jax.checkpoint` it takes and returns a function,
-    and it composes with them, with `jax.jit`, `jax.vmap` and control flow, inside and outside. It follows parameters
-    through reshapes, transposes, casts, slices and loops over stacks, so that the optimizer's stored weights fit and
-    gradients go straight to the parameters.
+    Use it for a model that is a plain function. Like `jax.grad` and `jax.checkpoint` it
+    takes and returns a function, and it composes with them, with `jax.jit`, `jax.vmap`
+    and control flow, inside and outside. It follows parameters through reshapes,
+    transposes, casts, slices and loops over stacks, so that the optimizer's stored
+    weights fit and gradients go straight to the parameters.
 
     Args:
       fn: any function of arrays. It is traced, as `jax.jit` traces.
       recipe: a `Recipe` or the name of one.
       params: the positional argument that holds the parameters.
-      rules: pairs of a regex and a recipe (None: leave it alone), as a mapping or a sequence; the regex is searched in
-        the parameter's path ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or functions
-        `(path, product)` to a recipe, or None for no opinion. The first match wins, also over `include`. The pair
-        `(regex, "inline")` opens functions with a `jax.custom_vjp` that read such a weight: their products convert,
-        and the gradient is ours instead of theirs.
-      include: products that take `recipe` without a rule: "linear"; "head", the product that makes the model's output;
-        "small", matrices with a side below 1024, which are slower than in BF16; "measured", products of "linear" (and
-        of "head", if named) that measured times on this device say to be faster than BF16, at each call's own rows and
-        at any size; a shape, recipe or device that was not timed goes by size. "embed", tables whose rows are looked
-        up: they are stored like kernels, and where a stored form exists, rows are its dequantized rows; a float table
-        without one is looked up as it is. "layer_norm", gains and their biases, rounded to the packed format.
-      strict: raise if a product has no low-precision form and no rule leaves it alone, or if a rule matches nothing.
+      rules: pairs of a regex and a recipe (None: leave it alone), as a mapping or a
+        sequence; the regex is searched in the parameter's path ("block_0/mlp/kernel"),
+        its layer's path and the named scope of the product. Or functions
+        `(path, product)` to a recipe, or None for no opinion. The first match wins,
+        also over `include`. The pair `(regex, "inline")` opens functions with a
+        `jax.custom_vjp` that read such a weight: their products convert, and the
+        gradient is ours instead of theirs.
+      include: products that take `recipe` without a rule: "linear"; "head", the product
+        that makes the model's output; "small", matrices with a side below 1024, which
+        are slower than in BF16; "measured", products of "linear" (and of "head", if
+        named) that measured times on this device say to be faster than BF16, at each
+        call's own rows and at any size; a shape, recipe or device that was not timed
+        goes by size. "embed", tables whose rows are looked up: they are stored like
+        kernels, and where a stored form exists, rows are its dequantized rows; a float
+        table without one is looked up as it is. "layer_norm", gains and their biases,
+        rounded to the packed format.
+      strict: raise if a product has no low-precision form and no rule leaves it alone,
+        or if a rule matches nothing.
 
     Raises:
       TypeError: `fn` is not a function.
@@ -295,9 +414,12 @@ def transform(
     """
     if isinstance(fn, nn.Module | nnx.Module):
         raise TypeError(
-            f"fn is the module {type(fn).__name__}; use convert_to_tcfp(model, recipe, *inputs), or pass a function of "
-            "parameters and inputs, such as lambda params, x: model.apply({'params': params}, x)"
+            f"fn is the module {type(fn).__name__}; use convert_to_tcfp(model, recipe,"
+            " *inputs), or pass a function of parameters and inputs, such as lambda"
+            " params, x: model.apply({'params': params}, x)"
         )
     if not callable(fn):
-        raise TypeError(f"fn is a {type(fn).__name__}; pass a function of parameters and inputs")
+        raise TypeError(
+            f"fn is a {type(fn).__name__}; pass a function of parameters and inputs"
+        )
     return Transformed(fn, policy(recipe, rules, include), params, strict=strict)

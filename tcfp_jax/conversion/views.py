@@ -1,15 +1,17 @@
 """`View`: static data that says how an array of a traced program shows one parameter.
 
-A parameter that is reshaped, transposed, cast, broadcast, sliced or taken out of a stack is still the parameter. A view
-says which of the parameter's axes each axis of the array runs over. A product with the array can then be written over
-the parameter's own axes: the stored weight fits there, and the gradient goes straight to the parameter.
+A parameter that is reshaped, transposed, cast, broadcast, sliced or taken out of a
+stack is still the parameter. A view says which of the parameter's axes each axis of the
+array runs over. A product with the array can then be written over the parameter's own
+axes: the stored weight fits there, and the gradient goes straight to the parameter.
 
     parameter [8, 4, 2]  --reshape-->  [8, 8]       axes ((0,), (1, 2))
                          --transpose-->  [8, 8]     axes ((1, 2), (0,))
 
-Axes are split into *atoms*, the finest pieces that reshapes have cut; an axis of size 1 has no atom. `move` takes a
-view through one equation. It uses nothing but the methods of `View`, which `shown.Shown` has too: the evaluation, whose
-views hold arrays, therefore moves by the same rules as the census.
+Axes are split into *atoms*, the finest pieces that reshapes have cut; an axis of size 1
+has no atom. `move` takes a view through one equation. It uses nothing but the methods
+of `View`, which `shown.Shown` has too: the evaluation, whose views hold arrays,
+therefore moves by the same rules as the census.
 """
 
 import dataclasses
@@ -23,11 +25,23 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
-# Primitives that hand numbers on. They may round (a cast), but the numbers are still the parameter's.
+# Primitives that hand numbers on. They may round (a cast), but the numbers are still
+# the parameter's.
 _SAME = {
-    "convert_element_type", "copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard", "name",
-    "optimization_barrier", "device_put", "mesh_cast", "pvary", "pcast", "reduce_precision",
-}  # fmt: skip
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "sharding_constraint",
+    "reshard",
+    "name",
+    "optimization_barrier",
+    "device_put",
+    "mesh_cast",
+    "pvary",
+    "pcast",
+    "reduce_precision",
+}
 # The ones of these primitives with an output for each operand.
 _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
 Shape = tuple[int, ...]
@@ -39,7 +53,9 @@ Start = jax.Array | int  # where a slice begins
 
 
 class Equation(Protocol):
-    """An equation of a jaxpr. Its variables are Any, because JAX's type of an abstract value has no shape."""
+    """An equation of a jaxpr. Its variables are Any, because JAX's type of an abstract
+    value has no shape.
+    """
 
     primitive: core.Primitive
     params: dict[str, Any]
@@ -52,7 +68,9 @@ class Equation(Protocol):
 
 
 class _Movable(Protocol):
-    """The methods that `move` needs; each returns the moved view, or None if there is none."""
+    """The methods that `move` needs; each returns the moved view, or None if there is
+    none.
+    """
 
     @property
     def axes(self) -> Axes: ...
@@ -76,7 +94,8 @@ class View:
       shape: shape of the parameter.
       sizes: sizes of the atoms, in the parameter's order.
       origin: the parameter's axis that each atom is part of.
-      axes: the atoms of each axis of the array, major first; none if the axis has size 1 or is broadcast.
+      axes: the atoms of each axis of the array, major first; none if the axis has size
+        1 or is broadcast.
       taken: the parameter's axes that loops and indices removed, outermost first.
       whole: whether no axis was cut. A part of a parameter has no stored form.
       casts: the dtypes that the numbers went through.
@@ -100,36 +119,51 @@ class View:
         ((0,), (), (1,))
         """
         wide = [axis for axis, size in enumerate(shape) if size > 1]
-        axes = tuple((wide.index(axis),) if axis in wide else () for axis in range(len(shape)))
-        return View(tuple(shape), tuple(shape[axis] for axis in wide), tuple(wide), axes)
+        axes = tuple(
+            (wide.index(axis),) if axis in wide else () for axis in range(len(shape))
+        )
+        return View(
+            tuple(shape), tuple(shape[axis] for axis in wide), tuple(wide), axes
+        )
 
     def arrange(self, axes: Sequence[int | None]) -> "View":
-        """Return the view whose axis i is axis `axes[i]` of this one; None is a new axis of one entry or of copies.
+        """Return the view whose axis i is axis `axes[i]` of this one; None is a new
+        axis of one entry or of copies.
 
         >>> View.of((8, 4)).arrange([1, None, 0]).axes
         ((1,), (), (0,))
         """
-        return dataclasses.replace(self, axes=tuple(() if axis is None else self.axes[axis] for axis in axes))
+        return dataclasses.replace(
+            self, axes=tuple(() if axis is None else self.axes[axis] for axis in axes)
+        )
 
     def cast(self, dtype: DTypeLike) -> "View":
         """Return the view in another dtype."""
         name = jnp.dtype(dtype).name
-        return self if self.casts[-1:] == (name,) else dataclasses.replace(self, casts=(*self.casts, name))
+        return (
+            self
+            if self.casts[-1:] == (name,)
+            else dataclasses.replace(self, casts=(*self.casts, name))
+        )
 
     def reshape(self, old: Shape, new: Shape) -> "View | None":
-        """Return the view in another shape; None if the new axes cut across old ones, or an axis holds copies.
+        """Return the view in another shape; None if the new axes cut across old ones,
+        or an axis holds copies.
 
         >>> View.of((8, 4)).reshape((8, 4), (2, 4, 4)).sizes
         (2, 4, 4)
         """
-        if any(size > 1 and not axes for size, axes in zip(old, self.axes, strict=True)):
+        if any(
+            size > 1 and not axes for size, axes in zip(old, self.axes, strict=True)
+        ):
             return None
         flat = [(atom, self.sizes[atom]) for axes in self.axes for atom in axes]
         parts: list[tuple[int, int]] = []
         axes: list[list[int]] = []
         for size in new:
             axes.append([])
-            # Fill the new axis with atoms; the last one may be cut, and its rest belongs to the next axis.
+            # Fill the new axis with atoms; the last one may be cut, and its rest
+            # belongs to the next axis.
             while size > 1:
                 if not flat:
                     return None
@@ -141,48 +175,71 @@ class View:
                 axes[-1].append(len(parts))
                 parts.append((atom, take))
                 size //= take
-        # Atoms are numbered in the parameter's order, which may not be the order of the array's axes.
+        # Atoms are numbered in the parameter's order, which may not be the order of the
+        # array's axes.
         order = sorted(range(len(parts)), key=lambda i: (parts[i][0], i))
         return dataclasses.replace(
-            self, sizes=tuple(parts[i][1] for i in order), origin=tuple(self.origin[parts[i][0]] for i in order),
+            self,
+            sizes=tuple(parts[i][1] for i in order),
+            origin=tuple(self.origin[parts[i][0]] for i in order),
             axes=tuple(tuple(order.index(i) for i in group) for group in axes),
-        )  # fmt: skip
+        )
 
     def drop(self, axis: int) -> "View":
-        """Return the view of one entry of an axis of one atom, without the axis: a loop takes entry after entry."""
+        """Return the view of one entry of an axis of one atom, without the axis: a loop
+        takes entry after entry.
+        """
         (atom,) = self.axes[axis]
         lost = self.origin[atom]
         keep = lambda values: values[:atom] + values[atom + 1 :]
-        rest = tuple(tuple(a - (a > atom) for a in axes) for i, axes in enumerate(self.axes) if i != axis)
-        alone = self.origin.count(lost) == 1  # otherwise a reshape cut the axis: an entry is a part of a parameter
+        rest = tuple(
+            tuple(a - (a > atom) for a in axes)
+            for i, axes in enumerate(self.axes)
+            if i != axis
+        )
+        # Otherwise a reshape cut the axis: an entry is a part of a parameter
+        alone = self.origin.count(lost) == 1
         return dataclasses.replace(
-            self, sizes=keep(self.sizes), origin=keep(self.origin), axes=rest,
-            taken=(*self.taken, lost) if alone else self.taken, whole=self.whole and alone,
-        )  # fmt: skip
+            self,
+            sizes=keep(self.sizes),
+            origin=keep(self.origin),
+            axes=rest,
+            taken=(*self.taken, lost) if alone else self.taken,
+            whole=self.whole and alone,
+        )
 
     def at(self, axis: int, index: Start) -> "View":
         """Return the view of one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
         moved = self.drop(axis)
-        return dataclasses.replace(moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:]))
+        return dataclasses.replace(
+            moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:])
+        )
 
     def part(self, axis: int, start: Start, size: int) -> "View":
         """Return the view of some neighbouring entries of an axis."""
         return self._resized(axis, size, whole=False) if self.axes[axis] else self
 
     def gather(self, axis: int, name: Hashable, devices: int) -> "View | None":
-        """Return the view of all devices' parts of an axis, joined in order; None if the axis has several atoms."""
+        """Return the view of all devices' parts of an axis, joined in order; None if
+        the axis has several atoms.
+        """
         if len(self.axes[axis]) != 1:
             return None
-        return self._resized(axis, self.sizes[self.axes[axis][0]] * devices, whole=False)
+        return self._resized(
+            axis, self.sizes[self.axes[axis][0]] * devices, whole=False
+        )
 
     def _resized(self, axis: int, size: int, *, whole: bool) -> "View":
         (atom,) = self.axes[axis]
-        return dataclasses.replace(self, sizes=(*self.sizes[:atom], size, *self.sizes[atom + 1 :]), whole=whole)
+        return dataclasses.replace(
+            self, sizes=(*self.sizes[:atom], size, *self.sizes[atom + 1 :]), whole=whole
+        )
 
     def local(self, shape: Shape) -> "View | None":
-        """Return one device's part of the array, of this shape, inside `shard_map`; None if it cuts merged axes.
+        """Return one device's part of the array, of this shape, inside `shard_map`;
+        None if it cuts merged axes.
 
         >>> View.of((8, 4, 2)).local((2, 4, 2)).split, View.of((2, 4, 2)).local((1, 4, 2)).taken
         ((0,), (0,))
@@ -203,7 +260,9 @@ class View:
         return view
 
     def same(self, eqn: Equation) -> "View":
-        """Return the view itself: the equation may place the numbers or stop their gradient, but does not move them."""
+        """Return the view itself: the equation may place the numbers or stop their
+        gradient, but does not move them.
+        """
         return self
 
 
@@ -223,7 +282,8 @@ def without_ones(shape: Shape) -> list[list[int]]:
 
 
 def operand_number(eqn: Equation, number: int) -> int | None:
-    """Return which operand output `number` may be a view of; None for an equation that mixes its operands.
+    """Return which operand output `number` may be a view of; None for an equation that
+    mixes its operands.
 
     >>> import jax
     >>> add, neg = jax.make_jaxpr(lambda x, y: -(x + y))(1.0, 1.0).eqns
@@ -237,7 +297,8 @@ def operand_number(eqn: Equation, number: int) -> int | None:
 
 
 def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | None:
-    """Return the view that output `number` of an equation is, or None if it shows no parameter.
+    """Return the view that output `number` of an equation is, or None if it shows no
+    parameter.
 
     Args:
       view: the view that operand `operand_number(eqn, number)` is.
@@ -248,19 +309,33 @@ def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | 
     name, params = eqn.primitive.name, eqn.params
     old, out = eqn.invars[0].aval.shape, eqn.outvars[number].aval
     if name in _SAME:
-        return view.same(eqn).cast(out.dtype) if jnp.issubdtype(out.dtype, jnp.floating) else None
+        return (
+            view.same(eqn).cast(out.dtype)
+            if jnp.issubdtype(out.dtype, jnp.floating)
+            else None
+        )
     if name == "transpose":
         return view.arrange(params["permutation"])
     if name == "squeeze":
-        return view.arrange([axis for axis in range(len(old)) if axis not in params["dimensions"]])
+        return view.arrange(
+            [axis for axis in range(len(old)) if axis not in params["dimensions"]]
+        )
     if name == "broadcast_in_dim":
         place = {new: axis for axis, new in enumerate(params["broadcast_dimensions"])}
         return view.arrange([place.get(axis) for axis in range(len(out.shape))])
     if name == "reshape":
-        return view.reshape(old, out.shape) if params.get("dimensions") is None else None
+        return (
+            view.reshape(old, out.shape) if params.get("dimensions") is None else None
+        )
     if name in ("all_gather", "all_gather_invariant"):
         whole = params["tiled"] and params["axis_index_groups"] is None
-        return view.gather(params["all_gather_dimension"], params["axis_name"], params["axis_size"]) if whole else None
+        return (
+            view.gather(
+                params["all_gather_dimension"], params["axis_name"], params["axis_size"]
+            )
+            if whole
+            else None
+        )
     if name == "gather":
         return _gathered(view, eqn, starts)
     if name == "slice" and params["strides"] in (None, (1,) * len(old)):
@@ -269,7 +344,12 @@ def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | 
         return _sliced(view, old, out.shape, starts)
     if name == "split":
         before = sum(params["sizes"][:number])
-        return _sliced(view, old, out.shape, [before if axis == params["axis"] else 0 for axis in range(len(old))])
+        return _sliced(
+            view,
+            old,
+            out.shape,
+            [before if axis == params["axis"] else 0 for axis in range(len(old))],
+        )
     return None
 
 
@@ -278,15 +358,25 @@ def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Start]) -> _V | N
         if before != after:
             if len(view.axes[axis]) > 1:
                 return None
-            view = view.at(axis, starts[axis]) if after == 1 else view.part(axis, starts[axis], after)
+            view = (
+                view.at(axis, starts[axis])
+                if after == 1
+                else view.part(axis, starts[axis], after)
+            )
     return view
 
 
 def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
-    """Return the view of `w[i]` with a single index; a gather of several rows is a lookup and not a view."""
+    """Return the view of `w[i]` with a single index; a gather of several rows is a
+    lookup and not a view.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     collapsed, old = tuple(numbers.collapsed_slice_dims), eqn.invars[0].aval.shape
-    one = len(collapsed) == 1 and numbers.start_index_map == collapsed and eqn.invars[1].aval.shape == (1,)
+    one = (
+        len(collapsed) == 1
+        and numbers.start_index_map == collapsed
+        and eqn.invars[1].aval.shape == (1,)
+    )
     if not one or numbers.operand_batching_dims or len(view.axes[collapsed[0]]) > 1:
         return None
     axis = collapsed[0]
@@ -304,12 +394,17 @@ class Fact:
       params: paths of the parameters that the value was computed from.
       path, view: the one parameter that the value shows, or None.
       input: whether an input took part.
-      closed: whether the function closes over the value. It counts as an input, and may be a forgotten parameter.
-      why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
-      follows: places of the products that the value was computed from, with no other product of a parameter between.
-      linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,
-        "dot" of two matrices; "" if it is not, or not known here.
-      uniform: "zero" or "number" if the value is one number, which may be spread over an array.
+      closed: whether the function closes over the value. It counts as an input, and may
+        be a forgotten parameter.
+      why: why a weight is not a view, if that is known, or how a weight was mixed into
+        an input.
+      follows: places of the products that the value was computed from, with no other
+        product of a parameter between.
+      linear: how a weight without a view is linear in parameters: "scaled" by a
+        constant, "joined" of views or padded, "dot" of two matrices; "" if it is not,
+        or not known here.
+      uniform: "zero" or "number" if the value is one number, which may be spread over
+        an array.
     """
 
     params: frozenset[str] = frozenset()
@@ -329,10 +424,14 @@ class Fact:
 
     def opaque(self, why: str = "") -> "Fact":
         """Return the same fact without its view."""
-        return dataclasses.replace(self, path=None, view=None, why=why or self.why, linear="")
+        return dataclasses.replace(
+            self, path=None, view=None, why=why or self.why, linear=""
+        )
 
     def computed(self) -> "Fact":
-        """Return the fact of a value that leaves a body: a weight is not a view any more."""
+        """Return the fact of a value that leaves a body: a weight is not a view any
+        more.
+        """
         return self.opaque(COMPUTED if self.params and not self.input else "")
 
     def entry(self) -> "Fact":

@@ -1,11 +1,14 @@
-"""Number formats: numbers, scales and datatypes as pure data, casts and packed storage on them, and a catalog.
+"""Number formats: numbers, scales and datatypes as pure data, casts and packed storage
+on them, and a catalog.
 
-`datatype(number, scale)` describes a format. `cast(x, datatype)` gives x the values that the format can hold, and
-`pack(x, datatype)` stores x in the format's bits. `quantize_nvfp4(x)` stores it in arrays that products read. Every
-name of the catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The package imports nothing of training, so its
-casts and the quantizers of `pallas_kernels` check each other in tests.
+`datatype(number, scale)` describes a format. `cast(x, datatype)` gives x the values
+that the format can hold, and `pack(x, datatype)` stores x in the format's bits.
+`quantize_nvfp4(x)` stores it in arrays that products read. Every name of the catalog is
+an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The package imports nothing of
+training, so its casts and the quantizers of `pallas_kernels` check each other in tests.
 
-The modules have plural names (`numbers`, `scales`, `datatypes`) because `number`, `scale` and `datatype` are functions.
+The modules have plural names (`numbers`, `scales`, `datatypes`) because `number`,
+`scale` and `datatype` are functions.
 
 >>> import jax.numpy as jnp
 >>> cast(jnp.array([1.0, -0.3, 0.07]), datatype("e2m1f", "e8m0")).tolist()
@@ -24,15 +27,34 @@ from tcfp_jax.formats.scale_rules import exact_share
 from tcfp_jax.formats.scales import ScaleSpec, scale
 
 __all__ = [
-    "CATALOG", "CodebookSpec", "DataType", "NumberSpec", "Nvfp4", "PackedArray", "ScaleSpec", "cast", "codebook",
-    "datatype", "exact_share", "number", "pack", "quantize_nvfp4", "rotate", "scale", "sparse", "unpack",
-]  # fmt: skip
+    "CATALOG",
+    "CodebookSpec",
+    "DataType",
+    "NumberSpec",
+    "Nvfp4",
+    "PackedArray",
+    "ScaleSpec",
+    "cast",
+    "codebook",
+    "datatype",
+    "exact_share",
+    "number",
+    "pack",
+    "quantize_nvfp4",
+    "rotate",
+    "scale",
+    "sparse",
+    "unpack",
+]
 
 
 def __getattr__(name: str) -> DataType:
     if name in CATALOG:
         return CATALOG[name]
-    raise AttributeError(f"tcfp_jax.formats has no {name!r}; `python -m tcfp_jax.formats` lists the catalog")
+    raise AttributeError(
+        f"tcfp_jax.formats has no {name!r}; `python -m tcfp_jax.formats` lists the"
+        " catalog"
+    )
 
 
 def __dir__() -> list[str]:

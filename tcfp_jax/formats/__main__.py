@@ -4,9 +4,10 @@
     python -m tcfp_jax.formats mxfp4e2             one, with its number line
     python -m tcfp_jax.formats --table             the best known as a Markdown table, for docs/formats.md
 
-A name outside the catalog is read as the code of a number, such as e3m4, or of a number and a scale, such as
-e2m1f_e8m0_t16. SNR is the signal-to-noise ratio of a cast of 128 x 1024 normal values, and bits are counted per value,
-scales and all. The list takes about a minute, because each cast is compiled.
+A name outside the catalog is read as the code of a number, such as e3m4, or of a number
+and a scale, such as e2m1f_e8m0_t16. SNR is the signal-to-noise ratio of a cast of 128 x
+1024 normal values, and bits are counted per value, scales and all. The list takes about
+a minute, because each cast is compiled.
 """
 
 import argparse
@@ -24,14 +25,29 @@ from tcfp_jax.formats.datatypes import DataType, datatype
 
 _SHAPE = (128, 1024)
 TABLE: tuple[str, ...] = (  # the rows of docs/formats.md, by bits per value
-    "mx4", "mxint4", "mxfp4e2", "nvfp4", "nf4", "icb44fi4_e32s8", "mx6", "mxfp6e3", "mxfp6e2", "e4m3fn", "mxfp8e5",
-    "mxfp8e4", "mxint8", "mx9", "tcfp12",
-)  # fmt: skip
+    "mx4",
+    "mxint4",
+    "mxfp4e2",
+    "nvfp4",
+    "nf4",
+    "icb44fi4_e32s8",
+    "mx6",
+    "mxfp6e3",
+    "mxfp6e2",
+    "e4m3fn",
+    "mxfp8e5",
+    "mxfp8e4",
+    "mxint8",
+    "mx9",
+    "tcfp12",
+)
 _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
 def _snr_db(made: DataType) -> float:
-    """Return 10 log10(sum x^2 / sum (x - cast(x))^2) for 128 x 1024 values from N(0, 1), or inf if nothing is lost."""
+    """Return 10 log10(sum x^2 / sum (x - cast(x))^2) for 128 x 1024 values from N(0,
+    1), or inf if nothing is lost.
+    """
     x = jax.random.normal(jax.random.key(0), _SHAPE)
     exact, rounded = (np.asarray(v, np.float64) for v in (x, cast(x, made)))
     noise = float(np.sum((exact - rounded) ** 2))
@@ -42,9 +58,14 @@ def _describe(made: DataType) -> str:
     """Return one row of the list."""
     number = made.number
     return _LINE.format(
-        made.name, _content(made), f"{made.bits_per_value(_SHAPE):.4g}", f"{number.min:.5g}", f"{number.max:.5g}",
-        f"{number.eps:.3g}", f"{_snr_db(made):.2f}",
-    )  # fmt: skip
+        made.name,
+        _content(made),
+        f"{made.bits_per_value(_SHAPE):.4g}",
+        f"{number.min:.5g}",
+        f"{number.max:.5g}",
+        f"{number.eps:.3g}",
+        f"{_snr_db(made):.2f}",
+    )
 
 
 def _table() -> Iterator[str]:
@@ -53,7 +74,10 @@ def _table() -> Iterator[str]:
     yield "|---|---|--:|--:|"
     for name in TABLE:
         made = CATALOG[name]
-        yield f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {_snr_db(made):.1f} |"
+        yield (
+            f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} |"
+            f" {_snr_db(made):.1f} |"
+        )
 
 
 def _content(made: DataType) -> str:
@@ -64,24 +88,55 @@ def _content(made: DataType) -> str:
 def _show(made: DataType) -> str:
     """Describe a datatype in words, with its number line if that is short."""
     number, scale = made.number, made.scale
-    lines = [f"{made.name}: number {number.name}, scale {scale.name if scale else 'none'}, in all {_content(made)}"]
-    lines.append(f"bits per value {made.bits_per_value(_SHAPE):.6g} ({_SHAPE[0]} x {_SHAPE[1]} values)")
-    lines.append(f"bits {number.bits}, min {number.min:.8g}, max {number.max:.8g}, eps {number.eps:.8g}")
-    for attribute in ("ebits", "mbits", "bias", "infnan", "emin", "emax", "midmax", "smallest_subnormal", "dtype"):
+    lines = [
+        f"{made.name}: number {number.name}, scale {scale.name if scale else 'none'},"
+        f" in all {_content(made)}"
+    ]
+    lines.append(
+        f"bits per value {made.bits_per_value(_SHAPE):.6g} ({_SHAPE[0]} x {_SHAPE[1]}"
+        " values)"
+    )
+    lines.append(
+        f"bits {number.bits}, min {number.min:.8g}, max {number.max:.8g}, eps"
+        f" {number.eps:.8g}"
+    )
+    for attribute in (
+        "ebits",
+        "mbits",
+        "bias",
+        "infnan",
+        "emin",
+        "emax",
+        "midmax",
+        "smallest_subnormal",
+        "dtype",
+    ):
         if hasattr(number, attribute):
             lines.append(f"{attribute} {getattr(number, attribute)}")
     lines.append(f"SNR on N(0, 1) {_snr_db(made):.2f} dB")
     if number.bits <= 8:
         values = number.number_line()
-        lines += [f"number line, {len(values)} values:", " ".join(f"{value:.6g}" for value in values)]
+        lines += [
+            f"number line, {len(values)} values:",
+            " ".join(f"{value:.6g}" for value in values),
+        ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status, 2 for a name without a meaning."""
-    parser = argparse.ArgumentParser("python -m tcfp_jax.formats", description="List the catalog, or show a datatype.")
-    parser.add_argument("name", nargs="?", help="a datatype of the catalog, or the code of a number, with a scale's")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/formats.md")
+    parser = argparse.ArgumentParser(
+        "python -m tcfp_jax.formats",
+        description="List the catalog, or show a datatype.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help="a datatype of the catalog, or the code of a number, with a scale's",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write the table of docs/formats.md"
+    )
     options = parser.parse_args(arguments)
     if options.table:
         for line in _table():
@@ -89,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.name is not None:
         try:
             known = options.name in CATALOG or "_" not in options.name
-            made = CATALOG.get(options.name) or datatype(*options.name.split("_", 0 if known else 1))
+            made = CATALOG.get(options.name) or datatype(
+                *options.name.split("_", 0 if known else 1)
+            )
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
@@ -105,7 +162,8 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as `head` has enough, and Python would flush once more at its end
+    # A reader such as `head` has enough, and Python would flush once more at its end
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)

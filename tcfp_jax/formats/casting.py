@@ -1,16 +1,22 @@
-"""Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold, in the dtype of `x`.
+"""Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold,
+in the dtype of `x`.
 
-A cast has two halves, which packing shares: `quantize` finds scales and values (`QuantizedArray`), and `assemble`
-multiplies them. Both are integer work on the bits of float32, and float32 arithmetic that is exact or correctly rounded
-everywhere. They never cast to a small dtype and back, which XLA on a GPU would delete. So results are bit-identical on
-every backend, with and without jit.
+A cast has two halves, which packing shares: `quantize` finds scales and values
+(`QuantizedArray`), and `assemble` multiplies them. Both are integer work on the bits of
+float32, and float32 arithmetic that is exact or correctly rounded everywhere. They
+never cast to a small dtype and back, which XLA on a GPU would delete. So results are
+bit-identical on every backend, with and without jit.
 
-* Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as inputs and as results.
-* Float scales and zero points read subnormal inputs as zero and write results below 2**-126 as zero.
-* A NaN or inf does not influence the scale of its tile. NaN stays NaN. If a scaled number has no code for NaN (FP4,
-  FP6, integers, codebooks), the scale becomes NaN and with it the whole tile, as OCP's MX specification says.
-* `saturate=True`: inf and values that are too large become the largest value. `saturate=False`: they become inf if the
-  number has it, else NaN if it has that, else the largest value, as in ml_dtypes. By "zero" only inf overflows.
+* Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as
+  inputs and as results.
+* Float scales and zero points read subnormal inputs as zero and write results below
+  2**-126 as zero.
+* A NaN or inf does not influence the scale of its tile. NaN stays NaN. If a scaled
+  number has no code for NaN (FP4, FP6, integers, codebooks), the scale becomes NaN and
+  with it the whole tile, as OCP's MX specification says.
+* `saturate=True`: inf and values that are too large become the largest value.
+  `saturate=False`: they become inf if the number has it, else NaN if it has that, else
+  the largest value, as in ml_dtypes. By "zero" only inf overflows.
 """
 
 import functools
@@ -55,32 +61,40 @@ def cast(
     key: jax.Array | None = None,
     saturate: bool = True,
 ) -> jax.Array:
-    """Round `x` to the values of a datatype: `round(x / scale) * scale`, with the gradient of the identity.
+    """Round `x` to the values of a datatype: `round(x / scale) * scale`, with the
+    gradient of the identity.
 
-    Values that saturate have that gradient too. A zero point or a residual of the datatype is added. A result that the
-    dtype of `x` cannot hold is rounded to it, such as a bfloat16 value times a float32 scale.
+    Values that saturate have that gradient too. A zero point or a residual of the
+    datatype is added. A result that the dtype of `x` cannot hold is rounded to it, such
+    as a bfloat16 value times a float32 scale.
 
     Args:
-      x: real floats of any shape; float64 is rounded to float32 first. Ragged last tiles are filled with zeros.
+      x: real floats of any shape; float64 is rounded to float32 first. Ragged last
+        tiles are filled with zeros.
       datatype: made by `formats.datatype`, or from the catalog, also by its name.
       axis: the axis that takes the place of the last one, along which tiles lie.
-      roundmode: "even" (nearest, ties to even), "nearest" (ties away from zero), "zero" (toward zero), or "stochastic"
-        (one of the two neighbours, by distance). "stochastic" is unbiased except for values that saturate: the largest
-        of a tile may, under the default `scalemode` of powers of two; under "ceil" none does. With an integer zero
-        point the ends of a tile may. Codebooks of several tables (icb) choose by the rounded values, with a bias.
-      scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto" for exponent scales that do not name their own
-        mode; "max", "four_over_six" or "fold_exact" for NVFP4's two levels. `tcfp_jax.formats.scale_rules` has the
-        formulas. "max" is OCP's rule, which others call "floor".
+      roundmode: "even" (nearest, ties to even), "nearest" (ties away from zero), "zero"
+        (toward zero), or "stochastic" (one of the two neighbours, by distance).
+        "stochastic" is unbiased except for values that saturate: the largest of a tile
+        may, under the default `scalemode` of powers of two; under "ceil" none does.
+        With an integer zero point the ends of a tile may. Codebooks of several tables
+        (icb) choose by the rounded values, with a bias.
+      scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto" for exponent
+        scales that do not name their own mode; "max", "four_over_six" or "fold_exact"
+        for NVFP4's two levels. `tcfp_jax.formats.scale_rules` has the formulas. "max"
+        is OCP's rule, which others call "floor".
       key: JAX random key, for "stochastic" only.
-      saturate: whether inf and values that are too large become the largest value; see the module's docstring.
+      saturate: whether inf and values that are too large become the largest value; see
+        the module's docstring.
 
     Returns:
       The shape and dtype of `x`.
 
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
-      ValueError: an unknown mode; a key without "stochastic", the reverse, or several keys; a `scalemode` for a
-        datatype without a scale of its kind, or whose exponent scales name their own; a tile that does not fit `x`.
+      ValueError: an unknown mode; a key without "stochastic", the reverse, or several
+        keys; a `scalemode` for a datatype without a scale of its kind, or whose
+        exponent scales name their own; a tile that does not fit `x`.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 
@@ -95,18 +109,30 @@ def cast(
     if axis != -1:
         check_axis(axis, array.shape, "axis")
         last = jnp.moveaxis(array, axis, -1)
-        made = cast(last, datatype, roundmode=roundmode, scalemode=scalemode, key=key, saturate=saturate)
+        made = cast(
+            last,
+            datatype,
+            roundmode=roundmode,
+            scalemode=scalemode,
+            key=key,
+            saturate=saturate,
+        )
         return jnp.moveaxis(made, -1, axis)
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        has_kernel = cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA")
+        has_kernel = cast_kernel.serves(
+            x.shape, x.dtype, datatype, modes
+        ) and device_kind().startswith("NVIDIA")
         if has_kernel and not (pallas_triton.missing() and plan.reject(x.dtype)):
             return _in_one_pass(x, datatype, modes)
         return _define(x, datatype, modes, key)
 
     # Tables are looked up and tiles are cut, which explicit axes refuse.
     same = PartitionSpec(*entries_of(array))
-    return _straight_through(array, with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(array), key))
+    return _straight_through(
+        array,
+        with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(array), key),
+    )
 
 
 @jax.custom_jvp
@@ -115,34 +141,51 @@ def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 
 @_straight_through.defjvp
-def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return primals[1], tangents[0]
 
 
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
-    """Return the cast, by the kernel on NVIDIA GPUs: XLA decides, because a program may run on another device."""
+    """Return the cast, by the kernel on NVIDIA GPUs: XLA decides, because a program may
+    run on another device.
+    """
     assert datatype.scale is not None, "the kernel serves scaled numbers only"
-    kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.of_scale(datatype.scale))
+    kernel = functools.partial(
+        cast_kernel.cast_tiles,
+        datatype=datatype,
+        scalemode=modes.of_scale(datatype.scale),
+    )
     by_definition = functools.partial(_define, datatype=datatype, modes=modes)
     return lax.platform_dependent(x, cuda=kernel, default=by_definition)
 
 
-# Jitted here, so that a call outside jit is one program per datatype and shape. Otherwise the few hundred operations of
-# a long division would be compiled one by one.
+# Jitted here, so that a call outside jit is one program per datatype and shape.
+# Otherwise the few hundred operations of a long division would be compiled one by one.
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
-def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None) -> jax.Array:
+def _define(
+    x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None
+) -> jax.Array:
     random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     parts = quantize(float_bits.to_bits(x), datatype, modes, random)
     return float_bits.from_bits(assemble(parts, datatype, x.shape), x.dtype)
 
 
 def check_key(key: object) -> None:
-    """Raise a ValueError unless this is None or one JAX random key, typed or as raw data."""
+    """Raise a ValueError unless this is None or one JAX random key, typed or as raw
+    data.
+    """
     dtype, shape = getattr(key, "dtype", jnp.float32), getattr(key, "shape", ())
     typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if key is not None and not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
-        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
+    if key is not None and not (
+        shape == () if typed else dtype == jnp.uint32 and len(shape) == 1
+    ):
+        raise ValueError(
+            f"key is a {type(key).__name__}, not one JAX random key; use"
+            " jax.random.key(seed)"
+        )
 
 
 def check_arguments(
@@ -153,41 +196,67 @@ def check_arguments(
     key: jax.Array | None,
     saturate: bool,
 ) -> tuple[jax.Array, Modes]:
-    """Return (`x` as an array, the modes), or raise the errors that `cast` documents."""
+    """Return (`x` as an array, the modes), or raise the errors that `cast`
+    documents.
+    """
     array = jnp.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"x is {array.dtype}, and casts take real floats; convert it first, such as x.astype(float32)")
+        raise TypeError(
+            f"x is {array.dtype}, and casts take real floats; convert it first, such as"
+            " x.astype(float32)"
+        )
     if not isinstance(datatype, DataType):
-        raise TypeError(f"datatype is {type(datatype).__name__}; give a DataType, or a name of the catalog")
+        raise TypeError(
+            f"datatype is {type(datatype).__name__}; give a DataType, or a name of the"
+            " catalog"
+        )
     for name, value, kind in (
         ("roundmode", roundmode, RoundMode),
         ("scalemode", "max" if scalemode is None else scalemode, ScaleMode),
     ):
         if not isinstance(value, str) or value not in get_args(kind):
             known = _ELSEWHERE.get(f"{name}={value}", "")
-            raise ValueError(f"{name}={value!r} is unknown; use one of {list(get_args(kind))}{known}")
+            raise ValueError(
+                f"{name}={value!r} is unknown; use one of {list(get_args(kind))}{known}"
+            )
     if not isinstance(saturate, bool):
         raise ValueError(f"saturate={saturate!r} is not a bool; use True or False")
-    scales = [part.scale for part in (datatype, datatype.residual) if part is not None and part.scale is not None]
+    scales = [
+        part.scale
+        for part in (datatype, datatype.residual)
+        if part is not None and part.scale is not None
+    ]
     exponents = [scale for scale in scales if scale.number.kind == "exponent"]
     if scalemode in TWO_LEVEL_MODES[1:]:
-        if not any(scale.is_nvfp4 for scale in scales) or datatype.number.name != "e2m1f":
+        if (
+            not any(scale.is_nvfp4 for scale in scales)
+            or datatype.number.name != "e2m1f"
+        ):
             raise ValueError(
-                f"scalemode={scalemode!r} chooses E4M3 scales of E2M1 values below a scale of the tensor, which "
-                f"{datatype.name} does not have; use nvfp4 or nvfp4s, or drop it"
+                f"scalemode={scalemode!r} chooses E4M3 scales of E2M1 values below a"
+                f" scale of the tensor, which {datatype.name} does not have; use nvfp4"
+                " or nvfp4s, or drop it"
             )
     elif scalemode not in (None, "max") and not exponents:
         raise ValueError(
-            f"scalemode={scalemode!r} chooses among powers of two, which {datatype.name} does not have; drop it"
+            f"scalemode={scalemode!r} chooses among powers of two, which"
+            f" {datatype.name} does not have; drop it"
         )
     elif scalemode is not None and exponents and all(scale.mode for scale in exponents):
         raise ValueError(
-            f"scalemode={scalemode!r} is not for {datatype.name}, whose scales name their own mode "
-            f"({', '.join(scale.name for scale in exponents)}); drop it"
+            f"scalemode={scalemode!r} is not for {datatype.name}, whose scales name"
+            f" their own mode ({', '.join(scale.name for scale in exponents)}); drop it"
         )
     if (key is None) != (roundmode != "stochastic"):
-        missing = 'roundmode="stochastic" needs key=jax.random.key(seed)' if key is None else "drop key="
-        raise ValueError(f"roundmode={roundmode!r} and key={'none' if key is None else 'given'}: {missing}")
+        missing = (
+            'roundmode="stochastic" needs key=jax.random.key(seed)'
+            if key is None
+            else "drop key="
+        )
+        raise ValueError(
+            f"roundmode={roundmode!r} and key={'none' if key is None else 'given'}:"
+            f" {missing}"
+        )
     check_key(key)
     mode: ScaleMode = "midmax" if scalemode == "auto" else scalemode or "max"
     return array, Modes(roundmode, mode, saturate)

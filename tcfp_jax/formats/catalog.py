@@ -1,13 +1,17 @@
-"""The catalog: datatypes of TensorCast, OCP's MX, NVFP4, TCFP-12 and NF4 by name, `CATALOG[name]` or `formats.<name>`.
+"""The catalog: datatypes of TensorCast, OCP's MX, NVFP4, TCFP-12 and NF4 by name,
+`CATALOG[name]` or `formats.<name>`.
 
-A name begins with a number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a trailing `n` or `z` stands for fnuz).
-After an underscore, one letter is the number format of the scale and one is the format of the zero point: `F` float32,
-`f` float16 (or e5m3, if it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after
-them are the size of a tile, `c` is a channel, and a final `s` makes tiles square.
+A name begins with a number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a
+trailing `n` or `z` stands for fnuz). After an underscore, one letter is the number
+format of the scale and one is the format of the zero point: `F` float32, `f` float16
+(or e5m3, if it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i`
+int8. Digits after them are the size of a tile, `c` is a channel, and a final `s` makes
+tiles square.
 
-Some names of TensorCast contradict its definitions; here the name is right. `uint8_*` have 8 bits (16 there),
-`bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` has a scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2
-have -0 and no NaN (`f`; `fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
+Some names of TensorCast contradict its definitions; here the name is right. `uint8_*`
+have 8 bits (16 there), `bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` has a
+scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2 have -0 and no NaN (`f`;
+`fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
 """
 
 import difflib
@@ -17,23 +21,47 @@ from tcfp_jax.formats.datatypes import DataType, datatype
 CATALOG: dict[str, DataType] = {}
 
 
-def _add(name: str, number: str, scale: str | None = None, *, residual: DataType | None = None) -> None:
+def _add(
+    name: str,
+    number: str,
+    scale: str | None = None,
+    *,
+    residual: DataType | None = None,
+) -> None:
     assert name not in CATALOG, name
     CATALOG[name] = datatype(number, scale, name, residual=residual)
 
 
 def _add_unscaled() -> None:
-    codes = "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz "
-    codes += "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz"
+    codes = (
+        "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz"
+        " float8_e4m3fnuz "
+    )
+    codes += (
+        "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz"
+        " e2m3fnuz e2m1fnuz"
+    )
     for code in codes.split():
         _add(code, code)
-    for alias, code in {"bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz"}.items():
+    for alias, code in {
+        "bf8": "e5m2",
+        "fp8": "e4m3fn",
+        "bf8n": "e5m2b16fnuz",
+        "fp8n": "e4m3b8fnuz",
+    }.items():
         _add(alias, code)
     for precision in range(1, 8):
         _add(f"binary8p{precision}", f"binary8p{precision}")
 
 
-_LETTERS = {"F": "float32", "f": "float16", "b": "bfloat16", "n": "e4m3", "e": "e8m0", "i": "int8"}
+_LETTERS = {
+    "F": "float32",
+    "f": "float16",
+    "b": "bfloat16",
+    "n": "e4m3",
+    "e": "e8m0",
+    "i": "int8",
+}
 
 
 def _add_tensor_and_channel_scaled() -> None:
@@ -48,7 +76,12 @@ def _add_tensor_and_channel_scaled() -> None:
     _add("uint16_bb", "uint16", "bfloat16_bfloat16")
     for letter in "Ffbne":
         shared = _LETTERS[letter]
-        for name, code in {"bf8": "e5m2", "bf8n": "e5m2b16fnuz", "fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
+        for name, code in {
+            "bf8": "e5m2",
+            "bf8n": "e5m2b16fnuz",
+            "fp8": "e4m3fn",
+            "fp8n": "e4m3b8fnuz",
+        }.items():
             _add(f"{name}_{letter}", code, shared)
             if name.startswith("fp8"):
                 _add(f"{name}_{letter}c", code, f"{shared}_t0")
@@ -57,14 +90,31 @@ def _add_tensor_and_channel_scaled() -> None:
         _add(f"int4_{letter}c", "int4", f"{shared}_t0")
         if letter in "fbe":
             _add(f"int16_{letter}", "int16", shared)
-    for name, code in {"e5m2": "e5m2", "e5m2z": "e5m2fnuz", "e4m3": "e4m3fn", "e4m3z": "e4m3fnuz"}.items():
+    for name, code in {
+        "e5m2": "e5m2",
+        "e5m2z": "e5m2fnuz",
+        "e4m3": "e4m3fn",
+        "e4m3z": "e4m3fnuz",
+    }.items():
         _add(f"{name}_e", code, "e8m0")
     _add("e3m2_e", "e3m2f", "e8m0")
     _add("e2m3_e", "e2m3f", "e8m0")
 
 
-_MX = {"mxfp8e5": "e5m2", "mxfp8e4": "e4m3fn", "mxfp6e3": "e3m2f", "mxfp6e2": "e2m3f", "mxfp4e2": "e2m1f"}
-_MX_SHORT = {"mxbf8": "e5m2", "mxfp8": "e4m3fn", "mxbf6": "e3m2f", "mxfp6": "e2m3f", "mxfp4": "e2m1f"}
+_MX = {
+    "mxfp8e5": "e5m2",
+    "mxfp8e4": "e4m3fn",
+    "mxfp6e3": "e3m2f",
+    "mxfp6e2": "e2m3f",
+    "mxfp4e2": "e2m1f",
+}
+_MX_SHORT = {
+    "mxbf8": "e5m2",
+    "mxfp8": "e4m3fn",
+    "mxbf6": "e3m2f",
+    "mxfp6": "e2m3f",
+    "mxfp4": "e2m1f",
+}
 _MX_INTEGERS = {"mxint8": "int8", "mxint4": "int4"}
 
 
@@ -78,7 +128,13 @@ def _add_tiled() -> None:
         if name != "mxbf8":
             _add(f"{name}s", code, "e8m0_t32_t32")
             _add(f"{name}s16", code, "e8m0_t16_t16")
-    for name, code in {"nvb8": "e5m2", "nvf8": "e4m3fn", "nvb6": "e3m2f", "nvf6": "e2m3f", "nvf4": "e2m1f"}.items():
+    for name, code in {
+        "nvb8": "e5m2",
+        "nvf8": "e4m3fn",
+        "nvb6": "e3m2f",
+        "nvf6": "e2m3f",
+        "nvf4": "e2m1f",
+    }.items():
         _add(name, code, "e4m3_t16")
         _add(f"{name}s", code, "e4m3_t16_t16")
     for name, code in {"fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
@@ -94,7 +150,12 @@ def _add_tiled() -> None:
     _add("e1m6b1_e32", "e1m6b1fnuz", "e8m0_t32")
     _add("e1m2b1_e32", "e1m2b1fnuz", "e8m0_t32")
     _add("e1m2b1_f32", "e1m2b1fnuz", "e5m3_t32")
-    for name, code in {"e2m1": "e2m1f", "e3m2": "e3m2f", "e2m3": "e2m3f", "e4m3": "e4m3fn"}.items():
+    for name, code in {
+        "e2m1": "e2m1f",
+        "e3m2": "e3m2f",
+        "e2m3": "e2m3f",
+        "e4m3": "e4m3fn",
+    }.items():
         _add(f"{name}_f32", code, "e5m3_t32")
     for name, code in {"mx9": "int8", "mx6": "int5", "mx4": "int3"}.items():
         _add(name, code, "e8m0_t16s2o1")
@@ -108,7 +169,12 @@ def _add_tiled() -> None:
     _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
     _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
     _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
-    _add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
+    _add(
+        "tcfp12",
+        "e4m3fn",
+        "e8m0_t32_ceil",
+        residual=datatype("linear4", "e8m0_t32_mse"),
+    )
 
 
 def named(datatype: DataType | str) -> DataType:
@@ -125,9 +191,11 @@ def named(datatype: DataType | str) -> DataType:
     if datatype not in CATALOG:
         near = difflib.get_close_matches(datatype.lower(), CATALOG, n=3, cutoff=0.5)
         raise ValueError(
-            f"the catalog has no datatype {datatype!r}" + (f"; did you mean one of {near}?" if near else ".")
-            + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number, scale) makes others"
-        )  # fmt: skip
+            f"the catalog has no datatype {datatype!r}"
+            + (f"; did you mean one of {near}?" if near else ".")
+            + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number,"
+            " scale) makes others"
+        )
     return CATALOG[datatype]
 
 

@@ -1,10 +1,12 @@
-"""Codebooks, numbers that are looked up in tables: NF4, linear4, your own tables, TensorCast's implicit codebooks.
+"""Codebooks, numbers that are looked up in tables: NF4, linear4, your own tables,
+TensorCast's implicit codebooks.
 
-A codebook has one or several tables of 2**index_bits values. If there are several, each tile (or subtile) selects the
-table that fits it best, and stores its index.
+A codebook has one or several tables of 2**index_bits values. If there are several, each
+tile (or subtile) selects the table that fits it best, and stores its index.
 
-`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8 to 7, for the residual of
-TCFP-12: int4 does not use -8, and a scale maps the largest magnitude to 7 in both.
+`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8
+to 7, for the residual of TCFP-12: int4 does not use -8, and a scale maps the largest
+magnitude to 7 in both.
 """
 
 import functools
@@ -22,7 +24,10 @@ import numpy as np
 from tcfp_jax.formats.float_bits import RoundMode, sum_squares
 from tcfp_jax.formats.numbers import NumberSpec, number
 
-CODEBOOK_GRAMMAR = "nf4, linear4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
+CODEBOOK_GRAMMAR = (
+    "nf4, linear4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M"
+    " bits of shifts)"
+)
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -58,7 +63,9 @@ class CodebookSpec:
 
     @property
     def selector_bits(self) -> int:
-        """The bits with which a tile or subtile selects its table; 0 if there is one table."""
+        """The bits with which a tile or subtile selects its table; 0 if there is one
+        table.
+        """
         return (len(self.tables) - 1).bit_length()
 
     @property
@@ -83,8 +90,18 @@ class CodebookSpec:
 
     @property
     def eps(self) -> float:
-        """The smallest distance between two neighbours of a table, divided by `maxfloat`."""
-        return min(b - a for table in self.tables for a, b in itertools.pairwise(table) if b > a) / self.maxfloat
+        """The smallest distance between two neighbours of a table, divided by
+        `maxfloat`.
+        """
+        return (
+            min(
+                b - a
+                for table in self.tables
+                for a, b in itertools.pairwise(table)
+                if b > a
+            )
+            / self.maxfloat
+        )
 
     def levels(self) -> jax.Array:
         """Return the tables as float32 `[tables, values]`."""
@@ -96,19 +113,22 @@ class CodebookSpec:
 
 
 def codebook(
-    tables: str | Sequence[float] | Sequence[Sequence[float]] | np.ndarray, name: str | None = None
+    tables: str | Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    name: str | None = None,
 ) -> CodebookSpec:
     """Return the codebook with this code, or make one of these tables.
 
     Args:
-      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables;
-        also as arrays, `[values]` or `[tables, values]`.
+      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of
+        one table, or several tables; also as arrays, `[values]` or `[tables, values]`.
       name: the name of your own codebook.
 
     Raises:
-      ValueError: an unknown code, or tables that do not hold 2**k ascending, finite float32 values each.
+      ValueError: an unknown code, or tables that do not hold 2**k ascending, finite
+        float32 values each.
 
-    Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit codebooks).
+    Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit
+    codebooks).
 
     >>> codebook([-1.0, 0.0, 0.5, 1.0]).bits, codebook("nf4").bits, codebook("icb44fi_e2m3fnuz").selector_bits
     (2, 4, 4)
@@ -116,19 +136,34 @@ def codebook(
     if isinstance(tables, str):
         return _by_code(tables.lower())
     if not isinstance(name, str | None):
-        raise ValueError(f"name= is a {type(name).__name__}; give text, such as name='mine'")
+        raise ValueError(
+            f"name= is a {type(name).__name__}; give text, such as name='mine'"
+        )
     values = _values(tables)
     size = len(values[0])
-    if not 2 <= size <= 256 or size & (size - 1) or {len(table) for table in values} != {size}:
-        raise ValueError(f"tables hold {[len(table) for table in values]} values; use one power of two from 2 to 256")
+    if (
+        not 2 <= size <= 256
+        or size & (size - 1)
+        or {len(table) for table in values} != {size}
+    ):
+        raise ValueError(
+            f"tables hold {[len(table) for table in values]} values; use one power of"
+            " two from 2 to 256"
+        )
     for table in values:
         if any(not a <= b for a, b in itertools.pairwise(table)):
             raise ValueError(f"table {table} does not ascend, or has a NaN; sort it")
         if not all(float(np.float32(v)) == v for v in table):
-            raise ValueError(f"table {table} is not finite and exact in float32; pass np.float32(table)")
+            raise ValueError(
+                f"table {table} is not finite and exact in float32; pass"
+                " np.float32(table)"
+            )
     largest = max(abs(value) for table in values for value in table)
     if not 2.0**-60 <= largest <= 2.0**60:
-        raise ValueError(f"the largest magnitude {largest} of the tables is not within 2**-60 to 2**60; rescale them")
+        raise ValueError(
+            f"the largest magnitude {largest} of the tables is not within 2**-60 to"
+            " 2**60; rescale them"
+        )
     return CodebookSpec(name or "codebook", values, largest)
 
 
@@ -143,8 +178,9 @@ def _values(tables: object) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(plain(value)) for value in table) for table in nested)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"tables= is a {type(tables).__name__} that does not hold the real numbers of one table or several; give "
-            f"[values] or [tables, values], or a code: {CODEBOOK_GRAMMAR}"
+            f"tables= is a {type(tables).__name__} that does not hold the real numbers"
+            " of one table or several; give [values] or [tables, values], or a code:"
+            f" {CODEBOOK_GRAMMAR}"
         ) from error
 
 
@@ -159,19 +195,34 @@ def _by_code(code: str) -> CodebookSpec:
         raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")
     compute = number(found[3])
     if compute.kind != "float" or not 5 <= compute.bits <= 8:
-        raise ValueError(f"{code!r}: {compute.name} is not a float of 5 to 8 bits, in whose steps patterns shift")
+        raise ValueError(
+            f"{code!r}: {compute.name} is not a float of 5 to 8 bits, in whose steps"
+            " patterns shift"
+        )
     patterns = {"f": number("e2m1fnuz"), "i": number("e1m2b1fnuz")}
-    tables = [t for letter in found[2] for t in _shifted(patterns[letter], compute, 1 << int(found[1]))]
+    tables = [
+        t
+        for letter in found[2]
+        for t in _shifted(patterns[letter], compute, 1 << int(found[1]))
+    ]
     return CodebookSpec(code, tuple(tables), compute.max)
 
 
-def _shifted(pattern: NumberSpec, compute: NumberSpec, shifts: int) -> list[tuple[float, ...]]:
-    """Return tables with the positive values of a 4-bit number, moved down the number line of `compute` code by code.
+def _shifted(
+    pattern: NumberSpec, compute: NumberSpec, shifts: int
+) -> list[tuple[float, ...]]:
+    """Return tables with the positive values of a 4-bit number, moved down the number
+    line of `compute` code by code.
 
     Tables are mirrored, with 0 in the middle twice, so that they have 16 entries.
     """
-    # Codes of `compute` for the pattern's values at the top binade. Every table keeps their distances from the top.
-    widened = [_code_of(value, pattern, compute) for value in pattern.number_line() if value > 0]
+    # Codes of `compute` for the pattern's values at the top binade. Every table keeps
+    # their distances from the top.
+    widened = [
+        _code_of(value, pattern, compute)
+        for value in pattern.number_line()
+        if value > 0
+    ]
     top = compute.largest_code
     codes = [top - (widened[-1] - code) for code in widened]
     tables = []
@@ -188,12 +239,19 @@ def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
 
 
 def _nearest_index(
-    value: jax.Array, book: CodebookSpec, table: int | jax.Array, mode: RoundMode, bits: jax.Array | None
+    value: jax.Array,
+    book: CodebookSpec,
+    table: int | jax.Array,
+    mode: RoundMode,
+    bits: jax.Array | None,
 ) -> jax.Array:
-    """Return the index of the entry that `value` rounds to; values beyond the ends round to the ends."""
+    """Return the index of the entry that `value` rounds to; values beyond the ends
+    round to the ends.
+    """
     levels = book.levels()[table]
     target = jnp.clip(value, levels[0], levels[-1])
-    # One comparison at a time: with an axis of levels, XLA would compute the target once for each level.
+    # One comparison at a time: with an axis of levels, XLA would compute the target
+    # once for each level.
     lower = jnp.zeros_like(target, jnp.int32)
     for i in range(1, levels.shape[0] - 1):
         lower = lower + (target >= levels[i]).astype(jnp.int32)
@@ -212,31 +270,44 @@ def _nearest_index(
 
 
 def search(
-    value: jax.Array, book: CodebookSpec, axes: tuple[int, ...], mode: RoundMode, bits: jax.Array | None
+    value: jax.Array,
+    book: CodebookSpec,
+    axes: tuple[int, ...],
+    mode: RoundMode,
+    bits: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (indices of the entries that values round to, the index of each tile's table or None if there is one).
+    """Return (indices of the entries that values round to, the index of each tile's
+    table or None if there is one).
 
-    Values are float32, divided by their scale; those beyond the ends round to the ends. "even" sends ties to the even
-    index. A tile gets the table with the least squared error, the first one among equals. Errors are summed over
-    `axes`, those of a tile, as integers, so the choice does not depend on the order of the sum.
+    Values are float32, divided by their scale; those beyond the ends round to the ends.
+    "even" sends ties to the even index. A tile gets the table with the least squared
+    error, the first one among equals. Errors are summed over `axes`, those of a tile,
+    as integers, so the choice does not depend on the order of the sum.
     """
     if not book.selector_bits:
         return _nearest_index(value, book, 0, mode, bits), None
     count = int(np.prod([value.shape[axis] for axis in axes]))
-    # Errors are at most 2 maxfloat. A sum of up to 256 squares stays below 2**31; more are added in two parts.
+    # Errors are at most 2 maxfloat. A sum of up to 256 squares stays below 2**31; more
+    # are added in two parts.
     limit = int((2**31 / (count if count <= 256 else 1)) ** 0.5 / 1.005)
     steps = jnp.float32(np.float32(limit // 2 / book.maxfloat))
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
     def fit(table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         index = _nearest_index(value, book, table, mode, bits)
-        error = jnp.round((book.levels()[table][index] - clipped) * steps).astype(jnp.int32)
+        error = jnp.round((book.levels()[table][index] - clipped) * steps).astype(
+            jnp.int32
+        )
         return index, sum_squares(error, axes, limit)
 
     def better(table: jax.Array, best: Any) -> Any:
         index, error = fit(table)
-        less = (error[0] < best[1][0]) | ((error[0] == best[1][0]) & (error[1] < best[1][1]))
-        return jax.tree.map(lambda new, old: jnp.where(less, new, old), (index, error, table), best)
+        less = (error[0] < best[1][0]) | (
+            (error[0] == best[1][0]) & (error[1] < best[1][1])
+        )
+        return jax.tree.map(
+            lambda new, old: jnp.where(less, new, old), (index, error, table), best
+        )
 
     index, error = fit(jnp.int32(0))
     start = (index, error, jnp.zeros_like(error[1]))

@@ -1,4 +1,5 @@
-"""Numbers: `number(code)` describes a float, an integer or an exponent by its bits, without arrays and casts.
+"""Numbers: `number(code)` describes a float, an integer or an exponent by its bits,
+without arrays and casts.
 
 Grammar of codes:
 
@@ -9,8 +10,9 @@ Grammar of codes:
     binary8pP                  IEEE P3109 with precision P in 1..7
     a jax or numpy dtype, or its name
 
-The bias defaults to 2**(X-1) - 1, also after `fnuz`. The name of a *dtype* has the bias of the dtype, so
-`float8_e4m3fnuz` is `e4m3b8fnuz`. The suffix names the codes that are not finite numbers:
+The bias defaults to 2**(X-1) - 1, also after `fnuz`. The name of a *dtype* has the bias
+of the dtype, so `float8_e4m3fnuz` is `e4m3b8fnuz`. The suffix names the codes that are
+not finite numbers:
 
     (none)  ieee: the largest exponent holds inf (mantissa 0) and NaN
     fn      no inf; the one code with all ones is NaN
@@ -32,30 +34,48 @@ from numpy.typing import DTypeLike
 from tcfp_jax.formats.float_bits import Grid
 
 GRAMMAR = (
-    "eXmY[bZ][f|fn|fnuz|inuz] (X 1 to 8, Y 0 to 23), eXm0, intK and uintK (K 2 to 32), floatN (9 to 32), "
-    "bfloatN (10 to 32), binary8pP (P 1 to 7), or a jax or numpy dtype"
+    "eXmY[bZ][f|fn|fnuz|inuz] (X 1 to 8, Y 0 to 23), eXm0, intK and uintK (K 2 to 32),"
+    " floatN (9 to 32), bfloatN (10 to 32), binary8pP (P 1 to 7), or a jax or numpy"
+    " dtype"
 )
 
 _DTYPE_CODES = {
-    "float32": "e8m23", "float16": "e5m10", "bfloat16": "e8m7",
-    "float8_e3m4": "e3m4", "float8_e4m3": "e4m3", "float8_e4m3b11fnuz": "e4m3b11fnuz", "float8_e4m3fn": "e4m3fn",
-    "float8_e4m3fnuz": "e4m3b8fnuz", "float8_e5m2": "e5m2", "float8_e5m2fnuz": "e5m2b16fnuz", "float8_e8m0fnu": "e8m0",
-    "float6_e2m3fn": "e2m3f", "float6_e3m2fn": "e3m2f", "float4_e2m1fn": "e2m1f",
-    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32)},
-}  # fmt: skip
+    "float32": "e8m23",
+    "float16": "e5m10",
+    "bfloat16": "e8m7",
+    "float8_e3m4": "e3m4",
+    "float8_e4m3": "e4m3",
+    "float8_e4m3b11fnuz": "e4m3b11fnuz",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e4m3fnuz": "e4m3b8fnuz",
+    "float8_e5m2": "e5m2",
+    "float8_e5m2fnuz": "e5m2b16fnuz",
+    "float8_e8m0fnu": "e8m0",
+    "float6_e2m3fn": "e2m3f",
+    "float6_e3m2fn": "e3m2f",
+    "float4_e2m1fn": "e2m1f",
+    **{
+        f"{sign}int{bits}": f"{sign}int{bits}"
+        for sign in ("", "u")
+        for bits in (2, 4, 8, 16, 32)
+    },
+}
 _CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number format, made by `number`: frozen and hashable, equal if the bits mean the same.
+    """A number format, made by `number`: frozen and hashable, equal if the bits mean
+    the same.
 
     Attributes:
       name: the canonical code, such as "e4m3fn".
       kind: "float", "int", "uint" or "exponent".
-      ebits, mbits: widths of exponent and mantissa; for integers 0 and the bits without the sign.
+      ebits, mbits: widths of exponent and mantissa; for integers 0 and the bits without
+        the sign.
       bias: the exponent's bias; 0 for integers.
-      infnan: the suffix, which names the codes that are not finite: "ieee", "fn", "fnuz", "inuz" or "f" (integers).
+      infnan: the suffix, which names the codes that are not finite: "ieee", "fn",
+        "fnuz", "inuz" or "f" (integers).
     """
 
     name: str
@@ -114,7 +134,10 @@ class NumberSpec:
         if self.kind == "exponent":
             return math.ldexp(1.0, code - self.bias)
         field, mantissa = code >> self.mbits, code & ((1 << self.mbits) - 1)
-        return math.ldexp(mantissa + (field > 0) * (1 << self.mbits), max(field, 1) - self.bias - self.mbits)
+        return math.ldexp(
+            mantissa + (field > 0) * (1 << self.mbits),
+            max(field, 1) - self.bias - self.mbits,
+        )
 
     @functools.cached_property
     def max(self) -> float:
@@ -123,24 +146,32 @@ class NumberSpec:
 
     @property
     def min(self) -> float:
-        """The smallest finite value: -max, 0 for unsigned integers, the smallest power of two for exponents."""
+        """The smallest finite value: -max, 0 for unsigned integers, the smallest power
+        of two for exponents.
+        """
         if self.kind == "exponent":
             return self.magnitude(0)
         return -self.max if self.signed else 0.0
 
     @functools.cached_property
     def maxfloat(self) -> float:
-        """`max`, but for integers in fixed point: below 2, as a shared power of two scales them (127/64 for int8)."""
+        """`max`, but for integers in fixed point: below 2, as a shared power of two
+        scales them (127/64 for int8).
+        """
         return math.ldexp(self.max, -self.fixed_point)
 
     @property
     def fixed_point(self) -> int:
-        """The bits behind the point of an integer under an exponent scale: OCP's MXINT8 is a number below 2."""
+        """The bits behind the point of an integer under an exponent scale: OCP's MXINT8
+        is a number below 2.
+        """
         return self.mbits - 1 if self.is_integer else 0
 
     @property
     def is_wide(self) -> bool:
-        """True if it has the exponents of float32, so that rounding to it only drops bits of the mantissa."""
+        """True if it has the exponents of float32, so that rounding to it only drops
+        bits of the mantissa.
+        """
         return self.kind == "float" and self.emin == -126
 
     @property
@@ -153,7 +184,9 @@ class NumberSpec:
 
     @property
     def unit_shift(self) -> int:
-        """log2 of the unit, at most 0, in which the smallest values without a scale are normal float32."""
+        """log2 of the unit, at most 0, in which the smallest values without a scale are
+        normal float32.
+        """
         return 0 if self.is_integer else min(0, self.emin - self.mbits + 100)
 
     @property
@@ -170,13 +203,19 @@ class NumberSpec:
 
     @property
     def eps(self) -> float:
-        """The distance from 1 to the next value above, 2**-mbits; integers count in fixed point."""
+        """The distance from 1 to the next value above, 2**-mbits; integers count in
+        fixed point.
+        """
         return math.ldexp(1.0, self.is_integer - self.mbits)
 
     @property
     def midmax(self) -> float:
-        """`maxfloat` plus half a step: values above it would not round to `maxfloat`."""
-        return self.maxfloat + math.ldexp(1.0, self.emax - self.mbits + self.is_integer - 1)
+        """`maxfloat` plus half a step: values above it would not round to
+        `maxfloat`.
+        """
+        return self.maxfloat + math.ldexp(
+            1.0, self.emax - self.mbits + self.is_integer - 1
+        )
 
     @property
     def smallest_normal(self) -> float:
@@ -186,16 +225,23 @@ class NumberSpec:
     @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value; integers count in fixed point."""
-        return math.ldexp(1.0, self.emin - (0 if self.kind == "exponent" else self.mbits - self.is_integer))
+        return math.ldexp(
+            1.0,
+            self.emin
+            - (0 if self.kind == "exponent" else self.mbits - self.is_integer),
+        )
 
     @property
     def dtype(self) -> np.dtype | None:
-        """The jax or ml_dtypes dtype with these values and codes, or None; integers do not use the lowest code."""
+        """The jax or ml_dtypes dtype with these values and codes, or None; integers do
+        not use the lowest code.
+        """
         name = _CODE_DTYPES.get(self.name)
         return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
 
     def number_line(self) -> tuple[float, ...]:
-        """Return all finite values of a number of up to 16 bits, ascending, with one zero.
+        """Return all finite values of a number of up to 16 bits, ascending, with one
+        zero.
 
         Raises:
           ValueError: it has more than 16 bits.
@@ -204,7 +250,10 @@ class NumberSpec:
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
         """
         if self.bits > 16:
-            raise ValueError(f"the number line of {self.name} has 2**{self.bits} values; ask for 16 bits or fewer")
+            raise ValueError(
+                f"the number line of {self.name} has 2**{self.bits} values; ask for 16"
+                " bits or fewer"
+            )
         line = [self.magnitude(code) for code in range(self.largest_code + 1)]
         return tuple([-v for v in reversed(line[1:])] + line if self.signed else line)
 
@@ -213,10 +262,12 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
     """Return the number that a code describes; the module's docstring has the grammar.
 
     Args:
-      code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec, which is returned.
+      code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec,
+        which is returned.
 
     Raises:
-      ValueError: the code is outside the grammar, or describes a number that float32 does not contain.
+      ValueError: the code is outside the grammar, or describes a number that float32
+        does not contain.
 
     Source: TensorCast (AMD); IEEE P3109; OCP Microscaling Formats 1.0; ml_dtypes.
 
@@ -229,31 +280,49 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
         name = code.lower()
     else:
         try:
-            # np.dtype(None) is float64, and np.dtype of an array is that of its values, such as those of a codebook.
-            if code is None or (hasattr(code, "shape") and not isinstance(code, type | np.dtype)):
+            # np.dtype(None) is float64, and np.dtype of an array is that of its values,
+            # such as those of a codebook.
+            if code is None or (
+                hasattr(code, "shape") and not isinstance(code, type | np.dtype)
+            ):
                 raise TypeError
             name = np.dtype(code).name
         except TypeError as error:
-            raise ValueError(f"a {type(code).__name__} is not a number code; use {GRAMMAR}") from error
+            raise ValueError(
+                f"a {type(code).__name__} is not a number code; use {GRAMMAR}"
+            ) from error
     return _parse(_DTYPE_CODES.get(name, name), name)
 
 
 @functools.cache
 def _parse(code: str, given: str) -> NumberSpec:
-    if found := re.fullmatch(r"e([0-9]{1,3})m([0-9]{1,3})(?:b([0-9]{1,3}))?(f|fn|fnuz|inuz)?", code):
+    if found := re.fullmatch(
+        r"e([0-9]{1,3})m([0-9]{1,3})(?:b([0-9]{1,3}))?(f|fn|fnuz|inuz)?", code
+    ):
         ebits, mbits = int(found[1]), int(found[2])
-        return _float(ebits, mbits, None if found[3] is None else int(found[3]), found[4] or "ieee", given)
+        return _float(
+            ebits,
+            mbits,
+            None if found[3] is None else int(found[3]),
+            found[4] or "ieee",
+            given,
+        )
     if found := re.fullmatch(r"(u?)int([0-9]{1,3})", code):
         bits = int(found[2])
         if not 2 <= bits <= 32:
-            raise ValueError(f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}")
+            raise ValueError(
+                f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}"
+            )
         if found[1]:
             return NumberSpec(f"uint{bits}", "uint", 0, bits, 0, "f")
         return NumberSpec(f"int{bits}", "int", 0, bits - 1, 0, "f")
     if found := re.fullmatch(r"(b?)float([0-9]{1,3})", code):
         bits = int(found[2])
         if not (10 if found[1] else 9) <= bits <= 32:
-            raise ValueError(f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide; use {GRAMMAR}")
+            raise ValueError(
+                f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide;"
+                f" use {GRAMMAR}"
+            )
         ebits = 8 if found[1] or bits > 16 else 5
         return _float(ebits, bits - 1 - ebits, None, "ieee", given)
     if found := re.fullmatch(r"binary8p([1-7])", code):
@@ -263,9 +332,13 @@ def _parse(code: str, given: str) -> NumberSpec:
     raise ValueError(f"{given!r} is not a number code; use {GRAMMAR}")
 
 
-def _float(ebits: int, mbits: int, bias: int | None, infnan: str, given: str) -> NumberSpec:
+def _float(
+    ebits: int, mbits: int, bias: int | None, infnan: str, given: str
+) -> NumberSpec:
     if not (1 <= ebits <= 8 and mbits <= 23):
-        raise ValueError(f"{given!r}: e{ebits}m{mbits} is outside X 1 to 8, Y 0 to 23; use {GRAMMAR}")
+        raise ValueError(
+            f"{given!r}: e{ebits}m{mbits} is outside X 1 to 8, Y 0 to 23; use {GRAMMAR}"
+        )
     default = (1 << (ebits - 1)) - 1
     bias = default if bias is None else bias
     kind = "exponent" if mbits == 0 and infnan == "ieee" else "float"
@@ -274,13 +347,19 @@ def _float(ebits: int, mbits: int, bias: int | None, infnan: str, given: str) ->
     spec = NumberSpec(name, kind, ebits, mbits, bias, infnan)  # type: ignore[arg-type]
     if kind == "exponent":
         if ebits < 2 or spec.largest_code - bias > 127 or bias > 127:
-            raise ValueError(f"{given!r}: exponents need 2 bits or more and a range within 2**-127 to 2**127")
+            raise ValueError(
+                f"{given!r}: exponents need 2 bits or more and a range within 2**-127"
+                " to 2**127"
+            )
         return spec
     if spec.largest_code < 1 << mbits:
-        raise ValueError(f"{given!r}: {infnan} leaves no normal number; add exponent bits, or use fnuz or f")
+        raise ValueError(
+            f"{given!r}: {infnan} leaves no normal number; add exponent bits, or use"
+            " fnuz or f"
+        )
     if spec.emin < -126 or spec.emax > 127:
         raise ValueError(
-            f"{given!r} reaches from 2**{spec.emin} to 2**{spec.emax}, float32 only from 2**-126 to 2**127; "
-            "change the bias or use fewer exponent bits"
+            f"{given!r} reaches from 2**{spec.emin} to 2**{spec.emax}, float32 only"
+            " from 2**-126 to 2**127; change the bias or use fewer exponent bits"
         )
     return spec

@@ -1,6 +1,8 @@
-"""The rules that choose the scale of a tile: powers of two from the bits of max |x|, float scales by exact division.
+"""The rules that choose the scale of a tile: powers of two from the bits of max |x|,
+float scales by exact division.
 
-For an exponent scale s = 2**e, with amax = max |x| over the finite values of the tile and a number's emax and maxfloat:
+For an exponent scale s = 2**e, with amax = max |x| over the finite values of the tile
+and a number's emax and maxfloat:
 
     "max"       e = floor(log2(amax)) - emax                         OCP; the largest values of a tile may saturate
     "midmax"    the same, + 1 if amax / s > midmax                   avoids only values that round beyond maxfloat
@@ -8,12 +10,14 @@ For an exponent scale s = 2**e, with amax = max |x| over the finite values of th
     "ceil"      the smallest e with amax / 2**e <= maxfloat          nothing saturates; JAX, TE, DeepGEMM
     "mse"       that e, or e - 1 if that leaves a smaller sum of squared errors in the tile
 
-e is clipped to the range of the scale's number, and from above so that every value of the number is a float32. A tile
-of zeros gets the smallest e, which "mse" gives to no other tile. A float scale is `amax / max` rounded to the scale's
-number, at least its smallest positive value.
+e is clipped to the range of the scale's number, and from above so that every value of
+the number is a float32. A tile of zeros gets the smallest e, which "mse" gives to no
+other tile. A float scale is `amax / max` rounded to the scale's number, at least its
+smallest positive value.
 
-NVFP4 has two levels, float scales of tiles below one of the tensor, and two more rules. `a` is amax / tensor. Among
-several candidates each tile takes the one with the smallest sum of squared errors, the first one among equals:
+NVFP4 has two levels, float scales of tiles below one of the tensor, and two more rules.
+`a` is amax / tensor. Among several candidates each tile takes the one with the smallest
+sum of squared errors, the first one among equals:
 
     "max"            tensor = amax / (6 * 448)    a / 6
     "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so a tile with large values may gain
@@ -23,14 +27,18 @@ several candidates each tile takes the one with the smallest sum of squared erro
                                                   products with E2M1, over 2**3, are E4M3 numbers (`exact_share`), and
                                                   they clip no more than "max" does
 
-The 256 leaves room above the tile with the largest value: its amax / 4 needs the scale 384, and "fold_exact" needs its
-candidates above 256. FP8 tensor cores have one factor for a whole operand, so its products must lie within E4M3's range
-together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets 2**-3.
+The 256 leaves room above the tile with the largest value: its amax / 4 needs the scale
+384, and "fold_exact" needs its candidates above 256. FP8 tensor cores have one factor
+for a whole operand, so its products must lie within E4M3's range together: twelve
+binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets
+2**-3.
 
-Use "mse" if most values of a tile lie far below its largest one, as in the remainder of rounding to a float. Half the
-step for all of them then gains more than clipping a few loses. Stochastic rounding takes the covering e of "mse",
-because clipping would bias it. For the same reason it rounds float scales up and takes the first candidate. By "max"
-and "midmax" it clips as other rounding does. Errors are summed as integers: the order of the sum changes nothing.
+Use "mse" if most values of a tile lie far below its largest one, as in the remainder of
+rounding to a float. Half the step for all of them then gains more than clipping a few
+loses. Stochastic rounding takes the covering e of "mse", because clipping would bias
+it. For the same reason it rounds float scales up and takes the first candidate. By
+"max" and "midmax" it clips as other rounding does. Errors are summed as integers: the
+order of the sum changes nothing.
 """
 
 import jax
@@ -45,10 +53,12 @@ from tcfp_jax.formats.numbers import NumberSpec, number
 from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
-# The largest E4M3 scale for which the candidates of "four_over_six" and "fold_exact" are E4M3 numbers as well.
+# The largest E4M3 scale for which the candidates of "four_over_six" and "fold_exact"
+# are E4M3 numbers as well.
 _LARGEST_BELOW = 256.0
 LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
-# This factor brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its last digit.
+# This factor brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its
+# last digit.
 IN_E4M3 = 2.0**-3
 # Rounding a scale to the nearest E4M3 leaves quotients of at most 6 times 1 + 1/16.
 CLIPPED_FROM = 6.375
@@ -62,91 +72,155 @@ def finite_magnitude(magnitude: jax.Array) -> jax.Array:
 
 
 def choose_exponent(
-    amax: jax.Array, number: NumberSpec | CodebookSpec, scale: NumberSpec, mode: ScaleMode
+    amax: jax.Array,
+    number: NumberSpec | CodebookSpec,
+    scale: NumberSpec,
+    mode: ScaleMode,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`; the module has the formulas.
+    """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`; the
+    module has the formulas.
 
-    For "mse" it is the larger candidate; only the values of a tile can decide between the two.
+    For "mse" it is the larger candidate; only the values of a tile can decide between
+    the two.
     """
     exponent, mantissa = float_bits.normalize(amax)
     wanted = exponent - number.emax
     if mode != "max":
         limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
-        wanted = wanted + (mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)).astype(jnp.int32)
-    smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1) if mode == "mse" else scale.emin
+        wanted = wanted + (
+            mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)
+        ).astype(jnp.int32)
+    smallest = (
+        jnp.where(amax == 0, scale.emin, scale.emin + 1)
+        if mode == "mse"
+        else scale.emin
+    )
     # The largest value of the number, times the scale, must be a float32.
     return jnp.clip(wanted, smallest, min(scale.emax, 127 - number.emax)), wanted
 
 
-def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
-    """Round a float32 scale >= 0 to its number: 0 stays 0, and a positive scale stays positive."""
+def round_scale(
+    quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even"
+) -> jax.Array:
+    """Round a float32 scale >= 0 to its number: 0 stays 0, and a positive scale stays
+    positive.
+    """
     if scale.is_wide:
-        bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None)
+        bits = float_bits.round_bits(
+            lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None
+        )
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
     else:
         rounded = float_bits.round_to_grid(quotient, scale.grid, mode, None)
     smallest = max(scale.smallest_subnormal, TINY)
-    return jnp.where(quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0))
+    return jnp.where(
+        quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0)
+    )
 
 
-def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
-    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0 if amax is 0 or subnormal."""
+def choose_scale(
+    amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even"
+) -> jax.Array:
+    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0
+    if amax is 0 or subnormal.
+    """
     divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
     quotient = float_bits.divide(amax, divisor)
-    # `divide` gives 0 for a quotient below the smallest normal, but a nonzero tile needs a positive scale.
-    quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
+    # `divide` gives 0 for a quotient below the smallest normal, but a nonzero tile
+    # needs a positive scale.
+    quotient = jnp.where(
+        (amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient
+    )
     return round_scale(quotient, scale, mode)
 
 
-def choose_outer(amax: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode) -> jax.Array:
-    """Return the scale of a tensor above the scales of its tiles, for the bits of its largest magnitude."""
-    return choose_scale(amax, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
+def choose_outer(
+    amax: jax.Array,
+    largest: float,
+    scale: NumberSpec,
+    outer: NumberSpec,
+    rule: ScaleMode,
+) -> jax.Array:
+    """Return the scale of a tensor above the scales of its tiles, for the bits of its
+    largest magnitude.
+    """
+    return choose_scale(
+        amax, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer
+    )
 
 
 def tile_scales(
-    amax: jax.Array, whole: jax.Array, largest: float, scale: NumberSpec, rule: ScaleMode, covers: bool
+    amax: jax.Array,
+    whole: jax.Array,
+    largest: float,
+    scale: NumberSpec,
+    rule: ScaleMode,
+    covers: bool,
 ) -> list[jax.Array]:
-    """Return the scales among which each tile chooses, below the scale `whole` of the tensor.
+    """Return the scales among which each tile chooses, below the scale `whole` of the
+    tensor.
 
-    `amax` are int32 bits, `largest` is the number's largest value. With `covers` the one candidate clips nothing.
+    `amax` are int32 bits, `largest` is the number's largest value. With `covers` the
+    one candidate clips nothing.
 
-    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C; Cook et al. 2025, "Four Over Six".
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C;
+    Cook et al. 2025, "Four Over Six".
     """
 
     def over(largest: float, mode: Rounding) -> jax.Array:
         divisor = lax.bitcast_convert_type(whole * jnp.float32(largest), jnp.int32)
         quotient = float_bits.divide_to_odd(amax, divisor, float_bits.MANTISSA_BITS)
-        return round_scale(jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient), scale, mode)
+        return round_scale(
+            jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient), scale, mode
+        )
 
     if rule == "fold_exact":
         first = _folded(over(largest if covers else CLIPPED_FROM, "up"))
         second = _next_folded(first)
         return [first] if covers else [first, second, _next_folded(second)]
     first = over(largest, "up" if covers else "even")
-    return [first, over(4.0, "even")] if rule == "four_over_six" and not covers else [first]
+    return (
+        [first, over(4.0, "even")]
+        if rule == "four_over_six" and not covers
+        else [first]
+    )
 
 
 def _folded(value: jax.Array) -> jax.Array:
-    """Return the smallest scale of "fold_exact" that is not below `value`, at most the largest; 0 stays 0."""
+    """Return the smallest scale of "fold_exact" that is not below `value`, at most the
+    largest; 0 stays 0.
+    """
     bits = lax.bitcast_convert_type(value, jnp.int32)
     mantissa, quarter = bits & _MANTISSA, HIDDEN >> 2
-    up = jnp.where(mantissa > 2 * quarter, HIDDEN, jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0))
+    up = jnp.where(
+        mantissa > 2 * quarter,
+        HIDDEN,
+        jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0),
+    )
     found = lax.bitcast_convert_type(bits - mantissa + up, jnp.float32)
-    return jnp.where(value > 0, jnp.clip(found, LEAST_FOLDED, LARGEST_FOLDED), jnp.float32(0))
+    return jnp.where(
+        value > 0, jnp.clip(found, LEAST_FOLDED, LARGEST_FOLDED), jnp.float32(0)
+    )
 
 
 def _next_folded(value: jax.Array) -> jax.Array:
-    """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the largest."""
-    binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
+    """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the
+    largest.
+    """
+    binade = lax.bitcast_convert_type(
+        lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32
+    )
     return _folded(value + binade * jnp.float32(0.125))
 
 
 def exact_share(scales: jax.Array) -> jax.Array:
-    """Return the share of tiles whose products code * scale / 2**e are all E4M3 numbers.
+    """Return the share of tiles whose products code * scale / 2**e are all E4M3
+    numbers.
 
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
-    FP8 tensor cores multiply such tiles without rounding. All tiles of "fold_exact" are such, and zeros; NaN is not.
+    FP8 tensor cores multiply such tiles without rounding. All tiles of "fold_exact" are
+    such, and zeros; NaN is not.
 
     Raises:
       ValueError: scales are not a float8_e4m3fn array, or an empty one.
@@ -155,14 +229,20 @@ def exact_share(scales: jax.Array) -> jax.Array:
     0.5
     """
     if getattr(scales, "dtype", None) != jnp.float8_e4m3fn or scales.size == 0:
-        raise ValueError("scales are not a float8_e4m3fn array with values, as quantize_nvfp4(x).scales is")
+        raise ValueError(
+            "scales are not a float8_e4m3fn array with values, as"
+            " quantize_nvfp4(x).scales is"
+        )
     values = scales.astype(jnp.float32)
     largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
     exponent, _ = float_bits.normalize(largest)
     scaled = values * float_bits.power_of_two(5 - exponent)
     grid = number("e4m3fn").grid
     exact = jnp.ones(values.shape, bool)
-    # The other codes are these times powers of two, and only the smallest products can fall between E4M3's steps.
+    # The other codes are these times powers of two, and only the smallest products can
+    # fall between E4M3's steps.
     for code in (0.5, 1.5):
-        exact &= float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
+        exact &= (
+            float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
+        )
     return jnp.mean(exact.astype(jnp.float32))

@@ -1,4 +1,5 @@
-"""Scales: `scale(code)` describes which values share a scale, and its number; `ScaleSpec.tiling` splits an array.
+"""Scales: `scale(code)` describes which values share a scale, and its number;
+`ScaleSpec.tiling` splits an array.
 
 Grammar: segments joined by underscores, in this order.
 
@@ -9,9 +10,10 @@ Grammar: segments joined by underscores, in this order.
     [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' scales (two levels)
     [MODE]              the rule that chooses an exponent: "max", "midmax", "ceil" or "mse"
 
-Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and `oO` gives each an offset of O bits
-by which its power of two is smaller than the tile's. A channel `t0dY` is a tile as long as axis Y: one scale for
-every index of the other axes. A scale that names its mode ignores the `scalemode` of a cast.
+Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and
+`oO` gives each an offset of O bits by which its power of two is smaller than the
+tile's. A channel `t0dY` is a tile as long as axis Y: one scale for every index of the
+other axes. A scale that names its mode ignores the `scalemode` of a cast.
 `tcfp_jax.formats.scale_rules` has the formulas of the modes.
 """
 
@@ -27,18 +29,24 @@ import jax.numpy as jnp
 from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 
 SCALE_GRAMMAR = (
-    "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32, float16_int8_t32 or float32"
+    "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32,"
+    " float16_int8_t32 or float32"
 )
-ScaleMode = Literal["max", "midmax", "ceil", "mse", "auto", "four_over_six", "fold_exact"]
+ScaleMode = Literal[
+    "max", "midmax", "ceil", "mse", "auto", "four_over_six", "fold_exact"
+]
 
-_MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")  # "auto" means one of them
+# "auto" means one of them
+_MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")
 TWO_LEVEL_MODES: tuple[ScaleMode, ...] = ("max", "four_over_six", "fold_exact")
 _TILES = (0, *(1 << power for power in range(1, 11)))
 
 
 @dataclass(frozen=True)
 class BlockAxis:
-    """One side of a block: `size` values along axis `dim` (0: all of them), in subtiles of `subtile` (0: none)."""
+    """One side of a block: `size` values along axis `dim` (0: all of them), in subtiles
+    of `subtile` (0: none).
+    """
 
     size: int
     dim: int
@@ -47,10 +55,12 @@ class BlockAxis:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The split of an array into tiles, made by `ScaleSpec.tiling`; the last tiles are filled with zeros.
+    """The split of an array into tiles, made by `ScaleSpec.tiling`; the last tiles are
+    filled with zeros.
 
-    An axis of n values becomes three axes, `[count, subtiles, subtile]`, so nothing is transposed, and a reduction over
-    a tile that keeps its axes broadcasts over the tile.
+    An axis of n values becomes three axes, `[count, subtiles, subtile]`, so nothing is
+    transposed, and a reduction over a tile that keeps its axes broadcasts over the
+    tile.
 
     Attributes:
       shape: the shape of the array.
@@ -69,23 +79,39 @@ class Tiling:
     def split(self, x: jax.Array) -> jax.Array:
         """Return `x` in `split_shape`, with its last tiles filled with zeros."""
         if self.padded != self.shape:
-            x = jnp.pad(x, [(0, full - size) for full, size in zip(self.padded, self.shape, strict=True)])
+            x = jnp.pad(
+                x,
+                [
+                    (0, full - size)
+                    for full, size in zip(self.padded, self.shape, strict=True)
+                ],
+            )
         return x.reshape(self.split_shape)
 
     def join(self, x: jax.Array) -> jax.Array:
         """Return the array of `shape` that was split."""
         x = x.reshape(self.padded)
-        return x[tuple(slice(size) for size in self.shape)] if self.padded != self.shape else x
+        return (
+            x[tuple(slice(size) for size in self.shape)]
+            if self.padded != self.shape
+            else x
+        )
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of an array with one value per tile."""
-        return tuple(1 if axis in self.tile_axes else size for axis, size in enumerate(self.split_shape))
+        return tuple(
+            1 if axis in self.tile_axes else size
+            for axis, size in enumerate(self.split_shape)
+        )
 
     @property
     def subscale_shape(self) -> tuple[int, ...]:
         """The shape of an array with one value per subtile."""
-        return tuple(1 if axis in self.subtile_axes else size for axis, size in enumerate(self.split_shape))
+        return tuple(
+            1 if axis in self.subtile_axes else size
+            for axis, size in enumerate(self.split_shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -127,14 +153,17 @@ class ScaleSpec:
 
     @property
     def is_nvfp4(self) -> bool:
-        """True if tiles have e4m3fn scales, as in NVFP4, and the tensor has a scale above them."""
+        """True if tiles have e4m3fn scales, as in NVFP4, and the tensor has a scale
+        above them.
+        """
         return self.outer is not None and self.number.name == "e4m3fn"
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
         """Return how this scale splits an array.
 
         Raises:
-          ValueError: the axis of a tile does not exist, is shorter than the tile, or is the axis of the other tile.
+          ValueError: the axis of a tile does not exist, is shorter than the tile, or is
+            the axis of the other tile.
         """
         if self.is_tensor:
             axes = tuple(range(len(shape)))
@@ -142,14 +171,21 @@ class ScaleSpec:
         by_axis = {}
         for tile in self.tiles:
             if not -len(shape) <= tile.dim < len(shape):
-                raise ValueError(f"{self.name}: axis {tile.dim} is not in shape {shape}; give another one, such as d0")
+                raise ValueError(
+                    f"{self.name}: axis {tile.dim} is not in shape {shape}; give"
+                    " another one, such as d0"
+                )
             axis = tile.dim % len(shape)
             if axis in by_axis:
-                raise ValueError(f"{self.name}: both tiles run along axis {axis} of shape {shape}; give them others")
+                raise ValueError(
+                    f"{self.name}: both tiles run along axis {axis} of shape {shape};"
+                    " give them others"
+                )
             if math.prod(shape) and tile.size > shape[axis]:
                 raise ValueError(
-                    f"{self.name}: a tile of {tile.size} is longer than its axis of {shape[axis]} values; "
-                    "use a smaller tile, or t0 for the whole axis"
+                    f"{self.name}: a tile of {tile.size} is longer than its axis of"
+                    f" {shape[axis]} values; use a smaller tile, or t0 for the whole"
+                    " axis"
                 )
             by_axis[axis] = tile
         padded, split = list(shape), list[int]()
@@ -166,7 +202,9 @@ class ScaleSpec:
             tile_axes += [len(split) + 1, len(split) + 2]
             subtile_axes.append(len(split) + 2)
             split += [count, length // subtile, subtile]
-        return Tiling(shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes))
+        return Tiling(
+            shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes)
+        )
 
 
 def scale(code: str) -> ScaleSpec:
@@ -175,14 +213,17 @@ def scale(code: str) -> ScaleSpec:
     Raises:
       ValueError: the code is outside the grammar, or its parts contradict each other.
 
-    Source: TensorCast (AMD); OCP Microscaling Formats 1.0; Rouhani et al. 2023, "Shared Microexponents" (subtiles).
+    Source: TensorCast (AMD); OCP Microscaling Formats 1.0; Rouhani et al. 2023, "Shared
+    Microexponents" (subtiles).
 
     >>> spec = scale("e8m0_t32")
     >>> spec.number.name, spec.tiles
     ('e8m0', (BlockAxis(size=32, dim=-1, subtile=0),))
     """
     if not isinstance(code, str):
-        raise ValueError(f"a scale code is text, not a {type(code).__name__}; use {SCALE_GRAMMAR}")
+        raise ValueError(
+            f"a scale code is text, not a {type(code).__name__}; use {SCALE_GRAMMAR}"
+        )
     return _parse(code)
 
 
@@ -197,69 +238,132 @@ def _parse(code: str) -> ScaleSpec:
     *segments, last = text.split("_")
     mode = next((mode for mode in _MODES if mode == last), None)
     for segment in segments if mode else [*segments, last]:
-        if found := re.fullmatch(r"t([0-9]{1,4})(?:s([0-9]{1,4}))?(?:o([0-9]))?(?:d(-?[0-9]{1,3}))?", segment):
+        if found := re.fullmatch(
+            r"t([0-9]{1,4})(?:s([0-9]{1,4}))?(?:o([0-9]))?(?:d(-?[0-9]{1,3}))?", segment
+        ):
             if outer is not None:
-                raise ValueError(f"{code!r}: tile {segment!r} follows the tensor's scale; use {SCALE_GRAMMAR}")
+                raise ValueError(
+                    f"{code!r}: tile {segment!r} follows the tensor's scale; use"
+                    f" {SCALE_GRAMMAR}"
+                )
             found_tiles.append(found)
             continue
         try:
             parsed = number(segment)
         except ValueError as error:
-            raise ValueError(f"{code!r}: {segment!r} is neither a number nor a tile; use {SCALE_GRAMMAR}") from error
+            raise ValueError(
+                f"{code!r}: {segment!r} is neither a number nor a tile; use"
+                f" {SCALE_GRAMMAR}"
+            ) from error
         if found_tiles and numbers:
             if outer is not None:
-                raise ValueError(f"{code!r} has two numbers after its tiles; use {SCALE_GRAMMAR}")
+                raise ValueError(
+                    f"{code!r} has two numbers after its tiles; use {SCALE_GRAMMAR}"
+                )
             outer = parsed
         else:
             numbers.append(parsed)
     if not 1 <= len(numbers) <= 2 or len(found_tiles) > 2:
-        raise ValueError(f"{code!r} needs one scale, at most one zero point and two tiles; use {SCALE_GRAMMAR}")
+        raise ValueError(
+            f"{code!r} needs one scale, at most one zero point and two tiles; use"
+            f" {SCALE_GRAMMAR}"
+        )
     tiles, offset = _tiles(code, found_tiles)
-    spec = ScaleSpec(text, numbers[0], numbers[1] if len(numbers) == 2 else None, tiles, offset, outer, mode)
+    spec = ScaleSpec(
+        text,
+        numbers[0],
+        numbers[1] if len(numbers) == 2 else None,
+        tiles,
+        offset,
+        outer,
+        mode,
+    )
     _check(spec)
     return spec
 
 
 def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[BlockAxis, ...], int]:
     dims = [None if match[4] is None else int(match[4]) for match in found]
-    free = [dim for dim in (-2, -1) if dim not in dims][-dims.count(None) :] if None in dims else []
+    free = (
+        [dim for dim in (-2, -1) if dim not in dims][-dims.count(None) :]
+        if None in dims
+        else []
+    )
     offsets = {int(match[3]) for match in found if match[3]}
     tiles = []
     for match, dim in zip(found, dims, strict=True):
         size, subtile = int(match[1]), int(match[2] or 0)
         if size not in _TILES:
-            raise ValueError(f"{code!r}: a tile of {size} is not a power of two from 2 to 1024, nor 0 for a channel")
+            raise ValueError(
+                f"{code!r}: a tile of {size} is not a power of two from 2 to 1024, nor"
+                " 0 for a channel"
+            )
         if match[2] and (size == 0 or subtile < 2 or size % subtile):
             raise ValueError(
-                f"{code!r}: subtiles of {subtile} do not divide a tile of {size}; use a smaller power of two"
+                f"{code!r}: subtiles of {subtile} do not divide a tile of {size}; use a"
+                " smaller power of two"
             )
         tiles.append(BlockAxis(size, free.pop(0) if dim is None else dim, subtile))
     if len({tile.dim for tile in tiles}) < len(tiles):
-        raise ValueError(f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second another, such as d-2")
+        raise ValueError(
+            f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second"
+            " another, such as d-2"
+        )
     if len(offsets) > 1 or not offsets <= {1, 2}:
-        raise ValueError(f"{code!r}: an offset has 1 or 2 bits and is given once, not {sorted(offsets)}")
+        raise ValueError(
+            f"{code!r}: an offset has 1 or 2 bits and is given once, not"
+            f" {sorted(offsets)}"
+        )
     if offsets and not any(tile.subtile for tile in tiles):
-        raise ValueError(f"{code!r}: an offset belongs to subtiles; add sS, such as t16s2o1")
+        raise ValueError(
+            f"{code!r}: an offset belongs to subtiles; add sS, such as t16s2o1"
+        )
     return tuple(tiles), offsets.pop() if offsets else 0
 
 
 def _check(spec: ScaleSpec) -> None:
     if spec.number.is_integer:
-        raise ValueError(f"{spec.name!r}: a scale is an exponent or a float, not {spec.number.name}")
+        raise ValueError(
+            f"{spec.name!r}: a scale is an exponent or a float, not {spec.number.name}"
+        )
     for number_spec in (spec.number, spec.outer):
         if number_spec is not None and not number_spec.has_nan:
-            raise ValueError(f"{spec.name!r}: {number_spec.name} has no NaN, which a scale needs; use another suffix")
+            raise ValueError(
+                f"{spec.name!r}: {number_spec.name} has no NaN, which a scale needs;"
+                " use another suffix"
+            )
     if spec.zero is not None:
         if spec.number.kind != "float":
-            raise ValueError(f"{spec.name!r}: a zero point needs a float scale, not {spec.number.name}; use float16")
+            raise ValueError(
+                f"{spec.name!r}: a zero point needs a float scale, not"
+                f" {spec.number.name}; use float16"
+            )
         if spec.zero.kind not in ("int", "float"):
-            raise ValueError(f"{spec.name!r}: a zero point is a signed integer or a float, not {spec.zero.name}")
+            raise ValueError(
+                f"{spec.name!r}: a zero point is a signed integer or a float, not"
+                f" {spec.zero.name}"
+            )
     if spec.outer is not None:
-        if spec.number.kind != "float" or spec.outer.kind != "float" or spec.zero is not None:
-            raise ValueError(f"{spec.name!r}: two levels are a float scale above float scales, without zero point")
+        if (
+            spec.number.kind != "float"
+            or spec.outer.kind != "float"
+            or spec.zero is not None
+        ):
+            raise ValueError(
+                f"{spec.name!r}: two levels are a float scale above float scales,"
+                " without zero point"
+            )
         if not spec.is_tile:
-            raise ValueError(f"{spec.name!r}: a tensor's scale needs tiles below it; add tX")
+            raise ValueError(
+                f"{spec.name!r}: a tensor's scale needs tiles below it; add tX"
+            )
     if spec.mode and spec.number.kind != "exponent":
-        raise ValueError(f"{spec.name!r}: {spec.mode!r} chooses an exponent, not {spec.number.name}; drop it")
+        raise ValueError(
+            f"{spec.name!r}: {spec.mode!r} chooses an exponent, not {spec.number.name};"
+            " drop it"
+        )
     if spec.offset and spec.number.kind != "exponent":
-        raise ValueError(f"{spec.name!r}: offsets are steps of a power of two; use an exponent scale such as e8m0")
+        raise ValueError(
+            f"{spec.name!r}: offsets are steps of a power of two; use an exponent scale"
+            " such as e8m0"
+        )

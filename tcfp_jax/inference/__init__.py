@@ -1,4 +1,5 @@
-"""Weights for inference without their float kernels, and ways to choose their FP4 codes.
+"""Weights for inference without their float kernels, and ways to choose their FP4
+codes.
 
 served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
 model.apply(served, x)                                  # Linen
@@ -13,8 +14,21 @@ served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(
 
 from tcfp_jax.inference.calibration import hessians
 from tcfp_jax.inference.choosing import gptq, search_scales
-from tcfp_jax.inference.serving import choose_codes, load_quantized, quantize_params, restored, unpack
+from tcfp_jax.inference.serving import (
+    choose_codes,
+    load_quantized,
+    quantize_params,
+    restored,
+    unpack,
+)
 
 __all__ = [
-    "choose_codes", "gptq", "hessians", "load_quantized", "quantize_params", "restored", "search_scales", "unpack",
-]  # fmt: skip
+    "choose_codes",
+    "gptq",
+    "hessians",
+    "load_quantized",
+    "quantize_params",
+    "restored",
+    "search_scales",
+    "unpack",
+]

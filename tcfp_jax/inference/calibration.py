@@ -1,11 +1,14 @@
-"""`hessians`: the inputs of every weight of a model, summed up in one pass over calibration data.
+"""`hessians`: the inputs of every weight of a model, summed up in one pass over
+calibration data.
 
-The program runs unchanged, and every planned product shows its inputs to the parameter that it multiplies:
+The program runs unchanged, and every planned product shows its inputs to the parameter
+that it multiplies:
 
     y = observe(x w, x, probe)      forward: x w      backward: the gradient of the probe is sum over rows of x xᵀ
 
-A probe stands in place of a stored weight. It reaches the product as stored weights do, through loops over layers,
-branches and `jax.checkpoint`, and its gradient comes back stacked like the parameter. XLA drops the rest of the pass.
+A probe stands in place of a stored weight. It reaches the product as stored weights do,
+through loops over layers, branches and `jax.checkpoint`, and its gradient comes back
+stacked like the parameter. XLA drops the rest of the pass.
 """
 
 import functools
@@ -31,20 +34,26 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 
 
-def hessians(model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]) -> dict[str, jax.Array]:
-    """Return `sum of x xᵀ` over the inputs x of every converted weight, by path: float32 `[*stack, k, k]`.
+def hessians(
+    model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]
+) -> dict[str, jax.Array]:
+    """Return `sum of x xᵀ` over the inputs x of every converted weight, by path:
+    float32 `[*stack, k, k]`.
 
-    `gptq` reads it, and `search_scales` its diagonal. The float model computes the inputs, whatever the recipe.
+    `gptq` reads it, and `search_scales` its diagonal. The float model computes the
+    inputs, whatever the recipe.
 
     Args:
-      model: from `transform`, or a Linen model of `convert_to_tcfp`. For an NNX model, transform the function
-        `lambda state, x: nnx.merge(graph, state)(x)`.
+      model: from `transform`, or a Linen model of `convert_to_tcfp`. For an NNX model,
+        transform the function `lambda state, x: nnx.merge(graph, state)(x)`.
       params: its float parameters.
-      batches: arguments of the model after its parameters: an array, or a tuple. Each shape is compiled once.
+      batches: arguments of the model after its parameters: an array, or a tuple. Each
+        shape is compiled once.
 
     Raises:
       TypeError: the model is neither.
-      ValueError: there is no batch, nothing is converted, or the products of a weight cannot be seen.
+      ValueError: there is no batch, nothing is converted, or the products of a weight
+        cannot be seen.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.conversion.transform import transform
@@ -69,11 +78,14 @@ _added = jax.jit(lambda a, b: jax.tree.map(lambda x, y: x + y, a, b), donate_arg
 def _function_of(model: Transformed | nn.Module) -> Transformed:
     if isinstance(model, Transformed):
         return model
-    conversion = linen_models.conversion_of(model) if isinstance(model, nn.Module) else None
+    conversion = (
+        linen_models.conversion_of(model) if isinstance(model, nn.Module) else None
+    )
     if conversion is None:
         raise TypeError(
-            f"the model is a {type(model).__name__}, which is neither from transform nor a converted Linen model; pass "
-            "transform(lambda params, x: ..., recipe)"
+            f"the model is a {type(model).__name__}, which is neither from transform"
+            " nor a converted Linen model; pass transform(lambda params, x: ...,"
+            " recipe)"
         )
     plain = linen_models.plain(model)
 
@@ -94,8 +106,9 @@ class _Probe:
 
 
 def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
-    # The result of `run` is differentiated, so a loop of unknown length has no moments. Probes do not reach the inside
-    # of `jax.shard_map` nor a layer that multiplies by itself.
+    # The result of `run` is differentiated, so a loop of unknown length has no moments.
+    # Probes do not reach the inside of `jax.shard_map` nor a layer that multiplies by
+    # itself.
     found = run.examine(*args)
 
     def zeros(path: str) -> jax.Array:
@@ -106,51 +119,81 @@ def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
     def outputs(probes: dict[str, jax.Array]) -> list[jax.Array]:
         seen: set[str] = set()
         machine = Machine(functools.partial(_observed, seen))
-        made = run.run_on(machine, found, args, {path: _Probe(probe, path) for path, probe in probes.items()})
+        made = run.run_on(
+            machine,
+            found,
+            args,
+            {path: _Probe(probe, path) for path, probe in probes.items()},
+        )
         if missing := sorted(set(probes) - seen):
             raise ValueError(
-                f"no product of {missing[0]} is seen; write the layer in Flax's own code and convert it, outside of "
-                "jax.shard_map"
+                f"no product of {missing[0]} is seen; write the layer in Flax's own"
+                " code and convert it, outside of jax.shard_map"
             )
         return [value for value in made if jnp.issubdtype(value.dtype, jnp.floating)]
 
     if not found.weights:
-        raise ValueError(f"{run.name} has no converted weight that can be stored; survey(model) says why")
+        raise ValueError(
+            f"{run.name} has no converted weight that can be stored; survey(model)"
+            " says why"
+        )
     made, back = jax.vjp(outputs, {path: zeros(path) for path in found.weights})
     return back([jnp.zeros_like(value) for value in made])[0]
 
 
-def _observed(seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: jax.Array) -> jax.Array:
-    """Return the result of a planned product, and show its rows of x to the probe of its weight."""
+def _observed(
+    seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: jax.Array
+) -> jax.Array:
+    """Return the result of a planned product, and show its rows of x to the probe of
+    its weight.
+    """
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight = inputs[side]
     found = factors_of(eqn, side, weight.view)
     assert isinstance(found, Factors), "the census plans no other product"
     how, probe = weight.weight, weight.stored
-    if how is None or probe is None or (how.recipe, how.layout) != (recipe, found.layout):
+    if (
+        how is None
+        or probe is None
+        or (how.recipe, how.layout) != (recipe, found.layout)
+    ):
         return y  # it reads the weight in another form than the stored one
     seen.add(probe.path)
     contraction = found.contraction
     x = lax.stop_gradient(inputs[1 - side])
     if eqn.primitive.name == GROUPED:  # each weight has moments of its own rows
         ends, row = jnp.cumsum(inputs[2])[:, None], jnp.arange(x.shape[0])
-        x = jnp.where(((ends - inputs[2][:, None] <= row) & (row < ends))[..., None], x, 0)
+        x = jnp.where(
+            ((ends - inputs[2][:, None] <= row) & (row < ends))[..., None], x, 0
+        )
     x = ungrouped(x, found.x_groups) if found.x_groups else x
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     k = math.prod(x.shape[x.ndim - len(contraction.inputs) :])
-    return _observe(y, x.reshape(*x.shape[: len(contraction.stack)], -1, k), probe.zeros)
+    return _observe(
+        y, x.reshape(*x.shape[: len(contraction.stack)], -1, k), probe.zeros
+    )
 
 
 @jax.custom_vjp
 def _observe(y: jax.Array, x: jax.Array, moments: jax.Array) -> jax.Array:
-    """Return y. Its backward pass gives the moments of x `[..., rows, k]` as the gradient of `moments`."""
+    """Return y. Its backward pass gives the moments of x `[..., rows, k]` as the
+    gradient of `moments`.
+    """
     return y
 
 
-def _observe_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _observe_backward(
+    x: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    moments = jnp.einsum("...mi,...mj->...ij", x, x, precision=precision, preferred_element_type=jnp.float32)
+    moments = jnp.einsum(
+        "...mi,...mj->...ij",
+        x,
+        x,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
     return gradient, jnp.zeros_like(x), moments
 
 

@@ -1,4 +1,5 @@
-"""FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with inputs of the model.
+"""FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with
+inputs of the model.
 
 `search_scales` leaves the smallest squared error:
 
@@ -14,15 +15,18 @@ by as much. That costs more than noise without a direction. It is the correction
 4-bit quantization of convolutional networks", by one number for a matrix; the squared error e |w|^2 becomes e / (1 - e)
 |w|^2, 0.03 dB. MXFP4 and the rule "one_level" have no scale of the scales and stay shrunk.
 
-`gptq` chooses one column after another, so that later columns make up for the errors of earlier ones:
+`gptq` chooses one column after another, so that later columns make up for the errors of
+earlier ones:
 
     minimize tr((W - Q) H (W - Q)ᵀ)        H = sum of x xᵀ over the inputs x of a calibration
     U: upper triangular, Uᵀ U = (H + damping mean(diag H) I)⁻¹
     for j = 1 .. k:   q_j = nearest FP4 to w_j     e_j = (w_j - q_j) / U_jj     w_l <- w_l - e_j U_jl  for l > j
 
-Blocks that share a scale run along k, so the columns keep their order. The scale of a block is chosen when its first
-column is reached: the candidate with the smallest sum of e² over the block, which is the block's part of the minimized
-sum. Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
+Blocks that share a scale run along k, so the columns keep their order. The scale of a
+block is chosen when its first column is reached: the candidate with the smallest sum of
+e² over the block, which is the block's part of the minimized sum. Source: Frantar et
+al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers".
 """
 
 import functools
@@ -42,37 +46,51 @@ from tcfp_jax.formats.nvfp4_arrays import nearest
 from tcfp_jax.formats.scale_rules import CLIPPED_FROM, LEAST_FOLDED, round_scale
 from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
 
-# Importance that every column has at least, in parts of the mean: a calibration may not have seen all inputs.
+# Importance that every column has at least, in parts of the mean: a calibration may not
+# have seen all inputs.
 _FLOOR = 0.01
 _LARGEST = 6.0  # E2M1 number
-# A search tries the scales within amax / (12 outer) ... amax / (3 outer). A larger one maps a block to 0, 0.5, 1, 1.5,
-# 2 and 3 at most; half of it has the same values and more. A smaller one cuts the largest value to less than half.
+# A search tries the scales within amax / (12 outer) ... amax / (3 outer). A larger one
+# maps a block to 0, 0.5, 1, 1.5, 2 and 3 at most; half of it has the same values and
+# more. A smaller one cuts the largest value to less than half.
 _SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
 _E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 # Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
-_FOLDS = np.array([value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
+_FOLDS = np.array(
+    [
+        value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5)
+        for value in _E4M3
+    ]
+)
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 _EXACT = lax.Precision.HIGHEST
 _Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
 
 
-def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None) -> Operand:
-    """Return the FP4 operand whose scales leave the smallest squared error, without shrinking the matrix.
+def search_scales(
+    w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None
+) -> Operand:
+    """Return the FP4 operand whose scales leave the smallest squared error, without
+    shrinking the matrix.
 
     Use it if packing may take longer than by a rule, and you have no inputs for `gptq`.
 
     Args:
-      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack is searched on its own.
-      scaling: format and tile. The rule "fold_exact" limits the scales that are searched, and "one_level" leaves out
-        the outer scale; other rules search all scales.
-      importance: weights of the columns, `[..., k]`, such as the diagonal of a Hessian; None weighs them alike.
+      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a
+        stack is searched on its own.
+      scaling: format and tile. The rule "fold_exact" limits the scales that are
+        searched, and "one_level" leaves out the outer scale; other rules search all
+        scales.
+      importance: weights of the columns, `[..., k]`, such as the diagonal of a Hessian;
+        None weighs them alike.
 
     Returns:
       An `Operand` as `quantize_fp4` makes it. A NaN or inf makes its block NaN.
 
     Raises:
       TypeError: w is not real floating point, or the scaling is not an `Fp4`.
-      ValueError: w has fewer than two axes, k is odd, or the importance has another shape.
+      ValueError: w has fewer than two axes, k is odd, or the importance has another
+        shape.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
     >>> search_scales(w).dequantize().round(2).tolist()
@@ -81,10 +99,14 @@ def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array |
     w = check_matrix(w, scaling)
     if importance is not None and importance.shape != (*w.shape[:-2], w.shape[-1]):
         raise ValueError(
-            f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give one number for each column, "
-            f"{[*w.shape[:-2], w.shape[-1]]}"
+            f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give"
+            f" one number for each column, {[*w.shape[:-2], w.shape[-1]]}"
         )
-    weights = jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32) if importance is None else importance
+    weights = (
+        jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32)
+        if importance is None
+        else importance
+    )
     search = functools.partial(_search, scaling=scaling)
     for _ in range(w.ndim - 2):
         search = jax.vmap(search)
@@ -99,22 +121,27 @@ def gptq(
     scales: Literal["rule", "search"] = "rule",
     damping: float = 0.01,
 ) -> Operand:
-    """Return the FP4 operand that GPTQ finds: its product with the Hessian's inputs stays near the product of `w`.
+    """Return the FP4 operand that GPTQ finds: its product with the Hessian's inputs
+    stays near the product of `w`.
 
     Args:
-      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack has its own Hessian.
+      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a
+        stack has its own Hessian.
       hessian: float32 `[..., k, k]`, from `tcfp_jax.inference.hessians`.
       scaling: format, tile and rule.
-      scales: "rule" chooses each block's scale among the candidates of the scaling's rule, "search" among all useful.
+      scales: "rule" chooses each block's scale among the candidates of the scaling's
+        rule, "search" among all useful.
       damping: part of the Hessian's mean diagonal that is added to its diagonal.
 
     Returns:
-      An `Operand` as `quantize_fp4` makes it; if the Hessian is a multiple of the identity, the same, or the codes of
-      `search_scales`. A NaN or inf in w makes its block NaN, one in the Hessian the whole matrix.
+      An `Operand` as `quantize_fp4` makes it; if the Hessian is a multiple of the
+      identity, the same, or the codes of `search_scales`. A NaN or inf in w makes its
+      block NaN, one in the Hessian the whole matrix.
 
     Raises:
       TypeError: w is not real floating point, or the scaling is not an `Fp4`.
-      ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, or an option is out of range.
+      ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, or
+        an option is out of range.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
     >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
@@ -123,20 +150,29 @@ def gptq(
     w = check_matrix(w, scaling)
     wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
     if hessian.shape != wanted:
-        raise ValueError(f"hessian{list(hessian.shape)} does not fit w{list(w.shape)}; give one of {list(wanted)}")
+        raise ValueError(
+            f"hessian{list(hessian.shape)} does not fit w{list(w.shape)}; give one of"
+            f" {list(wanted)}"
+        )
     if not damping > 0:
-        raise ValueError(f"damping={damping} must be positive: inputs that were never seen make a Hessian singular")
+        raise ValueError(
+            f"damping={damping} must be positive: inputs that were never seen make a"
+            " Hessian singular"
+        )
     if scales not in ("rule", "search"):
         raise ValueError(f"scales={scales!r} is unknown; use one of ['rule', 'search']")
     if w.size == 0:
         return quantize_fp4(w, scaling)
-    compensate = functools.partial(_compensate, scaling=scaling, search=scales == "search")
+    compensate = functools.partial(
+        _compensate, scaling=scaling, search=scales == "search"
+    )
     for _ in range(w.ndim - 2):
         compensate = jax.vmap(compensate, in_axes=(0, 0, None))
     return compensate(w, hessian, jnp.float32(damping))
 
 
-# The search -----------------------------------------------------------------------------------------------------------
+# The search
+# --------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames="scaling")
@@ -146,7 +182,9 @@ def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
     factor = (scale * outer)[:, None, :, None]
     numbers = _rounded(values, factor)
     if scaling.has_outer and scaling.rule != "one_level":
-        outer = outer * _lengthening(values, numbers * factor, _spread(importance, values.shape))
+        outer = outer * _lengthening(
+            values, numbers * factor, _spread(importance, values.shape)
+        )
     return _operand(numbers, scale, outer, lost, (w, scaling))
 
 
@@ -158,18 +196,26 @@ def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the importance of each column of tiles of this shape, `[blocks along k, block]`: positive, in any unit."""
+    """Return the importance of each column of tiles of this shape,
+    `[blocks along k, block]`: positive, in any unit.
+    """
     weights = importance.astype(jnp.float32)
     amax = weights.max(initial=0)
-    weights = jnp.where(amax == 0, 1, weights * _unit_of(amax))  # a calibration without inputs weighs all alike
-    weights = jnp.pad(weights + _FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights)))
+    # a calibration without inputs weighs all alike
+    weights = jnp.where(amax == 0, 1, weights * _unit_of(amax))
+    weights = jnp.pad(
+        weights + _FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights))
+    )
     return weights.reshape(shape[2:])
 
 
-def _best_scales(values: jax.Array, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+def _best_scales(
+    values: jax.Array, importance: jax.Array, scaling: Fp4
+) -> tuple[jax.Array, jax.Array]:
     amax = jnp.abs(values).max(axis=(1, 3))
     weights, unit = _spread(importance, values.shape), _unit_of(amax)
-    # Each tile is searched in units of its own values; errors of all tiles are added in one unit.
+    # Each tile is searched in units of its own values; errors of all tiles are added in
+    # one unit.
     shared = jnp.square(_unit_of(amax.max(initial=0)) / unit)
 
     def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
@@ -177,17 +223,25 @@ def _best_scales(values: jax.Array, importance: jax.Array, scaling: Fp4) -> tupl
         error = (values - _rounded(values, factor) * factor) * unit[:, None, :, None]
         return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
-    def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def better(
+        best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         error = of_scale(scale, outer)
         return jnp.minimum(best[0], error), jnp.where(error < best[0], scale, best[1])
 
     def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
         tried = _candidates(amax, outer, scaling, search=True)
         first = jnp.full_like(amax, jnp.inf), tried[0]
-        error, scale = jax.lax.scan(lambda found, one: (better(found, one, outer), None), first, tried)[0]
+        error, scale = jax.lax.scan(
+            lambda found, one: (better(found, one, outer), None), first, tried
+        )[0]
         total = jnp.sum(error * shared)
         take = total < best[0]
-        return (jnp.minimum(total, best[0]), jnp.where(take, scale, best[1]), jnp.where(take, outer, best[2])), None
+        return (
+            jnp.minimum(total, best[0]),
+            jnp.where(take, scale, best[1]),
+            jnp.where(take, outer, best[2]),
+        ), None
 
     tried = _outers(jnp.max(amax, initial=0), scaling, search=True)
     start = jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0]
@@ -195,11 +249,14 @@ def _best_scales(values: jax.Array, importance: jax.Array, scaling: Fp4) -> tupl
     return jnp.where(amax > 0, scale, 0), outer
 
 
-# GPTQ -----------------------------------------------------------------------------------------------------------------
+# GPTQ
+# --------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames=("scaling", "search"))
-def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: Fp4, search: bool) -> Operand:
+def _compensate(
+    w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: Fp4, search: bool
+) -> Operand:
     values, lost = _split(w, scaling)
     groups, rows, count, block = values.shape
     factor = _inverse_factor(hessian.astype(jnp.float32), damping, count * block)
@@ -209,7 +266,9 @@ def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: F
         (outer,) = _outers(jnp.abs(values).max(initial=0), scaling, search=False)
     matrix = values.reshape(groups * rows, count * block)
 
-    def step(matrix: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(
+        matrix: jax.Array, number: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         at = number * block
         mine = lax.dynamic_slice_in_dim(matrix, at, block, axis=1)
         lines = lax.dynamic_slice_in_dim(factor, at, block, axis=0)
@@ -217,40 +276,61 @@ def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: F
         largest = jnp.abs(mine).reshape(groups, rows * block).max(axis=1)
         tried = _candidates(largest, outer, scaling, search=search)
         tried = jnp.where(largest > 0, tried, 0)
-        numbers, errors = _propagate(mine, corner, jnp.repeat(tried, rows, axis=1) * outer)
-        # Tiles may lie anywhere in float32's range, so each one's errors are in units of its own values.
-        lifted = errors.reshape(len(tried), groups, rows * block) * _unit_of(largest)[:, None]
+        numbers, errors = _propagate(
+            mine, corner, jnp.repeat(tried, rows, axis=1) * outer
+        )
+        # Tiles may lie anywhere in float32's range, so each one's errors are in units
+        # of its own values.
+        lifted = (
+            errors.reshape(len(tried), groups, rows * block)
+            * _unit_of(largest)[:, None]
+        )
         losses = jnp.square(lifted).sum(axis=2)
         best = jnp.argmin(losses, axis=0)
         of_row = jnp.repeat(best, rows)[None, :, None]
         pick = lambda of_all: jnp.take_along_axis(of_all, of_row, axis=0)[0]
-        # The lines are zero to the left of the block, and the block itself is not read again.
+        # The lines are zero to the left of the block, and the block itself is not read
+        # again.
         matrix = matrix - jnp.matmul(pick(errors), lines, precision=_EXACT)
-        return matrix, (pick(numbers), jnp.take_along_axis(tried, best[None], axis=0)[0])
+        return matrix, (
+            pick(numbers),
+            jnp.take_along_axis(tried, best[None], axis=0)[0],
+        )
 
     _, (numbers, scale) = lax.scan(step, matrix, jnp.arange(count))
     numbers = numbers.transpose(1, 0, 2).reshape(groups, rows, count, block)
-    return _operand(numbers, scale.T, outer, lost | ~jnp.isfinite(factor).all(), (w, scaling))
+    return _operand(
+        numbers, scale.T, outer, lost | ~jnp.isfinite(factor).all(), (w, scaling)
+    )
 
 
 def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Array:
-    """Return the upper triangular U of which `Uᵀ U` is the inverse of the damped Hessian, filled up by the identity.
+    """Return the upper triangular U of which `Uᵀ U` is the inverse of the damped
+    Hessian, filled up by the identity.
 
-    The Cholesky factor of the Hessian with its columns in reverse gives `H = V Vᵀ` with V upper triangular, so that
-    U = V⁻¹ and no inverse of H is ever formed. The unit of H does not matter.
+    The Cholesky factor of the Hessian with its columns in reverse gives `H = V Vᵀ` with
+    V upper triangular, so that U = V⁻¹ and no inverse of H is ever formed. The unit of
+    H does not matter.
     """
     k = len(hessian)
     hessian = hessian * _unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
-    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
+    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(
+        never, 1, damping
+    ) * jnp.eye(k, dtype=jnp.float32)
     filled = jnp.eye(size, dtype=jnp.float32).at[:k, :k].set(scaled)
     reverse = jnp.linalg.cholesky(filled[::-1, ::-1])[::-1, ::-1]
-    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size, dtype=jnp.float32), lower=False)
+    return jax.scipy.linalg.solve_triangular(
+        reverse, jnp.eye(size, dtype=jnp.float32), lower=False
+    )
 
 
-def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (E2M1 numbers, errors over U_jj) of a block of columns `[n, block]`, for each of `[count, n]` factors.
+def _propagate(
+    values: jax.Array, corner: jax.Array, factors: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return (E2M1 numbers, errors over U_jj) of a block of columns `[n, block]`, for
+    each of `[count, n]` factors.
 
     `corner` is the part `[block, block]` of U for these columns.
     """
@@ -267,39 +347,54 @@ def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tupl
 
     start = jnp.broadcast_to(values, (len(factors), *values.shape))
     zeros = jnp.zeros_like(start)
-    _, numbers, errors = lax.fori_loop(0, values.shape[1], column, (start, zeros, zeros))
+    _, numbers, errors = lax.fori_loop(
+        0, values.shape[1], column, (start, zeros, zeros)
+    )
     return numbers, errors
 
 
-# Blocks ---------------------------------------------------------------------------------------------------------------
+# Blocks
+# --------------------------------------------------------------------------------------
 
 
 def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
-    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or inf and are lost.
+    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or
+    inf and are lost.
 
-    The tiles are `[tiles along n, rows of a tile, blocks along k, block]`, with zeros for padding, NaN and inf.
+    The tiles are `[tiles along n, rows of a tile, blocks along k, block]`, with zeros
+    for padding, NaN and inf.
     """
     block = scaling.block
     rows = block if scaling.tile == "square" else 1
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
-    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
+    tiles = padded.reshape(
+        padded.shape[0] // rows, rows, padded.shape[1] // block, block
+    )
     finite = jnp.isfinite(tiles)
     return jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3))
 
 
 def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return the E2M1 numbers of values under a factor, scale times outer, that broadcasts; a factor of 0 gives 0."""
-    return jnp.where(factor > 0, jnp.copysign(nearest(jnp.abs(values), factor), values), 0)
+    """Return the E2M1 numbers of values under a factor, scale times outer, that
+    broadcasts; a factor of 0 gives 0.
+    """
+    return jnp.where(
+        factor > 0, jnp.copysign(nearest(jnp.abs(values), factor), values), 0
+    )
 
 
 def _unit_of(amax: jax.Array) -> jax.Array:
-    """Return the power of two that brings a largest magnitude to 1 to 2, or to 4 if its own inverse is subnormal.
+    """Return the power of two that brings a largest magnitude to 1 to 2, or to 4 if its
+    own inverse is subnormal.
 
-    Squares of values times it lie in float32's range, however large or small the values are.
+    Squares of values times it lie in float32's range, however large or small the values
+    are.
     """
     exponent = (lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127
-    return lax.bitcast_convert_type((127 - jnp.clip(exponent, -126, 126)) << 23, jnp.float32)
+    return lax.bitcast_convert_type(
+        (127 - jnp.clip(exponent, -126, 126)) << 23, jnp.float32
+    )
 
 
 def _table(scaling: Fp4) -> np.ndarray:
@@ -309,9 +404,11 @@ def _table(scaling: Fp4) -> np.ndarray:
 
 
 def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
-    """Return the scales of the scales to try, float32 `[count]`; 1 if the format has none.
+    """Return the scales of the scales to try, float32 `[count]`; 1 if the format has
+    none.
 
-    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, which includes all rules' scales.
+    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade,
+    which includes all rules' scales.
     """
     if scaling.format == "mxfp4" or scaling.rule == "one_level":
         return jnp.ones(1, jnp.float32)
@@ -323,8 +420,12 @@ def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
     return jnp.where(amax > 0, jnp.maximum(divided, TINY), 1)
 
 
-def _candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
-    """Return the scales to try for blocks with these largest magnitudes `[...]`, float32 `[count, ...]`."""
+def _candidates(
+    amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
+) -> jax.Array:
+    """Return the scales to try for blocks with these largest magnitudes `[...]`,
+    float32 `[count, ...]`.
+    """
     allowed = _table(scaling)
     values = jnp.asarray(allowed)
     wanted = lambda part: amax / (part * outer)
@@ -334,7 +435,8 @@ def _candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
         count = round(octaves * np.count_nonzero((allowed >= 1) & (allowed < 2))) + 1
         first = jnp.searchsorted(values, wanted(_SMALLEST_PART))
         return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
-    if scaling.format == "mxfp4":  # OCP's rule: the largest power of two that is not above amax / 4
+    # OCP's rule: the largest power of two that is not above amax / 4
+    if scaling.format == "mxfp4":
         return at(jnp.searchsorted(values, wanted(4.0), side="right") - 1)[None]
     if scaling.rule == "fold_exact":
         first = jnp.searchsorted(values, wanted(CLIPPED_FROM))
@@ -344,20 +446,34 @@ def _candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
 
 
 def _operand(
-    numbers: jax.Array, scale: jax.Array, outer: jax.Array, lost: jax.Array, like: tuple[jax.Array, Fp4]
+    numbers: jax.Array,
+    scale: jax.Array,
+    outer: jax.Array,
+    lost: jax.Array,
+    like: tuple[jax.Array, Fp4],
 ) -> Operand:
-    """Store E2M1 numbers in the tiles of `_split`, and their scales, as an operand like a matrix and its scaling."""
+    """Store E2M1 numbers in the tiles of `_split`, and their scales, as an operand like
+    a matrix and its scaling.
+    """
     w, scaling = like
     n, k = w.shape
     groups, rows, blocks, block = numbers.shape
     wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
     size = jnp.abs(wide)
     # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
-    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(jnp.uint8)
+    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(
+        jnp.uint8
+    )
     code = code | (jnp.signbit(wide).astype(jnp.uint8) << 3)
     scale = jnp.where(lost, jnp.nan, scale)
     if scaling.format == "mxfp4":
         byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
-        return Operand(pack(code), lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), scaling=scaling)
+        return Operand(
+            pack(code),
+            lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu),
+            scaling=scaling,
+        )
     # Each scale is an E4M3 number already, so the cast rounds nothing.
-    return Operand(pack(code), scale.astype(jnp.float8_e4m3fn), scaling=scaling, outer=outer)
+    return Operand(
+        pack(code), scale.astype(jnp.float8_e4m3fn), scaling=scaling, outer=outer
+    )

@@ -1,8 +1,10 @@
-"""Flax NNX layers: `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with low precision.
+"""Flax NNX layers: `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed`
+with low precision.
 
-Each is a subclass of Flax's own with the same `Param`s, so states of both are interchangeable. A layer multiplies by
-the quantized kernel in `stored`, or else quantizes its parameter at each call. `tcfp_jax.nnx.Optimizer` makes the
-arrays of `stored` the optimizer's own variables. No forward pass writes a variable.
+Each is a subclass of Flax's own with the same `Param`s, so states of both are
+interchangeable. A layer multiplies by the quantized kernel in `stored`, or else
+quantizes its parameter at each call. `tcfp_jax.nnx.Optimizer` makes the arrays of
+`stored` the optimizer's own variables. No forward pass writes a variable.
 """
 
 import inspect
@@ -26,9 +28,11 @@ RNG = "tcfp"
 
 
 class _LowPrecision:
-    """Attributes of all layers: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
+    """Attributes of all layers: `recipe`, `products` ("recipe", or "flax" for Flax's
+    own code) and `stored`.
 
-    It is the last base class and has no slots: objects keep the memory layout of Flax's class, and may change class.
+    It is the last base class and has no slots: objects keep the memory layout of Flax's
+    class, and may change class.
     """
 
     __slots__ = ()
@@ -40,23 +44,37 @@ class _LowPrecision:
 
 
 def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
-    """Return the layer's output; it takes the arguments of the Flax layer, the class before `_LowPrecision`."""
-    # Users may subclass a layer of ours, so Flax's class is found by its place behind the class that has `forward`.
+    """Return the layer's output; it takes the arguments of the Flax layer, the class
+    before `_LowPrecision`.
+    """
+    # Users may subclass a layer of ours, so Flax's class is found by its place behind
+    # the class that has `forward`.
     kinds = type(self).__mro__
-    flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
+    flax_call: Any = kinds[
+        next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1
+    ].__call__
     if self.products == "flax":
         return flax_call(self, *args, **options)
-    # By name, as forward passes take them; where the result lies is the product's own argument.
+    # By name, as forward passes take them; where the result lies is the product's own
+    # argument.
     given = dict(inspect.signature(flax_call).bind(self, *args, **options).arguments)
     given.pop("self")
-    return type(self).forward(_Reader(self), _multiplier(self, given.pop("out_sharding", None)), **given)
+    return type(self).forward(
+        _Reader(self), _multiplier(self, given.pop("out_sharding", None)), **given
+    )
 
 
 def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
-    """Return the product of an NNX layer, which reads its stored kernel if there is one."""
+    """Return the product of an NNX layer, which reads its stored kernel if there is
+    one.
+    """
 
     def multiply(
-        equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
+        equation: str | Contraction,
+        x: jax.Array,
+        kernel: jax.Array | Absent,
+        *,
+        name: str = "kernel",
     ) -> jax.Array:
         keys = getattr(layer, "keys", None)
         key = lambda: None if keys is None else keys()
@@ -67,47 +85,73 @@ def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
 
 
 def stored_weight(layer: Any) -> Stored | None:
-    """Return the stored weight of a layer, with the present arrays of its variables, or None."""
-    # Read at each call, because the optimizer writes new arrays into the same variables.
+    """Return the stored weight of a layer, with the present arrays of its variables, or
+    None.
+    """
+    # Read at each call, because the optimizer writes new arrays into the same
+    # variables.
     is_variable = lambda node: isinstance(node, nnx.Variable)
-    return jax.tree.map(lambda variable: variable[...], layer.stored, is_leaf=is_variable)
+    return jax.tree.map(
+        lambda variable: variable[...], layer.stored, is_leaf=is_variable
+    )
 
 
 def store(layer: Any, weight: Stored) -> None:
-    """Let a layer multiply by a stored weight; its arrays become variables unless they are already."""
-    # The optimizer's own variables stay the same objects, so its next update is what the layer reads.
-    variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
-    layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    """Let a layer multiply by a stored weight; its arrays become variables unless they
+    are already.
+    """
+    # The optimizer's own variables stay the same objects, so its next update is what
+    # the layer reads.
+    variable = lambda leaf: (
+        leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
+    )
+    layer.stored = nnx.data(
+        jax.tree.map(
+            variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+    )
 
 
 def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
-    """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits."""
-    # Flax sets these if the user chose nothing: Linear's product, Einsum's, and the promotion of both.
+    """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its
+    products draw random bits.
+    """
+    # Flax sets these if the user chose nothing: Linear's product, Einsum's, and the
+    # promotion of both.
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
     for name in CHOICES:
         if not any((value := getattr(layer, name, None)) is one for one in usual):
             raise ValueError(
-                f"{type(layer).__name__}({name}={value!r}): the recipe decides how the product is computed; unset it"
+                f"{type(layer).__name__}({name}={value!r}): the recipe decides how the"
+                " product is computed; unset it"
             )
     layer.recipe = named_recipe(recipe)
     layer.products = "recipe"
-    layer.stored = nnx.data(None)  # NNX must know that variables may come, or the first split would fix None
+    # NNX must know that variables may come, or the first split would fix None
+    layer.stored = nnx.data(None)
     if layer.recipe.draws and rngs is not None:
-        # As in Flax's Dropout, each call takes another key by a count in the layer's state.
+        # As in Flax's Dropout, each call takes another key by a count in the layer's
+        # state.
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
 
 
 def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | None:
-    """Return the stream from which products of a converted model draw random bits: `rngs`, or the model's own.
+    """Return the stream from which products of a converted model draw random bits:
+    `rngs`, or the model's own.
 
-    It is None if no product draws or there is no stream: a model can be evaluated without one, but has no gradient.
+    It is None if no product draws or there is no stream: a model can be evaluated
+    without one, but has no gradient.
     """
     if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
         raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
     if not draws:
         return None
     if rngs is None:
-        streams = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream) and node.tag == RNG)
+        streams = (
+            node
+            for _, node in nnx.iter_graph(model)
+            if isinstance(node, nnx.RngStream) and node.tag == RNG
+        )
         rngs = next(streams, None)
     return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
 
@@ -118,41 +162,56 @@ class _Reader:
     def __init__(self, layer: Any) -> None:
         self._layer, self.dtype = layer, layer.dtype
         # Each kind of layer has some of these fields; only its own function reads them.
-        self.features, self.kernel_shape = getattr(layer, "out_features", ()), getattr(layer, "kernel_shape", ())
+        self.features, self.kernel_shape = (
+            getattr(layer, "out_features", ()),
+            getattr(layer, "kernel_shape", ()),
+        )
         self.axis: int | tuple[int, ...] = getattr(layer, "axis", ())
         self.batch = tuple(getattr(layer, "batch_axis", ()))
 
     def equation(self, given: str | None) -> str:
         equation = given or self._layer.einsum_str
         if equation is None:
-            raise ValueError("Einsum has no einsum_str, neither in the layer nor in the call; pass one")
+            raise ValueError(
+                "Einsum has no einsum_str, neither in the layer nor in the call;"
+                " pass one"
+            )
         return equation
 
-    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | Absent:
+    def kernel(
+        self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None
+    ) -> jax.Array | Absent:
         return Absent.of(self._layer.kernel[...])
 
-    def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
+    def bias(
+        self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None
+    ) -> jax.Array | None:
         return None if self._layer.bias is None else self._layer.bias[...]
 
     def embedding(self) -> jax.Array | Absent:
         return self._layer.embedding[...]
 
-    def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
+    def normalize(
+        self, layer: Any, x: jax.Array, *, mask: jax.Array | None
+    ) -> jax.Array:
         return nnx.LayerNorm.__call__(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        value = getattr(self._layer, name)  # an attribute is a parameter or a plain field
+        # an attribute is a parameter or a plain field
+        value = getattr(self._layer, name)
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
 class TCFPLinear(nnx.Linear, _LowPrecision):
-    """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, n]`.
+    """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W
+    `[k, n]`.
 
     Arguments are `nnx.Linear`'s, plus `recipe`, a `Recipe` or the name of one.
 
     Raises:
       TypeError: integer or complex inputs.
-      ValueError: an argument that the recipe decides (`precision`, `dot_general`, ...), or an unknown recipe.
+      ValueError: an argument that the recipe decides (`precision`, `dot_general`, ...),
+        or an unknown recipe.
 
     >>> jax.eval_shape(lambda: TCFPLinear(3, 4, recipe="tcfp12_fast", rngs=nnx.Rngs(0))(jnp.ones((2, 3)))).shape
     (2, 4)
@@ -161,16 +220,20 @@ class TCFPLinear(nnx.Linear, _LowPrecision):
     forward = staticmethod(layers.dense)
     __call__ = _call
 
-    def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
 
 
 class Fp4Dense(TCFPLinear):
-    """`TCFPLinear` with a weight of four bits, by the recipe "nvfp4" unless you give another one that packs.
+    """`TCFPLinear` with a weight of four bits, by the recipe "nvfp4" unless you give
+    another one that packs.
 
-    The layer packs the parameter of `nnx.Linear` at each use; `tcfp_jax.inference.load_quantized` replaces it by packed
-    codes. Use it as the base of an `nnx.LoRA` to train adapters next to frozen codes.
+    The layer packs the parameter of `nnx.Linear` at each use;
+    `tcfp_jax.inference.load_quantized` replaces it by packed codes. Use it as the base
+    of an `nnx.LoRA` to train adapters next to frozen codes.
 
     Raises:
       ValueError: the recipe packs no weight, or `TCFPLinear` raises it.
@@ -179,7 +242,9 @@ class Fp4Dense(TCFPLinear):
     (2, 4)
     """
 
-    def __init__(self, *args: Any, recipe: Recipe | str = "nvfp4", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "nvfp4", **options: Any
+    ) -> None:
         super().__init__(*args, recipe=of_fp4(recipe), **options)
 
 
@@ -193,7 +258,9 @@ class TCFPLinearGeneral(nnx.LinearGeneral, _LowPrecision):
     forward = staticmethod(layers.dense_general)
     __call__ = _call
 
-    def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
 
@@ -211,13 +278,16 @@ class TCFPEinsum(nnx.Einsum, _LowPrecision):
     forward = staticmethod(layers.einsum)
     __call__ = _call
 
-    def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
 
 
 class TCFPLayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, with a straight-through gradient.
+    """`nnx.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format,
+    with a straight-through gradient.
 
     >>> jax.eval_shape(lambda: TCFPLayerNorm(4, rngs=nnx.Rngs(0))(jnp.arange(8.0).reshape(2, 4))).shape
     (2, 4)
@@ -229,9 +299,11 @@ class TCFPLayerNorm(nnx.LayerNorm):
 
 
 class TCFPEmbed(nnx.Embed):
-    """`nnx.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
+    """`nnx.Embed` whose rows are rounded to the packed TCFP-12 format, and whose
+    `attend` follows a recipe.
 
-    Arguments are `nnx.Embed`'s, plus `recipe`; the rounding has a straight-through gradient.
+    Arguments are `nnx.Embed`'s, plus `recipe`; the rounding has a straight-through
+    gradient.
 
     Raises:
       ValueError: tokens that are not integers, or an argument that the recipe decides.
@@ -245,7 +317,9 @@ class TCFPEmbed(nnx.Embed):
     products: Literal["recipe", "flax"]
     stored: Stored | None
 
-    def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
 
@@ -262,6 +336,7 @@ class TCFPEmbed(nnx.Embed):
         return layers.attend(_Reader(self), _multiplier(self, out_sharding), query)
 
 
-# Layers that multiply and may hold a stored weight; layers that `export` gives Flax's class again.
+# Layers that multiply and may hold a stored weight; layers that `export` gives Flax's
+# class again.
 MULTIPLYING = (TCFPLinear, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed)
 OWN = (*MULTIPLYING, TCFPLayerNorm)

@@ -1,15 +1,19 @@
-"""`value_and_grad` with readings: the effect of rounding on x, weight and gradient in every low-precision product.
+"""`value_and_grad` with readings: the effect of rounding on x, weight and gradient in
+every low-precision product.
 
     (loss, gradients), readings = monitor.value_and_grad(loss_fn)(params, batch)
 
-The function is traced, and annotations in its program mark the products (`products.annotations`). The program is then
-evaluated with a probe at each product: an array of zeros that nothing reads, and whose gradient carries the readings
-out. The forward pass saves the readings of x and w, and the backward pass adds those of the gradient that arrives. In a
-loop a probe has an entry for each round, which tells layers of a scanned stack apart. A step without readings uses
-`tcfp_jax.value_and_grad` and contains none of this.
+The function is traced, and annotations in its program mark the products
+(`products.annotations`). The program is then evaluated with a probe at each product: an
+array of zeros that nothing reads, and whose gradient carries the readings out. The
+forward pass saves the readings of x and w, and the backward pass adds those of the
+gradient that arrives. In a loop a probe has an entry for each round, which tells layers
+of a scanned stack apart. A step without readings uses `tcfp_jax.value_and_grad` and
+contains none of this.
 
-Products are found through jit, scan, cond, checkpoint and vmap. No probe can reach those in a while loop,
-`jax.shard_map` or another custom derivative: their readings are NaN.
+Products are found through jit, scan, cond, checkpoint and vmap. No probe can reach
+those in a while loop, `jax.shard_map` or another custom derivative: their readings are
+NaN.
 """
 
 import functools
@@ -25,7 +29,13 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import evaluate as programs
 from tcfp_jax.conversion.transform import arrays_in, trace
 from tcfp_jax.conversion.views import Equation
-from tcfp_jax.monitor.readings import OPERANDS, Reading, operands, read_gradients, read_product
+from tcfp_jax.monitor.readings import (
+    OPERANDS,
+    Reading,
+    operands,
+    read_gradients,
+    read_product,
+)
 from tcfp_jax.optim.gradients import with_slots
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
@@ -35,12 +45,15 @@ from tcfp_jax.weights.training import is_stored
 Readings = dict[str, dict[OperandName, Reading]]
 _FIELDS = len(Reading._fields) + 1  # the last one says that the product ran
 
-# The arguments that a value was computed from: pairs of a kind (0 for parameters, 1 for others) and a path.
+# The arguments that a value was computed from: pairs of a kind (0 for parameters, 1 for
+# others) and a path.
 _Origin = frozenset[tuple[int, str]]
 
 
 class _Found(NamedTuple):
-    """A product in a program: the path of its weight, and the leading axes of its probe."""
+    """A product in a program: the path of its weight, and the leading axes of its
+    probe.
+    """
 
     site: Site
     path: str
@@ -48,7 +61,9 @@ class _Found(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """Products in the body of an equation that no probe can reach; their probes stay zero."""
+    """Products in the body of an equation that no probe can reach; their probes stay
+    zero.
+    """
 
     inside: str
     found: tuple[_Found, ...]
@@ -56,10 +71,13 @@ class _Unread(NamedTuple):
 
 # The functions that users call, by the primitive that they become.
 _BODIES = {
-    "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
+    "while": "jax.lax.while_loop",
+    "shard_map": "jax.shard_map",
+    "custom_vjp_call": "jax.custom_vjp",
     "custom_jvp_call": "jax.custom_jvp",
-}  # fmt: skip
-# By the number of an equation: its product, its unreachable products, or the plan of its body or of its branches.
+}
+# By the number of an equation: its product, its unreachable products, or the plan of
+# its body or of its branches.
 _Plan: TypeAlias = dict[int, "_Step"]
 _Step: TypeAlias = _Found | _Unread | _Plan
 
@@ -67,13 +85,16 @@ _Step: TypeAlias = _Found | _Unread | _Plan
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Readings]]:
-    """Return `tcfp_jax.value_and_grad` of a function together with the readings of its products.
+    """Return `tcfp_jax.value_and_grad` of a function together with the readings of its
+    products.
 
-    Use it now and then during training, to see which layers lose their gradients or saturate. Readings are indexed by
-    the path of the weight, then by operand: "x" and "w" of the forward product, and "g", the gradient of its result, in
-    dgrad. FP4 training adds "x_wgrad" and "g_wgrad", and "w_dgrad" if dgrad quantizes the weight again. A weight that
-    is an argument itself is "argument 0". Further products of a weight have "#2", "#3" after its path. No probe reaches
-    products in `jax.shard_map`, a while loop or another custom derivative: their readings are NaN.
+    Use it now and then during training, to see which layers lose their gradients or
+    saturate. Readings are indexed by the path of the weight, then by operand: "x" and
+    "w" of the forward product, and "g", the gradient of its result, in dgrad. FP4
+    training adds "x_wgrad" and "g_wgrad", and "w_dgrad" if dgrad quantizes the weight
+    again. A weight that is an argument itself is "argument 0". Further products of a
+    weight have "#2", "#3" after its path. No probe reaches products in `jax.shard_map`,
+    a while loop or another custom derivative: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
@@ -81,11 +102,14 @@ def value_and_grad(
       has_aux: whether `fun` returns a pair whose second part is not differentiated.
 
     Returns:
-      A function of the same arguments that returns `((value, gradients), readings)`. It composes with jit and scan.
+      A function of the same arguments that returns `((value, gradients), readings)`. It
+        composes with jit and scan.
 
     Raises:
-      ValueError: the function has no low-precision product, or none that can be read; or the call lacks an argument.
-      NotImplementedError: a product under `jax.vmap` over another axis than the first, or that `fun` differentiates.
+      ValueError: the function has no low-precision product, or none that can be read;
+        or the call lacks an argument.
+      NotImplementedError: a product under `jax.vmap` over another axis than the first,
+        or that `fun` differentiates.
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
@@ -105,28 +129,42 @@ def value_and_grad(
         _check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
-            return program.rebuild(_run(body, arrays_in((given(slots), kwargs)), plan, probes))
+            return program.rebuild(
+                _run(body, arrays_in((given(slots), kwargs)), plan, probes)
+            )
 
-        result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(slots, _probes(plan))
+        result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(
+            slots, _probes(plan)
+        )
         gradients = gradients[0] if isinstance(argnums, int) else gradients
         return (result, gradients), _named(found, jax.tree.leaves(probes))
 
     return observed
 
 
-def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> list[_Origin]:
-    """Return the origin of each array among the arguments; a stored weight has one path."""
+def _origins(
+    args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]
+) -> list[_Origin]:
+    """Return the origin of each array among the arguments; a stored weight has one
+    path.
+    """
     found: list[_Origin] = []
     for i, tree in enumerate([*args, kwargs]):
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
             # A leaf that is an argument itself has no path.
-            found += [frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)]
+            found += [
+                frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)
+            ]
     return found
 
 
-def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
-    """Return the origins of a program's outputs, and its products; `axes` are the lengths of the loops around it."""
+def _find(
+    body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]
+) -> tuple[list[_Origin], _Plan]:
+    """Return the origins of a program's outputs, and its products; `axes` are the
+    lengths of the loops around it.
+    """
     jaxpr, consts = body
     plan: _Plan = {}
 
@@ -136,17 +174,28 @@ def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) ->
             plan[number] = step
         if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
             raise NotImplementedError(
-                "the function differentiates a low-precision product itself, by jax.grad, jax.vjp or jax.jvp inside of "
-                "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
-                "function that is differentiated"
+                "the function differentiates a low-precision product itself, by"
+                " jax.grad, jax.vjp or jax.jvp inside of it; of such a product only its"
+                " derivative is left in the program, which cannot be read. Observe the"
+                " function that is differentiated"
             )
         return outputs
 
     nothing: _Origin = frozenset()
-    return programs.eval_jaxpr(jaxpr, [*(nothing for _ in consts), *origins], rule, literal=lambda _: nothing), plan
+    return (
+        programs.eval_jaxpr(
+            jaxpr,
+            [*(nothing for _ in consts), *origins],
+            rule,
+            literal=lambda _: nothing,
+        ),
+        plan,
+    )
 
 
-def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Step | None]:
+def _look(
+    eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]
+) -> tuple[list[_Origin], _Step | None]:
     name, params = eqn.primitive.name, eqn.params
     if name in programs.CUSTOM and (site := site_of(params["call_jaxpr"])) is not None:
         found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
@@ -156,9 +205,15 @@ def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[
     if name == "scan":
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
-        looked = [_find(programs.opened(closed), inputs[1:], axes) for closed in params["branches"]]
+        looked = [
+            _find(programs.opened(closed), inputs[1:], axes)
+            for closed in params["branches"]
+        ]
         plans: _Plan = {number: plan for number, (_, plan) in enumerate(looked) if plan}
-        return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
+        return [
+            inputs[0].union(*origins)
+            for origins in zip(*(outputs for outputs, _ in looked), strict=True)
+        ], plans
     whole: _Origin = frozenset().union(*inputs)
     unread: list[_Found] = []
     for body in programs.bodies_of(eqn):
@@ -166,11 +221,18 @@ def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[
         _, plan = _find(body, inputs if len(inputs) == count else [whole] * count, axes)
         unread += [found for found, _ in _products_of(plan)]
     inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
-    return [whole] * len(eqn.outvars), _Unread(inside, tuple(unread)) if unread else None
+    return [whole] * len(eqn.outvars), (
+        _Unread(inside, tuple(unread)) if unread else None
+    )
 
 
-def _look_into_scan(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
-    body, (first, count) = programs.opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
+def _look_into_scan(
+    eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]
+) -> tuple[list[_Origin], _Plan]:
+    body, (first, count) = (
+        programs.opened(eqn.params["jaxpr"]),
+        programs.scan_counts(eqn.params),
+    )
     carry = inputs[first : first + count]
     while True:  # a carry may have more origins in the second round; origins only grow
         given = [*inputs[:first], *carry, *inputs[first + count :]]
@@ -182,7 +244,9 @@ def _look_into_scan(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...])
 
 
 def _path_of(site: Site, inputs: list[_Origin]) -> str:
-    """Return the paths of the parameters that a weight was computed from, otherwise those of other arguments."""
+    """Return the paths of the parameters that a weight was computed from, otherwise
+    those of other arguments.
+    """
     _, w, quantized, *_ = site.structure.unflatten(inputs)
     whole: _Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
     kind = min((kind for kind, _ in whole), default=1)
@@ -192,14 +256,22 @@ def _path_of(site: Site, inputs: list[_Origin]) -> str:
 def _vmapped(eqn: Equation, site: Site) -> tuple[int, ...]:
     """Return the axes that `jax.vmap` added in front of the operands of a product."""
     shapes = [var.aval.shape for var in eqn.invars]
-    extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
-    leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
-    fits = all(shape[len(shape) - len(own) :] == own for shape, own in zip(shapes, site.shapes, strict=True))
+    extra = {
+        len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)
+    }
+    leading = {
+        shape[: len(shape) - len(own)]
+        for shape, own in zip(shapes, site.shapes, strict=True)
+    } - {()}
+    fits = all(
+        shape[len(shape) - len(own) :] == own
+        for shape, own in zip(shapes, site.shapes, strict=True)
+    )
     if not fits or len(extra - {0}) > 1 or len(leading) > 1:
         raise NotImplementedError(
-            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under jax.vmap as "
-            f"{[list(shape) for shape in shapes[:2]]}, and only axes in front of all operands can be read; give "
-            "jax.vmap in_axes of 0 and None"
+            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under"
+            f" jax.vmap as {[list(shape) for shape in shapes[:2]]}, and only axes in"
+            " front of all operands can be read; give jax.vmap in_axes of 0 and None"
         )
     return next(iter(leading), ())
 
@@ -209,20 +281,24 @@ def _check_read(name: str, plan: _Plan) -> None:
     found = list(_products_of(plan))
     if not found:
         raise ValueError(
-            f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
-            "converted by it"
+            f"{name} computes no low-precision product; observe the loss of a model"
+            " with layers of tcfp_jax or converted by it"
         )
     if all(inside for _, inside in found):
         raise ValueError(
-            f"{name} computes {len(found)} low-precision product(s), none of which can be read: they are inside of "
-            f"{' and '.join(sorted({inside for _, inside in found}))}, where no probe can be. Products are read in "
-            "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
-            "layers there"
+            f"{name} computes {len(found)} low-precision product(s), none of which can"
+            " be read: they are inside of"
+            f" {' and '.join(sorted({inside for _, inside in found}))}, where no probe"
+            " can be. Products are read in plain code and inside of jax.jit, scan,"
+            " cond, checkpoint and vmap; observe a function that computes its layers"
+            " there"
         )
 
 
 def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
-    """Yield each product, and the body that hides it or "", in the order of `jax.tree.leaves` of the plan's probes."""
+    """Yield each product, and the body that hides it or "", in the order of
+    `jax.tree.leaves` of the plan's probes.
+    """
     if isinstance(plan, _Found):
         yield plan, ""
     elif isinstance(plan, _Unread):
@@ -234,7 +310,9 @@ def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
 
 def _probes(plan: _Step) -> PyTree:
     if isinstance(plan, _Found):
-        return jnp.zeros((*plan.axes, len(operands(plan.site.recipe)), _FIELDS), jnp.float32)
+        return jnp.zeros(
+            (*plan.axes, len(operands(plan.site.recipe)), _FIELDS), jnp.float32
+        )
     if isinstance(plan, _Unread):
         return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
@@ -250,20 +328,32 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
         while path in readings:
             path, again = f"{product.path}#{again}", again + 1
         rows = operands(product.site.recipe)
-        readings[path] = {name: Reading(*fields[..., rows.index(name)]) for name in OPERANDS if name in rows}
+        readings[path] = {
+            name: Reading(*fields[..., rows.index(name)])
+            for name in OPERANDS
+            if name in rows
+        }
     return readings
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(
-    site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
+    site: Site,
+    outputs: tuple[jax.Array, ...],
+    probe: jax.Array,
+    forward: jax.Array,
+    words: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Return the outputs of a product; the gradient of the probe is the readings of its operands."""
+    """Return the outputs of a product; the gradient of the probe is the readings of its
+    operands.
+    """
     return outputs
 
 
 def _watched_backward(
-    site: Site, saved: tuple[jax.Array, jax.Array | None], gradients: tuple[jax.Array, ...]
+    site: Site,
+    saved: tuple[jax.Array, jax.Array | None],
+    gradients: tuple[jax.Array, ...],
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, None]:
     forward, words = saved
 
@@ -271,29 +361,49 @@ def _watched_backward(
         return _rows(read_gradients(site.recipe, g, words))
 
     for _ in range(forward.ndim - 2):
-        of_one = jax.vmap(of_one, in_axes=(0, 0 if words is not None and words.ndim > 1 else None))
+        of_one = jax.vmap(
+            of_one, in_axes=(0, 0 if words is not None and words.ndim > 1 else None)
+        )
     rows = of_one(gradients[0], words)
-    return gradients, jnp.concatenate([forward, rows], axis=-2), jnp.zeros_like(forward), None
+    return (
+        gradients,
+        jnp.concatenate([forward, rows], axis=-2),
+        jnp.zeros_like(forward),
+        None,
+    )
 
 
-_watched.defvjp(lambda site, outputs, probe, forward, words: (outputs, (forward, words)), _watched_backward)
+_watched.defvjp(
+    lambda site, outputs, probe, forward, words: (outputs, (forward, words)),
+    _watched_backward,
+)
 
 
 def _rows(readings: Sequence[Reading]) -> jax.Array:
-    return jnp.stack([jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings])
+    return jnp.stack(
+        [jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings]
+    )
 
 
-def _run(body: programs.Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree) -> list[jax.Array]:
+def _run(
+    body: programs.Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree
+) -> list[jax.Array]:
     """Return the outputs of a program with a probe at each product of its plan."""
     jaxpr, consts = body
 
     def rule(number: int, eqn: Equation, given: list[jax.Array]) -> Sequence[jax.Array]:
-        return _evaluate(eqn, given, plan[number], probes[number]) if number in plan else programs.bind(eqn, given)
+        return (
+            _evaluate(eqn, given, plan[number], probes[number])
+            if number in plan
+            else programs.bind(eqn, given)
+        )
 
     return programs.eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
 
-def _evaluate(eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTree) -> Sequence[jax.Array]:
+def _evaluate(
+    eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTree
+) -> Sequence[jax.Array]:
     """Return the outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
     if isinstance(step, _Found):
@@ -304,43 +414,71 @@ def _evaluate(eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTre
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
 
-        def branch(number: int, inputs: list[jax.Array], probes: PyTree) -> list[jax.Array]:
+        def branch(
+            number: int, inputs: list[jax.Array], probes: PyTree
+        ) -> list[jax.Array]:
             body = programs.opened(params["branches"][number])
             return _run(body, inputs, step.get(number, {}), probes.get(number, {}))  # type: ignore[arg-type]
 
-        branches = [functools.partial(branch, number) for number in range(len(params["branches"]))]
+        branches = [
+            functools.partial(branch, number)
+            for number in range(len(params["branches"]))
+        ]
         return lax.switch(inputs[0], branches, inputs[1:], probes)
     run = lambda inputs, probes: _run(programs.bodies_of(eqn)[0], inputs, step, probes)
     if name in programs.CHECKPOINTS:
-        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(inputs, probes)
+        return jax.checkpoint(
+            run, prevent_cse=params["prevent_cse"], policy=params["policy"]
+        )(inputs, probes)
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     if any(isinstance(sharding, Sharding) for sharding in shardings):
-        outputs = run(list(map(programs.placed, inputs, params["in_shardings"])), probes)
+        outputs = run(
+            list(map(programs.placed, inputs, params["in_shardings"])), probes
+        )
         return list(map(programs.placed, outputs, params["out_shardings"]))
     return run(inputs, probes)
 
 
-def _scan(eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree) -> list[jax.Array]:
-    body, (first, count) = programs.opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
+def _scan(
+    eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree
+) -> list[jax.Array]:
+    body, (first, count) = (
+        programs.opened(eqn.params["jaxpr"]),
+        programs.scan_counts(eqn.params),
+    )
     fixed, xs = inputs[:first], inputs[first + count :]
 
-    def one(carry: list[jax.Array], items: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
+    def one(
+        carry: list[jax.Array], items: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         own, own_probes = items
         outputs = _run(body, [*fixed, *carry, *own], plan, own_probes)
         return outputs[:count], outputs[count:]
 
-    last, ys = lax.scan(one, inputs[first : first + count], (xs, probes), **programs.scan_options(eqn.params))
+    last, ys = lax.scan(
+        one,
+        inputs[first : first + count],
+        (xs, probes),
+        **programs.scan_options(eqn.params),
+    )
     return [*last, *ys]
 
 
-def _product(eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Array) -> Sequence[jax.Array]:
-    """Return the outputs of a product, and send the readings of its operands to the probe."""
+def _product(
+    eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Array
+) -> Sequence[jax.Array]:
+    """Return the outputs of a product, and send the readings of its operands to the
+    probe.
+    """
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
     def of_one(*leaves: jax.Array) -> jax.Array:
         return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
-    in_axes = [0 if leaf.ndim > len(own) else None for leaf, own in zip(leaves, site.shapes, strict=True)]
+    in_axes = [
+        0 if leaf.ndim > len(own) else None
+        for leaf, own in zip(leaves, site.shapes, strict=True)
+    ]
     for _ in range(probe.ndim - 2):
         of_one = jax.vmap(of_one, in_axes=in_axes)
     with jax.named_scope("monitor"):

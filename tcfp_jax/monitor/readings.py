@@ -1,7 +1,8 @@
 """`Reading`: four numbers that say how well an operand of a product was rounded.
 
-Most products have three operands: x, the weight of the forward product, and g as dgrad reads it. FP4 training quantizes
-the operands of wgrad again, and the weight of dgrad after a forward product in BF16; these have readings, too.
+Most products have three operands: x, the weight of the forward product, and g as dgrad
+reads it. FP4 training quantizes the operands of wgrad again, and the weight of dgrad
+after a forward product in BF16; these have readings, too.
 """
 
 import dataclasses
@@ -20,21 +21,26 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad")
-# A value at the top of the format counts as clipped if it exceeds its rounded value by more than this share.
+# A value at the top of the format counts as clipped if it exceeds its rounded value by
+# more than this share.
 _CLIPPED = 2.0**-10
 
 
 class Reading(NamedTuple):
-    """Effect of rounding on one operand: float32, with an axis for each loop around the product.
+    """Effect of rounding on one operand: float32, with an axis for each loop around the
+    product.
 
     Attributes:
       amax: the largest magnitude.
       underflow: share of all values that are not zero and were rounded to zero.
-      saturation: share of all values that exceed the range of their scale and were clipped.
-      snr: signal-to-noise ratio of the rounded values, in decibels; inf if rounding changed nothing.
+      saturation: share of all values that exceed the range of their scale and were
+        clipped.
+      snr: signal-to-noise ratio of the rounded values, in decibels; inf if rounding
+        changed nothing.
 
-    All four are NaN for a product that did not run, whose result has no gradient, or that no probe can reach. For an
-    operand that is rotated before it is rounded, `amax` is taken before the rotation and the rest after it.
+    All four are NaN for a product that did not run, whose result has no gradient, or
+    that no probe can reach. For an operand that is rotated before it is rounded, `amax`
+    is taken before the rotation and the rest after it.
     """
 
     amax: jax.Array
@@ -44,7 +50,8 @@ class Reading(NamedTuple):
 
 
 def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
-    """Return the reading of values and their rounded values, an `Operand` or floats of the same shape.
+    """Return the reading of values and their rounded values, an `Operand` or floats of
+    the same shape.
 
     >>> from pallas_kernels.quantize.api import quantize
     >>> x = jnp.asarray([448.0, 1.0, 0.0001, 0.0])
@@ -53,31 +60,53 @@ def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
     (448.0, 0.25, 0.0, True)
     """
     x = values.astype(jnp.float32)
-    q = rounded.dequantize() if isinstance(rounded, Operand) else rounded.astype(jnp.float32)
-    clipped = _clipped(x, q, rounded) if isinstance(rounded, Operand) else jnp.zeros(x.shape, bool)
+    q = (
+        rounded.dequantize()
+        if isinstance(rounded, Operand)
+        else rounded.astype(jnp.float32)
+    )
+    clipped = (
+        _clipped(x, q, rounded)
+        if isinstance(rounded, Operand)
+        else jnp.zeros(x.shape, bool)
+    )
     return _compared(x, x, q, clipped)
 
 
-def _compared(given: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
-    """Return the reading of float32 x, which was made of the values given, and its rounded values q."""
+def _compared(
+    given: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array
+) -> Reading:
+    """Return the reading of float32 x, which was made of the values given, and its
+    rounded values q.
+    """
     amax = jnp.max(jnp.abs(given), initial=0.0).astype(jnp.float32)
     share = lambda these: jnp.mean(these.astype(jnp.float32))
-    # In units near amax the squares of small gradients do not become zero, and those of large ones stay finite.
+    # In units near amax the squares of small gradients do not become zero, and those of
+    # large ones stay finite.
     unit = numerics.reciprocal_pow2(numerics.pow2_cover(amax, 4.0))
     energy = lambda v: jnp.sum(jnp.square(v * unit))
     noise = energy(x - q)
-    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))  # also if x is zero
+    # also if x is zero
+    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))
     return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
 
 
 def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
     """Return which values exceed the largest number of the format at their scale."""
     if isinstance(rounded.scaling, Fp4):
-        return (jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()) & _beyond(x, q)
+        return (
+            jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()
+        ) & _beyond(x, q)
     dtype, spare = rounded.values.dtype, _CLIPPED
     if rounded.lo is not None:  # lo rounds values at the top to either side, too
-        spare = 2 * numerics.largest_rounding_error(dtype, halves=2) / numerics.largest(dtype)
-    return (jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)) & _beyond(x, q, spare)
+        spare = (
+            2
+            * numerics.largest_rounding_error(dtype, halves=2)
+            / numerics.largest(dtype)
+        )
+    return (
+        jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)
+    ) & _beyond(x, q, spare)
 
 
 def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
@@ -85,7 +114,8 @@ def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
 
 
 def operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """Return the operands that `read_product` reads, and behind them those that `read_gradients` reads.
+    """Return the operands that `read_product` reads, and behind them those that
+    `read_gradients` reads.
 
     >>> from tcfp_jax.recipes import recipe
     >>> [operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
@@ -93,7 +123,9 @@ def operands(recipe: Recipe) -> tuple[OperandName, ...]:
     """
     if recipe.fp4 is None:
         return "x", "w", "g"
-    in_bf16: tuple[OperandName, ...] = ("w_dgrad",) if recipe.fp4.forward_operands == "bf16" else ()
+    in_bf16: tuple[OperandName, ...] = (
+        ("w_dgrad",) if recipe.fp4.forward_operands == "bf16" else ()
+    )
     return "x", "w", *in_bf16, "x_wgrad", "g", "g_wgrad"
 
 
@@ -107,8 +139,9 @@ def read_product(
 ) -> tuple[Reading, ...]:
     """Return the readings of x and the weight, in the order of `operands`.
 
-    `w` `[k, n]`, or a stack of a grouped product, is zeros for a stored parameter, and None without a float weight;
-    `made` is x if it is quantized already; `words` are those of FP4 training's key.
+    `w` `[k, n]`, or a stack of a grouped product, is zeros for a stored parameter, and
+    None without a float weight; `made` is x if it is quantized already; `words` are
+    those of FP4 training's key.
     """
     if recipe.fp4 is not None:
         assert w is not None, "nothing is stored"
@@ -119,7 +152,8 @@ def read_product(
         of_x = read(x, x.astype(jnp.bfloat16))
     elif recipe.activation == "float4_e2m1fn":
         tokens = _tokens(x)
-        tokens = jnp.pad(tokens, ((0, 0), (0, tokens.shape[-1] % 2)))  # a byte holds two codes
+        # a byte holds two codes
+        tokens = jnp.pad(tokens, ((0, 0), (0, tokens.shape[-1] % 2)))
         of_x = read(tokens, quantize_fp4(tokens))
     else:
         of_x = read(x, _rows(x, recipe.activation, recipe))
@@ -129,16 +163,23 @@ def read_product(
     assert recipe.stored is not None, "the weight is stored"
     operand = stored.for_forward(recipe.stored.forward).settled()
     whole = stored.for_forward("hi+lo").dequantize()
-    # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of an odd k end in a zero.
+    # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of
+    # an odd k end in a zero.
     if w is None:
         return of_x, read(whole, operand)
     given = w.swapaxes(-1, -2).astype(jnp.float32)
-    given = jnp.pad(given, [(0, size - n) for size, n in zip(whole.shape, given.shape, strict=True)])
+    given = jnp.pad(
+        given, [(0, size - n) for size, n in zip(whole.shape, given.shape, strict=True)]
+    )
     return of_x, read(jnp.where(jnp.any(w != 0), given, whole), operand)
 
 
-def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None) -> tuple[Reading, ...]:
-    """Return the readings of the gradient of a product's result, in the order of `operands`."""
+def read_gradients(
+    recipe: Recipe, g: jax.Array, words: jax.Array | None = None
+) -> tuple[Reading, ...]:
+    """Return the readings of the gradient of a product's result, in the order of
+    `operands`.
+    """
     if recipe.fp4 is not None:
         return _read_nvfp4("g", g, words), _read_nvfp4("g_wgrad", _tokens(g), words)
     if recipe.dgrad == "bf16":
@@ -146,7 +187,9 @@ def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None)
     return (read(g, _rows(g, recipe.gradient, recipe)),)
 
 
-def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[Reading, ...]:
+def _read_fp4_training(
+    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
+) -> tuple[Reading, ...]:
     assert recipe.fp4 is not None, "the caller looked"
     of_w, in_bf16 = _read_nvfp4("w", w, words), x.astype(jnp.bfloat16)
     # The backward pass quantizes x after its cast to BF16.
@@ -156,19 +199,30 @@ def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Ar
     return read(x, in_bf16), read(w, w.astype(jnp.bfloat16)), of_w, of_tokens
 
 
-def _read_nvfp4(operand: OperandName, x: jax.Array, words: jax.Array | None, given: jax.Array | None = None) -> Reading:
-    """Return the reading of an operand of FP4 training; `given` is quantized instead of x if it is there.
+def _read_nvfp4(
+    operand: OperandName,
+    x: jax.Array,
+    words: jax.Array | None,
+    given: jax.Array | None = None,
+) -> Reading:
+    """Return the reading of an operand of FP4 training; `given` is quantized instead of
+    x if it is there.
 
-    Zeros that fill up blocks do not count, except along a rotated axis, where the rotation has mixed them in.
+    Zeros that fill up blocks do not count, except along a rotated axis, where the
+    rotation has mixed them in.
     """
     how = quantization(operand, words)
     found = observe(x if given is None else given, *how)
     exact = found.exact if given is None else observe(x, *how).exact
     rotated = None if how.signs is None or how.axis is None else how.axis % x.ndim
-    kept = tuple(slice(None if axis == rotated else size) for axis, size in enumerate(x.shape))
+    kept = tuple(
+        slice(None if axis == rotated else size) for axis, size in enumerate(x.shape)
+    )
     q = found.found.dequantize()
     top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
-    return _compared(x.astype(jnp.float32), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
+    return _compared(
+        x.astype(jnp.float32), exact[kept], q[kept], (top & _beyond(exact, q))[kept]
+    )
 
 
 def _tokens(x: jax.Array) -> jax.Array:
@@ -176,5 +230,9 @@ def _tokens(x: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array, dtype: str, recipe: Recipe) -> Operand:
-    """Return the rows that products read, to the bit; XLA quantizes, because it fuses that with the reading."""
-    return quantize_operand(x, dtype, dataclasses.replace(recipe, quantize_backend="xla")).rows
+    """Return the rows that products read, to the bit; XLA quantizes, because it fuses
+    that with the reading.
+    """
+    return quantize_operand(
+        x, dtype, dataclasses.replace(recipe, quantize_backend="xla")
+    ).rows

@@ -1,14 +1,16 @@
-"""An optimizer's moment in its format: encode, decode, and the arrays that a state keeps of it.
+"""An optimizer's moment in its format: encode, decode, and the arrays that a state
+keeps of it.
 
     "float8_e4m3fn"   first moments: E4M3, with one E8M0 scale for each 128 values
     "ue5m3"           second moments: 5 bits of exponent, 3 of mantissa, no sign, one offset for each 128 values
     "bfloat16"        either
     "float32"         either; nothing is rounded
 
-Formats narrower than float32 round stochastically. Rounding to nearest would freeze an average whose decay is near 1:
-each step moves it by less than half a spacing. The random bits of a value are a hash of (key, step, leaf, global
-index), so a state has the same bits on every mesh. `pallas_kernels.moments` defines the 8-bit codes; this module adds
-arrays with any number of axes, and meshes.
+Formats narrower than float32 round stochastically. Rounding to nearest would freeze an
+average whose decay is near 1: each step moves it by less than half a spacing. The
+random bits of a value are a hash of (key, step, leaf, global index), so a state has the
+same bits on every mesh. `pallas_kernels.moments` defines the 8-bit codes; this module
+adds arrays with any number of axes, and meshes.
 """
 
 import functools
@@ -40,7 +42,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       values: the codes, in the moment's shape: float8_e4m3fn, or uint8 for "ue5m3".
-      scale: one scale for each block of 128 along the last axis of `_blocked_shape`: float8_e8m0fnu, or uint8.
+      scale: one scale for each block of 128 along the last axis of `_blocked_shape`:
+        float8_e8m0fnu, or uint8.
     """
 
     values: jax.Array
@@ -66,7 +69,8 @@ def decode(form: Format, x: Moment) -> jax.Array:
 def zeros(form: Format, like: jax.Array) -> Moment:
     """Return a moment of zeros with the shape and sharding of `like`.
 
-    The result equals `encode` of zeros. XLA would compute that at compile time, which takes seconds for each weight.
+    The result equals `encode` of zeros. XLA would compute that at compile time, which
+    takes seconds for each weight.
     """
     if form in ("float32", "bfloat16"):
         return jnp.zeros_like(like, dtype=form)
@@ -74,14 +78,17 @@ def zeros(form: Format, like: jax.Array) -> Moment:
 
 
 def check_moment(name: str, form: Format, x: jax.Array) -> None:
-    """Raise a ValueError if the sharding of `x` is known and cuts a block of a moment of this format."""
+    """Raise a ValueError if the sharding of `x` is known and cuts a block of a moment
+    of this format.
+    """
     parts = known_placement(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
     if parts is not None:
         block_parts(parts)
 
 
 def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape whose last axis is cut into blocks: trailing axes merge until they hold a block's values.
+    """Return the shape whose last axis is cut into blocks: trailing axes merge until
+    they hold a block's values.
 
     >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64)), _blocked_shape((64, 200))
     ((512, 768), (4096,), (64, 200))
@@ -93,16 +100,27 @@ def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def block_parts(values: Placement) -> Placement:
-    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie; a block may not be cut."""
+    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie;
+    a block may not be cut.
+    """
     runs = neighbours(values.shape, _blocked_shape(values.shape))
     assert runs is not None, "_blocked_shape merges neighbours"
-    blocked = replace(values, name=f"{values.name}, whose 8-bit moments have blocks that run on over short rows,")
+    blocked = replace(
+        values,
+        name=(
+            f"{values.name}, whose 8-bit moments have blocks that run on over short"
+            " rows,"
+        ),
+    )
     blocked = replace(blocked.merged(runs), name=values.name)
     sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
-    return blocked.counted(sizes, 'moments of another format (moments="bfloat16") for it')
+    return blocked.counted(
+        sizes, 'moments of another format (moments="bfloat16") for it'
+    )
 
 
-# A model has hundreds of moments and a few shapes: jitted functions are traced and lowered once for each shape.
+# A model has hundreds of moments and a few shapes: jitted functions are traced and
+# lowered once for each shape.
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
     hashed = counter.bits_of(x.shape, k0, k1)
@@ -114,18 +132,25 @@ def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
 
 @jax.jit
 def _decode(x: Moment) -> jax.Array:
-    return _under_mesh(_of_blocks, x.values)(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
+    return (
+        _under_mesh(_of_blocks, x.values)(x)
+        if isinstance(x, Blocks)
+        else x.astype(jnp.float32)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _zeros(form: Format, values: jax.Array) -> Blocks:
-    return _under_mesh(functools.partial(_zeros_in_blocks, form), values, like=Blocks)(values)
+    return _under_mesh(functools.partial(_zeros_in_blocks, form), values, like=Blocks)(
+        values
+    )
 
 
 def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
     shape = _blocked_shape(x.shape)
     if form == "ue5m3":
-        # "ue5m3" has no sign. A negative value shows that the field holds no second moment, so its block becomes NaN.
+        # "ue5m3" has no sign. A negative value shows that the field holds no second
+        # moment, so its block becomes NaN.
         x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
     code = codes.encode_v if form == "ue5m3" else codes.encode_m
     values, scale = code(x.reshape(shape), hashed.reshape(shape))
@@ -139,18 +164,25 @@ def _of_blocks(x: Blocks) -> jax.Array:
 
 
 def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
-    # Take one code of each block, so that scales are sharded as the values are. Zeros have base 0 in v, scale 1 in m.
+    # Take one code of each block, so that scales are sharded as the values are. Zeros
+    # have base 0 in v, scale 1 in m.
     scale = values.reshape(_blocked_shape(values.shape))[..., :: codes.BLOCK]
     if form == "ue5m3":
         return Blocks(values, scale)
     m = lax.bitcast_convert_type(values, codes.E4M3)
-    return Blocks(m, lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE))
+    return Blocks(
+        m, lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE)
+    )
 
 
-def _under_mesh(function: Callable[..., Any], x: jax.Array, like: type[Blocks] | None = None) -> Callable[..., Any]:
-    """Return `function`, which reshapes to blocks, for a mesh with explicit axes; its results lie as `x` does.
+def _under_mesh(
+    function: Callable[..., Any], x: jax.Array, like: type[Blocks] | None = None
+) -> Callable[..., Any]:
+    """Return `function`, which reshapes to blocks, for a mesh with explicit axes; its
+    results lie as `x` does.
 
-    JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the axes are automatic inside.
+    JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the
+    axes are automatic inside.
     """
     given = sharding_of(x)
     if given is None:
@@ -162,20 +194,28 @@ def _under_mesh(function: Callable[..., Any], x: jax.Array, like: type[Blocks] |
 
 
 def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
-    """Round float32 stochastically to bfloat16; inf and NaN stay, and no finite value becomes infinite."""
+    """Round float32 stochastically to bfloat16; inf and NaN stay, and no finite value
+    becomes infinite.
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     largest = np.float32(jnp.finfo(jnp.bfloat16).max)
-    # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of two.
-    rounded = lax.bitcast_convert_type((bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of
+    # two.
+    rounded = lax.bitcast_convert_type(
+        (bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32
+    )
     finite = jnp.clip(rounded, -largest, largest)
-    # The value is a bfloat16 number already, so the cast rounds nothing, even if XLA deletes it.
+    # The value is a bfloat16 number already, so the cast rounds nothing, even if XLA
+    # deletes it.
     return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
 
 
 def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:
-    """Return the array that a state keeps in the moment's place, and put the scales of its blocks into `scales`.
+    """Return the array that a state keeps in the moment's place, and put the scales of
+    its blocks into `scales`.
 
-    Two arrays in one place do not work: a holder of boxed parameters such as `nnx.Optimizer` takes them apart.
+    Two arrays in one place do not work: a holder of boxed parameters such as
+    `nnx.Optimizer` takes them apart.
     """
     if not isinstance(moment, Blocks):
         return moment
@@ -183,17 +223,22 @@ def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:
     return moment.values
 
 
-def found(form: Format, values: jax.Array, names: list[str], scales: Mapping[str, Any]) -> Moment:
+def found(
+    form: Format, values: jax.Array, names: list[str], scales: Mapping[str, Any]
+) -> Moment:
     """Undo `kept`: return the moment of this format."""
     eight_bits = form in ("float8_e4m3fn", "ue5m3")
-    return Blocks(values, find(scales, names or ["parameter"])) if eight_bits else values
+    return (
+        Blocks(values, find(scales, names or ["parameter"])) if eight_bits else values
+    )
 
 
 def by_name(entries: dict[str, Any], params: PyTree) -> Any:
     """Return the nested dicts of a state, or one number if there are no parameters.
 
-    `optax.tree.map_params` compares a state with the state of no parameters. Dicts that are empty in one and full in
-    the other would be two structures, but a leaf matches any subtree.
+    `optax.tree.map_params` compares a state with the state of no parameters. Dicts that
+    are empty in one and full in the other would be two structures, but a leaf matches
+    any subtree.
     """
     return entries if jax.tree.leaves(params) else jnp.zeros((), jnp.int32)
 
@@ -205,59 +250,102 @@ def narrow_leaves(
     is_leaf: Callable[[Any], bool] | None = None,
     sizes: Callable[[Any], tuple[int, ...]] = jnp.shape,
 ) -> list[bool]:
-    """Return for each parameter whether its moments may be narrow; only its path and its global shape decide.
+    """Return for each parameter whether its moments may be narrow; only its path and
+    its global shape decide.
 
-    `mask` chooses those that may: a tree of bools, or a function of `params` that returns one. `is_leaf` finds nodes
-    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter. Float tables may not.
+    `mask` chooses those that may: a tree of bools, or a function of `params` that
+    returns one. `is_leaf` finds nodes that are parameters too, such as stored weights,
+    and `sizes` returns the shape of a parameter. Float tables may not.
 
     >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
     [False, True, False]
     """
     leaves, _ = named_leaves(params, is_leaf)
-    allowed = spread(mask, params, is_leaf=is_leaf) if mask is not None else [True] * len(leaves)
-    large = [len(shape := sizes(leaf)) >= 2 and math.prod(shape) >= _SMALLEST for _, leaf in leaves]
+    allowed = (
+        spread(mask, params, is_leaf=is_leaf)
+        if mask is not None
+        else [True] * len(leaves)
+    )
+    large = [
+        len(shape := sizes(leaf)) >= 2 and math.prod(shape) >= _SMALLEST
+        for _, leaf in leaves
+    ]
     whole = is_leaf if is_leaf is not None else lambda leaf: False
-    embeds = ["embed" in "/".join(names).lower() and not whole(leaf) for names, leaf in leaves]
-    return [bool(may) and big and not table for may, big, table in zip(allowed, large, embeds, strict=True)]
+    embeds = [
+        "embed" in "/".join(names).lower() and not whole(leaf) for names, leaf in leaves
+    ]
+    return [
+        bool(may) and big and not table
+        for may, big, table in zip(allowed, large, embeds, strict=True)
+    ]
 
 
 def spread(
-    mask: PyTree | Callable[[PyTree], PyTree], params: PyTree, *, is_leaf: Callable[[Any], bool] | None = None
+    mask: PyTree | Callable[[PyTree], PyTree],
+    params: PyTree,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[Any]:
-    """Return one value of a mask for each parameter; the mask may be a function of the parameters."""
+    """Return one value of a mask for each parameter; the mask may be a function of the
+    parameters.
+    """
     tree = mask(params) if callable(mask) else mask
     try:
-        filled = jax.tree.map(lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)), tree, params)
+        filled = jax.tree.map(
+            lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)),
+            tree,
+            params,
+        )
     except ValueError as error:
         raise ValueError(
-            "mask must be a tree of bools for the parameters or for whole branches of them, or a function that "
-            f"returns one, but its structure is another: {error}"
+            "mask must be a tree of bools for the parameters or for whole branches of"
+            " them, or a function that returns one, but its structure is another:"
+            f" {error}"
         ) from error
-    every = [keep for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list)) for keep in part]
+    every = [
+        keep
+        for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list))
+        for keep in part
+    ]
     if len(every) != (count := len(jax.tree.leaves(params, is_leaf=is_leaf))):
         raise ValueError(
-            f"mask has {len(every)} values for {count} parameters, because it was mapped over the arrays of stored "
-            "weights; map over tcfp_jax.dequantize(params), or pass a function of the parameters"
+            f"mask has {len(every)} values for {count} parameters, because it was"
+            " mapped over the arrays of stored weights; map over"
+            " tcfp_jax.dequantize(params), or pass a function of the parameters"
         )
     return every
 
 
-def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) -> jax.Array | None:
-    """Return the uint32 words of a random key, or None if nothing is rounded; a missing or useless key raises."""
+def checked_key(
+    name: str, key: jax.Array | None, rounds: bool, setting: str
+) -> jax.Array | None:
+    """Return the uint32 words of a random key, or None if nothing is rounded; a missing
+    or useless key raises.
+    """
     if key is None and rounds:
         raise ValueError(
-            f"{setting} rounds moments stochastically, but there is no key; use {name}(..., key=jax.random.key(seed))"
+            f"{setting} rounds moments stochastically, but there is no key; use"
+            f" {name}(..., key=jax.random.key(seed))"
         )
     if key is None:
         return None
     check_key(key)
     if not rounds:
-        raise ValueError(f"{setting} rounds nothing, but key= is given and would not be used; drop the key")
+        raise ValueError(
+            f"{setting} rounds nothing, but key= is given and would not be used; drop"
+            " the key"
+        )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     return key.astype(jnp.uint32).reshape(-1)
 
 
 def stream(key: jax.Array | None, *words: Any) -> Keys | None:
-    """Return the keys of the counter hash for these integers, such as a step and a leaf; None without a key."""
-    return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
+    """Return the keys of the counter hash for these integers, such as a step and a
+    leaf; None without a key.
+    """
+    return (
+        None
+        if key is None
+        else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
+    )

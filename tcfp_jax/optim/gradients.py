@@ -1,8 +1,10 @@
-"""`value_and_grad` and `grad` for trees with stored weights: JAX's own, with a float gradient for each stored weight.
+"""`value_and_grad` and `grad` for trees with stored weights: JAX's own, with a float
+gradient for each stored weight.
 
-The gradient of a float8 array is float8: three bits without a scale. So each stored weight gets a `slot`, zeros of the
-kernel's shape, and the function is differentiated with respect to the slots. Products read the FP8 values and send the
-gradient to the slot. Nothing reads the zeros, so the compiled program has none.
+The gradient of a float8 array is float8: three bits without a scale. So each stored
+weight gets a `slot`, zeros of the kernel's shape, and the function is differentiated
+with respect to the slots. Products read the FP8 values and send the gradient to the
+slot. Nothing reads the zeros, so the compiled program has none.
 """
 
 import functools
@@ -22,19 +24,24 @@ from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return `jax.value_and_grad` of a function of stored parameters: their gradients are floats of the kernel's shape.
+    """Return `jax.value_and_grad` of a function of stored parameters: their gradients
+    are floats of the kernel's shape.
 
     Args:
       fun: a function with a scalar result.
       argnums: positions of the arguments to differentiate, as in JAX.
-      has_aux: whether `fun` returns a pair whose second part is not differentiated, as in JAX.
+      has_aux: whether `fun` returns a pair whose second part is not differentiated, as
+        in JAX.
 
     Returns:
-      A function of the same arguments with the results of JAX's. It composes with jit, vmap, scan and remat.
+      A function of the same arguments with the results of JAX's. It composes with jit,
+        vmap, scan and remat.
 
     Raises:
-      TypeError: the result depends on codes or scales as numbers, such as by a sum over `jax.tree.leaves(params)`.
-      ValueError: the call lacks an argument that `argnums` names, or codes changed after they were written.
+      TypeError: the result depends on codes or scales as numbers, such as by a sum over
+        `jax.tree.leaves(params)`.
+      ValueError: the call lacks an argument that `argnums` names, or codes changed
+        after they were written.
 
     >>> from tcfp_jax.optim.stored import store
     >>> from tcfp_jax.products.matmul import matmul
@@ -55,7 +62,9 @@ def value_and_grad(
     return with_gradients
 
 
-def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Return `jax.grad` of a function of stored parameters; see `value_and_grad`.
 
     >>> from tcfp_jax.optim.stored import dequantize, store
@@ -75,10 +84,14 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 
 def with_slots(
     argnums: int | Sequence[int], args: Sequence[PyTree]
-) -> tuple[list[int], tuple[PyTree, ...], Callable[[Sequence[PyTree]], tuple[PyTree, ...]]]:
-    """Return places, slots and the function that makes the arguments of a call from the slots.
+) -> tuple[
+    list[int], tuple[PyTree, ...], Callable[[Sequence[PyTree]], tuple[PyTree, ...]]
+]:
+    """Return places, slots and the function that makes the arguments of a call from the
+    slots.
 
-    The slots are the arguments that `argnums` names, with zeros of the kernel's shape instead of stored weights.
+    The slots are the arguments that `argnums` names, with zeros of the kernel's shape
+    instead of stored weights.
 
     >>> places, slots, given = with_slots((0, -1), (1.0, 2.0, 3.0))
     >>> places, slots, given((5.0, 6.0))
@@ -87,7 +100,9 @@ def with_slots(
     intact = lambda leaf: training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not all(-len(args) <= place < len(args) for place in wanted):
-        raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
+        raise ValueError(
+            f"argnums={argnums}, but the function was called with {len(args)} arguments"
+        )
     places = [place % len(args) for place in wanted]
     own = [jax.tree.map(intact, args[place], is_leaf=is_stored) for place in places]
 
@@ -97,14 +112,20 @@ def with_slots(
             arguments[place] = jax.tree.map(_filled, tree, slot, is_leaf=is_stored)
         return tuple(arguments)
 
-    slots = tuple(jax.tree.map(_slot, args[place], is_leaf=is_stored) for place in places)
+    slots = tuple(
+        jax.tree.map(_slot, args[place], is_leaf=is_stored) for place in places
+    )
     return places, slots, given
 
 
 def _slot(leaf: Any) -> Any:
     if not is_stored(leaf):
         return leaf
-    return jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype, out_sharding=_sharding_of_kernel(leaf))
+    return jnp.zeros(
+        kernel_shape(leaf),
+        training_of(leaf).gradient_dtype,
+        out_sharding=_sharding_of_kernel(leaf),
+    )
 
 
 def _filled(leaf: Any, slot: Any) -> Any:
@@ -116,15 +137,19 @@ def _filled(leaf: Any, slot: Any) -> Any:
 
 @jax.custom_vjp
 def _codes(leaf: Stored, slot: jax.Array) -> Stored:
-    """Return a stored weight whose arrays depend on its slot, so that a gradient that reaches the arrays is seen."""
+    """Return a stored weight whose arrays depend on its slot, so that a gradient that
+    reaches the arrays is seen.
+    """
     return leaf
 
 
 def _codes_backward(saved: None, cotangents: object) -> NoReturn:
     raise TypeError(
-        "the function reads FP8 codes and scales of a stored weight as numbers, such as by a sum over "
-        "jax.tree.leaves(params), and a gradient with respect to them is asked for; read the float parameters, "
-        "jax.tree.leaves(tcfp_jax.dequantize(params)), whose gradients are those of the weights"
+        "the function reads FP8 codes and scales of a stored weight as numbers, such as"
+        " by a sum over jax.tree.leaves(params), and a gradient with respect to them is"
+        " asked for; read the float parameters,"
+        " jax.tree.leaves(tcfp_jax.dequantize(params)), whose gradients are those of"
+        " the weights"
     )
 
 
@@ -133,9 +158,15 @@ _codes.defvjp(_values, _codes_backward, symbolic_zeros=True)
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:
-    """Return how the kernel of a stored weight lies on a mesh with explicit axes; None on any other mesh."""
+    """Return how the kernel of a stored weight lies on a mesh with explicit axes; None
+    on any other mesh.
+    """
     assert stored.backward is not None, "a stored parameter has its own orientation"
     sharding, shape = sharding_of(stored.backward.values), kernel_shape(stored)
     if sharding is None:
         return None
-    return training_of(stored).weight.layout.stacked(len(shape)).kernel_sharding(sharding, shape)
+    return (
+        training_of(stored)
+        .weight.layout.stacked(len(shape))
+        .kernel_sharding(sharding, shape)
+    )

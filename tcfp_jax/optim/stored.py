@@ -1,4 +1,5 @@
-"""Parameters that are stored as `W_hi + W_lo`: make them, train them, and take them back to floats.
+"""Parameters that are stored as `W_hi + W_lo`: make them, train them, and take them
+back to floats.
 
 params = store(params, "tcfp12_single", key=key)                   # two bytes a weight, no float copy
 loss, grads = value_and_grad(loss_fn)(params)                      # floats of the kernels' shapes
@@ -27,7 +28,13 @@ from tcfp_jax.weights import training
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Remainder, Rewritten, is_stored, kernel_shape, training_of
+from tcfp_jax.weights.training import (
+    Remainder,
+    Rewritten,
+    is_stored,
+    kernel_shape,
+    training_of,
+)
 
 _MATRIX = Layout((0,), (1,))
 
@@ -40,44 +47,63 @@ def store(
     remainder: Remainder = "stochastic",
     gradient_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Return the tree with its kernels stored as `W_hi + W_lo`, two bytes a weight instead of float copies.
+    """Return the tree with its kernels stored as `W_hi + W_lo`, two bytes a weight
+    instead of float copies.
 
-    Norms, biases and other parameters do not change. Pass a function that makes the parameters if they do
-    not fit in memory: inside `jit`, its kernels are made one after another, and at most one of them is float at a time.
+    Norms, biases and other parameters do not change. Pass a function that makes the
+    parameters if they do not fit in memory: inside `jit`, its kernels are made one
+    after another, and at most one of them is float at a time.
 
         params = jax.jit(lambda key: store(lambda: model.init(key, x)["params"], recipe, key=key))(key)
 
     Args:
-      params: parameters, also in Flax's boxes or an `nnx.State`; or a function without arguments that returns them.
-      recipe: recipe of the layers, with a residual, such as "tcfp12_single". It stores every leaf named `kernel` with
-        two axes or more; axes before the last two are a stack of layers with a scale each. Or the mapping that
-        `tcfp_jax.conversion.find_weights` returns for a model: it stores those weights; tables whose rows are looked up
-        are among them with `include="embed"`, and stay float without.
-      key: JAX random key for stochastic rounding; the weights hold its seeds from then on.
-      remainder: treatment of the rounding error. "stochastic" rounds to one of the two neighbours so that the mean is
-        right. "feedback" keeps the error for the next step in a third FP8 tensor: three bytes a weight and no random
-        bits, but E3M4 rounds the error in turn, so updates far below a 64th of the grid's step are lost. "dropped"
-        loses updates below half a step of the grid.
-      gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or more; None for the parameters' own.
+      params: parameters, also in Flax's boxes or an `nnx.State`; or a function without
+        arguments that returns them.
+      recipe: recipe of the layers, with a residual, such as "tcfp12_single". It stores
+        every leaf named `kernel` with two axes or more; axes before the last two are a
+        stack of layers with a scale each. Or the mapping that
+        `tcfp_jax.conversion.find_weights` returns for a model: it stores those weights;
+        tables whose rows are looked up are among them with `include="embed"`, and stay
+        float without.
+      key: JAX random key for stochastic rounding; the weights hold its seeds from then
+        on.
+      remainder: treatment of the rounding error. "stochastic" rounds to one of the two
+        neighbours so that the mean is right. "feedback" keeps the error for the next
+        step in a third FP8 tensor: three bytes a weight and no random bits, but E3M4
+        rounds the error in turn, so updates far below a 64th of the grid's step are
+        lost. "dropped" loses updates below half a step of the grid.
+      gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or
+        more; None for the parameters' own.
 
     Raises:
-      TypeError: a kernel or its gradient is not real floating point, or the gradient has fewer than 16 bits.
-      ValueError: a recipe without a residual; no kernel among the parameters; parameters that are stored already; a key
-        that is missing, or that would not be used; kernels on a mesh that cuts a block of a scale.
+      TypeError: a kernel or its gradient is not real floating point, or the gradient
+        has fewer than 16 bits.
+      ValueError: a recipe without a residual; no kernel among the parameters;
+        parameters that are stored already; a key that is missing, or that would not be
+        used; kernels on a mesh that cuts a block of a scale.
 
     >>> stored = store({"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}, "tcfp12_single", key=jax.random.key(0))
     >>> stored["kernel"].nbytes, dequantize(stored)["kernel"].dtype
     (36, dtype('float32'))
     """
     check_key(key)
-    program = _Program(params) if callable(params) and jax.tree_util.all_leaves([params]) else None
+    program = (
+        _Program(params)
+        if callable(params) and jax.tree_util.all_leaves([params])
+        else None
+    )
     tree = params if program is None else program.shapes
     found, treedef = named_leaves(tree, is_stored)
     if any(is_stored(leaf) for _, leaf in found):
-        raise ValueError("parameters are stored already; store(dequantize(params), ...) stores them anew")
+        raise ValueError(
+            "parameters are stored already; store(dequantize(params), ...) stores them"
+            " anew"
+        )
     chosen = _chosen(found, recipe)
     if not chosen:
-        raise ValueError(_nothing_to_store(sorted("/".join(names) for names, _ in found), recipe))
+        raise ValueError(
+            _nothing_to_store(sorted("/".join(names) for names, _ in found), recipe)
+        )
     leaves: list[Any] = []
     for place, (names, leaf) in enumerate(found):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -86,20 +112,30 @@ def store(
             if isinstance(weight.recipe.scaling, Block):
                 matrix = weight.layout.stacked(made.ndim).matrix(made)
                 turned = weight.recipe.copies == "both"
-                check_blocks("/".join(names), matrix, weight.recipe.scaling, turned=turned)
+                check_blocks(
+                    "/".join(names), matrix, weight.recipe.scaling, turned=turned
+                )
             own = None if key is None else jax.random.fold_in(key, place)
-            made = training.train(made, weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
+            made = training.train(
+                made,
+                weight,
+                key=own,
+                remainder=remainder,
+                gradient_dtype=gradient_dtype,
+            )
         leaves.append(made)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def dequantize(params: PyTree) -> PyTree:
-    """Return the tree with float parameters instead of stored ones, as Flax made them: for export, and for optax.
+    """Return the tree with float parameters instead of stored ones, as Flax made them:
+    for export, and for optax.
 
     A jitted program computes only the floats that it reads.
 
     Raises:
-      TypeError: a stored weight was not made by `store`, so the shape of its kernel is unknown.
+      TypeError: a stored weight was not made by `store`, so the shape of its kernel is
+        unknown.
 
     >>> stored = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
     >>> dequantize(stored)["kernel"].tolist()
@@ -111,9 +147,10 @@ def dequantize(params: PyTree) -> PyTree:
             return leaf
         if leaf.training is None:
             raise TypeError(
-                f"a {leaf.describe()} was not made by tcfp_jax.store: it has no optimizer and does not know the shape "
-                "of its kernel; take its float matrix [..., k, n] with weight.dequantize(), or train adapters beside "
-                "it (LoRA, see docs/fp4.md)"
+                f"a {leaf.describe()} was not made by tcfp_jax.store: it has no"
+                " optimizer and does not know the shape of its kernel; take its float"
+                " matrix [..., k, n] with weight.dequantize(), or train adapters"
+                " beside it (LoRA, see docs/fp4.md)"
             )
         return training.kernel_of(leaf)
 
@@ -121,14 +158,17 @@ def dequantize(params: PyTree) -> PyTree:
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Add updates to parameters as `optax.apply_updates` does, and round stored weights into `W_hi + W_lo`.
+    """Add updates to parameters as `optax.apply_updates` does, and round stored weights
+    into `W_hi + W_lo`.
 
-    A weight whose update is zero everywhere keeps its bits, and its random state does not advance. A NaN or inf makes
-    the weight NaN; `on_stored` and `tcfp_jax.optim.adamw` skip such steps.
+    A weight whose update is zero everywhere keeps its bits, and its random state does
+    not advance. A NaN or inf makes the weight NaN; `on_stored` and
+    `tcfp_jax.optim.adamw` skip such steps.
 
     Args:
       params: the parameters.
-      updates: the same tree with a float array for each stored weight, or the updates of `tcfp_jax.optim.adamw`.
+      updates: the same tree with a float array for each stored weight, or the updates
+        of `tcfp_jax.optim.adamw`.
 
     Raises:
       ValueError: the update of a stored weight has another shape, or the trees differ.
@@ -140,7 +180,9 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     empty = lambda node: node is None or is_stored(node)
     found, treedef = named_leaves(params, empty)
     pairs = zip(found, treedef.flatten_up_to(updates), strict=True)
-    return treedef.unflatten([_updated("/".join(names), leaf, update) for (names, leaf), update in pairs])
+    return treedef.unflatten(
+        [_updated("/".join(names), leaf, update) for (names, leaf), update in pairs]
+    )
 
 
 class OnStoredState(NamedTuple):
@@ -148,7 +190,8 @@ class OnStoredState(NamedTuple):
 
     Attributes:
       inner: state of the transformation.
-      skipped: number of steps that were skipped because a gradient had a NaN or inf, int32.
+      skipped: number of steps that were skipped because a gradient had a NaN or inf,
+        int32.
     """
 
     inner: PyTree
@@ -156,29 +199,40 @@ class OnStoredState(NamedTuple):
 
 
 def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree:
-    """Return `step_size * new + (1 - step_size) * old`, as `optax.incremental_update`, of trees with stored weights.
+    """Return `step_size * new + (1 - step_size) * old`, as `optax.incremental_update`,
+    of trees with stored weights.
 
-    Use it for averages of parameters (EMA). Stored weights are averaged as floats and rounded as `old` rounds; with
-    `remainder="stochastic"` the mean follows steps far below the grid. For an exact average keep floats instead:
+    Use it for averages of parameters (EMA). Stored weights are averaged as floats and
+    rounded as `old` rounds; with `remainder="stochastic"` the mean follows steps far
+    below the grid. For an exact average keep floats instead:
     `optax.incremental_update(dequantize(params), average, step_size)`.
 
     >>> old, new = (store({"kernel": jnp.full((2, 2), x)}, "tcfp12_single", remainder="dropped") for x in (1.0, 2.0))
     >>> dequantize(incremental_update(new, old, 0.5))["kernel"].tolist()
     [[1.5, 1.5], [1.5, 1.5]]
     """
-    towards = lambda a, b: jnp.asarray(step_size, jnp.float32) * (a.astype(jnp.float32) - b.astype(jnp.float32))
+    towards = lambda a, b: (
+        jnp.asarray(step_size, jnp.float32)
+        * (a.astype(jnp.float32) - b.astype(jnp.float32))
+    )
     return apply_updates(old, jax.tree.map(towards, dequantize(new), dequantize(old)))
 
 
-def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Let any optax transformation train stored parameters: it sees their floats and makes float updates.
+def on_stored(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Let any optax transformation train stored parameters: it sees their floats and
+    makes float updates.
 
-    Its state stays as large as optax makes it: AdamW's float32 moments take eight bytes a weight, next to the two of
-    the weight. Use `tcfp_jax.optim.adamw` or `low_precision_moments` for smaller ones. A transformation that keeps a
-    copy of the parameters keeps a float copy. Call `init` inside `jit`, so that the floats it is shown are never made.
+    Its state stays as large as optax makes it: AdamW's float32 moments take eight bytes
+    a weight, next to the two of the weight. Use `tcfp_jax.optim.adamw` or
+    `low_precision_moments` for smaller ones. A transformation that keeps a copy of the
+    parameters keeps a float copy. Call `init` inside `jit`, so that the floats it is
+    shown are never made.
 
-    A step with a NaN, an inf or a magnitude of 2**63 in any gradient changes no state, returns updates of zero, and is
-    counted. No number of such steps in a row is ever accepted.
+    A step with a NaN, an inf or a magnitude of 2**63 in any gradient changes no state,
+    returns updates of zero, and is counted. No number of such steps in a row is ever
+    accepted.
 
     Raises:
       ValueError: `update` without params.
@@ -198,12 +252,18 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         updates: PyTree, state: OnStoredState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, OnStoredState]:
         if params is None:
-            raise ValueError("on_stored shows the parameters to the optimizer; call tx.update(grads, state, params)")
+            raise ValueError(
+                "on_stored shows the parameters to the optimizer; call tx.update(grads,"
+                " state, params)"
+            )
         floats = dequantize(params)
         step = lambda: inner.update(updates, state.inner, floats, **extra)
         shapes, after_step = jax.eval_shape(step)
-        # A first step may widen a state: float32 gradients widen the moments that optax makes of bfloat16 parameters.
-        same = jax.tree.map(lambda old, new: jnp.asarray(old, new.dtype), state.inner, after_step)
+        # A first step may widen a state: float32 gradients widen the moments that optax
+        # makes of bfloat16 parameters.
+        same = jax.tree.map(
+            lambda old, new: jnp.asarray(old, new.dtype), state.inner, after_step
+        )
         nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), same)
         finite = all_finite(updates)
         made, after = lax.cond(finite, step, nothing)
@@ -213,21 +273,27 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Return whether every value of every array of a tree is finite, and its square too: smaller than 2**63.
+    """Return whether every value of every array of a tree is finite, and its square
+    too: smaller than 2**63.
 
-    Optimizers square gradients. The square of a larger one is inf in float32: optax's second moment keeps it for ever,
-    and in eight bits it would make a whole block NaN.
+    Optimizers square gradients. The square of a larger one is inf in float32: optax's
+    second moment keeps it for ever, and in eight bits it would make a whole block NaN.
     """
-    found = [jnp.all(jnp.abs(leaf) < jnp.asarray(2.0**63).astype(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
+    found = [
+        jnp.all(jnp.abs(leaf) < jnp.asarray(2.0**63).astype(leaf.dtype))
+        for leaf in jax.tree.leaves(tree)
+    ]
     return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
 
 
 class _Program:
-    """The traced program of a function that makes parameters, cut into a part for each leaf; `shapes` is its result.
+    """The traced program of a function that makes parameters, cut into a part for each
+    leaf; `shapes` is its result.
 
-    XLA fuses equal arithmetic into one kernel. The initial values of thirty equal layers are equal arithmetic, so all
-    of them would exist in float32 before the first is stored. Here each leaf has its own part of the program, whose
-    inputs pass through a barrier together with the weight that was stored last.
+    XLA fuses equal arithmetic into one kernel. The initial values of thirty equal
+    layers are equal arithmetic, so all of them would exist in float32 before the first
+    is stored. Here each leaf has its own part of the program, whose inputs pass through
+    a barrier together with the weight that was stored last.
     """
 
     def __init__(self, function: Callable[[], PyTree]) -> None:
@@ -235,50 +301,68 @@ class _Program:
         self._jaxpr, self._inputs = closed.jaxpr, closed.consts
 
     def leaf(self, place: int, *, after: list[Any]) -> jax.Array:
-        """Return the leaf at a place of the flattened tree; its computation begins when `after` is there."""
+        """Return the leaf at a place of the flattened tree; its computation begins when
+        `after` is there.
+        """
         wanted = [other == place for other in range(len(self._jaxpr.outvars))]
         part, _ = partial_eval.dce_jaxpr(self._jaxpr, wanted)
         inputs, _ = lax.optimization_barrier((self._inputs, after))
         return jaxpr_as_fun(ClosedJaxpr(part, inputs))()[0]
 
 
-def _chosen(found: list[tuple[list[str], Any]], recipe: Recipe | str | Mapping[str, Weight]) -> dict[int, Weight]:
+def _chosen(
+    found: list[tuple[list[str], Any]], recipe: Recipe | str | Mapping[str, Weight]
+) -> dict[int, Weight]:
     """Return the weights to store, by place among the leaves."""
     chosen: dict[int, Weight] = {}
-    plain = None if isinstance(recipe, Mapping) else Weight(named_recipe(recipe), _MATRIX)
+    plain = (
+        None if isinstance(recipe, Mapping) else Weight(named_recipe(recipe), _MATRIX)
+    )
     for place, (names, leaf) in enumerate(found):
         if plain is not None:
             if names[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2:
                 chosen[place] = plain
         elif isinstance(recipe, Mapping):
             weight = recipe.get("/".join(names))
-            if weight is not None and weight.float_reads == "none" and weight.recipe.mode is not TCFPMode.BF16:
+            if (
+                weight is not None
+                and weight.float_reads == "none"
+                and weight.recipe.mode is not TCFPMode.BF16
+            ):
                 chosen[place] = weight
     return chosen
 
 
-def _nothing_to_store(names: list[str], recipe: Recipe | str | Mapping[str, Weight]) -> str:
-    """Return the message for parameters of these names, none of which would be stored."""
+def _nothing_to_store(
+    names: list[str], recipe: Recipe | str | Mapping[str, Weight]
+) -> str:
+    """Return the message for parameters of these names, none of which would be
+    stored.
+    """
     if not isinstance(recipe, Mapping):
         return (
-            f"no weight to store among {names[:4]}: no leaf named 'kernel' with two axes; pass find_weights(model, "
-            "*inputs) of the model that these are the parameters of"
+            f"no weight to store among {names[:4]}: no leaf named 'kernel' with two"
+            " axes; pass find_weights(model, *inputs) of the model that these are the"
+            " parameters of"
         )
     if not recipe:
         return (
-            'the mapping of weights is empty: the model was converted by a recipe that stores none, such as "bf16" or '
-            'one of FP4 training, or not at all; convert it by recipe("tcfp12_single")'
+            "the mapping of weights is empty: the model was converted by a recipe that"
+            ' stores none, such as "bf16" or one of FP4 training, or not at all;'
+            ' convert it by recipe("tcfp12_single")'
         )
     named = [name for name in names if name in recipe]
     if not named:
         return (
-            f"no weight to store among {names[:4]}: the mapping names {sorted(recipe)[:4]}; pass the parameters of the "
-            "model that find_weights was asked about"
+            f"no weight to store among {names[:4]}: the mapping names"
+            f" {sorted(recipe)[:4]}; pass the parameters of the model that find_weights"
+            " was asked about"
         )
     return (
-        f"no weight to store: {named[0]} is named, but code other than converted products reads its floats (a norm "
-        'of the weight, or lookups of rows without include="embed"), so it stays float; keep float parameters and '
-        "error_feedback"
+        f"no weight to store: {named[0]} is named, but code other than converted"
+        " products reads its floats (a norm of the weight, or lookups of rows without"
+        ' include="embed"), so it stays float; keep float parameters and'
+        " error_feedback"
     )
 
 
@@ -291,15 +375,25 @@ def _updated(path: str, leaf: Any, update: Any) -> Any:
         return leaf
     if isinstance(update, Stored):
         raise ValueError(
-            f"the update of {path} is a stored weight, which optimizers do not return; take gradients with "
-            "tcfp_jax.value_and_grad, and use tcfp_jax.optim.on_stored(tx) instead of tx"
+            f"the update of {path} is a stored weight, which optimizers do not return;"
+            " take gradients with tcfp_jax.value_and_grad, and use"
+            " tcfp_jax.optim.on_stored(tx) instead of tx"
         )
     if tuple(update.shape) != kernel_shape(leaf):
         raise ValueError(
-            f"the update of {path} is {list(update.shape)}, but the parameter is {list(kernel_shape(leaf))}; pass the "
-            "updates of these very parameters"
+            f"the update of {path} is {list(update.shape)}, but the parameter is"
+            f" {list(kernel_shape(leaf))}; pass the updates of these very parameters"
         )
-    change = training_of(leaf).weight.layout.stacked(update.ndim).matrix(update).astype(jnp.float32)
+    change = (
+        training_of(leaf)
+        .weight.layout.stacked(update.ndim)
+        .matrix(update)
+        .astype(jnp.float32)
+    )
     leaf = training_of(leaf).intact(leaf)
     values = replace(leaf, training=None)
-    return lax.cond(jnp.any(change != 0), lambda: training.rewrite(leaf, values.dequantize() + change), lambda: leaf)
+    return lax.cond(
+        jnp.any(change != 0),
+        lambda: training.rewrite(leaf, values.dequantize() + change),
+        lambda: leaf,
+    )

@@ -1,6 +1,8 @@
-"""`suited` adapts an optax transformation to the parameters of a model: stored ones, or float ones with error feedback.
+"""`suited` adapts an optax transformation to the parameters of a model: stored ones, or
+float ones with error feedback.
 
-`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState` call it, so a training script names optax's transformations.
+`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState` call it, so a training script
+names optax's transformations.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +22,16 @@ _OF_STORED = (AdamWState, OnStoredState)
 
 
 def suited(
-    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree, weights: Callable[[], Mapping[str, Weight]]
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    params: PyTree,
+    weights: Callable[[], Mapping[str, Weight]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation for these parameters: through `on_stored` if they are stored, or with error feedback.
+    """Return the transformation for these parameters: through `on_stored` if they are
+    stored, or with error feedback.
 
-    One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps `error_feedback` already, or trains no
-    kernel does not change. `weights` returns the mapping of `find_weights`; it is called for float parameters only.
+    One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps
+    `error_feedback` already, or trains no kernel does not change. `weights` returns the
+    mapping of `find_weights`; it is called for float parameters only.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.optim.stored import store
@@ -33,9 +39,12 @@ def suited(
     >>> type(suited(optax.sgd(0.1), params, dict).init(params)).__name__
     'OnStoredState'
     """
-    tx = optax.with_extra_args_support(optax.GradientTransformationExtraArgs(tx.init, tx.update))
+    tx = optax.with_extra_args_support(
+        optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    )
     stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
-    # The state tells which transformations the chain has. All of them take floats, and not all take stored weights.
+    # The state tells which transformations the chain has. All of them take floats, and
+    # not all take stored weights.
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)
     wanted = _OF_STORED if stored else ErrorFeedbackState
     is_wanted = lambda node: isinstance(node, wanted)
@@ -51,19 +60,28 @@ def suited(
 def _fed_back(
     tx: optax.GradientTransformationExtraArgs, weights: Mapping[str, Weight]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with error feedback behind it, which rests while `optax.MultiSteps` collects gradients."""
+    """Return `tx` with error feedback behind it, which rests while `optax.MultiSteps`
+    collects gradients.
+    """
     feedback = error_feedback(weights)
 
     def init(params: PyTree) -> tuple[PyTree, ErrorFeedbackState]:
         return tx.init(params), feedback.init(params)
 
     def update(
-        updates: PyTree, state: tuple[PyTree, ErrorFeedbackState], params: PyTree = None, **extra: PyTree
+        updates: PyTree,
+        state: tuple[PyTree, ErrorFeedbackState],
+        params: PyTree = None,
+        **extra: PyTree,
     ) -> tuple[PyTree, tuple[PyTree, ErrorFeedbackState]]:
         updates, inner = tx.update(updates, state[0], params, **extra)
         step = lambda: feedback.update(updates, state[1], params)[1]
         collects = isinstance(inner, optax.MultiStepsState)
-        after = lax.cond(inner.mini_step == 0, step, lambda: state[1]) if collects else step()
+        after = (
+            lax.cond(inner.mini_step == 0, step, lambda: state[1])
+            if collects
+            else step()
+        )
         return updates, (inner, after)
 
     return optax.GradientTransformationExtraArgs(init, update)

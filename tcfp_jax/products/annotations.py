@@ -1,13 +1,16 @@
-"""Annotations: names in a traced program that say which low-precision product stands where.
+"""Annotations: names in a traced program that say which low-precision product stands
+where.
 
-A product of ours is FP8 operands behind a custom derivative, which nobody can read in a jaxpr. So three identity
-functions pass an array through `checkpoint_name` with a name that stands for the product:
+A product of ours is FP8 operands behind a custom derivative, which nobody can read in a
+jaxpr. So three identity functions pass an array through `checkpoint_name` with a name
+that stands for the product:
 
     mark    on the kernel of a layer; the census of a model reads the kernel's layout and the recipe from it
     site    on the result inside the custom derivative; the monitor reads recipe, operands and shapes from it
     head    on the mean of `losses.cross_entropy`, inside its custom derivative; a conversion reads its options from it
 
-A name costs nothing: it is gone when the program is lowered. Differentiated programs have a rule instead of the body.
+A name costs nothing: it is gone when the program is lowered. Differentiated programs
+have a rule instead of the body.
 """
 
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -18,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 
-# Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME). A policy
+# Names for remat policies, e.g.
+# jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME). A policy
 # without them runs the quantization again in the backward pass.
 WEIGHT_NAME = "tcfp_weight"
 ACTIVATION_NAME = "tcfp_activation"
@@ -27,7 +31,9 @@ _T = TypeVar("_T")
 
 
 class Mark(NamedTuple):
-    """A product that a layer is about to compute: its kernel's layout, its recipe, and rows of x for each matrix."""
+    """A product that a layer is about to compute: its kernel's layout, its recipe, and
+    rows of x for each matrix.
+    """
 
     layout: Layout
     recipe: Recipe
@@ -37,8 +43,8 @@ class Mark(NamedTuple):
 class Site(NamedTuple):
     """A product: its recipe, and the tree and the shapes of its operands.
 
-    The operands are `(x, w, quantized, x_quantized)` of `products.matmul`, and the words of FP4 training's key or the
-    sizes of a grouped product's groups.
+    The operands are `(x, w, quantized, x_quantized)` of `products.matmul`, and the
+    words of FP4 training's key or the sizes of a grouped product's groups.
     """
 
     recipe: Recipe
@@ -53,7 +59,8 @@ class Head(NamedTuple):
 
 
 _Annotation = Mark | Site | Head
-# Equal products share a number, so equal programs stay equal and annotations add nothing to the caches of jit.
+# Equal products share a number, so equal programs stay equal and annotations add
+# nothing to the caches of jit.
 _ANNOTATIONS: list[_Annotation] = []
 _NUMBERS: dict[_Annotation, int] = {}
 
@@ -81,7 +88,12 @@ def marked(name: str) -> Mark | None:
     return found if isinstance(found, Mark) else None
 
 
-def site(result: jax.Array, recipe: Recipe, operands: tuple[object, ...], words: jax.Array | None = None) -> jax.Array:
+def site(
+    result: jax.Array,
+    recipe: Recipe,
+    operands: tuple[object, ...],
+    words: jax.Array | None = None,
+) -> jax.Array:
     """Return the result itself, annotated with the product that made it.
 
     >>> from tcfp_jax.recipes import recipe
@@ -90,7 +102,9 @@ def site(result: jax.Array, recipe: Recipe, operands: tuple[object, ...], words:
     (True, None)
     """
     leaves, structure = jax.tree.flatten((*operands, words))
-    return _annotated(result, Site(recipe, structure, tuple(leaf.shape for leaf in leaves)))
+    return _annotated(
+        result, Site(recipe, structure, tuple(leaf.shape for leaf in leaves))
+    )
 
 
 def site_of(program: Any) -> Site | None:
@@ -99,7 +113,9 @@ def site_of(program: Any) -> Site | None:
 
 
 def head(mean: jax.Array, options: Any) -> jax.Array:
-    """Return the mean itself, annotated with the options of the cross entropy that made it."""
+    """Return the mean itself, annotated with the options of the cross entropy that made
+    it.
+    """
     return _annotated(mean, Head(options))
 
 
@@ -115,21 +131,28 @@ def head_of(program: Any) -> Any:
 
 def _last(program: Any, kind: type[_T]) -> _T | None:
     for eqn in reversed(getattr(program, "jaxpr", program).eqns):
-        if eqn.primitive.name == "name" and isinstance(found := _annotation_of(eqn.params["name"]), kind):
+        if eqn.primitive.name == "name" and isinstance(
+            found := _annotation_of(eqn.params["name"]), kind
+        ):
             return found
     return None
 
 
 def _annotation_of(name: str) -> _Annotation | None:
-    return _ANNOTATIONS[int(name.removeprefix(_PREFIX))] if name.startswith(_PREFIX) else None
+    return (
+        _ANNOTATIONS[int(name.removeprefix(_PREFIX))]
+        if name.startswith(_PREFIX)
+        else None
+    )
 
 
 @jax.custom_jvp
 def differentiated_once(operands: _T) -> _T:
-    """Return the operands of a derivative's rule; raise a TypeError if they are differentiated again.
+    """Return the operands of a derivative's rule; raise a TypeError if they are
+    differentiated again.
 
-    A rule rounds, and rounding has a derivative of zero almost everywhere. A second derivative, such as that of a
-    penalty on gradients, would lose these terms silently.
+    A rule rounds, and rounding has a derivative of zero almost everywhere. A second
+    derivative, such as that of a penalty on gradients, would lose these terms silently.
     """
     return operands
 
@@ -137,7 +160,8 @@ def differentiated_once(operands: _T) -> _T:
 @differentiated_once.defjvp
 def _refuse_twice(primals: object, tangents: object) -> NoReturn:
     raise TypeError(
-        "a second derivative of a product in low precision is asked for (a gradient of gradients, a Hessian): the "
-        "gradient is that of rounded operands, and rounding has no derivative of its own, so terms would silently be "
-        'zero; use recipe("bf16") for the products that are differentiated twice'
+        "a second derivative of a product in low precision is asked for (a gradient of"
+        " gradients, a Hessian): the gradient is that of rounded operands, and rounding"
+        " has no derivative of its own, so terms would silently be zero; use"
+        ' recipe("bf16") for the products that are differentiated twice'
     )

@@ -32,64 +32,107 @@ def dot(
     dtype: DTypeLike,
     sharding: Sharding = None,
 ) -> jax.Array:
-    """Return the product over some axes of each in `dtype`, summed in float32; `sharding` as in `lax.dot_general`.
+    """Return the product over some axes of each in `dtype`, summed in float32;
+    `sharding` as in `lax.dot_general`.
 
     >>> dot(jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16), (1,), (0,), jnp.float32).tolist()
     [[3.0], [3.0]]
     """
     k = math.prod(a.shape[axis] for axis in a_axes)
     # Not by division, because `jax.export` may leave sizes open.
-    m, n = (math.prod(x.shape[i] for i in range(x.ndim) if i not in axes) for x, axes in ((a, a_axes), (b, b_axes)))
-    # A BF16 result comes straight from the product; a cast of a float32 one would be a pass over it.
+    m, n = (
+        math.prod(x.shape[i] for i in range(x.ndim) if i not in axes)
+        for x, axes in ((a, a_axes), (b, b_axes))
+    )
+    # A BF16 result comes straight from the product; a cast of a float32 one would be a
+    # pass over it.
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     note(Key("dot_general", str(jnp.dtype(product_dtype)), (m, k, n)), a, b)
 
     options: Any = dict(preferred_element_type=product_dtype, out_sharding=sharding)
-    product = lambda a, b: lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), **options)
+    product = lambda a, b: lax.dot_general(
+        a, b, ((a_axes, b_axes), ((), ())), **options
+    )
 
     def widened(*operands: jax.Array) -> jax.Array:
         # The barrier keeps XLA from deleting a cast to bfloat16 and back.
-        return product(*(x.astype(jnp.float32) for x in lax.optimization_barrier(operands)))
+        return product(
+            *(x.astype(jnp.float32) for x in lax.optimization_barrier(operands))
+        )
 
-    # XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11). It cannot run one that contracts
-    # the first axes of both and transposes its result, which `jax.vmap` over the second operand alone makes. Only for
-    # these weight gradients, whose bits it does not change; in other products it would change the order of sums.
+    # XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11).
+    # It cannot run one that contracts the first axes of both and transposes its result,
+    # which `jax.vmap` over the second operand alone makes. Only for these weight
+    # gradients, whose bits it does not change; in other products it would change the
+    # order of sums.
     by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
-    y = lax.platform_dependent(a, b, cpu=widened, default=product) if by_first else product(a, b)
+    y = (
+        lax.platform_dependent(a, b, cpu=widened, default=product)
+        if by_first
+        else product(a, b)
+    )
     return y.astype(dtype)
 
 
 def weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) -> jax.Array:
-    """Return the weight that a BF16 product reads: the floats, or some halves of the stored form."""
+    """Return the weight that a BF16 product reads: the floats, or some halves of the
+    stored form.
+    """
     if quantized is None:
         assert w is not None, "one of w and quantized is there"
         return w.astype(jnp.bfloat16)
-    # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and rounded once.
-    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
+    # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and
+    # rounded once.
+    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(
+        jnp.bfloat16
+    )
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire) -> jax.Array:
-    """Return `xᵀ g` of x `[*m, k]` and g `[*m, n]`, as `[k, n]`; devices send partial sums as `wire` says."""
+def weight_gradient(
+    x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire
+) -> jax.Array:
+    """Return `xᵀ g` of x `[*m, k]` and g `[*m, n]`, as `[k, n]`; devices send partial
+    sums as `wire` says.
+    """
 
-    def local(x: jax.Array, g: jax.Array, *, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> Any:
-        out = lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    def local(
+        x: jax.Array,
+        g: jax.Array,
+        *,
+        summed_over: tuple[str, ...],
+        scattered: Sequence[Scatter] = (),
+    ) -> Any:
+        out = lax.dot_general(
+            x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
         return reduced(out, scattered, summed_over, wire).astype(dtype)
 
     wanted = None if sharding is None else entries(sharding, 2)
-    call = partitioned(local, "m k, m n -> k n", scattered=True, merged={"m": x.shape[:-1]}, wanted=wanted)
+    call = partitioned(
+        local,
+        "m k, m n -> k n",
+        scattered=True,
+        merged={"m": x.shape[:-1]},
+        wanted=wanted,
+    )
     return call(x, g)
 
 
-_Pair: TypeAlias = tuple[jax.Array, jax.Array]  # x and w; a tangent may be a symbolic zero
+# x and w; a tangent may be a symbolic zero
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]
 _Axes: TypeAlias = tuple[int | None, int | None]
 _Mapped: TypeAlias = tuple[_Axes, ...]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has derivatives in both modes.
+def product(
+    recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has
+    derivatives in both modes.
 
-    JAX's own transpose of the product would multiply float32 gradients. Here the backward pass has BF16 operands, too.
+    JAX's own transpose of the product would multiply float32 gradients. Here the
+    backward pass has BF16 operands, too.
 
     >>> from tcfp_jax.recipes import recipe
     >>> of_x = lambda x: product(recipe("bf16"), None, x, jnp.ones((2, 1)))
@@ -97,7 +140,14 @@ def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> j
     [[0.5]]
     """
     with jax.named_scope("forward"):
-        y = dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (x.ndim - 1,), (0,), x.dtype, sharding)
+        y = dot(
+            x.astype(jnp.bfloat16),
+            w.astype(jnp.bfloat16),
+            (x.ndim - 1,),
+            (0,),
+            x.dtype,
+            sharding,
+        )
     return site(y, recipe, (x, w, None, None))
 
 
@@ -105,33 +155,51 @@ def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> j
 def _jvp(recipe: Recipe, sharding: Sharding, primals: _Pair, tangents: _Pair) -> _Pair:
     (x, w), (dx, dw) = primals, tangents
     y, parts = product(recipe, sharding, x, w), []
-    linear = functools.partial(_linear.bind, dtype=y.dtype, sharding=sharding, wire=recipe.wire, mapped=())
+    linear = functools.partial(
+        _linear.bind, dtype=y.dtype, sharding=sharding, wire=recipe.wire, mapped=()
+    )
     if not isinstance(dw, SymbolicZero):
         # The backward pass keeps x in two bytes per value.
-        parts.append(linear(checkpoint_name(x.astype(jnp.bfloat16), ACTIVATION_NAME), dw))
+        parts.append(
+            linear(checkpoint_name(x.astype(jnp.bfloat16), ACTIVATION_NAME), dw)
+        )
     if not isinstance(dx, SymbolicZero):
         parts.append(linear(dx, w))
     return y, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(y)
 
 
-# The product as JAX differentiates it: linear in each operand. `mapped` has each `jax.vmap`'s in_axes, from the inside.
+# The product as JAX differentiates it: linear in each operand. `mapped` has each
+# `jax.vmap`'s in_axes, from the inside.
 _linear = Primitive("bf16_product")
 
 
 def _computed(
-    x: jax.Array, w: jax.Array, *, dtype: DTypeLike, sharding: Sharding, wire: Wire | None, mapped: _Mapped
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    dtype: DTypeLike,
+    sharding: Sharding,
+    wire: Wire | None,
+    mapped: _Mapped,
 ) -> jax.Array:
     def one(x: jax.Array, w: jax.Array) -> jax.Array:
         wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        numbers, options = (((x.ndim - 1,), (0,)), ((), ())), dict(preferred_element_type=wide, out_sharding=sharding)
-        return lax.dot_general(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), numbers, **options).astype(dtype)
+        numbers, options = (
+            (((x.ndim - 1,), (0,)), ((), ())),
+            dict(preferred_element_type=wide, out_sharding=sharding),
+        )
+        return lax.dot_general(
+            x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), numbers, **options
+        ).astype(dtype)
 
     for in_axes in mapped:
         one = jax.vmap(one, in_axes)
     return one(x, w)
 
 
-def _dgrad(g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped, **_: object) -> jax.Array:
+def _dgrad(
+    g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped, **_: object
+) -> jax.Array:
     def one(g: jax.Array, w: jax.Array) -> jax.Array:
         operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
         return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding)
@@ -142,10 +210,19 @@ def _dgrad(g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped
 
 
 def _wgrad(
-    g: jax.Array, x: jax.Array, w: ad.UndefinedPrimal, *, wire: Wire | None, mapped: _Mapped, **_: object
+    g: jax.Array,
+    x: jax.Array,
+    w: ad.UndefinedPrimal,
+    *,
+    wire: Wire | None,
+    mapped: _Mapped,
+    **_: object,
 ) -> jax.Array:
     def one(g: jax.Array, x: jax.Array) -> jax.Array:
-        operands, tokens = (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tuple(range(g.ndim - 1))
+        operands, tokens = (
+            (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)),
+            tuple(range(g.ndim - 1)),
+        )
         if wire is not None:
             return weight_gradient(*operands, w.aval.dtype, sharding, wire)
         return dot(*operands, tokens, tokens, w.aval.dtype, sharding)
@@ -155,8 +232,12 @@ def _wgrad(
         return _of_all(one, mapped)(g, x)
 
 
-def _sharding_of_one(aval: jax.core.ShapedArray, axes: Sequence[int | None]) -> Sharding:
-    """Return the sharding of an operand without the axes that each `jax.vmap` maps, the innermost first."""
+def _sharding_of_one(
+    aval: jax.core.ShapedArray, axes: Sequence[int | None]
+) -> Sharding:
+    """Return the sharding of an operand without the axes that each `jax.vmap` maps, the
+    innermost first.
+    """
     sharding = sharding_of(aval)
     if sharding is None:
         return None
@@ -168,21 +249,33 @@ def _sharding_of_one(aval: jax.core.ShapedArray, axes: Sequence[int | None]) -> 
 
 
 def _of_all(one: Callable[..., jax.Array], mapped: _Mapped) -> Callable[..., jax.Array]:
-    """Return a gradient under each `jax.vmap`, by the axes of (the known operand, the one of the gradient)."""
+    """Return a gradient under each `jax.vmap`, by the axes of (the known operand, the
+    one of the gradient).
+    """
     for known, own in mapped:
         each = jax.vmap(one, (0, known), 0 if own is None else own)
         # Products that share an operand add their gradients.
-        one = each if own is not None else lambda *arrays, each=each: each(*arrays).sum(0)
+        one = (
+            each if own is not None else lambda *arrays, each=each: each(*arrays).sum(0)
+        )
     return one
 
 
-def _batched(operands: _Pair, axes: _Axes, *, mapped: _Mapped, **options: object) -> tuple[jax.Array, int]:
+def _batched(
+    operands: _Pair, axes: _Axes, *, mapped: _Mapped, **options: object
+) -> tuple[jax.Array, int]:
     return _linear.bind(*operands, mapped=(*mapped, tuple(axes)), **options), 0
 
 
-_linear.def_impl(jax.jit(_computed, static_argnames=("dtype", "sharding", "wire", "mapped")))
+_linear.def_impl(
+    jax.jit(_computed, static_argnames=("dtype", "sharding", "wire", "mapped"))
+)
 # A traced type knows the sharding and the varying axes of the result.
-_linear.def_abstract_eval(lambda *types, **o: jax.make_jaxpr(functools.partial(_computed, **o))(*types).out_avals[0])
+_linear.def_abstract_eval(
+    lambda *types, **o: jax.make_jaxpr(functools.partial(_computed, **o))(
+        *types
+    ).out_avals[0]
+)
 ad.defbilinear(_linear, _dgrad, _wgrad)
 batching.primitive_batchers[_linear] = _batched
 mlir.register_lowering(_linear, mlir.lower_fun(_computed, multiple_results=False))

@@ -1,7 +1,8 @@
-"""Products of x and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the kernel is.
+"""Products of x and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the
+kernel is.
 
-`Contraction` says which axes of x and of the kernel are multiplied. A layer builds its own; `parse` reads one from an
-einsum equation. `contract` computes the product.
+`Contraction` says which axes of x and of the kernel are multiplied. A layer builds its
+own; `parse` reads one from an einsum equation. `contract` computes the product.
 """
 
 import functools
@@ -31,8 +32,10 @@ class Contraction:
     Attributes:
       layout: the part that each axis of the kernel takes.
       ndim: the number of axes of x.
-      inputs, stack: the axes of x that are contracted, and that run along a stack, in the order of the layout's.
-      order: the axes of the result, as places in `[*stack, *rest, *outputs]`, of which `rest` is x's. None keeps that.
+      inputs, stack: the axes of x that are contracted, and that run along a stack, in
+        the order of the layout's.
+      order: the axes of the result, as places in `[*stack, *rest, *outputs]`, of which
+        `rest` is x's. None keeps that.
     """
 
     layout: Layout
@@ -44,21 +47,27 @@ class Contraction:
     @property
     def rest(self) -> tuple[int, ...]:
         """The axes of x that the kernel does not have."""
-        return tuple(axis for axis in range(self.ndim) if axis not in self.inputs + self.stack)
+        return tuple(
+            axis for axis in range(self.ndim) if axis not in self.inputs + self.stack
+        )
 
     def check(self, x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        """Raise a ValueError unless x and a kernel of these shapes can be multiplied."""
+        """Raise a ValueError unless x and a kernel of these shapes can be
+        multiplied.
+        """
         layout = self.layout
         if len(x_shape) != self.ndim or len(shape) != layout.ndim:
             raise ValueError(
-                f"x{list(x_shape)} and kernel{list(shape)} do not fit a product of {self.ndim} and {layout.ndim} axes"
+                f"x{list(x_shape)} and kernel{list(shape)} do not fit a product of"
+                f" {self.ndim} and {layout.ndim} axes"
             )
         pairs = zip(self.stack + self.inputs, layout.stack + layout.inputs, strict=True)
         for axis, other in pairs:
             if x_shape[axis] != shape[other]:
                 raise ValueError(
-                    f"axis {axis} of x{list(x_shape)} does not fit axis {other} of kernel{list(shape)}: "
-                    f"{x_shape[axis]} values are multiplied by {shape[other]}; check the sizes of the layer"
+                    f"axis {axis} of x{list(x_shape)} does not fit axis {other} of"
+                    f" kernel{list(shape)}: {x_shape[axis]} values are multiplied by"
+                    f" {shape[other]}; check the sizes of the layer"
                 )
 
     def tokens(self, x_shape: tuple[int, ...]) -> int:
@@ -66,19 +75,24 @@ class Contraction:
         return math.prod(x_shape[axis] for axis in self.rest)
 
     def kernel_sizes(self, shape: tuple[int, ...]) -> list[int | None]:
-        """Return the size of each axis of the result that comes from the kernel, and None for an axis of x.
+        """Return the size of each axis of the result that comes from the kernel, and
+        None for an axis of x.
 
         >>> parse("bk,khd->hbd", 2).kernel_sizes((8, 2, 4))
         [2, None, 4]
         """
-        sizes = [shape[axis] for axis in self.layout.stack], [shape[axis] for axis in self.layout.outputs]
+        sizes = (
+            [shape[axis] for axis in self.layout.stack],
+            [shape[axis] for axis in self.layout.outputs],
+        )
         found = [*sizes[0], *(None for _ in self.rest), *sizes[1]]
         return found if self.order is None else [found[place] for place in self.order]
 
 
 @functools.cache
 def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
-    """Return the contraction `x[..., k] @ w[k, n]`, or with a `transposed` kernel `[n, k]`; x has `ndim` axes.
+    """Return the contraction `x[..., k] @ w[k, n]`, or with a `transposed` kernel
+    `[n, k]`; x has `ndim` axes.
 
     Raises:
       ValueError: x is a scalar.
@@ -87,15 +101,20 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
     True
     """
     if not ndim:
-        raise ValueError("x is a scalar, but a layer multiplies x[..., k]; give it an axis")
-    return Contraction(Layout((1,), (0,)) if transposed else Layout((0,), (1,)), ndim, (ndim - 1,))
+        raise ValueError(
+            "x is a scalar, but a layer multiplies x[..., k]; give it an axis"
+        )
+    return Contraction(
+        Layout((1,), (0,)) if transposed else Layout((0,), (1,)), ndim, (ndim - 1,)
+    )
 
 
 def parse(equation: str, x_ndim: int) -> Contraction:
     """Return the contraction that an einsum equation of x and a kernel describes.
 
     Args:
-      equation: `x,kernel->result`; an ellipsis may stand for leading axes of x and the result.
+      equation: `x,kernel->result`; an ellipsis may stand for leading axes of x and the
+        result.
       x_ndim: the number of axes of x.
 
     Raises:
@@ -107,34 +126,57 @@ def parse(equation: str, x_ndim: int) -> Contraction:
     """
     text = equation.replace(" ", "")
     if text.count("->") != 1 or text.split("->")[0].count(",") != 1:
-        raise ValueError(f"equation {equation!r} is not 'x,kernel->result' with two operands; write it out")
+        raise ValueError(
+            f"equation {equation!r} is not 'x,kernel->result' with two operands; write"
+            " it out"
+        )
     operands, result = text.split("->")
     x, kernel = operands.split(",")
     explicit = len(x.replace("...", ""))
     if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
-        raise ValueError(f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim} axes")
-    # The ellipsis becomes unused capital letters, so from here on every axis has a letter.
-    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][: x_ndim - explicit]
+        raise ValueError(
+            f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim}"
+            " axes"
+        )
+    # The ellipsis becomes unused capital letters, so from here on every axis has a
+    # letter.
+    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][
+        : x_ndim - explicit
+    ]
     x, result = (part.replace("...", "".join(free)) for part in (x, result))
     repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
     lost = set(x) - set(kernel) - set(result) or set(kernel) - set(x) - set(result)
     unknown = set(result) - set(x) - set(kernel)
     if "..." in kernel or repeated or lost or unknown:
         raise NotImplementedError(
-            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has an FP8 form, without diagonals "
-            "and plain sums; keep the float layer"
+            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has"
+            " an FP8 form, without diagonals and plain sums; keep the float layer"
         )
-    axes = lambda keep: tuple(i for i, letter in enumerate(kernel) if keep(letter in x, letter in result))
-    inputs, outputs = axes(lambda x, out: x and not out), axes(lambda x, out: out and not x)
+    axes = lambda keep: tuple(
+        i for i, letter in enumerate(kernel) if keep(letter in x, letter in result)
+    )
+    inputs, outputs = (
+        axes(lambda x, out: x and not out),
+        axes(lambda x, out: out and not x),
+    )
     if not inputs or not outputs:
-        raise NotImplementedError(f"equation {equation!r} contracts nothing or is not a matrix product; keep the layer")
+        raise NotImplementedError(
+            f"equation {equation!r} contracts nothing or is not a matrix product; keep"
+            " the layer"
+        )
     # A letter in all three operands is a stack, like the batch of a batched product.
     stack = axes(lambda x, out: x and out)
     of_x = lambda chosen: tuple(x.index(kernel[axis]) for axis in chosen)
     rest = [letter for letter in x if letter not in kernel]
-    natural = "".join([*(kernel[axis] for axis in stack), *rest, *(kernel[axis] for axis in outputs)])
-    order = None if natural == result else tuple(natural.index(letter) for letter in result)
-    return Contraction(Layout(inputs, outputs, stack), x_ndim, of_x(inputs), of_x(stack), order)
+    natural = "".join(
+        [*(kernel[axis] for axis in stack), *rest, *(kernel[axis] for axis in outputs)]
+    )
+    order = (
+        None if natural == result else tuple(natural.index(letter) for letter in result)
+    )
+    return Contraction(
+        Layout(inputs, outputs, stack), x_ndim, of_x(inputs), of_x(stack), order
+    )
 
 
 def contract(
@@ -149,24 +191,28 @@ def contract(
     out_sharding: Sharding = None,
     x_quantized: Quantized | None = None,
 ) -> jax.Array:
-    """Return the product of x and a kernel, with the operands, products and gradients that `recipe` describes.
+    """Return the product of x and a kernel, with the operands, products and gradients
+    that `recipe` describes.
 
-    Axes that x, kernel and result share are a stack of products, each with its own scales.
+    Axes that x, kernel and result share are a stack of products, each with its own
+    scales.
 
     Args:
       contraction: the axes that are multiplied.
       x, recipe: as in `tcfp_jax.matmul`.
       kernel: real floats, or None if only `quantized` exists.
-      quantized: the kernel as `error_feedback` stored it (of `layout.matrix`), the result of `split` of that matrix, or
-        of `quantize_fp4` of its transpose.
+      quantized: the kernel as `error_feedback` stored it (of `layout.matrix`), the
+        result of `split` of that matrix, or of `quantize_fp4` of its transpose.
       key: random key for a stochastic residual if the kernel is quantized here.
       shape: the shape of the kernel if it is None.
-      out_sharding: as in `tcfp_jax.matmul`. If several axes are multiplied as one, only the first that is longer than
-        one stays split; the others are gathered first.
-      x_quantized: x as the recipe quantizes it, if several products share it; of `x[..., k] @ w` only.
+      out_sharding: as in `tcfp_jax.matmul`. If several axes are multiplied as one, only
+        the first that is longer than one stays split; the others are gathered first.
+      x_quantized: x as the recipe quantizes it, if several products share it; of
+        `x[..., k] @ w` only.
 
     Raises:
-      ValueError: the contraction does not fit the operands, or `quantized` is another weight.
+      ValueError: the contraction does not fit the operands, or `quantized` is another
+        weight.
 
     >>> import jax.numpy as jnp
     >>> contract(parse("bk,khd->bhd", 2), jnp.ones((2, 3)), jnp.ones((3, 4, 5)), recipe=Recipe()).shape
@@ -198,7 +244,11 @@ def _contracted(
     key: jax.Array | None,
     x_quantized: Quantized | None,
 ) -> jax.Array:
-    contraction, layout, asked = options.contraction, options.contraction.layout, options.product
+    contraction, layout, asked = (
+        options.contraction,
+        options.contraction.layout,
+        options.product,
+    )
     # The common case needs no transposes, and its program should not have any.
     if asked.out_sharding is None and contraction == matrix_product(x.ndim):
         return product(asked, x, kernel, stored, key, x_quantized)
@@ -208,24 +258,34 @@ def _contracted(
     # x as [*stack, *rest, k], the result as [*stack, *rest, *outputs].
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack, rest = len(contraction.stack), len(contraction.rest)
-    inputs, outputs = ([options.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))
+    inputs, outputs = (
+        [options.shape[axis] for axis in axes]
+        for axes in (layout.inputs, layout.outputs)
+    )
     leading = [[size] for size in x.shape[: stack + rest]]
-    # Merged axes let one matrix product serve any number of them; groups of one axis change nothing.
+    # Merged axes let one matrix product serve any number of them; groups of one axis
+    # change nothing.
     if layout.transposed:
         leading = _one_of_rest(x, leading, stack)
     x = specs.regrouped(x, [*leading, inputs])
     if key is not None and stack:
-        key = jax.random.split(key, x.shape[:stack])  # so each matrix of the stack is rounded with its own bits
+        # So each matrix of the stack is rounded with its own bits
+        key = jax.random.split(key, x.shape[:stack])
     spec = _result_spec(options, stack + rest + len(outputs))
     out_sharding = None
     if spec is not None:
         _, merged = specs.merged_entries(spec, [*leading, outputs])
         out_sharding = specs.with_entries(asked.out_sharding, merged[stack:])
-    multiply: Callable[..., jax.Array] = functools.partial(product, Asked(asked.recipe, out_sharding))
-    # vmap quantizes each matrix of the stack on its own, so that each has its own scales.
+    multiply: Callable[..., jax.Array] = functools.partial(
+        product, Asked(asked.recipe, out_sharding)
+    )
+    # vmap quantizes each matrix of the stack on its own, so that each has its own
+    # scales.
     for _ in range(stack):
         multiply = jax.vmap(multiply)
-    y = specs.ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
+    y = specs.ungrouped(
+        multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs]
+    )
     if spec is not None:
         y = specs.moved(y, spec)
     return y if contraction.order is None else y.transpose(contraction.order)
@@ -237,8 +297,8 @@ _shared_contraction = shared(_contracted)
 def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[list[int]]:
     """Return groups that merge all axes of x that the kernel lacks.
 
-    XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes if its result is transposed, as the gradient of
-    a transposed kernel is. Over one axis it can.
+    XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes if its result
+    is transposed, as the gradient of a transposed kernel is. Over one axis it can.
     """
     one = [*leading[:stack], [size for group in leading[stack:] for size in group]]
     sharding = specs.sharding_of(x)
@@ -250,24 +310,44 @@ def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[lis
 
 
 def _result_spec(options: _Options, ndim: int) -> tuple[Entry, ...] | None:
-    """Return the spec that is asked of the result, for axes in the order `[*stack, *rest, *outputs]`."""
+    """Return the spec that is asked of the result, for axes in the order
+    `[*stack, *rest, *outputs]`.
+    """
     if options.product.out_sharding is None:
         return None
-    spec, order = specs.entries(options.product.out_sharding, ndim), options.contraction.order
-    return spec if order is None else tuple(spec[order.index(place)] for place in range(ndim))
+    spec, order = (
+        specs.entries(options.product.out_sharding, ndim),
+        options.contraction.order,
+    )
+    return (
+        spec
+        if order is None
+        else tuple(spec[order.index(place)] for place in range(ndim))
+    )
 
 
 def _split_alike(stack: int, operands: _T) -> _T:
-    """Return operands whose leading axes are split over devices alike, as `jax.vmap` needs; the first one decides."""
+    """Return operands whose leading axes are split over devices alike, as `jax.vmap`
+    needs; the first one decides.
+    """
     leaves = jax.tree.leaves(operands)
     if not stack or all(specs.sharding_of(leaf) is None for leaf in leaves):
         return operands
     held = [specs.entries(specs.sharding_of(leaf), leaf.ndim) for leaf in leaves]
-    chosen = tuple(next((spec[axis] for spec in held if spec[axis] is not None), None) for axis in range(stack))
+    chosen = tuple(
+        next((spec[axis] for spec in held if spec[axis] is not None), None)
+        for axis in range(stack)
+    )
 
     def split(leaf: jax.Array) -> jax.Array:
         own = specs.entries(specs.sharding_of(leaf), leaf.ndim)[stack:]
         used = {name for entry in chosen for name in specs.names(entry)}
-        return specs.moved(leaf, (*chosen, *(None if used & set(specs.names(entry)) else entry for entry in own)))
+        return specs.moved(
+            leaf,
+            (
+                *chosen,
+                *(None if used & set(specs.names(entry)) else entry for entry in own),
+            ),
+        )
 
     return jax.tree.map(split, operands)

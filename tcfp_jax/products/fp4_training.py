@@ -4,24 +4,30 @@
     dgrad     dx[m, k] = g_q[m, n]  W_q[k, n]ᵀ     blocks of 16 along n
     wgrad     dW[k, n] = x_q[m, k]ᵀ g_q[m, n]      blocks of 16 along the tokens m
 
-Only Blackwell multiplies FP4. Here the format library quantizes each operand and dequantizes it exactly: a value times
-the scale of its block is a BF16 number. Products of such numbers are exact in float32, and the two tensor scales
-multiply the float32 sum. So each product equals the product of the dequantized operands, except for the order of the
-float32 sums. Nothing is packed: the emulation learns as FP4 does, and runs slower than BF16.
+Only Blackwell multiplies FP4. Here the format library quantizes each operand and
+dequantizes it exactly: a value times the scale of its block is a BF16 number. Products
+of such numbers are exact in float32, and the two tensor scales multiply the float32
+sum. So each product equals the product of the dequantized operands, except for the
+order of the float32 sums. Nothing is packed: the emulation learns as FP4 does, and runs
+slower than BF16.
 
-The recipe follows NVIDIA 2025, "Pretraining Large Language Models with NVFP4". x has blocks of 16. W has squares of
-16 x 16, so that dgrad reads the same numbers as the forward product. g is rounded stochastically in both products. A
-random Hadamard matrix of 16 rotates both operands of wgrad. Two things differ:
+The recipe follows NVIDIA 2025, "Pretraining Large Language Models with NVFP4". x has
+blocks of 16. W has squares of 16 x 16, so that dgrad reads the same numbers as the
+forward product. g is rounded stochastically in both products. A random Hadamard matrix
+of 16 rotates both operands of wgrad. Two things differ:
 
 * NVIDIA draws one vector of signs for the whole run; here each step draws a new one.
-* NVIDIA rounds the scales of g to the nearest E4M3 number, which clips the largest value of some blocks. Here they are
-  rounded up, because clipping would bias the gradient.
+* NVIDIA rounds the scales of g to the nearest E4M3 number, which clips the largest
+  value of some blocks. Here they are rounded up, because clipping would bias the
+  gradient.
 
-NVIDIA keeps the last blocks of a model in BF16: choose recipes with `tcfp_jax.conversion.last_blocks`.
+NVIDIA keeps the last blocks of a model in BF16: choose recipes with
+`tcfp_jax.conversion.last_blocks`.
 
-The random bits of a value depend on the key and on the index of the value (`pallas_kernels.counter`). So the forward
-and backward pass of one call agree under jit and remat, calls with other keys differ, and a mesh changes nothing. The
-key is saved for the backward pass. Rounding has the straight-through gradient.
+The random bits of a value depend on the key and on the index of the value
+(`pallas_kernels.counter`). So the forward and backward pass of one call agree under jit
+and remat, calls with other keys differ, and a mesh changes nothing. The key is saved
+for the backward pass. Rounding has the straight-through gradient.
 """
 
 import functools
@@ -36,10 +42,16 @@ from jax.typing import DTypeLike
 from pallas_kernels.counter import bits_of, keys
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.products import bf16
-from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
+from tcfp_jax.products.annotations import (
+    ACTIVATION_NAME,
+    WEIGHT_NAME,
+    differentiated_once,
+    site,
+)
 from tcfp_jax.recipes import Recipe, describe
 
-# The numbers of the streams from which a product draws: another number gives other bits.
+# The numbers of the streams from which a product draws: another number gives other
+# bits.
 _SIGNS_WGRAD, _G_DGRAD, _G_WGRAD = 1, 3, 4
 _HADAMARD = 16
 # The forward product and dgrad read one W, unless the former is in BF16.
@@ -48,7 +60,9 @@ Words = tuple[jax.Array, jax.Array]
 
 
 def _words_of(key: jax.Array) -> jax.Array:
-    """Return a random key, typed or not, as one array of words from which streams of bits are made."""
+    """Return a random key, typed or not, as one array of words from which streams of
+    bits are made.
+    """
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return (jax.random.key_data(key) if typed else key).astype(jnp.uint32).reshape(-1)
 
@@ -57,10 +71,14 @@ def _stream(words: jax.Array, number: int) -> Words:
     return keys(*(words[i] for i in range(words.shape[0])), number)
 
 
-def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Return `x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w `[k, n]`.
+def product(
+    recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None
+) -> jax.Array:
+    """Return `x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w
+    `[k, n]`.
 
-    Without a key the product can be computed and not differentiated, because the backward pass draws random bits.
+    Without a key the product can be computed and not differentiated, because the
+    backward pass draws random bits.
 
     Raises:
       ValueError: a gradient is computed without a key.
@@ -85,16 +103,20 @@ def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
 @_keyless.defjvp
 def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
     raise ValueError(
-        f'recipe "{describe(recipe)}" draws random bits, and got no key; pass one that differs at each step: key= of '
-        'tcfp_jax.matmul, rngs={"tcfp": key} of a Linen model\'s apply, product_key= of a transformed function; of NNX '
-        "rngs=nnx.Rngs(tcfp=seed) of a layer or of convert_to_tcfp, which draw at each call"
+        f'recipe "{describe(recipe)}" draws random bits, and got no key; pass one that'
+        ' differs at each step: key= of tcfp_jax.matmul, rngs={"tcfp": key} of a'
+        " Linen model's apply, product_key= of a transformed function; of NNX"
+        " rngs=nnx.Rngs(tcfp=seed) of a layer or of convert_to_tcfp, which draw at"
+        " each call"
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Saved:
-    """Residuals of the backward pass: x in BF16, W in NVFP4, key words, k, and the dtypes of x and w."""
+    """Residuals of the backward pass: x in BF16, W in NVFP4, key words, k, and the
+    dtypes of x and w.
+    """
 
     x: jax.Array
     w: Nvfp4Values
@@ -104,12 +126,16 @@ class _Saved:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> jax.Array:
+def _product(
+    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
+) -> jax.Array:
     return site(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
 
 
 class _Quantization(NamedTuple):
-    """How an operand is quantized: the arguments of `along`, or of `squares` if the axis is None."""
+    """How an operand is quantized: the arguments of `along`, or of `squares` if the
+    axis is None.
+    """
 
     axis: int | None
     key: Words | None = None
@@ -117,7 +143,9 @@ class _Quantization(NamedTuple):
 
 
 def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization:
-    """Return how an operand of a product with these key words is quantized; x and g of wgrad are `[tokens, ...]`."""
+    """Return how an operand of a product with these key words is quantized; x and g of
+    wgrad are `[tokens, ...]`.
+    """
     if operand in ("w", "w_dgrad"):
         return _Quantization(None)
     if operand == "x":
@@ -125,20 +153,29 @@ def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization
     assert words is not None, "the backward pass has a key"
     if operand == "g":
         return _Quantization(-1, _stream(words, _G_DGRAD))
-    # Random signs, 1 or -1. Both operands of wgrad are turned by the same, so their product is not.
-    turn = 1.0 - 2.0 * (bits_of((_HADAMARD,), *_stream(words, _SIGNS_WGRAD)) >> 31).astype(jnp.float32)
+    # Random signs, 1 or -1. Both operands of wgrad are turned by the same, so their
+    # product is not.
+    turn = 1.0 - 2.0 * (
+        bits_of((_HADAMARD,), *_stream(words, _SIGNS_WGRAD)) >> 31
+    ).astype(jnp.float32)
     if operand == "x_wgrad":
         return _Quantization(0, signs=turn)
     return _Quantization(0, _stream(words, _G_WGRAD), turn)
 
 
-def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
+def _quantized(
+    operand: OperandName, values: jax.Array, words: jax.Array | None
+) -> Nvfp4Values:
     return quantize_values(values, *quantization(operand, words))
 
 
-def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
+def _forward(
+    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
+) -> tuple[jax.Array, _Saved]:
     with jax.named_scope("quantize_w"):
-        w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), _quantized("w", w, None))
+        w_q = jax.tree.map(
+            lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), _quantized("w", w, None)
+        )
     kept_x = x.astype(jnp.bfloat16)
     assert recipe.fp4 is not None, "the caller looked"
     if recipe.fp4.forward_operands == "bf16":
@@ -153,19 +190,28 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
     return y.astype(x.dtype), _Saved(kept_x, w_q, words, w.shape[0], (x.dtype, w.dtype))
 
 
-def _forward_rule(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
+def _forward_rule(
+    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
+) -> tuple[jax.Array, _Saved]:
     x, w = differentiated_once((x, w))
     return _forward(recipe, x, w, words)
 
 
-def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(
+    recipe: Recipe, saved: _Saved, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     g = differentiated_once(g)
     words = saved.words
     with jax.named_scope("dgrad"):
-        dx = _multiply(_quantized("g", g, words), saved.w, (g.ndim - 1, 1), saved.dtypes[0])
+        dx = _multiply(
+            _quantized("g", g, words), saved.w, (g.ndim - 1, 1), saved.dtypes[0]
+        )
     with jax.named_scope("wgrad"):
         tokens = lambda x: x.reshape(-1, x.shape[-1])
-        g_q, x_q = _quantized("g_wgrad", tokens(g), words), _quantized("x_wgrad", tokens(saved.x), words)
+        g_q, x_q = (
+            _quantized("g_wgrad", tokens(g), words),
+            _quantized("x_wgrad", tokens(saved.x), words),
+        )
         dw = _multiply(x_q, g_q, (0, 0), saved.dtypes[1])
     return dx[..., : saved.k], dw, None
 
@@ -173,8 +219,12 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
 _product.defvjp(_forward_rule, _backward)
 
 
-def _multiply(a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
-    """Return the product of dequantized operands over an axis of each, summed in float32."""
+def _multiply(
+    a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], dtype: DTypeLike
+) -> jax.Array:
+    """Return the product of dequantized operands over an axis of each, summed in
+    float32.
+    """
     return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
 
 

@@ -1,11 +1,13 @@
-"""Products of a layer with a packed FP4 weight: the forward product and dX read the same codes.
+"""Products of a layer with a packed FP4 weight: the forward product and dX read the
+same codes.
 
     forward   y[m, n]  = outer * x[m, k] . (code * scale)[n, k]ᵀ
     dgrad     dx[m, k] = outer * g[m, n] . (code * scale)[n, k]
 
-The recipe says how x and g are rounded: to BF16, to E4M3 with a float32 scale for each row, or, x alone, to NVFP4.
-An E2M1 code times its E4M3 scale has at most 6 significant bits and is exact in BF16. So a product of two NVFP4
-operands is a BF16 product of `code * scale`, which rounds nothing but its float32 sums.
+The recipe says how x and g are rounded: to BF16, to E4M3 with a float32 scale for each
+row, or, x alone, to NVFP4. An E2M1 code times its E4M3 scale has at most 6 significant
+bits and is exact in BF16. So a product of two NVFP4 operands is a BF16 product of
+`code * scale`, which rounds nothing but its float32 sums.
 """
 
 import jax
@@ -17,59 +19,106 @@ from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
 from pallas_kernels.operands import Operand
-from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
+from pallas_kernels.specs import (
+    Sharding,
+    entries,
+    entries_of,
+    moved,
+    sharding_of,
+    with_entries,
+)
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 
 
-def forward(x: jax.Array, w: Stored, recipe: Recipe, out_sharding: Sharding) -> jax.Array:
-    """Multiply x `[..., k]` by a packed weight; the result is `[..., n]` in the dtype of x."""
+def forward(
+    x: jax.Array, w: Stored, recipe: Recipe, out_sharding: Sharding
+) -> jax.Array:
+    """Multiply x `[..., k]` by a packed weight; the result is `[..., n]` in the dtype
+    of x.
+    """
     codes = _codes(w)
     if recipe.forward == "full" and recipe.activation == "float4_e2m1fn":
         rounded = _in_nvfp4(x)
-        # `along` fills k with zeros up to whole blocks, and codes of an odd k up to a whole byte.
+        # `along` fills k with zeros up to whole blocks, and codes of an odd k up to a
+        # whole byte.
         y = fp4_matmul(
-            rounded.values[..., : codes.shape[-1]], codes, out_dtype=jnp.float32, out_sharding=out_sharding,
+            rounded.values[..., : codes.shape[-1]],
+            codes,
+            out_dtype=jnp.float32,
+            out_sharding=out_sharding,
             backend=recipe.backend,
-        )  # fmt: skip
+        )
         return (y * rounded.outer).astype(x.dtype)
     if codes.shape[-1] != x.shape[-1]:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     return fp4_matmul(
-        x, codes, activation=_rounded(recipe.forward), out_sharding=out_sharding, backend=recipe.backend
-    )  # fmt: skip
+        x,
+        codes,
+        activation=_rounded(recipe.forward),
+        out_sharding=out_sharding,
+        backend=recipe.backend,
+    )
 
 
-def dgrad(g: jax.Array, w: Stored, recipe: Recipe, k: int, dtype: DTypeLike, sharding: Sharding) -> jax.Array:
-    """Return the gradient of x `[..., k]` in `dtype` from the gradient g `[..., n]` of the result."""
+def dgrad(
+    g: jax.Array,
+    w: Stored,
+    recipe: Recipe,
+    k: int,
+    dtype: DTypeLike,
+    sharding: Sharding,
+) -> jax.Array:
+    """Return the gradient of x `[..., k]` in `dtype` from the gradient g `[..., n]` of
+    the result.
+    """
     codes = _codes(w)
     odd = codes.shape[-1] != k
-    asked = with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None)) if odd else sharding
+    asked = (
+        with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None))
+        if odd
+        else sharding
+    )
     dx = fp4_matmul(
-        g, codes, contracts="n", activation=_rounded(recipe.dgrad), out_dtype=dtype, out_sharding=asked,
+        g,
+        codes,
+        contracts="n",
+        activation=_rounded(recipe.dgrad),
+        out_dtype=dtype,
+        out_sharding=asked,
         backend=recipe.backend,
-    )  # fmt: skip
+    )
     if not odd:
         return dx
     dx = dx[..., :k]
-    return dx if sharding_of(dx) is None or sharding is None else moved(dx, entries(sharding, g.ndim))
+    return (
+        dx
+        if sharding_of(dx) is None or sharding is None
+        else moved(dx, entries(sharding, g.ndim))
+    )
 
 
 def check_odd(x: tuple[int, ...], w: Stored) -> None:
-    """Raise a ValueError if x is one value short of packed codes that do not know their odd k."""
+    """Raise a ValueError if x is one value short of packed codes that do not know their
+    odd k.
+    """
     if x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
         raise ValueError(
-            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds k={w.shape[-2]}, as a byte holds "
-            "two codes; pad x with one zero if w was packed of an odd k, or pass the float weight, which is padded here"
+            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds"
+            f" k={w.shape[-2]}, as a byte holds two codes; pad x with one zero if w was"
+            " packed of an odd k, or pass the float weight, which is padded here"
         )
 
 
 def _codes(w: Stored) -> Operand:
-    if w.forward is None:  # `quantize_params` by name cannot know that a layer stores [n, k]
+    # `quantize_params` by name cannot know that a layer stores [n, k]
+    if w.forward is None:
         raise ValueError(
-            f"the FP4 codes of w{list(w.shape)} are packed along n, but products read them along k; quantize its "
-            "floats by tcfp_jax.conversion.find_weights(model, ...), which knows layers that store [n, k]"
+            f"the FP4 codes of w{list(w.shape)} are packed along n, but products read"
+            " them along k; quantize its floats by"
+            " tcfp_jax.conversion.find_weights(model, ...), which knows layers that"
+            " store [n, k]"
         )
     return w.forward
 
@@ -82,7 +131,8 @@ def _in_nvfp4(x: jax.Array) -> Nvfp4Values:
     """Round x `[..., k]` to NVFP4 in blocks of 16 along k; its `values` are BF16."""
     # An infinity would saturate to the largest value of its block; NaN is seen.
     x = jnp.where(jnp.isfinite(x), x, jnp.nan)
-    # Blocks are cut along k, which an explicit sharding of k refuses; the other axes stay where they are.
+    # Blocks are cut along k, which an explicit sharding of k refuses; the other axes
+    # stay where they are.
     spec = PartitionSpec(*entries_of(x)[:-1], None)
     of_result = lambda made: spec if made.ndim else PartitionSpec()
     return with_automatic_axes(lambda x: quantize_values(x, -1), of_result, x)

@@ -1,12 +1,15 @@
-"""`grouped_matmul(x, w, group_sizes, recipe=...)`: rows in groups, each group times a weight of its own.
+"""`grouped_matmul(x, w, group_sizes, recipe=...)`: rows in groups, each group times a
+weight of its own.
 
-A layer with a mixture of experts sorts its tokens by expert and multiplies each expert's rows by its weight:
+A layer with a mixture of experts sorts its tokens by expert and multiplies each
+expert's rows by its weight:
 
     forward   y[m, n]      = x_q[m, k]   . (W_hi + W_lo)[e, n, k]   of each row's group
     dgrad     dx[m, k]     = g_q[m, n]   . (W_hi + W_lo)[e, k, n]   of each row's group
     wgrad     dW[e, k, n]  = x_qᵀ[k, m]  . g_qᵀ[n, m]               over the rows of each group
 
-Scales, rounding and the straight-through gradient are as in `products.matmul`. Each weight has scales of its own.
+Scales, rounding and the straight-through gradient are as in `products.matmul`. Each
+weight has scales of its own.
 """
 
 import functools
@@ -26,7 +29,13 @@ from pallas_kernels.operands import Operand
 from pallas_kernels.specs import has_explicit_axes, varying_alike
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, differentiated_once, site
-from tcfp_jax.products.matmul import Saved, check_input, form_read, quantize_operand, weight_of
+from tcfp_jax.products.matmul import (
+    Saved,
+    check_input,
+    form_read,
+    quantize_operand,
+    weight_of,
+)
 from tcfp_jax.recipes import Arithmetic, Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored
@@ -44,31 +53,41 @@ def grouped_matmul(
     quantized: Stored | None = None,
     key: jax.Array | None = None,
 ) -> "Float[jax.Array, 'm n']":
-    """Return each row of x times the weight of its group, as `jax.lax.ragged_dot` with the arithmetic of `recipe`.
+    """Return each row of x times the weight of its group, as `jax.lax.ragged_dot` with
+    the arithmetic of `recipe`.
 
-    The first `group_sizes[0]` rows belong to the first weight, the next `group_sizes[1]` to the second, and so on. Use
-    it for experts, with tokens that are sorted by expert. On Hopper GPUs with jax 0.11 a kernel computes all three
-    products, in FP8 or BF16, and multiplies each row by its own weight alone. Elsewhere XLA multiplies every row by
-    every weight, as in `jax.lax.ragged_dot`, and the gain is memory: weights are stored without a float copy.
+    The first `group_sizes[0]` rows belong to the first weight, the next
+    `group_sizes[1]` to the second, and so on. Use it for experts, with tokens that are
+    sorted by expert. On Hopper GPUs with jax 0.11 a kernel computes all three products,
+    in FP8 or BF16, and multiplies each row by its own weight alone. Elsewhere XLA
+    multiplies every row by every weight, as in `jax.lax.ragged_dot`, and the gain is
+    memory: weights are stored without a float copy.
 
     Args:
-      x: real floats `[m, k]` of 16 bits or more. With one scale per tensor, rows behind the last group count for it.
-      w: the weights `[e, k, n]`: real floats, or a `Stored` stack as in `tcfp_jax.matmul`, such as a parameter that
-        `tcfp_jax.store` made.
-      group_sizes: integers, zero or more, that add up to at most m; they have no gradient.
-      recipe: "bf16", or a recipe of FP8, such as "tcfp12_single", "tensorwise", "rowwise" or "blockwise".
-      quantized: `w` as `error_feedback` stored it. Without it, `w` is quantized here, each weight with its own scale.
+      x: real floats `[m, k]` of 16 bits or more. With one scale per tensor, rows behind
+        the last group count for it.
+      w: the weights `[e, k, n]`: real floats, or a `Stored` stack as in
+        `tcfp_jax.matmul`, such as a parameter that `tcfp_jax.store` made.
+      group_sizes: integers, zero or more, that add up to at most m; they have no
+        gradient.
+      recipe: "bf16", or a recipe of FP8, such as "tcfp12_single", "tensorwise",
+        "rowwise" or "blockwise".
+      quantized: `w` as `error_feedback` stored it. Without it, `w` is quantized here,
+        each weight with its own scale.
       key: as in `tcfp_jax.matmul`.
 
     Returns:
-      `[m, n]` in the dtype of x. Rows behind the last group are zero, and so are their gradients. If sizes are negative
-      or add up to more than m, a compiled program cannot raise: result and gradients are NaN.
+      `[m, n]` in the dtype of x. Rows behind the last group are zero, and so are their
+        gradients. If sizes are negative
+      or add up to more than m, a compiled program cannot raise: result and gradients
+        are NaN.
 
     Raises:
-      TypeError: x or w is integer, complex or 8-bit, sizes are not integers, a gradient with respect to a stored weight
-        is asked for by `jax.grad`, or a second derivative.
-      ValueError: shapes do not fit, concrete sizes are negative or add up to more than m, or the recipe cannot read
-        `quantized`.
+      TypeError: x or w is integer, complex or 8-bit, sizes are not integers, a gradient
+        with respect to a stored weight is asked for by `jax.grad`, or a second
+        derivative.
+      ValueError: shapes do not fit, concrete sizes are negative or add up to more than
+        m, or the recipe cannot read `quantized`.
       NotImplementedError: a recipe with FP4 or a `wire`, or a mesh with explicit axes.
 
     >>> x, w = jnp.ones((4, 2)), jnp.stack([jnp.ones((2, 1)), jnp.full((2, 1), 0.5)])
@@ -77,11 +96,15 @@ def grouped_matmul(
     """
     recipe = named_recipe(recipe)
     if reason := unsupported(recipe):
-        raise NotImplementedError(f'{reason}; use "bf16", "tcfp12_single", "tensorwise" or "rowwise" for these weights')
+        raise NotImplementedError(
+            f'{reason}; use "bf16", "tcfp12_single", "tensorwise" or "rowwise" for'
+            " these weights"
+        )
     if under_own_mesh(lambda *_: has_explicit_axes())(x, w, group_sizes):
         raise NotImplementedError(
-            "a grouped product under a mesh with explicit axes: rows of a group may lie on several devices; call it "
-            "inside jax.shard_map, or make the mesh with axis_types=jax.sharding.AxisType.Auto"
+            "a grouped product under a mesh with explicit axes: rows of a group may lie"
+            " on several devices; call it inside jax.shard_map, or make the mesh with"
+            " axis_types=jax.sharding.AxisType.Auto"
         )
     w, quantized = weight_of(w, quantized)
     check_input("x", x)
@@ -90,7 +113,8 @@ def grouped_matmul(
     shape = _check_shapes(x, w, quantized)
     sizes = check_sizes(group_sizes, x.shape[0], shape[0])
     if 0 in (*x.shape, *shape):
-        return jnp.zeros((x.shape[0], shape[2]), x.dtype)  # a scale needs at least one value
+        # a scale needs at least one value
+        return jnp.zeros((x.shape[0], shape[2]), x.dtype)
     return _shared_product(recipe, x, w, quantized, sizes, key)
 
 
@@ -101,30 +125,53 @@ def unsupported(recipe: Recipe) -> str:
     ('', 'nvfp4_training has no grouped product, which multiplies FP8 or BF16')
     """
     if recipe.fp4 is not None:
-        return f"{describe(recipe)} has no grouped product, which multiplies FP8 or BF16"
-    return "" if recipe.wire is None else f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
+        return (
+            f"{describe(recipe)} has no grouped product, which multiplies FP8 or BF16"
+        )
+    return (
+        ""
+        if recipe.wire is None
+        else f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
+    )
 
 
-def _check_shapes(x: jax.Array, w: jax.Array | None, quantized: Stored | None) -> tuple[int, ...]:
+def _check_shapes(
+    x: jax.Array, w: jax.Array | None, quantized: Stored | None
+) -> tuple[int, ...]:
     """Return the shape `[e, k, n]` of the weights."""
     shapes = [tuple(one.shape) for one in (w, quantized) if one is not None]
-    if not shapes or len(set(shapes)) > 1 or len(shapes[0]) != 3 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
+    if (
+        not shapes
+        or len(set(shapes)) > 1
+        or len(shapes[0]) != 3
+        or x.ndim != 2
+        or x.shape[1] != shapes[0][1]
+    ):
         given = " and ".join(f"w{list(shape)}" for shape in shapes) or "no weight"
         raise ValueError(
-            f"x{list(x.shape)} and {given} must be [m, k] and one weight [e, k, n]; merge the tokens' axes"
+            f"x{list(x.shape)} and {given} must be [m, k] and one weight [e, k, n];"
+            " merge the tokens' axes"
         )
     if quantized is not None and quantized.stack != shapes[0][:1]:
         raise ValueError(
-            f"the stored weight {list(shapes[0])} has scales for a stack {list(quantized.stack)}, but each of the "
-            f"{shapes[0][0]} weights needs its own; quantize it by jax.vmap"
+            f"the stored weight {list(shapes[0])} has scales for a stack"
+            f" {list(quantized.stack)}, but each of the {shapes[0][0]} weights needs"
+            " its own; quantize it by jax.vmap"
         )
     return shapes[0]
 
 
 def _prepared(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, sizes: jax.Array, key: jax.Array | None
+    recipe: Recipe,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    sizes: jax.Array,
+    key: jax.Array | None,
 ) -> jax.Array:
-    return _product(recipe, *varying_alike((x, w, form_read(recipe, w, quantized, key), sizes)))
+    return _product(
+        recipe, *varying_alike((x, w, form_read(recipe, w, quantized, key), sizes))
+    )
 
 
 _shared_product = shared(_prepared)
@@ -132,13 +179,26 @@ _shared_product = shared(_prepared)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, sizes: jax.Array
+    recipe: Recipe,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    sizes: jax.Array,
 ) -> jax.Array:
-    return site(_forward(recipe, x, w, quantized, sizes)[0], recipe, (x, w, quantized, None), sizes)
+    return site(
+        _forward(recipe, x, w, quantized, sizes)[0],
+        recipe,
+        (x, w, quantized, None),
+        sizes,
+    )
 
 
 def _forward(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, sizes: jax.Array
+    recipe: Recipe,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    sizes: jax.Array,
 ) -> tuple[jax.Array, tuple[Saved, jax.Array]]:
     """Return (the product, the residuals of its backward pass)."""
     with jax.named_scope("quantize_x"):
@@ -146,17 +206,30 @@ def _forward(
     with jax.named_scope("forward"):
         halves = "hi+lo" if recipe.stored is None else recipe.stored.forward
         if recipe.forward == "bf16" or quantized is None:
-            weight: Operand | jax.Array = bf16.weight(w, quantized, halves).swapaxes(-1, -2)
+            weight: Operand | jax.Array = bf16.weight(w, quantized, halves).swapaxes(
+                -1, -2
+            )
         else:
             weight = quantized.for_forward(halves)
-        y = multiply(rows, weight, sizes, out_dtype=x.dtype, **_how(recipe.forward, recipe))
+        y = multiply(
+            rows, weight, sizes, out_dtype=x.dtype, **_how(recipe.forward, recipe)
+        )
     columns = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), columns)
     w_type = None if w is None else jax.typeof(w)
-    return y, (Saved(columns, w if quantized is None else None, quantized, jax.typeof(x), w_type), sizes)
+    return y, (
+        Saved(
+            columns, w if quantized is None else None, quantized, jax.typeof(x), w_type
+        ),
+        sizes,
+    )
 
 
 def _forward_rule(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, sizes: jax.Array
+    recipe: Recipe,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    sizes: jax.Array,
 ) -> tuple[jax.Array, tuple[Saved, jax.Array]]:
     x, w, quantized = differentiated_once((x, w, quantized))
     return _forward(recipe, x, w, quantized, sizes)
@@ -167,20 +240,30 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     saved, sizes = residuals
     with jax.named_scope("quantize_g"):
-        rows, columns = _read(differentiated_once(g), recipe.gradient, recipe.dgrad, recipe)
+        rows, columns = _read(
+            differentiated_once(g), recipe.gradient, recipe.dgrad, recipe
+        )
     with jax.named_scope("dgrad"):
         halves = "hi+lo" if recipe.stored is None else recipe.stored.dgrad
         if recipe.dgrad == "bf16" or saved.quantized is None:
             weight: Operand | jax.Array = bf16.weight(saved.w, saved.quantized, halves)
         else:
             weight = saved.quantized.for_dgrad(halves)
-        dx = multiply(rows, weight, sizes, out_dtype=saved.x_type.dtype, **_how(recipe.dgrad, recipe))
+        dx = multiply(
+            rows,
+            weight,
+            sizes,
+            out_dtype=saved.x_type.dtype,
+            **_how(recipe.dgrad, recipe),
+        )
     if saved.w_type is None:
         return dx, None, None, None
     with jax.named_scope("wgrad"):
         assert saved.x is not None, "kept for this product"
         options = _how(recipe.wgrad, recipe)
-        dw = grouped_weight_gradient(saved.x, columns, sizes, out_dtype=saved.w_type.dtype, **options)
+        dw = grouped_weight_gradient(
+            saved.x, columns, sizes, out_dtype=saved.w_type.dtype, **options
+        )
     return dx, dw, None, None
 
 
@@ -190,15 +273,23 @@ _product.defvjp(_forward_rule, _backward)
 def _read(
     x: jax.Array, dtype: DTypeLike, how: Arithmetic, recipe: Recipe
 ) -> tuple[Operand | jax.Array, Operand | jax.Array]:
-    """Return x or g `[m, c]` as its product along c reads it, computed `how`, and `[c, m]` as wgrad does."""
+    """Return x or g `[m, c]` as its product along c reads it, computed `how`, and
+    `[c, m]` as wgrad does.
+    """
     narrow = x.astype(jnp.bfloat16)
     if how == recipe.wgrad == "bf16":
-        # XLA would make x transposed alone, in the kernel that gathers its rows, which takes eight times as long.
+        # XLA would make x transposed alone, in the kernel that gathers its rows, which
+        # takes eight times as long.
         narrow = with_layout_constraint(narrow, Layout((0, 1)))
         return narrow, narrow.T
     made = quantize_operand(x, dtype, recipe)
-    return narrow if how == "bf16" else made.rows, narrow.T if made.columns is None else made.columns
+    return (
+        narrow if how == "bf16" else made.rows,
+        narrow.T if made.columns is None else made.columns,
+    )
 
 
 def _how(how: Arithmetic, recipe: Recipe) -> Any:
-    return dict(accumulation="full" if how == "full" else "fast", backend=recipe.backend)
+    return dict(
+        accumulation="full" if how == "full" else "fast", backend=recipe.backend
+    )

@@ -21,7 +21,8 @@ Copies = Literal["one", "both"]
 
 
 class TCFPMode(enum.Enum):
-    """The form in which a recipe keeps weights: BF16, packed FP4 codes, one FP8 tensor, or TCFP-12's two.
+    """The form in which a recipe keeps weights: BF16, packed FP4 codes, one FP8 tensor,
+    or TCFP-12's two.
 
     >>> from tcfp_jax.recipes import recipe
     >>> recipe("tcfp12").mode, recipe("nvfp4").mode
@@ -35,13 +36,21 @@ class TCFPMode(enum.Enum):
 
 
 class _Checked:
-    """A dataclass whose fields that are annotated as a `Literal` must have one of its values."""
+    """A dataclass whose fields that are annotated as a `Literal` must have one of its
+    values.
+    """
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name, allowed in ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal):
+        for name, allowed in (
+            (name, get_args(hint))
+            for name, hint in hints.items()
+            if get_origin(hint) is Literal
+        ):
             if (given := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={given!r} is unknown; use one of {list(allowed)}")
+                raise ValueError(
+                    f"{name}={given!r} is unknown; use one of {list(allowed)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Single(_Checked):
 
     Attributes:
       dtype: the format; "float4_e2m1fn" needs `scaling=Fp4(...)`.
-      remainder: "dropped" forgets the rounding error; "feedback" adds it at the next step (`tcfp_jax.error_feedback`).
+      remainder: "dropped" forgets the rounding error; "feedback" adds it at the next
+        step (`tcfp_jax.error_feedback`).
     """
 
     dtype: Float8OrFloat4 = "float8_e4m3fn"
@@ -68,10 +78,13 @@ class Dual(_Checked):
 
     Attributes:
       dtype: the format of both tensors.
-      remainder: "feedback" adds the rounding error to the weight of the next step, by `tcfp_jax.error_feedback`.
-        "stochastic" rounds `W_lo` so that E[W_hi + W_lo] = W (SRR), with a key and no buffer. "dropped" forgets it.
-      forward, dgrad: the halves that each product reads. "hi" in dgrad is the original's ABD: one FP8 product less.
-      blocks: "nonzero" skips blocks of `W_lo` that are all zeros. Use it for weights that FP8 holds mostly exactly.
+      remainder: "feedback" adds the rounding error to the weight of the next step, by
+        `tcfp_jax.error_feedback`. "stochastic" rounds `W_lo` so that E[W_hi + W_lo] = W
+        (SRR), with a key and no buffer. "dropped" forgets it.
+      forward, dgrad: the halves that each product reads. "hi" in dgrad is the
+        original's ABD: one FP8 product less.
+      blocks: "nonzero" skips blocks of `W_lo` that are all zeros. Use it for weights
+        that FP8 holds mostly exactly.
     """
 
     dtype: Float8 = "float8_e4m3fn"
@@ -83,13 +96,15 @@ class Dual(_Checked):
 
 @dataclass(frozen=True)
 class Fp4Training(_Checked):
-    """A float weight that each product rounds to NVFP4, next to NVFP4 activations and gradients; an emulation.
+    """A float weight that each product rounds to NVFP4, next to NVFP4 activations and
+    gradients; an emulation.
 
-    The rounded numbers are exact in BF16, so BF16 products multiply them. See `tcfp_jax.products.fp4_training`.
+    The rounded numbers are exact in BF16, so BF16 products multiply them. See
+    `tcfp_jax.products.fp4_training`.
 
     Attributes:
-      forward_operands: "fp4", or "bf16" for the forward product alone. NVIDIA ends a training with "bf16": the last
-        tenth of it closes most of the gap to BF16.
+      forward_operands: "fp4", or "bf16" for the forward product alone. NVIDIA ends a
+        training with "bf16": the last tenth of it closes most of the gap to BF16.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4".
     """
@@ -102,21 +117,28 @@ class Recipe(_Checked):
     """How a layer multiplies. The defaults are `recipe("tcfp12")`.
 
     Attributes:
-      weight: `Dual(...)` or `Single(...)`, in which the weight is stored; `Fp4Training(...)`, which rounds a float
-        weight at each product; or None for BF16.
-      scaling: which values share a scale. `Tensor()`; `Row()`, for rows of x and g and columns of W, anew for each
-        product; `Block(size, tile)`, where `tile` is the form of a weight's blocks, and x and g have vectors; or, for a
-        weight in float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products.
-      activation: the format of x in products that round it to fewer bits than BF16. "float4_e2m1fn" is for the forward
-        product with an NVFP4 weight: x is NVFP4, too.
+      weight: `Dual(...)` or `Single(...)`, in which the weight is stored;
+        `Fp4Training(...)`, which rounds a float weight at each product; or None for
+        BF16.
+      scaling: which values share a scale. `Tensor()`; `Row()`, for rows of x and g and
+        columns of W, anew for each product; `Block(size, tile)`, where `tile` is the
+        form of a weight's blocks, and x and g have vectors; or, for a weight in
+        float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products.
+      activation: the format of x in products that round it to fewer bits than BF16.
+        "float4_e2m1fn" is for the forward product with an NVFP4 weight: x is NVFP4,
+        too.
       gradient: the format of the output's gradient g in FP8 products.
-      forward, dgrad, wgrad: how each product multiplies. "fast" and "full" are FP8 with that accumulation (see
-        `pallas_kernels.matmul.api.matmul`). "bf16" multiplies BF16 values, also of a stored weight.
-      amax: weights are scaled by a "fresh" amax, or by a "delayed" one from the optimizer's state (PDDS).
-      copies: the orientations of a weight in the optimizer's state. "one" is `[k, n]`. "both" doubles the bytes and
-        saves the forward product a transpose on GPUs.
-      backend, quantize_backend: of products and of quantizers (no "mosaic"). None takes the fastest that was measured.
-      wire: the dtype in which devices add weight gradients, see `pallas_kernels.wire`. None is the gradient's own.
+      forward, dgrad, wgrad: how each product multiplies. "fast" and "full" are FP8 with
+        that accumulation (see `pallas_kernels.matmul.api.matmul`). "bf16" multiplies
+        BF16 values, also of a stored weight.
+      amax: weights are scaled by a "fresh" amax, or by a "delayed" one from the
+        optimizer's state (PDDS).
+      copies: the orientations of a weight in the optimizer's state. "one" is `[k, n]`.
+        "both" doubles the bytes and saves the forward product a transpose on GPUs.
+      backend, quantize_backend: of products and of quantizers (no "mosaic"). None takes
+        the fastest that was measured.
+      wire: the dtype in which devices add weight gradients, see `pallas_kernels.wire`.
+        None is the gradient's own.
 
     Raises:
       ValueError: a field has an unknown value, or two fields contradict each other.
@@ -142,10 +164,14 @@ class Recipe(_Checked):
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Single | Dual | Fp4Training | None):
             raise ValueError(
-                f"weight={self.weight!r} is unknown; use Dual(...), Single(...), Fp4Training(...) or None for BF16"
+                f"weight={self.weight!r} is unknown; use Dual(...), Single(...),"
+                " Fp4Training(...) or None for BF16"
             )
         if not isinstance(self.scaling, Scaling):
-            raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size, tile) or Fp4()")
+            raise ValueError(
+                f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size,"
+                " tile) or Fp4()"
+            )
         super().__post_init__()
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
@@ -156,7 +182,9 @@ class Recipe(_Checked):
 
     @functools.cached_property
     def stored(self) -> Single | Dual | None:
-        """The form in which the weight is stored, or None if products read the float weight."""
+        """The form in which the weight is stored, or None if products read the float
+        weight.
+        """
         return None if isinstance(self.weight, Fp4Training) else self.weight
 
     @functools.cached_property
@@ -180,7 +208,9 @@ class Recipe(_Checked):
 
     @functools.cached_property
     def draws(self) -> bool:
-        """True if gradients of a product draw random bits, which needs a key: FP4 training does."""
+        """True if gradients of a product draw random bits, which needs a key: FP4
+        training does.
+        """
         return self.fp4 is not None
 
     @functools.cached_property
@@ -201,10 +231,12 @@ class Recipe(_Checked):
         srr: bool = False,
         abd: bool = False,
     ) -> "Recipe":
-        """Return the recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
+        """Return the recipe that the flags of the PyTorch TCFP's layers describe; the
+        migration guide has the table.
 
         Raises:
-          ValueError: flags contradict each other or are not bools, or `scale_block_size` is not 32, 64 or 128.
+          ValueError: flags contradict each other or are not bools, or
+            `scale_block_size` is not 32, 64 or 128.
 
         >>> Recipe.from_flags(abd=True).weight.dgrad
         'hi'
@@ -212,13 +244,16 @@ class Recipe(_Checked):
         for name, flag in list(locals().items()):
             if name not in ("cls", "scale_block_size") and not isinstance(flag, bool):
                 # "false" of a file of settings would be true.
-                raise ValueError(f"{name}={flag!r} is a {type(flag).__name__}; use True or False")
+                raise ValueError(
+                    f"{name}={flag!r} is a {type(flag).__name__}; use True or False"
+                )
         if srr and error_feedback:
             raise ValueError(
-                "srr=True with error_feedback=True: stochastic rounding is unbiased and keeps no error buffer; set "
-                "error_feedback=False or srr=False"
+                "srr=True with error_feedback=True: stochastic rounding is unbiased and"
+                " keeps no error buffer; set error_feedback=False or srr=False"
             )
-        # Partial sums are promoted to float32 where blocks are scaled, so block products accumulate in full.
+        # Partial sums are promoted to float32 where blocks are scaled, so block
+        # products accumulate in full.
         forward: Arithmetic = "fast" if scale_block_size is None else "full"
         wgrad: Arithmetic = "bf16" if hp_grad_weight else "full"
         dgrad: Arithmetic = "full"
@@ -226,7 +261,9 @@ class Recipe(_Checked):
             forward = dgrad = wgrad = "bf16"
         return cls(
             weight=Dual(
-                remainder="stochastic" if srr else "feedback" if error_feedback else "dropped",
+                remainder=(
+                    "stochastic" if srr else "feedback" if error_feedback else "dropped"
+                ),
                 dgrad="hi" if abd else "hi+lo",
             ),
             scaling=Tensor() if scale_block_size is None else Block(scale_block_size),
@@ -239,7 +276,9 @@ class Recipe(_Checked):
 
 
 def _fp8_products(r: Recipe) -> list[str]:
-    return [name for name in ("forward", "dgrad", "wgrad") if getattr(r, name) != "bf16"]
+    return [
+        name for name in ("forward", "dgrad", "wgrad") if getattr(r, name) != "bf16"
+    ]
 
 
 def _of_products(r: Recipe) -> str:
@@ -254,87 +293,123 @@ def _in_e5m2_twice(r: Recipe) -> list[str]:
         "dgrad": (r.gradient, of_weight),
         "wgrad": (r.activation, r.gradient),
     }
-    return [name for name in _fp8_products(r) if operands[name] == ("float8_e5m2", "float8_e5m2")]
+    return [
+        name
+        for name in _fp8_products(r)
+        if operands[name] == ("float8_e5m2", "float8_e5m2")
+    ]
 
 
 def _not_e4m3_next_to_fp4(r: Recipe) -> list[str]:
     """Return the operands of products with FP4 weights that are 8-bit and not E4M3."""
     how = {"activation": r.forward, "gradient": r.dgrad}
-    allowed = {"activation": ("float8_e4m3fn", "float4_e2m1fn"), "gradient": ("float8_e4m3fn",)}
-    return [name for name in how if how[name] == "full" and getattr(r, name) not in allowed[name]]
+    allowed = {
+        "activation": ("float8_e4m3fn", "float4_e2m1fn"),
+        "gradient": ("float8_e4m3fn",),
+    }
+    return [
+        name
+        for name in how
+        if how[name] == "full" and getattr(r, name) not in allowed[name]
+    ]
 
 
-# (is it broken, message) of each rule between fields, in the order in which they explain best.
+# (is it broken, message) of each rule between fields, in the order in which they
+# explain best.
 RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
     (
-        lambda r: (r.stored is not None and r.stored.dtype == "float4_e2m1fn") != isinstance(r.scaling, Fp4),
         lambda r: (
-            f"weight={r.weight} with scaling={r.scaling}: codes of four bits and the scales of FP4 belong together; "
-            'use weight=Single("float4_e2m1fn") with scaling=Fp4(...), or recipe("nvfp4") or recipe("mxfp4")'
+            (r.stored is not None and r.stored.dtype == "float4_e2m1fn")
+            != isinstance(r.scaling, Fp4)
+        ),
+        lambda r: (
+            f"weight={r.weight} with scaling={r.scaling}: codes of four bits and the"
+            ' scales of FP4 belong together; use weight=Single("float4_e2m1fn") with'
+            ' scaling=Fp4(...), or recipe("nvfp4") or recipe("mxfp4")'
         ),
     ),
     (
         lambda r: isinstance(r.scaling, Fp4) and "fast" in (r.forward, r.dgrad),
         lambda r: (
-            f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={r.scaling}: products with FP4 add in float32; "
-            'use "full" for E4M3 activations or gradients, or "bf16"'
+            f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={r.scaling}:"
+            ' products with FP4 add in float32; use "full" for E4M3 activations or'
+            ' gradients, or "bf16"'
         ),
     ),
     (
         lambda r: (
             r.activation == "float4_e2m1fn"
-            and (getattr(r.scaling, "format", None), r.forward, r.wgrad) != ("nvfp4", "full", "bf16")
+            and (getattr(r.scaling, "format", None), r.forward, r.wgrad)
+            != ("nvfp4", "full", "bf16")
         ),
         lambda r: (
-            f'activation="float4_e2m1fn" with scaling={r.scaling}, forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 '
-            "activations are multiplied by NVFP4 weights, in the forward product alone; use "
-            'recipe("nvfp4", activation="float4_e2m1fn"), or activation="float8_e4m3fn"'
+            f'activation="float4_e2m1fn" with scaling={r.scaling},'
+            f" forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 activations are"
+            " multiplied by NVFP4 weights, in the forward product alone; use"
+            ' recipe("nvfp4", activation="float4_e2m1fn"), or'
+            ' activation="float8_e4m3fn"'
         ),
     ),
     (
         lambda r: isinstance(r.scaling, Fp4) and bool(_not_e4m3_next_to_fp4(r)),
         lambda r: (
-            f"{(name := _not_e4m3_next_to_fp4(r)[0])}={getattr(r, name)!r} with scaling={r.scaling}: 8-bit operands "
-            f'next to FP4 are E4M3 with a scale for each row; use {name}="float8_e4m3fn", or "bf16" for that product'
+            f"{(name := _not_e4m3_next_to_fp4(r)[0])}={getattr(r, name)!r} with"
+            f" scaling={r.scaling}: 8-bit operands "
+            "next to FP4 are E4M3 with a scale for each row; use"
+            f' {name}="float8_e4m3fn", or "bf16" for that product'
         ),
     ),
     (
         lambda r: (
             r.fp4 is not None
-            and (bool(_fp8_products(r)) or (r.wire, r.quantize_backend, r.amax) != (None, None, "fresh"))
+            and (
+                bool(_fp8_products(r))
+                or (r.wire, r.quantize_backend, r.amax) != (None, None, "fresh")
+            )
         ),
         lambda r: (
-            f"weight={r.weight} with {_of_products(r)}, wire={r.wire!r}, quantize_backend={r.quantize_backend!r} and "
-            f"amax={r.amax!r}: FP4 training quantizes a float weight at each product, by the format library, and adds "
-            'in float32; use "bf16" for all three products and leave the other fields unset'
-        ),
-    ),
-    (
-        lambda r: r.stored is None and (bool(_fp8_products(r)) or r.amax == "delayed" or r.scaling != Tensor()),
-        lambda r: (
-            f"weight={r.weight} stores nothing in FP8, but {', '.join(_fp8_products(r)) or 'amax or scaling'} asks for "
-            'it; use weight=Single() or Dual(), or recipe("bf16") without overrides'
+            f"weight={r.weight} with {_of_products(r)}, wire={r.wire!r},"
+            f" quantize_backend={r.quantize_backend!r} and amax={r.amax!r}: FP4"
+            " training quantizes a float weight at each product, by the format"
+            ' library, and adds in float32; use "bf16" for all three products and'
+            " leave the other fields unset"
         ),
     ),
     (
-        lambda r: r.wgrad != "bf16" and "bf16" in (r.forward, r.dgrad) and not isinstance(r.scaling, Fp4),
         lambda r: (
-            f"{_of_products(r)}: wgrad multiplies the x and g that the other two quantized; use "
-            'wgrad="bf16", or "fast" or "full" for all three'
+            r.stored is None
+            and (bool(_fp8_products(r)) or r.amax == "delayed" or r.scaling != Tensor())
+        ),
+        lambda r: (
+            f"weight={r.weight} stores nothing in FP8, but"
+            f" {', '.join(_fp8_products(r)) or 'amax or scaling'} asks for it; use"
+            ' weight=Single() or Dual(), or recipe("bf16") without overrides'
+        ),
+    ),
+    (
+        lambda r: (
+            r.wgrad != "bf16"
+            and "bf16" in (r.forward, r.dgrad)
+            and not isinstance(r.scaling, Fp4)
+        ),
+        lambda r: (
+            f"{_of_products(r)}: wgrad multiplies the x and g that the other two"
+            ' quantized; use wgrad="bf16", or "fast" or "full" for all three'
         ),
     ),
     (
         lambda r: bool(_in_e5m2_twice(r)),
         lambda r: (
-            f"{' and '.join(_in_e5m2_twice(r))} would multiply float8_e5m2 x float8_e5m2, which no tensor core does; "
-            "make one of weight.dtype, activation and gradient float8_e4m3fn"
+            f"{' and '.join(_in_e5m2_twice(r))} would multiply float8_e5m2 x"
+            " float8_e5m2, which no tensor core does; make one of weight.dtype,"
+            " activation and gradient float8_e4m3fn"
         ),
     ),
     (
         lambda r: isinstance(r.weight, Dual) and r.scaling.scale == "float32",
         lambda r: (
-            f"weight={r.weight} with scaling={r.scaling}: W_lo is exact only under a power-of-two scale; use "
-            'scale="pow2", or weight=Single()'
+            f"weight={r.weight} with scaling={r.scaling}: W_lo is exact only under a"
+            ' power-of-two scale; use scale="pow2", or weight=Single()'
         ),
     ),
     (
@@ -345,30 +420,40 @@ RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
             and not (r.scaling.serves_both or isinstance(r.scaling, Fp4))
         ),
         lambda r: (
-            f"weight={r.weight} and copies={r.copies!r} with scaling={r.scaling}: forward and dgrad have two "
-            "quantizations of the weight, so no residual, error or copy serves both; use weight=Single() with "
-            'copies="both", or square blocks'
+            f"weight={r.weight} and copies={r.copies!r} with scaling={r.scaling}:"
+            " forward and dgrad have two quantizations of the weight, so no residual,"
+            ' error or copy serves both; use weight=Single() with copies="both", or'
+            " square blocks"
         ),
     ),
     (
-        lambda r: isinstance(r.scaling, Block) and "fast" in (r.forward, r.dgrad, r.wgrad),
         lambda r: (
-            f"scaling={r.scaling} with {_of_products(r)}: a product is promoted to float32 where its blocks are "
-            'scaled; use "full" for "fast"'
+            isinstance(r.scaling, Block) and "fast" in (r.forward, r.dgrad, r.wgrad)
+        ),
+        lambda r: (
+            f"scaling={r.scaling} with {_of_products(r)}: a product is promoted to"
+            ' float32 where its blocks are scaled; use "full" for "fast"'
         ),
     ),
     (
-        lambda r: r.amax == "delayed" and (r.stochastic or not isinstance(r.scaling, Tensor)),
         lambda r: (
-            f'amax="delayed" with scaling={r.scaling} and weight={r.weight}: only whole tensors carry an amax, and a '
-            'value that an old scale clips would bias stochastic rounding; use amax="fresh"'
+            r.amax == "delayed" and (r.stochastic or not isinstance(r.scaling, Tensor))
+        ),
+        lambda r: (
+            f'amax="delayed" with scaling={r.scaling} and weight={r.weight}: only whole'
+            " tensors carry an amax, and a value that an old scale clips would bias"
+            ' stochastic rounding; use amax="fresh"'
         ),
     ),
     (
-        lambda r: r.stored is not None and r.stored.blocks == "nonzero" and not isinstance(r.scaling, Block),
         lambda r: (
-            f'blocks="nonzero" with scaling={r.scaling}: only a W_lo in blocks has blocks to skip; use blocks="all" or '
-            'recipe("tcfp12_blockwise")'
+            r.stored is not None
+            and r.stored.blocks == "nonzero"
+            and not isinstance(r.scaling, Block)
+        ),
+        lambda r: (
+            f'blocks="nonzero" with scaling={r.scaling}: only a W_lo in blocks has'
+            ' blocks to skip; use blocks="all" or recipe("tcfp12_blockwise")'
         ),
     ),
 )

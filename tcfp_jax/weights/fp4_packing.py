@@ -1,4 +1,6 @@
-"""`quantize_fp4`: a matrix as an FP4 operand. The format library rounds, and this module lays out codes and scales."""
+"""`quantize_fp4`: a matrix as an FP4 operand. The format library rounds, and this
+module lays out codes and scales.
+"""
 
 import functools
 from typing import Any
@@ -18,18 +20,23 @@ def _datatype_of(scaling: Fp4) -> DataType:
     tile = size if scaling.tile == "vector" else f"{size}_{size}"
     if scaling.format == "mxfp4":
         return datatype("e2m1f", f"e8m0_{tile}")
-    return datatype("e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32"))
+    return datatype(
+        "e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32")
+    )
 
 
 def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
-    """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with scales.
+    """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with
+    scales.
 
     Args:
-      w: real floats `[..., n, k]`; each matrix of a stack has its own `outer`. k is even; a last block may be short.
+      w: real floats `[..., n, k]`; each matrix of a stack has its own `outer`. k is
+        even; a last block may be short.
       scaling: format, tile and rule.
 
     Returns:
-      An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
+      An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its
+        block NaN.
 
     Raises:
       TypeError: w is not real floating point, or the scaling is not an `Fp4`.
@@ -47,15 +54,26 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
 
 
 def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
-    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into bytes."""
+    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into
+    bytes.
+    """
     w = jnp.asarray(w)
     check_real("w", w)
     if not isinstance(scaling, Fp4):
-        raise TypeError(f'scaling={scaling!r} is not FP4; use Fp4("nvfp4") or Fp4("mxfp4") of pallas_kernels.operands')
+        raise TypeError(
+            f'scaling={scaling!r} is not FP4; use Fp4("nvfp4") or Fp4("mxfp4") of'
+            " pallas_kernels.operands"
+        )
     if w.ndim < 2:
-        raise ValueError(f"w{list(w.shape)} is not a matrix [n, k]; give it two axes, of which products contract k")
+        raise ValueError(
+            f"w{list(w.shape)} is not a matrix [n, k]; give it two axes, of which"
+            " products contract k"
+        )
     if w.shape[-1] % 2:
-        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
+        raise ValueError(
+            f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes;"
+            " pad k with zeros"
+        )
     return w
 
 
@@ -64,27 +82,50 @@ def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
     if w.size == 0:
         scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
         outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
-        return Operand(jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer)
-    # The format library wants axes as long as a tile; zeros do not change a block's largest value.
-    short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
+        return Operand(
+            jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer
+        )
+    # The format library wants axes as long as a tile; zeros do not change a block's
+    # largest value.
+    short = (
+        max(0, scaling.block - n) if scaling.tile == "square" else 0,
+        max(0, scaling.block - k),
+    )
     # Casts saturate infinities; in a weight they must be seen.
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
-    if scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
+    if (
+        scaling.format == "nvfp4"
+        and scaling.tile == "vector"
+        and scaling.rule != "one_level"
+    ):
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
-        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
-    options: dict[str, Any] = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
+        return Operand(
+            found.codes[:, : k // 2],
+            found.scales,
+            scaling=scaling,
+            outer=_above_zero(found.outer),
+        )
+    options: dict[str, Any] = (
+        {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
+    )
     packed = pack(w, _datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
-    scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
+    scale = lax.bitcast_convert_type(
+        packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype
+    )
     outer = None
     if scaling.has_outer:
         outer = jnp.ones((), jnp.float32)
         if packed.outer is not None:
-            outer = _above_zero(lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32))
+            outer = _above_zero(
+                lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32)
+            )
     values = packed.values.reshape(w.shape[0], w.shape[1] // 2)[:n, : k // 2]
     return Operand(values, scale, scaling=scaling, outer=outer)
 
 
 def _above_zero(outer: jax.Array) -> jax.Array:
-    """Return the scale of the scales, or 1 for a weight of zeros, because files hold its reciprocal."""
+    """Return the scale of the scales, or 1 for a weight of zeros, because files hold
+    its reciprocal.
+    """
     return jnp.where(outer == 0, jnp.float32(1), outer)

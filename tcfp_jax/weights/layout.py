@@ -1,12 +1,14 @@
-"""`Layout`: the axes of a kernel that a product contracts, by which a kernel of any shape is a stack of matrices.
+"""`Layout`: the axes of a kernel that a product contracts, by which a kernel of any
+shape is a stack of matrices.
 
     einsum("...k,khd->...hd", x, w):  inputs (0,), outputs (1, 2)      w as a matrix: [k, h d]
     einsum("...hd,hdn->...n", x, w):  inputs (0, 1), outputs (2,)                     [h d, n]
     einsum("...k,nk->...n", x, w):    inputs (1,), outputs (0,)                       [n, k], read transposed
     einsum("...ek,ekn->...en", x, w): stack (0,), inputs (1,), outputs (2,)           [e, k, n], a scale each
 
-The matrix keeps the order of the kernel's axes if possible, so that it is a view instead of a copy. A matrix `[n, k]`
-is stored untransposed, and its layer multiplies by its `Stored.swap()`.
+The matrix keeps the order of the kernel's axes if possible, so that it is a view
+instead of a copy. A matrix `[n, k]` is stored untransposed, and its layer multiplies by
+its `Stored.swap()`.
 """
 
 import functools
@@ -16,7 +18,13 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.specs import Sharding, entries, regrouped, split_entries, with_entries
+from pallas_kernels.specs import (
+    Sharding,
+    entries,
+    regrouped,
+    split_entries,
+    with_entries,
+)
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
 
@@ -28,7 +36,8 @@ class Layout:
     Attributes:
       inputs: axes that are contracted with x; together k.
       outputs: axes of the result; together n.
-      stack: axes that kernel, x and result share, or that `nn.scan` and `nn.vmap` add; each entry has its own scale.
+      stack: axes that kernel, x and result share, or that `nn.scan` and `nn.vmap` add;
+        each entry has its own scale.
 
     Raises:
       ValueError: the axes do not count up from 0, each once, or k or n has none.
@@ -45,13 +54,15 @@ class Layout:
         axes = sorted(self.stack + self.inputs + self.outputs)
         if axes != list(range(len(axes))) or not self.inputs or not self.outputs:
             raise ValueError(
-                f"{self} names axes {axes}; a kernel's axes must be named once each, with at least one input and "
-                "one output"
+                f"{self} names axes {axes}; a kernel's axes must be named once each,"
+                " with at least one input and one output"
             )
 
     @functools.cached_property
     def transposed(self) -> bool:
-        """True if the matrix is `[n, k]`, because the outputs come first in the kernel."""
+        """True if the matrix is `[n, k]`, because the outputs come first in the
+        kernel.
+        """
         return self.outputs[0] < self.inputs[0]
 
     @functools.cached_property
@@ -60,36 +71,57 @@ class Layout:
         return len(self.stack) + len(self.inputs) + len(self.outputs)
 
     def stacked(self, ndim: int) -> "Layout":
-        """Return the layout of the kernel with axes added in front, up to `ndim`, such as layers of `nn.scan`.
+        """Return the layout of the kernel with axes added in front, up to `ndim`, such
+        as layers of `nn.scan`.
 
         >>> Layout((0,), (1,)).stacked(3)
         Layout(inputs=(1,), outputs=(2,), stack=(0,))
         """
         extra = ndim - self.ndim
         if extra < 0:
-            raise ValueError(f"{self} describes {self.ndim} axes, but the kernel has {ndim}")
+            raise ValueError(
+                f"{self} describes {self.ndim} axes, but the kernel has {ndim}"
+            )
         shift = lambda axes: tuple(axis + extra for axis in axes)
-        return Layout(shift(self.inputs), shift(self.outputs), tuple(range(extra)) + shift(self.stack))
+        return Layout(
+            shift(self.inputs),
+            shift(self.outputs),
+            tuple(range(extra)) + shift(self.stack),
+        )
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`."""
+        """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]`
+        if `transposed`.
+        """
         if len(shape) != self.ndim:
-            raise ValueError(f"{self} describes {self.ndim} axes, but the kernel has shape {list(shape)}")
+            raise ValueError(
+                f"{self} describes {self.ndim} axes, but the kernel has shape"
+                f" {list(shape)}"
+            )
         return tuple(math.prod(shape[axis] for axis in group) for group in self.groups)
 
     def matrix(self, kernel: jax.Array) -> jax.Array:
-        """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`, under explicit axes too."""
+        """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`,
+        under explicit axes too.
+        """
         shape = kernel.shape
         self.matrix_shape(shape)  # raises if the kernel has other axes
         order = tuple(axis for group in self.groups for axis in group)
-        return regrouped(kernel.transpose(order), [[shape[axis] for axis in group] for group in self.groups])
+        return regrouped(
+            kernel.transpose(order),
+            [[shape[axis] for axis in group] for group in self.groups],
+        )
 
-    def untransposed(self, kernel: jax.Array | None, stored: Stored | None) -> tuple[jax.Array | None, Stored | None]:
+    def untransposed(
+        self, kernel: jax.Array | None, stored: Stored | None
+    ) -> tuple[jax.Array | None, Stored | None]:
         """Return a weight as `[*stack, k, n]`, floats and stored form."""
         matrix = None if kernel is None else self.matrix(kernel)
         if not self.transposed:
             return matrix, stored
-        return None if matrix is None else matrix.swapaxes(-1, -2), None if stored is None else stored.swap()
+        return None if matrix is None else matrix.swapaxes(-1, -2), (
+            None if stored is None else stored.swap()
+        )
 
     def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the kernel of this shape from its `matrix`.
@@ -114,18 +146,25 @@ class Layout:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The axes of the kernel that make each axis of the matrix."""
-        both = (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
+        both = (
+            (self.outputs, self.inputs)
+            if self.transposed
+            else (self.inputs, self.outputs)
+        )
         return (*((axis,) for axis in self.stack), *both)
 
     def check(self, stored: Stored, shape: tuple[int, ...]) -> None:
-        """Raise a ValueError unless `stored` is the matrix, or the stack of matrices, of a kernel of this shape."""
+        """Raise a ValueError unless `stored` is the matrix, or the stack of matrices,
+        of a kernel of this shape.
+        """
         wanted = self.matrix_shape(shape)
         if not stored.holds(wanted) or stored.stack != wanted[:-2]:
             raise ValueError(
-                f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
-                f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} "
-                f"(kernel {list(shape)}); build the state from tcfp_jax.conversion.find_weights(model, *inputs) "
-                "instead of a recipe"
+                f"the stored weight is {list(stored.shape)}, quantized on its own for"
+                f" each of the stack {list(stored.stack)}, but its layer multiplies"
+                f" {list(wanted)} with the stack {list(wanted[:-2])} (kernel"
+                f" {list(shape)}); build the state from"
+                " tcfp_jax.conversion.find_weights(model, *inputs) instead of a recipe"
             )
 
 
@@ -136,7 +175,8 @@ class Weight:
     Attributes:
       recipe: the recipe of the layer that multiplies by it.
       layout: the axes that this layer contracts.
-      float_reads: "lookup" if rows of the parameter are also looked up as floats; "none" if inference needs no floats.
+      float_reads: "lookup" if rows of the parameter are also looked up as floats;
+        "none" if inference needs no floats.
 
     >>> from tcfp_jax.recipes import recipe
     >>> Weight(recipe("tcfp12"), Layout((1,), (0,)), float_reads="lookup").float_reads
@@ -149,4 +189,7 @@ class Weight:
 
     def __post_init__(self) -> None:
         if self.float_reads not in ("none", "lookup"):
-            raise ValueError(f"float_reads={self.float_reads!r} is unknown; use one of ['none', 'lookup']")
+            raise ValueError(
+                f"float_reads={self.float_reads!r} is unknown; use one of ['none',"
+                " 'lookup']"
+            )

@@ -1,4 +1,6 @@
-"""Rows of a stored table: only looked-up rows are dequantized, and their gradients are added in float32."""
+"""Rows of a stored table: only looked-up rows are dequantized, and their gradients are
+added in float32.
+"""
 
 import dataclasses
 import functools
@@ -18,22 +20,30 @@ from tcfp_jax.weights.stored import Stored, constant
 Gather = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def lookup(table: Stored, ids: jax.Array, *, out_sharding: Sharding = None) -> jax.Array:
-    """Return rows of a stored table: `jnp.take(table.dequantize(), ids, axis=0)`, without the float table.
+def lookup(
+    table: Stored, ids: jax.Array, *, out_sharding: Sharding = None
+) -> jax.Array:
+    """Return rows of a stored table: `jnp.take(table.dequantize(), ids, axis=0)`,
+    without the float table.
 
-    Use it for an embedding in a model that you write with stored weights; a converted model looks up by itself
-    (`include="embed"`). The cost is proportional to the rows that are looked up.
+    Use it for an embedding in a model that you write with stored weights; a converted
+    model looks up by itself (`include="embed"`). The cost is proportional to the rows
+    that are looked up.
 
         rows = (W_hi[ids] + W_lo[ids]) * scale
 
     Args:
-      table: a stored weight `[rows, n]` with one scale. A parameter made by `tcfp_jax.store` has a gradient under
-        `tcfp_jax.value_and_grad`: float32 sums over equal ids, rounded to the gradient's dtype once.
-      ids: integers `[...]`. Negative ids count from the end, and rows of ids out of range are NaN.
-      out_sharding: sharding of the rows under a mesh with explicit axes, which JAX asks for.
+      table: a stored weight `[rows, n]` with one scale. A parameter made by
+        `tcfp_jax.store` has a gradient under `tcfp_jax.value_and_grad`: float32 sums
+        over equal ids, rounded to the gradient's dtype once.
+      ids: integers `[...]`. Negative ids count from the end, and rows of ids out of
+        range are NaN.
+      out_sharding: sharding of the rows under a mesh with explicit axes, which JAX asks
+        for.
 
     Returns:
-      `[..., n]` in the dtype of the float parameter; float32 for a table that is not a parameter.
+      `[..., n]` in the dtype of the float parameter; float32 for a table that is not a
+        parameter.
 
     Raises:
       TypeError: `table` is not a stored weight, or the ids are not integers.
@@ -45,50 +55,90 @@ def lookup(table: Stored, ids: jax.Array, *, out_sharding: Sharding = None) -> j
     [[3.0, 4.0], [1.0, 2.0]]
     """
     if not isinstance(table, Stored):
-        raise TypeError(f"table is a {type(table).__name__}, not a stored weight; use jnp.take(table, ids, axis=0)")
+        raise TypeError(
+            f"table is a {type(table).__name__}, not a stored weight; use"
+            " jnp.take(table, ids, axis=0)"
+        )
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids have dtype {ids.dtype}; a lookup takes integers, use ids.astype(jnp.int32)")
+        raise TypeError(
+            f"ids have dtype {ids.dtype}; a lookup takes integers, use"
+            " ids.astype(jnp.int32)"
+        )
     if len(table.shape) != 2 or not isinstance(table.scaling, Tensor):
         raise ValueError(
-            f"the table is {list(table.shape)} with {table.scaling}, but rows are looked up in a matrix [rows, n] with "
-            "one scale; look up in one entry of a stack, or take floats with dequantize()"
+            f"the table is {list(table.shape)} with {table.scaling}, but rows are"
+            " looked up in a matrix [rows, n] with one scale; look up in one entry of"
+            " a stack, or take floats with dequantize()"
         )
     dtype = jnp.float32 if table.training is None else table.training.dtype
-    take = lambda matrix, ids: matrix.at[ids].get(mode="fill", fill_value=0x7F, out_sharding=out_sharding)
+    take = lambda matrix, ids: matrix.at[ids].get(
+        mode="fill", fill_value=0x7F, out_sharding=out_sharding
+    )
     return gathered(constant(table.read()).for_dgrad(), take, ids, dtype, table._slot)
 
 
-def gathered(table: Operand, gather: Gather, indices: jax.Array, dtype: DTypeLike, slot: jax.Array | None) -> jax.Array:
-    """Return entries of dequantized codes with one scale; the gradient goes to `slot`, of which nothing is read.
+def gathered(
+    table: Operand,
+    gather: Gather,
+    indices: jax.Array,
+    dtype: DTypeLike,
+    slot: jax.Array | None,
+) -> jax.Array:
+    """Return entries of dequantized codes with one scale; the gradient goes to `slot`,
+    of which nothing is read.
 
-    The gather sees bytes: out of range it has to give 0x7F, which is NaN in both FP8 formats, or 0.
+    The gather sees bytes: out of range it has to give 0x7F, which is NaN in both FP8
+    formats, or 0.
     """
 
     def take(codes: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(codes, jnp.uint8), indices), codes.dtype)
+        return lax.bitcast_convert_type(
+            gather(lax.bitcast_convert_type(codes, jnp.uint8), indices), codes.dtype
+        )
 
     lo = None if table.lo is None else take(table.lo)
-    rows = dataclasses.replace(table, values=take(table.values), lo=lo).dequantize(dtype)
-    return rows if slot is None else _with_gradient(gather, jax.typeof(slot), rows, slot, indices)
+    rows = dataclasses.replace(table, values=take(table.values), lo=lo).dequantize(
+        dtype
+    )
+    return (
+        rows
+        if slot is None
+        else _with_gradient(gather, jax.typeof(slot), rows, slot, indices)
+    )
 
 
 def with_gradient(values: jax.Array, slot: jax.Array) -> jax.Array:
-    """Return values whose gradient goes to a slot of their shape, of which nothing is read."""
-    return _with_gradient(lambda slot, indices: slot, jax.typeof(slot), values, slot, jnp.zeros((), jnp.int32))
+    """Return values whose gradient goes to a slot of their shape, of which nothing is
+    read.
+    """
+    return _with_gradient(
+        lambda slot, indices: slot,
+        jax.typeof(slot),
+        values,
+        slot,
+        jnp.zeros((), jnp.int32),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradient(gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, indices: jax.Array) -> jax.Array:
+def _with_gradient(
+    gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, indices: jax.Array
+) -> jax.Array:
     """Return rows, whose gradient goes to the slot, of type `kind`."""
     return rows
 
 
 def _backward(gather: Gather, kind: Any, indices: jax.Array, g: jax.Array) -> Any:
-    # A frequent token has thousands of gradients; a sum in bfloat16 would stop growing after 256 of them.
-    wide = jax.linear_transpose(lambda slot: gather(slot, indices), kind.update(dtype=jnp.dtype(jnp.float32)))
+    # A frequent token has thousands of gradients; a sum in bfloat16 would stop growing
+    # after 256 of them.
+    wide = jax.linear_transpose(
+        lambda slot: gather(slot, indices), kind.update(dtype=jnp.dtype(jnp.float32))
+    )
     (total,) = wide(g.astype(jnp.float32))
     return None, total.astype(kind.dtype), None
 
 
-_with_gradient.defvjp(lambda gather, kind, rows, slot, indices: (rows, indices), _backward)
+_with_gradient.defvjp(
+    lambda gather, kind, rows, slot, indices: (rows, indices), _backward
+)

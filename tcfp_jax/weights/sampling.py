@@ -1,8 +1,10 @@
-"""A sample of a weight: 16 values of each matrix, 64 bytes, which show that an array is another than before.
+"""A sample of a weight: 16 values of each matrix, 64 bytes, which show that an array is
+another than before.
 
-A sample detects changes of a whole weight: an optimizer's step, an average, another checkpoint, a factor. It may miss a
-change of a few values, such as one row of a table. Two users compare samples: `freshness` for weights that an optimizer
-keeps next to float parameters, and `training` for weights that are the parameters.
+A sample detects changes of a whole weight: an optimizer's step, an average, another
+checkpoint, a factor. It may miss a change of a few values, such as one row of a table.
+Two users compare samples: `freshness` for weights that an optimizer keeps next to float
+parameters, and `training` for weights that are the parameters.
 """
 
 import jax
@@ -15,16 +17,19 @@ from pallas_kernels.operands import Operand, Tensor
 from pallas_kernels.specs import entries_of, sharding_of
 
 SIZE = 16  # values in a sample
-# Multiples of these numbers spread evenly over the unit square (the R2 sequence of the plastic number).
+# Multiples of these numbers spread evenly over the unit square (the R2 sequence of the
+# plastic number).
 _STEPS = (0.7548776662466927, 0.5698402909980532)
 
 
 def sample_of(w: jax.Array) -> jax.Array:
-    """Return 16 values of each matrix of `w` `[..., k, n]`, float32 `[..., 16]`; their places depend on k and n alone.
+    """Return 16 values of each matrix of `w` `[..., k, n]`, float32 `[..., 16]`; their
+    places depend on k and n alone.
 
-    Half of the places are the transposes of the other half, so a matrix and its transpose have the same sample in two
-    orders. The sample is NaN, which means "not known" and fits every weight, for a matrix without values and inside
-    `shard_map`, where a device sees a part of the weight with other places.
+    Half of the places are the transposes of the other half, so a matrix and its
+    transpose have the same sample in two orders. The sample is NaN, which means "not
+    known" and fits every weight, for a matrix without values and inside `shard_map`,
+    where a device sees a part of the weight with other places.
 
     >>> sample_of(jnp.ones((3, 8, 4))).shape
     (3, 16)
@@ -35,8 +40,8 @@ def sample_of(w: jax.Array) -> jax.Array:
 def sample_of_codes(rows: Operand) -> jax.Array:
     """Return the sample of the values of two halves `[..., k, n]`.
 
-    A value is a product of codes and scale. Arithmetic on a tree changes the sample as it changes a value, and codes
-    and scale each: their product is then another one.
+    A value is a product of codes and scale. Arithmetic on a tree changes the sample as
+    it changes a value, and codes and scale each: their product is then another one.
 
     >>> from tcfp_jax.weights.quantization import split
     >>> w = jnp.full((4, 4), 0.5)
@@ -46,21 +51,35 @@ def sample_of_codes(rows: Operand) -> jax.Array:
     return _unknown(rows.values) if is_part(rows.values) else _sample_of_codes(rows)
 
 
-def agree(found: jax.Array, sample: jax.Array, tolerance: jax.Array, w: jax.Array) -> jax.Array:
-    """Return whether two samples of `w` `[..., k, n]` agree; bool `[...]`. NaN in either agrees with everything."""
+def agree(
+    found: jax.Array, sample: jax.Array, tolerance: jax.Array, w: jax.Array
+) -> jax.Array:
+    """Return whether two samples of `w` `[..., k, n]` agree; bool `[...]`. NaN in
+    either agrees with everything.
+    """
     sharding = _of_stack(w)
     if sharding is not None:
-        tolerance = jax.sharding.reshard(jnp.broadcast_to(tolerance, sample.shape), sharding)
+        tolerance = jax.sharding.reshard(
+            jnp.broadcast_to(tolerance, sample.shape), sharding
+        )
         sample = jax.sharding.reshard(sample, sharding)
-    close = (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
+    close = (
+        (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
+    )
     return jnp.all(close, axis=-1)
 
 
 def is_part(w: jax.Array) -> bool:
-    """Return whether `w` has no values, or is, or may be, one device's part of a weight."""
+    """Return whether `w` has no values, or is, or may be, one device's part of a
+    weight.
+    """
     kind = jax.typeof(w)
     mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
-    return 0 in w.shape[-2:] or bool(getattr(kind, "vma", None)) or AxisType.Manual in getattr(mesh, "axis_types", ())
+    return (
+        0 in w.shape[-2:]
+        or bool(getattr(kind, "vma", None))
+        or AxisType.Manual in getattr(mesh, "axis_types", ())
+    )
 
 
 def _unknown(w: jax.Array) -> jax.Array:
@@ -75,19 +94,24 @@ def _sample(w: jax.Array) -> jax.Array:
 @jax.jit
 def _sample_of_codes(rows: Operand) -> jax.Array:
     assert rows.lo is not None, "a stored parameter has two halves"
-    # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib 0.10 to 0.12) takes the bytes of a
-    # constant stack in another order.
-    taken = lambda codes: lax.optimization_barrier(_taken(lax.bitcast_convert_type(codes, jnp.uint8)))
+    # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib 0.10
+    # to 0.12) takes the bytes of a constant stack in another order.
+    taken = lambda codes: lax.optimization_barrier(
+        _taken(lax.bitcast_convert_type(codes, jnp.uint8))
+    )
     number = lambda codes: lax.bitcast_convert_type(taken(codes), codes.dtype)
     scale = rows.scale[..., None]
     if rows.scaling != Tensor():
         scale = _taken(jnp.broadcast_to(rows.scale_of_values(), rows.values.shape))
     # hi + lo has 18 bits, and the scale is a power of two: nothing is rounded.
-    return (number(rows.values).astype(jnp.float32) + number(rows.lo).astype(jnp.float32)) * scale
+    return (
+        number(rows.values).astype(jnp.float32) + number(rows.lo).astype(jnp.float32)
+    ) * scale
 
 
 def _taken(w: jax.Array) -> jax.Array:
-    # A gather of single values: a partitioned program reads them on their devices and adds up 16 numbers.
+    # A gather of single values: a partitioned program reads them on their devices and
+    # adds up 16 numbers.
     taken = w.at[(..., *_places(*w.shape[-2:]))]
     return taken.get(mode="promise_in_bounds", out_sharding=_of_stack(w))
 
@@ -95,12 +119,21 @@ def _taken(w: jax.Array) -> jax.Array:
 def _places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows and columns of the values in the sample of a matrix `[k, n]`."""
     first, second = (np.modf(np.arange(1, SIZE // 2 + 1) * step)[0] for step in _STEPS)
-    of_rows, of_columns = np.concatenate([first, second]), np.concatenate([second, first])
+    of_rows, of_columns = (
+        np.concatenate([first, second]),
+        np.concatenate([second, first]),
+    )
     return (of_rows * k).astype(np.int32), (of_columns * n).astype(np.int32)
 
 
 def _of_stack(w: jax.Array) -> NamedSharding | None:
-    """Return the sharding of a sample of `w` under explicit axes: split as its stack, with the 16 values whole."""
+    """Return the sharding of a sample of `w` under explicit axes: split as its stack,
+    with the 16 values whole.
+    """
     sharding = sharding_of(w)
     stack = entries_of(w)[: w.ndim - 2]
-    return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
+    return (
+        None
+        if sharding is None
+        else NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
+    )

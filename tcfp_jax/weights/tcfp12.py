@@ -1,22 +1,28 @@
-"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales per block; 12.5 bits per value.
+"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales per
+block; 12.5 bits per value.
 
     x ~ (value + level[code] * residual_scale) * scale            per block of `block` values on the last axis
 
-`value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to one of 16 levels times a power of
-two. There are two tables of levels: "linear", the integers -8 to 7, and "nf4", the quantiles of a normal distribution
-(QLoRA), which are denser around zero. Both hold an exact zero, so a residual of zero comes back as zero. At block 32
-that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte packs two codes.
+`value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to
+one of 16 levels times a power of two. There are two tables of levels: "linear", the
+integers -8 to 7, and "nf4", the quantiles of a normal distribution (QLoRA), which are
+denser around zero. Both hold an exact zero, so a residual of zero comes back as zero.
+At block 32 that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte
+packs two codes.
 
-The scale of the residual is the power of two that covers the block's largest residual, or half of it if that has the
-smaller squared error: E4M3's residuals shrink with |x|. A stochastic one takes the covering scale: clipping is biased.
+The scale of the residual is the power of two that covers the block's largest residual,
+or half of it if that has the smaller squared error: E4M3's residuals shrink with |x|. A
+stochastic one takes the covering scale: clipping is biased.
 
-The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This module adds the needs of weights in
-training: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN, subnormal float32 read as
-zero, and an array type whose fields products and checkpoints read directly.
-For finite `x` without subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
+The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This
+module adds the needs of weights in training: blocks of any even size, scales by RMS, a
+NaN or inf that makes its whole block NaN, subnormal float32 read as zero, and an array
+type whose fields products and checkpoints read directly. For finite `x` without
+subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
 `quantize_tcfp12(x).dequantize()` is `formats.cast(x, formats.tcfp12)` bit for bit.
 
-Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP Microscaling Formats 1.0, 2023.
+Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP
+Microscaling Formats 1.0, 2023.
 """
 
 import functools
@@ -52,7 +58,9 @@ SIGMA = 3.0
 LARGEST_BLOCK = 1024  # keeps sums of squares in steps of 1/256 below 2**31
 _FIXED_POINT = 256.0
 _BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
-LEVELS: dict[str, np.ndarray] = {name: np.array(book.tables[0], np.float32) for name, book in _BOOKS.items()}
+LEVELS: dict[str, np.ndarray] = {
+    name: np.array(book.tables[0], np.float32) for name, book in _BOOKS.items()
+}
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +69,12 @@ class PackedTCFP12:
     """A tensor in the packed format; made by `quantize_tcfp12`.
 
     Attributes:
-      values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
-      codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even position in the low half.
-      scale, residual_scale: float8_e8m0fnu `[..., blocks]`; the latter is code 0 if a block's residual is zero.
+      values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with
+        zeros.
+      codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even
+        position in the low half.
+      scale, residual_scale: float8_e8m0fnu `[..., blocks]`; the latter is code 0 if a
+        block's residual is zero.
       length: size of the last axis of the unpacked tensor.
       residual: "linear" or "nf4".
     """
@@ -83,10 +94,14 @@ class PackedTCFP12:
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        return sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self)
+        )
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return `(value + level * residual_scale) * scale`, in float32 and then `dtype`.
+        """Return `(value + level * residual_scale) * scale`, in float32 and then
+        `dtype`.
 
         Raises:
           ValueError: an array does not fit the format, as in a damaged file.
@@ -96,12 +111,20 @@ class PackedTCFP12:
         leading = [[size] for size in outer]
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
         places = regrouped(pairs, [*leading, [block // 2, 2]])
-        levels = jnp.asarray(LEVELS[self.residual]).at[places].get(out_sharding=sharding_of(places))
+        levels = (
+            jnp.asarray(LEVELS[self.residual])
+            .at[places]
+            .get(out_sharding=sharding_of(places))
+        )
         residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
-        # The values were rounded before they were cast (`round_to`), so XLA changes nothing if it cancels this cast.
-        total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(self.scale)[..., None]
+        # The values were rounded before they were cast (`round_to`), so XLA changes
+        # nothing if it cancels this cast.
+        total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(
+            self.scale
+        )[..., None]
         flat = regrouped(total, [*leading[:-1], [outer[-1], block]])
-        if flat.shape[-1] != self.length:  # a device would have more of the padding than others
+        # A device would have more of the padding than others
+        if flat.shape[-1] != self.length:
             flat = moved(flat, (*entries_of(flat)[:-1], None))[..., : self.length]
         return flat.astype(dtype)
 
@@ -118,24 +141,30 @@ def quantize_tcfp12(
     sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> PackedTCFP12:
-    """Return `x` in the packed TCFP-12 format; see the module's docstring for the formula.
+    """Return `x` in the packed TCFP-12 format; see the module's docstring for the
+    formula.
 
     Args:
-      x: real floats `[..., length]`; a short last block is padded, and arithmetic is float32.
-      block: the number of values that share two scales, even and up to 1024; a value takes 12 + 16 / block bits.
+      x: real floats `[..., length]`; a short last block is padded, and arithmetic is
+        float32.
+      block: the number of values that share two scales, even and up to 1024; a value
+        takes 12 + 16 / block bits.
       residual: "linear" or "nf4", the table of levels.
-      scale: "amax" scales a block by its max |x|. "sigma" scales it by min(max |x|, sigma * RMS): E4M3's range then
-        serves the bulk of the block, and larger values are left to the residual or clipped.
+      scale: "amax" scales a block by its max |x|. "sigma" scales it by min(max |x|,
+        sigma * RMS): E4M3's range then serves the bulk of the block, and larger values
+        are left to the residual or clipped.
       sigma: the positive factor of the RMS for `scale="sigma"`.
-      key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
+      key: JAX random key; rounds the residual stochastically, so that E[dequantized] =
+        x.
 
     Returns:
       `PackedTCFP12`. A NaN or inf makes its block NaN, and no other.
 
     Raises:
       TypeError: `x` is not real floating point.
-      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not positive and finite or is given
-        without `scale="sigma"`, an unknown `residual` or `scale`, or a key with `scale="sigma"`, which clips.
+      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not
+        positive and finite or is given without `scale="sigma"`, an unknown `residual`
+        or `scale`, or a key with `scale="sigma"`, which clips.
 
     >>> packed = quantize_tcfp12(jnp.linspace(-1.0, 1.0, 64))
     >>> packed.nbytes * 8 / 64
@@ -146,19 +175,35 @@ def quantize_tcfp12(
     # Blocks cut the last axis, so the result has it whole under explicit axes.
     leading = entries_of(x)[:-1]
     packed = functools.partial(_packed, block, residual, scale, sigma)
-    return with_automatic_axes(packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), x, key)
+    return with_automatic_axes(
+        packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), x, key
+    )
 
 
 def _packed(
-    block: int, residual: Residual, scale: BlockScale, sigma: float, x: jax.Array, key: jax.Array | None
+    block: int,
+    residual: Residual,
+    scale: BlockScale,
+    sigma: float,
+    x: jax.Array,
+    key: jax.Array | None,
 ) -> PackedTCFP12:
     count = -(-x.shape[-1] // block)
-    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
+    padded = jnp.pad(
+        x.astype(jnp.float32),
+        [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])],
+    )
     blocks = padded.reshape(*x.shape[:-1], count, block)
-    factor = numerics.pow2_cover(_bound(blocks, scale, sigma), numerics.largest(VALUE_DTYPE))
-    scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
+    factor = numerics.pow2_cover(
+        _bound(blocks, scale, sigma), numerics.largest(VALUE_DTYPE)
+    )
+    scaled = (
+        numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
+    )
     random = None
-    if key is not None:  # the numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its results
+    # The numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its
+    # results
+    if key is not None:
         uniform = jax.random.uniform(key, blocks.shape, jnp.float32)
         random = (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
     values, codes, residual_scale = _round(scaled, residual, random)
@@ -173,7 +218,9 @@ def _packed(
     )
 
 
-def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def dequantize_tcfp12(
+    packed: PackedTCFP12, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
     """Return the unpacked tensor, in `dtype`.
 
     Raises:
@@ -185,10 +232,17 @@ def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> j
     [1.0, -0.5, 0.25]
     """
     if not isinstance(packed, PackedTCFP12):
-        raise TypeError(f"packed is a {type(packed).__name__}; make a PackedTCFP12 with tcfp_jax.quantize_tcfp12 first")
+        raise TypeError(
+            f"packed is a {type(packed).__name__}; make a PackedTCFP12 with"
+            " tcfp_jax.quantize_tcfp12 first"
+        )
     _check_parts(packed)
     leading = entries_of(packed.values)[:-2]
-    return with_automatic_axes(lambda packed: packed.dequantize(dtype), lambda _: PartitionSpec(*leading), packed)
+    return with_automatic_axes(
+        lambda packed: packed.dequantize(dtype),
+        lambda _: PartitionSpec(*leading),
+        packed,
+    )
 
 
 def fake_quantize(
@@ -200,7 +254,8 @@ def fake_quantize(
     sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Return `x` rounded to the packed TCFP-12 format, in its own dtype, with the straight-through gradient.
+    """Return `x` rounded to the packed TCFP-12 format, in its own dtype, with the
+    straight-through gradient.
 
     It has the arguments and errors of `quantize_tcfp12`.
 
@@ -209,34 +264,50 @@ def fake_quantize(
     """
     x = jnp.asarray(x)
     options: Any = dict(residual=residual, scale=scale, sigma=sigma)
-    rounded = lambda x, key: quantize_tcfp12(x, block, key=key, **options).dequantize(x.dtype)
+    rounded = lambda x, key: quantize_tcfp12(x, block, key=key, **options).dequantize(
+        x.dtype
+    )
     same = PartitionSpec(*entries_of(x))
-    # x - stop_gradient(x) is 0 with gradient 1, so the value stays exactly the dequantized one.
-    return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (x - lax.stop_gradient(x))
+    # x - stop_gradient(x) is 0 with gradient 1, so the value stays exactly the
+    # dequantized one.
+    return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (
+        x - lax.stop_gradient(x)
+    )
 
 
 def _check_parts(packed: PackedTCFP12) -> None:
     """Raise a ValueError unless arrays, length and residual fit one packed tensor."""
     shape: tuple[int, ...] = getattr(packed.values, "shape", ())
     if len(shape) < 2 or shape[-1] % 2:
-        raise ValueError(f"values of the packed tensor have shape {shape}, not [..., blocks, block] of an even block")
+        raise ValueError(
+            f"values of the packed tensor have shape {shape}, not [..., blocks, block]"
+            " of an even block"
+        )
     wanted = {
-        "values": (VALUE_DTYPE, shape), "codes": (jnp.uint8, (*shape[:-1], shape[-1] // 2)),
-        "scale": (jnp.float8_e8m0fnu, shape[:-1]), "residual_scale": (jnp.float8_e8m0fnu, shape[:-1]),
-    }  # fmt: skip
+        "values": (VALUE_DTYPE, shape),
+        "codes": (jnp.uint8, (*shape[:-1], shape[-1] // 2)),
+        "scale": (jnp.float8_e8m0fnu, shape[:-1]),
+        "residual_scale": (jnp.float8_e8m0fnu, shape[:-1]),
+    }
     for name, (dtype, expected) in wanted.items():
         part = getattr(packed, name)
         found = (getattr(part, "dtype", None), getattr(part, "shape", None))
         if found != (dtype, expected):
             raise ValueError(
-                f"{name} of the packed tensor is {found[0]}{found[1]}, and with values of shape {shape} it is "
-                f"{jnp.dtype(dtype)}{expected}; restore it into what quantize_tcfp12 made"
+                f"{name} of the packed tensor is {found[0]}{found[1]}, and with values"
+                f" of shape {shape} it is {jnp.dtype(dtype)}{expected}; restore it into"
+                " what quantize_tcfp12 made"
             )
     (*_, blocks, block), length = shape, packed.length
     if not isinstance(length, numbers.Integral) or -(-length // block) != blocks:
-        raise ValueError(f"length={length!r} does not end in the last of {blocks} blocks of {block} values")
+        raise ValueError(
+            f"length={length!r} does not end in the last of {blocks} blocks of {block}"
+            " values"
+        )
     if not isinstance(packed.residual, str) or packed.residual not in LEVELS:
-        raise ValueError(f"residual={packed.residual!r} is unknown; use one of {list(LEVELS)}")
+        raise ValueError(
+            f"residual={packed.residual!r} is unknown; use one of {list(LEVELS)}"
+        )
 
 
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
@@ -244,42 +315,71 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     amax = numerics.amax(blocks, axis=-1)
     if scale == "amax":
         return amax
-    # The unit is a power of two near amax, because squares of large and small numbers leave float32's range.
+    # The unit is a power of two near amax, because squares of large and small numbers
+    # leave float32's range.
     unit = numerics.pow2_cover(amax, 4.0)
-    # In steps of 1/256 the sum of squares is an integer, which is exact on every backend.
+    # In steps of 1/256 the sum of squares is an integer, which is exact on every
+    # backend.
     scaled = blocks * numerics.reciprocal_pow2(unit)[..., None]
     steps = lax.round(scaled * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
-    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(jnp.int32)
+    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(
+        jnp.int32
+    )
     squares = jnp.sum(steps * steps, axis=-1)
-    root_mean_square = unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
+    root_mean_square = (
+        unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
+    )
     bound = jnp.minimum(amax, jnp.float32(sigma) * root_mean_square)
     return jnp.where(jnp.isfinite(amax), bound, amax)
 
 
 @functools.partial(jax.jit, static_argnames="residual")
-def _round(scaled: jax.Array, residual: Residual, random: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Return (float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of scaled blocks."""
+def _round(
+    scaled: jax.Array, residual: Residual, random: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Return (float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of
+    scaled blocks.
+    """
     finite = jnp.isfinite(scaled)
     # The format library saturates an inf, which must stay visible.
     scaled = jnp.where(finite, scaled, jnp.float32(jnp.nan))
     modes = Modes() if random is None else Modes(roundmode="stochastic")
-    # `formats.tcfp12` for values that are scaled already, with one block of any size in each row.
+    # `formats.tcfp12` for values that are scaled already, with one block of any size in
+    # each row.
     format = datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
     parts = quantize(to_bits(scaled), format, modes, random)
     left = parts.residual
     assert left is not None and left.exponent is not None
     lost = ~jnp.all(finite, axis=-1)
     codes = jnp.where(lost[..., None], 0, left.value.reshape(scaled.shape))
-    code = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127).astype(jnp.uint8)
+    code = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127).astype(
+        jnp.uint8
+    )
     return parts.value, codes, lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
 
 
-def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, key: jax.Array | None) -> None:
+def _check(
+    x: jax.Array,
+    block: int,
+    residual: str,
+    scale: str,
+    sigma: float,
+    key: jax.Array | None,
+) -> None:
     check_real("x", x)
     if x.ndim == 0:
-        raise ValueError("x is a scalar, but blocks run along the last axis; use x[None]")
-    if not isinstance(block, numbers.Integral) or not 2 <= block <= LARGEST_BLOCK or block % 2:
-        raise ValueError(f"block={block!r} must be even (two codes share a byte) and from 2 to {LARGEST_BLOCK}; use 32")
+        raise ValueError(
+            "x is a scalar, but blocks run along the last axis; use x[None]"
+        )
+    if (
+        not isinstance(block, numbers.Integral)
+        or not 2 <= block <= LARGEST_BLOCK
+        or block % 2
+    ):
+        raise ValueError(
+            f"block={block!r} must be even (two codes share a byte) and from 2 to"
+            f" {LARGEST_BLOCK}; use 32"
+        )
     if not isinstance(residual, str) or residual not in LEVELS:
         raise ValueError(f"residual={residual!r} is unknown; use one of {list(LEVELS)}")
     if not isinstance(scale, str) or scale not in ("amax", "sigma"):
@@ -288,10 +388,12 @@ def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, ke
         raise ValueError(f"sigma={sigma!r} must be positive and finite; use 3.0")
     if sigma != SIGMA and scale != "sigma":
         raise ValueError(
-            f'sigma={sigma} with scale={scale!r}, which does not read it; use scale="sigma", or leave sigma'
+            f"sigma={sigma} with scale={scale!r}, which does not read it; use"
+            ' scale="sigma", or leave sigma'
         )
     check_key(key)
     if key is not None and scale == "sigma":
         raise ValueError(
-            'key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key'
+            'key= rounds without bias, but scale="sigma" clips, which is biased; use'
+            ' scale="amax" or no key'
         )

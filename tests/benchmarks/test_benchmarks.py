@@ -27,7 +27,7 @@ from benchmarks import (
     report,
     timing,
     tune,
-)  # fmt: skip
+)
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference
@@ -36,17 +36,29 @@ from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
 DEVICE = jax.devices()[0].device_kind
-SMOKES = ("gemm", "grouped", "routing", "head", "quantizers", "scaled_products", "quality", "memory")
+SMOKES = (
+    "gemm",
+    "grouped",
+    "routing",
+    "head",
+    "quantizers",
+    "scaled_products",
+    "quality",
+    "memory",
+)
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The folder of results and a function of a name: the rows of one smoke run of that benchmark."""
+    """The folder of results and a function of a name: the rows of one smoke run of that
+    benchmark.
+    """
     out = tmp_path_factory.mktemp("results")
 
     @functools.cache
     def run(name):
-        # `benchmarks.gemm` runs other benchmarks, too, which have cases of their own here.
+        # `benchmarks.gemm` runs other benchmarks, too, which have cases of their own
+        # here.
         more = ["--measure", "products"] if name == "gemm" else []
         return common.main(name, ["--smoke", "--out", str(out), *more])
 
@@ -66,19 +78,35 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
     expected = [dataclasses.asdict(r) for r in rows if isinstance(r, module.Row)]
     assert content["rows"] == json.loads(json.dumps(expected)) != []
     for row in content["rows"]:
-        assert all(math.isfinite(value) for value in row.values() if isinstance(value, int | float))
+        assert all(
+            math.isfinite(value)
+            for value in row.values()
+            if isinstance(value, int | float)
+        )
     result = common.read_result(name, out)
     titles, rule, *lines = module.table(result).split("\n\n")[0].splitlines()
-    assert len(lines) > 0 and {line.count("|") for line in lines} == {titles.count("|")} == {rule.count("|")}
+    assert len(lines) > 0 and {line.count("|") for line in lines} == {
+        titles.count("|")
+    } == {rule.count("|")}
 
 
-@pytest.mark.parametrize("name", sorted({name.partition("-")[0] for name in report.SECTIONS}))
+@pytest.mark.parametrize(
+    "name", sorted({name.partition("-")[0] for name in report.SECTIONS})
+)
 def test_every_benchmark_has_the_same_shape(name):
     module = report.benchmark(name)
     assert name == module.NAME
-    assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(module.Row)
-    assert all(callable(getattr(module, part)) for part in ("configure", "measure", "table"))
-    assert Path(module.__file__).read_text().endswith('if __name__ == "__main__":\n    common.command(NAME)\n')
+    assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(
+        module.Row
+    )
+    assert all(
+        callable(getattr(module, part)) for part in ("configure", "measure", "table")
+    )
+    assert (
+        Path(module.__file__)
+        .read_text()
+        .endswith('if __name__ == "__main__":\n    common.command(NAME)\n')
+    )
 
 
 @pytest.mark.parametrize("name", card.RUNS)
@@ -89,46 +117,81 @@ def test_every_run_of_a_card_is_a_command(name, monkeypatch):
     options = common.parse(benchmark, [*arguments, "--smoke"])
     (chosen,) = benchmark.beside(options) if hasattr(benchmark, "beside") else (module,)
     assert chosen == name.partition("-")[0]
-    assert dataclasses.is_dataclass(importlib.import_module(f"benchmarks.{chosen}").configure(options))
+    assert dataclasses.is_dataclass(
+        importlib.import_module(f"benchmarks.{chosen}").configure(options)
+    )
 
 
-def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(tmp_path, monkeypatch, capsys):
+def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
+    tmp_path, monkeypatch, capsys
+):
     ran = []
 
     def run(command, env, **_):
         ran.append(command)
-        assert env["XLA_FLAGS"] == ""  # not those of the tests: a baseline is what users have
+        # Not those of the tests: a baseline is what users have
+        assert env["XLA_FLAGS"] == ""
         if "benchmarks.head" in command:
-            return subprocess.CompletedProcess(command, 1, stdout="", stderr="no memory")
+            return subprocess.CompletedProcess(
+                command, 1, stdout="", stderr="no memory"
+            )
         folder = Path(command[command.index("--out") + 1]) / "a-card"
         folder.mkdir()
-        (folder / "any.json").write_text(json.dumps({"header": {"library": common.library_digest()}}))
+        (folder / "any.json").write_text(
+            json.dumps({"header": {"library": common.library_digest()}})
+        )
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
     monkeypatch.setattr(card, "_device", lambda: ("a-card", 1))
     monkeypatch.setattr(card.subprocess, "run", run)
-    monkeypatch.setattr(card, "RUNS", {name: card.RUNS[name] for name in ("head", "adamw", "fsdp", "casts")})
+    monkeypatch.setattr(
+        card,
+        "RUNS",
+        {name: card.RUNS[name] for name in ("head", "adamw", "fsdp", "casts")},
+    )
     assert card.main(["--out", str(tmp_path)]) == 1
-    assert [*(path.name for path in sorted(tmp_path.glob("*/*")))] == ["adamw.json", "casts.json"]
-    assert "no memory" in (printed := capsys.readouterr().out) and "head: FAILED" in printed
+    assert [*(path.name for path in sorted(tmp_path.glob("*/*")))] == [
+        "adamw.json",
+        "casts.json",
+    ]
+    assert (
+        "no memory" in (printed := capsys.readouterr().out)
+        and "head: FAILED" in printed
+    )
     ran.clear()
-    assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0 and not ran  # one is left, the first share's
-    assert card.main(["--out", str(tmp_path), "--only", "casts", "--seconds", "1"]) == 0 and not ran
+    # one is left, the first share's
+    assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0 and not ran
+    assert (
+        card.main(["--out", str(tmp_path), "--only", "casts", "--seconds", "1"]) == 0
+        and not ran
+    )
     assert "left for another call" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_quality_finds_what_theory_says(smoke):
-    rows = {(row.question, row.name): row for row in smoke[1]("quality") if row.distribution == "gaussian"}
+    rows = {
+        (row.question, row.name): row
+        for row in smoke[1]("quality")
+        if row.distribution == "gaussian"
+    }
     assert rows["format", "hi+lo"].snr_db > 63.9
     assert rows["format", "hi+lo"].bits == pytest.approx(16, abs=0.01)
     assert rows["format", "TCFP-12 linear"].bits == pytest.approx(12.5, abs=0.01)
     assert rows["format", "TCFP-12 linear"].snr_db > 45.5
-    assert rows["format", "TCFP-12 NF4"].snr_db > rows["format", "TCFP-12 linear"].snr_db
+    assert (
+        rows["format", "TCFP-12 NF4"].snr_db > rows["format", "TCFP-12 linear"].snr_db
+    )
     assert rows["format", "hi+lo, stochastic lo"].snr_db > 60
-    assert rows["output", "E4M3 x hi+lo"].snr_db > rows["output", "E4M3 x E4M3"].snr_db + 2
-    (still,) = (row for (question, _), row in rows.items() if question == "still weight")
-    (moving,) = (row for (question, _), row in rows.items() if question == "moving weight")
+    assert (
+        rows["output", "E4M3 x hi+lo"].snr_db > rows["output", "E4M3 x E4M3"].snr_db + 2
+    )
+    (still,) = (
+        row for (question, _), row in rows.items() if question == "still weight"
+    )
+    (moving,) = (
+        row for (question, _), row in rows.items() if question == "moving weight"
+    )
     assert still.ratio <= 0.01
     assert moving.snr_db >= 60
 
@@ -143,17 +206,27 @@ def test_distributions_are_what_they_are_called(distribution):
     x = np.asarray(quality.draw(distribution, (256, 256), 0), np.float64)
     kurtosis = np.mean(x**4) / np.mean(x**2) ** 2
     assert abs(x.mean()) < 0.1
-    low, high = {"gaussian": (2.8, 3.2), "uniform": (1.7, 1.9)}.get(distribution, (8, math.inf))
+    low, high = {"gaussian": (2.8, 3.2), "uniform": (1.7, 1.9)}.get(
+        distribution, (8, math.inf)
+    )
     assert low < kurtosis < high
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch):
     right = products.bf16_product(*random_operands(GemmShape(16, 32, 16)))
     assert products.check_product(right) <= 1
-    wrong = dataclasses.replace(right, function=lambda *args: right.function(*args).at[3, 5].add(1.0))
-    monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
+    wrong = dataclasses.replace(
+        right, function=lambda *args: right.function(*args).at[3, 5].add(1.0)
+    )
+    monkeypatch.setattr(
+        timing, "time_interleaved", lambda *args, **options: pytest.fail("timed")
+    )
     with pytest.raises(ArithmeticError, match="not timed"):
-        list(gemm.measure_products(gemm.Config((GemmShape(16, 32, 16),)), lambda *_: [right, wrong]))
+        list(
+            gemm.measure_products(
+                gemm.Config((GemmShape(16, 32, 16),)), lambda *_: [right, wrong]
+            )
+        )
     with pytest.raises(ValueError, match="MxKxN"):
         GemmShape.parse("8x16")
 
@@ -161,7 +234,9 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
 @pytest.mark.slow
 def test_quantizers_are_compared_before_they_are_timed(smoke):
     smoke[1]("quantizers")
-    content = json.loads((smoke[0] / common.device_slug() / "quantizers.json").read_text())
+    content = json.loads(
+        (smoke[0] / common.device_slug() / "quantizers.json").read_text()
+    )
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
     with pytest.raises(ArithmeticError, match="differs from the reference"):
@@ -173,13 +248,22 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     tuning.PATH.write_text('{"another": {}}')
     tuning.load.cache_clear()
     case = tune.product_case(GemmShape(128, 128, 128), products.Form(2, "fast"))
-    kept = [c for c in case.candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)][:2]
+    kept = [
+        c for c in case.candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)
+    ][:2]
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
         tune.write(case.op, entry)
-    assert tuning.find(DEVICE, Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
+    assert (
+        tuning.find(DEVICE, Key(case.op, case.variant, (128, 256, 128)), entry.backend)
+        == entry
+    )
     assert set(json.loads(tuning.PATH.read_text())) == {"another", DEVICE}
-    wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
+    wrong = (
+        "triton",
+        jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)),
+        None,
+    )
     with pytest.raises(ArithmeticError, match="differs from xla"):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
     tuning.load.cache_clear()
@@ -187,15 +271,28 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
 
 def test_tuning_of_grouped_products_checks_them():
     names = ["matmul", "matmul", "weight_gradient"] * 2
-    assert [case.op for case in tune._grouped()][:6] == [f"grouped_{name}" for name in names]
-    shape, options = grouped.Shape(256, 128, 64, 3), Product(jnp.dtype(jnp.bfloat16), "full")
+    assert [case.op for case in tune._grouped()][:6] == [
+        f"grouped_{name}" for name in names
+    ]
+    shape, options = (
+        grouped.Shape(256, 128, 64, 3),
+        Product(jnp.dtype(jnp.bfloat16), "full"),
+    )
     for part in grouped.PARTS[:3]:
         case = tune._grouped_case(part, shape, jnp.dtype(jnp.float8_e4m3fn), options)
         assert len({way[2] for way in case.candidates}) == len(case.candidates) > 2
         run = getattr(reference, case.op)
-        right, ones = jax.jit(functools.partial(run, options)), jax.jit(lambda *a, run=run: run(options, *a) + 1)
-        ways = [("mosaic", right, case.candidates[0][2]), ("mosaic", right, case.candidates[1][2])]
-        assert tune.time_case(case._replace(candidates=ways)).configs["mosaic"]["tile_k"] in (64, 128)
+        right, ones = (
+            jax.jit(functools.partial(run, options)),
+            jax.jit(lambda *a, run=run: run(options, *a) + 1),
+        )
+        ways = [
+            ("mosaic", right, case.candidates[0][2]),
+            ("mosaic", right, case.candidates[1][2]),
+        ]
+        assert tune.time_case(case._replace(candidates=ways)).configs["mosaic"][
+            "tile_k"
+        ] in (64, 128)
         with pytest.raises(ArithmeticError, match="differs from mosaic"):
             tune.time_case(case._replace(candidates=[ways[0], ("mosaic", ones, None)]))
         with pytest.raises(ArithmeticError, match="the product is wrong"):
@@ -205,13 +302,18 @@ def test_tuning_of_grouped_products_checks_them():
 @pytest.mark.slow
 def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypatch):
     committed = tuning.load()["NVIDIA H200"]
-    ops = {op: [(e.shape, e.variant) for e in entries] for op, entries in committed.items()}
+    ops = {
+        op: [(e.shape, e.variant) for e in entries] for op, entries in committed.items()
+    }
     cases = list(tune.grid())
     assert len({case[:3] for case in cases}) == len(cases) < 250
     for case in cases:
         ops.setdefault(case.op, []).append((case.shape, case.variant))
     fill = dict(backend="xla", milliseconds={"xla": 1.0}, configs={})
-    entries = {op: [dict(shape=s, variant=v, **fill) for s, v in named] for op, named in ops.items()}
+    entries = {
+        op: [dict(shape=s, variant=v, **fill) for s, v in named]
+        for op, named in ops.items()
+    }
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
     tuning.PATH.write_text(json.dumps({DEVICE: entries}))
     tuning.load.cache_clear()
@@ -220,8 +322,16 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     asked = [(size, name) for size in sizes for name in ("tensorwise", "rowwise")]
     asked += [(size, "blockwise") for size in sizes if min(size) >= 2048]
     # Shapes of Llama-8B, of llama-124m, and between those of the grid.
-    asked += [((8192, 4096, n), name) for n in (1024, 4096, 14336) for name in (*one_scale, "blockwise")]
-    asked += [(size, name) for size in ((16384, 768, 2048), (8192, 1024, 1024), (4096, 768, 768)) for name in one_scale]
+    asked += [
+        ((8192, 4096, n), name)
+        for n in (1024, 4096, 14336)
+        for name in (*one_scale, "blockwise")
+    ]
+    asked += [
+        (size, name)
+        for size in ((16384, 768, 2048), (8192, 1024, 1024), (4096, 768, 768))
+        for name in one_scale
+    ]
     for (m, k, n), name in asked:
         assert tcfp_jax.explain((m, k), (k, n), name).speed_over_bf16, (m, k, n, name)
     tuning.load.cache_clear()
@@ -233,12 +343,18 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     tuning.load.cache_clear()
     monkeypatch.setattr(tune, "GRID", (GemmShape(64, 32, 48),))
     monkeypatch.setattr(tune, "H200_SHAPES", ())
-    assert common.main("gemm", ["--tune", "--cases", "grid", "--only", "dot_general"]) == []
+    assert (
+        common.main("gemm", ["--tune", "--cases", "grid", "--only", "dot_general"])
+        == []
+    )
     monkeypatch.setattr(tune, "_ACTIVATIONS", ((64, 32),))
     monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
     key = Key("dot_general", "float32", (32, 64, 48))
-    assert tuning.find(DEVICE, key, "xla").shape == key.shape and tuning.estimate(DEVICE, key, "xla") > 0
+    assert (
+        tuning.find(DEVICE, key, "xla").shape == key.shape
+        and tuning.estimate(DEVICE, key, "xla") > 0
+    )
     assert tuning.is_timed(DEVICE)
     tuning.load.cache_clear()
 
@@ -246,35 +362,61 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
 def test_tuning_stops_at_its_budget(monkeypatch, capsys):
     monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
     monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
-    assert common.main("gemm", ["--tune", "--only", "quantize", "--budget-seconds", "-1"]) == []
+    assert (
+        common.main("gemm", ["--tune", "--only", "quantize", "--budget-seconds", "-1"])
+        == []
+    )
     assert "stopped before quantize rows bfloat16" in capsys.readouterr().out
 
 
 def test_timing_states_its_timer_and_spread():
     x = jnp.ones((64, 64))
-    taken = timing.time_interleaved({"dot": (jax.jit(jnp.dot), (x, x))}, rounds=3, calls=2)["dot"]
+    taken = timing.time_interleaved(
+        {"dot": (jax.jit(jnp.dot), (x, x))}, rounds=3, calls=2
+    )["dot"]
     assert 0 < taken.min_ms <= taken.median_ms <= taken.max_ms
-    assert taken.timer == ("CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock")
+    assert taken.timer == (
+        "CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock"
+    )
 
 
 @pytest.mark.slow
 def test_memory_counts_the_parts(smoke):
     rows = {row.name: row for row in smoke[1]("memory")}
-    assert rows["BF16"].bytes_per_weight == 12 == round(rows["BF16"].state_bytes / rows["BF16"].parameters, 2)
+    assert (
+        rows["BF16"].bytes_per_weight
+        == 12
+        == round(rows["BF16"].state_bytes / rows["BF16"].parameters, 2)
+    )
     for name, per_weight in {"float32": 20, "bfloat16": 18, "float8_e5m2": 17}.items():
-        assert rows[f"tcfp12, error {name}"].bytes_per_weight == pytest.approx(per_weight, abs=0.01)
+        assert rows[f"tcfp12, error {name}"].bytes_per_weight == pytest.approx(
+            per_weight, abs=0.01
+        )
     assert rows["tcfp12, stochastic lo, no error buffer"].errors_bytes == 0
     # 16 samples of each kernel are 0.002 bytes a weight of these small ones.
-    for name, per_weight in {"": 4 + 2 / 128, ", both orientations": 5 + 2 / 128}.items():
-        assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(per_weight, abs=3e-3)
-    assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(10, abs=3e-3)
+    for name, per_weight in {
+        "": 4 + 2 / 128,
+        ", both orientations": 5 + 2 / 128,
+    }.items():
+        assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(
+            per_weight, abs=3e-3
+        )
+    assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(
+        10, abs=3e-3
+    )
     assert len({row.parameters for row in rows.values()}) == 1
 
 
 def test_memory_of_a_whole_model_is_counted(tmp_path):
-    rows = {row.name: row for row in common.main("memory", ["--model", "llama-tiny", "--out", str(tmp_path)])}
+    rows = {
+        row.name: row
+        for row in common.main(
+            "memory", ["--model", "llama-tiny", "--out", str(tmp_path)]
+        )
+    }
     stored = rows[memory.STORED]
-    # The table of tokens is stored with the kernels; norms stay float32 with float32 moments, 12 bytes a weight.
+    # The table of tokens is stored with the kernels; norms stay float32 with float32
+    # moments, 12 bytes a weight.
     assert 4.0 < stored.bytes_per_weight < stored.state_bytes / stored.parameters < 4.05
     assert "nothing was trained" in report.render_section("memory-llama-1b")
     assert list(rows) == ["bf16", "tensorwise", "rowwise", "tcfp12_fast", memory.STORED]
@@ -283,10 +425,26 @@ def test_memory_of_a_whole_model_is_counted(tmp_path):
 def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
     monkeypatch.setattr(common, "take_memory_as_needed", lambda: None)
     for arguments, message in {
-        ("gemm", "--measure", "none"): "error: --measure has ['none'], which are unknown",
-        ("gemm", "--cases", "grid"): "error: --cases is an option of --tune; add --tune, or leave it out",
-        ("gemm", "--tune", "--json"): "error: --json with --tune, which has cases and a file of its own",
-        ("fp4_quality", "--seeds", "0"): "argument --seeds: 0 is not an integer of at least 1; give one",
+        (
+            "gemm",
+            "--measure",
+            "none",
+        ): "error: --measure has ['none'], which are unknown",
+        (
+            "gemm",
+            "--cases",
+            "grid",
+        ): "error: --cases is an option of --tune; add --tune, or leave it out",
+        (
+            "gemm",
+            "--tune",
+            "--json",
+        ): "error: --json with --tune, which has cases and a file of its own",
+        (
+            "fp4_quality",
+            "--seeds",
+            "0",
+        ): "argument --seeds: 0 is not an integer of at least 1; give one",
         ("fp4_quality", "--seeds", "-5"): "argument --seeds: -5 is not",
     }.items():
         monkeypatch.setattr("sys.argv", list(arguments))
@@ -299,9 +457,15 @@ def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
 def test_a_smoke_run_tries_few_candidates_unless_they_are_named(name):
     benchmark = importlib.import_module(f"benchmarks.{name}")
     options = common.parse(benchmark, ["--smoke"])
-    assert {option: getattr(options, option) for option in benchmark.SMOKE_OPTIONS} == benchmark.SMOKE_OPTIONS
+    assert {
+        option: getattr(options, option) for option in benchmark.SMOKE_OPTIONS
+    } == benchmark.SMOKE_OPTIONS
     option, value = next(iter(benchmark.SMOKE_OPTIONS.items()))
-    assert getattr(common.parse(benchmark, ["--smoke", f"--{option}", "mine"]), option) == "mine" != value
+    assert (
+        getattr(common.parse(benchmark, ["--smoke", f"--{option}", "mine"]), option)
+        == "mine"
+        != value
+    )
 
 
 def test_smoke_never_overwrites_committed_numbers():
@@ -316,7 +480,11 @@ def test_a_wrong_grouped_product_is_not_timed():
     for part in ("forward", "wgrad"):
         function, pair = grouped.product_of(part, config, held)
         sizes = grouped.group_sizes(shape, "odd")
-        assert 0 < grouped.check(part, function, pair, sizes, grouped.BF16_SUM_BOUND) <= 1
-        shifted = lambda *operands, function=function: function(*operands[:2], jnp.roll(operands[2], 1))
+        assert (
+            0 < grouped.check(part, function, pair, sizes, grouped.BF16_SUM_BOUND) <= 1
+        )
+        shifted = lambda *operands, function=function: function(
+            *operands[:2], jnp.roll(operands[2], 1)
+        )
         with pytest.raises(ArithmeticError, match=f"{part}: the error is"):
             grouped.check(part, shifted, pair, sizes, grouped.BF16_SUM_BOUND)

@@ -1,4 +1,6 @@
-"""Runs continue their base, are compared with BF16's run from the same base, stop at their budget, and resume."""
+"""Runs continue their base, are compared with BF16's run from the same base, stop at
+their budget, and resume.
+"""
 
 import dataclasses
 import json
@@ -34,7 +36,16 @@ TINY = Config("1x128", GPTConfig(layers=1, width=128, heads=2, context=8), seque
 
 
 def command(out, *more, protocol="fork", names=NAMES_OF_SMOKE):
-    return ["--protocol", protocol, "--smoke", "--out", str(out), "--variants", ",".join(names), *more]
+    return [
+        "--protocol",
+        protocol,
+        "--smoke",
+        "--out",
+        str(out),
+        "--variants",
+        ",".join(names),
+        *more,
+    ]
 
 
 def content_of(out, name=FORK):
@@ -54,55 +65,109 @@ def test_every_fork_is_a_row(smoke):
     assert len({row.base for row in rows}) == 1
     assert [round(row.bytes_per_weight, 2) for row in rows] == [12, 12, 12, 4.02]
     losses = [row.heldout_loss for row in rows]
-    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == len(losses)
+    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == len(
+        losses
+    )
     by_name = {row.name: row for row in rows}
-    near, far = (abs(by_name[name].heldout_loss - losses[0]) for name in (RERUN, OTHER_BATCHES))
+    near, far = (
+        abs(by_name[name].heldout_loss - losses[0]) for name in (RERUN, OTHER_BATCHES)
+    )
     assert near < 1e-3 < far  # other batches are learned
     assert rows[0].heldout_loss_bf16 == rows[0].heldout_loss
     content = content_of(out)
-    assert content["benchmark"] == "convergence" and content["header"]["library"] == common.library_digest()
-    assert content["rows"] == json.loads(json.dumps([dataclasses.asdict(row) for row in rows]))
-    assert content["config"]["text_read"] > 900_000 and len(content["config"]["text"]) == 12
+    assert (
+        content["benchmark"] == "convergence"
+        and content["header"]["library"] == common.library_digest()
+    )
+    assert content["rows"] == json.loads(
+        json.dumps([dataclasses.asdict(row) for row in rows])
+    )
+    assert (
+        content["config"]["text_read"] > 900_000
+        and len(content["config"]["text"]) == 12
+    )
     page = convergence_tables.table(common.read_result(FORK, out))
     assert "hi + lo alone" in page and "| 4.02 |" in page and "4 steps in BF16" in page
     assert f"`{OTHER_BATCHES}` within " in page
-    assert f"every installed package and of Python (1 MB, digest {content['config']['text']})" in page
+    assert (
+        "every installed package and of Python (1 MB, digest"
+        f" {content['config']['text']})" in page
+    )
 
 
 def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
     out, rows = smoke
-    assert common.main("convergence", command(out, "--resume")) == rows  # all of it was there already
+    # all of it was there already
+    assert common.main("convergence", command(out, "--resume")) == rows
     path = tmp_path / common.device_slug() / f"{FORK}.json"
     path.parent.mkdir()
     content = content_of(out)
     path.write_text(json.dumps({**content, "rows": content["rows"][:2]}))
-    assert common.main("convergence", command(tmp_path, "--resume", "--budget-seconds", "-1")) == rows[:2]
+    assert (
+        common.main(
+            "convergence", command(tmp_path, "--resume", "--budget-seconds", "-1")
+        )
+        == rows[:2]
+    )
     assert "2 runs left undone" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"
+        ),
+    ):
         convergence.read_rows(path, TINY)
     assert convergence.read_rows(out / "nothing.json", TINY) == []
 
 
 def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):
-    row = dict(name="bf16", seed=0, heldout_loss=1.0, train_loss=1.0, heldout_loss_bf16=1.0, library="1")
-    header = {"device": "chip", "jax": "1", "commit": "2", "library": "1", "date": "today"}
+    row = dict(
+        name="bf16",
+        seed=0,
+        heldout_loss=1.0,
+        train_loss=1.0,
+        heldout_loss_bf16=1.0,
+        library="1",
+    )
+    header = {
+        "device": "chip",
+        "jax": "1",
+        "commit": "2",
+        "library": "1",
+        "date": "today",
+    }
     path = tmp_path / "chip" / "some.json"
     path.parent.mkdir()
-    content = {"header": header, "config": {}, "rows": [row, {**row, "seed": 1, "device": "other"}]}
+    content = {
+        "header": header,
+        "config": {},
+        "rows": [row, {**row, "seed": 1, "device": "other"}],
+    }
     path.write_text(json.dumps(content))
-    assert [kept["device"] for kept in common.rows_to_resume(path, {})] == ["chip", "other"]
-    assert common.read_result("some", tmp_path).origin.startswith("chip and other, jax 1")
+    assert [kept["device"] for kept in common.rows_to_resume(path, {})] == [
+        "chip",
+        "other",
+    ]
+    assert common.read_result("some", tmp_path).origin.startswith(
+        "chip and other, jax 1"
+    )
     content |= {"rows": [], "header": {**header, "xla_flags": "--a=b"}}
     path.write_text(json.dumps(content))
-    assert common.read_result("some", tmp_path).origin.startswith("chip, jax 1, `XLA_FLAGS=--a=b`, commit 2")
+    assert common.read_result("some", tmp_path).origin.startswith(
+        "chip, jax 1, `XLA_FLAGS=--a=b`, commit 2"
+    )
 
 
-def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path, monkeypatch):
+def test_a_base_that_is_gone_is_trained_again_with_the_baseline(
+    smoke, tmp_path, monkeypatch
+):
     out, rows = smoke
     path = tmp_path / common.device_slug() / f"{FORK}.json"
     path.parent.mkdir()
     content = content_of(out)
-    content["rows"] = [{**dataclasses.asdict(row), "base": "another"} for row in rows[:-1]]
+    content["rows"] = [
+        {**dataclasses.asdict(row), "base": "another"} for row in rows[:-1]
+    ]
     path.write_text(json.dumps(content))
 
     def fail(config, name, *rest):
@@ -112,27 +177,45 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
 
     right = convergence.measure_text
     monkeypatch.setattr(convergence, "measure_text", fail)
-    with pytest.raises(RuntimeError, match="1 runs failed, see above: stored of seed 0"):
-        common.main("convergence", command(tmp_path, "--resume", "--bases", str(out / "bases")))
+    with pytest.raises(
+        RuntimeError, match="1 runs failed, see above: stored of seed 0"
+    ):
+        common.main(
+            "convergence", command(tmp_path, "--resume", "--bases", str(out / "bases"))
+        )
     written = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["base"] == "another") for row in written] == [
-        *((name, True) for name in NAMES_OF_SMOKE[:-1]), (BASELINE, False), (RERUN, False),
-    ]  # fmt: skip
-    assert [row["heldout_loss"] for row in written[-2:]] == [row.heldout_loss for row in rows[:2]]
+        *((name, True) for name in NAMES_OF_SMOKE[:-1]),
+        (BASELINE, False),
+        (RERUN, False),
+    ]
+    assert [row["heldout_loss"] for row in written[-2:]] == [
+        row.heldout_loss for row in rows[:2]
+    ]
 
 
 def test_a_base_of_another_model_is_refused(smoke):
     out, _ = smoke
-    config = dataclasses.replace(TINY, base_steps=4, steps_per_call=1, warmup_steps=2, bases=str(out / "bases"))
-    with pytest.raises(ValueError, match=r"another run: .*in the folder .*or choose another --bases"):
+    config = dataclasses.replace(
+        TINY, base_steps=4, steps_per_call=1, warmup_steps=2, bases=str(out / "bases")
+    )
+    with pytest.raises(
+        ValueError, match=r"another run: .*in the folder .*or choose another --bases"
+    ):
         forks.train_base(config, 0, jnp.zeros(100, jnp.uint8), "", VARIANTS[BASELINE])
 
 
-@pytest.mark.slow  # quicker ones fork by the command, go on from scratch, and round as fake quantization
+# Quicker ones fork by the command, go on from scratch, and round as fake quantization
+@pytest.mark.slow
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
     names = (BASELINE, "fake_quantization")
-    rows = common.main("convergence", command(tmp_path, "--model", "small", protocol="scratch", names=names))
-    assert [(row.name, row.base) for row in rows] == [(name, "seed-0") for name in names]
+    rows = common.main(
+        "convergence",
+        command(tmp_path, "--model", "small", protocol="scratch", names=names),
+    )
+    assert [(row.name, row.base) for row in rows] == [
+        (name, "seed-0") for name in names
+    ]
     assert rows[0].heldout_loss != rows[1].heldout_loss  # it rounds
     config = content_of(tmp_path, SCRATCH)["config"]
     assert config["base_steps"] == 0 and config["parameters"] > 200_000
@@ -145,97 +228,182 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
 @pytest.mark.parametrize("name", [BASELINE, "stored_bf16_head"])
 def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     stack = LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=8)
-    config = Config("1x32", stack, batch=2, sequence=8, warmup_steps=1, steps=8, base_steps=0, steps_per_call=2)
+    config = Config(
+        "1x32",
+        stack,
+        batch=2,
+        sequence=8,
+        warmup_steps=1,
+        steps=8,
+        base_steps=0,
+        steps_per_call=2,
+    )
     config, variant = dataclasses.replace(config, bases=str(tmp_path)), VARIANTS[name]
     text = jnp.asarray(np.random.default_rng(0).integers(0, 256, 400), jnp.int32)
     run = forks.train_config(config, variant)
 
     def train(folder=None, deadline=math.inf):
-        base = forks.train_base(dataclasses.replace(config, bases=None), 0, text, "", VARIANTS[BASELINE])
+        base = forks.train_base(
+            dataclasses.replace(config, bases=None), 0, text, "", VARIANTS[BASELINE]
+        )
         state = forks.start_fork(config, variant, base.state, jax.random.key(0))
-        return forks.advance(config, variant, 0, state, text, config.steps, folder, deadline)
+        return forks.advance(
+            config, variant, 0, state, text, config.steps, folder, deadline
+        )
 
     with forks.claimed(config, "run") as mine, forks.claimed(config, "run") as again:
         assert mine and not again
     for done in ("2 of 8", "4 of 8"):
-        with forks.folder_of(config, run, "", "run") as folder, pytest.raises(TimeoutError, match=done):
+        with (
+            forks.folder_of(config, run, "", "run") as folder,
+            pytest.raises(TimeoutError, match=done),
+        ):
             train(folder, deadline=0.0)
     with forks.folder_of(config, run, "", "run") as folder:
         state, losses, _ = train(folder)
     whole, expected, _ = train()
     assert losses == expected and len(losses) == 8
     assert all(map(jnp.array_equal, jax.tree.leaves(state), jax.tree.leaves(whole)))
-    kinds = [is_stored(leaf) for leaf in jax.tree.leaves(whole.params, is_leaf=is_stored)]
-    assert any(kinds) == (name != BASELINE) and not is_stored(whole.params["embedding"]["embedding"])
+    kinds = [
+        is_stored(leaf) for leaf in jax.tree.leaves(whole.params, is_leaf=is_stored)
+    ]
+    assert any(kinds) == (name != BASELINE) and not is_stored(
+        whole.params["embedding"]["embedding"]
+    )
 
 
 def test_rows_of_other_processes_stay_in_the_file(tmp_path):
     config = dataclasses.replace(TINY, resume=str(tmp_path / "file.json"))
-    mine, theirs = row("stored", 0, "seed-0", 1.0), row(BASELINE, 0, "seed-0", 1.1, device=DEVICE)
+    mine, theirs = (
+        row("stored", 0, "seed-0", 1.0),
+        row(BASELINE, 0, "seed-0", 1.1, device=DEVICE),
+    )
     header = common.make_header()
     common.write_result(tmp_path / "file.json", "convergence", header, config, [theirs])
     assert convergence.joined(config, [mine]) == [theirs, mine]
-    assert convergence.joined(dataclasses.replace(config, resume=None), [mine]) == [mine]
+    assert convergence.joined(dataclasses.replace(config, resume=None), [mine]) == [
+        mine
+    ]
 
 
 def row(name, seed, base, loss, *, milliseconds=None, device=None):
-    of = dict(seed=seed, base=base, milliseconds=milliseconds, seconds=1.0, device=device, library=None)
-    return Row(name=name, train_loss=loss, heldout_loss=loss, heldout_loss_bf16=loss, bytes_per_weight=None, **of)
+    of = dict(
+        seed=seed,
+        base=base,
+        milliseconds=milliseconds,
+        seconds=1.0,
+        device=device,
+        library=None,
+    )
+    return Row(
+        name=name,
+        train_loss=loss,
+        heldout_loss=loss,
+        heldout_loss_bf16=loss,
+        bytes_per_weight=None,
+        **of,
+    )
 
 
 def test_ratios_are_of_one_base():
-    runs = [(BASELINE, 0, "a", 1.0), (BASELINE, 0, "b", 2.0), ("stored", 0, "a", 1.1), ("stored", 1, "b", 1.9)]
-    rows = [row(*run) for run in (*runs, (BASELINE, 3, "d", 1.0), ("stored", 3, "d", 1.0))]
+    runs = [
+        (BASELINE, 0, "a", 1.0),
+        (BASELINE, 0, "b", 2.0),
+        ("stored", 0, "a", 1.1),
+        ("stored", 1, "b", 1.9),
+    ]
+    rows = [
+        row(*run) for run in (*runs, (BASELINE, 3, "d", 1.0), ("stored", 3, "d", 1.0))
+    ]
     summarize = convergence_tables.summarize
     more = [row("stored", 2, "c", 9.0)]
     (summary,) = (s for s in summarize([*rows, *more]) if s.name == "stored")
     assert summary.pairs == 3  # base c has no baseline
-    assert (summary.min_ratio, summary.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
+    assert (summary.min_ratio, summary.max_ratio) == pytest.approx(
+        (math.exp(-0.1), math.exp(0.1))
+    )
     found = [math.exp(0.1), math.exp(-0.1), 1.0]
-    assert summary.standard_error == pytest.approx(statistics.stdev(found) / math.sqrt(3))
-    assert math.isnan(convergence_tables.standard_error(found[:2]))  # two may agree by chance
+    assert summary.standard_error == pytest.approx(
+        statistics.stdev(found) / math.sqrt(3)
+    )
+    # two may agree by chance
+    assert math.isnan(convergence_tables.standard_error(found[:2]))
     diverged = summarize([*rows, row(RERUN, 0, "a", math.nan)])
     assert next(s for s in diverged if s.name == RERUN).mean_ratio == math.inf
 
 
 def test_times_of_two_devices_are_not_compared():
     runs = [("fast", "a", 1.0), ("slow", "b", 2.0), ("slow", "c", 3.0)]
-    rows = [row(BASELINE, 0, base, 1.0, milliseconds=ms, device=device) for device, base, ms in runs]
+    rows = [
+        row(BASELINE, 0, base, 1.0, milliseconds=ms, device=device)
+        for device, base, ms in runs
+    ]
     rows += [row("stored", 0, "a", 1.0, milliseconds=0.5, device="fast")]
     found = {s.name: s.milliseconds for s in convergence_tables.summarize(rows)}
-    assert found == {BASELINE: 2.0, "stored": None} and convergence_tables.timed_on(rows) == "slow"
+    assert (
+        found == {BASELINE: 2.0, "stored": None}
+        and convergence_tables.timed_on(rows) == "slow"
+    )
 
 
 def test_a_baseline_that_ran_twice_is_the_mean_of_both():
     losses = {BASELINE: 1.0, RERUN: 1.002, OTHER_BATCHES: 1.003, "stored": 1.001}
     rows = [row(name, 0, "a", loss) for name, loss in losses.items()]
     found = {s.name: math.log(s.mean_ratio) for s in convergence_tables.summarize(rows)}
-    assert found == pytest.approx({BASELINE: 0.0, RERUN: 0.002, OTHER_BATCHES: 0.002, "stored": 0.0})
-    diverged = [row(RERUN, 0, "a", math.nan) if each.name == RERUN else each for each in rows]
-    assert convergence_tables.ratios(diverged, "stored") == pytest.approx({"a": math.exp(0.001)})
+    assert found == pytest.approx(
+        {BASELINE: 0.0, RERUN: 0.002, OTHER_BATCHES: 0.002, "stored": 0.0}
+    )
+    diverged = [
+        row(RERUN, 0, "a", math.nan) if each.name == RERUN else each for each in rows
+    ]
+    assert convergence_tables.ratios(diverged, "stored") == pytest.approx(
+        {"a": math.exp(0.001)}
+    )
     config = {**TINY.settings, "text_read": 1}
     pages = []
-    for more in ({}, {"tokens": "bpe", "base_steps": 0, "bytes_per_token": 3.0, "tokens_read": 768}):
+    for more in (
+        {},
+        {"tokens": "bpe", "base_steps": 0, "bytes_per_token": 3.0, "tokens_read": 768},
+    ):
         dicts = [dataclasses.asdict(r) for r in [*diverged, row(BASELINE, 1, "b", 1.0)]]
-        pages.append(convergence_tables.table(common.Result(FORK, {}, config | more, dicts, "")))
+        pages.append(
+            convergence_tables.table(common.Result(FORK, {}, config | more, dicts, ""))
+        )
     page, whole = pages
-    assert "or BF16's run alone if there is none (1 of 2)." in page and "`1x128`, 32 × 8 bytes a step" in page
+    assert (
+        "or BF16's run alone if there is none (1 of 2)." in page
+        and "`1x128`, 32 × 8 bytes a step" in page
+    )
     assert "diverged" in page and "in training" not in page
     assert "| in training |" in whole and "100.0 passes over the text" in whole
 
 
 def test_the_table_of_variants_is_whole():
-    assert set(NAMES) <= set(VARIANTS) and all(variant.meaning for variant in VARIANTS.values())
-    assert {name for group in GROUPS.values() for name in group} == set(VARIANTS) - {BASELINE}
+    assert set(NAMES) <= set(VARIANTS) and all(
+        variant.meaning for variant in VARIANTS.values()
+    )
+    assert {name for group in GROUPS.values() for name in group} == set(VARIANTS) - {
+        BASELINE
+    }
     assert not set(GROUPS) & set(VARIANTS)
-    assert variants.chosen_of("noise, stored_e5m2") == (BASELINE, RERUN, OTHER_BATCHES, "stored_e5m2")
+    assert variants.chosen_of("noise, stored_e5m2") == (
+        BASELINE,
+        RERUN,
+        OTHER_BATCHES,
+        "stored_e5m2",
+    )
 
 
 @pytest.mark.parametrize("name", ["stored", "stored_float32_moments"])
 def test_a_fork_has_the_moments_of_its_base(name):
     base = jax.eval_shape(lambda: init(forks.train_config(TINY, VARIANTS[BASELINE])))
     rng = np.random.default_rng(0)
-    base = jax.tree.map(lambda leaf: jnp.asarray(np.square(rng.standard_normal(leaf.shape)).astype(leaf.dtype)), base)
+    base = jax.tree.map(
+        lambda leaf: jnp.asarray(
+            np.square(rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+        ),
+        base,
+    )
     state = forks.start_fork(TINY, VARIANTS[name], base, jax.random.key(0))
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (adam,) = filter(is_adam, jax.tree.leaves(base.opt_state, is_leaf=is_adam))
@@ -246,21 +414,31 @@ def test_a_fork_has_the_moments_of_its_base(name):
         (after.mu, after.mu_scale, adam.mu, "float8_e4m3fn"),
         (after.nu, after.nu_scale, adam.nu, "ue5m3"),
     ):
-        kept, right = ours["block_0"]["qkv"]["kernel"], theirs["block_0"]["qkv"]["kernel"]
+        kept, right = (
+            ours["block_0"]["qkv"]["kernel"],
+            theirs["block_0"]["qkv"]["kernel"],
+        )
         form = "float32" if exact else eight
         value = narrow.decode(form, narrow.found(form, kept, names, scales))
-        assert jnp.allclose(value, right, rtol=0 if exact else 0.13, atol=0 if exact else 0.05)
+        assert jnp.allclose(
+            value, right, rtol=0 if exact else 0.13, atol=0 if exact else 0.05
+        )
         assert jnp.array_equal(value, right) == exact
-        assert jnp.array_equal(ours["embedding"]["embedding"], theirs["embedding"]["embedding"])
+        assert jnp.array_equal(
+            ours["embedding"]["embedding"], theirs["embedding"]["embedding"]
+        )
 
 
 def test_a_llama_forks_with_every_layer():
     stack = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
     config = dataclasses.replace(TINY, size=stack)
-    base = jax.eval_shape(lambda: init(forks.train_config(config, VARIANTS["stored"]).in_bf16))
+    base = jax.eval_shape(
+        lambda: init(forks.train_config(config, VARIANTS["stored"]).in_bf16)
+    )
     start = lambda base, key: forks.start_fork(config, VARIANTS["stored"], base, key)
     state = jax.eval_shape(start, base, jax.random.key(0))
-    assert sum(map(is_stored, jax.tree.leaves(state.params, is_leaf=is_stored))) == 8  # and the table
+    # and the table
+    assert sum(map(is_stored, jax.tree.leaves(state.params, is_leaf=is_stored))) == 8
 
 
 def test_the_rate_rises_stays_and_falls_to_zero():
@@ -270,11 +448,15 @@ def test_the_rate_rises_stays_and_falls_to_zero():
         (0, (0, 5, 10, 55, 100), [0, 0.5, 1, 0.5, 0]),
     ):
         rate = forks.schedule_of(dataclasses.replace(config, base_steps=base))
-        assert [float(rate(step)) / config.learning_rate for step in steps] == pytest.approx(expected, abs=1e-6)
+        assert [
+            float(rate(step)) / config.learning_rate for step in steps
+        ] == pytest.approx(expected, abs=1e-6)
     for message, wrong in {
         "base_steps=150 is not a multiple of steps_per_call=20": dict(base_steps=150),
         "the rate never falls": dict(base_steps=0, warmup_steps=100),
-        "warmup_steps=120 with base_steps=100: forks fall from the peak": dict(warmup_steps=120),
+        "warmup_steps=120 with base_steps=100: forks fall from the peak": dict(
+            warmup_steps=120
+        ),
         "steps_per_call=0 must be at least 1": dict(steps_per_call=0),
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -295,9 +477,15 @@ def test_options_name_what_is_wrong(tmp_path):
         "holds ids, but --tokens is bytes": ["fork", "--data", "ids.npy"],
         "layers and width": ["fork", "--model", "gpt13"],
         "not a multiple": ["fork", "--model", "1x100"],
-        "which has no TCFPDense; use a GPT": ["scratch", "--model", "llama-tiny", "--variants", "flags"],
+        "which has no TCFPDense; use a GPT": [
+            "scratch",
+            "--model",
+            "llama-tiny",
+            "--variants",
+            "flags",
+        ],
         "the training text has 10 tokens, but one window needs 33": ["fork", *small],
-    }  # fmt: skip
+    }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):
             common.main("convergence", ["--protocol", *arguments])
@@ -307,18 +495,26 @@ def test_committed_files_are_read_and_their_commands_name_them():
     for name in report.LEARNED:
         result = common.read_result(name)
         assert len(convergence_tables.rows_of(result)) == len(result.rows) > 0
-        options = convergence.command_of(name, result.config.get("data") or ()).split()[3:]
+        options = convergence.command_of(name, result.config.get("data") or ()).split()[
+            3:
+        ]
         asked = dict(zip(options[::2], options[1::2], strict=False))
         given = types.SimpleNamespace(
-            protocol=asked["--protocol"], model=asked.get("--model"), smoke=False, variants=asked.get("--variants"),
+            protocol=asked["--protocol"],
+            model=asked.get("--model"),
+            smoke=False,
+            variants=asked.get("--variants"),
             tokens=asked.get("--tokens", "bytes"),
-        )  # fmt: skip
+        )
         assert convergence.json_name(given) == name
 
 
 def test_fake_quantization_rounds_weights_and_activations_alone():
     rng = np.random.default_rng(0)
-    x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 32), (32, 32), (64, 32)))
+    x, w, g = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((64, 32), (32, 32), (64, 32))
+    )
     params = {"params": {"kernel": w, "bias": jnp.ones(32)}}
     q = lambda v: formats.cast(v, formats.datatype("e4m3fn", "e8m0"), scalemode="ceil")
 
@@ -330,7 +526,11 @@ def test_fake_quantization_rounds_weights_and_activations_alone():
     y, back = of(variants.FAKE_RECIPE)
     dparams, dx = back(g)
     np.testing.assert_allclose(y, q(x) @ q(w) + 1, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dx, g @ q(w).T, rtol=1e-5, atol=1e-5)  # gradients are not rounded
-    np.testing.assert_allclose(dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4)
+    # gradients are not rounded
+    np.testing.assert_allclose(dx, g @ q(w).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4
+    )
     assert 27 < decibels(x @ w, y - 1) < 30
-    assert decibels(x @ w, of(VARIANTS[BASELINE].recipe)[0] - 1) > 50  # layers of others are left alone
+    # layers of others are left alone
+    assert decibels(x @ w, of(VARIANTS[BASELINE].recipe)[0] - 1) > 50

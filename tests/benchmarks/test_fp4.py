@@ -1,4 +1,6 @@
-"""The benchmark of FP4 products: it checks every product, counts bits, and times checked products."""
+"""The benchmark of FP4 products: it checks every product, counts bits, and times
+checked products.
+"""
 
 import pytest
 
@@ -9,14 +11,20 @@ from pallas_kernels.operands import Fp4
 @pytest.mark.slow
 def test_a_smoke_run_checks_and_times_every_product(tmp_path):
     rows = common.main(fp4.NAME, ["--smoke", "--out", str(tmp_path)])
-    assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + ["dgrad"] * 3
+    assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + [
+        "dgrad"
+    ] * 3
     for row in rows:
         scaling = fp4.KINDS[row.kind].scaling if row.kind in fp4.KINDS else None
         # A matrix of this size notices its one float32.
         extra = 32 / (row.k * row.n) if scaling not in (None, Fp4("mxfp4")) else 0
-        assert row.weight_bits == (16 if scaling is None else scaling.bits((row.n, row.k)) + extra)
+        assert row.weight_bits == (
+            16 if scaling is None else scaling.bits((row.n, row.k)) + extra
+        )
         assert (row.snr_db is None) == (row.kind == fp4.BASELINE) and row.copies > 1
-    assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(common.read_result(fp4.NAME, tmp_path))
+    assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(
+        common.read_result(fp4.NAME, tmp_path)
+    )
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch):

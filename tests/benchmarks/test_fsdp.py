@@ -1,4 +1,6 @@
-"""The benchmark of several devices: it checks gradients, splits the state, and compares with one device."""
+"""The benchmark of several devices: it checks gradients, splits the state, and compares
+with one device.
+"""
 
 import argparse
 
@@ -8,11 +10,26 @@ from benchmarks import common, fsdp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "recipe", "size"), [("mlp", "tensorwise", "64"), ("olmoe", "stored", "2 × 32")])
+@pytest.mark.parametrize(
+    ("part", "recipe", "size"),
+    [("mlp", "tensorwise", "64"), ("olmoe", "stored", "2 × 32")],
+)
 def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, size):
-    options = ["--smoke", "--out", str(tmp_path), "--parts", part, "--recipes", recipe, "--devices", "2"]
+    options = [
+        "--smoke",
+        "--out",
+        str(tmp_path),
+        "--parts",
+        part,
+        "--recipes",
+        recipe,
+        "--devices",
+        "2",
+    ]
     rows = common.main(fsdp.NAME, options)
-    assert [(row.devices, row.recipe) for row in rows] == [(n, name) for n in (1, 2) for name in ("bf16", recipe)]
+    assert [(row.devices, row.recipe) for row in rows] == [
+        (n, name) for n in (1, 2) for name in ("bf16", recipe)
+    ]
     for alone, both in zip(rows[:2], rows[2:], strict=True):
         # Counters and scales are whole on both.
         assert both.state_bytes < 0.51 * alone.state_bytes
@@ -25,5 +42,7 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, s
 
 def test_more_devices_than_there_are_are_refused():
     options = argparse.Namespace(recipes=None, parts=None, devices=99, smoke=True)
-    with pytest.raises(ValueError, match=r"--devices 99, but this machine has \d+; use 1 to"):
+    with pytest.raises(
+        ValueError, match=r"--devices 99, but this machine has \d+; use 1 to"
+    ):
         fsdp.configure(options)

@@ -1,4 +1,6 @@
-"""The Llama benchmark: its checks before the timing, its operations, and its kinds of kernels."""
+"""The Llama benchmark: its checks before the timing, its operations, and its kinds of
+kernels.
+"""
 
 import argparse
 import dataclasses
@@ -32,7 +34,8 @@ KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
     "block_quantize": "quantization",
     "input_reduce_fusion_2": "quantization",
-    "input_reduce_fusion_1": "norms and activations",  # it writes the tensor that the maximum is of
+    # it writes the tensor that the maximum is of
+    "input_reduce_fusion_1": "norms and activations",
     "loop_multiply_fusion": "norms and activations",
     "loop_add_fusion": "optimizer",
     "adamw": "optimizer",
@@ -49,35 +52,67 @@ def test_kernels_are_summed_by_what_they_are_for():
 
 
 def test_operations_of_a_step_are_those_of_its_products():
-    size = LlamaConfig(layers=3, width=64, heads=4, kv_heads=2, hidden=96, context=32, vocabulary=512)
+    size = LlamaConfig(
+        layers=3, width=64, heads=4, kv_heads=2, hidden=96, context=32, vocabulary=512
+    )
     weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     scores = 3 * 2 * 32 * 32 * 64  # two products of a sequence, half of each masked
-    assert llama.operations(size, (2, 32), "block") == 3 * 2 * (2 * 32 * weights + scores)
-    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
-    sizes = dataclasses.asdict(size) | dict(hidden=40, experts=6, chosen=2, shared=16)  # 96 values, and a router
+    assert llama.operations(size, (2, 32), "block") == 3 * 2 * (
+        2 * 32 * weights + scores
+    )
+    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (
+        2 * 32 * (weights + 64 * 512) + scores
+    )
+    # 96 values, and a router
+    sizes = dataclasses.asdict(size) | dict(hidden=40, experts=6, chosen=2, shared=16)
     of_router = 3 * 64 * 6
-    assert llama.operations(MoeConfig(**sizes), (2, 32), "block") == 3 * 2 * (2 * 32 * (weights + of_router) + scores)
+    assert llama.operations(MoeConfig(**sizes), (2, 32), "block") == 3 * 2 * (
+        2 * 32 * (weights + of_router) + scores
+    )
 
 
 def test_a_gpt_steps_as_well():
     options = argparse.ArgumentParser()
     llama.add_options(options)
-    asked = options.parse_args(["--model", "tiny", "--include", "measured"], argparse.Namespace(smoke=True))
+    asked = options.parse_args(
+        ["--model", "tiny", "--include", "measured"], argparse.Namespace(smoke=True)
+    )
     config = llama.configure(asked)
     assert config.include == ("measured",) and config.step == MODELS["tiny"]
     size = GPTConfig(layers=3, width=64, heads=4, context=32, vocabulary=512)
     scores = 3 * 2 * 32 * 32 * 64
-    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (3 * 12 * 64 * 64 + 64 * 512) + scores)
-    model, weights = llama._converted_step(dataclasses.replace(config, step=size, include=("linear",)), "tensorwise")
+    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (
+        2 * 32 * (3 * 12 * 64 * 64 + 64 * 512) + scores
+    )
+    model, weights = llama._converted_step(
+        dataclasses.replace(config, step=size, include=("linear",)), "tensorwise"
+    )
     assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
 
 
 @pytest.mark.slow
 def test_a_smoke_run_writes_a_table(tmp_path):
-    rows = common.main("llama", ["--smoke", "--out", str(tmp_path), "--parts", "block", "--recipes", "tensorwise"])
+    rows = common.main(
+        "llama",
+        [
+            "--smoke",
+            "--out",
+            str(tmp_path),
+            "--parts",
+            "block",
+            "--recipes",
+            "tensorwise",
+        ],
+    )
     assert [row.recipe for row in rows] == ["bf16", "tensorwise"]
-    assert rows[0].speed_over_bf16 == 1 and rows[0].worst_snr_db is None and 14 < rows[1].worst_snr_db < 40
-    assert all(row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows)
+    assert (
+        rows[0].speed_over_bf16 == 1
+        and rows[0].worst_snr_db is None
+        and 14 < rows[1].worst_snr_db < 40
+    )
+    assert all(
+        row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows
+    )
     assert np.isclose(rows[1].tokens_per_second, 64e3 / rows[1].median_ms)
     path = tmp_path / common.device_slug() / "llama.json"
     page = report.render_section("llama", tmp_path)
@@ -86,7 +121,8 @@ def test_a_smoke_run_writes_a_table(tmp_path):
     for row in content["rows"]:
         row["kinds"] = {kind: 1.25 for kind in KINDS}
     path.write_text(json.dumps(content))
-    assert report.render_section("llama", tmp_path).count("| 1.25 |") == 2 * 3  # five columns, between single bars
+    # five columns, between single bars
+    assert report.render_section("llama", tmp_path).count("| 1.25 |") == 2 * 3
 
 
 @pytest.mark.slow  # quicker tests have wrong products of other benchmarks
@@ -110,11 +146,21 @@ def test_bad_names_are_errors():
 
 @pytest.mark.slow
 def test_a_large_run_compares_losses_on_text(tmp_path):
-    rows = common.main("large", ["--smoke", "--out", str(tmp_path), "--layers", "2", "--bf16-layers", "1"])
-    assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [("bf16", 1, 2), ("stored", 2, 2)]
+    rows = common.main(
+        "large",
+        ["--smoke", "--out", str(tmp_path), "--layers", "2", "--bf16-layers", "1"],
+    )
+    assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [
+        ("bf16", 1, 2),
+        ("stored", 2, 2),
+    ]
     bf16, stored = rows
-    assert np.isclose(stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms)
-    assert bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
+    assert np.isclose(
+        stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms
+    )
+    assert (
+        bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
+    )
     result = common.read_result("large", tmp_path)
     assert result is not None and "| `stored` | 2 |" in large.table(result)
     more = ["--smoke", "--out", str(tmp_path), "--steps", "32"]

@@ -11,14 +11,23 @@ import pytest
 
 from benchmarks import common, drawing, origins, report, train_step
 
-HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
+HEADER = {
+    "device": "Chip",
+    "platform": "gpu",
+    "jax": "1",
+    "python": "3",
+    "commit": "abc",
+    "date": "2026-01-01",
+}
 SECTIONS = ("train_step", "train_step-recipes")  # sections of the pages in these tests
 
 
 def step(part, recipe, speed, shape="32x32x48"):
     timing = dict(median_ms=1.0, min_ms=1.0, max_ms=1.0, samples=1, timer="wall clock")
     more = dict(compile_seconds=1.0, worst_snr_db=20.0)
-    return train_step.Row(**timing, part=part, shape=shape, recipe=recipe, speed_over_bf16=speed, **more)
+    return train_step.Row(
+        **timing, part=part, shape=shape, recipe=recipe, speed_over_bf16=speed, **more
+    )
 
 
 def write(root, name, rows, library="0", device="chip"):
@@ -26,23 +35,46 @@ def write(root, name, rows, library="0", device="chip"):
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {**HEADER, "library": library, "device": device}
     rows = [dataclasses.asdict(row) for row in rows]
-    path.write_text(json.dumps({"benchmark": name, "header": header, "config": {}, "rows": rows}))
+    path.write_text(
+        json.dumps({"benchmark": name, "header": header, "config": {}, "rows": rows})
+    )
 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder with both pages and two results, whose report is written; its options."""
+    """A folder with both pages and two results, whose report is written; its
+    options.
+    """
     monkeypatch.setattr(report, "SECTIONS", SECTIONS)
-    picture = drawing.Picture("a plot", ("train_step",), lambda figure, result: figure.add_subplot())
+    picture = drawing.Picture(
+        "a plot", ("train_step",), lambda figure, result: figure.add_subplot()
+    )
     monkeypatch.setattr(report, "PICTURES", {"train_step": picture})
     monkeypatch.setattr(drawing, "PICTURES", {"train_step": picture})
-    pages = {page: names if names == ("choose",) else ("overview", *SECTIONS) for page, names in report.PAGES.items()}
+    pages = {
+        page: names if names == ("choose",) else ("overview", *SECTIONS)
+        for page, names in report.PAGES.items()
+    }
     monkeypatch.setattr(report, "PAGES", pages)
     for page, names in pages.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text("\n".join(f"# {n}\n<!-- begin: {n} -->\n<!-- end: {n} -->" for n in names))
-    steps = [step(part, name, 1.0) for part in ("mlp", "optimizer step") for name in ("bf16", "tcfp12")]
-    write(tmp_path, "train_step", [*steps, step("mlp", "tcfp12 wgrad fp8", 1.5), step("mlp", "tcfp12_fast", 1.25)])
+        (tmp_path / page).write_text(
+            "\n".join(f"# {n}\n<!-- begin: {n} -->\n<!-- end: {n} -->" for n in names)
+        )
+    steps = [
+        step(part, name, 1.0)
+        for part in ("mlp", "optimizer step")
+        for name in ("bf16", "tcfp12")
+    ]
+    write(
+        tmp_path,
+        "train_step",
+        [
+            *steps,
+            step("mlp", "tcfp12 wgrad fp8", 1.5),
+            step("mlp", "tcfp12_fast", 1.25),
+        ],
+    )
     write(tmp_path, "train_step-recipes", [*steps, step("mlp", "rowwise", 1.75)])
     assert report.main(options(tmp_path)) == 0
     return tmp_path
@@ -83,31 +115,47 @@ def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsy
     write(root, "train_step-recipes", rows, library=common.library_digest())
     assert report.main(options(root)) == 0
     assert page.read_text().count(common.AGE) == 1
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["train_step"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "train_step"
+    ]
     page.write_text(page.read_text().replace(common.AGE, ""))
     assert report.main(options(root, "--check")) == 0
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=str)
 def test_a_page_names_card_and_release_of_every_number(page):
-    """Numbers of an older library belong to a release, which the text between the markers names."""
+    """Numbers of an older library belong to a release, which the text between the
+    markers names.
+    """
     found = report.SECTION.findall(text := (common.ROOT / page).read_text())
     assert found
     for _, name, _ in found:
-        section = text.split(f"<!-- begin: {name} -->")[1].split(f"<!-- end: {name} -->")[0]
+        section = text.split(f"<!-- begin: {name} -->")[1].split(
+            f"<!-- end: {name} -->"
+        )[0]
         if "No numbers yet" in section:
             continue
-        assert re.search(r"(about|after|before) release \d+\.\d+\.\d+|between releases ", section), f"{page}: {name}"
-        assert re.search(r"\b(H100|H200|cpu)\b", section), f"{page}: {name} names no card"
+        assert re.search(
+            r"(about|after|before) release \d+\.\d+\.\d+|between releases ", section
+        ), f"{page}: {name}"
+        assert re.search(r"\b(H100|H200|cpu)\b", section), (
+            f"{page}: {name} names no card"
+        )
 
 
 def test_sentences_repeat_numbers_of_the_tables():
-    """Milliseconds, gigabytes and ratios that a person wrote stand in a table that a JSON fills."""
+    """Milliseconds, gigabytes and ratios that a person wrote stand in a table that a
+    JSON fills.
+    """
     page = (common.ROOT / "docs" / "measurements.md").read_text()
     tables = "".join(match[0] for match in report.SECTION.finditer(page))
     there = {*re.findall(r"\d[\d,]*(?:\.\d+)?", tables)}
-    bullets = page.split("<!-- end: overview -->")[1].split("`python -m benchmarks.report`")[0]
-    (headline,) = re.findall(r"^\*\*All of .*", (common.ROOT / "README.md").read_text(), re.MULTILINE)
+    bullets = page.split("<!-- end: overview -->")[1].split(
+        "`python -m benchmarks.report`"
+    )[0]
+    (headline,) = re.findall(
+        r"^\*\*All of .*", (common.ROOT / "README.md").read_text(), re.MULTILINE
+    )
     for text in (bullets, headline):
         found = re.findall(r"\b(\d[\d,]*(?:\.\d+)?)(?: ms| GB\b)|\b(\d\.\d\d)\b", text)
         assert found
@@ -117,11 +165,18 @@ def test_sentences_repeat_numbers_of_the_tables():
 
 def test_a_day_lies_between_releases(tmp_path, monkeypatch):
     monkeypatch.setattr(origins, "CHANGELOG", tmp_path / "CHANGELOG.md")
-    (tmp_path / "CHANGELOG.md").write_text("## [0.2.0] - 2026-02-02\n\n## [0.1.0] - 2026-01-01\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        "## [0.2.0] - 2026-02-02\n\n## [0.1.0] - 2026-01-01\n"
+    )
     find = origins.release_of.__wrapped__
-    assert [find(day) for day in ("2025-12-31", "2026-01-01", "2026-01-02", "2026-03-01")] == [
-        "before release 0.1.0", "about release 0.1.0", "between releases 0.1.0 and 0.2.0", "after release 0.2.0"
-    ]  # fmt: skip
+    assert [
+        find(day) for day in ("2025-12-31", "2026-01-01", "2026-01-02", "2026-03-01")
+    ] == [
+        "before release 0.1.0",
+        "about release 0.1.0",
+        "between releases 0.1.0 and 0.2.0",
+        "after release 0.2.0",
+    ]
 
 
 def test_the_digest_is_that_of_the_libraries(tmp_path):
@@ -139,13 +194,36 @@ def test_the_digest_is_that_of_the_libraries(tmp_path):
 
 
 def test_the_table_to_choose_by_is_of_whole_models():
-    lines = {line.split("|")[1].strip(): line.split("|")[2:] for line in report.choose().splitlines() if "|" in line}
-    assert list(lines)[2:] == ["`bf16`", "`tcfp12_single`, stored", "`tensorwise`", "`rowwise`", "`tcfp12_fast`"]
-    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12 (12)", "12 (12)", "0"]
+    lines = {
+        line.split("|")[1].strip(): line.split("|")[2:]
+        for line in report.choose().splitlines()
+        if "|" in line
+    }
+    assert list(lines)[2:] == [
+        "`bf16`",
+        "`tcfp12_single`, stored",
+        "`tensorwise`",
+        "`rowwise`",
+        "`tcfp12_fast`",
+    ]
+    assert [cell.strip() for cell in lines["`bf16`"][:5]] == [
+        "1",
+        "1",
+        "12 (12)",
+        "12 (12)",
+        "0",
+    ]
     stored = [cell.strip() for cell in lines["`tcfp12_single`, stored"][:5]]
-    (whole,) = (row for row in common.read_result("large-8-layers").rows if row["recipe"] == "stored")
+    (whole,) = (
+        row
+        for row in common.read_result("large-8-layers").rows
+        if row["recipe"] == "stored"
+    )
     # All of the state, with embeddings and heads.
-    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == ["4.02 (4.02)", "4.02 (4.02)"]
+    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == [
+        "4.02 (4.02)",
+        "4.02 (4.02)",
+    ]
     assert all(len(cells) == 7 for cells in lines.values())
 
 
@@ -160,7 +238,11 @@ def test_the_overview_compares_whole_models_alone():
 
 
 def test_recipes_at_one_shape_are_lines(root):
-    rows = [step("mlp", "rowwise", 1.75), step("optimizer step", "rowwise", 1.5), step("optimizer step", "stored", 2.0)]
+    rows = [
+        step("mlp", "rowwise", 1.75),
+        step("optimizer step", "rowwise", 1.5),
+        step("optimizer step", "stored", 2.0),
+    ]
     write(root, "train_step-recipes", rows)
     page = report.render_section("train_step-recipes", root / "results")
     assert "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |" in page
@@ -180,7 +262,9 @@ def test_diagnose_gets_the_recipes_of_accelerators(root):
 
 
 def test_sections_without_numbers_name_the_command(tmp_path):
-    assert "python -m benchmarks.memory --json" in report.render_section("memory", tmp_path)
+    assert "python -m benchmarks.memory --json" in report.render_section(
+        "memory", tmp_path
+    )
     assert "| – |" in report.choose(tmp_path)
 
 
@@ -191,10 +275,19 @@ def test_the_pages_agree_with_the_committed_numbers():
 @pytest.mark.parametrize(
     "name",
     [
-        "common", "options", "origins", "memory", "report", "shapes", "casts", "timing", "convergence",
-        "convergence_tables", "variants",
+        "common",
+        "options",
+        "origins",
+        "memory",
+        "report",
+        "shapes",
+        "casts",
+        "timing",
+        "convergence",
+        "convergence_tables",
+        "variants",
     ],
-)  # fmt: skip
+)
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
@@ -202,5 +295,10 @@ def test_examples_run(name):
 def test_numbers_of_an_accelerator_are_preferred(root):
     chip = root / "results" / "chip" / "train_step-recipes.json"
     shutil.copytree(chip.parent, root / "results" / "cpu")
-    (root / "results" / "cpu" / "train_step-recipes.json").write_text(chip.read_text().replace('"chip"', '"cpu"'))
-    assert common.read_result("train_step-recipes", root / "results").header["device"] == "chip"
+    (root / "results" / "cpu" / "train_step-recipes.json").write_text(
+        chip.read_text().replace('"chip"', '"cpu"')
+    )
+    assert (
+        common.read_result("train_step-recipes", root / "results").header["device"]
+        == "chip"
+    )

@@ -1,4 +1,6 @@
-"""The benchmark of training steps: rows of every part and recipe, its JSON, and no time for a wrong step."""
+"""The benchmark of training steps: rows of every part and recipe, its JSON, and no time
+for a wrong step.
+"""
 
 import dataclasses
 import json
@@ -12,14 +14,24 @@ from benchmarks.shapes import GemmShape
 from tcfp_jax.products import matmul
 
 SHAPE = GemmShape(32, 32, 48)
-# One recipe, what differs from it in the optimizer's state, and stored weights; the wrong product below is of another.
-VARIANTS = {n: made for n, made in train_step.VARIANTS.items() if n in ("bf16", "stored") or "fast" in n}
+# One recipe, what differs from it in the optimizer's state, and stored weights; the
+# wrong product below is of another.
+VARIANTS = {
+    n: made
+    for n, made in train_step.VARIANTS.items()
+    if n in ("bf16", "stored") or "fast" in n
+}
 
 
 @pytest.mark.slow
 def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(train_step, "USUAL", tuple(VARIANTS))
-    asked = ["--recipes", ",".join(train_step.USUAL), "--parts", ",".join(train_step.PARTS)]
+    asked = [
+        "--recipes",
+        ",".join(train_step.USUAL),
+        "--parts",
+        ",".join(train_step.PARTS),
+    ]
     rows = common.main("train_step", ["--smoke", "--out", str(tmp_path), *asked])
     gradients = [name for name in VARIANTS if name not in train_step.KEPT]
     expected = [(part, name) for part in train_step.PARTS[:-1] for name in gradients]
@@ -35,7 +47,9 @@ def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch)
         else:
             assert row.speed_over_bf16 > 0
             assert row.worst_snr_db >= train_step.LEAST_SNR_DB
-    content = json.loads((tmp_path / common.device_slug() / "train_step.json").read_text())
+    content = json.loads(
+        (tmp_path / common.device_slug() / "train_step.json").read_text()
+    )
     assert content["benchmark"] == "train_step"
     assert content["rows"] == [dataclasses.asdict(row) for row in rows]
     assert content["config"]["recipes"] == list(VARIANTS)
@@ -45,8 +59,12 @@ def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch)
 @pytest.mark.parametrize("part", train_step.PARTS)
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
     right = matmul.multiply
-    monkeypatch.setattr(matmul, "multiply", lambda *args, **options: right(*args, **options) * 1.5)
-    monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
+    monkeypatch.setattr(
+        matmul, "multiply", lambda *args, **options: right(*args, **options) * 1.5
+    )
+    monkeypatch.setattr(
+        timing, "time_interleaved", lambda *args, **options: pytest.fail("timed")
+    )
     config = train_step.Config((SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
     with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):
         list(train_step.measure(config))
@@ -72,24 +90,50 @@ def test_an_optimizer_step_continues_from_the_last_one():
 def test_stored_weights_are_all_that_is_kept_of_them():
     shape = GemmShape(16, 128, 256)
     name = "stored both"
-    step = train_step.make_optimizer_step(shape, train_step.VARIANTS[name], kept=train_step.KEPT[name])
+    step = train_step.make_optimizer_step(
+        shape, train_step.VARIANTS[name], kept=train_step.KEPT[name]
+    )
     losses = [float(step.function()) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     leaves = jax.tree.leaves(step.function.state)
-    assert sum(leaf.nbytes for leaf in leaves) / (2 * 128 * 256) == pytest.approx(5 + 2 / 128, abs=0.01)
+    assert sum(leaf.nbytes for leaf in leaves) / (2 * 128 * 256) == pytest.approx(
+        5 + 2 / 128, abs=0.01
+    )
     assert not any(leaf.dtype == jnp.float32 and leaf.size >= 128 for leaf in leaves)
 
 
 def test_options(monkeypatch):
     asked = []
-    monkeypatch.setattr(train_step, "measure", lambda config: asked.append(config) or [])
-    options = ["--parts", "mlp, optimizer step", "--shapes", str(SHAPE), "--recipes", "tcfp12_fast", "--backend", "xla"]
+    monkeypatch.setattr(
+        train_step, "measure", lambda config: asked.append(config) or []
+    )
+    options = [
+        "--parts",
+        "mlp, optimizer step",
+        "--shapes",
+        str(SHAPE),
+        "--recipes",
+        "tcfp12_fast",
+        "--backend",
+        "xla",
+    ]
     assert common.main("train_step", options) == []
-    assert asked == [train_step.Config((SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"), "xla")]
+    assert asked == [
+        train_step.Config(
+            (SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"), "xla"
+        )
+    ]
     for wrong in (["--recipes", "tcfp13"], ["--parts", "layer"], ["--shapes", "8x16"]):
         with pytest.raises(ValueError, match=wrong[1]):
             common.main("train_step", wrong)
     # All recipes of one shape are lines.
-    common.main("train_step", ["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"])
-    assert asked[1:] == [train_step.Config((SHAPE,), tuple(train_step.VARIANTS), ("mlp", "optimizer step"))]
+    common.main(
+        "train_step",
+        ["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"],
+    )
+    assert asked[1:] == [
+        train_step.Config(
+            (SHAPE,), tuple(train_step.VARIANTS), ("mlp", "optimizer step")
+        )
+    ]
     assert set(train_step.USUAL) < set(train_step.VARIANTS)

@@ -1,4 +1,6 @@
-"""Conversion of Linen models: the same parameters and bits as hand-written layers, a report, state that arrives."""
+"""Conversion of Linen models: the same parameters and bits as hand-written layers, a
+report, state that arrives.
+"""
 
 import functools
 
@@ -10,7 +12,14 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
+from tcfp_jax.conversion.convert import (
+    convert_to_tcfp,
+    export,
+    find_weights,
+    restore,
+    survey,
+    to_bf16,
+)
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
@@ -41,7 +50,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(nn.LayerNorm(name="norm")(x))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(
+            nn.LayerNorm(name="norm")(x)
+        )
         hidden = nn.gelu(nn.DenseGeneral((4, 8), name="up")(x))
         return x + nn.Einsum((4, 8, 16), "...hd,hdn->...n", name="down")(hidden), None
 
@@ -55,7 +66,11 @@ class GPT(nn.Module):
         embedding = nn.Embed(32, 16, name="embedding")
         x = embedding(tokens)
         if self.form == "scan":
-            axes = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            axes = dict(
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.layers,
+            )
             x, _ = nn.scan(nn.remat(Block), **axes)(name="blocks")(x, None)
         else:
             for layer in range(self.layers):
@@ -67,11 +82,17 @@ def run(model, variables, *inputs, **options):
     """A compiled call; the same model with the same options compiles once."""
     if not options:
         return jax.jit(model.apply)(variables, *inputs)
-    return jax.jit(lambda variables, *inputs: model.apply(variables, *inputs, **options))(variables, *inputs)
+    return jax.jit(
+        lambda variables, *inputs: model.apply(variables, *inputs, **options)
+    )(variables, *inputs)
 
 
 def state_of(weights, params):
-    return jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))(params)
+    return jax.jit(
+        lambda params: tcfp_jax.layer_state(
+            tcfp_jax.error_feedback(weights).init(params)
+        )
+    )(params)
 
 
 def low_precision_products(model, variables, *inputs):
@@ -79,11 +100,16 @@ def low_precision_products(model, variables, *inputs):
 
     def count(jaxpr):  # by calls: equal products share one program
         inner = lambda eqn: jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
+            list(eqn.params.values()),
+            is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr"),
         )
         own = lambda eqn: eqn.primitive.name == "custom_vjp_call"
-        bodies = lambda eqn: [getattr(leaf, "jaxpr", leaf) for leaf in inner(eqn) if hasattr(leaf, "eqns")]
-        return sum(1 if own(eqn) else sum(map(count, bodies(eqn))) for eqn in jaxpr.eqns)
+        bodies = lambda eqn: [
+            getattr(leaf, "jaxpr", leaf) for leaf in inner(eqn) if hasattr(leaf, "eqns")
+        ]
+        return sum(
+            1 if own(eqn) else sum(map(count, bodies(eqn))) for eqn in jaxpr.eqns
+        )
 
     return count(jax.make_jaxpr(lambda v: model.apply(v, *inputs))(variables).jaxpr)
 
@@ -95,7 +121,9 @@ def step(model, params, x, weights):
     @jax.jit
     def run(params):
         state = tx.init(params)
-        loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, x) ** 2)
+        loss = lambda p: jnp.mean(
+            model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, x) ** 2
+        )
         updates, after = tx.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), after
 
@@ -105,22 +133,31 @@ def step(model, params, x, weights):
 @pytest.mark.slow_except("tcfp12_fast-no")
 @pytest.mark.optimized("slow")
 @pytest.mark.parametrize(
-    "recipe, remat", [("bf16", "no"), ("tcfp12", "yes"), ("tcfp12_fast", "no"), ("tensorwise", "yes")]
+    "recipe, remat",
+    [("bf16", "no"), ("tcfp12", "yes"), ("tcfp12_fast", "no"), ("tensorwise", "yes")],
 )
 def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
     base = MLP(remat=remat)
     params = variables_of(base, X)["params"]
-    dense = type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}})
+    dense = type(
+        "Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}}
+    )
     converted, by_hand = convert(base, recipe), MLP(dense=dense, remat=remat)
     assert isinstance(converted, MLP)
-    assert same_bits(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
+    assert same_bits(
+        step(converted, params, X, recipe), step(by_hand, params, X, recipe)
+    )
 
 
-@pytest.mark.parametrize("recipe", sorted(set(STORED) - {"tcfp12", "tcfp12_fast", "tensorwise"}))
+@pytest.mark.parametrize(
+    "recipe", sorted(set(STORED) - {"tcfp12", "tcfp12_fast", "tensorwise"})
+)
 def test_every_recipe_converts_with_its_state(recipe):
     model = convert(MLP(), recipe, X, strict=True)
     params = variables_of(MLP(), X)["params"]
-    after, _ = jax.eval_shape(lambda params: step(model, params, X, find_weights(model)), params)
+    after, _ = jax.eval_shape(
+        lambda params: step(model, params, X, find_weights(model)), params
+    )
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, params)
 
 
@@ -135,8 +172,13 @@ def test_base_model_is_untouched_and_order_of_tracing_never_matters():
         base = MLP()
         models = {"base": base, "converted": convert(base, "tcfp12")}
         order = sorted(models, key=lambda name: name != first)
-        result = {name: jax.jit(lambda v, name=name: models[name].apply(v, X))(variables) for name in order}
-        counts = {name: low_precision_products(models[name], variables, X) for name in order}
+        result = {
+            name: jax.jit(lambda v, name=name: models[name].apply(v, X))(variables)
+            for name in order
+        }
+        counts = {
+            name: low_precision_products(models[name], variables, X) for name in order
+        }
         assert counts == {"base": 0, "converted": 2}
         outputs.append(result)
     assert same_bits(outputs[0], outputs[1])
@@ -163,7 +205,10 @@ def test_caches_of_traced_functions_know_the_conversion(first):
     variables = variables_of(base, X)
     models = {"base": base, "converted": convert(base, "tensorwise")}
     order = sorted(models, key=lambda name: name != first)
-    found = {name: low_precision_products(models[name], variables, X) for name in [*order, *order]}
+    found = {
+        name: low_precision_products(models[name], variables, X)
+        for name in [*order, *order]
+    }
     assert found == {"base": 0, "converted": 2}
     results = {name: run(models[name], variables, X) for name in [*order, *order]}
     kernels = [variables["params"][name]["Dense_0"] for name in ("remat", "jit")]
@@ -171,8 +216,12 @@ def test_caches_of_traced_functions_know_the_conversion(first):
     @jax.jit
     def by_hand(x):
         layer = TCFPDense(16, recipe="tensorwise")
-        exact = nn.Dense(16).apply({"params": kernels[1]}, nn.Dense(16).apply({"params": kernels[0]}, x))
-        return exact, layer.apply({"params": kernels[1]}, layer.apply({"params": kernels[0]}, x))
+        exact = nn.Dense(16).apply(
+            {"params": kernels[1]}, nn.Dense(16).apply({"params": kernels[0]}, x)
+        )
+        return exact, layer.apply(
+            {"params": kernels[1]}, layer.apply({"params": kernels[0]}, x)
+        )
 
     for name, expected in zip(("base", "converted"), by_hand(X), strict=True):
         np.testing.assert_allclose(results[name], expected, rtol=0, atol=1e-5)
@@ -190,7 +239,10 @@ def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
     base, variables, model, weights = gpt
     before = run(base, variables, TOKENS)
     assert len(survey(model).converted) == 7
-    assert len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted) == 13
+    assert (
+        len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted)
+        == 13
+    )
     params, state = step(model, variables["params"], TOKENS, weights)
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
     stored = tcfp_jax.layer_state(state)
@@ -214,7 +266,11 @@ def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
     np.testing.assert_allclose(outputs(variables["params"]), fresh, rtol=0, atol=1e-5)
     for path in weights:  # state of other weights changes the result: none is dropped
         changed = jax.tree_util.tree_map_with_path(
-            lambda p, leaf: leaf + 0.1 * np.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
+            lambda p, leaf: (
+                leaf + 0.1 * np.sign(leaf)
+                if "/".join(entry.key for entry in p) == path
+                else leaf
+            ),
             variables["params"],
         )
         assert not jnp.allclose(outputs(changed), fresh, atol=1e-4), path
@@ -222,9 +278,13 @@ def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
 
 def test_scan_and_unrolled_multiply_alike(gpt):
     _, variables, model, _ = gpt
-    unrolled = {name: value for name, value in variables["params"].items() if name != "blocks"}
+    unrolled = {
+        name: value for name, value in variables["params"].items() if name != "blocks"
+    }
     blocks = variables["params"]["blocks"]
-    unrolled |= {f"block_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(2)}
+    unrolled |= {
+        f"block_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(2)
+    }
     y = run(convert(GPT(form="unrolled"), "tcfp12_fast"), {"params": unrolled}, TOKENS)
     np.testing.assert_allclose(y, run(model, variables, TOKENS), rtol=0, atol=2e-2)
 
@@ -233,7 +293,11 @@ class Shared(nn.Module):
     def setup(self):
         self.dense = nn.Dense(16)
         self.experts = nn.vmap(
-            nn.Dense, in_axes=0, out_axes=0, variable_axes={"params": 0}, split_rngs={"params": True}
+            nn.Dense,
+            in_axes=0,
+            out_axes=0,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
         )(16)
 
     def __call__(self, x):
@@ -261,14 +325,23 @@ def test_shared_modules_vmap_and_other_methods():
         bound = model.bind({"params": collection["params"]}).encode(X)
         alone = model.apply({"params": collection["params"]}, X, method="encode")
         flax = base.apply({"params": collection["params"]}, X, method="encode")
-        return [model.apply(collection, X, method=method) for method in methods], flax, bound, alone
+        return (
+            [model.apply(collection, X, method=method) for method in methods],
+            flax,
+            bound,
+            alone,
+        )
 
     results, flax, bound, alone = outputs(collection)
-    assert all(same_bits(y, results[0]) and not same_bits(y, flax) for y in results) and same_bits(bound, alone)
+    assert all(
+        same_bits(y, results[0]) and not same_bits(y, flax) for y in results
+    ) and same_bits(bound, alone)
 
 
 class Parts(nn.Module):
-    """A model whose parts are asked for and called, as transformers encodes and decodes; `given` is one by name."""
+    """A model whose parts are asked for and called, as transformers encodes and
+    decodes; `given` is one by name.
+    """
 
     given: nn.Module
 
@@ -300,7 +373,10 @@ def test_a_function_of_the_module_is_converted_as_a_method_is(name):
     assert same_bits(found, layer.apply({"params": params[part]}, x))
     served = quantize_params(params, find_weights(model))
     assert same_bits(model.apply(served, x, method=method), found)
-    with pytest.raises(TypeError, match=r"part of the converted Parts returns a Dense.*module\.part\(\)\(x\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"part of the converted Parts returns a Dense.*module\.part\(\)\(x\)",
+    ):
         model.bind({"params": params}).part()
 
 
@@ -327,7 +403,9 @@ def test_a_converted_model_inside_another():
 def test_state_reaches_every_layer_of_a_bound_model_too(gpt):
     _, variables, model, weights = gpt
     given = {**variables, "tcfp": state_of(weights, variables["params"])}
-    bound, applied = jax.jit(lambda given: (model.bind(given)(TOKENS), model.apply(given, TOKENS)))(given)
+    bound, applied = jax.jit(
+        lambda given: (model.bind(given)(TOKENS), model.apply(given, TOKENS))
+    )(given)
     assert same_bits(bound, applied)
 
 
@@ -336,7 +414,9 @@ def test_state_without_layouts_names_the_repair():
     variables = variables_of(model, X)
 
     def apply(variables):
-        state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(variables["params"]))
+        state = tcfp_jax.layer_state(
+            tcfp_jax.error_feedback("tcfp12").init(variables["params"])
+        )
         return model.apply({**variables, "tcfp": state}, X)
 
     with pytest.raises(ValueError, match="find_weights"):
@@ -350,7 +430,12 @@ class Conv1D(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
+        return (
+            x
+            @ self.param(
+                "kernel", nn.initializers.normal(), (self.features, x.shape[-1])
+            ).T
+        )
 
 
 class TwoKinds(nn.Module):
@@ -372,7 +457,9 @@ def test_a_layer_that_nobody_taught_is_converted_and_its_transposed_kernel_store
     assert same_bits(y, jax.jit(by_hand)(variables["params"]["kernel"]))
     # The stored form keeps the axes, and products read it transposed.
     state = state_of(find_weights(model), variables["params"])
-    np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
+    np.testing.assert_allclose(
+        run(model, {**variables, "tcfp": state}, X), y, atol=1e-6
+    )
 
 
 class TiedByHand(nn.Module):
@@ -383,9 +470,15 @@ class TiedByHand(nn.Module):
 
 
 def test_a_head_that_is_tied_by_hand_is_a_head():
-    report = survey(convert_to_tcfp(TiedByHand(), "tcfp12", TOKENS, include=("linear", "small"), strict=True))
+    report = survey(
+        convert_to_tcfp(
+            TiedByHand(), "tcfp12", TOKENS, include=("linear", "small"), strict=True
+        )
+    )
     assert [r.weight_path for r in report.converted] == ["dense/kernel"]
-    assert [(r.weight_path, r.product.head) for r in report.skipped] == [("embedding/embedding", True)]
+    assert [(r.weight_path, r.product.head) for r in report.skipped] == [
+        ("embedding/embedding", True)
+    ]
     assert len(survey(convert(TiedByHand(), "tcfp12", TOKENS)).converted) == 2
 
 
@@ -393,17 +486,24 @@ def test_rules_first_match_wins_and_unmatched_are_listed():
     by_product = lambda path, product: "tensorwise" if product.n == 32 else None
     rules = [("up", "bf16"), by_product, ("down", None), ("never", "tcfp12")]
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules[1:]))
-    assert [(r.path, r.recipe) for r in report.converted] == [("up", tcfp_jax.recipe("tensorwise"))]
+    assert [(r.path, r.recipe) for r in report.converted] == [
+        ("up", tcfp_jax.recipe("tensorwise"))
+    ]
     assert [(r.path, r.reason) for r in report.skipped] == [("down", "rule 'down'")]
     assert report.unmatched_rules == ("'never'",)
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules))
-    assert report.converted[0].recipe == tcfp_jax.recipe("bf16") and "<lambda>" in report.unmatched_rules
+    assert (
+        report.converted[0].recipe == tcfp_jax.recipe("bf16")
+        and "<lambda>" in report.unmatched_rules
+    )
 
 
 def test_default_leaves_head_and_small_layers_and_says_so():
     report = survey(convert_to_tcfp(GPT(), "tcfp12", TOKENS, rules={"up": "tcfp12"}))
     reasons = {record.path: record.reason for record in report.skipped}
-    assert "too small" in reasons["blocks/down"] and [record.path for record in report.converted] == ["blocks/up"]
+    assert "too small" in reasons["blocks/down"] and [
+        record.path for record in report.converted
+    ] == ["blocks/up"]
     assert any("output head" in record.reason for record in report.skipped)
 
 
@@ -413,9 +513,13 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     exact, model = run(base, variables, X), convert(base, "tcfp12", X)
     low, off = run(model, variables, X), to_bf16(model, "up", "down")
     assert same_bits(run(off, variables, X), exact)
-    assert [record.path for record in survey(to_bf16(model, "up")).converted] == ["down"]
+    assert [record.path for record in survey(to_bf16(model, "up")).converted] == [
+        "down"
+    ]
     half = restore(off, "up")
-    assert not same_bits(run(half, variables, X), exact) and same_bits(run(restore(half, "down"), variables, X), low)
+    assert not same_bits(run(half, variables, X), exact) and same_bits(
+        run(restore(half, "down"), variables, X), low
+    )
     state = state_of("tcfp12", variables["params"])
     assert same_bits(run(off, {**variables, "tcfp": state}, X), exact)
     with pytest.raises(ValueError, match="'block' finds no low-precision product"):
@@ -428,12 +532,17 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
     model, variables = MLP(dense=TCFPDense), variables_of(MLP(), X)
     off = to_bf16(model, "up")
     assert [record.path for record in survey(off, X).converted] == ["down"]
-    assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == ["down/kernel", "up/kernel"]
+    assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == [
+        "down/kernel",
+        "up/kernel",
+    ]
     assert same_bits(run(to_bf16(off, "down"), variables, X), run(MLP(), variables, X))
     assert same_bits(run(restore(off, "up"), variables, X), run(model, variables, X))
     assert export(TCFPDense(4, use_bias=False)) == nn.Dense(4, use_bias=False)
     for hand_written in (model, off):
-        with pytest.raises(ValueError, match=r"MLP was not converted.*write Flax's own.*to_bf16"):
+        with pytest.raises(
+            ValueError, match=r"MLP was not converted.*write Flax's own.*to_bf16"
+        ):
             export(hand_written)
     with pytest.raises(ValueError, match="MLP is not converted"):
         survey(MLP(), X)
@@ -442,17 +551,26 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
 def test_parameters_of_layers_are_initialized_as_flax_does():
     pairs = [
         (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
-        (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
+        (
+            nn.Einsum((16, 2, 8), "btk,khd->bthd"),
+            TCFPEinsum((16, 2, 8), "btk,khd->bthd"),
+        ),
     ]
-    made = jax.jit(lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs])(jax.random.key(1))
+    made = jax.jit(
+        lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs]
+    )(jax.random.key(1))
     assert all(same_bits(*pair) for pair in made)
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
-    gains = {"params": {"scale": jnp.full(16, 1.0).at[3].set(100.0), "bias": jnp.zeros(16)}}
+    gains = {
+        "params": {"scale": jnp.full(16, 1.0).at[3].set(100.0), "bias": jnp.zeros(16)}
+    }
     model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include="layer_norm")
     layers = (TCFPLayerNorm(), model, nn.LayerNorm())
-    y, converted, exact = jax.jit(lambda v: [layer.apply(v, X) for layer in layers])(gains)
+    y, converted, exact = jax.jit(lambda v: [layer.apply(v, X) for layer in layers])(
+        gains
+    )
     np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
     assert same_bits(y, converted)
 
@@ -463,7 +581,11 @@ class Annotated(nn.Module):
     @nn.compact
     def __call__(self, x):
         self.sow("intermediates", "x", x)
-        return nn.Dense(16, kernel_init=nn.with_partitioning(nn.initializers.normal(), ("k", "n")), name="dense")(x)
+        return nn.Dense(
+            16,
+            kernel_init=nn.with_partitioning(nn.initializers.normal(), ("k", "n")),
+            name="dense",
+        )(x)
 
 
 def test_boxed_parameters_and_mutable_collections():
@@ -472,13 +594,26 @@ def test_boxed_parameters_and_mutable_collections():
     model = convert(base, "tcfp12", X, strict=True)
     state = state_of(find_weights(model), variables["params"])
     assert state["dense"]["kernel"].shape == (16, 16)
-    y, written = run(model, {"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
+    y, written = run(
+        model,
+        {"params": variables["params"], "tcfp": state},
+        X,
+        mutable=["intermediates", "params"],
+    )
     assert set(written) == {"intermediates", "params"}
-    assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
+    assert jax.tree.structure(written["params"]) == jax.tree.structure(
+        variables["params"]
+    )
     # The same quantized kernel; two programs may sum its product in another order.
-    np.testing.assert_allclose(y, run(model, {"params": variables["params"]}, X), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"none of the 1 weights .* other/kernel is not"):
-        tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
+    np.testing.assert_allclose(
+        y, run(model, {"params": variables["params"]}, X), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(
+        ValueError, match=r"none of the 1 weights .* other/kernel is not"
+    ):
+        tcfp_jax.error_feedback(
+            {"other/kernel": find_weights(model)["dense/kernel"]}
+        ).init(variables["params"])
     with pytest.raises(ValueError, match="mask"):
         tcfp_jax.error_feedback(find_weights(model), mask=lambda params: params)
 
@@ -487,13 +622,17 @@ def test_accumulation_feeds_one_state():
     base = MLP()
     params = variables_of(base, X)["params"]
     model = convert(base, "tcfp12")
-    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 2)
+    tx = optax.MultiSteps(
+        optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 2
+    )
     state = jax.jit(tx.init)(params)
     first = tcfp_jax.layer_state(state)
 
     @jax.jit
     def update(state):
-        loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, X) ** 2)
+        loss = lambda p: jnp.mean(
+            model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, X) ** 2
+        )
         return tx.update(jax.grad(loss)(params), state, params)[1]
 
     with jax.numpy_dtype_promotion("standard"):
@@ -508,17 +647,42 @@ def test_accumulation_feeds_one_state():
     [
         ((object(), "tcfp12"), {}, TypeError, "neither a flax.linen.Module"),
         ((MLP(), "tcfp13"), {}, ValueError, "tcfp12_fast"),
-        ((MLP(), "tcfp12"), {"rules": {"(": "bf16"}}, ValueError, "not a regular expression"),
+        (
+            (MLP(), "tcfp12"),
+            {"rules": {"(": "bf16"}},
+            ValueError,
+            "not a regular expression",
+        ),
         ((MLP(), "tcfp12"), {"rules": {"up": "tcfp13"}}, ValueError, "tcfp12_fast"),
-        ((MLP(), "tcfp12"), {"rules": [3]}, ValueError, "neither a .regex, recipe. pair"),
+        (
+            (MLP(), "tcfp12"),
+            {"rules": [3]},
+            ValueError,
+            "neither a .regex, recipe. pair",
+        ),
         ((MLP(), "tcfp12"), {"include": "heads"}, ValueError, "heads.*linear"),
         ((MLP(), "tcfp12"), {"strict": True}, ValueError, "sample inputs"),
         ((nn.relu, "tcfp12"), {}, TypeError, "neither"),
-        ((MLP(), "tcfp12", X), {}, ValueError, "(?s)no product of MLP.*widen include:.*too small"),
-        ((nn.Dense(4, precision="highest"), "tcfp12", X), {"include": ALL}, ValueError, "precision='HIGHEST'"),
-        ((nn.Dropout(0.5, deterministic=True), "tcfp12", X), {}, ValueError, "multiplies none of its parameters"),
+        (
+            (MLP(), "tcfp12", X),
+            {},
+            ValueError,
+            "(?s)no product of MLP.*widen include:.*too small",
+        ),
+        (
+            (nn.Dense(4, precision="highest"), "tcfp12", X),
+            {"include": ALL},
+            ValueError,
+            "precision='HIGHEST'",
+        ),
+        (
+            (nn.Dropout(0.5, deterministic=True), "tcfp12", X),
+            {},
+            ValueError,
+            "multiplies none of its parameters",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input(arguments, options, error, message):
     with pytest.raises(error, match=message):
         convert_to_tcfp(*arguments, **options)

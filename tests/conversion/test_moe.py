@@ -1,4 +1,6 @@
-"""A mixture of experts in plain Flax: `lax.ragged_dot` is converted, trained with and without floats, served."""
+"""A mixture of experts in plain Flax: `lax.ragged_dot` is converted, trained with and
+without floats, served.
+"""
 
 import functools
 
@@ -24,33 +26,57 @@ GROUPS = ("linear", "small")
 
 
 class Experts(nn.Module):
-    """Each token goes through its two best experts of five; rows are sorted by expert."""
+    """Each token goes through its two best experts of five; rows are sorted by
+    expert.
+    """
 
     @nn.compact
     def __call__(self, x):
-        weights, chosen = lax.top_k(jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="router")(x)), TOP)
-        order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+        weights, chosen = lax.top_k(
+            jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="router")(x)), TOP
+        )
+        order, sizes = (
+            jnp.argsort(chosen.reshape(-1)),
+            jnp.bincount(chosen.reshape(-1), length=EXPERTS),
+        )
         init = nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        gate, up = (self.param(name, init, (EXPERTS, WIDTH, HIDDEN)) for name in ("gate", "up"))
+        gate, up = (
+            self.param(name, init, (EXPERTS, WIDTH, HIDDEN)) for name in ("gate", "up")
+        )
         down = self.param("down", init, (EXPERTS, HIDDEN, WIDTH))
         rows = x[order // TOP]
-        hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
-        out = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(len(x), TOP, WIDTH)
+        hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(
+            rows, up, sizes
+        )
+        out = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(
+            len(x), TOP, WIDTH
+        )
         return x + jnp.einsum("tk,tkd->td", weights, out)
 
 
-X, MATRIX = filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((TOKENS, 1, WIDTH), (WIDTH, WIDTH))])
+X, MATRIX = filled(
+    [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((TOKENS, 1, WIDTH), (WIDTH, WIDTH))
+    ]
+)
 X = X[:, 0]
 TARGET = jnp.tanh(1.4 * X @ MATRIX) + X
 FLOAT = Experts()
 PARAMS = variables_of(FLOAT, X)["params"]
-LOW, OTHER = (convert_to_tcfp(FLOAT, "tcfp12_single", X, include=GROUPS, rules={"router": None}) for _ in range(2))
-WEIGHTS = find_weights(OTHER, X)  # a model that was asked for its weights warns if it is trained without them
+LOW, OTHER = (
+    convert_to_tcfp(FLOAT, "tcfp12_single", X, include=GROUPS, rules={"router": None})
+    for _ in range(2)
+)
+# A model that was asked for its weights warns if it is trained without them
+WEIGHTS = find_weights(OTHER, X)
 store = jax.jit(lambda params: tcfp_jax.store(params, WEIGHTS, key=jax.random.key(3)))
 
 
 def loss(model, params, collections=None):
-    return jnp.mean((model.apply({"params": params, **(collections or {})}, X) - TARGET) ** 2)
+    return jnp.mean(
+        (model.apply({"params": params, **(collections or {})}, X) - TARGET) ** 2
+    )
 
 
 def relative(found, wanted):
@@ -60,7 +86,10 @@ def relative(found, wanted):
 def test_the_report_lists_products_in_groups():
     report = survey(LOW, X)
     assert [record.weight_path for record in report.converted] == ["gate", "up", "down"]
-    assert all(record.product.equation == "db,abc->dc in groups" and record.stored for record in report.converted)
+    assert all(
+        record.product.equation == "db,abc->dc in groups" and record.stored
+        for record in report.converted
+    )
     assert report.converted[0].product.rows == TOKENS * TOP
     assert [record.path for record in report.skipped] == ["router"]
     assert set(WEIGHTS) == {"gate", "up", "down"} and WEIGHTS["up"].layout.stack == (0,)
@@ -71,9 +100,14 @@ def test_losses_and_gradients_are_near_those_of_floats():
     found, low = jax.jit(jax.value_and_grad(lambda p: loss(LOW, p)))(PARAMS)
     stored = store(PARAMS)
     again, of_stored = jax.jit(tcfp_jax.value_and_grad(lambda p: loss(LOW, p)))(stored)
-    # A gradient sees six independent roundings of 2**-4 at most: two operands of each product on its way.
+    # A gradient sees six independent roundings of 2**-4 at most: two operands of each
+    # product on its way.
     bound = 6**0.5 * 2.0**-4
-    assert abs(found - exact) <= bound * exact and abs(again - exact) <= bound * exact and found != exact
+    assert (
+        abs(found - exact) <= bound * exact
+        and abs(again - exact) <= bound * exact
+        and found != exact
+    )
     for name in ("gate", "up", "down"):
         assert 0 < relative(low[name], gradients[name]) <= bound
         assert 0 < relative(of_stored[name], gradients[name]) <= bound
@@ -86,11 +120,15 @@ def train(step, params, init):
         return (params, state), value
 
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        (params, _), losses = jax.jit(lambda params: lax.scan(one, (params, init(params)), None, 80))(params)
+        (params, _), losses = jax.jit(
+            lambda params: lax.scan(one, (params, init(params)), None, 80)
+        )(params)
     return params, losses
 
 
-@pytest.mark.slow  # a quicker test has losses and gradients, and tests/models/test_moe.py trains stored experts
+# A quicker test has losses and gradients, and tests/models/test_moe.py trains stored
+# experts
+@pytest.mark.slow
 def test_training_falls_alike_with_floats_with_feedback_and_without_float_weights():
     adam = optax.adam(3e-3)
     feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))
@@ -98,7 +136,9 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
 
     def of_floats(model, tx, params, state):
         collections = {"tcfp": layer_state(state)} if tx is feedback else {}
-        value, gradients = jax.value_and_grad(lambda p: loss(model, p, collections))(params)
+        value, gradients = jax.value_and_grad(lambda p: loss(model, p, collections))(
+            params
+        )
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -109,37 +149,54 @@ def test_training_falls_alike_with_floats_with_feedback_and_without_float_weight
 
     stored = store(PARAMS)
     _, exact = train(functools.partial(of_floats, FLOAT, adam), PARAMS, adam.init)
-    _, with_feedback = train(functools.partial(of_floats, LOW, feedback), PARAMS, feedback.init)
+    _, with_feedback = train(
+        functools.partial(of_floats, LOW, feedback), PARAMS, feedback.init
+    )
     trained, without_floats = train(of_stored, stored, stored_tx.init)
     assert exact[-1] < 0.4 * exact[0]
     for losses in (with_feedback, without_floats):
-        assert np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
-    # The trained weights serve without floats; only scales are found anew, and W_hi is rounded by them.
+        assert (
+            np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
+        )
+    # The trained weights serve without floats; only scales are found anew, and W_hi is
+    # rounded by them.
     served = quantize_params(tcfp_jax.dequantize(trained), WEIGHTS)
     assert "gate" not in served["params"]
-    y, again = (jax.jit(LOW.apply)(variables, X) for variables in (served, {"params": trained}))
+    y, again = (
+        jax.jit(LOW.apply)(variables, X) for variables in (served, {"params": trained})
+    )
     assert relative(y, again) <= 2.0**-5
 
 
 def test_other_recipes_say_why_not():
-    low = transform(lambda p, x: FLOAT.apply({"params": p}, x), "nvfp4_training", include=GROUPS)
+    low = transform(
+        lambda p, x: FLOAT.apply({"params": p}, x), "nvfp4_training", include=GROUPS
+    )
     skipped = survey(low, PARAMS, X).skipped
     assert {record.weight_path for record in skipped} == {"gate", "up", "down"}
-    assert all(record.reason.startswith("nvfp4_training has no grouped product") for record in skipped)
+    assert all(
+        record.reason.startswith("nvfp4_training has no grouped product")
+        for record in skipped
+    )
 
 
 def test_experts_gain_at_smaller_sizes_than_one_matrix():
     fn = lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([4, 4]))
     low = transform(fn, "tcfp12_single")
     for k, converted in ((768, True), (512, False)):
-        params, x = {"w": jax.ShapeDtypeStruct((2, k, 1024), jnp.float32)}, jax.ShapeDtypeStruct((8, k), jnp.float32)
+        params, x = (
+            {"w": jax.ShapeDtypeStruct((2, k, 1024), jnp.float32)},
+            jax.ShapeDtypeStruct((8, k), jnp.float32),
+        )
         assert bool(survey(low, params, x).converted) == converted
 
 
 @pytest.mark.slow_except("4")
 @pytest.mark.parametrize("experts", [4, 2])  # two or one on each device
 def test_experts_over_devices_are_stored(experts):
-    """Layers of experts in a scan, split inside `shard_map`: each device multiplies its part of the stored stack."""
+    """Layers of experts in a scan, split inside `shard_map`: each device multiplies its
+    part of the stored stack.
+    """
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,))
     sizes = jnp.array([20, 12, 9, 23] if experts == 4 else [20, 12])
     spec = P("e")
@@ -157,15 +214,24 @@ def test_experts_over_devices_are_stored(experts):
     step = jax.jit(tcfp_jax.value_and_grad(square(low)))
     again, of_stored = step(stored)
     for value, one in ((found, gradient), (again, of_stored)):
-        assert 0 < abs(value - exact) <= 2.0**-4 * exact and 0 < relative(one["w"], wanted["w"]) <= 2.0**-3
+        assert (
+            0 < abs(value - exact) <= 2.0**-4 * exact
+            and 0 < relative(one["w"], wanted["w"]) <= 2.0**-3
+        )
     # No device holds the weights of the others.
     assert "all-gather" not in step.lower(stored).compile().as_text()
 
 
 def test_a_matrix_over_devices_is_quantized_at_each_use():
-    mesh, sizes = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,)), jnp.array([20, 12, 9, 23])
+    mesh, sizes = (
+        jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,)),
+        jnp.array([20, 12, 9, 23]),
+    )
     fn = lambda p, x: jax.shard_map(
-        lambda x, w: lax.ragged_dot(x, w, sizes), mesh=mesh, in_specs=(P(), P(None, None, "e")), out_specs=P(None, "e")
+        lambda x, w: lax.ragged_dot(x, w, sizes),
+        mesh=mesh,
+        in_specs=(P(), P(None, None, "e")),
+        out_specs=P(None, "e"),
     )(x, p["w"])
     params = {"w": PARAMS["gate"][:4]}
     low = transform(fn, "tcfp12_single", include=GROUPS)
@@ -176,17 +242,25 @@ def test_a_matrix_over_devices_is_quantized_at_each_use():
 
 def test_moments_for_calibration_are_those_of_each_expert():
     sizes = jnp.array([20, 0, 30, 3])
-    low = transform(lambda p, x: lax.ragged_dot(x, p["w"], sizes), "tcfp12_single", include=GROUPS)
+    low = transform(
+        lambda p, x: lax.ragged_dot(x, p["w"], sizes), "tcfp12_single", include=GROUPS
+    )
     (found,) = hessians(low, {"w": PARAMS["gate"][:4]}, [X]).values()
     ends = np.cumsum(sizes)
     for moments, end, size in zip(found, ends, sizes.tolist(), strict=True):
-        np.testing.assert_allclose(moments, X[end - size : end].T @ X[end - size : end], atol=1e-4)
+        np.testing.assert_allclose(
+            moments, X[end - size : end].T @ X[end - size : end], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_results_have_the_dtype_that_the_program_asks_for(dtype):
-    fn = lambda p, x: lax.ragged_dot(x.astype(jnp.bfloat16), p["w"].astype(jnp.bfloat16), jnp.array([9, 9, 9, 9, 9]),
-                                     preferred_element_type=dtype)  # fmt: skip
+    fn = lambda p, x: lax.ragged_dot(
+        x.astype(jnp.bfloat16),
+        p["w"].astype(jnp.bfloat16),
+        jnp.array([9, 9, 9, 9, 9]),
+        preferred_element_type=dtype,
+    )
     low = transform(fn, "tcfp12_single", include=GROUPS)
     found, exact = low({"w": PARAMS["up"]}, X), fn({"w": PARAMS["up"]}, X)
     assert found.dtype == exact.dtype == dtype
@@ -198,28 +272,50 @@ def test_a_wrapper_with_a_gradient_of_its_own_is_opened_by_a_rule():
     def wrapped(x, w, sizes):
         return lax.ragged_dot(x, w, sizes)
 
-    wrapped.defvjp(lambda *args: (wrapped(*args), args), lambda args, g: (g @ args[1][0].T, args[1], None))
+    wrapped.defvjp(
+        lambda *args: (wrapped(*args), args),
+        lambda args, g: (g @ args[1][0].T, args[1], None),
+    )
     sizes = jnp.array([20, 0, 30, 3])
-    fn, params = (lambda p, x: wrapped(x, p["experts"], sizes)), {"experts": PARAMS["gate"][:4]}
-    assert "inside custom_vjp" in str(survey(transform(fn, "tcfp12_single", include=GROUPS), params, X))
+    fn, params = (
+        (lambda p, x: wrapped(x, p["experts"], sizes)),
+        {"experts": PARAMS["gate"][:4]},
+    )
+    assert "inside custom_vjp" in str(
+        survey(transform(fn, "tcfp12_single", include=GROUPS), params, X)
+    )
     low = transform(fn, "tcfp12_single", include=GROUPS, rules={"experts": "inline"})
     assert [record.stored for record in survey(low, params, X).converted] == [True]
 
 
 def test_experts_by_einsum_are_stacks():
-    """Dispatch by one-hot rows to places of a fixed number, and all experts for every token."""
+    """Dispatch by one-hot rows to places of a fixed number, and all experts for every
+    token.
+    """
 
     def by_places(p, x):
         one_hot = jax.nn.one_hot(jnp.argmax(x @ p["router"], axis=-1), 4)
         place = jnp.cumsum(one_hot, axis=1) * one_hot - 1
         send = jax.nn.one_hot(place.astype(int), 10)
-        hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", jnp.einsum("bsec,bsd->becd", send, x), p["gate"]))
-        return jnp.einsum("bsec,becd->bsd", send, jnp.einsum("becf,efd->becd", hidden, p["down"]))
+        hidden = jax.nn.silu(
+            jnp.einsum(
+                "becd,edf->becf", jnp.einsum("bsec,bsd->becd", send, x), p["gate"]
+            )
+        )
+        return jnp.einsum(
+            "bsec,becd->bsd", send, jnp.einsum("becf,efd->becd", hidden, p["down"])
+        )
 
     def by_all(p, x):
-        return jnp.einsum("bsef,efd->bsd", jnp.einsum("bsd,edf->bsef", x, p["gate"]), p["down"])
+        return jnp.einsum(
+            "bsef,efd->bsd", jnp.einsum("bsd,edf->bsef", x, p["gate"]), p["down"]
+        )
 
-    params = {"gate": PARAMS["gate"][:4], "down": PARAMS["down"][:4], "router": jnp.ones((WIDTH, 4))}
+    params = {
+        "gate": PARAMS["gate"][:4],
+        "down": PARAMS["down"][:4],
+        "router": jnp.ones((WIDTH, 4)),
+    }
     for fn, stacks in ((by_places, [(0,), (0,)]), (by_all, [(), ()])):
         low = transform(fn, "tcfp12_single", include=GROUPS, rules={"router": None})
         weights = find_weights(low, params, X.reshape(2, 32, WIDTH))
@@ -228,22 +324,32 @@ def test_experts_by_einsum_are_stacks():
 
 @pytest.mark.slow
 def test_experts_on_an_explicit_mesh():
-    """A stack that lies over devices is stored there, multiplied inside `shard_map`, and updated where it lies."""
+    """A stack that lies over devices is stored there, multiplied inside `shard_map`,
+    and updated where it lies.
+    """
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
     spec, sizes = P("e"), jnp.array([20, 12, 9, 23])
     with jax.set_mesh(mesh):
-        put = lambda array: jax.device_put(array, jax.NamedSharding(mesh, P("e", *[None] * (array.ndim - 1))))
+        put = lambda array: jax.device_put(
+            array, jax.NamedSharding(mesh, P("e", *[None] * (array.ndim - 1)))
+        )
         x, sizes, params = put(X), put(sizes), {"w": put(PARAMS["gate"][:4])}
-        layer = jax.shard_map(lax.ragged_dot, in_specs=(spec, spec, spec), out_specs=spec)
+        layer = jax.shard_map(
+            lax.ragged_dot, in_specs=(spec, spec, spec), out_specs=spec
+        )
         fn = lambda p, x, sizes: layer(x, p["w"], sizes)
         low = transform(fn, "tcfp12_single", include=GROUPS)
-        stored = tcfp_jax.store(params, find_weights(low, params, x, sizes), key=jax.random.key(6))
+        stored = tcfp_jax.store(
+            params, find_weights(low, params, x, sizes), key=jax.random.key(6)
+        )
         tx = optim.adamw(1e-3, key=jax.random.key(4))
         with jax.numpy_dtype_promotion("standard"):
 
             @jax.jit
             def step(params, state):
-                value, gradients = tcfp_jax.value_and_grad(lambda p: jnp.sum(low(p, x, sizes) ** 2))(params)
+                value, gradients = tcfp_jax.value_and_grad(
+                    lambda p: jnp.sum(low(p, x, sizes) ** 2)
+                )(params)
                 updates, state = tx.update(gradients, state, params)
                 return tcfp_jax.apply_updates(params, updates), value
 
@@ -251,5 +357,7 @@ def test_experts_on_an_explicit_mesh():
         exact = jnp.sum(fn(params, x, sizes) ** 2)
         assert 0 < abs(value - exact) <= 2.0**-4 * exact
         for one in (stored, new):
-            assert jax.typeof(one["w"].backward.values).sharding.spec == P("e", None, None)
+            assert jax.typeof(one["w"].backward.values).sharding.spec == P(
+                "e", None, None
+            )
         assert step(new, tx.init(new))[1] < value

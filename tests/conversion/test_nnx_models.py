@@ -1,4 +1,6 @@
-"""Methods of converted NNX models: whatever a method does to its model or returns, it does as before conversion."""
+"""Methods of converted NNX models: whatever a method does to its model or returns, it
+does as before conversion.
+"""
 
 import contextlib
 import functools
@@ -18,14 +20,18 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 16)), jnp.float32)
 
 
 def convert(model, *inputs, **options):
-    return convert_to_tcfp(model, "tensorwise", *inputs, include=("linear", "small", "head"), **options)
+    return convert_to_tcfp(
+        model, "tensorwise", *inputs, include=("linear", "small", "head"), **options
+    )
 
 
 LINEAR = functools.partial(nnx.Linear, 16, 16, use_bias=False)
 
 
 class Everything(nnx.Module):
-    """Modules in lists and dicts, and methods that write, sow, return parts of the model, or yield."""
+    """Modules in lists and dicts, and methods that write, sow, return parts of the
+    model, or yield.
+    """
 
     activation = staticmethod(jnp.tanh)
 
@@ -96,19 +102,27 @@ def models():
 
 @nnx.jit
 def train(model, optimizer):
-    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(X) - 1) ** 2))(model)
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(X) - 1) ** 2))(
+        model
+    )
     optimizer.update(model, gradients)
     return loss
 
 
 def near(found, exact):
-    np.testing.assert_allclose(found, exact, rtol=0, atol=0.15 * float(jnp.abs(exact).max()))
+    np.testing.assert_allclose(
+        found, exact, rtol=0, atol=0.15 * float(jnp.abs(exact).max())
+    )
     assert not same_bits(found, exact)
 
 
 def test_what_a_method_writes_is_written(models):
     base, model = models
-    assert [record.path for record in survey(model).converted] == ["blocks/0", "blocks/1", "by_name/out"]
+    assert [record.path for record in survey(model).converted] == [
+        "blocks/0",
+        "blocks/1",
+        "by_name/out",
+    ]
     assert model.calls[...] == 0 and model.mode == "new"  # a survey writes nothing
     structure = jax.tree.structure
     for number in (1, 2):
@@ -151,13 +165,24 @@ def test_transformations_of_flax_inside_and_outside(models):
     base, model = models
     near(model.compiled(X), base.compiled(X))
     assert model.calls[...] == 1
-    # A product that the method itself differentiates is left alone, and has the float model's gradient.
+    # A product that the method itself differentiates is left alone, and has the float
+    # model's gradient.
     found, exact = model.gradient(X), base.gradient(X)
     np.testing.assert_allclose(found["kernel"][...], exact["kernel"][...], rtol=1e-6)
     assert "inside jax.grad" in str(survey(convert(nnx_model(Differentiated), X)))
     near(model.mapped(X), base.mapped(X))
-    near(*(nnx.vmap(lambda m, x: m.by_name["out"](x), in_axes=(None, 0))(m, X) for m in (model, base)))
-    near(*(nnx.jit(lambda m, x: m.draw(x, nnx.Rngs(noise=1)))(m, X) for m in (model, base)))
+    near(
+        *(
+            nnx.vmap(lambda m, x: m.by_name["out"](x), in_axes=(None, 0))(m, X)
+            for m in (model, base)
+        )
+    )
+    near(
+        *(
+            nnx.jit(lambda m, x: m.draw(x, nnx.Rngs(noise=1)))(m, X)
+            for m in (model, base)
+        )
+    )
 
 
 def test_a_model_that_a_differentiated_function_closes_over_is_not_changed(models):
@@ -166,10 +191,15 @@ def test_a_model_that_a_differentiated_function_closes_over_is_not_changed(model
     out = lambda m: jax.jit(jax.grad(lambda x: jnp.mean(m.by_name["out"](x) ** 2)))(X)
     near(out(model), out(base))
     assert same_bits(before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    for m in models:  # a model that counts its calls cannot be closed over, converted or not
-        with pytest.raises(nnx.errors.TraceContextError if hasattr(nnx, "errors") else Exception):
+    # A model that counts its calls cannot be closed over, converted or not
+    for m in models:
+        with pytest.raises(
+            nnx.errors.TraceContextError if hasattr(nnx, "errors") else Exception
+        ):
             jax.grad(lambda x, m=m: jnp.mean(m(x)))(X)
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(model)))
+    assert not any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(model))
+    )
 
 
 class Differentiated(nnx.Module):
@@ -177,7 +207,9 @@ class Differentiated(nnx.Module):
         self.first, self.second = LINEAR(rngs=rngs), LINEAR(rngs=rngs)
 
     def __call__(self, x):
-        return nnx.grad(lambda second, x: jnp.mean(second(x) ** 2))(self.second, self.first(x))
+        return nnx.grad(lambda second, x: jnp.mean(second(x) ** 2))(
+            self.second, self.first(x)
+        )
 
 
 class Sowing(nnx.Module):
@@ -191,8 +223,13 @@ class Sowing(nnx.Module):
 
 
 def test_intermediates_are_captured():
-    """Without a list of modules: Flax itself cannot merge the state of one while it captures."""
-    outputs = [nnx.capture(model, nnx.Intermediate)(X) for model in (nnx_model(Sowing), convert(nnx_model(Sowing), X))]
+    """Without a list of modules: Flax itself cannot merge the state of one while it
+    captures.
+    """
+    outputs = [
+        nnx.capture(model, nnx.Intermediate)(X)
+        for model in (nnx_model(Sowing), convert(nnx_model(Sowing), X))
+    ]
     (exact, wanted), (found, captured) = outputs
     near(found, exact)
     near(captured["hidden"].get_value()[0], wanted["hidden"].get_value()[0])
@@ -220,7 +257,9 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
 
 
 class PlainObject(nnx.Module, pytree=False):
-    """A list of layers is a list, and the module is not a pytree, as in models of tunix 0.1.0."""
+    """A list of layers is a list, and the module is not a pytree, as in models of tunix
+    0.1.0.
+    """
 
     def __init__(self, rngs):
         self.layers = [LINEAR(rngs=rngs) for _ in range(2)]
@@ -230,7 +269,9 @@ class PlainObject(nnx.Module, pytree=False):
 
 
 class Decided(nnx.Module):
-    """A base that decides for its subclasses, and takes no arguments of theirs, as `nnx.bridge.Module` does."""
+    """A base that decides for its subclasses, and takes no arguments of theirs, as
+    `nnx.bridge.Module` does.
+    """
 
     def __init_subclass__(cls):
         super().__init_subclass__(pytree=False)
@@ -240,12 +281,15 @@ class OfDecided(Decided):
     __init__, __call__ = PlainObject.__init__, PlainObject.__call__
 
 
-@pytest.mark.parametrize("kind", [PlainObject, OfDecided], ids=["own word", "word of a base"])
+@pytest.mark.parametrize(
+    "kind", [PlainObject, OfDecided], ids=["own word", "word of a base"]
+)
 def test_modules_that_are_no_pytrees_are_none_after_conversion(kind):
     plain = kind(nnx.Rngs(0))
     model = convert(nnx.clone(plain), X)
     with pytest.raises(TypeError, match="abstract array"):
-        jax.jit(lambda model: model(X))(model)  # a pytree without leaves ran, with the parameters for constants
+        # A pytree without leaves ran, with the parameters for constants
+        jax.jit(lambda model: model(X))(model)
     optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
     losses = [float(train(model, optimizer)) for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]

@@ -1,4 +1,6 @@
-"""`transform` finds the products of any program, and lists every product that it leaves alone."""
+"""`transform` finds the products of any program, and lists every product that it leaves
+alone.
+"""
 
 import functools
 import re
@@ -24,7 +26,9 @@ RECIPE = "tcfp12_fast"
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / 6, jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(seed).standard_normal(shape) / 6, jnp.float32
+    )
 
 
 X = normal(4, 32, seed=1) * 6
@@ -35,7 +39,9 @@ ROTATIONS = np.cos(np.arange(4 * 32.0).reshape(4, 32)).astype(np.float32)
 
 def scanned(p, x):
     policy = jax.checkpoint_policies.dots_saveable
-    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy, prevent_cse=False)
+    block = jax.checkpoint(
+        lambda x, w: jnp.tanh(x @ w), policy=policy, prevent_cse=False
+    )
     return lax.scan(lambda x, w: (block(x, w), None), x, jnp.moveaxis(p["w"], 1, 0))[0]
 
 
@@ -45,8 +51,12 @@ def jitted_blocks(p, x):
 
 
 def carried(p, x):
-    # The weight enters the product through the carry, and the input reaches it in the second round only.
-    body = lambda c, _: ({"x": c["x"] @ c["w"], "n": (c["n"][0] + 1,), "w": c["w"]}, c["x"].sum())
+    # The weight enters the product through the carry, and the input reaches it in the
+    # second round only.
+    body = lambda c, _: (
+        {"x": c["x"] @ c["w"], "n": (c["n"][0] + 1,), "w": c["w"]},
+        c["x"].sum(),
+    )
     return lax.scan(body, {"x": x, "n": (p["n"],), "w": p["w"]}, jnp.zeros(3))[0]["x"]
 
 
@@ -56,78 +66,150 @@ def heads(p, x):
 
 # Converted programs: (function, parameters, equations of its products).
 CONVERTED = {
-    "mlp": (lambda p, x: jax.nn.relu(x @ p["a"] + p["b"]) @ p["c"], {"a": W, "b": W[0], "c": W}, ["ca,ab->cb"] * 2),
+    "mlp": (
+        lambda p, x: jax.nn.relu(x @ p["a"] + p["b"]) @ p["c"],
+        {"a": W, "b": W[0], "c": W},
+        ["ca,ab->cb"] * 2,
+    ),
     "scan and remat over axis 1": (scanned, {"w": STACK}, ["ca,ab->cb"]),
     "scan over one layer": (scanned, {"w": STACK[:, :1]}, ["ca,ab->cb"]),
     "loop with an index": (
-        lambda p, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][:, i]), x), {"w": STACK}, ["ca,ab->cb"],
+        lambda p, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][:, i]), x),
+        {"w": STACK},
+        ["ca,ab->cb"],
     ),
-    "indexed": (lambda p, x: jnp.tanh(x @ p["w"][:, 0]) @ p["w"][:, 1], {"w": STACK}, ["ca,ab->cb"] * 2),
-    "heads": (heads, {"q": normal(4, 32, 8), "o": normal(4, 8, 32)}, ["db,abc->dac", "dab,abc->dc"]),
+    "indexed": (
+        lambda p, x: jnp.tanh(x @ p["w"][:, 0]) @ p["w"][:, 1],
+        {"w": STACK},
+        ["ca,ab->cb"] * 2,
+    ),
+    "heads": (
+        heads,
+        {"q": normal(4, 32, 8), "o": normal(4, 8, 32)},
+        ["db,abc->dac", "dab,abc->dc"],
+    ),
     "a matrix read as heads": (
-        lambda p, x: jnp.einsum("td,dnh->tnh", x, p["w"].reshape(32, 4, 8)), {"w": W}, ["da,abc->dbc"],
+        lambda p, x: jnp.einsum("td,dnh->tnh", x, p["w"].reshape(32, 4, 8)),
+        {"w": W},
+        ["da,abc->dbc"],
     ),
-    "experts": (lambda p, x: jnp.einsum("td,edf->tef", x, p["w"]), {"w": normal(2, 32, 16)}, ["db,abc->dac"]),
+    "experts": (
+        lambda p, x: jnp.einsum("td,edf->tef", x, p["w"]),
+        {"w": normal(2, 32, 16)},
+        ["db,abc->dac"],
+    ),
     "experts with their own rows": (
-        lambda p, x: jnp.einsum("etd,edf->etf", jnp.stack([x, 2 * x]), p["w"]), {"w": normal(2, 32, 16)},
+        lambda p, x: jnp.einsum("etd,edf->etf", jnp.stack([x, 2 * x]), p["w"]),
+        {"w": normal(2, 32, 16)},
         ["adb,abc->adc"],
     ),
     "experts with groups of rows": (
-        lambda p, x: lax.ragged_dot(x, p["w"], SIZES), {"w": normal(2, 32, 16)}, ["db,abc->dc in groups"],
+        lambda p, x: lax.ragged_dot(x, p["w"], SIZES),
+        {"w": normal(2, 32, 16)},
+        ["db,abc->dc in groups"],
     ),
     "layers of transposed experts, and one expert": (
-        lambda p, x: lax.ragged_dot(lax.scan(
-            lambda x, w: (jnp.tanh(lax.ragged_dot(x, w.swapaxes(1, 2), SIZES)), None), x, p["w"])[0],
-            p["v"].reshape(1, 32, 32), SIZES[:1]), {"w": normal(3, 2, 32, 32), "v": normal(4, 8, 32)},
+        lambda p, x: lax.ragged_dot(
+            lax.scan(
+                lambda x, w: (
+                    jnp.tanh(lax.ragged_dot(x, w.swapaxes(1, 2), SIZES)),
+                    None,
+                ),
+                x,
+                p["w"],
+            )[0],
+            p["v"].reshape(1, 32, 32),
+            SIZES[:1],
+        ),
+        {"w": normal(3, 2, 32, 32), "v": normal(4, 8, 32)},
         ["dc,abc->db in groups", "dab,abc->dc in groups"],
     ),
     "shared and transposed": (
-        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, {"w": W}, ["ca,ab->cb", "cb,ab->ca"],
+        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T,
+        {"w": W},
+        ["ca,ab->cb", "cb,ab->ca"],
     ),
-    "tied head": (lambda p, x: (x + p["table"][jnp.arange(4)]) @ p["table"].T, {"table": TABLE}, ["cb,ab->ca"]),
+    "tied head": (
+        lambda p, x: (x + p["table"][jnp.arange(4)]) @ p["table"].T,
+        {"table": TABLE},
+        ["cb,ab->ca"],
+    ),
     "bfloat16": (
-        lambda p, x: (x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32), {"w": W},
+        lambda p, x: (x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(
+            jnp.float32
+        ),
+        {"w": W},
         ["ca,ab->cb"],
     ),
     "branches": (
-        lambda p, x: lax.cond(x.sum() > 0, lambda x: x @ p["a"], lambda x: x @ p["b"], x), {"a": W, "b": 2 * W},
+        lambda p, x: lax.cond(
+            x.sum() > 0, lambda x: x @ p["a"], lambda x: x @ p["b"], x
+        ),
+        {"a": W, "b": 2 * W},
         ["ca,ab->cb"] * 2,
     ),
     "parts": (
-        lambda p, x: sum(jnp.split(x @ p["w"], 3, axis=1)) + x @ p["w"][:, :32], {"w": normal(32, 96)},
+        lambda p, x: sum(jnp.split(x @ p["w"], 3, axis=1)) + x @ p["w"][:, :32],
+        {"w": normal(32, 96)},
         ["ca,ab->cb"] * 2,
     ),
-    "vectors": (lambda p, x: jax.vmap(lambda x: p["w"] @ x)(x), {"w": W}, ["cb,ab->ac"]),
+    "vectors": (
+        lambda p, x: jax.vmap(lambda x: p["w"] @ x)(x),
+        {"w": W},
+        ["cb,ab->ac"],
+    ),
     "a table of rotations": (
-        lambda p, x: jnp.einsum("td,td->td", x @ p["w"], jnp.asarray(ROTATIONS)), {"w": W}, ["ca,ab->cb"],
+        lambda p, x: jnp.einsum("td,td->td", x @ p["w"], jnp.asarray(ROTATIONS)),
+        {"w": W},
+        ["ca,ab->cb"],
     ),
     "carried by a loop": (carried, {"w": W, "n": jnp.float32(0)}, ["ca,ab->cb"]),
     # Weights that are linear in parameters.
     "scaled by 1": (lambda p, x: x @ (1.0 * p["w"]), {"w": W}, ["ca,ab->cb"]),
     "scaled, negated, cast and read as heads": (
         lambda p, x: jnp.einsum(
-            "td,dnh->tnh", x.astype(jnp.bfloat16), (-p["w"] / jnp.sqrt(2.0)).astype(jnp.bfloat16).reshape(32, 4, 8),
-        ), {"w": W}, ["da,abc->dbc"],
+            "td,dnh->tnh",
+            x.astype(jnp.bfloat16),
+            (-p["w"] / jnp.sqrt(2.0)).astype(jnp.bfloat16).reshape(32, 4, 8),
+        ),
+        {"w": W},
+        ["da,abc->dbc"],
     ),
     "scaled in scan and remat": (
-        lambda p, x: lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ (w * 0.5)), None)), x, p["w"])[0],
-        {"w": jnp.stack([W, 2 * W])}, ["ca,ab->cb"],
+        lambda p, x: lax.scan(
+            jax.checkpoint(lambda x, w: (jnp.tanh(x @ (w * 0.5)), None)), x, p["w"]
+        )[0],
+        {"w": jnp.stack([W, 2 * W])},
+        ["ca,ab->cb"],
     ),
     "merged LoRA": (
-        lambda p, x: x @ (p["w"] + 0.5 * p["a"] @ p["b"]) - x @ (p["w"] - p["a"] @ p["b"]).T,
-        {"w": W, "a": W[:, :4], "b": W[:4]}, ["ca,ab->cb"] * 3 + ["cb,ab->ca"] * 3,
+        lambda p, x: (
+            x @ (p["w"] + 0.5 * p["a"] @ p["b"]) - x @ (p["w"] - p["a"] @ p["b"]).T
+        ),
+        {"w": W, "a": W[:, :4], "b": W[:4]},
+        ["ca,ab->cb"] * 3 + ["cb,ab->ca"] * 3,
     ),
     "joined": (
-        lambda p, x: x @ jnp.concatenate([p["a"], 2 * p["b"]], 1)
-        + jnp.tile(x, 2) @ jnp.concatenate([p["a"].T, p["b"].T, p["c"]]), {"a": W[:, :8], "b": W[:, 8:], "c": W},
+        lambda p, x: (
+            x @ jnp.concatenate([p["a"], 2 * p["b"]], 1)
+            + jnp.tile(x, 2) @ jnp.concatenate([p["a"].T, p["b"].T, p["c"]])
+        ),
+        {"a": W[:, :8], "b": W[:, 8:], "c": W},
         ["ca,ab->cb"] * 3 + ["cb,ab->ca"] * 2,
     ),
     "padded": (
-        lambda p, x: x @ jnp.pad(p["w"], ((0, 0), (3, 5))) @ jnp.pad(p["v"], ((4, 4), (0, 0))),
-        {"w": W, "v": W}, ["ca,ab->cb"] * 2,
+        lambda p, x: (
+            x @ jnp.pad(p["w"], ((0, 0), (3, 5))) @ jnp.pad(p["v"], ((4, 4), (0, 0)))
+        ),
+        {"w": W, "v": W},
+        ["ca,ab->cb"] * 2,
     ),
-    "jitted blocks": (jitted_blocks, {str(i): normal(32, 32, seed=i) for i in range(3)}, ["ca,ab->cb"] * 3),
-}  # fmt: skip
+    "jitted blocks": (
+        jitted_blocks,
+        {str(i): normal(32, 32, seed=i) for i in range(3)},
+        ["ca,ab->cb"] * 3,
+    ),
+}
 
 
 @jax.custom_vjp
@@ -135,56 +217,113 @@ def own_rule(x, w):
     return x @ w
 
 
-own_rule.defvjp(lambda x, w: (own_rule(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+own_rule.defvjp(
+    lambda x, w: (own_rule(x, w), (x, w)),
+    lambda saved, g: (g @ saved[1].T, saved[0].T @ g),
+)
 
 # Products that are left alone: (function, parameters, part of the reason).
 LEFT = {
     "convolution": (
-        lambda p, x: lax.conv(x[None, None], p["w"], (1, 1), "SAME"), {"w": normal(2, 1, 3, 3)}, "convolution",
+        lambda p, x: lax.conv(x[None, None], p["w"], (1, 1), "SAME"),
+        {"w": normal(2, 1, 3, 3)},
+        "convolution",
     ),
-    "computed": (lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)), {"w": W}, "computed"),
-    "a sum of weights": (lambda p, x: x @ (p["w"] + p["a"]), {"w": W, "a": W}, "computed"),
-    "masked": (lambda p, x: x @ (p["w"] * jnp.asarray(ROTATIONS[:1] > 0, jnp.float32)), {"w": W}, "and constants"),
-    "custom rule": (lambda p, x: own_rule(x, p["w"]), {"w": W}, "inside custom_vjp_call"),
+    "computed": (
+        lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)),
+        {"w": W},
+        "computed",
+    ),
+    "a sum of weights": (
+        lambda p, x: x @ (p["w"] + p["a"]),
+        {"w": W, "a": W},
+        "computed",
+    ),
+    "masked": (
+        lambda p, x: x @ (p["w"] * jnp.asarray(ROTATIONS[:1] > 0, jnp.float32)),
+        {"w": W},
+        "and constants",
+    ),
+    "custom rule": (
+        lambda p, x: own_rule(x, p["w"]),
+        {"w": W},
+        "inside custom_vjp_call",
+    ),
     "closed over": (lambda p, x: x @ W + p["b"], {"b": W[0]}, "closes over"),
     "gathered by an array": (
-        lambda p, x: jnp.einsum("td,tdf->tf", x, p["w"][(x[:, 0] > 0).astype(int)]), {"w": normal(2, 32, 16)},
+        lambda p, x: jnp.einsum("td,tdf->tf", x, p["w"][(x[:, 0] > 0).astype(int)]),
+        {"w": normal(2, 32, 16)},
         "gathered",
     ),
     "changed in a loop": (
-        lambda p, x: lax.fori_loop(0, 3, lambda i, c: (c[0] @ c[1], c[1] * 2.0), (x, p["w"]))[0], {"w": W}, "carried",
+        lambda p, x: lax.fori_loop(
+            0, 3, lambda i, c: (c[0] @ c[1], c[1] * 2.0), (x, p["w"])
+        )[0],
+        {"w": W},
+        "carried",
     ),
-    "mixed with an input": (lambda p, x: x @ (p["w"] * x.mean()), {"w": W}, "mixed with an input"),
-    "jax.grad inside": (lambda p, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(p["w"]), {"w": W}, "jax.grad"),
+    "mixed with an input": (
+        lambda p, x: x @ (p["w"] * x.mean()),
+        {"w": W},
+        "mixed with an input",
+    ),
+    "jax.grad inside": (
+        lambda p, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(p["w"]),
+        {"w": W},
+        "jax.grad",
+    ),
     "groups of columns": (
         lambda p, x: lax.ragged_dot_general(
-            x, p["w"], jnp.array([20, 12]), lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
-        ).sum(0), {"w": W}, "rows in groups",
+            x,
+            p["w"],
+            jnp.array([20, 12]),
+            lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], []),
+        ).sum(0),
+        {"w": W},
+        "rows in groups",
     ),
     "experts that are copies": (
-        lambda p, x: lax.ragged_dot(x, jnp.broadcast_to(p["w"], (2, *p["w"].shape)), SIZES), {"w": W}, "copies",
+        lambda p, x: lax.ragged_dot(
+            x, jnp.broadcast_to(p["w"], (2, *p["w"].shape)), SIZES
+        ),
+        {"w": W},
+        "copies",
     ),
-}  # fmt: skip
+}
 
 
 def close(found, wanted, part):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(jnp.linalg.norm(b.ravel()))
+        assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(
+            jnp.linalg.norm(b.ravel())
+        )
 
 
 @pytest.mark.slow_except(
-    "scan and remat over axis 1", "layers of transposed experts, and one expert", "tied head", "parts",
+    "scan and remat over axis 1",
+    "layers of transposed experts, and one expert",
+    "tied head",
+    "parts",
     "carried by a loop",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
     fn, params, equations = CONVERTED[name]
     low = transform(fn, RECIPE, include=ALL, strict=True)
     report = survey(low, params, X)
-    assert sorted(record.product.equation for record in report.converted) == sorted(equations) and not report.skipped
+    assert (
+        sorted(record.product.equation for record in report.converted)
+        == sorted(equations)
+        and not report.skipped
+    )
     weights = find_weights(low, params, X)
-    absent = {path: jax.ShapeDtypeStruct(w.shape, w.dtype) if path in weights else w for path, w in params.items()}
-    loss = lambda f: lambda p, **options: jnp.sum(f(p, X, **options).astype(jnp.float32) ** 2)
+    absent = {
+        path: jax.ShapeDtypeStruct(w.shape, w.dtype) if path in weights else w
+        for path, w in params.items()
+    }
+    loss = lambda f: (
+        lambda p, **options: jnp.sum(f(p, X, **options).astype(jnp.float32) ** 2)
+    )
 
     @jax.jit
     def results(params):
@@ -206,45 +345,66 @@ def test_products_are_converted_in_every_transformation_and_read_stored_weights(
 
 
 def test_a_loop_of_unknown_length_multiplies_stored_weights():
-    fn = lambda p, x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, x @ p["w"] + c[1]), (0, x))[1]
+    fn = lambda p, x: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, x @ p["w"] + c[1]), (0, x)
+    )[1]
     low = transform(fn, RECIPE, include=ALL, strict=True)
     kept = layer_state(error_feedback(find_weights(low, {"w": W}, X)).init({"w": W}))
     close(low({"w": W}, X, stored=kept), fn({"w": W}, X), 0.2)
 
 
 def test_activations_times_constants_are_not_products_of_a_parameter():
-    for fn in (lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)), lambda p, x: (x @ x.T) * p["w"][:4, :4]):
+    for fn in (
+        lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)),
+        lambda p, x: (x @ x.T) * p["w"][:4, :4],
+    ):
         report = transform(fn, RECIPE, include=ALL).examine({"w": W}, X).report
         assert not report.converted and not report.skipped
 
 
 def test_names_with_slashes_are_paths():
-    """Haiku's `{"mlp/~/linear_0": {"w": ...}}`: the float kernels must not stay next to the stored ones."""
+    """Haiku's `{"mlp/~/linear_0": {"w": ...}}`: the float kernels must not stay next to
+    the stored ones.
+    """
     params = {"mlp/~/linear_0": {"w": W, "b": W[0]}}
-    low = transform(lambda p, x: x @ p["mlp/~/linear_0"]["w"] + p["mlp/~/linear_0"]["b"], RECIPE, include=ALL)
+    low = transform(
+        lambda p, x: x @ p["mlp/~/linear_0"]["w"] + p["mlp/~/linear_0"]["b"],
+        RECIPE,
+        include=ALL,
+    )
     weights = find_weights(low, params, X)
     assert set(weights) == {"mlp/~/linear_0/w"}
     assert set(quantize_params(params, weights)["params"]["mlp/~/linear_0"]) == {"b"}
     stored = layer_state(error_feedback(weights).init(params))
-    np.testing.assert_allclose(low(params, X, stored=stored), low(params, X), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        low(params, X, stored=stored), low(params, X), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone_is_listed_with_its_reason(name):
     fn, params, reason = LEFT[name]
     report = survey(transform(fn, RECIPE, include=ALL), params, X)
-    assert not report.converted and any(reason in record.reason for record in report.skipped), str(report)
-    with pytest.raises(ValueError, match=f"(?s)no product of .* was converted.*{reason}"):
+    assert not report.converted and any(
+        reason in record.reason for record in report.skipped
+    ), str(report)
+    with pytest.raises(
+        ValueError, match=f"(?s)no product of .* was converted.*{reason}"
+    ):
         transform(fn, RECIPE, include=ALL)(params, X)
 
 
 def test_of_merged_lora_that_is_read_as_heads_the_base_converts():
-    fn = lambda p, x: jnp.einsum("td,dnh->tnh", x, (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8))
+    fn = lambda p, x: jnp.einsum(
+        "td,dnh->tnh", x, (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8)
+    )
     params = {"w": W, "a": W[:, :4], "b": W[:4]}
     low = transform(fn, RECIPE, include=ALL)
     report = survey(low, params, X)
     assert [record.product.equation for record in report.converted] == ["da,abc->dbc"]
-    assert [record.weight_path for record in report.skipped] == ["a + b"] and "computed" in report.skipped[0].reason
+    assert [record.weight_path for record in report.skipped] == [
+        "a + b"
+    ] and "computed" in report.skipped[0].reason
     loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
     close(loss(low)(params), loss(fn)(params), 0.2)
 
@@ -256,30 +416,53 @@ def test_a_rule_opens_a_custom_derivative():
     loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
     assert same_bits(loss(low)(params), loss(plain)(params))
     with pytest.raises(ValueError, match="no product matches the rule 'never'"):
-        transform(fn, RECIPE, include=ALL, rules={"w": "inline", "never": "inline"}, strict=True)(params, X)
+        transform(
+            fn,
+            RECIPE,
+            include=ALL,
+            rules={"w": "inline", "never": "inline"},
+            strict=True,
+        )(params, X)
 
 
 def test_strict_takes_the_constants_of_a_model():
     rotate = lambda p, x: (x @ p["w"]) @ jnp.asarray(ROTATIONS).T
     low = transform(rotate, RECIPE, include=ALL, strict=True)
-    assert np.isfinite(low({"w": W}, X)).all() and "closes over" in str(survey(low, {"w": W}, X))
+    assert np.isfinite(low({"w": W}, X)).all() and "closes over" in str(
+        survey(low, {"w": W}, X)
+    )
 
 
 def test_a_survey_says_that_a_call_raises_and_why_a_part_is_not_stored():
     convolution, params, _ = LEFT["convolution"]
-    assert "nothing is converted, and a call raises" in str(survey(transform(convolution, RECIPE), params, X))
-    part = str(survey(transform(lambda p, x: x @ p["w"][:, :16], RECIPE, include=ALL), {"w": W}, X))
+    assert "nothing is converted, and a call raises" in str(
+        survey(transform(convolution, RECIPE), params, X)
+    )
+    part = str(
+        survey(
+            transform(lambda p, x: x @ p["w"][:, :16], RECIPE, include=ALL), {"w": W}, X
+        )
+    )
     assert "a part of a parameter" in part and "a call raises" not in part
 
 
 def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
     fn = lambda p, x: lax.conv((x @ p["w"])[None, None], p["k"], (1, 1), "SAME")
     params = {"w": W, "k": normal(2, 1, 3, 3)}
-    with pytest.raises(ValueError, match=r"(?s)strict=True: 1 products of parameters .*rules.*a convolution\n    k"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"(?s)strict=True: 1 products of parameters .*rules.*a convolution\n    k"
+        ),
+    ):
         transform(fn, RECIPE, include=ALL, strict=True)(params, X)
     transform(fn, RECIPE, include=ALL, strict=True, rules={"^k$": None})(params, X)
-    with pytest.raises(ValueError, match="strict=True: no product matches the rule 'never'"):
-        transform(fn, RECIPE, include=ALL, strict=True, rules={"never": None, "k": None})(params, X)
+    with pytest.raises(
+        ValueError, match="strict=True: no product matches the rule 'never'"
+    ):
+        transform(
+            fn, RECIPE, include=ALL, strict=True, rules={"never": None, "k": None}
+        )(params, X)
 
 
 def test_the_two_forms_of_a_shared_weight_are_told_apart():
@@ -290,8 +473,12 @@ def test_the_two_forms_of_a_shared_weight_are_told_apart():
 
 
 @pytest.mark.slow_except("tcfp12_fast-2")
-@pytest.mark.parametrize("recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)])
-def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
+@pytest.mark.parametrize(
+    "recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)]
+)
+def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(
+    recipe, gathered
+):
     mesh = mesh_of(2, names=("data",))
 
     def fn(p, x):
@@ -299,56 +486,101 @@ def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(recipe, g
             return jnp.tanh(x @ lax.all_gather(w, "data", axis=0, tiled=True)) @ v
 
         rows = PartitionSpec("data", None)
-        return jax.shard_map(body, mesh=mesh, in_specs=(rows, PartitionSpec(), rows), out_specs=rows)(p["w"], p["v"], x)
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=(rows, PartitionSpec(), rows), out_specs=rows
+        )(p["w"], p["v"], x)
 
     params = {"w": normal(32, 64), "v": normal(64, 16, seed=2)}
-    low, alone = (transform(f, recipe, include=ALL) for f in (fn, lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]))
+    low, alone = (
+        transform(f, recipe, include=ALL)
+        for f in (fn, lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])
+    )
     assert [r.weight_path for r in survey(low, params, X).converted] == ["w", "v"]
     loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
     step = loss(low).lower(params).compile()
     close(step(params), loss(alone)(params), 0.02 if recipe == "rowwise" else 1e-5)
     moved = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", step.as_text())
-    assert moved.count("u8") == gathered and (gathered == 0 or set(moved) == {"u8"}), moved
+    assert moved.count("u8") == gathered and (gathered == 0 or set(moved) == {"u8"}), (
+        moved
+    )
 
 
-@pytest.mark.parametrize("recipe, others", [("tensorwise", 2), ("bf16", 1), ("rowwise", 1)])
+@pytest.mark.parametrize(
+    "recipe, others", [("tensorwise", 2), ("bf16", 1), ("rowwise", 1)]
+)
 def test_products_of_one_x_quantize_it_once(recipe, others):
-    """Each quantization of its own would have an all-reduce on several devices, which XLA would not know to be equal.
+    """Each quantization of its own would have an all-reduce on several devices, which
+    XLA would not know to be equal.
 
-    A product in BF16 has none, and neither has one with a scale per row, which leaves the devices alone.
+    A product in BF16 has none, and neither has one with a scale per row, which leaves
+    the devices alone.
     """
     gated = lambda p, x: (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
-    params = {"gate": normal(32, 64), "up": normal(32, 64, seed=2), "down": normal(64, 32, seed=3)}
+    params = {
+        "gate": normal(32, 64),
+        "up": normal(32, 64, seed=2),
+        "down": normal(64, 32, seed=3),
+    }
     mesh, rules = mesh_of(2, names=("data",)), {"gate": recipe, "up": recipe}
     low = jax.jit(transform(gated, "tensorwise", rules=rules, include=ALL))
-    compiled = low.lower(params, jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))).compile()
-    amaxes = [part for c in collectives(compiled.as_text()) for part in c.parts if c.operation == "all-reduce"]
-    assert [part.size for part in amaxes] == [1] * others  # of x, and of the input of "down"
+    compiled = low.lower(
+        params, jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+    ).compile()
+    amaxes = [
+        part
+        for c in collectives(compiled.as_text())
+        for part in c.parts
+        if c.operation == "all-reduce"
+    ]
+    # of x, and of the input of "down"
+    assert [part.size for part in amaxes] == [1] * others
 
 
 def columns_then_rows(p, x):
     hidden = jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"]))
-    return jnp.einsum("tnh,nhd->td", hidden, p["v"], out_sharding=PartitionSpec("a", None))
+    return jnp.einsum(
+        "tnh,nhd->td", hidden, p["v"], out_sharding=PartitionSpec("a", None)
+    )
 
 
 def test_explicit_axes_and_the_sharding_that_a_model_asks_for_reach_the_products():
     mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
-    shapes = {"w": ((32, 4, 8), (None, "b", None)), "v": ((4, 8, 32), ("b", None, None))}
+    shapes = {
+        "w": ((32, 4, 8), (None, "b", None)),
+        "v": ((4, 8, 32), ("b", None, None)),
+    }
     low = transform(columns_then_rows, "tensorwise", include=ALL)
-    whole = {name: normal(*shape, seed=i) for i, (name, (shape, _)) in enumerate(shapes.items())}
+    whole = {
+        name: normal(*shape, seed=i)
+        for i, (name, (shape, _)) in enumerate(shapes.items())
+    }
     with jax.set_mesh(mesh):
-        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        params, x = {name: put(whole[name], *spec) for name, (_, spec) in shapes.items()}, put(X, "a", None)
+        put = lambda x, *spec: jax.device_put(
+            x, NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        params, x = (
+            {name: put(whole[name], *spec) for name, (_, spec) in shapes.items()},
+            put(X, "a", None),
+        )
         weights = find_weights(low, params, x)
 
         @jax.jit
         def step(params, x):
             kept = layer_state(error_feedback(weights).init(params))
-            return low(params, x, stored=kept), jax.grad(lambda p: jnp.sum(low(p, x, stored=kept) ** 2))(params)
+            return low(params, x, stored=kept), jax.grad(
+                lambda p: jnp.sum(low(p, x, stored=kept) ** 2)
+            )(params)
 
         y, gradients = step(params, x)
-    assert y.sharding.spec == PartitionSpec("a", None) and gradients["v"].sharding.spec[0] == "b"
-    exact = jax.jit(lambda p, x: jnp.einsum("tnh,nhd->td", jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"])), p["v"]))
+    assert (
+        y.sharding.spec == PartitionSpec("a", None)
+        and gradients["v"].sharding.spec[0] == "b"
+    )
+    exact = jax.jit(
+        lambda p, x: jnp.einsum(
+            "tnh,nhd->td", jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"])), p["v"]
+        )
+    )
     close(np.asarray(y), np.asarray(exact(whole, X)), 0.1)
 
 
@@ -358,10 +590,18 @@ def test_rules_know_paths_shapes_scopes_and_heads():
             x = jnp.tanh(x @ p["a"]["w"])
         return jnp.tanh(x @ p["b"]["w"]) @ p["c"]["w"]
 
-    params = {"a": {"w": W}, "b": {"w": normal(32, 32, seed=3)}, "c": {"w": normal(32, 48)}}
-    recipes = lambda **how: {r.path: r.recipe for r in survey(transform(fn, RECIPE, **how), params, X).converted}
+    params = {
+        "a": {"w": W},
+        "b": {"w": normal(32, 32, seed=3)},
+        "c": {"w": normal(32, 48)},
+    }
+    recipes = lambda **how: {
+        r.path: r.recipe
+        for r in survey(transform(fn, RECIPE, **how), params, X).converted
+    }
     assert set(recipes(include=ALL)) == {"a", "b", "c"}
-    assert set(recipes(include=("linear", "small"))) == {"a", "b"}  # nothing contracts 48 features: a head
+    # nothing contracts 48 features: a head
+    assert set(recipes(include=("linear", "small"))) == {"a", "b"}
     assert set(recipes(include=ALL, rules={"encoder": None})) == {"b", "c"}
     by_shape = lambda path, product: "tensorwise" if product.n == 48 else None
     assert recipes(include=ALL, rules=by_shape)["c"] == tcfp_jax.recipe("tensorwise")
@@ -372,9 +612,14 @@ def test_switching_exporting_and_diagnosing_a_function(capsys):
     low = transform(fn, "tensorwise", include=ALL)
     off = to_bf16(low, "")
     assert export(low) is fn and same_bits(off(params, X), fn(params, X))
-    assert same_bits(restore(off, "")(params, X), low(params, X)) and not same_bits(low(params, X), fn(params, X))
+    assert same_bits(restore(off, "")(params, X), low(params, X)) and not same_bits(
+        low(params, X), fn(params, X)
+    )
     found = diagnose(fn, params, X, recipe="tensorwise")
-    assert [line.path for line in found.lines] == ["a", "c"] and "eligible" in capsys.readouterr().out
+    assert [line.path for line in found.lines] == [
+        "a",
+        "c",
+    ] and "eligible" in capsys.readouterr().out
 
 
 def test_nested_transforms_and_layers_of_ours_are_not_converted_twice():
@@ -382,7 +627,11 @@ def test_nested_transforms_and_layers_of_ours_are_not_converted_twice():
     inner = transform(lambda p, x: x @ p["w"], "tensorwise", include=ALL)
     params = {"w": W, "layer": {"kernel": W, "bias": W[0]}, "own": W}
     outer = transform(
-        lambda p, x: layer.apply({"params": p["layer"]}, inner({"w": p["w"]}, x)) @ p["own"], RECIPE, include=ALL
+        lambda p, x: (
+            layer.apply({"params": p["layer"]}, inner({"w": p["w"]}, x)) @ p["own"]
+        ),
+        RECIPE,
+        include=ALL,
     )
     report = survey(outer, params, X)
     found = {record.weight_path: record.reason for record in report.converted}
@@ -403,7 +652,10 @@ def test_other_programs_never_see_a_transformed_one():
 def test_equal_jitted_blocks_share_one_trace():
     fn, params, _ = CONVERTED["jitted blocks"]
     low = transform(fn, "tensorwise", include=ALL)
-    lines = [len(jax.jit(f).lower(params, X).as_text().splitlines()) for f in (low, transform(fn, "bf16", include=ALL))]
+    lines = [
+        len(jax.jit(f).lower(params, X).as_text().splitlines())
+        for f in (low, transform(fn, "bf16", include=ALL))
+    ]
     more = {str(i): normal(32, 32, seed=i) for i in range(9)}
     longer = len(jax.jit(low).lower(more, X).as_text().splitlines())
     assert longer < lines[0] + 6 * 4  # six more blocks are six more calls
@@ -418,7 +670,9 @@ def test_state_of_other_parameters_is_never_multiplied_in_silence():
     with pytest.raises(ValueError, match="made of other parameters"):
         low(averaged, X, stored=kept)
     assert np.isnan(jax.jit(low)(averaged, X, stored=kept)).all()
-    with pytest.raises(ValueError, match="the state holds 'z', but the parameters have only a, b, c"):
+    with pytest.raises(
+        ValueError, match="the state holds 'z', but the parameters have only a, b, c"
+    ):
         low(params, X, stored={**kept, "z": kept["a"]})
     with pytest.raises(ValueError, match="'a' is a shape without values"):
         low({**params, "a": jax.ShapeDtypeStruct((32, 32), "float32")}, X)
@@ -431,7 +685,12 @@ def test_state_of_other_parameters_is_never_multiplied_in_silence():
         ((3, RECIPE), {}, TypeError, "fn is a int; pass a function"),
         ((heads, "tcfp13"), {}, ValueError, "tcfp12_fast"),
         ((heads, RECIPE), {"include": "heads"}, ValueError, "heads.*linear"),
-        ((heads, RECIPE), {"params": 4}, TypeError, "params=4, but the function was called with 2"),
+        (
+            (heads, RECIPE),
+            {"params": 4},
+            TypeError,
+            "params=4, but the function was called with 2",
+        ),
     ],
 )
 def test_bad_input(arguments, options, error, message):

@@ -1,4 +1,6 @@
-"""The one-pass cast has the bits of the definition: in Pallas's interpreter here, on a GPU with `-m gpu`."""
+"""The one-pass cast has the bits of the definition: in Pallas's interpreter here, on a
+GPU with `-m gpu`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,31 @@ from tcfp_jax.formats.cast_kernel import cast_tiles, serves
 from tcfp_jax.formats.rounding import Modes
 from tests.formats_oracles import same
 
-SERVED = ("mxfp8e4", "mxfp8e5", "mxfp6e3", "mxfp6e2", "mxfp4e2", "mxint8", "mxint4", "bfp16", "e1m6b1_e32")
+SERVED = (
+    "mxfp8e4",
+    "mxfp8e5",
+    "mxfp6e3",
+    "mxfp6e2",
+    "mxfp4e2",
+    "mxint8",
+    "mxint4",
+    "bfp16",
+    "e1m6b1_e32",
+)
 BFLOAT16 = jnp.dtype("bfloat16")
-LONG = {name for name, made in CATALOG.items() if made.scale and any(tile.size > 64 for tile in made.scale.tiles)}
+LONG = {
+    name
+    for name, made in CATALOG.items()
+    if made.scale and any(tile.size > 64 for tile in made.scale.tiles)
+}
 
 
 def awkward(exponents, dtype):
     """Rows of many magnitudes, with zeros, NaN, infinities and the largest values."""
     random = np.random.default_rng(0)
-    x = np.ldexp(random.standard_normal((128, 64)), random.integers(*exponents, (128, 1)))
+    x = np.ldexp(
+        random.standard_normal((128, 64)), random.integers(*exponents, (128, 1))
+    )
     with np.errstate(over="ignore"):
         x = x.astype(np.float32)
     x[0], x[1] = 0.0, -0.0
@@ -40,7 +58,12 @@ def test_blocks_are_the_definition(name):
     got = block(x.reshape(-1, made.scale.tiles[0].size), made, scalemode)
     assert same(got.reshape(x.shape), expected := cast(x, made, scalemode=scalemode))
     if plan.reject(x.dtype) is None:  # Mosaic's interpreter needs a new jax
-        assert same(cast_kernel._by_mosaic(x.reshape(got.shape), made, scalemode).reshape(x.shape), expected)
+        assert same(
+            cast_kernel._by_mosaic(x.reshape(got.shape), made, scalemode).reshape(
+                x.shape
+            ),
+            expected,
+        )
 
 
 def test_the_kernel_runs_blocks_and_maps():
@@ -48,22 +71,47 @@ def test_the_kernel_runs_blocks_and_maps():
     made = formats.mxfp8e4
     expected = cast(x, made)
     assert same(cast_tiles(x, made, "max", interpret=True), expected)
-    mapped = jax.vmap(lambda x: cast_tiles(x, made, "max", interpret=True), in_axes=1, out_axes=1)
+    mapped = jax.vmap(
+        lambda x: cast_tiles(x, made, "max", interpret=True), in_axes=1, out_axes=1
+    )
     assert same(mapped(x.reshape(8, 16, 64)), expected.reshape(8, 16, 64))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"dtype": jnp.dtype("float16")}, {"shape": (8, 60)}, {"shape": (1, 32)}, {"shape": ()},
-        {"modes": Modes("stochastic")}, {"modes": Modes("zero")}, {"modes": Modes(saturate=False)},
-        *({"made": CATALOG[name]} for name in ("nvfp4", "mx6", "tcfp12", "icb44fi4_e32", "mxfp4s", "e4m3fn", "int8_e")),
-        {"made": datatype("e4m3fn", "e8m0_t32d0")}, {"made": datatype("e5m10", "e8m0_t32")},
-        {"made": datatype("e2m9f", "e8m0_t32")}, {"made": datatype("e2m1f", "e8m0_t0")},
+        {"dtype": jnp.dtype("float16")},
+        {"shape": (8, 60)},
+        {"shape": (1, 32)},
+        {"shape": ()},
+        {"modes": Modes("stochastic")},
+        {"modes": Modes("zero")},
+        {"modes": Modes(saturate=False)},
+        *(
+            {"made": CATALOG[name]}
+            for name in (
+                "nvfp4",
+                "mx6",
+                "tcfp12",
+                "icb44fi4_e32",
+                "mxfp4s",
+                "e4m3fn",
+                "int8_e",
+            )
+        ),
+        {"made": datatype("e4m3fn", "e8m0_t32d0")},
+        {"made": datatype("e5m10", "e8m0_t32")},
+        {"made": datatype("e2m9f", "e8m0_t32")},
+        {"made": datatype("e2m1f", "e8m0_t0")},
     ],
-)  # fmt: skip
+)
 def test_what_is_not_served(change):
-    usual = {"shape": (8, 64), "dtype": BFLOAT16, "made": formats.mxfp8e4, "modes": Modes()}
+    usual = {
+        "shape": (8, 64),
+        "dtype": BFLOAT16,
+        "made": formats.mxfp8e4,
+        "modes": Modes(),
+    }
     assert serves(*usual.values())
     assert not serves(*(usual | change).values())
 
@@ -73,7 +121,9 @@ NAMES = sorted({made: name for name, made in CATALOG.items()}.values())
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, "bfloat16") for name in NAMES] + [(name, "float32") for name in (*SERVED, "nvfp4")]
+    ("name", "dtype"),
+    [(name, "bfloat16") for name in NAMES]
+    + [(name, "float32") for name in (*SERVED, "nvfp4")],
 )
 def test_a_gpu_casts_as_a_cpu(name, dtype):
     """Every datatype of the catalog, with subnormals, NaN and infinities."""

@@ -13,13 +13,23 @@ def test_scale_codes():
     assert scale("float32").is_tensor and not scale("float32").is_tile
     assert scale("float16_int8_t0d1").tiles == (BlockAxis(0, 1),)
     spec = scale("e8m0_t16s2o1")
-    assert spec.is_subtile and spec.offset == 1 and spec.tiles == (BlockAxis(16, -1, 2),)
+    assert (
+        spec.is_subtile and spec.offset == 1 and spec.tiles == (BlockAxis(16, -1, 2),)
+    )
     assert scale("e8m0_t32_t16").tiles == (BlockAxis(32, -2), BlockAxis(16, -1))
     assert scale("e8m0_t32d0_t16").tiles == (BlockAxis(32, 0), BlockAxis(16, -1))
     assert scale("e8m0_t32d-1_t16").tiles == (BlockAxis(32, -1), BlockAxis(16, -2))
     two = scale("e4m3fn_t16_float32")
-    assert two.number == number("e4m3fn") and two.outer == number("float32") and two.zero is None
-    assert scale("e8m0_t32").mode is None and scale("e8m0_t32_mse").mode == "mse" and scale("e8m0_ceil").is_tensor
+    assert (
+        two.number == number("e4m3fn")
+        and two.outer == number("float32")
+        and two.zero is None
+    )
+    assert (
+        scale("e8m0_t32").mode is None
+        and scale("e8m0_t32_mse").mode == "mse"
+        and scale("e8m0_ceil").is_tensor
+    )
     assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
     assert hash(two) == hash(scale("e4m3fn_t16_float32"))
 
@@ -27,17 +37,34 @@ def test_scale_codes():
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("", "neither"), ("t32", "needs one scale"), ("e8m0_t33", "power of two"), ("e8m0_t2048", "power of two"),
-        ("e8m0_t32s3", "divide"), ("e8m0_t0s2", "divide"), ("e8m0_t32o1", "subtiles"), ("e8m0_t32s4o3", "1 or 2 bits"),
-        ("e8m0_t32d1_t32d1", "both tiles"), ("e8m0_int8", "float scale"), ("float16_uint8", "signed"),
-        ("float16_e8m0", "signed"), ("int8_t32", "exponent or a float"), ("float16_t32_t32_t32", "two tiles"),
-        ("e8m0_t16_float32", "two levels"), ("float16_int8_t16_float32", "two levels"), 
+        ("", "neither"),
+        ("t32", "needs one scale"),
+        ("e8m0_t33", "power of two"),
+        ("e8m0_t2048", "power of two"),
+        ("e8m0_t32s3", "divide"),
+        ("e8m0_t0s2", "divide"),
+        ("e8m0_t32o1", "subtiles"),
+        ("e8m0_t32s4o3", "1 or 2 bits"),
+        ("e8m0_t32d1_t32d1", "both tiles"),
+        ("e8m0_int8", "float scale"),
+        ("float16_uint8", "signed"),
+        ("float16_e8m0", "signed"),
+        ("int8_t32", "exponent or a float"),
+        ("float16_t32_t32_t32", "two tiles"),
+        ("e8m0_t16_float32", "two levels"),
+        ("float16_int8_t16_float32", "two levels"),
         ("float16_float16_float16", "needs"),
-        ("e4m3fn_t0_float32", "tiles below"), ("float16_t16s2o1", "power of two"), ("e8m0_x", "neither"), (3, "text"),
-        ("e8m0_t32_auto", "neither"), ("float32_t32_ceil", "exponent"), ("e8m0_mse_t32", "neither"),
-        ("e4m3fn_t16_float32_t16", "follows"), ("e4m3fn_t16_float32_float32", "two numbers"),
+        ("e4m3fn_t0_float32", "tiles below"),
+        ("float16_t16s2o1", "power of two"),
+        ("e8m0_x", "neither"),
+        (3, "text"),
+        ("e8m0_t32_auto", "neither"),
+        ("float32_t32_ceil", "exponent"),
+        ("e8m0_mse_t32", "neither"),
+        ("e4m3fn_t16_float32_t16", "follows"),
+        ("e4m3fn_t16_float32_float32", "two numbers"),
     ],
-)  # fmt: skip
+)
 def test_bad_scales_raise(code, why):
     with pytest.raises(ValueError, match=why):
         scale(code)
@@ -46,13 +73,21 @@ def test_bad_scales_raise(code, why):
 @pytest.mark.parametrize(
     ("codes", "why"),
     [
-        (("uint8", "float16"), "zero point"), (("int8", "float16_int8"), "zero point"),
-        (("e4m3fn", "float16_float16"), "zero point"), (("e8m0", "float16"), "exponent"),
-        (("uint8", "float16_int4"), "narrower"), (("bfloat16", "e8m0_t32"), "range"), (("int32", "float32"), "24"),
-        (("uint32",), "24"), (("e2m1f", "e8m0_t32s4"), "offset"), (("nf4", "e8m0_t32s4"), "has one"),
-        (("nf4", "e8m0_t32s4o1"), "neither"), (("icb44fi_e4m3fn",), "add a scale"), (("e4m3fn", 3), "neither"),
+        (("uint8", "float16"), "zero point"),
+        (("int8", "float16_int8"), "zero point"),
+        (("e4m3fn", "float16_float16"), "zero point"),
+        (("e8m0", "float16"), "exponent"),
+        (("uint8", "float16_int4"), "narrower"),
+        (("bfloat16", "e8m0_t32"), "range"),
+        (("int32", "float32"), "24"),
+        (("uint32",), "24"),
+        (("e2m1f", "e8m0_t32s4"), "offset"),
+        (("nf4", "e8m0_t32s4"), "has one"),
+        (("nf4", "e8m0_t32s4o1"), "neither"),
+        (("icb44fi_e4m3fn",), "add a scale"),
+        (("e4m3fn", 3), "neither"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_raise(codes, why):
     with pytest.raises(ValueError, match=why):
         datatype(*codes)
@@ -61,12 +96,28 @@ def test_contradictions_raise(codes, why):
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("mxfp8e5", 8.25), ("mxfp8e4", 8.25), ("mxfp6e3", 6.25), ("mxfp6e2", 6.25), ("mxfp4e2", 4.25), ("mxint8", 8.25),
-        ("mxint4", 4.25), ("bfp16", 9), ("mx9", 9), ("mx6", 6), ("mx4", 4), ("nvfp4", 4.5), ("tcfp12", 12.5),
-        ("nf4", 4.5), ("uint8_ff32", 9), ("uint4_bi32", 4.75), ("e4m3fn", 8), ("int8_f", 8), 
-        ("mxfp4s", 4 + 8 / 1024),        ("icb44fi4_e32s8", 4 + 8 / 32 + 5 / 8),
+        ("mxfp8e5", 8.25),
+        ("mxfp8e4", 8.25),
+        ("mxfp6e3", 6.25),
+        ("mxfp6e2", 6.25),
+        ("mxfp4e2", 4.25),
+        ("mxint8", 8.25),
+        ("mxint4", 4.25),
+        ("bfp16", 9),
+        ("mx9", 9),
+        ("mx6", 6),
+        ("mx4", 4),
+        ("nvfp4", 4.5),
+        ("tcfp12", 12.5),
+        ("nf4", 4.5),
+        ("uint8_ff32", 9),
+        ("uint4_bi32", 4.75),
+        ("e4m3fn", 8),
+        ("int8_f", 8),
+        ("mxfp4s", 4 + 8 / 1024),
+        ("icb44fi4_e32s8", 4 + 8 / 32 + 5 / 8),
     ],
-)  # fmt: skip
+)
 def test_bits_per_value(name, bits):
     assert getattr(formats, name).bits_per_value() == bits
 
@@ -75,46 +126,124 @@ def test_bits_of_a_shape_count_every_scale():
     assert datatype("int8", "float16_t0").bits_per_value((4, 8)) == 8 + 16 / 8
     assert datatype("int8", "float32").bits_per_value((4, 8)) == 8 + 1
     assert formats.mxfp4e2.bits_per_value((40,)) == 4 + 16 / 40
-    assert formats.nvfp4.stored_bits((4, 20)) == {"values": 320, "scales": 64, "outer": 32}
-    assert formats.nvfp4s.stored_bits((20, 17)) == {"values": 1360, "scales": 32, "outer": 32}
-    assert formats.tcfp12.bits_per_value((2, 64)) == 12.5 and formats.mxfp4e2.bits_per_value((0, 3)) == 0
+    assert formats.nvfp4.stored_bits((4, 20)) == {
+        "values": 320,
+        "scales": 64,
+        "outer": 32,
+    }
+    assert formats.nvfp4s.stored_bits((20, 17)) == {
+        "values": 1360,
+        "scales": 32,
+        "outer": 32,
+    }
+    assert (
+        formats.tcfp12.bits_per_value((2, 64)) == 12.5
+        and formats.mxfp4e2.bits_per_value((0, 3)) == 0
+    )
 
 
 def test_equality_is_content():
-    assert formats.mxfp8 == formats.mxfp8e4 and hash(formats.mxfp8) == hash(formats.mxfp8e4)
+    assert formats.mxfp8 == formats.mxfp8e4 and hash(formats.mxfp8) == hash(
+        formats.mxfp8e4
+    )
     assert formats.mxfp8 != formats.mxfp8t16 and formats.mxfp8.name == "mxfp8"
 
 
-LETTERS = {"F": "float32", "f": "float16", "b": "bfloat16", "n": "e4m3", "e": "e8m0", "i": "int8"}
+LETTERS = {
+    "F": "float32",
+    "f": "float16",
+    "b": "bfloat16",
+    "n": "e4m3",
+    "e": "e8m0",
+    "i": "int8",
+}
 NUMBERS = {
-    "bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz", "bf6": "e3m2f", "fp6": "e2m3f",
-    "fp4": "e2m1f", "e5m2": "e5m2", "e4m3": "e4m3fn", "e5m2z": "e5m2fnuz", "e4m3z": "e4m3fnuz", "e3m2": "e3m2f",
-    "e2m3": "e2m3f", "e2m1": "e2m1f", "b8": "e5m2", "f8": "e4m3fn", "b6": "e3m2f", "f6": "e2m3f", "f4": "e2m1f",
-}  # fmt: skip
+    "bf8": "e5m2",
+    "fp8": "e4m3fn",
+    "bf8n": "e5m2b16fnuz",
+    "fp8n": "e4m3b8fnuz",
+    "bf6": "e3m2f",
+    "fp6": "e2m3f",
+    "fp4": "e2m1f",
+    "e5m2": "e5m2",
+    "e4m3": "e4m3fn",
+    "e5m2z": "e5m2fnuz",
+    "e4m3z": "e4m3fnuz",
+    "e3m2": "e3m2f",
+    "e2m3": "e2m3f",
+    "e2m1": "e2m1f",
+    "b8": "e5m2",
+    "f8": "e4m3fn",
+    "b6": "e3m2f",
+    "f6": "e2m3f",
+    "f4": "e2m1f",
+}
 
 
 # The names of the catalog, with the number and the scale that they stand for.
 of = NUMBERS.__getitem__
 RULES = [
-    (r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", lambda n, letters, tile: (
-        NUMBERS.get(n, n), "_".join([*(["e5m3"] if letters == "f" and tile == "32" else map(LETTERS.get, letters)),
-                                     *{None: [], "c": ["t0"], "32": ["t32"]}[tile]]))),
-    (r"mx(bf|fp)(\d)(t16)?(s16|s)?", lambda kind, bits, t16, square: (
-        of(kind + bits), "e8m0" + f"_t{16 if t16 or square == 's16' else 32}" * (2 if square else 1))),
-    (r"mxfp(\d)e(\d)", lambda bits, e: (
-        f"e{e}m{int(bits) - 1 - int(e)}" + {"85": "", "84": "fn"}.get(bits + e, "f"), "e8m0_t32")),
-    (r"mxint(\d)(t16)?(s)?", lambda bits, t16, square: (
-        f"int{bits}", "e8m0" + ("_t16" if t16 else "_t32") * (2 if square else 1))),
-    (r"nv([bf]\d)(s)?", lambda n, square: (of(n), "e4m3" + "_t16" * (2 if square else 1))),
-    (r"((?:bf|fp)8n?)([Ffb])32s", lambda n, letter: (of(n), LETTERS[letter] + "_t32_t32")),
+    (
+        r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?",
+        lambda n, letters, tile: (
+            NUMBERS.get(n, n),
+            "_".join(
+                [
+                    *(
+                        ["e5m3"]
+                        if letters == "f" and tile == "32"
+                        else map(LETTERS.get, letters)
+                    ),
+                    *{None: [], "c": ["t0"], "32": ["t32"]}[tile],
+                ]
+            ),
+        ),
+    ),
+    (
+        r"mx(bf|fp)(\d)(t16)?(s16|s)?",
+        lambda kind, bits, t16, square: (
+            of(kind + bits),
+            "e8m0" + f"_t{16 if t16 or square == 's16' else 32}" * (2 if square else 1),
+        ),
+    ),
+    (
+        r"mxfp(\d)e(\d)",
+        lambda bits, e: (
+            f"e{e}m{int(bits) - 1 - int(e)}"
+            + {"85": "", "84": "fn"}.get(bits + e, "f"),
+            "e8m0_t32",
+        ),
+    ),
+    (
+        r"mxint(\d)(t16)?(s)?",
+        lambda bits, t16, square: (
+            f"int{bits}",
+            "e8m0" + ("_t16" if t16 else "_t32") * (2 if square else 1),
+        ),
+    ),
+    (
+        r"nv([bf]\d)(s)?",
+        lambda n, square: (of(n), "e4m3" + "_t16" * (2 if square else 1)),
+    ),
+    (
+        r"((?:bf|fp)8n?)([Ffb])32s",
+        lambda n, letter: (of(n), LETTERS[letter] + "_t32_t32"),
+    ),
     (r"mx(\d)", lambda bits: (f"int{int(bits) - 1}", "e8m0_t16s2o1")),
     (r"bfp16(t16)?", lambda t16: ("int8", "e8m0_t16" if t16 else "e8m0_t8")),
-    (r"(e1m\d)b1_([ef])32", lambda n, letter: (f"{n}b1fnuz", {"e": "e8m0", "f": "e5m3"}[letter] + "_t32")),
+    (
+        r"(e1m\d)b1_([ef])32",
+        lambda n, letter: (f"{n}b1fnuz", {"e": "e8m0", "f": "e5m3"}[letter] + "_t32"),
+    ),
     (r"e2m1_e32(s\do\d)", lambda sub: ("e2m1f", f"e8m0_t32{sub}")),
-    (r"icb44fi(\d)_([ef])(32(?:s\d+)?)", lambda d, letter, tile: (
-        "icb44fi_" + {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}[d], {"e": "e8m0_t", "f": "e5m3_t"}[letter] + tile
-    )),
-]  # fmt: skip
+    (
+        r"icb44fi(\d)_([ef])(32(?:s\d+)?)",
+        lambda d, letter, tile: (
+            "icb44fi_" + {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}[d],
+            {"e": "e8m0_t", "f": "e5m3_t"}[letter] + tile,
+        ),
+    ),
+]
 NAMED = ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432")
 
 
@@ -122,8 +251,14 @@ NAMED = ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432")
 def test_a_name_says_what_it_is(name):
     made = CATALOG[name]
     assert made.name == name and getattr(formats, name) is made
-    found = [rule(*match.groups()) for pattern, rule in RULES if (match := re.fullmatch(pattern, name))]
-    assert name in NAMED or made == datatype(*(found[0] if found else [NUMBERS.get(name, name)]))
+    found = [
+        rule(*match.groups())
+        for pattern, rule in RULES
+        if (match := re.fullmatch(pattern, name))
+    ]
+    assert name in NAMED or made == datatype(
+        *(found[0] if found else [NUMBERS.get(name, name)])
+    )
 
 
 def test_catalog_has_tensorcasts_names():
@@ -135,5 +270,10 @@ def test_catalog_has_tensorcasts_names():
         uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32 e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32 e3m2_f32
         e2m3_f32 e4m3_f32 mx9 mx6 mx4 e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2
     """
-    names += "".join(f" icb44fi{d}_{k}32{s}" for d in "432" for k in "ef" for s in ("", "s16", "s8", "s4"))
+    names += "".join(
+        f" icb44fi{d}_{k}32{s}"
+        for d in "432"
+        for k in "ef"
+        for s in ("", "s16", "s8", "s4")
+    )
     assert not set(names.split()) - set(CATALOG)

@@ -1,4 +1,6 @@
-"""`python -m tcfp_jax.formats`, the docs that come from it, and the benchmark of casts."""
+"""`python -m tcfp_jax.formats`, the docs that come from it, and the benchmark of
+casts.
+"""
 
 import subprocess
 import sys
@@ -25,7 +27,9 @@ def test_one_datatype(capsys):
 
 def test_a_reader_may_have_enough():
     command = [sys.executable, "-m", "tcfp_jax.formats", "e3m4"]
-    with subprocess.Popen(command, cwd=common.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=common.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert b"BrokenPipe" not in process.stderr.read() and process.wait() == 0
 
@@ -33,12 +37,17 @@ def test_a_reader_may_have_enough():
 def test_the_list_has_every_name(capsys, monkeypatch):
     monkeypatch.setattr(__main__, "_snr_db", lambda made: 0.0)
     assert __main__.main([]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["name", *CATALOG]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "name",
+        *CATALOG,
+    ]
 
 
 def test_docs_say_what_the_code_says(capsys):
     text = DOCS.read_text()
-    assert (DOCS.parent / "plots" / "formats.svg").exists() and "plots/formats.svg" in text
+    assert (
+        DOCS.parent / "plots" / "formats.svg"
+    ).exists() and "plots/formats.svg" in text
     assert __main__.main(["--table"]) == 0
     table = text.split("<!-- begin: formats -->\n")[1].split("<!-- end: formats -->")[0]
     assert table == capsys.readouterr().out

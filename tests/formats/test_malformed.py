@@ -1,4 +1,6 @@
-"""Malformed codes, options, packed arrays and files: a ValueError that names the rule, or a right reading; fuzzed."""
+"""Malformed codes, options, packed arrays and files: a ValueError that names the rule,
+or a right reading; fuzzed.
+"""
 
 import dataclasses
 import functools
@@ -23,15 +25,42 @@ cyclic: list[object] = []
 cyclic.append(cyclic)
 # Values that no argument takes, but for a few that are right in one place.
 JUNK = [
-    None, True, -1, 0, 2, 2.0, 10**400, float("nan"), "", "abc", "e4m3", b"e4m3", [], [1.0, 2.0], [["?!"]], {},
-    {"a": 1}, (4, 2), (4.0, 2), object(), np.ones(2), np.ones((2, 2), np.complex64), np.float64, int, complex,
-]  # fmt: skip
-TEXT = st.text("eEmMbfnuzicbtsodlra_-0123456789٣４²", max_size=24) | st.sampled_from(["int" + "9" * 5000, "e8m0_t٣٢"])
+    None,
+    True,
+    -1,
+    0,
+    2,
+    2.0,
+    10**400,
+    float("nan"),
+    "",
+    "abc",
+    "e4m3",
+    b"e4m3",
+    [],
+    [1.0, 2.0],
+    [["?!"]],
+    {},
+    {"a": 1},
+    (4, 2),
+    (4.0, 2),
+    object(),
+    np.ones(2),
+    np.ones((2, 2), np.complex64),
+    np.float64,
+    int,
+    complex,
+]
+TEXT = st.text("eEmMbfnuzicbtsodlra_-0123456789٣４²", max_size=24) | st.sampled_from(
+    ["int" + "9" * 5000, "e8m0_t٣٢"]
+)
 junk = st.sampled_from(JUNK)
 
 
 def refused_or_read(run, *, types=()):
-    """Return the result, or None if it is refused: by a ValueError, or a documented TypeError, that names the rule."""
+    """Return the result, or None if it is refused: by a ValueError, or a documented
+    TypeError, that names the rule.
+    """
     try:
         return run()
     except (ValueError, *types) as error:
@@ -52,24 +81,36 @@ def test_codes(code):
 
 
 OPTIONS = {
-    formats.cast: ("roundmode", "scalemode", "key", "saturate"), formats.pack: ("sparsity", "key", "scalemode"),
-    formats.quantize_nvfp4: ("rule", "tile", "amax", "signs"), formats.rotate: ("size", "signs", "dim", "direction"),
-    formats.sparse: ("n", "m", "dim"), tcfp_jax.quantize_tcfp12: ("block", "residual", "scale", "sigma", "key"),
-}  # fmt: skip
+    formats.cast: ("roundmode", "scalemode", "key", "saturate"),
+    formats.pack: ("sparsity", "key", "scalemode"),
+    formats.quantize_nvfp4: ("rule", "tile", "amax", "signs"),
+    formats.rotate: ("size", "signs", "dim", "direction"),
+    formats.sparse: ("n", "m", "dim"),
+    tcfp_jax.quantize_tcfp12: ("block", "residual", "scale", "sigma", "key"),
+}
 USUAL = {
-    formats.cast: {"datatype": formats.mxfp4e2}, formats.pack: {"datatype": formats.mxfp4e2},
+    formats.cast: {"datatype": formats.mxfp4e2},
+    formats.pack: {"datatype": formats.mxfp4e2},
     formats.sparse: {"n": 4, "m": 2},
-}  # fmt: skip
+}
 
 
 @given(st.sampled_from(list(OPTIONS)), st.data())
 def test_options_and_arrays(function, data):
-    """Only an array that is none, or not of real floats, is a TypeError; JAX may warn of its dtype before."""
-    options = USUAL.get(function, {}) | data.draw(st.dictionaries(st.sampled_from(OPTIONS[function]), junk, max_size=2))
+    """Only an array that is none, or not of real floats, is a TypeError; JAX may warn
+    of its dtype before.
+    """
+    options = USUAL.get(function, {}) | data.draw(
+        st.dictionaries(st.sampled_from(OPTIONS[function]), junk, max_size=2)
+    )
     arrays = [value for name, value in options.items() if name in ("amax", "signs")]
-    refused_or_read(lambda: jax.eval_shape(lambda x: function(x, **options), X), types=(TypeError,) if arrays else ())
     refused_or_read(
-        lambda: function(data.draw(junk), **USUAL.get(function, {})), types=(TypeError, OverflowError, UserWarning)
+        lambda: jax.eval_shape(lambda x: function(x, **options), X),
+        types=(TypeError,) if arrays else (),
+    )
+    refused_or_read(
+        lambda: function(data.draw(junk), **USUAL.get(function, {})),
+        types=(TypeError, OverflowError, UserWarning),
     )
 
 
@@ -80,18 +121,41 @@ def packed_as(name):
     return formats.pack(X, formats.CATALOG[name])
 
 
-@given(st.sampled_from(["mxfp4e2", "nvfp4", "uint4_fi32", "mx6", "tcfp12", "sparse"]), st.data())
+@given(
+    st.sampled_from(["mxfp4e2", "nvfp4", "uint4_fi32", "mx6", "tcfp12", "sparse"]),
+    st.data(),
+)
 def test_packed_arrays(name, data):
     packed = packed_as(name)
-    field = data.draw(st.sampled_from([field.name for field in dataclasses.fields(packed)]))
+    field = data.draw(
+        st.sampled_from([field.name for field in dataclasses.fields(packed)])
+    )
     right = getattr(packed, field)
-    damage = [*JUNK, packed_as("nvfp4"), formats.nvfp4, (4, 33), (8, 32), (-4, -32), jnp.int32]
+    damage = [
+        *JUNK,
+        packed_as("nvfp4"),
+        formats.nvfp4,
+        (4, 33),
+        (8, 32),
+        (-4, -32),
+        jnp.int32,
+    ]
     if hasattr(right, "astype"):
-        damage += [right[:-1], right[None], right.astype(jnp.int8), jnp.concatenate([right, right])]
+        damage += [
+            right[:-1],
+            right[None],
+            right.astype(jnp.int8),
+            jnp.concatenate([right, right]),
+        ]
     damaged = dataclasses.replace(packed, **{field: data.draw(st.sampled_from(damage))})
     got = refused_or_read(lambda: jax.eval_shape(lambda: formats.unpack(damaged)))
     same = getattr(damaged, field) is right
-    assert got is None or same or field in ("dtype", "datatype", "shape") or (right is None and field == "sparsity")
+    assert (
+        got is None
+        or same
+        or field in ("dtype", "datatype", "shape")
+        or (right is None and field == "sparsity")
+    )
 
 
 packed_tensor = functools.cache(lambda: tcfp_jax.quantize_tcfp12(X))
@@ -100,25 +164,41 @@ packed_tensor = functools.cache(lambda: tcfp_jax.quantize_tcfp12(X))
 @given(st.data())
 def test_packed_tensors(data):
     packed = packed_tensor()
-    field = data.draw(st.sampled_from([field.name for field in dataclasses.fields(packed)]))
+    field = data.draw(
+        st.sampled_from([field.name for field in dataclasses.fields(packed)])
+    )
     right = getattr(packed, field)
     damage = [*JUNK, 33, 31, 1000]
     if hasattr(right, "astype"):
-        damage += [right[:2], right[0], right[..., :1], right.astype(jnp.float32), right.astype(jnp.float8_e5m2)]
+        damage += [
+            right[:2],
+            right[0],
+            right[..., :1],
+            right.astype(jnp.float32),
+            right.astype(jnp.float8_e5m2),
+        ]
     damaged = dataclasses.replace(packed, **{field: data.draw(st.sampled_from(damage))})
     for read in (tcfp_jax.dequantize_tcfp12, lambda packed: packed.dequantize()):
         got = refused_or_read(lambda read=read: jax.eval_shape(lambda: read(damaged)))
         assert (
-            got is None or (field == "length" and damaged.length in (2, 31)) is False or got.shape[-1] == damaged.length
+            got is None
+            or (field == "length" and damaged.length in (2, 31)) is False
+            or got.shape[-1] == damaged.length
         )
 
 
 @functools.cache
 def plain(recipe):
-    """Return the arrays of a stored weight as a checkpointer without a template returns them."""
+    """Return the arrays of a stored weight as a checkpointer without a template returns
+    them.
+    """
     one = quantize_params({"kernel": jnp.ones((64, 32))}, recipe)["tcfp"]["kernel"]
     one = one.forward or one.backward
-    return {name: np.asarray(part) for name in ("values", "scale", "outer") if (part := getattr(one, name)) is not None}
+    return {
+        name: np.asarray(part)
+        for name in ("values", "scale", "outer")
+        if (part := getattr(one, name)) is not None
+    }
 
 
 SCALES = [0.0, -1.0, 1e-40, 3e38, np.inf, -0.0]
@@ -129,22 +209,35 @@ def test_scales_that_no_quantizer_makes(recipe):
     name = "scale" if recipe == "tensorwise" else "outer"
     for value in SCALES:
         arrays = plain(recipe) | {name: np.full_like(plain(recipe)[name], value)}
-        read = lambda: restored({"params": {}, "tcfp": {"kernel": {"forward": arrays}}}, recipe)
+        read = lambda: restored(
+            {"params": {}, "tcfp": {"kernel": {"forward": arrays}}}, recipe
+        )
         if recipe == "nvfp4" and value == 0 and not np.signbit(value):
             assert not np.asarray(read()["tcfp"]["kernel"].dequantize()).any()
             continue
-        with pytest.raises(ValueError, match=f"{name} of kernel has .* quantizers make scales"):
+        with pytest.raises(
+            ValueError, match=f"{name} of kernel has .* quantizers make scales"
+        ):
             read()
-    arrays = plain("tensorwise") | {"scale": np.float32(np.nan)}  # a weight that overflowed stays loud
-    found = restored({"params": {}, "tcfp": {"kernel": {"forward": arrays}}}, "tensorwise")
+    # a weight that overflowed stays loud
+    arrays = plain("tensorwise") | {"scale": np.float32(np.nan)}
+    found = restored(
+        {"params": {}, "tcfp": {"kernel": {"forward": arrays}}}, "tensorwise"
+    )
     assert np.isnan(found["tcfp"]["kernel"].dequantize()).all()
 
 
 def test_scales_are_checked_in_variables_for_nnx():
-    variables = quantize_params({"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(32)}, "tensorwise")
-    broken = jax.tree.map(lambda leaf: jnp.float32(3e38) if leaf.ndim == 0 else leaf, variables)
+    variables = quantize_params(
+        {"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(32)}, "tensorwise"
+    )
+    broken = jax.tree.map(
+        lambda leaf: jnp.float32(3e38) if leaf.ndim == 0 else leaf, variables
+    )
     with pytest.raises(ValueError, match=r"scale of kernel has 3e\+38"):
-        load_quantized(TCFPLinear(64, 32, recipe="tensorwise", rngs=nnx.Rngs(0)), broken)
+        load_quantized(
+            TCFPLinear(64, 32, recipe="tensorwise", rngs=nnx.Rngs(0)), broken
+        )
 
 
 @given(st.sampled_from(["tensorwise", "nvfp4"]), st.data())
@@ -152,11 +245,23 @@ def test_plain_dicts_of_checkpoints(recipe, data):
     arrays = plain(recipe)
     name = data.draw(st.sampled_from([*arrays, "lo", "more"]))
     right = arrays.get(name)
-    damage = list(JUNK) if right is None else [*JUNK, right[..., None], right.astype(np.int8), right.astype(np.float64)]
+    damage = (
+        list(JUNK)
+        if right is None
+        else [*JUNK, right[..., None], right.astype(np.int8), right.astype(np.float64)]
+    )
     broken = arrays | {name: data.draw(st.sampled_from(damage))}
-    got = refused_or_read(lambda: restored({"params": {}, "tcfp": {"kernel": {"forward": broken}}}, recipe))
+    got = refused_or_read(
+        lambda: restored(
+            {"params": {}, "tcfp": {"kernel": {"forward": broken}}}, recipe
+        )
+    )
     assert got is None or broken[name] is None
-    for variables in (data.draw(junk), {"tcfp": data.draw(junk)}, {"tcfp": {"kernel": {"forward": data.draw(junk)}}}):
+    for variables in (
+        data.draw(junk),
+        {"tcfp": data.draw(junk)},
+        {"tcfp": {"kernel": {"forward": data.draw(junk)}}},
+    ):
         refused_or_read(lambda variables=variables: restored(variables, recipe))
         refused_or_read(lambda variables=variables: unpack(variables, recipe))
 
@@ -165,7 +270,9 @@ def test_plain_dicts_of_checkpoints(recipe, data):
 def test_a_mask_that_keeps_another_count_is_refused(byte):
     packed = packed_as("sparse")
     mask = packed.mask.at[3].set(byte)
-    with pytest.raises(ValueError, match=r"the mask keeps .* of 4 values, not 2; the file is damaged"):
+    with pytest.raises(
+        ValueError, match=r"the mask keeps .* of 4 values, not 2; the file is damaged"
+    ):
         formats.unpack(dataclasses.replace(packed, mask=mask))
 
 

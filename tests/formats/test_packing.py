@@ -1,4 +1,6 @@
-"""Real storage: unpack(pack(x)) has the bits of the cast, in exactly the bytes of the datatype."""
+"""Real storage: unpack(pack(x)) has the bits of the cast, in exactly the bytes of the
+datatype.
+"""
 
 import os
 
@@ -21,10 +23,19 @@ def test_every_code_is_that_of_ml_dtypes(name):
     with np.errstate(invalid="ignore"):
         values = codes.view(np.dtype(getattr(ml_dtypes, name, name))).astype(np.float32)
     both = lambda codes, values: (decode(codes, spec), encode(values, spec))
-    got, again = map(np.asarray, jax.jit(both, compiler_options=QUICK)(codes.astype(np.uint32), values))
+    got, again = map(
+        np.asarray,
+        jax.jit(both, compiler_options=QUICK)(codes.astype(np.uint32), values),
+    )
     nan = np.isnan(values)
-    assert np.array_equal(got.view(np.uint32)[~nan], values.view(np.uint32)[~nan]) and np.isnan(got[nan]).all()
-    assert np.array_equal(again[~nan], codes[~nan]) and np.isin(again[nan], codes[nan]).all()
+    assert (
+        np.array_equal(got.view(np.uint32)[~nan], values.view(np.uint32)[~nan])
+        and np.isnan(got[nan]).all()
+    )
+    assert (
+        np.array_equal(again[~nan], codes[~nan])
+        and np.isin(again[nan], codes[nan]).all()
+    )
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32])
@@ -39,14 +50,19 @@ def test_codes_fill_bytes_without_gaps(bits):
 
 
 def expected_bytes(made, shape):
-    own = sum(-(-bits // 8) for name, bits in made.stored_bits(shape).items() if name != "residual")
+    own = sum(
+        -(-bits // 8)
+        for name, bits in made.stored_bits(shape).items()
+        if name != "residual"
+    )
     return own + (expected_bytes(made.residual, shape) if made.residual else 0)
 
 
 DRAWN = sorted({made: name for name, made in CATALOG.items()}.values())
 
 
-# Draws share programs, which take longer to compile than to run. PACKING_PROGRAMS=200 gives every draw its own.
+# Draws share programs, which take longer to compile than to run. PACKING_PROGRAMS=200
+# gives every draw its own.
 PROGRAMS = int(os.environ.get("PACKING_PROGRAMS", "20"))
 
 
@@ -56,10 +72,15 @@ def random_program(seed):
     made = CATALOG[DRAWN[seed * 37 % len(DRAWN)]]
     if made.scale is not None and len(made.scale.tiles) == 1:
         dim = int(random.choice([-2, -1, 0]))
-        code = "_".join(p + f"d{dim}" if p[0] == "t" else p for p in made.scale.name.split("_"))
+        code = "_".join(
+            p + f"d{dim}" if p[0] == "t" else p for p in made.scale.name.split("_")
+        )
         made = datatype(made.number, code, residual=made.residual)
     least = max([2] + [tile.size for tile in made.scale.tiles] if made.scale else [2])
-    shape = (int(random.integers(least, 2 * least)), int(random.integers(max(least, 3), least + 40)))
+    shape = (
+        int(random.integers(least, 2 * least)),
+        int(random.integers(max(least, 3), least + 40)),
+    )
     return made, shape, str(random.choice(["float32", "bfloat16", "float16"]))
 
 
@@ -70,41 +91,78 @@ def test_unpack_is_the_cast_on_random_draws(start):
     for draw in range(start, 200, 4):
         made, shape, dtype = random_program(draw % PROGRAMS)
         random = np.random.default_rng(draw)
-        x = random.standard_normal(shape) * 2.0 ** random.integers(-12, 12) * (random.random(shape) > 0.05)
-        packed, unpacked, expected = packed_and_cast(x.astype(np.float32).astype(jnp.dtype(dtype)), made)
+        x = (
+            random.standard_normal(shape)
+            * 2.0 ** random.integers(-12, 12)
+            * (random.random(shape) > 0.05)
+        )
+        packed, unpacked, expected = packed_and_cast(
+            x.astype(np.float32).astype(jnp.dtype(dtype)), made
+        )
         assert same_bits(unpacked, expected), (made.name, shape, dtype)
         assert packed.nbytes == expected_bytes(made, shape)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("mxfp4e2", (8,)), ("mxfp4e2", ()), ("nvfp4s", (64,)), ("mxfp4e2", (-4, 32)), ("e4m3fn", (2.5,)),
-     ("mxfp6s", (32, 16)), ("tcfp12", (4, 16))],
-)  # fmt: skip
+    [
+        ("mxfp4e2", (8,)),
+        ("mxfp4e2", ()),
+        ("nvfp4s", (64,)),
+        ("mxfp4e2", (-4, 32)),
+        ("e4m3fn", (2.5,)),
+        ("mxfp6s", (32, 16)),
+        ("tcfp12", (4, 16)),
+    ],
+)
 def test_bits_of_shapes_that_no_array_of_the_datatype_has_raise(name, shape):
-    for bits in (getattr(formats, name).stored_bits, getattr(formats, name).bits_per_value):
+    for bits in (
+        getattr(formats, name).stored_bits,
+        getattr(formats, name).bits_per_value,
+    ):
         with pytest.raises(ValueError, match=r"shape|its axis of"):
             bits(shape)
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40), (64, 128)])
 @pytest.mark.parametrize(
-    "name", ["mxfp4e2", "int8_Fc", "e4m3fn", "e3m2fnuz", "uint4_fi32", "mx6", "nvfp4", "icb44fi4_e32s8", "tcfp12"]
+    "shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40), (64, 128)]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp4e2",
+        "int8_Fc",
+        "e4m3fn",
+        "e3m2fnuz",
+        "uint4_fi32",
+        "mx6",
+        "nvfp4",
+        "icb44fi4_e32s8",
+        "tcfp12",
+    ],
 )
 def test_bytes_of_any_shape_are_those_counted(name, shape):
     made = getattr(formats, name)
-    run = (lambda f, x: f(x)) if shape == (4, 0, 64) else jax.eval_shape  # the count needs only shapes
+    # the count needs only shapes
+    run = (lambda f, x: f(x)) if shape == (4, 0, 64) else jax.eval_shape
     packed = run(lambda x: pack(x, made), jnp.ones(shape))
     assert packed.nbytes == expected_bytes(made, shape)
-    assert shape != (64, 128) or packed.nbytes * 8 == made.bits_per_value(shape) * np.prod(shape)
-    assert made.bits_per_value(shape) * np.prod(shape) == sum(made.stored_bits(shape).values()) * (0 not in shape)
+    assert shape != (64, 128) or packed.nbytes * 8 == made.bits_per_value(
+        shape
+    ) * np.prod(shape)
+    assert made.bits_per_value(shape) * np.prod(shape) == sum(
+        made.stored_bits(shape).values()
+    ) * (0 not in shape)
 
 
 def test_layout_is_that_of_the_hardware_formats():
     x = np.zeros(32, np.float32)
     x[:4] = 1.0, -6.0, 0.5, 4.0
     packed = pack(jnp.asarray(x), formats.mxfp4e2)
-    assert packed.values[:2].tolist() == [0x2 | 0xF << 4, 0x1 | 0x6 << 4] and packed.scales.tolist() == [127]
+    assert packed.values[:2].tolist() == [
+        0x2 | 0xF << 4,
+        0x1 | 0x6 << 4,
+    ] and packed.scales.tolist() == [127]
     assert np.array_equal(packed.values[:2], [0xF2, 0x61])
     eight = pack(jnp.asarray(x), formats.mxfp8e4)
     values = np.asarray(eight.values).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -129,8 +187,10 @@ def test_modes_reach_packing():
     key = jax.random.key(1)
     stochastic = {"roundmode": "stochastic", "key": key}
     for made, modes in (
-        (formats.mxfp4e2, stochastic), (formats.mxfp4e2, {"scalemode": "ceil"}), (formats.tcfp12, stochastic),
-    ):  # fmt: skip
+        (formats.mxfp4e2, stochastic),
+        (formats.mxfp4e2, {"scalemode": "ceil"}),
+        (formats.tcfp12, stochastic),
+    ):
         _, unpacked, expected = packed_and_cast(x, made, **modes)
         assert same_bits(unpacked, expected)
         assert not same_bits(expected, quick(x, made))
@@ -140,11 +200,15 @@ def test_modes_reach_packing():
 @pytest.mark.parametrize("name", ["nvfp4", "int8_f", "e4m3fn"])
 def test_sparse_arrays_are_the_cast_of_what_was_kept_and_masks_are_bits(name):
     x = jax.random.normal(jax.random.key(0), (8, 64)).at[1].set(-0.0)
-    x = x if name == "int8_f" else x.at[0, 0].set(jnp.nan)  # a NaN would be the whole tensor's
+    # a NaN would be the whole tensor's
+    x = x if name == "int8_f" else x.at[0, 0].set(jnp.nan)
     made = getattr(formats, name)
     packed, unpacked, _ = packed_and_cast(x, made, sparsity=(4, 2))
     assert same_bits(unpacked, quick(formats.sparse(x, 4, 2), made))
-    assert packed.mask.size == x.size // 8 and packed.values.size * 8 == x.size // 2 * made.number.bits
+    assert (
+        packed.mask.size == x.size // 8
+        and packed.values.size * 8 == x.size // 2 * made.number.bits
+    )
     for bad in ("nf4", "uint8_ff", "tcfp12"):
         with pytest.raises(ValueError, match="sparsity"):
             pack(x, getattr(formats, bad), sparsity=(4, 2))
@@ -166,7 +230,9 @@ def test_packed_arrays_are_pytrees_that_orbax_saves_and_restores(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, state))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.tree.map(jnp.zeros_like, state)
+        )
     assert same_bits(jax.jit(unpack)(restored["w"]), quick(x, formats.nvfp4))
     with pytest.raises(TypeError, match="pack"):
         unpack(x)

@@ -9,7 +9,9 @@ from tcfp_jax.formats import rotate, sparse
 from tests.formats_oracles import QUICK
 
 thinned = jax.jit(sparse, static_argnums=(1, 2, 3), compiler_options=QUICK)
-rotated = jax.jit(rotate, static_argnames=("size", "dim", "direction"), compiler_options=QUICK)
+rotated = jax.jit(
+    rotate, static_argnames=("size", "dim", "direction"), compiler_options=QUICK
+)
 
 
 @pytest.mark.parametrize("dim", [0, -1, -2])
@@ -26,11 +28,15 @@ def test_the_largest_stay_with_their_signs(dim):
 def test_ties_go_to_the_lower_index_and_gradients_to_what_stays():
     x = jnp.array([-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 2.0])
     assert thinned(x, 4, 2).tolist() == [-1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
-    gradient = jax.jit(jax.grad(lambda x: sparse(x, 4, 1).sum()), compiler_options=QUICK)(x)
+    gradient = jax.jit(
+        jax.grad(lambda x: sparse(x, 4, 1).sum()), compiler_options=QUICK
+    )(x)
     assert gradient.tolist() == [1, 0, 0, 0, 0, 0, 0, 1]
     rows = jnp.stack([x, -x]).astype(jnp.bfloat16)
     assert jax.eval_shape(lambda x: sparse(x, 8, 3), rows).dtype == jnp.bfloat16
-    mapped = jax.jit(jax.vmap(lambda row: sparse(row, 4, 2)), compiler_options=QUICK)(rows)
+    mapped = jax.jit(jax.vmap(lambda row: sparse(row, 4, 2)), compiler_options=QUICK)(
+        rows
+    )
     assert np.array_equal(mapped, thinned(rows, 4, 2))
 
 
@@ -43,7 +49,9 @@ def test_bad_sparsity_raises(arguments):
 
 
 def hadamard(size):
-    return np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / np.sqrt(size)
+    return np.array(
+        [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    ) / np.sqrt(size)
 
 
 @pytest.mark.parametrize("size", [2, 16])
@@ -53,9 +61,13 @@ def test_rotation_is_a_hadamard_matrix(size):
     expected = ((x.reshape(3, 4, size) * signs) @ hadamard(size)).reshape(x.shape)
     got = rotated(jnp.asarray(x), size, signs=signs)
     np.testing.assert_allclose(got, expected, atol=1e-5)
-    np.testing.assert_allclose(rotated(got, size, signs=signs, direction="inverse"), x, atol=1e-5)
+    np.testing.assert_allclose(
+        rotated(got, size, signs=signs, direction="inverse"), x, atol=1e-5
+    )
     turned = rotated(jnp.asarray(x.T), size, signs=signs, dim=0)
-    assert np.array_equal(turned.T, got) and (size > 2 or np.array_equal(rotate(x, size, signs=signs), got))
+    assert np.array_equal(turned.T, got) and (
+        size > 2 or np.array_equal(rotate(x, size, signs=signs), got)
+    )
 
 
 def test_products_of_rotated_operands_stay():
@@ -67,7 +79,14 @@ def test_products_of_rotated_operands_stay():
 
 @pytest.mark.parametrize(
     "change",
-    [{"size": 12}, {"size": 64}, {"signs": np.ones(8)}, {"signs": np.zeros(16)}, {"dim": 2}, {"direction": "back"}],
+    [
+        {"size": 12},
+        {"size": 64},
+        {"signs": np.ones(8)},
+        {"signs": np.zeros(16)},
+        {"dim": 2},
+        {"direction": "back"},
+    ],
 )
 def test_bad_rotations_raise(change):
     with pytest.raises(ValueError):

@@ -1,4 +1,6 @@
-"""The table of docs/migrate.md: calls of microxcaling and TensorCast, and ours with the same values by gfloat."""
+"""The table of docs/migrate.md: calls of microxcaling and TensorCast, and ours with the
+same values by gfloat.
+"""
 
 import re
 import subprocess
@@ -13,8 +15,12 @@ from tcfp_jax import formats
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
-X = (np.random.default_rng(0).standard_normal((64, 96)) * 2.0 ** np.arange(-32, 32)[:, None]).astype(np.float32)
-# Rows of the table by our call: gfloat's format of a value, its rounding, and the axis of blocks of 32.
+X = (
+    np.random.default_rng(0).standard_normal((64, 96))
+    * 2.0 ** np.arange(-32, 32)[:, None]
+).astype(np.float32)
+# Rows of the table by our call: gfloat's format of a value, its rounding, and the axis
+# of blocks of 32.
 ROWS = {
     'cast(x, "mxfp8e4")': ("mxfp8_e4m3", "TiesToEven", -1),
     'cast(x, "mxfp8e5")': ("mxfp8_e5m2", "TiesToEven", -1),
@@ -37,12 +43,17 @@ def test_rows_of_the_table(call):
     from gfloat import formats as infos
 
     name, rounding, axis = ROWS[call]
-    info, mode = getattr(infos, f"format_info_{name}"), getattr(gfloat.RoundMode, rounding)
+    info, mode = (
+        getattr(infos, f"format_info_{name}"),
+        getattr(gfloat.RoundMode, rounding),
+    )
     ours = np.asarray(eval(call, {"cast": formats.cast, "x": jnp.asarray(X)}))
     if axis is None:
         expected = gfloat.round_ndarray(info, X.astype(np.float64), mode, sat=True)
     else:
-        block = lambda values: gfloat.quantize_block(info, values.astype(np.float64), gfloat.compute_scale_amax, mode)
+        block = lambda values: gfloat.quantize_block(
+            info, values.astype(np.float64), gfloat.compute_scale_amax, mode
+        )
         tiles = np.moveaxis(X, axis, -1)
         rows = np.stack([block(values) for values in tiles.reshape(-1, 32)])
         expected = np.moveaxis(rows.reshape(tiles.shape), -1, axis)
@@ -52,16 +63,23 @@ def test_rows_of_the_table(call):
 def test_names_and_axes():
     x = jnp.asarray(X)
     assert np.array_equal(formats.cast(x, "nvfp4"), formats.cast(x, formats.nvfp4))
-    assert np.array_equal(formats.unpack(formats.pack(x, "mxfp4e2")), formats.cast(x, "mxfp4e2"))
+    assert np.array_equal(
+        formats.unpack(formats.pack(x, "mxfp4e2")), formats.cast(x, "mxfp4e2")
+    )
     cube = x.reshape(64, 4, 24)
     assert np.array_equal(
-        formats.cast(cube, "mxfp8", axis=-3), jnp.moveaxis(formats.cast(jnp.moveaxis(cube, 0, -1), "mxfp8"), -1, 0)
+        formats.cast(cube, "mxfp8", axis=-3),
+        jnp.moveaxis(formats.cast(jnp.moveaxis(cube, 0, -1), "mxfp8"), -1, 0),
     )
-    with pytest.raises(ValueError, match=r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"):
+    with pytest.raises(
+        ValueError, match=r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"
+    ):
         formats.cast(x, "mxfp4e3")
     with pytest.raises(ValueError, match=r"axis=2 is not an axis"):
         formats.cast(x, "mxfp4e2", axis=2)
-    with pytest.raises(ValueError, match=r"scalemode='floor' is unknown; .* is \"max\""):
+    with pytest.raises(
+        ValueError, match=r"scalemode='floor' is unknown; .* is \"max\""
+    ):
         formats.cast(x, "mxfp4e2", scalemode="floor")
 
 
@@ -72,7 +90,8 @@ def test_formats_need_no_flax_and_no_optax():
         "import jax.numpy as jnp\n"
         "from tcfp_jax import formats\n"
         "x = jnp.ones((2, 32))\n"
-        "assert (formats.unpack(formats.pack(x, 'mxfp4e2')) == formats.cast(x, 'mxfp4e2')).all()\n"
+        "assert (formats.unpack(formats.pack(x, 'mxfp4e2')) == formats.cast(x,"
+        " 'mxfp4e2')).all()\n"
         "formats.quantize_nvfp4(x)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

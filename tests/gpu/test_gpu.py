@@ -1,4 +1,6 @@
-"""What only a GPU can show: the residual survives XLA, casts are bit-identical to the CPU, products stay in bounds."""
+"""What only a GPU can show: the residual survives XLA, casts are bit-identical to the
+CPU, products stay in bounds.
+"""
 
 import functools
 import os
@@ -41,7 +43,9 @@ def on_cpu(function, *arguments):
     """The same call, op by op, on the CPU."""
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu), jax.disable_jit():
-        return function(*jax.tree.map(lambda a: jax.device_put(np.asarray(a), cpu), arguments))
+        return function(
+            *jax.tree.map(lambda a: jax.device_put(np.asarray(a), cpu), arguments)
+        )
 
 
 def split_parts(w, e, backend="xla"):
@@ -63,22 +67,35 @@ def second(tree):
 TRANSFORMS = {
     "jit": lambda split, w, e: split(w, e),
     "grad": under_grad,
-    "scan": lambda split, w, e: second(lax.scan(lambda c, _: (c, split(w, e)), 0, None, 2)[1]),
-    "vmap": lambda split, w, e: second(jax.vmap(split)(jnp.stack([w, w]), jnp.stack([e, e]))),
+    "scan": lambda split, w, e: second(
+        lax.scan(lambda c, _: (c, split(w, e)), 0, None, 2)[1]
+    ),
+    "vmap": lambda split, w, e: second(
+        jax.vmap(split)(jnp.stack([w, w]), jnp.stack([e, e]))
+    ),
     "remat": lambda split, w, e: jax.checkpoint(split)(w, e),
 }
 
 
-@pytest.mark.parametrize(("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)])
+@pytest.mark.parametrize(
+    ("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)]
+)
 def test_products_with_one_row_or_column(x, n):
     # XLA has no FP8 algorithm for a product with a vector.
     draw = lambda shape: jnp.asarray(RNG.standard_normal(shape), jnp.float8_e4m3fn)
     one = jnp.float32(0.5)
     x, w = Operand(draw(x), one), Operand(draw((n, 256)), one)
-    got = jax.jit(functools.partial(matmul_fp8, out_dtype=jnp.float32, backend="xla"))(x, w)
-    wide, of_w = (np.asarray(a.values.astype(jnp.float32), np.float64) * 0.5 for a in (x, w))
+    got = jax.jit(functools.partial(matmul_fp8, out_dtype=jnp.float32, backend="xla"))(
+        x, w
+    )
+    wide, of_w = (
+        np.asarray(a.values.astype(jnp.float32), np.float64) * 0.5 for a in (x, w)
+    )
     assert got.shape == (*x.values.shape[:-1], n)
-    assert (np.abs(np.asarray(got, np.float64) - wide @ of_w.T) <= 2.0**-11 * (np.abs(wide) @ np.abs(of_w.T))).all()
+    assert (
+        np.abs(np.asarray(got, np.float64) - wide @ of_w.T)
+        <= 2.0**-11 * (np.abs(wide) @ np.abs(of_w.T))
+    ).all()
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)
@@ -94,7 +111,9 @@ def test_residual_survives_the_compiler(transform, backend):
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
 def test_residual_survives_in_the_optimizer_update(error_dtype, backend):
     params, recipe = {"kernel": W}, tcfp_jax.recipe("tcfp12", quantize_backend=backend)
-    tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback(recipe, error_dtype=error_dtype))
+    tx = optax.chain(
+        optax.sgd(1e-3), tcfp_jax.error_feedback(recipe, error_dtype=error_dtype)
+    )
 
     def two_steps(params):
         state = tx.init(params)
@@ -115,13 +134,19 @@ def test_an_error_computed_by_the_user_in_jit_is_not_deleted():
 
 
 @pytest.mark.parametrize("backend", [*QUANTIZERS, "mosaic"])
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__
+)
 @pytest.mark.parametrize("scale", ["pow2", "float32"])
 def test_quantize_is_bit_identical_to_the_cpu(dtype, scale, backend):
-    every_bfloat16 = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16).reshape(256, 256)
+    every_bfloat16 = lax.bitcast_convert_type(
+        jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16
+    ).reshape(256, 256)
     finite = jnp.where(jnp.isfinite(every_bfloat16), every_bfloat16, 0)
     for x in (finite, W, W * 1e-38, W * 1e37):
-        call = functools.partial(quantize_values, dtype=dtype, scaling=Tensor(scale), orientation="both")
+        call = functools.partial(
+            quantize_values, dtype=dtype, scaling=Tensor(scale), orientation="both"
+        )
         expected = on_cpu(functools.partial(call, backend="xla"), x)
         assert same_bits(jax.jit(functools.partial(call, backend=backend))(x), expected)
 
@@ -129,11 +154,19 @@ def test_quantize_is_bit_identical_to_the_cpu(dtype, scale, backend):
 @pytest.mark.parametrize("error", [None, "float32", "bfloat16"])
 def test_mosaic_splits_as_the_definition(error):
     e = None if error is None else E.astype(error)
-    split = lambda backend, w, e: dual_quantize(w, error=e, amax=np.float32(0.01), orientation="both", backend=backend)
-    numbers = lambda x: np.nan_to_num(np.asarray(x, np.float32), nan=1)  # a GPU's NaN has other bits than a CPU's
+    split = lambda backend, w, e: dual_quantize(
+        w, error=e, amax=np.float32(0.01), orientation="both", backend=backend
+    )
+    # a GPU's NaN has other bits than a CPU's
+    numbers = lambda x: np.nan_to_num(np.asarray(x, np.float32), nan=1)
     for w in (W, W * 1e-38, W.at[3, 5].set(jnp.inf).at[4, 6].set(jnp.nan)):
-        got, wanted = split("mosaic", w, e), on_cpu(functools.partial(split, "xla"), w, e)
-        assert same_bits(got[:2], wanted[:2]) and same_bits(numbers(got.error), numbers(wanted.error))
+        got, wanted = (
+            split("mosaic", w, e),
+            on_cpu(functools.partial(split, "xla"), w, e),
+        )
+        assert same_bits(got[:2], wanted[:2]) and same_bits(
+            numbers(got.error), numbers(wanted.error)
+        )
 
 
 @pytest.mark.parametrize("backend", [*QUANTIZERS, "mosaic"])
@@ -151,7 +184,9 @@ def test_packed_format_is_bit_identical_to_the_cpu():
 
 
 def drawn_product(x_dtype, form, m, k, n):
-    """(x, w) of a Gaussian product, and its exact value and sum of magnitudes in float64."""
+    """(x, w) of a Gaussian product, and its exact value and sum of magnitudes in
+    float64.
+    """
     x = quantize_values(jax.random.normal(jax.random.key(3), (m, k)), x_dtype).rows
     w = dual_quantize(jax.random.normal(jax.random.key(4), (n, k))).rows
     w = w if form == "dual" else w.drop_residual()
@@ -162,18 +197,27 @@ def drawn_product(x_dtype, form, m, k, n):
 @pytest.mark.parametrize("backend", MULTIPLIERS)
 @pytest.mark.parametrize("accumulation", ["fast", "full"])
 @pytest.mark.parametrize("form", ["single", "dual"])
-@pytest.mark.parametrize("x_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("m, k, n", [(256, 512, 384), (1024, 4096, 128), (100, 50, 36)], ids=str)
+@pytest.mark.parametrize(
+    "x_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize(
+    "m, k, n", [(256, 512, 384), (1024, 4096, 128), (100, 50, 36)], ids=str
+)
 def test_products_stay_within_the_bound(backend, accumulation, form, x_dtype, m, k, n):
     x, w, exact, magnitude = drawn_product(x_dtype, form, m, k, n)
-    call = functools.partial(matmul_fp8, accumulation=accumulation, out_dtype=jnp.float32, backend=backend)
+    call = functools.partial(
+        matmul_fp8, accumulation=accumulation, out_dtype=jnp.float32, backend=backend
+    )
     mixed = x_dtype == jnp.float8_e5m2
     if (backend != "xla" and m == 100) or (backend == "triton" and mixed):
         with pytest.raises(NotImplementedError, match=r"multiple|one format"):
             jax.eval_shape(call, x, w)
         return
     got = jax.jit(call)(x, w)
-    ratio = np.max(np.abs(np.asarray(got, np.float64) - exact) / (SUM_BOUND[backend, accumulation] * magnitude))
+    ratio = np.max(
+        np.abs(np.asarray(got, np.float64) - exact)
+        / (SUM_BOUND[backend, accumulation] * magnitude)
+    )
     print(f"{backend} {accumulation} {form} {m}x{k}x{n}: {ratio:.3f} of the bound")
     assert ratio <= 1
 
@@ -192,25 +236,38 @@ def test_every_kind_of_tile_is_right(accumulation, form, index):
     call = functools.partial(mosaic.matmul, options, config=configs[index])
     got = np.asarray(jax.jit(call)(x, w, bias), np.float64)
     exact = exact + np.asarray(bias, np.float64)
-    assert np.all(np.abs(got - exact) <= SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact))
+    assert np.all(
+        np.abs(got - exact)
+        <= SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact)
+    )
 
 
-@pytest.mark.parametrize("recipe, products", [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
+@pytest.mark.parametrize(
+    "recipe, products", [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)]
+)
 def test_program_is_fp8_calls_and_quantization(recipe, products):
     recipe = tcfp_jax.recipe(recipe, backend="xla", quantize_backend="xla")
     x, g = (jnp.ones(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 256)))
     stored, _ = quantize_weight(W, recipe)
 
     def step(x, w, stored, g):
-        y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w)
+        y, vjp = jax.vjp(
+            lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w
+        )
         return y, vjp(g)
 
     program = jax.jit(step).lower(x, W, stored, g).compile().as_text()
     assert program.count('custom_call_target="__cublas$lt$matmul$f8"') == products
     entry = program[program.index("ENTRY") :]
     assert not re.search(r"= \S+ transpose\(", entry)
-    large = {f"f32[{a},{b}]" for a, b in ((1024, 512), (1024, 256), (512, 1024), (256, 1024))}
-    assert not [line for line in entry.splitlines() if any(shape in line.split("fusion(")[0] for shape in large)]
+    large = {
+        f"f32[{a},{b}]" for a, b in ((1024, 512), (1024, 256), (512, 1024), (256, 1024))
+    }
+    assert not [
+        line
+        for line in entry.splitlines()
+        if any(shape in line.split("fusion(")[0] for shape in large)
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["tcfp12", "tcfp12_fast", "tensorwise"])
@@ -218,33 +275,61 @@ def test_program_is_fp8_calls_and_quantization(recipe, products):
 def test_non_finite_values_stay_loud(recipe, bad):
     x = jax.random.normal(jax.random.key(5), (64, 512))
     for backends in ({"backend": "xla"}, {"quantize_backend": "triton"}):
-        product = jax.jit(functools.partial(tcfp_jax.matmul, recipe=tcfp_jax.recipe(recipe, **backends)))
+        product = jax.jit(
+            functools.partial(
+                tcfp_jax.matmul, recipe=tcfp_jax.recipe(recipe, **backends)
+            )
+        )
         assert jnp.isfinite(product(x, W)).all()
         assert jnp.isnan(product(x.at[3, 7].set(bad), W)).all()
         assert jnp.isnan(product(x, W.at[3, 7].set(bad))).all()
 
 
 def test_killed_run_resumes_bit_for_bit(tmp_path):
-    """A run that was killed and resumed in a second process is the uninterrupted one, metrics and held-out loss alike.
+    """A run that was killed and resumed in a second process is the uninterrupted one,
+    metrics and held-out loss alike.
 
-    All use the programs that the first one compiled: autotuning may choose other kernels in another process.
+    All use the programs that the first one compiled: autotuning may choose other
+    kernels in another process.
     """
-    command = [sys.executable, "-m", "models.train", "--compare", "none", "--steps", "120", "--checkpoint-every", "20"]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    command = [
+        sys.executable,
+        "-m",
+        "models.train",
+        "--compare",
+        "none",
+        "--steps",
+        "120",
+        "--checkpoint-every",
+        "20",
+    ]
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    }
     options = {"cwd": Path(__file__).parents[2], "env": environment}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*command, "--out", str(whole)], check=True, **options)
     shutil.copytree(whole / "compiled", killed / "compiled")
-    process, metrics = subprocess.Popen([*command, "--out", str(killed)], **options), killed / "metrics.jsonl"
+    process, metrics = (
+        subprocess.Popen([*command, "--out", str(killed)], **options),
+        killed / "metrics.jsonl",
+    )
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 30):
         assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline, "the run did not get far enough in two minutes"
+        assert time.monotonic() < deadline, (
+            "the run did not get far enough in two minutes"
+        )
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert metrics.read_bytes().count(b"\n") < 120
     subprocess.run([*command, "--out", str(killed), "--resume"], check=True, **options)
     assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    results = [re.search(r'"heldout_loss": (\S+),', (out / "summary.json").read_text()) for out in (killed, whole)]
+    results = [
+        re.search(r'"heldout_loss": (\S+),', (out / "summary.json").read_text())
+        for out in (killed, whole)
+    ]
     assert results[0][1] == results[1][1]

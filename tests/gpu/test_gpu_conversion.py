@@ -1,4 +1,6 @@
-"""Conversion where kernels run: converted models on a GPU give the bits of models written by hand."""
+"""Conversion where kernels run: converted models on a GPU give the bits of models
+written by hand.
+"""
 
 import dataclasses
 import functools
@@ -12,25 +14,39 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey, to_bf16
+from tcfp_jax.conversion.convert import (
+    convert_to_tcfp,
+    export,
+    find_weights,
+    survey,
+    to_bf16,
+)
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import Optimizer, TCFPLinear
 from tests.helpers import nnx_model, same_bits, variables_of
 
-# Flax's LayerNorm in bfloat16 multiplies by its float32 scale, which strict dtype promotion refuses.
+# Flax's LayerNorm in bfloat16 multiplies by its float32 scale, which strict dtype
+# promotion refuses.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("standard_promotion")]
 WIDTH, HEADS = 256, 4
-# Each once: the gradient of a lookup adds rows in no fixed order on a GPU, so no row may be looked up twice.
+# Each once: the gradient of a lookup adds rows in no fixed order on a GPU, so no row
+# may be looked up twice.
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(512)[:256].reshape(2, 128))
 KERNELS = {
     "chosen": tcfp_jax.recipe("tcfp12_fast"),
-    "kernels": tcfp_jax.recipe("tcfp12_fast", backend="mosaic", quantize_backend="triton"),
+    "kernels": tcfp_jax.recipe(
+        "tcfp12_fast", backend="mosaic", quantize_backend="triton"
+    ),
     "single": tcfp_jax.recipe("tensorwise"),
 }
-# XLA computes what stands between two products, so every bit is that of the model written by hand. Where a kernel does,
-# each operation is rounded as the program says, and XLA keeps float32 between them.
-APART = {name: dataclasses.replace(recipe, quantize_backend="xla") for name, recipe in KERNELS.items()}
+# XLA computes what stands between two products, so every bit is that of the model
+# written by hand. Where a kernel does, each operation is rounded as the program says,
+# and XLA keeps float32 between them.
+APART = {
+    name: dataclasses.replace(recipe, quantize_backend="xla")
+    for name, recipe in KERNELS.items()
+}
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
 named = pytest.mark.parametrize("name", KERNELS)
 
@@ -42,9 +58,16 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         dense = functools.partial(self.dense, dtype=jnp.bfloat16)
         h = nn.LayerNorm(dtype=jnp.bfloat16, name="norm")(x)
-        q, k, v = (dense(WIDTH, name=name)(h).reshape(*x.shape[:-1], HEADS, -1) for name in ("query", "key", "value"))
-        x = x + dense(WIDTH, name="out")(nn.dot_product_attention(q, k, v).reshape(x.shape))
-        return x + dense(WIDTH, name="down")(nn.gelu(dense(4 * WIDTH, name="up")(x))), None
+        q, k, v = (
+            dense(WIDTH, name=name)(h).reshape(*x.shape[:-1], HEADS, -1)
+            for name in ("query", "key", "value")
+        )
+        x = x + dense(WIDTH, name="out")(
+            nn.dot_product_attention(q, k, v).reshape(x.shape)
+        )
+        return x + dense(WIDTH, name="down")(
+            nn.gelu(dense(4 * WIDTH, name="up")(x))
+        ), None
 
 
 class GPT(nn.Module):
@@ -53,8 +76,14 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embedding = nn.Embed(512, WIDTH, dtype=jnp.bfloat16, name="embedding")
-        axes = dict(variable_axes={"params": 0, "tcfp": 0}, split_rngs={"params": True}, length=2)
-        x, _ = nn.scan(nn.remat(Block), **axes)(self.dense, name="blocks")(embedding(tokens), None)
+        axes = dict(
+            variable_axes={"params": 0, "tcfp": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        x, _ = nn.scan(nn.remat(Block), **axes)(self.dense, name="blocks")(
+            embedding(tokens), None
+        )
         return embedding.attend(nn.LayerNorm(dtype=jnp.bfloat16, name="norm")(x))
 
 
@@ -67,7 +96,9 @@ def step(model, params, weights):
 
         def loss(params):
             variables = {"params": params, "tcfp": tcfp_jax.layer_state(state)}
-            return jnp.mean(jnp.square(model.apply(variables, TOKENS).astype(jnp.float32)))
+            return jnp.mean(
+                jnp.square(model.apply(variables, TOKENS).astype(jnp.float32))
+            )
 
         value, gradients = jax.value_and_grad(loss)(params)
         updates, after = tx.update(gradients, state, params)
@@ -80,26 +111,42 @@ def step(model, params, weights):
 def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
     recipe = APART[name]
     params = variables_of(GPT(), TOKENS)["params"]
-    dense = type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": tcfp_jax.Recipe}})
+    dense = type(
+        "Dense",
+        (TCFPDense,),
+        {"recipe": recipe, "__annotations__": {"recipe": tcfp_jax.Recipe}},
+    )
     converted, by_hand = convert(GPT(), recipe, TOKENS), GPT(dense)
     assert len(survey(converted).converted) == 6
-    results = [step(model, params, find_weights(model, TOKENS)) for model in (converted, by_hand)]
-    assert same_bits(*results) and all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(results[0]))
+    results = [
+        step(model, params, find_weights(model, TOKENS))
+        for model in (converted, by_hand)
+    ]
+    assert same_bits(*results) and all(
+        np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(results[0])
+    )
     assert not same_bits(results[0][1], step(GPT(), params, {})[1])
 
 
 @named
 def test_activations_and_norms_in_kernels_change_what_rounding_does(name):
     params = variables_of(GPT(), TOKENS)["params"]
-    results = [step(model, params, find_weights(model, TOKENS)) for model in (
-        convert(GPT(), recipes[name], TOKENS) for recipes in (KERNELS, APART)
-    )]  # fmt: skip
+    results = [
+        step(model, params, find_weights(model, TOKENS))
+        for model in (
+            convert(GPT(), recipes[name], TOKENS) for recipes in (KERNELS, APART)
+        )
+    ]
     moved = [jax.tree.map(jnp.subtract, after, params) for _, after, _ in results]
-    part = lambda got, expected: float(jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
+    part = lambda got, expected: float(
+        jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+    )
     lost = jax.tree.map(part, *moved)
-    # A key's bias moves every score of a query alike, which softmax takes away: its gradient is rounding and no more.
+    # A key's bias moves every score of a query alike, which softmax takes away: its
+    # gradient is rounding and no more.
     lost["blocks"]["key"].pop("bias")
-    # FP8 itself loses 0.03 to 0.06 of each operand, and a query's gradient is a difference of larger numbers.
+    # FP8 itself loses 0.03 to 0.06 of each operand, and a query's gradient is a
+    # difference of larger numbers.
     assert max(jax.tree.leaves(lost)) < 0.25, lost
 
 
@@ -108,7 +155,10 @@ def test_the_base_model_and_layers_that_are_off_run_flax():
     run = lambda model: jax.jit(lambda v: model.apply(v, TOKENS))(variables)
     exact, converted = run(GPT()), convert(GPT(), "tcfp12_fast", TOKENS)
     assert not same_bits(run(converted), exact)
-    assert all(same_bits(run(model), exact) for model in (GPT(), to_bf16(converted, ""), export(converted)))
+    assert all(
+        same_bits(run(model), exact)
+        for model in (GPT(), to_bf16(converted, ""), export(converted))
+    )
 
 
 class MLP(flax_nnx.Module):
@@ -135,10 +185,15 @@ def train(model, optimizer, x):
 @named
 def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name):
     linear = functools.partial(TCFPLinear, recipe=APART[name])
-    models = [convert(nnx_model(MLP), APART[name]), nnx_model(lambda rngs: MLP(rngs, linear))]
+    models = [
+        convert(nnx_model(MLP), APART[name]),
+        nnx_model(lambda rngs: MLP(rngs, linear)),
+    ]
     results = []
     for model in models:
-        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
+        tx = optax.chain(
+            optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X))
+        )
         optimizer = Optimizer(model, tx)
         losses = [train(model, optimizer, X) for _ in range(2)]
         results.append((losses, flax_nnx.as_pure(flax_nnx.state(optimizer))))
@@ -149,7 +204,13 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
 def test_inference_weights_replace_the_float_ones(name):
     model, bare = (convert(nnx_model(MLP, seed), KERNELS[name]) for seed in (0, 1))
     expected = forward(model, X)
-    load_quantized(bare, quantize_params(flax_nnx.state(model, flax_nnx.Param), find_weights(model, X)))
-    error = jnp.linalg.norm(forward(bare, X).astype(jnp.float32) - expected.astype(jnp.float32))
-    # The same quantized operands; only the order of float32 sums may differ, and bfloat16's last bit with it.
+    load_quantized(
+        bare,
+        quantize_params(flax_nnx.state(model, flax_nnx.Param), find_weights(model, X)),
+    )
+    error = jnp.linalg.norm(
+        forward(bare, X).astype(jnp.float32) - expected.astype(jnp.float32)
+    )
+    # The same quantized operands; only the order of float32 sums may differ, and
+    # bfloat16's last bit with it.
     assert float(error) < 1e-2 * float(jnp.linalg.norm(expected.astype(jnp.float32)))

@@ -1,4 +1,6 @@
-"""NVFP4 in one pass on a GPU: bits of the definition, which XLA computes on a CPU, for every rule and rounding."""
+"""NVFP4 in one pass on a GPU: bits of the definition, which XLA computes on a CPU, for
+every rule and rounding.
+"""
 
 import functools
 
@@ -24,14 +26,20 @@ both_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def check(x, rule, amax=None, signs=None, key=None):
     """The kernels on the GPU and the definition on the CPU give the same bytes."""
     arrays, cpu = {"amax": amax, "key": key}, jax.devices("cpu")[0]
-    run = lambda backend: jax.jit(functools.partial(quantize_nvfp4, rule=rule, signs=signs, backend=backend))
+    run = lambda backend: jax.jit(
+        functools.partial(quantize_nvfp4, rule=rule, signs=signs, backend=backend)
+    )
     with jax.default_device(cpu):
-        expected = jax.device_get(run("xla")(*jax.device_put((x,), cpu), **jax.device_put(arrays, cpu)))
+        expected = jax.device_get(
+            run("xla")(*jax.device_put((x,), cpu), **jax.device_put(arrays, cpu))
+        )
     for backend in ENGINES:
         got = jax.device_get(run(backend)(x, **arrays))
         for name, a, b in zip(("codes", "scales", "outer"), got, expected, strict=True):
             a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
-            assert a.size == b.size and not (a != b).any(), f"{backend}, {name}: {(a != b).sum()} of {a.size} bytes"
+            assert a.size == b.size and not (a != b).any(), (
+                f"{backend}, {name}: {(a != b).sum()} of {a.size} bytes"
+            )
 
 
 @both_dtypes
@@ -48,17 +56,27 @@ def test_kernels_have_the_bits_of_the_definition(rule, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("key", [None, counter.keys(7)], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize(("axis", "signs"), [(1, None), (0, None), (0, SIGNS)], ids=["last", "first", "rotated"])
+@pytest.mark.parametrize(
+    ("axis", "signs"),
+    [(1, None), (0, None), (0, SIGNS)],
+    ids=["last", "first", "rotated"],
+)
 def test_numbers_that_training_multiplies(axis, signs, key, dtype):
     x = draw(dtype)
-    run = lambda backend: jax.jit(lambda *of: nvfp4_arrays.quantize_values(of[0], axis, *of[1:], backend=backend))
+    run = lambda backend: jax.jit(
+        lambda *of: nvfp4_arrays.quantize_values(of[0], axis, *of[1:], backend=backend)
+    )
     with jax.default_device(jax.devices("cpu")[0]):
-        expected = jax.device_get(run("xla")(*jax.tree.map(np.asarray, (x, key, signs))))
+        expected = jax.device_get(
+            run("xla")(*jax.tree.map(np.asarray, (x, key, signs)))
+        )
     for backend in ENGINES:
         got = jax.device_get(run(backend)(x, key, signs))
         np.testing.assert_array_equal(got.outer, expected.outer)
         # As numbers: the sign of a zero is nothing that a product shows.
-        np.testing.assert_array_equal(got.values.astype(np.float32), expected.values.astype(np.float32))
+        np.testing.assert_array_equal(
+            got.values.astype(np.float32), expected.values.astype(np.float32)
+        )
 
 
 @pytest.mark.parametrize("exponents", [(-120, -100), (100, 120), (-30, 30)])
@@ -71,17 +89,23 @@ def test_magnitudes_far_from_one(rule, exponents):
 
 @every_rule
 def test_every_bfloat16_in_tiles_of_neighbours(rule):
-    """65536 codes, as they follow each other and shuffled: NaN, infinities, subnormals and all scales of E4M3."""
+    """65536 codes, as they follow each other and shuffled: NaN, infinities, subnormals
+    and all scales of E4M3.
+    """
     codes = np.arange(2**16, dtype=np.uint16)
     for order in (codes, np.random.default_rng(1).permutation(codes)):
-        x = jax.lax.bitcast_convert_type(jnp.asarray(order), jnp.bfloat16).reshape(64, 1024)
+        x = jax.lax.bitcast_convert_type(jnp.asarray(order), jnp.bfloat16).reshape(
+            64, 1024
+        )
         # With all magnitudes in it most tiles are zeros; below 1e3 they are not.
         check(jnp.where(jnp.abs(x) > 1e3, jnp.bfloat16(1), x), rule)
         check(x, rule)
 
 
 def test_quotients_next_to_the_middle_of_two_codes():
-    """A million float32 values within two ulps of a middle of their tile's scale, which tensors of any outer have."""
+    """A million float32 values within two ulps of a middle of their tile's scale, which
+    tensors of any outer have.
+    """
     random = np.random.default_rng(2)
     amax = random.uniform(1, 2, (4096, 1)).astype(np.float32) * 448
     x = np.repeat(amax, 256, 1)
@@ -98,8 +122,16 @@ def test_quotients_next_to_the_middle_of_two_codes():
 
 def test_under_vmap_and_scan():
     x = draw("bfloat16").reshape(4, 64, 1024)
-    stacked = jax.jit(jax.vmap(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes))(x)
-    scanned = jax.jit(lambda x: jax.lax.map(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes, x))(x)
+    stacked = jax.jit(jax.vmap(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes))(
+        x
+    )
+    scanned = jax.jit(
+        lambda x: jax.lax.map(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes, x)
+    )(x)
     for i in range(4):
-        expected = np.asarray(jax.jit(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes)(x[i]))
-        assert np.array_equal(stacked[i], expected) and np.array_equal(scanned[i], expected)
+        expected = np.asarray(
+            jax.jit(lambda x: quantize_nvfp4(x, key=counter.keys(3)).codes)(x[i])
+        )
+        assert np.array_equal(stacked[i], expected) and np.array_equal(
+            scanned[i], expected
+        )

@@ -1,4 +1,6 @@
-"""Rows on a GPU: the kernels that quantize them are the reference bit for bit, at shapes of models and at odd ones."""
+"""Rows on a GPU: the kernels that quantize them are the reference bit for bit, at
+shapes of models and at odd ones.
+"""
 
 import functools
 
@@ -15,18 +17,38 @@ ODD = (1001, 300)
 
 
 def hard_values(shape, dtype):
-    """Rows of very different sizes; zeros, subnormals, and a NaN and an inf in lines of their own."""
-    x = jax.random.normal(jax.random.key(0), shape) * jnp.exp(4 * jax.random.normal(jax.random.key(1), (shape[0], 1)))
-    x = x.at[5].set(0).at[:, 33].set(0).at[7].set(1e-39).at[8].set(2e-37).at[8, 1::2].set(1e-39)
+    """Rows of very different sizes; zeros, subnormals, and a NaN and an inf in lines of
+    their own.
+    """
+    x = jax.random.normal(jax.random.key(0), shape) * jnp.exp(
+        4 * jax.random.normal(jax.random.key(1), (shape[0], 1))
+    )
+    x = (
+        x.at[5]
+        .set(0)
+        .at[:, 33]
+        .set(0)
+        .at[7]
+        .set(1e-39)
+        .at[8]
+        .set(2e-37)
+        .at[8, 1::2]
+        .set(1e-39)
+    )
     return x.at[9, 1].set(jnp.nan).at[20, 290].set(-jnp.inf).astype(dtype)
 
 
 @jax.jit
 def agree(a, b):
-    """Whether both are the same bits; E5M2 has several codes of NaN, any of which will do."""
+    """Whether both are the same bits; E5M2 has several codes of NaN, any of which will
+    do.
+    """
 
     def same(a, b):
-        as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.dtype(f"uint{8 * a.dtype.itemsize}"))
+        as_bits = functools.partial(
+            jax.lax.bitcast_convert_type,
+            new_dtype=jnp.dtype(f"uint{8 * a.dtype.itemsize}"),
+        )
         return jnp.all((as_bits(a) == as_bits(b)) | (jnp.isnan(a) & jnp.isnan(b)))
 
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(same, a, b))))
@@ -38,28 +60,47 @@ def agree(a, b):
 @pytest.mark.parametrize(
     "shape, x_dtype",
     [
-        ((8192, 4096), "bfloat16"), ((8192, 14336), "bfloat16"), ((4096, 14336), "float32"), (ODD, "bfloat16"),
-        (ODD, "float32"), (ODD, "float16"), ((64, 40000), "bfloat16"),
+        ((8192, 4096), "bfloat16"),
+        ((8192, 14336), "bfloat16"),
+        ((4096, 14336), "float32"),
+        (ODD, "bfloat16"),
+        (ODD, "float32"),
+        (ODD, "float16"),
+        ((64, 40000), "bfloat16"),
     ],
     ids=str,
-)  # fmt: skip
-def test_quantizing_is_the_same_on_every_backend_and_on_the_cpu(shape, x_dtype, orientation, scale, dtype):
+)
+def test_quantizing_is_the_same_on_every_backend_and_on_the_cpu(
+    shape, x_dtype, orientation, scale, dtype
+):
     x = hard_values(shape, x_dtype)
-    call = functools.partial(quantize, dtype=dtype, scaling=Row(scale), orientation=orientation)
+    call = functools.partial(
+        quantize, dtype=dtype, scaling=Row(scale), orientation=orientation
+    )
     expected = jax.jit(functools.partial(call, backend="xla"))(x)
     for backend in ("triton", "mosaic")[: 2 - (shape[0] % 128 != 0)]:
         assert agree(jax.jit(functools.partial(call, backend=backend))(x), expected)
     if shape == ODD:
         cpu = jax.devices("cpu")[0]
         with jax.default_device(cpu):
-            assert agree(*jax.device_put((call(jax.device_put(x, cpu), backend="xla"), expected), cpu))
+            assert agree(
+                *jax.device_put(
+                    (call(jax.device_put(x, cpu), backend="xla"), expected), cpu
+                )
+            )
 
 
 def test_under_vmap_and_with_leading_axes():
     x = hard_values((4 * 256, 512), "bfloat16").reshape(4, 256, 512)
     for make in (lambda call: call, jax.vmap):
         runs = [
-            jax.jit(make(lambda x, b=b: quantize(x, jnp.float8_e4m3fn, Row(), orientation="both", backend=b)))(x)
+            jax.jit(
+                make(
+                    lambda x, b=b: quantize(
+                        x, jnp.float8_e4m3fn, Row(), orientation="both", backend=b
+                    )
+                )
+            )(x)
             for b in ("xla", "triton", "mosaic")
         ]
         assert same_bits(runs[0], runs[1]) and same_bits(runs[0], runs[2])

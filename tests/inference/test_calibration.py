@@ -1,4 +1,6 @@
-"""FP4 weights chosen with care: exhaustive scales, GPTQ, and the Hessians of a calibration."""
+"""FP4 weights chosen with care: exhaustive scales, GPTQ, and the Hessians of a
+calibration.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,14 @@ from tcfp_jax import matmul, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
-from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, restored, search_scales
+from tcfp_jax.inference import (
+    choose_codes,
+    gptq,
+    hessians,
+    quantize_params,
+    restored,
+    search_scales,
+)
 from tcfp_jax.inference.choosing import _table
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.linen import TCFPDense
@@ -60,7 +69,9 @@ def nearest_number(units):
 
 
 def gptq_by_definition(w, hessian, scale, damping=0.01):
-    """Frantar et al., their order of steps in float64: the inverse, its upper Cholesky factor, column after column."""
+    """Frantar et al., their order of steps in float64: the inverse, its upper Cholesky
+    factor, column after column.
+    """
     w, k = np.array(w, np.float64), w.shape[1]
     hessian = np.asarray(hessian, np.float64)
     inverse = np.linalg.inv(hessian + damping * np.diag(hessian).mean() * np.eye(k))
@@ -74,39 +85,59 @@ def gptq_by_definition(w, hessian, scale, damping=0.01):
     return made
 
 
-# The scales of blocks -------------------------------------------------------------------------------------------------
+# The scales of blocks
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_except("nvfp4-square", "mxfp4-vector")
-@pytest.mark.parametrize(("format", "tile"), [("nvfp4", "vector"), ("nvfp4", "square"), ("mxfp4", "vector")])
+@pytest.mark.parametrize(
+    ("format", "tile"), [("nvfp4", "vector"), ("nvfp4", "square"), ("mxfp4", "vector")]
+)
 def test_a_search_is_never_worse_than_a_rule(format, tile):
-    rules = ("amax", "four_over_six", "fold_exact") if (format, tile) == ("nvfp4", "vector") else ("amax",)
+    rules = (
+        ("amax", "four_over_six", "fold_exact")
+        if (format, tile) == ("nvfp4", "vector")
+        else ("amax",)
+    )
     for w in (W, W * jnp.exp(2 * W / 0.02)):  # normal, and heavy tails
         found = error(searched(w, Fp4(format, tile)), w)
         for rule in rules:
-            # Stretched to w's length, a result has 1 / (1 - e) times its relative error e.
+            # Stretched to w's length, a result has 1 / (1 - e) times its relative error
+            # e.
             assert found <= error(nearest(w, Fp4(format, tile, rule)), w) * 1.02
 
 
 def test_a_search_finds_what_all_scales_would_and_does_not_shrink_it():
-    """Every byte of E4M3, not only those within the window, and some scales of the scales, on the host in float64."""
+    """Every byte of E4M3, not only those within the window, and some scales of the
+    scales, on the host in float64.
+    """
     found, w = searched(W), np.asarray(W, np.float64)
     table = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
     blocks = np.pad(w, ((0, 0), (0, -K % 16))).reshape(N, -1, 16)
     least = []
     for largest in (256, 288, 320, 352, 384, 416, 448):
         factors = (table * np.abs(w).max() / (6 * largest))[:, None, None, None]
-        errors = np.square(nearest_number(blocks / factors) * factors - blocks).sum(axis=-1)
+        errors = np.square(nearest_number(blocks / factors) * factors - blocks).sum(
+            axis=-1
+        )
         least.append(errors.min(axis=0).sum())
     part = min(least) / np.square(w).sum()
-    np.testing.assert_allclose(error(found) / np.square(w).sum(), part / (1 - part), rtol=1e-3)
-    np.testing.assert_allclose(np.sum(np.asarray(found.dequantize(), np.float64) * w), np.square(w).sum(), rtol=1e-6)
+    np.testing.assert_allclose(
+        error(found) / np.square(w).sum(), part / (1 - part), rtol=1e-3
+    )
+    np.testing.assert_allclose(
+        np.sum(np.asarray(found.dequantize(), np.float64) * w),
+        np.square(w).sum(),
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.slow_except("search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
 def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
-    """Zeros, tiny values, an outlier: operands that name the rule keep to it, because FP8 products rely on it."""
+    """Zeros, tiny values, an outlier: operands that name the rule keep to it, because
+    FP8 products rely on it.
+    """
     hard = np.array(W)
     hard[0], hard[1], hard[2, 3], hard[5:9] = 0, 1e-30, 1e4, hard[5:9] * 1e-3
     scaling = Fp4(rule="fold_exact")
@@ -117,40 +148,68 @@ def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
 
 
 def test_a_rule_is_checked_scale_by_scale():
-    """Compare with `exact_share` of each scale together with 384, the rule's largest; NaN shows anyway."""
+    """Compare with `exact_share` of each scale together with 384, the rule's largest;
+    NaN shows anyway.
+    """
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)[:127]
     beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
     held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
     held[every == 448] = False  # with it 384 would have another factor
-    assert held[np.isin(every, _table(Fp4(rule="fold_exact")))].all() and 30 < held.sum() < 50
-    of = lambda scale: Operand(jnp.zeros((1, 8 * scale.size), jnp.uint8), scale[None], scaling=Fp4(rule="fold_exact"))
-    check_rule("w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), "")
-    with pytest.raises(ValueError, match=rf"w has .* but only {held.mean():.1%} of its scales .* repair"):
+    assert (
+        held[np.isin(every, _table(Fp4(rule="fold_exact")))].all()
+        and 30 < held.sum() < 50
+    )
+    of = lambda scale: Operand(
+        jnp.zeros((1, 8 * scale.size), jnp.uint8),
+        scale[None],
+        scaling=Fp4(rule="fold_exact"),
+    )
+    check_rule(
+        "w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), ""
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"w has .* but only {held.mean():.1%} of its scales .* repair",
+    ):
         check_rule("w", of(every), "repair")
     with pytest.raises(ValueError, match=r"but only 0\.0% of its scales"):
         check_rule("w", of(every[~held]), "repair")
-    jax.eval_shape(lambda scale: check_rule("w", of(scale), ""), every)  # traced, as a template is made
+    # traced, as a template is made
+    jax.eval_shape(lambda scale: check_rule("w", of(scale), ""), every)
 
 
 def test_importance_moves_the_error_to_where_it_matters():
     weighted = searched(W, importance=jnp.diagonal(H))
-    assert loss(weighted, np.diag(np.diagonal(H))) < loss(searched(W), np.diag(np.diagonal(H)))
+    assert loss(weighted, np.diag(np.diagonal(H))) < loss(
+        searched(W), np.diag(np.diagonal(H))
+    )
     assert error(weighted) >= error(searched(W))
 
 
-@pytest.mark.parametrize("choose", [searched, lambda w: compensated(w, jnp.eye(w.shape[-1]))], ids=["search", "gptq"])
+@pytest.mark.parametrize(
+    "choose",
+    [searched, lambda w: compensated(w, jnp.eye(w.shape[-1]))],
+    ids=["search", "gptq"],
+)
 def test_hard_blocks(choose):
-    """All zeros, tiny values, an outlier, and NaN and inf, which are loud and stay within their block."""
+    """All zeros, tiny values, an outlier, and NaN and inf, which are loud and stay
+    within their block.
+    """
     w = np.array(W)
     w[0], w[1], w[2, 3], w[3, 5], w[4, 20] = 0, 1e-30, 1e4, np.nan, np.inf
     made = np.asarray(choose(jnp.asarray(w)).dequantize())
-    assert np.isnan(made[3, :16]).all() and np.isnan(made[4, 16:32]).all() and np.isnan(made).sum() == 32
+    assert (
+        np.isnan(made[3, :16]).all()
+        and np.isnan(made[4, 16:32]).all()
+        and np.isnan(made).sum() == 32
+    )
     assert not made[0].any() and abs(made[1]).max() < 1e-5
     assert made[2, 3] == pytest.approx(1e4, rel=0.1)
     assert np.isfinite(made[5:]).all()
 
 
-# GPTQ -----------------------------------------------------------------------------------------------------------------
+# GPTQ
+# --------------------------------------------------------------------------------------
 
 
 def test_gptq_is_the_published_algorithm():
@@ -163,15 +222,23 @@ def test_gptq_is_the_published_algorithm():
     expected = gptq_by_definition(W, H, scale)
     made = np.asarray(compensated(W, H).dequantize())
     close = np.isclose(made, expected, rtol=1e-5, atol=1e-7)
-    assert close.mean() > 0.97, close.mean()  # float32 may decide a near tie otherwise, and later columns follow it
+    # Float32 may decide a near tie otherwise, and later columns follow it
+    assert close.mean() > 0.97, close.mean()
     wrong = expected - np.asarray(W, np.float64)
-    assert loss(compensated(W, H), H) == pytest.approx(np.trace(wrong @ np.asarray(H, np.float64) @ wrong.T), rel=0.05)
+    assert loss(compensated(W, H), H) == pytest.approx(
+        np.trace(wrong @ np.asarray(H, np.float64) @ wrong.T), rel=0.05
+    )
 
 
 @pytest.mark.slow_except(
-    "Fp4(format='nvfp4', tile='vector', rule='amax')", "Fp4(format='nvfp4', tile='square', rule='amax')"
+    "Fp4(format='nvfp4', tile='vector', rule='amax')",
+    "Fp4(format='nvfp4', tile='square', rule='amax')",
 )
-@pytest.mark.parametrize("scaling", [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="four_over_six")], ids=str)
+@pytest.mark.parametrize(
+    "scaling",
+    [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="four_over_six")],
+    ids=str,
+)
 def test_gptq_halves_what_nearest_loses_and_a_search_is_better_still(scaling):
     found = loss(compensated(W, H, scaling), H)
     assert found < 0.5 * loss(nearest(W, scaling), H)
@@ -180,46 +247,77 @@ def test_gptq_halves_what_nearest_loses_and_a_search_is_better_still(scaling):
 
 @pytest.mark.slow_except("scaling2-search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
-@pytest.mark.parametrize("scaling", [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")])
+@pytest.mark.parametrize(
+    "scaling",
+    [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")],
+)
 def test_units_of_weights_and_of_inputs_do_not_matter(scaling, scales):
-    wanted, found = compensated(W, H, scaling, scales=scales), searched(W, scaling, importance=jnp.diagonal(H))
+    wanted, found = (
+        compensated(W, H, scaling, scales=scales),
+        searched(W, scaling, importance=jnp.diagonal(H)),
+    )
     for power in (120, 90, 60, -60, -90):
         large = W * 2.0**power
-        assert np.array_equal(compensated(large, H, scaling, scales=scales).values, wanted.values)
-        assert np.array_equal(searched(large, scaling, importance=jnp.diagonal(H)).values, found.values)
+        assert np.array_equal(
+            compensated(large, H, scaling, scales=scales).values, wanted.values
+        )
+        assert np.array_equal(
+            searched(large, scaling, importance=jnp.diagonal(H)).values, found.values
+        )
     for power in (115, -115):
         others = H * 2.0**power
-        assert np.array_equal(compensated(W, others, scaling, scales=scales).values, wanted.values)
-        assert np.array_equal(searched(W, scaling, importance=jnp.diagonal(others)).values, found.values)
+        assert np.array_equal(
+            compensated(W, others, scaling, scales=scales).values, wanted.values
+        )
+        assert np.array_equal(
+            searched(W, scaling, importance=jnp.diagonal(others)).values, found.values
+        )
     nothing = searched(W, scaling, importance=jnp.zeros(K))
     assert np.array_equal(nothing.values, searched(W, scaling).values)
 
 
-@pytest.mark.parametrize("choose", [searched, lambda w, scaling: compensated(w, H, scaling, scales="search")])
+@pytest.mark.parametrize(
+    "choose", [searched, lambda w, scaling: compensated(w, H, scaling, scales="search")]
+)
 def test_tiles_far_apart_are_searched_alike(choose):
     far = jnp.concatenate([W[:16], W[16:] * 2.0**-90])  # scales of their own, in MXFP4
-    apart = jnp.concatenate([choose(W[:16], Fp4("mxfp4")).values, choose(W[16:], Fp4("mxfp4")).values])
+    apart = jnp.concatenate(
+        [choose(W[:16], Fp4("mxfp4")).values, choose(W[16:], Fp4("mxfp4")).values]
+    )
     assert np.array_equal(choose(far, Fp4("mxfp4")).values, apart)
 
 
-@pytest.mark.parametrize("choose", [searched, lambda w, scaling: compensated(w, H, scaling)])
+@pytest.mark.parametrize(
+    "choose", [searched, lambda w, scaling: compensated(w, H, scaling)]
+)
 def test_the_smallest_weights_are_no_zeros(choose):
-    tiny = W * (1e-35 / jnp.abs(W).max())  # 6 * 448 scales of that would be a subnormal float32
-    assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(np.square(tiny, dtype=np.float64))
+    # 6 * 448 scales of that would be a subnormal float32
+    tiny = W * (1e-35 / jnp.abs(W).max())
+    assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(
+        np.square(tiny, dtype=np.float64)
+    )
 
 
-RULES = {"amax": Fp4(), "mxfp4": Fp4("mxfp4"), "squares": Fp4(tile="square"), "four": Fp4(rule="four_over_six"),
-         "folds": Fp4(rule="fold_exact")}  # fmt: skip
+RULES = {
+    "amax": Fp4(),
+    "mxfp4": Fp4("mxfp4"),
+    "squares": Fp4(tile="square"),
+    "four": Fp4(rule="four_over_six"),
+    "folds": Fp4(rule="fold_exact"),
+}
 
 
 @pytest.mark.slow_except("mxfp4", "squares", "folds")
 @pytest.mark.parametrize("scaling", RULES.values(), ids=RULES)
 def test_without_correlations_gptq_is_nearest(scaling):
-    w = W.at[0, :16].set(0).at[0, 3].set(0.0625)  # a power of two, at the border of MX's scales
+    # a power of two, at the border of MX's scales
+    w = W.at[0, :16].set(0).at[0, 3].set(0.0625)
     made, expected = compensated(w, 7 * jnp.eye(K), scaling), nearest(w, scaling)
     for each in zip(as_bytes(made), as_bytes(expected), strict=True):
         np.testing.assert_array_equal(*each)
-    assert (made.outer is None) == (expected.outer is None) and (made.outer is None or made.outer == expected.outer)
+    assert (made.outer is None) == (expected.outer is None) and (
+        made.outer is None or made.outer == expected.outer
+    )
 
 
 def test_columns_that_a_calibration_never_saw_are_worth_something():
@@ -231,16 +329,24 @@ def test_columns_that_a_calibration_never_saw_are_worth_something():
 def test_a_stack_is_its_matrices():
     stack, moments = jnp.stack([W, 3 * W]), jnp.stack([H, jnp.eye(K)])
     for made, expected in (
-        (compensated(stack, moments), [compensated(W, H), compensated(3 * W, jnp.eye(K))]),
+        (
+            compensated(stack, moments),
+            [compensated(W, H), compensated(3 * W, jnp.eye(K))],
+        ),
         (searched(stack), [searched(W), searched(3 * W)]),
     ):
         assert made.shape == (2, N, K) and made.outer.shape == (2,)
-        np.testing.assert_allclose(made.dequantize(), jnp.stack([one.dequantize() for one in expected]), rtol=1e-6)
+        np.testing.assert_allclose(
+            made.dequantize(),
+            jnp.stack([one.dequantize() for one in expected]),
+            rtol=1e-6,
+        )
 
 
 def test_a_hessian_that_is_not_finite_is_loud():
     assert jnp.isnan(compensated(W, H.at[0, 0].set(jnp.nan)).dequantize()).all()
-    assert jnp.isfinite(compensated(W, jnp.zeros((K, K))).dequantize()).all()  # a layer that no input reached
+    # a layer that no input reached
+    assert jnp.isfinite(compensated(W, jnp.zeros((K, K))).dequantize()).all()
 
 
 @pytest.mark.parametrize(
@@ -249,15 +355,29 @@ def test_a_hessian_that_is_not_finite_is_loud():
         (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
         (lambda: search_scales(W[0]), ValueError, "not a matrix"),
         (lambda: search_scales(W.astype(jnp.int32)), TypeError, "int32"),
-        (lambda: search_scales(W, "nvfp4"), TypeError, r"scaling='nvfp4' is not FP4; use Fp4"),
+        (
+            lambda: search_scales(W, "nvfp4"),
+            TypeError,
+            r"scaling='nvfp4' is not FP4; use Fp4",
+        ),
         (lambda: gptq(W, H, Row()), TypeError, "is not FP4; use Fp4"),
-        (lambda: search_scales(W, importance=jnp.ones(3)), ValueError, r"importance\[3\] does not fit"),
+        (
+            lambda: search_scales(W, importance=jnp.ones(3)),
+            ValueError,
+            r"importance\[3\] does not fit",
+        ),
         (lambda: gptq(W, H[:3]), ValueError, r"hessian\[3, 40\] does not fit"),
         (lambda: gptq(W, H, damping=0.0), ValueError, "damping=0.0 must be positive"),
         (lambda: gptq(W, H, scales="best"), ValueError, "scales='best' is unknown"),
         (lambda: hessians(nn.Dense(4), {}, []), TypeError, "neither from transform"),
         (
-            lambda: hessians(transform(lambda w, x: jnp.sum(x * w[0]), "tensorwise", include=INCLUDE), W, [X]),
+            lambda: hessians(
+                transform(
+                    lambda w, x: jnp.sum(x * w[0]), "tensorwise", include=INCLUDE
+                ),
+                W,
+                [X],
+            ),
             ValueError,
             "has no converted weight",
         ),
@@ -268,7 +388,8 @@ def test_what_cannot_be_done_says_why(call, kind, message):
         call()
 
 
-# Hessians -------------------------------------------------------------------------------------------------------------
+# Hessians
+# --------------------------------------------------------------------------------------
 
 
 def test_hessians_of_a_converted_model():
@@ -282,11 +403,18 @@ def test_hessians_of_a_converted_model():
     model = convert_to_tcfp(Model(), "tensorwise", x, include=INCLUDE)
     params = Model().init(jax.random.key(1), x)["params"]
     found = hessians(model, params, [x, (2 * x,)])
-    heads = Model().apply({"params": params}, x, capture_intermediates=True)[1]["intermediates"]["heads"]["__call__"][0]
+    heads = Model().apply({"params": params}, x, capture_intermediates=True)[1][
+        "intermediates"
+    ]["heads"]["__call__"][0]
     rows, inner = x.reshape(-1, 16), (heads - params["heads"]["bias"]).reshape(-1, 32)
     assert set(found) == {"heads/kernel", "out/kernel"}
-    np.testing.assert_allclose(found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(found["out/kernel"], 5 * inner.T @ inner, rtol=1e-5, atol=1e-4)  # biases are zeros
+    np.testing.assert_allclose(
+        found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4
+    )
+    # biases are zeros
+    np.testing.assert_allclose(
+        found["out/kernel"], 5 * inner.T @ inner, rtol=1e-5, atol=1e-4
+    )
 
 
 def test_hessians_of_loops_branches_and_experts():
@@ -303,23 +431,32 @@ def test_hessians_of_loops_branches_and_experts():
     x = jax.random.normal(jax.random.key(1), (5, 8))
     found = hessians(low, params, [(x, jnp.array(True))])
     for layer in range(3):
-        np.testing.assert_allclose(found["layers"][layer], x.T @ x, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            found["layers"][layer], x.T @ x, rtol=1e-5, atol=1e-5
+        )
         x = jnp.tanh(x @ params["layers"][layer])
     np.testing.assert_allclose(found["branch"], x.T @ x, rtol=1e-5, atol=1e-5)
     x = x @ params["branch"].T
-    np.testing.assert_allclose(found["own"], jnp.stack([x.T @ x, 4 * x.T @ x]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found["own"], jnp.stack([x.T @ x, 4 * x.T @ x]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_layer_that_multiplies_by_itself_is_named():
     class Own(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(8, name="seen")(TCFPDense(8, recipe="tensorwise", name="own")(x))
+            return nn.Dense(8, name="seen")(
+                TCFPDense(8, recipe="tensorwise", name="own")(x)
+            )
 
     x = jnp.ones((2, 8))
     model = convert_to_tcfp(Own(), "tensorwise", x, include=INCLUDE)
     params = Own().init(jax.random.key(0), x)["params"]
-    with pytest.raises(ValueError, match="no product of own/kernel is seen; write the layer in Flax's own"):
+    with pytest.raises(
+        ValueError,
+        match="no product of own/kernel is seen; write the layer in Flax's own",
+    ):
         hessians(model, params, [x])
     with pytest.raises(ValueError, match="batches is empty"):
         hessians(model, params, [])
@@ -332,19 +469,35 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
         return (x @ params["first"]) @ params["second"].T
 
     key = jax.random.key(0)
-    params = {"first": jax.random.normal(key, (16, 8)), "second": jax.random.normal(key, (4, 8))}
+    params = {
+        "first": jax.random.normal(key, (16, 8)),
+        "second": jax.random.normal(key, (4, 8)),
+    }
     x = jax.random.normal(jax.random.key(1), (32, 16)) * (1 / jnp.arange(1.0, 17.0))
     low = transform(call, "nvfp4", include=INCLUDE)
     weights, moments = find_weights(low, params, x), hessians(low, params, [x])
     served = quantize_params(params, weights)
-    chosen = choose_codes(served, params, weights, lambda path, w: compensated(w, moments[path], scales="search"))
-    first = compensated(params["first"].T, moments["first"], scales="search").dequantize().T
-    second = compensated(params["second"], moments["second"], scales="search").dequantize()
+    chosen = choose_codes(
+        served,
+        params,
+        weights,
+        lambda path, w: compensated(w, moments[path], scales="search"),
+    )
+    first = (
+        compensated(params["first"].T, moments["first"], scales="search").dequantize().T
+    )
+    second = compensated(
+        params["second"], moments["second"], scales="search"
+    ).dequantize()
     shapes = jax.eval_shape(lambda: params)
     run = quick(lambda x, stored: low(shapes, x, stored=stored))
     made = run(x, chosen["tcfp"])
-    np.testing.assert_allclose(made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05)
-    wrong = lambda stored: float(np.square(np.asarray(run(x, stored["tcfp"])) - call(params, x)).sum())
+    np.testing.assert_allclose(
+        made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05
+    )
+    wrong = lambda stored: float(
+        np.square(np.asarray(run(x, stored["tcfp"])) - call(params, x)).sum()
+    )
     assert wrong(chosen) < 0.8 * wrong(served)
     with pytest.raises(ValueError, match=r"first is stored with .* use one format"):
         choose_codes(served, params, weights, lambda path, w: nearest(w, Fp4("mxfp4")))
@@ -353,25 +506,43 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
 
 
 def test_chosen_codes_keep_the_rule_that_they_follow():
-    """The FP8 product of "fold_exact" reads the rule off the codes, so that it must be theirs and not the recipe's."""
-    params, folds, layout = {"w": jnp.swapaxes(W, 0, 1)}, Fp4(rule="fold_exact"), Layout((0,), (1,))
-    served, of_rule = {"tcfp": {"w": Stored(nearest(W), None)}}, functools.partial(recipe, "nvfp4", forward="full")
+    """The FP8 product of "fold_exact" reads the rule off the codes, so that it must be
+    theirs and not the recipe's.
+    """
+    params, folds, layout = (
+        {"w": jnp.swapaxes(W, 0, 1)},
+        Fp4(rule="fold_exact"),
+        Layout((0,), (1,)),
+    )
+    served, of_rule = (
+        {"tcfp": {"w": Stored(nearest(W), None)}},
+        functools.partial(recipe, "nvfp4", forward="full"),
+    )
 
     def chosen(rule, choose):
         weights = {"w": Weight(of_rule(rule=rule), layout)}
         return choose_codes(served, params, weights, choose)["tcfp"]["w"]
 
-    refused = r"w is stored with Fp4.*rule='fold_exact'.* chosen with rule='amax'; choose them with rule='fold_exact'"
+    refused = (
+        r"w is stored with Fp4.*rule='fold_exact'.* chosen with rule='amax'; choose"
+        r" them with rule='fold_exact'"
+    )
     with pytest.raises(ValueError, match=refused):
         chosen("fold_exact", lambda path, w: compensated(w, H))
     with pytest.raises(ValueError, match="are of that rule"):
-        chosen("fold_exact", lambda path, w: dataclasses.replace(nearest(w, Fp4()), scaling=folds))
+        chosen(
+            "fold_exact",
+            lambda path, w: dataclasses.replace(nearest(w, Fp4()), scaling=folds),
+        )
     x = X[:8]
     assert chosen("fold_exact", lambda path, w: nearest(w, folds)).scaling == folds
-    rounded = np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)  # x in E4M3 by rows
+    # x in E4M3 by rows
+    rounded = np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)
     for used in (folds, Fp4(rule="four_over_six")):
         made = chosen("amax", lambda path, w, used=used: nearest(w, used))
-        assert made.scaling == used and (exact_share(made.forward.scale) == 1) == (used == folds)
+        assert made.scaling == used and (exact_share(made.forward.scale) == 1) == (
+            used == folds
+        )
         y = quick(lambda x, made: matmul(x, made, recipe=of_rule(rule="amax")))(x, made)
         wanted = rounded @ np.asarray(made.dequantize(), np.float64)
         np.testing.assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())
@@ -379,18 +550,37 @@ def test_chosen_codes_keep_the_rule_that_they_follow():
 
 def test_a_checkpoint_that_lost_its_classes_is_not_given_a_rule_that_it_does_not_follow():
     made, layout = nearest(W, Fp4()), Layout((0,), (1,))
-    plain = {"tcfp": {"w": {"forward": dict(values=made.values, scale=made.scale, outer=made.outer)}}}
-    assert restored(plain, {"w": Weight(recipe("nvfp4"), layout)})["tcfp"]["w"].scaling == Fp4()
-    with pytest.raises(ValueError, match=r"w has .*only .* of that rule.*recipe that the weights were quantized by"):
+    plain = {
+        "tcfp": {
+            "w": {
+                "forward": dict(values=made.values, scale=made.scale, outer=made.outer)
+            }
+        }
+    }
+    assert (
+        restored(plain, {"w": Weight(recipe("nvfp4"), layout)})["tcfp"]["w"].scaling
+        == Fp4()
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"w has .*only .* of that rule.*recipe that the weights were quantized by"
+        ),
+    ):
         restored(plain, {"w": Weight(recipe("nvfp4", rule="fold_exact"), layout)})
 
 
 @pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
 def test_matrices_without_values(shape, scaling):
-    found = [search_scales(jnp.zeros(shape), scaling), gptq(jnp.zeros(shape), jnp.eye(shape[1]), scaling)]
+    found = [
+        search_scales(jnp.zeros(shape), scaling),
+        gptq(jnp.zeros(shape), jnp.eye(shape[1]), scaling),
+    ]
     wanted = quantize_fp4(jnp.zeros(shape), scaling)
-    assert [jax.tree.map(jnp.shape, one) for one in found] == [jax.tree.map(jnp.shape, wanted)] * 2
+    assert [jax.tree.map(jnp.shape, one) for one in found] == [
+        jax.tree.map(jnp.shape, wanted)
+    ] * 2
 
 
 def test_what_a_search_finds_is_as_long_as_the_weight_where_inputs_are_large():
@@ -400,5 +590,7 @@ def test_what_a_search_finds_is_as_long_as_the_weight_where_inputs_are_large():
     weights = np.asarray(importance, np.float64)
     weights = weights + 0.01 * weights.mean()
     w = np.asarray(W, np.float64)
-    assert np.sum(found * w * weights) == pytest.approx(np.sum(w * w * weights), rel=1e-5)
+    assert np.sum(found * w * weights) == pytest.approx(
+        np.sum(w * w * weights), rel=1e-5
+    )
     assert np.sum(found * w) != pytest.approx(np.sum(w * w), rel=1e-4)

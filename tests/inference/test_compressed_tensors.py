@@ -1,6 +1,8 @@
-"""Folders that the compressed-tensors package and Transformers read, and one that compressed-tensors wrote.
+"""Folders that the compressed-tensors package and Transformers read, and one that
+compressed-tensors wrote.
 
-They bring torch and are not part of `.[test]`: `pip install -e .[export-test]` in a separate environment.
+They bring torch and are not part of `.[test]`: `pip install -e .[export-test]` in a
+separate environment.
 """
 
 import json
@@ -12,7 +14,12 @@ import numpy as np
 import pytest
 
 from models.folders import read_shape, write_folder
-from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.huggingface import (
+    from_huggingface,
+    llama_config,
+    llama_dict,
+    to_huggingface,
+)
 from models.llama import Llama, LlamaConfig
 from pallas_kernels.operands import Fp4, Operand, Row, Tensor
 from tcfp_jax.conversion import convert_to_tcfp
@@ -22,7 +29,10 @@ from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.models.record_transformers import FILE, weights_of
 
-REASON = "compressed-tensors brings torch; install .[export-test] in an environment of its own"
+REASON = (
+    "compressed-tensors brings torch; install .[export-test] in an environment of"
+    " its own"
+)
 torch = pytest.importorskip("torch", reason=REASON)
 files = pytest.importorskip("safetensors.torch", reason=REASON)
 peer = pytest.importorskip("compressed_tensors.quantization", reason=REASON)
@@ -31,21 +41,39 @@ compressors = pytest.importorskip("compressed_tensors.compressors", reason=REASO
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 # Flax's norms promote bfloat16; warnings are of other packages.
-pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
-CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
+CONFIG = LlamaConfig(
+    layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied"
+)
 TOKENS = np.arange(12)[None] * 7 % 256
-SCALINGS = [Fp4(), Fp4(rule="one_level"), Fp4(tile="square"), Fp4("mxfp4"), Tensor(), Row()]
+SCALINGS = [
+    Fp4(),
+    Fp4(rule="one_level"),
+    Fp4(tile="square"),
+    Fp4("mxfp4"),
+    Tensor(),
+    Row(),
+]
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    return jax.jit(Llama(CONFIG, "float32").init)(
+        jax.random.key(0), jnp.zeros((1, 4), jnp.int32)
+    )["params"]
 
 
 def bits(x):
     """A torch tensor or an array as float32's bits."""
-    x = x.detach().float().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float32)
+    x = (
+        x.detach().float().numpy()
+        if isinstance(x, torch.Tensor)
+        else np.asarray(x, np.float32)
+    )
     return x.view(np.uint32)
 
 
@@ -56,8 +84,14 @@ def decoded(folder, name):
     )
     (scheme,) = config.config_groups.values()
     held = files.load_file(folder / "model.safetensors")
-    part = {key.removeprefix(f"{name}."): value for key, value in held.items() if key.startswith(f"{name}.")}
-    return compressors.BaseCompressor.get_value_from_registry(scheme.format).decompress(part, scheme)["weight"]
+    part = {
+        key.removeprefix(f"{name}."): value
+        for key, value in held.items()
+        if key.startswith(f"{name}.")
+    }
+    return compressors.BaseCompressor.get_value_from_registry(scheme.format).decompress(
+        part, scheme
+    )["weight"]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
@@ -69,45 +103,76 @@ def test_the_package_decodes_a_weight_to_the_same_bits(tmp_path, scaling, llama)
         theirs = decoded(tmp_path, name)
         exact = np.asarray(operand.dequantize())
         if operand.outer is not None:
-            # Their arithmetic is number * (scale / global), ours number * (scale * outer): the same but for the
-            # rounding of an inverse, which the two rounded to bfloat16 seldom show.
+            # Their arithmetic is number * (scale / global), ours number * (scale *
+            # outer): the same but for the rounding of an inverse, which the two rounded
+            # to bfloat16 seldom show.
             held = files.load_file(tmp_path / "model.safetensors")
             inverse = held[f"{name}.weight_global_scale"].numpy()
-            plain = Operand(operand.values, operand.scale, scaling=operand.scaling, outer=jnp.float32(1))
+            plain = Operand(
+                operand.values,
+                operand.scale,
+                scaling=operand.scaling,
+                outer=jnp.float32(1),
+            )
             scale = np.asarray(plain.scale_of_values()) / inverse
-            numbers = np.asarray(plain.dequantize()) / np.asarray(plain.scale_of_values())
+            numbers = np.asarray(plain.dequantize()) / np.asarray(
+                plain.scale_of_values()
+            )
             np.testing.assert_allclose(numbers * scale, exact, rtol=2**-22)
             exact = numbers * scale
         wanted = exact.astype(ml_dtypes.bfloat16) if isinstance(scaling, Fp4) else exact
         np.testing.assert_array_equal(bits(theirs), bits(wanted))
         back = load_compressed(tmp_path)[0][f"{name}.weight"].forward
-        np.testing.assert_array_equal(np.asarray(back.values), np.asarray(operand.values))
+        np.testing.assert_array_equal(
+            np.asarray(back.values), np.asarray(operand.values)
+        )
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
-    save_compressed(tmp_path, to_huggingface(llama, CONFIG, scaling, jnp.float32), config=llama_dict(CONFIG, "float32"))
+    save_compressed(
+        tmp_path,
+        to_huggingface(llama, CONFIG, scaling, jnp.float32),
+        config=llama_dict(CONFIG, "float32"),
+    )
     asked = transformers.CompressedTensorsConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=asked)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=asked
+    )
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS)).logits.numpy()
     found, config = load_compressed(tmp_path)
-    # The package gives FP4 weights in bfloat16, which holds number * scale but rounds the product with the outer.
+    # The package gives FP4 weights in bfloat16, which holds number * scale but rounds
+    # the product with the outer.
     dtype = jnp.bfloat16 if isinstance(scaling, Fp4) else jnp.float32
     plain = {
-        n: t.forward.dequantize(dtype).astype(jnp.float32) if hasattr(t, "forward") else t for n, t in found.items()
+        n: (
+            t.forward.dequantize(dtype).astype(jnp.float32)
+            if hasattr(t, "forward")
+            else t
+        )
+        for n, t in found.items()
     }
-    ours = Llama(llama_config(config), "float32").apply(from_huggingface(plain, CONFIG), TOKENS)
+    ours = Llama(llama_config(config), "float32").apply(
+        from_huggingface(plain, CONFIG), TOKENS
+    )
     assert float(theirs.std()) > 0.05
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=2e-6)
     if isinstance(scaling, Fp4) and scaling == Fp4(scaling.format):
         # W4A16: our products read the codes of the file and activations in bfloat16.
-        model = convert_to_tcfp(Llama(CONFIG), scaling.format, jnp.asarray(TOKENS), include=("linear", "small"))
+        model = convert_to_tcfp(
+            Llama(CONFIG),
+            scaling.format,
+            jnp.asarray(TOKENS),
+            include=("linear", "small"),
+        )
         served = model.apply(from_huggingface(found, CONFIG), TOKENS)
         np.testing.assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())
     other = Llama(CONFIG, "float32").apply({"params": llama}, TOKENS)
     # The weights are quantized indeed.
-    assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(scaling, Fp4)
+    assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(
+        scaling, Fp4
+    )
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
@@ -117,41 +182,82 @@ def test_transformers_loads_exported_folders(tmp_path, case, form):
     (tmp_path / "config.json").write_text(json.dumps(recorded["config"]))
     config, arrays = read_shape(tmp_path), weights_of(recorded["shapes"])
     params = from_huggingface(arrays, config)["params"]
-    write_folder(tmp_path / "out", params, config, form, source=tmp_path, tokenizer=None)
-    asked = {} if form == "bf16" else dict(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    write_folder(
+        tmp_path / "out", params, config, form, source=tmp_path, tokenizer=None
+    )
+    asked = (
+        {}
+        if form == "bf16"
+        else dict(
+            quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+        )
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", **asked
     )
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS)).logits.numpy()
-    found = safetensors.read(tmp_path / "out", "float")[1] if form == "bf16" else load_compressed(tmp_path / "out")[0]
+    found = (
+        safetensors.read(tmp_path / "out", "float")[1]
+        if form == "bf16"
+        else load_compressed(tmp_path / "out")[0]
+    )
     dtype = jnp.bfloat16 if form == "nvfp4" else jnp.float32
     plain = {
-        name: tensor.forward.dequantize(dtype).astype(jnp.float32) if hasattr(tensor, "forward") else tensor
+        name: (
+            tensor.forward.dequantize(dtype).astype(jnp.float32)
+            if hasattr(tensor, "forward")
+            else tensor
+        )
         for name, tensor in found.items()
     }
-    ours = Llama(read_shape(tmp_path / "out"), "float32").apply(from_huggingface(plain, config), TOKENS)
+    ours = Llama(read_shape(tmp_path / "out"), "float32").apply(
+        from_huggingface(plain, config), TOKENS
+    )
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4 * theirs.std())
 
 
-@pytest.mark.parametrize(("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")])
+@pytest.mark.parametrize(
+    ("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")]
+)
 def test_a_file_of_the_package_is_read(tmp_path, preset, format):
-    """Quantized with its own scales and written by its own compressor, as llm-compressor does."""
+    """Quantized with its own scales and written by its own compressor, as
+    llm-compressor does.
+    """
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     scheme = peer.preset_name_to_scheme(preset, ["Linear"])
     blocks = weight.reshape(32, -1, scheme.weights.group_size)
-    shared = scales.generate_gparam(weight.min(), weight.max()) if format == "nvfp4" else None
-    scale, _ = scales.calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=shared)
+    shared = (
+        scales.generate_gparam(weight.min(), weight.max())
+        if format == "nvfp4"
+        else None
+    )
+    scale, _ = scales.calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=shared
+    )
     if format == "mxfp4":
-        scale = scale.float() if scale.dtype != torch.uint8 else torch.exp2(scale.float() - 127)
-    state = dict(weight=weight, weight_scale=scale) | ({} if shared is None else dict(weight_global_scale=shared))
-    compressor = compressors.BaseCompressor.get_value_from_registry(f"{format}-pack-quantized")
+        scale = (
+            scale.float()
+            if scale.dtype != torch.uint8
+            else torch.exp2(scale.float() - 127)
+        )
+    state = dict(weight=weight, weight_scale=scale) | (
+        {} if shared is None else dict(weight_global_scale=shared)
+    )
+    compressor = compressors.BaseCompressor.get_value_from_registry(
+        f"{format}-pack-quantized"
+    )
     packed = compressor.compress(state, scheme)
     files.save_file(
-        {f"up_proj.{name}": tensor.contiguous() for name, tensor in packed.items()}, tmp_path / "model.safetensors"
+        {f"up_proj.{name}": tensor.contiguous() for name, tensor in packed.items()},
+        tmp_path / "model.safetensors",
     )
-    config = peer.QuantizationConfig(config_groups={"group_0": scheme}, format=f"{format}-pack-quantized")
-    (tmp_path / "config.json").write_text(json.dumps(dict(quantization_config=json.loads(config.model_dump_json()))))
+    config = peer.QuantizationConfig(
+        config_groups={"group_0": scheme}, format=f"{format}-pack-quantized"
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(dict(quantization_config=json.loads(config.model_dump_json())))
+    )
     operand = load_compressed(tmp_path)[0]["up_proj.weight"].forward
     assert operand.scaling == Fp4(format)
     theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
@@ -160,22 +266,33 @@ def test_a_file_of_the_package_is_read(tmp_path, preset, format):
     save_compressed(tmp_path / "again", {"up_proj.weight": operand})
     again = files.load_file(tmp_path / "again/model.safetensors")
     for name, tensor in packed.items():
-        assert torch.equal(again[f"up_proj.{name}"].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            again[f"up_proj.{name}"].view(torch.uint8),
+            tensor.contiguous().view(torch.uint8),
+        ), name
 
 
 def test_the_package_reads_zeros_and_gives_them_our_scale(tmp_path):
     save_compressed(tmp_path, {"up_proj.weight": quantize_fp4(jnp.zeros((32, 64)))})
     assert not decoded(tmp_path, "up_proj").any()
-    shared = files.load_file(tmp_path / "model.safetensors")["up_proj.weight_global_scale"]
+    shared = files.load_file(tmp_path / "model.safetensors")[
+        "up_proj.weight_global_scale"
+    ]
     assert shared == scales.generate_gparam(torch.zeros(()), torch.zeros(())) == 1
 
 
 def test_the_package_shares_the_scale_that_we_share():
-    """llm-compressor gives fused layers the global scale of their largest value, and so do we."""
-    parts = {name: np.random.default_rng(seed).standard_normal((16, 32)).astype(np.float32) for seed, name in
-             enumerate(("q", "k"))}  # fmt: skip
+    """llm-compressor gives fused layers the global scale of their largest value, and so
+    do we.
+    """
+    parts = {
+        name: np.random.default_rng(seed).standard_normal((16, 32)).astype(np.float32)
+        for seed, name in enumerate(("q", "k"))
+    }
     ours = quantize_together({name: jnp.asarray(w) for name, w in parts.items()}, Fp4())
     both = torch.tensor(np.concatenate(list(parts.values())))
     np.testing.assert_allclose(
-        float(ours["q"].outer), 1 / scales.generate_gparam(both.min(), both.max()).item(), rtol=2**-22
+        float(ours["q"].outer),
+        1 / scales.generate_gparam(both.min(), both.max()).item(),
+        rtol=2**-22,
     )

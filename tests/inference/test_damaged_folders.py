@@ -1,4 +1,6 @@
-"""Folders of other engines that are damaged, contradict themselves or reach outside are refused, in little memory."""
+"""Folders of other engines that are damaged, contradict themselves or reach outside are
+refused, in little memory.
+"""
 
 import json
 import os
@@ -14,22 +16,42 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DTYPES = {"float32": "F32", "uint8": "U8", "float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "int64": "I64"}
-GROUPS = {"group_0": {"format": "nvfp4-pack-quantized"}, "group_1": {"format": "float-quantized"}}
-QUANTIZATION = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": GROUPS}
+DTYPES = {
+    "float32": "F32",
+    "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+    "bfloat16": "BF16",
+    "int64": "I64",
+}
+GROUPS = {
+    "group_0": {"format": "nvfp4-pack-quantized"},
+    "group_1": {"format": "float-quantized"},
+}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": GROUPS,
+}
 E4M3 = ml_dtypes.float8_e4m3fn
 TENSORS = {
-    "a.weight": np.ones((4, 32), E4M3), "a.weight_scale": np.ones(1, np.float32),
-    "b.weight_packed": np.full((4, 16), 0x21, np.uint8), "b.weight_scale": np.ones((4, 2), E4M3),
+    "a.weight": np.ones((4, 32), E4M3),
+    "a.weight_scale": np.ones(1, np.float32),
+    "b.weight_packed": np.full((4, 16), 0x21, np.uint8),
+    "b.weight_scale": np.ones((4, 2), E4M3),
     "b.weight_global_scale": np.ones(1, np.float32),
-    "c.weight_packed": np.full((4, 16), 0x21, np.uint8), "c.weight_scale": np.full((4, 1), 127, np.uint8),
+    "c.weight_packed": np.full((4, 16), 0x21, np.uint8),
+    "c.weight_scale": np.full((4, 1), 127, np.uint8),
     "norm.weight": np.ones(4, ml_dtypes.bfloat16),
-}  # fmt: skip
+}
 NORM = "norm.weight"
 
 
 def entry(start, end, dtype="U8", shape=None):
-    return {"dtype": dtype, "shape": [end - start] if shape is None else shape, "data_offsets": [start, end]}
+    return {
+        "dtype": dtype,
+        "shape": [end - start] if shape is None else shape,
+        "data_offsets": [start, end],
+    }
 
 
 def framed(header, data=b"", length=None):
@@ -42,7 +64,9 @@ def packed(tensors, metadata=None):
     header, data = {} if metadata is None else {"__metadata__": metadata}, b""
     for name, array in tensors.items():
         end = len(data) + array.nbytes
-        header[name] = entry(len(data), end, DTYPES[str(array.dtype)], list(array.shape))
+        header[name] = entry(
+            len(data), end, DTYPES[str(array.dtype)], list(array.shape)
+        )
         data += array.tobytes()
     return framed(header, data)
 
@@ -50,19 +74,33 @@ def packed(tensors, metadata=None):
 def folder_of(path, weights=None, config=None, index=None, **files):
     """Write a folder whose parts are right but for those given."""
     for name, content in {
-        "model.safetensors": packed(TENSORS) if weights is None and index is None else weights,
-        "config.json": {"quantization_config": QUANTIZATION} if config is None else config,
-        "model.safetensors.index.json": index if index is None or isinstance(index, bytes) else {"weight_map": index},
+        "model.safetensors": (
+            packed(TENSORS) if weights is None and index is None else weights
+        ),
+        "config.json": (
+            {"quantization_config": QUANTIZATION} if config is None else config
+        ),
+        "model.safetensors.index.json": (
+            index
+            if index is None or isinstance(index, bytes)
+            else {"weight_map": index}
+        ),
         **files,
     }.items():
         if content is not None:
-            (path / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+            (path / name).write_bytes(
+                content if isinstance(content, bytes) else json.dumps(content).encode()
+            )
 
 
 def changed(**arrays):
     """The right tensors but for some; None takes one away."""
     made = TENSORS | {name.replace("__", "."): array for name, array in arrays.items()}
-    return dict(weights=packed({name: array for name, array in made.items() if array is not None}))
+    return dict(
+        weights=packed(
+            {name: array for name, array in made.items() if array is not None}
+        )
+    )
 
 
 def scales(*numbers, dtype=np.float32):
@@ -74,40 +112,63 @@ def config(**parts):
 
 
 ONE, DATA = packed({NORM: TENSORS[NORM]}), bytes(64)
-SHARDS = {"one.safetensors": packed({NORM: TENSORS[NORM]}), "two.safetensors": packed({"x": np.ones(2, np.uint8)})}
+SHARDS = {
+    "one.safetensors": packed({NORM: TENSORS[NORM]}),
+    "two.safetensors": packed({"x": np.ones(2, np.uint8)}),
+}
 TWICE = b'{"x":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]},"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'
 DEEP = b"[" * 100_000 + b"]" * 100_000
 # A file of eight megabytes whose 225 tensors claim 1.8 gigabytes.
 SPREAD = framed({f"t{i}": entry(0, 8 << 20) for i in range(225)}, bytes(8 << 20))
 FOLDERS = {
     # headers
-    "tensors overlap": dict(weights=framed({"x": entry(0, 40), "y": entry(24, 64)}, DATA)),
+    "tensors overlap": dict(
+        weights=framed({"x": entry(0, 40), "y": entry(24, 64)}, DATA)
+    ),
     "tensors are the same bytes": dict(weights=SPREAD),
-    "a hole between tensors": dict(weights=framed({"x": entry(0, 16), "y": entry(32, 64)}, DATA)),
+    "a hole between tensors": dict(
+        weights=framed({"x": entry(0, 16), "y": entry(32, 64)}, DATA)
+    ),
     "a hole at the start": dict(weights=framed({"x": entry(32, 64)}, DATA)),
     "bytes behind the last tensor": dict(weights=framed({"x": entry(0, 32)}, DATA)),
     "an offset before the first byte": dict(weights=framed({"x": entry(-1, 63)}, DATA)),
     "offsets backward": dict(weights=framed({"x": entry(64, 0, shape=[0])}, DATA)),
     "an offset behind the end": dict(weights=framed({"x": entry(0, 65)}, DATA)),
     "a negative size": dict(weights=framed({"x": entry(0, 64, shape=[-64])}, DATA)),
-    "two negative sizes": dict(weights=framed({"x": entry(0, 64, shape=[-8, -8])}, DATA)),
-    "sizes that overflow": dict(weights=framed({"x": entry(0, 64, shape=[2**63, 2])}, DATA)),
-    "sizes that no array has": dict(weights=framed({"x": entry(0, 0, shape=[0, 2**62, 8])}, b"")),
+    "two negative sizes": dict(
+        weights=framed({"x": entry(0, 64, shape=[-8, -8])}, DATA)
+    ),
+    "sizes that overflow": dict(
+        weights=framed({"x": entry(0, 64, shape=[2**63, 2])}, DATA)
+    ),
+    "sizes that no array has": dict(
+        weights=framed({"x": entry(0, 0, shape=[0, 2**62, 8])}, b"")
+    ),
     "too many axes": dict(weights=framed({"x": entry(0, 1, shape=[1] * 100)}, b"1")),
-    "a size of another number of bytes": dict(weights=framed({"x": entry(0, 64, shape=[63])}, DATA)),
-    "a size that is a fraction": dict(weights=framed({"x": entry(0, 64, shape=[64.0])}, DATA)),
+    "a size of another number of bytes": dict(
+        weights=framed({"x": entry(0, 64, shape=[63])}, DATA)
+    ),
+    "a size that is a fraction": dict(
+        weights=framed({"x": entry(0, 64, shape=[64.0])}, DATA)
+    ),
     "a tensor twice": dict(weights=framed(TWICE % (64, 64), DATA)),
     "a tensor twice, one of them wrong": dict(weights=framed(TWICE % (9, 9), DATA)),
     "no offsets": dict(weights=framed({"x": {"dtype": "U8", "shape": [64]}}, DATA)),
     "an unknown dtype": dict(weights=framed({"x": entry(0, 64, "U9")}, DATA)),
-    "a dtype that NumPy lacks": dict(weights=framed({"x": entry(0, 64, "F4", [128])}, DATA)),
+    "a dtype that NumPy lacks": dict(
+        weights=framed({"x": entry(0, 64, "F4", [128])}, DATA)
+    ),
     "a header that is a list": dict(weights=framed([1])),
     "a header that is deep": dict(weights=framed(DEEP)),
     "a header that is cut": dict(weights=framed(b'{"x":')),
     "a header that is not text": dict(weights=framed(b'{"\xff":1}')),
-    "a header longer than the file": dict(weights=framed({"x": entry(0, 64)}, DATA, length=2**40)),
+    "a header longer than the file": dict(
+        weights=framed({"x": entry(0, 64)}, DATA, length=2**40)
+    ),
     "a header of all lengths": dict(weights=b"\xff" * 64),
-    "metadata of numbers": dict(weights=framed({"__metadata__": {"a": 1}, "x": entry(0, 64)}, DATA)),
+    "metadata of numbers": dict(
+        weights=framed({"__metadata__": {"a": 1}, "x": entry(0, 64)}, DATA)
+    ),
     "an empty file": dict(weights=b""),
     "a file that is cut": dict(weights=ONE[:-1]),
     "a file that is too long": dict(weights=ONE + b"0"),
@@ -123,12 +184,21 @@ FOLDERS = {
     "an index of a pipe": dict(index={NORM: "pipe.safetensors"}),
     "a tensor in two shards": dict(
         index={NORM: "one.safetensors", "x": "two.safetensors"},
-        **SHARDS | {"two.safetensors": packed({NORM: TENSORS[NORM], "x": np.ones(2, np.uint8)})},
+        **SHARDS
+        | {"two.safetensors": packed({NORM: TENSORS[NORM], "x": np.ones(2, np.uint8)})},
     ),
-    "a tensor in another shard": dict(index={NORM: "two.safetensors", "x": "one.safetensors"}, **SHARDS),
-    "a tensor that its shard lacks": dict(index={NORM: "one.safetensors", "y": "one.safetensors"}, **SHARDS),
-    "a tensor twice in the index": dict(index=b'{"weight_map":{"x":"one","x":"two.safetensors"}}', **SHARDS),
-    "an index beside another model": dict(index={NORM: "one.safetensors"}, weights=packed(TENSORS), **SHARDS),
+    "a tensor in another shard": dict(
+        index={NORM: "two.safetensors", "x": "one.safetensors"}, **SHARDS
+    ),
+    "a tensor that its shard lacks": dict(
+        index={NORM: "one.safetensors", "y": "one.safetensors"}, **SHARDS
+    ),
+    "a tensor twice in the index": dict(
+        index=b'{"weight_map":{"x":"one","x":"two.safetensors"}}', **SHARDS
+    ),
+    "an index beside another model": dict(
+        index={NORM: "one.safetensors"}, weights=packed(TENSORS), **SHARDS
+    ),
     "an index that is a list": dict(index=b"[]"),
     "an index without a map": dict(index=b"{}"),
     "an index of numbers": dict(index={NORM: 3}),
@@ -157,20 +227,33 @@ FOLDERS = {
     "a scale of integers": scales(120, dtype=np.uint8),
     "a scale of 0 in a row": scales([1.0], [1.0], [0.0], [1.0]),
     "a tiny scale of a square": changed(
-        a__weight=np.ones((32, 32), E4M3), a__weight_scale=np.full((1, 1), 2**-130.0, np.float32)
+        a__weight=np.ones((32, 32), E4M3),
+        a__weight_scale=np.full((1, 1), 2**-130.0, np.float32),
     ),
-    "a subnormal global scale": changed(b__weight_global_scale=np.full(1, 1e-40, np.float32)),
-    "a global scale of 3e38": changed(b__weight_global_scale=np.full(1, 3e38, np.float32)),
-    "a global scale beyond the values": changed(b__weight_global_scale=np.full(1, 2e-38, np.float32)),
+    "a subnormal global scale": changed(
+        b__weight_global_scale=np.full(1, 1e-40, np.float32)
+    ),
+    "a global scale of 3e38": changed(
+        b__weight_global_scale=np.full(1, 3e38, np.float32)
+    ),
+    "a global scale beyond the values": changed(
+        b__weight_global_scale=np.full(1, 2e-38, np.float32)
+    ),
     "an E8M0 scale of 2**-127": changed(c__weight_scale=np.zeros((4, 1), np.uint8)),
     "an E8M0 scale of 2**127": changed(c__weight_scale=np.full((4, 1), 254, np.uint8)),
     "codes that are a vector": changed(b__weight_packed=np.zeros(16, np.uint8)),
     "codes that are a number": changed(b__weight_packed=np.array(1, np.uint8)),
     "FP8 that is a vector": changed(a__weight=np.ones(4, E4M3)),
-    "a rule that is not JSON": dict(weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "{"})),
-    "a rule that is a list": dict(weights=packed(TENSORS, {"tcfp_jax.fp4_rule": '{"b.weight": ["amax"]}'})),
-    "a rule that nobody knows": dict(weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "best"})),
-}  # fmt: skip
+    "a rule that is not JSON": dict(
+        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "{"})
+    ),
+    "a rule that is a list": dict(
+        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": '{"b.weight": ["amax"]}'})
+    ),
+    "a rule that nobody knows": dict(
+        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "best"})
+    ),
+}
 
 
 def load_all(out):
@@ -202,16 +285,26 @@ def load_all(out):
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     out = tmp_path_factory.mktemp("damaged") / "out.json"
-    script = f"from tests.inference.test_damaged_folders import load_all; load_all({str(out)!r})"
+    script = (
+        "from tests.inference.test_damaged_folders import load_all;"
+        f" load_all({str(out)!r})"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
     return json.loads(out.read_text())
 
 
 def test_each_damaged_folder_is_refused_with_the_documented_error(loaded):
     results = loaded["results"]
-    assert results.pop("right") == "loaded ['a.weight', 'b.weight', 'c.weight', 'norm.weight']"
+    assert (
+        results.pop("right")
+        == "loaded ['a.weight', 'b.weight', 'c.weight', 'norm.weight']"
+    )
     assert set(results) == set(FOLDERS) and len(FOLDERS) >= 80
-    wrong = {name: found for name, found in results.items() if not found.startswith("ValueError: ")}
+    wrong = {
+        name: found
+        for name, found in results.items()
+        if not found.startswith("ValueError: ")
+    }
     assert not wrong
 
 

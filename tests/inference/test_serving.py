@@ -1,4 +1,6 @@
-"""Inference weights: no float kernels, saved by orbax, run by Linen and NNX models that were converted."""
+"""Inference weights: no float kernels, saved by orbax, run by Linen and NNX models that
+were converted.
+"""
 
 import functools
 
@@ -42,13 +44,17 @@ class NNXModel(flax_nnx.Module):
         self.embedding = flax_nnx.Embed(32, 32, rngs=rngs)
         self.heads = flax_nnx.LinearGeneral(32, (4, 8), rngs=rngs)
         self.out = flax_nnx.Einsum("bthd,hdn->btn", (4, 8, 32), (32,), rngs=rngs)
-        make = flax_nnx.vmap(lambda rngs: flax_nnx.Linear(32, 32, rngs=rngs), in_axes=0, out_axes=0)
+        make = flax_nnx.vmap(
+            lambda rngs: flax_nnx.Linear(32, 32, rngs=rngs), in_axes=0, out_axes=0
+        )
         self.layers = make(rngs.split(2))
 
     def __call__(self, tokens):
         x = self.out(self.heads(self.embedding(tokens)))
         body = lambda x, layer: flax_nnx.tanh(layer(x))
-        x = flax_nnx.scan(body, in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(x, self.layers)
+        x = flax_nnx.scan(body, in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(
+            x, self.layers
+        )
         return self.embedding.attend(x)
 
 
@@ -56,19 +62,32 @@ def saved_and_loaded(served, path, weights=None):
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "served", served)
         checkpointer.wait_until_finished()
-        if weights is not None and not isinstance(served["tcfp"]["heads"]["kernel"], PackedTCFP12):
-            assert same_bits(restored(checkpointer.restore(path / "served"), weights), served)  # without a template
-        return checkpointer.restore(path / "served", jax.tree.map(np.empty_like, served))
+        if weights is not None and not isinstance(
+            served["tcfp"]["heads"]["kernel"], PackedTCFP12
+        ):
+            # without a template
+            assert same_bits(
+                restored(checkpointer.restore(path / "served"), weights), served
+            )
+        return checkpointer.restore(
+            path / "served", jax.tree.map(np.empty_like, served)
+        )
 
 
 @pytest.mark.slow_except("tcfp12_fast-packed")
-@pytest.mark.parametrize("recipe, storage", [("tcfp12", "recipe"), ("tensorwise", "recipe"), ("tcfp12_fast", "packed")])
+@pytest.mark.parametrize(
+    "recipe, storage",
+    [("tcfp12", "recipe"), ("tensorwise", "recipe"), ("tcfp12_fast", "packed")],
+)
 def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     params = variables_of(Model(), X)["params"]
     model = convert(Model(), recipe, X)
     weights = find_weights(model)
     served = quantize_params(params, weights, storage=storage)
-    assert "kernel" not in served["params"]["heads"] and "kernel" in served["params"]["lm_head"]
+    assert (
+        "kernel" not in served["params"]["heads"]
+        and "kernel" in served["params"]["lm_head"]
+    )
     apply = jax.jit(model.apply)
     expected, y = apply({"params": params}, X), apply(served, X)
     tolerance = 1e-6 if storage == "recipe" else 0.05 * float(jnp.abs(expected).max())
@@ -76,11 +95,16 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     assert same_bits(apply(saved_and_loaded(served, tmp_path, weights), X), y)
     if storage == "packed":
         assert isinstance(served["tcfp"]["heads"]["kernel"], PackedTCFP12)
-        np.testing.assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)  # quantized once
+        # quantized once
+        np.testing.assert_allclose(
+            apply(unpack(served, weights), X), y, rtol=0, atol=1e-6
+        )
 
 
 class Coder(nn.Module):
-    """Methods with parameters of their own, and a call that reads a cache, which `init` with its arguments cannot."""
+    """Methods with parameters of their own, and a call that reads a cache, which `init`
+    with its arguments cannot.
+    """
 
     def setup(self):
         self.up, self.down = nn.Dense(16, use_bias=False), nn.Dense(32)
@@ -113,7 +137,10 @@ def test_every_call_that_float_variables_have_runs_without_the_kernels(call):
     params = variables_of(Coder(), X)["params"]
     model = convert(Coder(), "tcfp12", X, include=ALL)
     served = quantize_params(params, find_weights(model))
-    found, expected = (jax.tree.leaves(call(model, variables)) for variables in (served, {"params": params}))
+    found, expected = (
+        jax.tree.leaves(call(model, variables))
+        for variables in (served, {"params": params})
+    )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -122,8 +149,14 @@ def test_state_of_another_model_and_shapes_that_nobody_showed_are_errors():
     params = variables_of(Coder(), X)["params"]
     model = convert(Coder(), "tcfp12", X, include=ALL)
     served = quantize_params(params, find_weights(model))
-    one_more = {"params": served["params"], "tcfp": {**served["tcfp"], "other": served["tcfp"]["up"]}}
-    with pytest.raises(ValueError, match="the state holds 'other/kernel', which is not a parameter of Coder"):
+    one_more = {
+        "params": served["params"],
+        "tcfp": {**served["tcfp"], "other": served["tcfp"]["up"]},
+    }
+    with pytest.raises(
+        ValueError,
+        match="the state holds 'other/kernel', which is not a parameter of Coder",
+    ):
         model.apply(one_more, X, method="encode")
     with pytest.raises(ValueError, match="no cache") as caught:
         read_from_a_cache(convert(Coder(), "tcfp12", include=ALL), served)
@@ -136,27 +169,47 @@ CAST = {"model": convert(Model(), "tcfp12", X), "layer": TCFPDense(8, recipe="tc
 @pytest.mark.slow_except("model-packed", "layer-recipe")
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 @pytest.mark.parametrize("model", CAST.values(), ids=CAST)
-def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_kernels(model, storage):
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables_of(model, X)["params"])
+def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_kernels(
+    model, storage
+):
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), variables_of(model, X)["params"]
+    )
     served = quantize_params(params, find_weights(model, X), storage=storage)
     x = X.astype(jnp.bfloat16)
-    assert model.apply(served, x).dtype == model.apply({"params": params}, x).dtype == jnp.bfloat16
+    assert (
+        model.apply(served, x).dtype
+        == model.apply({"params": params}, x).dtype
+        == jnp.bfloat16
+    )
 
 
 @pytest.mark.slow_except("packed")
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     forward = flax_nnx.jit(lambda model, tokens: model(tokens))
-    all_layers = functools.partial(convert, recipe="tcfp12_fast", include=("linear", "small", "head"))
+    all_layers = functools.partial(
+        convert, recipe="tcfp12_fast", include=("linear", "small", "head")
+    )
     model = all_layers(nnx_model(NNXModel))
     expected, weights = forward(model, TOKENS), find_weights(model, TOKENS)
     assert len(weights) == 4
-    served = quantize_params(flax_nnx.state(model, flax_nnx.Param), weights, storage=storage)
-    assert set(served["params"]["layers"]) == {"bias"} and set(served["params"]["embedding"]) == {"embedding"}
-    bare = all_layers(flax_nnx.eval_shape(lambda: NNXModel(flax_nnx.Rngs(0))))  # shapes: no float kernel ever exists
+    served = quantize_params(
+        flax_nnx.state(model, flax_nnx.Param), weights, storage=storage
+    )
+    assert set(served["params"]["layers"]) == {"bias"} and set(
+        served["params"]["embedding"]
+    ) == {"embedding"}
+    # shapes: no float kernel ever exists
+    bare = all_layers(flax_nnx.eval_shape(lambda: NNXModel(flax_nnx.Rngs(0))))
     load_quantized(bare, saved_and_loaded(served, tmp_path))
-    floats = [leaf.size for leaf in jax.tree.leaves(flax_nnx.state(bare)) if leaf.dtype == jnp.float32]
-    assert max(floats) == 32 * 32 and sum(size > 100 for size in floats) == 1  # the embedding
+    floats = [
+        leaf.size
+        for leaf in jax.tree.leaves(flax_nnx.state(bare))
+        if leaf.dtype == jnp.float32
+    ]
+    # the embedding
+    assert max(floats) == 32 * 32 and sum(size > 100 for size in floats) == 1
     y = forward(bare, TOKENS)
     tolerance = 1e-6 if storage == "recipe" else 0.1 * float(jnp.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
@@ -165,18 +218,28 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         np.testing.assert_allclose(forward(bare, TOKENS), y, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="quantized kernels only"):
         export(bare)
-    # Layers that are switched off multiply by the stored weight, in the dtype of the model.
+    # Layers that are switched off multiply by the stored weight, in the dtype of the
+    # model.
     np.testing.assert_allclose(
-        forward(to_bf16(bare, "heads"), TOKENS), expected, rtol=0, atol=0.1 * float(jnp.abs(expected).max())
+        forward(to_bf16(bare, "heads"), TOKENS),
+        expected,
+        rtol=0,
+        atol=0.1 * float(jnp.abs(expected).max()),
     )
 
 
 TABLE = jnp.asarray(np.random.default_rng(2).standard_normal((48, 32)), jnp.float32)
-NAMED = {"experts": {"w_up": TABLE.T, "scale": jnp.ones(3)}, "embed": {"table": TABLE}, "head": {"weight": TABLE}}
+NAMED = {
+    "experts": {"w_up": TABLE.T, "scale": jnp.ones(3)},
+    "embed": {"table": TABLE},
+    "head": {"weight": TABLE},
+}
 
 
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
-def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looked_up(storage):
+def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looked_up(
+    storage,
+):
     weight = functools.partial(Weight, tcfp_recipe("tcfp12"))
     weights = {
         "experts/w_up": weight(Layout((0,), (1,))),
@@ -190,14 +253,19 @@ def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looke
         "head": {},
     }
     assert set(paths.entries(served["tcfp"])) == set(weights)
-    assert storage == "packed" or all(stored.sample is None for stored in paths.entries(served["tcfp"]).values())
+    assert storage == "packed" or all(
+        stored.sample is None for stored in paths.entries(served["tcfp"]).values()
+    )
     with pytest.raises(ValueError, match="float_reads='often'"):
         weight(Layout((0,), (1,)), float_reads="often")
 
 
 class Normalized(flax_nnx.Module):
     def __init__(self, rngs):
-        self.linear, self.norm = flax_nnx.Linear(32, 32, rngs=rngs), flax_nnx.BatchNorm(32, rngs=rngs)
+        self.linear, self.norm = (
+            flax_nnx.Linear(32, 32, rngs=rngs),
+            flax_nnx.BatchNorm(32, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.norm(self.linear(x), use_running_average=True)
@@ -209,7 +277,9 @@ def test_averages_travel_with_the_weights_into_a_model_of_shapes():
     model.norm.var.set_value(jnp.full(32, 2.0))
     state = flax_nnx.state(model, (flax_nnx.Param, flax_nnx.BatchStat))
     served = quantize_params(state, find_weights(model))
-    bare = convert(flax_nnx.eval_shape(lambda: Normalized(flax_nnx.Rngs(0))), "tcfp12", X)
+    bare = convert(
+        flax_nnx.eval_shape(lambda: Normalized(flax_nnx.Rngs(0))), "tcfp12", X
+    )
     load_quantized(bare, served)
     forward = flax_nnx.jit(lambda model, x: model(x))
     np.testing.assert_allclose(forward(bare, X), forward(model, X), rtol=0, atol=1e-5)
@@ -229,14 +299,22 @@ class Transposed(nn.Module):
         return x @ self.param("kernel", nn.initializers.normal(), (8, x.shape[-1])).T
 
 
-@pytest.mark.parametrize("module", [HeadAlone(), Transposed()], ids=["child of the root", "layer of one's own"])
+@pytest.mark.parametrize(
+    "module",
+    [HeadAlone(), Transposed()],
+    ids=["child of the root", "layer of one's own"],
+)
 def test_a_layer_may_lose_all_its_parameters(module, tmp_path):
     params = variables_of(module, X)["params"]
     model = convert(module, "tcfp12", X, include=ALL)
     served = saved_and_loaded(quantize_params(params, find_weights(model)), tmp_path)
-    assert set(served["params"]) == set(params) - {"kernel"} and not jax.tree.leaves(served["params"].get("lm_head"))
+    assert set(served["params"]) == set(params) - {"kernel"} and not jax.tree.leaves(
+        served["params"].get("lm_head")
+    )
     apply = jax.jit(model.apply)
-    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5
+    )
 
 
 def test_bad_input():
@@ -245,77 +323,137 @@ def test_bad_input():
         quantize_params(params, "tcfp12", storage="hi")
     with pytest.raises(ValueError, match="nothing to quantize"):
         quantize_params(params, "bf16")
-    trains = r'trains with Fp4Training.* serve with recipe\("nvfp4"\), .*recipe\("nvfp4", tile="square", rule="amax"\)'
-    for given in ("nvfp4_training", {"kernel": Weight(tcfp_recipe("nvfp4_training"), Layout((0,), (1,)))}):
+    trains = (
+        r'trains with Fp4Training.* serve with recipe\("nvfp4"\), .*recipe\("nvfp4",'
+        r' tile="square", rule="amax"\)'
+    )
+    for given in (
+        "nvfp4_training",
+        {"kernel": Weight(tcfp_recipe("nvfp4_training"), Layout((0,), (1,)))},
+    ):
         with pytest.raises(ValueError, match=trains):
             quantize_params(params, given)
-    with pytest.raises(ValueError, match="the mapping of weights is empty: the model was converted by a recipe"):
+    with pytest.raises(
+        ValueError,
+        match="the mapping of weights is empty: the model was converted by a recipe",
+    ):
         quantize_params(params, {})
-    for given in ("nvfp4", {"kernel": Weight(tcfp_recipe("nvfp4"), Layout((0,), (1,)))}):
+    for given in (
+        "nvfp4",
+        {"kernel": Weight(tcfp_recipe("nvfp4"), Layout((0,), (1,)))},
+    ):
         with pytest.raises(
-            ValueError, match=r'storage="packed" .* 12.5 bits .* kernel in four by Fp4\(.*storage="recipe"'
+            ValueError,
+            match=(
+                r'storage="packed" .* 12.5 bits .* kernel in four by'
+                r' Fp4\(.*storage="recipe"'
+            ),
         ):
             quantize_params(params, given, storage="packed")
     with pytest.raises(ValueError, match=r'pass variables\["params"\]'):
         quantize_params({"params": params}, "tcfp12")
     with pytest.raises(ValueError, match=r"pass tcfp_jax.dequantize\(params\)"):
-        quantize_params(tcfp_jax.store(params, "tcfp12_single", key=jax.random.key(0)), "tcfp12")
+        quantize_params(
+            tcfp_jax.store(params, "tcfp12_single", key=jax.random.key(0)), "tcfp12"
+        )
     params["bias"] = jnp.zeros(4)
     served = quantize_params(params, "tcfp12")
     apply = jax.jit(TCFPDense(4).apply)
-    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5
+    )
     with pytest.raises(ValueError, match="nothing is packed"):
         unpack(served, "tcfp12")
     with pytest.raises(TypeError, match="applies the variables itself"):
         load_quantized(TCFPDense(4), served)
-    make = lambda **options: flax_nnx.eval_shape(lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options))
-    with pytest.raises(ValueError, match="a stored weight has no low-precision layer here"):
+    make = lambda **options: flax_nnx.eval_shape(
+        lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options)
+    )
+    with pytest.raises(
+        ValueError, match="a stored weight has no low-precision layer here"
+    ):
         load_quantized(make(), served)
     model = convert(make(use_bias=False), "tcfp12")
-    with pytest.raises(ValueError, match="the variables has bias, which the model lacks"):
+    with pytest.raises(
+        ValueError, match="the variables has bias, which the model lacks"
+    ):
         load_quantized(model, served)
     assert not isinstance(model.kernel, Absent)  # nothing changed
 
 
 @pytest.mark.parametrize(
-    "use", [restored, unpack, lambda given, _: load_quantized(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), given)]
+    "use",
+    [
+        restored,
+        unpack,
+        lambda given, _: load_quantized(
+            flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), given
+        ),
+    ],
 )
 @pytest.mark.parametrize("given", [{}, [], {"params": {}, "tcfp": 3}, {"params": {}}])
 def test_what_quantize_params_did_not_make_is_refused(use, given):
-    with pytest.raises(ValueError, match='have no dict "tcfp"; pass the result of quantize_params'):
+    with pytest.raises(
+        ValueError, match='have no dict "tcfp"; pass the result of quantize_params'
+    ):
         use(given, "tensorwise")
 
 
-@pytest.mark.parametrize("entry", [{"values": 1}, {"scale": 1}, {"values": 1, "scale": 1, "more": 1}, [1]], ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [{"values": 1}, {"scale": 1}, {"values": 1, "scale": 1, "more": 1}, [1]],
+    ids=str,
+)
 def test_a_checkpoint_with_other_parts_is_no_stored_weight(entry):
     with pytest.raises(ValueError, match=r"kernel has .* which is no stored weight"):
-        restored({"params": {}, "tcfp": {"kernel": {"forward": entry, "backward": None}}}, "tensorwise")
+        restored(
+            {"params": {}, "tcfp": {"kernel": {"forward": entry, "backward": None}}},
+            "tensorwise",
+        )
 
 
-@pytest.mark.parametrize("change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str
+)
 def test_what_only_training_needs_is_left_out(change):
-    """Recipes may draw random bits or carry an amax; here weights are rounded to nearest, by their own amax."""
+    """Recipes may draw random bits or carry an amax; here weights are rounded to
+    nearest, by their own amax.
+    """
     params = {"kernel": jax.random.normal(jax.random.key(0), (32, 16))}
     recipe = tcfp_recipe("tcfp12", **change)
     for asked in (recipe, {"kernel": Weight(recipe, Layout((0,), (1,)))}):
         served = quantize_params(params, asked)["tcfp"]
-        assert same_bits(served, quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"])
+        assert same_bits(
+            served,
+            quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"],
+        )
 
 
 @pytest.mark.slow_except("nvfp4")
-@pytest.mark.parametrize("other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"]
+)
 def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
-    """Dicts without classes would stand for other numbers: a scale that is spread otherwise fits most values."""
+    """Dicts without classes would stand for other numbers: a scale that is spread
+    otherwise fits most values.
+    """
     w = {"kernel": jax.random.normal(jax.random.key(0), (64, 48))}
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"):
         held = quantize_params(w, name)["tcfp"]["kernel"].forward
-        entry = {part: getattr(held, part) for part in ("values", "scale", "outer") if getattr(held, part) is not None}
+        entry = {
+            part: getattr(held, part)
+            for part in ("values", "scale", "outer")
+            if getattr(held, part) is not None
+        }
         plain = {"params": {}, "tcfp": {"kernel": {"forward": entry, "backward": None}}}
         if name == other:
             back = restored(plain, other)["tcfp"]["kernel"].forward
             assert (back.dequantize() == held.dequantize()).all()
             continue
-        with pytest.raises(ValueError, match=r"kernel is .*; pass the recipe that the weights were quantized by"):
+        with pytest.raises(
+            ValueError,
+            match=r"kernel is .*; pass the recipe that the weights were quantized by",
+        ):
             restored(plain, other)
 
 
@@ -323,7 +461,10 @@ class Rotated(flax_nnx.Module):
     """A table that is an array and no variable."""
 
     def __init__(self, rngs):
-        self.linear, self.angle = flax_nnx.Linear(32, 32, rngs=rngs), flax_nnx.data(jnp.zeros(32))
+        self.linear, self.angle = (
+            flax_nnx.Linear(32, 32, rngs=rngs),
+            flax_nnx.data(jnp.zeros(32)),
+        )
 
     def __call__(self, x):
         return self.linear(x) * jnp.cos(self.angle)
@@ -337,5 +478,9 @@ def test_arrays_that_are_no_variables_load_with_the_weights():
     assert same_bits(models[1].angle, models[0].angle)
     run = flax_nnx.jit(lambda model, x: model(x))
     np.testing.assert_allclose(run(models[1], X), run(models[0], X), atol=1e-5)
-    with pytest.raises(ValueError, match="the variables has table, which the model lacks"):
-        load_quantized(models[1], {**served, "params": {**served["params"], "table": jnp.ones(2)}})
+    with pytest.raises(
+        ValueError, match="the variables has table, which the model lacks"
+    ):
+        load_quantized(
+            models[1], {**served, "params": {**served["params"], "table": jnp.ones(2)}}
+        )

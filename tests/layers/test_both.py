@@ -1,4 +1,6 @@
-"""Linen and NNX run one forward pass: equal parameters give equal bits, and no layer writes an equation to parse."""
+"""Linen and NNX run one forward pass: equal parameters give equal bits, and no layer
+writes an equation to parse.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,10 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.floa
 TOKENS = jnp.arange(6).reshape(2, 3)
 PAIRS = {
     "dense": (linen.TCFPDense(6), lambda **o: nnx.TCFPLinear(8, 6, **o)),
-    "without bias": (linen.TCFPDense(6, use_bias=False), lambda **o: nnx.TCFPLinear(8, 6, use_bias=False, **o)),
+    "without bias": (
+        linen.TCFPDense(6, use_bias=False),
+        lambda **o: nnx.TCFPLinear(8, 6, use_bias=False, **o),
+    ),
     "two axes": (
         linen.TCFPDenseGeneral((3, 2), axis=(-2, -1)),
         lambda **o: nnx.TCFPLinearGeneral((4, 8), (3, 2), axis=(-2, -1), **o),
@@ -41,8 +46,12 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_parameters_give_equal_bits(name):
     by_name, make = PAIRS[name]
-    dtype = None if name == "norm" else jnp.bfloat16  # Flax's own two LayerNorms differ in bfloat16
-    by_name, model = by_name.clone(dtype=dtype), nnx_model(lambda rngs: make(dtype=dtype, rngs=rngs))
+    # Flax's own two LayerNorms differ in bfloat16
+    dtype = None if name == "norm" else jnp.bfloat16
+    by_name, model = (
+        by_name.clone(dtype=dtype),
+        nnx_model(lambda rngs: make(dtype=dtype, rngs=rngs)),
+    )
     inputs = TOKENS if isinstance(by_name, linen.TCFPEmbed) else X
     shapes = jax.eval_shape(by_name.init, jax.random.key(0), inputs)["params"]
     graphdef, state = flax_nnx.split(model)
@@ -56,7 +65,10 @@ def test_equal_parameters_give_equal_bits(name):
         layer = flax_nnx.merge(graphdef, state)
         found = [by_name.apply({"params": params}, inputs), layer(inputs)]
         if isinstance(by_name, linen.TCFPEmbed):
-            found += [by_name.apply({"params": params}, X, method="attend"), layer.attend(X)]
+            found += [
+                by_name.apply({"params": params}, X, method="attend"),
+                layer.attend(X),
+            ]
         return found[::2], found[1::2]
 
     assert same_bits(*both(params, state))
@@ -73,7 +85,11 @@ def test_equal_parameters_give_equal_bits(name):
 )
 def test_only_the_equation_of_a_user_is_parsed_and_once(model, parsed, monkeypatch):
     seen = []
-    monkeypatch.setattr(layers, "parse", lambda equation, ndim: seen.append(equation) or parse(equation, ndim))
+    monkeypatch.setattr(
+        layers,
+        "parse",
+        lambda equation, ndim: seen.append(equation) or parse(equation, ndim),
+    )
     variables = variables_of(model, X)
     seen.clear()
     jax.eval_shape(model.apply, variables, X)

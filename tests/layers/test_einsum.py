@@ -1,4 +1,6 @@
-"""`contract`: einsums of a kernel of any shape as products of the matrix that it is, stored or not."""
+"""`contract`: einsums of a kernel of any shape as products of the matrix that it is,
+stored or not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,23 +26,30 @@ def close(found, expected, tolerance):
     """The same shapes, and values that differ by less than this part of the largest."""
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max())
+        )
 
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.slow_except("...k,nk->...n-x_shape1-shape1", "bek,nke->bne-x_shape5-shape5")
+@pytest.mark.slow_except(
+    "...k,nk->...n-x_shape1-shape1", "bek,nke->bne-x_shape5-shape5"
+)
 @pytest.mark.parametrize(
     "equation, x_shape, shape",
     [
-        ("...k,kn->...n", (2, 3, 4), (4, 5)), ("...k,nk->...n", (2, 3, 4), (5, 4)),
-        ("bthd,hdn->btn", (2, 3, 4, 5), (4, 5, 6)), ("bkt,khd->hbtd", (2, 4, 3), (4, 5, 6)),
-        ("ebk,ekn->ben", (3, 2, 4), (3, 4, 5)), ("bek,nke->bne", (2, 3, 4), (5, 4, 3)),
+        ("...k,kn->...n", (2, 3, 4), (4, 5)),
+        ("...k,nk->...n", (2, 3, 4), (5, 4)),
+        ("bthd,hdn->btn", (2, 3, 4, 5), (4, 5, 6)),
+        ("bkt,khd->hbtd", (2, 4, 3), (4, 5, 6)),
+        ("ebk,ekn->ben", (3, 2, 4), (3, 4, 5)),
+        ("bek,nke->bne", (2, 3, 4), (5, 4, 3)),
         ("bfek,kefn->fnbe", (2, 5, 3, 4), (4, 3, 5, 6)),
     ],
-)  # fmt: skip
+)
 def test_the_product_is_the_einsum(equation, x_shape, shape):
     x, kernel = normal(*x_shape), normal(*shape, seed=1)
     contraction = parse(equation, x.ndim)
@@ -49,21 +58,31 @@ def test_the_product_is_the_einsum(equation, x_shape, shape):
 
     @jax.jit
     def both(x, kernel):
-        product = jax.vjp(lambda x, w: contract(contraction, x, w, recipe=tcfp_jax.recipe("bf16")), x, kernel)
+        product = jax.vjp(
+            lambda x, w: contract(contraction, x, w, recipe=tcfp_jax.recipe("bf16")),
+            x,
+            kernel,
+        )
         plain = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), x, kernel)
         return (product[0], product[1](g)), (plain[0], plain[1](g))
 
     close(*both(x, kernel), 0.02)  # BF16 rounds each factor by up to 0.4 %
     sizes = contraction.kernel_sizes(shape)
-    assert all(size in (None, wanted) for size, wanted in zip(sizes, result, strict=True))
-    assert np.prod([result[i] for i, size in enumerate(sizes) if size is None]) == contraction.tokens(x.shape)
+    assert all(
+        size in (None, wanted) for size, wanted in zip(sizes, result, strict=True)
+    )
+    assert np.prod(
+        [result[i] for i, size in enumerate(sizes) if size is None]
+    ) == contraction.tokens(x.shape)
 
 
 @pytest.mark.slow_except("(2, 48, 80)-tcfp12_blockwise", "(2, 48, 80)-tensorwise")
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("shape", [(48, 80), (2, 48, 80)], ids=str)
 def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
-    """A kernel `[n, k]` is stored as it is; its product and its gradient are those of `matmul` with `w.T`."""
+    """A kernel `[n, k]` is stored as it is; its product and its gradient are those of
+    `matmul` with `w.T`.
+    """
     recipe = tcfp_jax.recipe(recipe)
     x, w = normal(*shape[:-2], 16, 80), normal(*shape, seed=1)
     contraction = parse("...k,nk->...n" if len(shape) == 2 else "etk,enk->etn", x.ndim)
@@ -76,8 +95,13 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
     @jax.jit
     def both(x, w):
         stored = quantize(w)
-        read = lambda x: contract(contraction, x, None, recipe=recipe, quantized=stored, shape=w.shape)
-        (y, back), (wanted, wanted_back) = jax.vjp(read, x), jax.vjp(lambda x: by_hand(x, w), x)
+        read = lambda x: contract(
+            contraction, x, None, recipe=recipe, quantized=stored, shape=w.shape
+        )
+        (y, back), (wanted, wanted_back) = (
+            jax.vjp(read, x),
+            jax.vjp(lambda x: by_hand(x, w), x),
+        )
         return (y, back(y)), (wanted, wanted_back(y))
 
     close(*both(x, w), 1e-6)  # the same FP8 operands; only the order of sums may differ
@@ -95,7 +119,12 @@ def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
         for copies in ("one", "both"):
             stored = quantize_weight(w, recipe, copies=copies)[0]
             read = lambda x, stored=stored: contract(
-                matrix_product(2, transposed=True), x, None, recipe=recipe, quantized=stored, shape=w.shape
+                matrix_product(2, transposed=True),
+                x,
+                None,
+                recipe=recipe,
+                quantized=stored,
+                shape=w.shape,
             )
             y, back = jax.vjp(read, x)
             results.append((y, back(y)))
@@ -105,45 +134,110 @@ def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
 
 
 @pytest.mark.slow_except("mxfp8", "tcfp12_blockwise")
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"])
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"]
+)
 def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
     table, query = normal(48, 32), normal(4, 32, seed=1)
-    layer, weight = TCFPEmbed(48, 32, recipe=recipe), Weight(tcfp_jax.recipe(recipe), Layout((1,), (0,)))
+    layer, weight = (
+        TCFPEmbed(48, 32, recipe=recipe),
+        Weight(tcfp_jax.recipe(recipe), Layout((1,), (0,))),
+    )
 
     @jax.jit
     def results(params, doubled):
-        state = unwatched(tcfp_jax.layer_state(tcfp_jax.error_feedback({"embedding": weight}).init(doubled)))
+        state = unwatched(
+            tcfp_jax.layer_state(
+                tcfp_jax.error_feedback({"embedding": weight}).init(doubled)
+            )
+        )
         attend = lambda variables: layer.apply(variables, query, method="attend")
         return attend({"params": params, "tcfp": state}), attend({"params": doubled})
 
     close(*results({"embedding": table}, {"embedding": 2 * table}), 1e-6)
 
 
-# What is split: x, the kernel, and what is asked of the result; a group's later axis is split in the second and fourth.
+# What is split: x, the kernel, and what is asked of the result; a group's later axis is
+# split in the second and fourth.
 EXPLICIT = {
     "heads": ("bte,ehd->bthd", (4, 6, 32), (32, 4, 16), P("a"), P(None, "b"), None),
-    "inside of heads": ("bte,ehd->bhtd", (4, 6, 32), (32, 4, 16), P("a"), P("a", None, "b"), P("a", None, None, "b")),
-    "heads in front": ("bte,ehd->hbtd", (4, 6, 32), (32, 4, 16), P("a"), P(None, "b"), P("b", "a")),
-    "summed over heads": ("bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, "b"), P("b"), P("a")),
-    "summed inside of heads": (
-        "bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, None, "b"), P(None, "b", "a"), P("a"),
+    "inside of heads": (
+        "bte,ehd->bhtd",
+        (4, 6, 32),
+        (32, 4, 16),
+        P("a"),
+        P("a", None, "b"),
+        P("a", None, None, "b"),
     ),
-    "transposed, tokens split twice": ("...k,nk->...n", (4, 6, 32), (48, 32), P("a", "b"), P(None, "a"), P("a")),
-    "a stack": ("ebk,ekn->ebn", (4, 8, 32), (4, 32, 48), P("a"), P("a", None, "b"), None),
-    "a stack, moved": ("ebk,ekn->ben", (4, 8, 32), (4, 32, 48), P("a", "b"), P(), P(None, "a", "b")),
+    "heads in front": (
+        "bte,ehd->hbtd",
+        (4, 6, 32),
+        (32, 4, 16),
+        P("a"),
+        P(None, "b"),
+        P("b", "a"),
+    ),
+    "summed over heads": (
+        "bthd,hdn->btn",
+        (4, 6, 4, 8),
+        (4, 8, 32),
+        P("a", None, "b"),
+        P("b"),
+        P("a"),
+    ),
+    "summed inside of heads": (
+        "bthd,hdn->btn",
+        (4, 6, 4, 8),
+        (4, 8, 32),
+        P("a", None, None, "b"),
+        P(None, "b", "a"),
+        P("a"),
+    ),
+    "transposed, tokens split twice": (
+        "...k,nk->...n",
+        (4, 6, 32),
+        (48, 32),
+        P("a", "b"),
+        P(None, "a"),
+        P("a"),
+    ),
+    "a stack": (
+        "ebk,ekn->ebn",
+        (4, 8, 32),
+        (4, 32, 48),
+        P("a"),
+        P("a", None, "b"),
+        None,
+    ),
+    "a stack, moved": (
+        "ebk,ekn->ben",
+        (4, 8, 32),
+        (4, 32, 48),
+        P("a", "b"),
+        P(),
+        P(None, "a", "b"),
+    ),
     "a vector": ("k,kn->n", (32,), (32, 48), P(), P(None, "b"), P("b")),
-}  # fmt: skip
+}
 
 
-@pytest.mark.slow_except("summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise")
+@pytest.mark.slow_except(
+    "summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise"
+)
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12_fast", "rowwise"])
 @pytest.mark.parametrize("case", EXPLICIT)
 def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
     equation, x_shape, shape, x_spec, spec, out = EXPLICIT[case]
-    x, kernel, contraction = normal(*x_shape), normal(*shape, seed=1), parse(equation, len(x_shape))
+    x, kernel, contraction = (
+        normal(*x_shape),
+        normal(*shape, seed=1),
+        parse(equation, len(x_shape)),
+    )
 
     def step(x, kernel, out=None):
-        run = lambda x, w: contract(contraction, x, w, recipe=tcfp_jax.recipe(recipe), out_sharding=out)
+        run = lambda x, w: contract(
+            contraction, x, w, recipe=tcfp_jax.recipe(recipe), out_sharding=out
+        )
         y, back = jax.vjp(run, x, kernel)
         return (y, *back(jnp.sin(y)))
 
@@ -154,31 +248,59 @@ def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
         for a, b in zip(found[1:], placed, strict=True):
             assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
         if out is not None:
-            assert tuple(found[0].sharding.spec) == tuple(out) + (None,) * (found[0].ndim - len(out))
+            assert tuple(found[0].sharding.spec) == tuple(out) + (None,) * (
+                found[0].ndim - len(out)
+            )
     close(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["tcfp12", "nvfp4_training"])
 def test_equal_matrices_of_a_stack_are_rounded_by_bits_of_their_own(name):
     """The residuals of the weights, or the gradients of FP4 training."""
-    recipe = tcfp_jax.recipe(name, **({"remainder": "stochastic"} if name == "tcfp12" else {}))
-    x, kernel = (jnp.broadcast_to(normal(*shape, seed=i), (2, *shape)) for i, shape in enumerate([(8, 32), (32, 4)]))
-    product = lambda x: contract(parse("ebk,ekn->ebn", 3), x, kernel, recipe=recipe, key=jax.random.key(0))
-    found = product(x) if name == "tcfp12" else jax.grad(lambda x: jnp.sin(product(x)).sum())(x)
+    recipe = tcfp_jax.recipe(
+        name, **({"remainder": "stochastic"} if name == "tcfp12" else {})
+    )
+    x, kernel = (
+        jnp.broadcast_to(normal(*shape, seed=i), (2, *shape))
+        for i, shape in enumerate([(8, 32), (32, 4)])
+    )
+    product = lambda x: contract(
+        parse("ebk,ekn->ebn", 3), x, kernel, recipe=recipe, key=jax.random.key(0)
+    )
+    found = (
+        product(x)
+        if name == "tcfp12"
+        else jax.grad(lambda x: jnp.sin(product(x)).sum())(x)
+    )
     assert (found[0] != found[1]).any()
     close(found[0], found[1], 0.5)
 
 
 def test_an_axis_is_split_where_the_devices_share_it_evenly():
     sharding = NamedSharding(mesh_of(2, 2, axis_type=AxisType.Explicit), P("a", "b"))
-    assert split_entries(sharding, ("a", "b"), [[2, 6], [1, 4]]) == ("a", None, None, "b")
-    assert split_entries(sharding, ("a", ("a", "b")), [[3, 4], [6, 2]]) == (None, None, None, None)
+    assert split_entries(sharding, ("a", "b"), [[2, 6], [1, 4]]) == (
+        "a",
+        None,
+        None,
+        "b",
+    )
+    assert split_entries(sharding, ("a", ("a", "b")), [[3, 4], [6, 2]]) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_an_out_sharding_of_too_many_axes_raises():
     with pytest.raises(ValueError, match="describes 3 axes, but the array has 2"):
-        contract(matrix_product(2), jnp.ones((2, 3)), jnp.ones((3, 4)), recipe=tcfp_jax.recipe("bf16"),
-                 out_sharding=P(None, None, "a"))  # fmt: skip
+        contract(
+            matrix_product(2),
+            jnp.ones((2, 3)),
+            jnp.ones((3, 4)),
+            recipe=tcfp_jax.recipe("bf16"),
+            out_sharding=P(None, None, "a"),
+        )
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -189,28 +311,43 @@ def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
     for ours, flaxs in ((TCFPDense, nn.Dense), (TCFPDenseGeneral, nn.DenseGeneral)):
         plain = flaxs(5, param_dtype=param_dtype)
         variables = plain.init(jax.random.key(0), x)
-        wanted, found = plain.apply(variables, x), ours(5, recipe="bf16", param_dtype=param_dtype).apply(variables, x)
+        wanted, found = (
+            plain.apply(variables, x),
+            ours(5, recipe="bf16", param_dtype=param_dtype).apply(variables, x),
+        )
         assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol=0, atol=0.05)
+        np.testing.assert_allclose(
+            np.float32(found), np.float32(wanted), rtol=0, atol=0.05
+        )
 
 
-@pytest.mark.parametrize("axis, batch", [((7,), ()), ((-5,), ()), ((2, -1), ()), ((0,), (0,)), ((), ())])
+@pytest.mark.parametrize(
+    "axis, batch", [((7,), ()), ((-5,), ()), ((2, -1), ()), ((0,), (0,)), ((), ())]
+)
 def test_axes_that_the_input_does_not_have_raise(axis, batch):
-    """An axis beyond the last was counted from the first again, and another one contracted."""
+    """An axis beyond the last was counted from the first again, and another one
+    contracted.
+    """
     layer = TCFPDenseGeneral(4, axis=axis, batch_dims=batch)
-    with pytest.raises(ValueError, match=r"inputs\[2, 3, 8\].*each must be one of 3 and be named once"):
+    with pytest.raises(
+        ValueError, match=r"inputs\[2, 3, 8\].*each must be one of 3 and be named once"
+    ):
         jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3, 8)))
 
 
 @pytest.mark.parametrize("layer", [TCFPDense, TCFPDenseGeneral])
 def test_features_may_be_numbers_of_numpy(layer):
-    assert jax.eval_shape(layer(np.int64(3)).init, jax.random.key(0), jnp.ones((2, 8)))["params"]["bias"].shape == (3,)
+    assert jax.eval_shape(layer(np.int64(3)).init, jax.random.key(0), jnp.ones((2, 8)))[
+        "params"
+    ]["bias"].shape == (3,)
 
 
 def test_bad_input():
     x, w = jnp.ones((2, 3)), jnp.ones((4, 5))
     bf16 = tcfp_jax.recipe("bf16")
-    with pytest.raises(ValueError, match=r"axis 1 of x\[2, 3\] does not fit axis 0 of kernel\[4, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"axis 1 of x\[2, 3\] does not fit axis 0 of kernel\[4, 5\]"
+    ):
         contract(matrix_product(2), x, w, recipe=bf16)
     with pytest.raises(ValueError, match="do not fit a product of 3 and 2 axes"):
         contract(matrix_product(3), x, w, recipe=bf16)
@@ -225,9 +362,22 @@ def test_bad_input():
             parse(equation, 2)
     recipe = tcfp_jax.recipe("tensorwise")
     for shape in ((4, 3), (2, 4, 3)):  # the transpose, and a stack of such
-        stored = jax.eval_shape(lambda shape=shape: quantize_weight(jnp.ones(shape), recipe)[0])
+        stored = jax.eval_shape(
+            lambda shape=shape: quantize_weight(jnp.ones(shape), recipe)[0]
+        )
         with pytest.raises(ValueError, match=r"the stored weight is .*find_weights"):
-            contract(matrix_product(2), x, jnp.ones((3, 4)), recipe=recipe, quantized=stored)
-    stack, stored = jnp.ones((2, 3, 4)), jax.eval_shape(lambda: quantize_weight(jnp.ones((2, 3, 4)), recipe)[0])
+            contract(
+                matrix_product(2), x, jnp.ones((3, 4)), recipe=recipe, quantized=stored
+            )
+    stack, stored = (
+        jnp.ones((2, 3, 4)),
+        jax.eval_shape(lambda: quantize_weight(jnp.ones((2, 3, 4)), recipe)[0]),
+    )
     with pytest.raises(ValueError, match="on its own for each of the stack"):
-        contract(parse("etk,ekn->etn", 3), jnp.ones((2, 1, 3)), stack, recipe=recipe, quantized=stored)
+        contract(
+            parse("etk,ekn->etn", 3),
+            jnp.ones((2, 1, 3)),
+            stack,
+            recipe=recipe,
+            quantized=stored,
+        )

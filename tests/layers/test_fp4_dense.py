@@ -1,4 +1,6 @@
-"""Layers and models with packed weights: drop-in for Flax's own, served without floats, frozen next to adapters."""
+"""Layers and models with packed weights: drop-in for Flax's own, served without floats,
+frozen next to adapters.
+"""
 
 import functools
 
@@ -22,7 +24,9 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
 
 
 def test_fp4_dense_is_a_drop_in_of_both_frameworks():
-    """An odd number of inputs: float parameters as Flax has them, packed at each use or once."""
+    """An odd number of inputs: float parameters as Flax has them, packed at each use or
+    once.
+    """
     layer, plain = linen.Fp4Dense(6), nn.Dense(6)
     variables = variables_of(plain, X)
     model = nnx_model(lambda rngs: nnx.Fp4Dense(33, 6, rngs=rngs))
@@ -36,7 +40,10 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
     served = quantize_params(params, "nvfp4")
-    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].shape == (33, 6)
+    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].shape == (
+        33,
+        6,
+    )
     np.testing.assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
     load_quantized(model, served)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
@@ -53,11 +60,18 @@ def test_layers_round_x_as_their_recipe_says():
     assert not same_bits(y, linen.Fp4Dense(6).apply({"params": params}, X))
     # Under vmap each matrix of x has its own scale of the scales.
     stack = jnp.stack([X, 100 * X])
-    many = jax.jit(jax.vmap(lambda x: fp4_linear(x, params["kernel"], params["bias"], recipe=how)))(stack)
-    np.testing.assert_allclose(many, jnp.stack([model(x) for x in stack]), rtol=1e-6, atol=1e-6)
+    many = jax.jit(
+        jax.vmap(lambda x: fp4_linear(x, params["kernel"], params["bias"], recipe=how))
+    )(stack)
+    np.testing.assert_allclose(
+        many, jnp.stack([model(x) for x in stack]), rtol=1e-6, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("name", "words"), [("tensorwise", "not packed codes"), ("nvfp4_training", "packs no weight")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("tensorwise", "not packed codes"), ("nvfp4_training", "packs no weight")],
+)
 def test_fp4_dense_refuses_recipes_that_pack_nothing(name, words):
     for make in (
         lambda: linen.Fp4Dense(6, recipe=name),
@@ -75,7 +89,9 @@ TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 256, (2, 8)), jnp.int3
 def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
     plain = GPT(TINY, None, dtype="float32")
     params = variables_of(plain, TOKENS)["params"]
-    model = convert_to_tcfp(plain, "nvfp4", TOKENS, rules={"embedding": None}, include=("linear", "small"))
+    model = convert_to_tcfp(
+        plain, "nvfp4", TOKENS, rules={"embedding": None}, include=("linear", "small")
+    )
     assert len(survey(model).converted) == 4
     weights = find_weights(model)
     served = jax.jit(lambda params: quantize_params(params, weights))(params)
@@ -85,16 +101,20 @@ def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
         name = "/".join(key.key for key in path)
         if name not in weights:
             return leaf
-        node = functools.reduce(lambda tree, key: tree[key], name.split("/"), served["tcfp"])
+        node = functools.reduce(
+            lambda tree, key: tree[key], name.split("/"), served["tcfp"]
+        )
         return node.dequantize().reshape(leaf.shape)
 
     floats = jax.tree_util.tree_map_with_path(dequantized, params)
     run = jax.jit(plain.apply)
     expected = run({"params": floats}, TOKENS)
     largest = float(jnp.abs(expected).max())
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)  # activations are BF16
+    # activations are BF16
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)
     exact = run({"params": params}, TOKENS)
-    assert float(jnp.abs(expected - exact).max()) > 0.02 * largest  # so the comparison tells one from the other
+    # so the comparison tells one from the other
+    assert float(jnp.abs(expected - exact).max()) > 0.02 * largest
     packed = sum(leaf.nbytes for leaf in jax.tree.leaves(served["tcfp"]))
     size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     count = size(params) - size(served["params"])
@@ -122,7 +142,9 @@ def test_adapters_train_beside_frozen_codes_in_nnx():
     @flax_nnx.jit
     def update(model, optimizer):
         loss = lambda model: jnp.mean((model(X[:, :32]) - 1) ** 2)
-        value, gradients = flax_nnx.value_and_grad(loss, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam))(model)
+        value, gradients = flax_nnx.value_and_grad(
+            loss, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam)
+        )(model)
         optimizer.update(model, gradients)
         return value
 
@@ -138,7 +160,9 @@ class Adapted(nn.Module):
     @nn.compact
     def __call__(self, x):
         down = nn.Dense(4, use_bias=False, name="down")(x)
-        up = nn.Dense(16, use_bias=False, name="up", kernel_init=nn.initializers.zeros)(down)
+        up = nn.Dense(16, use_bias=False, name="up", kernel_init=nn.initializers.zeros)(
+            down
+        )
         return linen.Fp4Dense(16, name="base")(x) + up
 
 
@@ -155,7 +179,10 @@ def test_adapters_train_beside_frozen_codes_in_linen():
         adapters, moments = state
 
         def loss(adapters):
-            variables = {"params": {**packed["params"], **adapters}, "tcfp": packed["tcfp"]}
+            variables = {
+                "params": {**packed["params"], **adapters},
+                "tcfp": packed["tcfp"],
+            }
             return jnp.mean((model.apply(variables, x) - 1) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(adapters)

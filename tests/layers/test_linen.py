@@ -1,4 +1,6 @@
-"""The Flax layers: the same parameters as Flax's own, the stored kernel where it is given, no state of their own."""
+"""The Flax layers: the same parameters as Flax's own, the stored kernel where it is
+given, no state of their own.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ class Network(nn.Module):
         return dense(32, recipe=self.recipe, use_bias=False, name="second")(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}], ids=str
+)
 def test_parameters_are_those_of_dense(options):
     x = X.astype(options.get("param_dtype", X.dtype))
     theirs = nn.Dense(16, **options).init(jax.random.key(1), x)
@@ -59,21 +63,31 @@ def test_stored_kernel_is_used(recipe):
     tx = tcfp_jax.error_feedback(recipe)
     state = tcfp_jax.layer_state(tx.init(params))
     apply = jax.jit(network.apply)
-    fresh, stored = apply({"params": params}, X), apply({"params": params, "tcfp": state}, X)
-    # The same FP8 operands; each product is one program, which may sum in another order beside a quantizer.
+    fresh, stored = (
+        apply({"params": params}, X),
+        apply({"params": params, "tcfp": state}, X),
+    )
+    # The same FP8 operands; each product is one program, which may sum in another order
+    # beside a quantizer.
     np.testing.assert_allclose(stored, fresh, rtol=0, atol=1e-5)
-    doubled = unwatched(tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params))))
+    doubled = unwatched(
+        tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
+    )
     assert jnp.max(jnp.abs(apply({"params": params, "tcfp": doubled}, X) - fresh)) > 0.1
 
 
 def trainer(network, recipe, **options):
-    """A function that trains from the start and returns (losses, parameters, state); it is compiled once."""
+    """A function that trains from the start and returns (losses, parameters, state); it
+    is compiled once.
+    """
     tx = optax.chain(optax.adam(1e-2), tcfp_jax.error_feedback(recipe, **options))
 
     @jax.jit
     def step(params, opt_state):
         def loss(params):
-            y = network.apply({"params": params, "tcfp": tcfp_jax.layer_state(opt_state)}, X)
+            y = network.apply(
+                {"params": params, "tcfp": tcfp_jax.layer_state(opt_state)}, X
+            )
             return jnp.mean((y - X) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(params)
@@ -98,9 +112,17 @@ STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 @pytest.mark.slow_except("stochastic")
 @pytest.mark.parametrize("recipe", [*RECIPES, STOCHASTIC], ids=[*RECIPES, "stochastic"])
 def test_training_learns_and_repeats_bit_for_bit(recipe):
-    run = trainer(Network(recipe), recipe, **(dict(key=jax.random.key(3)) if recipe == STOCHASTIC else {}))
+    run = trainer(
+        Network(recipe),
+        recipe,
+        **(dict(key=jax.random.key(3)) if recipe == STOCHASTIC else {}),
+    )
     (losses, *state), (again, *same_state) = run(), run()
-    assert losses[-1] < 0.95 * losses[0] and losses == again and same_bits(state, same_state)
+    assert (
+        losses[-1] < 0.95 * losses[0]
+        and losses == again
+        and same_bits(state, same_state)
+    )
 
 
 class Normed(nn.Module):
@@ -110,7 +132,9 @@ class Normed(nn.Module):
 
 
 def test_a_parameter_named_scale_is_no_weight():
-    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a quantized weight."""
+    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a
+    quantized weight.
+    """
     losses, params, opt_state = trainer(Normed(), "tcfp12")()
     assert losses[-1] < losses[0] and set(params) == {"dense", "norm"}
     state = tcfp_jax.layer_state(opt_state)
@@ -131,7 +155,12 @@ class Stack(nn.Module):
         def layer(module, carry, _):
             return TCFPDense(32, recipe=module.recipe, name="layer")(carry), None
 
-        scan = nn.scan(layer, variable_axes={"params": 0, "tcfp": 0}, split_rngs={"params": True}, length=3)
+        scan = nn.scan(
+            layer,
+            variable_axes={"params": 0, "tcfp": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
         return scan(self, x, None)[0]
 
 
@@ -141,7 +170,9 @@ def test_scan_over_layers_reads_the_stacked_state():
     state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
     assert state["layer"]["kernel"].stack == (3,)
     fresh = network.apply({"params": params}, X)
-    np.testing.assert_allclose(network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5
+    )
 
 
 def test_stochastic_layer_takes_the_rng_stream():
@@ -153,9 +184,14 @@ def test_stochastic_layer_takes_the_rng_stream():
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "highest"}, {"dot_general": jax.lax.dot_general}, {"promote_dtype": lambda *a, dtype: a}],
+    "options",
+    [
+        {"precision": "highest"},
+        {"dot_general": jax.lax.dot_general},
+        {"promote_dtype": lambda *a, dtype: a},
+    ],
     ids=lambda o: next(iter(o)),
-)  # fmt: skip
+)
 def test_fields_that_would_be_ignored_raise(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}.*nn.Dense"):
         TCFPDense(16, **options).init(jax.random.key(0), X)

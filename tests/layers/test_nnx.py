@@ -1,4 +1,6 @@
-"""NNX layers and conversion in place: the same `Param`s, the optimizer's own variables, and the way back."""
+"""NNX layers and conversion in place: the same `Param`s, the optimizer's own variables,
+and the way back.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,22 @@ import pytest
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, to_bf16
-from tcfp_jax.nnx import Optimizer, TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
+from tcfp_jax.conversion.convert import (
+    convert_to_tcfp,
+    export,
+    find_weights,
+    restore,
+    survey,
+    to_bf16,
+)
+from tcfp_jax.nnx import (
+    Optimizer,
+    TCFPEinsum,
+    TCFPEmbed,
+    TCFPLayerNorm,
+    TCFPLinear,
+    TCFPLinearGeneral,
+)
 from tests.helpers import MLP, nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
@@ -20,7 +36,9 @@ ALL = ("linear", "small", "head")
 class Block(flax_nnx.Module):
     def __init__(self, rngs):
         self.norm = flax_nnx.LayerNorm(16, rngs=rngs)
-        self.attention = flax_nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+        self.attention = flax_nnx.MultiHeadAttention(
+            num_heads=2, in_features=16, decode=False, rngs=rngs
+        )
         self.up = flax_nnx.Linear(16, 32, rngs=rngs)
         self.down = flax_nnx.Einsum("btk,kn->btn", (32, 16), (16,), rngs=rngs)
 
@@ -44,7 +62,11 @@ class GPT(flax_nnx.Module):
 def held(module):
     """The stored kernel of a converted layer, as arrays."""
     is_variable = lambda node: isinstance(node, flax_nnx.Variable)
-    return jax.tree.map(lambda variable: variable[...], module.tcfp_stored["kernel"], is_leaf=is_variable)
+    return jax.tree.map(
+        lambda variable: variable[...],
+        module.tcfp_stored["kernel"],
+        is_leaf=is_variable,
+    )
 
 
 def pure(model):
@@ -62,7 +84,9 @@ TRACES = []
 @flax_nnx.jit
 def train(model, optimizer, tokens):
     TRACES.append(type(model))
-    loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+    loss, gradients = flax_nnx.value_and_grad(
+        lambda model: jnp.mean(model(tokens) ** 2)
+    )(model)
     optimizer.update(model, gradients)
     return loss
 
@@ -70,11 +94,19 @@ def train(model, optimizer, tokens):
 def test_a_gpt_converts_in_place_trains_and_comes_back():
     model, float_model = nnx_model(GPT), nnx_model(GPT)
     before, params = forward(model, TOKENS), pure(model)
-    converted = convert_to_tcfp(model, "tcfp12_fast", TOKENS, include=ALL, rules={"nothing": "bf16"})
+    converted = convert_to_tcfp(
+        model, "tcfp12_fast", TOKENS, include=ALL, rules={"nothing": "bf16"}
+    )
     report = survey(model)
-    assert converted is model and len(report.converted) == 7 and report.unmatched_rules == ("'nothing'",)
+    assert (
+        converted is model
+        and len(report.converted) == 7
+        and report.unmatched_rules == ("'nothing'",)
+    )
     assert not report.skipped and type(model.blocks[0].up).__mro__[1] is flax_nnx.Linear
-    assert same_bits(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
+    assert same_bits(params, pure(model)) and not jnp.array_equal(
+        forward(model, TOKENS), before
+    )
     assert jnp.array_equal(forward(float_model, TOKENS), before)
     optimizer = Optimizer(model, optax.sgd(0.01))
     TRACES.clear()
@@ -86,26 +118,41 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     values = jax.jit(lambda stored: stored.dequantize())(held(layer))
     np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
     trained = pure(model)
-    flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
-    assert export(model) is model and type(model.blocks[0].up) is flax_nnx.Linear and same_bits(pure(model), trained)
+    # a checkpoint goes both ways
+    flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))
+    assert (
+        export(model) is model
+        and type(model.blocks[0].up) is flax_nnx.Linear
+        and same_bits(pure(model), trained)
+    )
     assert jnp.array_equal(forward(model, TOKENS), forward(float_model, TOKENS))
-    assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(flax_nnx.state(float_model))
+    assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(
+        flax_nnx.state(float_model)
+    )
 
 
 @pytest.mark.slow_except("TCFPLinear")
 @pytest.mark.parametrize(
     "theirs, mine, arguments",
     [
-        (flax_nnx.Linear, TCFPLinear, (16, 8)), (flax_nnx.LinearGeneral, TCFPLinearGeneral, (16, (2, 4))),
-        (flax_nnx.Einsum, TCFPEinsum, ("btk,nk->btn", (8, 16), (8,))), (flax_nnx.LayerNorm, TCFPLayerNorm, (16,)),
+        (flax_nnx.Linear, TCFPLinear, (16, 8)),
+        (flax_nnx.LinearGeneral, TCFPLinearGeneral, (16, (2, 4))),
+        (flax_nnx.Einsum, TCFPEinsum, ("btk,nk->btn", (8, 16), (8,))),
+        (flax_nnx.LayerNorm, TCFPLayerNorm, (16,)),
     ],
     ids=["TCFPLinear", "TCFPLinearGeneral", "TCFPEinsum", "TCFPLayerNorm"],
-)  # fmt: skip
+)
 def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine, arguments):
-    layer, exact = (nnx_model(lambda rngs, kind=kind: kind(*arguments, rngs=rngs)) for kind in (mine, theirs))
+    layer, exact = (
+        nnx_model(lambda rngs, kind=kind: kind(*arguments, rngs=rngs))
+        for kind in (mine, theirs)
+    )
     assert same_bits(pure(layer), pure(exact))
     y, wanted = flax_nnx.jit(lambda layer, exact: (layer(X), exact(X)))(layer, exact)
-    assert y.shape == wanted.shape and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
+    assert (
+        y.shape == wanted.shape
+        and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
+    )
 
 
 def test_embed_rounds_rows_and_attends():
@@ -125,12 +172,20 @@ def test_embed_rounds_rows_and_attends():
 
 
 def test_layers_that_are_switched_off_are_flax_bit_for_bit():
-    model = nnx_model(lambda rngs: flax_nnx.Sequential(flax_nnx.Linear(16, 16, rngs=rngs)))
+    model = nnx_model(
+        lambda rngs: flax_nnx.Sequential(flax_nnx.Linear(16, 16, rngs=rngs))
+    )
     exact = forward(model, X)
     convert_to_tcfp(model, "tensorwise", X, include=ALL)
     low, weights = forward(model, X), find_weights(model)
-    assert same_bits(forward(to_bf16(model, "layers"), X), exact) and not same_bits(low, exact)
-    assert not survey(model).converted and "switched off" in str(survey(model)) and find_weights(model) == weights
+    assert same_bits(forward(to_bf16(model, "layers"), X), exact) and not same_bits(
+        low, exact
+    )
+    assert (
+        not survey(model).converted
+        and "switched off" in str(survey(model))
+        and find_weights(model) == weights
+    )
     assert same_bits(forward(restore(model, "layers"), X), low)
     with pytest.raises(ValueError, match="finds no"):
         to_bf16(model, "blocks")
@@ -145,9 +200,17 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe):
     convert_to_tcfp(models[0], recipe, include=ALL)
     results = []
     for model in models:
-        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
+        tx = optax.chain(
+            optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X))
+        )
         optimizer = Optimizer(model, tx)
-        results.append((train(model, optimizer, X), pure(model), flax_nnx.as_pure(flax_nnx.state(optimizer))))
+        results.append(
+            (
+                train(model, optimizer, X),
+                pure(model),
+                flax_nnx.as_pure(flax_nnx.state(optimizer)),
+            )
+        )
     assert same_bits(*results) and not survey(models[1], X).skipped
 
 
@@ -158,8 +221,12 @@ def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
     if converted:
         streams = {"rngs": flax_nnx.Rngs(1)} if recipe == "nvfp4_training" else {}
         plain, x = flax_nnx.Linear(32, 16, rngs=flax_nnx.Rngs(0)), jnp.ones((2, 32))
-        model = convert_to_tcfp(plain, recipe, x, include=("linear", "small", "head"), **streams)
-    tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, jnp.ones((2, 32)))))
+        model = convert_to_tcfp(
+            plain, recipe, x, include=("linear", "small", "head"), **streams
+        )
+    tx = optax.chain(
+        optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, jnp.ones((2, 32))))
+    )
     Optimizer(model, tx)
     assert model(jnp.ones((2, 32))).shape == (2, 16)
 
@@ -182,7 +249,9 @@ def test_bad_input():
 @pytest.mark.slow_except("32")
 @pytest.mark.parametrize("block", [32, 64])
 def test_blocks_keep_their_size_on_narrow_layers(block):
-    """A layer as narrow as a block has as many scales with one block size as with another."""
+    """A layer as narrow as a block has as many scales with one block size as with
+    another.
+    """
     recipe = tcfp_jax.recipe("blockwise", block=block)
     make = lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs)
     model, without_state = nnx_model(make), nnx_model(make)
@@ -207,9 +276,13 @@ class Shared(flax_nnx.Module):
 
 
 def test_shared_layers_and_accumulation_have_one_state():
-    model = convert_to_tcfp(nnx_model(Shared), "tensorwise", X, include=ALL, strict=True)
+    model = convert_to_tcfp(
+        nnx_model(Shared), "tensorwise", X, include=ALL, strict=True
+    )
     assert list(find_weights(model)) == ["first/kernel"]
-    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model))), 2)
+    tx = optax.MultiSteps(
+        optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model))), 2
+    )
     optimizer = Optimizer(model, tx)
     assert model.second is model.first
     values = lambda: np.asarray(jax.tree.leaves(held(model.first))[0])
@@ -218,12 +291,18 @@ def test_shared_layers_and_accumulation_have_one_state():
         for _ in range(2):
             train(model, optimizer, X)
             stored.append(values())
-    assert len(TRACES) == 1 and same_bits(stored[0], stored[1]) and not same_bits(stored[1], stored[2])
+    assert (
+        len(TRACES) == 1
+        and same_bits(stored[0], stored[1])
+        and not same_bits(stored[1], stored[2])
+    )
 
 
 def test_an_optimizer_refuses_what_layer_state_refuses():
     layer = TCFPLinear(16, 32, recipe="tensorwise", rngs=flax_nnx.Rngs(0))
     one = tcfp_jax.error_feedback("tensorwise")
-    with pytest.raises(ValueError, match="two error_feedback transformations hold kernel"):
+    with pytest.raises(
+        ValueError, match="two error_feedback transformations hold kernel"
+    ):
         Optimizer(layer, optax.chain(one, one))
     assert layer.stored is None

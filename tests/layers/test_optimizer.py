@@ -1,4 +1,6 @@
-"""`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState`: Flax's, for stored and for fed-back weights."""
+"""`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState`: Flax's, for stored and for
+fed-back weights.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.training import is_stored
 from tests.helpers import store_at_once
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax raises a float to an integer power
+# optax raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
 ALL = ("linear", "small", "head")
@@ -30,7 +33,10 @@ class Dense(nn.Module):
 
 class Counted(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(16, 32, rngs=rngs),
+            nnx.Linear(32, 16, rngs=rngs),
+        )
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, x):
@@ -51,7 +57,11 @@ def stored(recipe="tcfp12_single"):
 
 
 def kernels(model):
-    return [leaf for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_stored) if is_stored(leaf)]
+    return [
+        leaf
+        for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_stored)
+        if is_stored(leaf)
+    ]
 
 
 def steps(model, optimizer, count):
@@ -70,7 +80,11 @@ def steps(model, optimizer, count):
     [
         (ADAM, ADAM, "OnStoredState"),
         (optax.MultiSteps(ADAM, 2), optax.MultiSteps(ADAM, 2), "OnStoredState"),
-        (tcfp_jax.optim.adamw(1e-2, moments="float32", weight_decay=0.0), ADAM, "AdamWState"),
+        (
+            tcfp_jax.optim.adamw(1e-2, moments="float32", weight_decay=0.0),
+            ADAM,
+            "AdamWState",
+        ),
         (tcfp_jax.optim.on_stored(ADAM), ADAM, "OnStoredState"),
     ],
 )
@@ -95,12 +109,20 @@ def test_gradients_are_those_of_the_floats():
     (value, y), gradients = value_and_grad(loss, has_aux=True)(model, X)
     (wanted, _), exact_gradients = nnx.value_and_grad(loss, has_aux=True)(exact, X)
     np.testing.assert_allclose(value, wanted, rtol=0.02)
-    assert y.shape == X.shape and jax.tree.structure(gradients) == jax.tree.structure(exact_gradients)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True):
-        assert a.shape == b.shape and float(jnp.linalg.norm(a - b)) < 0.1 * float(jnp.linalg.norm(b))
+    assert y.shape == X.shape and jax.tree.structure(gradients) == jax.tree.structure(
+        exact_gradients
+    )
+    for a, b in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True
+    ):
+        assert a.shape == b.shape and float(jnp.linalg.norm(a - b)) < 0.1 * float(
+            jnp.linalg.norm(b)
+        )
     with pytest.raises(TypeError, match=r"tcfp_jax\.nnx\.value_and_grad"):
         nnx.grad(loss, has_aux=True)(model, X)
-    some = value_and_grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("down")), has_aux=True)(model, X)[1]
+    some = value_and_grad(
+        loss, argnums=nnx.DiffState(0, nnx.PathContains("down")), has_aux=True
+    )(model, X)[1]
     assert set(some) == {"down"}
 
 
@@ -109,11 +131,18 @@ def test_accumulation_quantizes_when_weights_change():
     results = []
     for place in ("behind", "inside"):
         model = convert_to_tcfp(Counted(nnx.Rngs(0)), "tcfp12_fast", X, include=ALL)
-        feedback = [tcfp_jax.error_feedback(find_weights(model))] if place == "inside" else []
-        optimizer = Optimizer(model, optax.MultiSteps(optax.chain(optax.adam(1e-2), *feedback), 2))
+        feedback = (
+            [tcfp_jax.error_feedback(find_weights(model))] if place == "inside" else []
+        )
+        optimizer = Optimizer(
+            model, optax.MultiSteps(optax.chain(optax.adam(1e-2), *feedback), 2)
+        )
         losses = steps(model, optimizer, 4)
         results.append((losses, np.asarray(model(X))))
-    assert results[0][0] == results[1][0] and results[0][0][0] == results[0][0][1] != results[0][0][2]
+    assert (
+        results[0][0] == results[1][0]
+        and results[0][0][0] == results[0][0][1] != results[0][0][2]
+    )
     np.testing.assert_array_equal(results[0][1], results[1][1])
     average = jax.tree.map(lambda leaf: 0.9 * leaf, nnx.state(model, nnx.Param))
     detach(averaged := nnx.clone(model))
@@ -125,20 +154,30 @@ def test_the_state_lies_as_the_parameters_do():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     model, _ = stored()
     params = nnx.state(model, nnx.Param)
-    lie = tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(params, mesh), params)
+    lie = tcfp_jax.sharding.state_shardings(
+        tcfp_jax.sharding.fsdp(params, mesh), params
+    )
     nnx.update(model, jax.device_put(params, lie))
     optimizer = Optimizer(model, optax.adam(1e-2))
     mu = optimizer.opt_state.inner[0].mu
     kernel = kernels(model)[0].backward.values
-    assert mu["down"]["kernel"][...].sharding.spec == kernel.sharding.spec == jax.sharding.PartitionSpec("fsdp")
-    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(nnx.state(optimizer))} == {8}
+    assert (
+        mu["down"]["kernel"][...].sharding.spec
+        == kernel.sharding.spec
+        == jax.sharding.PartitionSpec("fsdp")
+    )
+    assert {
+        len(leaf.sharding.device_set) for leaf in jax.tree.leaves(nnx.state(optimizer))
+    } == {8}
 
 
 def test_weights_of_another_model_are_refused():
     layer = TCFPLinear(16, 8, rngs=nnx.Rngs(0))
     other = {"elsewhere": {"kernel": jnp.ones((16, 8))}}
     feedback = tcfp_jax.error_feedback("tcfp12")
-    tx = optax.GradientTransformation(lambda params: feedback.init(other), feedback.update)
+    tx = optax.GradientTransformation(
+        lambda params: feedback.init(other), feedback.update
+    )
     with pytest.raises(ValueError, match="elsewhere/kernel, are none of TCFPLinear's"):
         Optimizer(layer, tx)
 
@@ -149,7 +188,9 @@ def test_train_state_of_linen(kind):
     recipe = "tcfp12_single" if kind == "stored" else "tcfp12_fast"
     model = convert_to_tcfp(Dense(), recipe, X, include=ALL)
     params = jax.jit(Dense().init)(KEY, X)["params"]
-    exact = TrainStateOfFlax.create(apply_fn=Dense().apply, params=params, tx=optax.adam(1e-2))
+    exact = TrainStateOfFlax.create(
+        apply_fn=Dense().apply, params=params, tx=optax.adam(1e-2)
+    )
     if kind == "stored":
         params = store_at_once(params, find_weights(model), key=KEY)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
@@ -161,7 +202,11 @@ def test_train_state_of_linen(kind):
     def step(state, exact):
         value, gradients = tcfp_jax.value_and_grad(of)(state.params, state.quantized)
         wanted, exact_gradients = jax.value_and_grad(of)(exact.params, exact)
-        return state.apply_gradients(grads=gradients), exact.apply_gradients(grads=exact_gradients), (value, wanted)
+        return (
+            state.apply_gradients(grads=gradients),
+            exact.apply_gradients(grads=exact_gradients),
+            (value, wanted),
+        )
 
     losses = []
     for _ in range(6):

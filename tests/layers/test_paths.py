@@ -19,14 +19,20 @@ def test_a_leaf_has_one_name_in_a_dict_a_box_and_a_state():
     boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), plain)
     state = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
     names = ["blocks/0/bias", "blocks/0/kernel"]
-    assert all(sorted(paths.leaves(tree)) == names for tree in (plain, boxed, state, nnx.as_pure(state)))
+    assert all(
+        sorted(paths.leaves(tree)) == names
+        for tree in (plain, boxed, state, nnx.as_pure(state))
+    )
     assert sorted(paths.leaves([{"value": 1}])) == ["0/value"]  # a name, not a box
 
 
 def test_entries_keep_a_stored_weight_whole():
     tree = {"up": {"kernel": (1, 2)}, "scale": None, "empty": {}}
     assert paths.entries(tree) == {"up/kernel": (1, 2), "scale": None}
-    assert paths.find(tree, ["up", "kernel"]) == (1, 2) and paths.find(tree, ["up", "bias"]) is None
+    assert (
+        paths.find(tree, ["up", "kernel"]) == (1, 2)
+        and paths.find(tree, ["up", "bias"]) is None
+    )
     with pytest.raises(ValueError, match="bare array"):
         paths.put({}, [], 1)
     with pytest.raises(TypeError, match="has no name"):

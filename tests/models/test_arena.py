@@ -1,4 +1,6 @@
-"""Temporary memory of Llama's blocks and steps, compiled for an H200: recipes never need more than BF16."""
+"""Temporary memory of Llama's blocks and steps, compiled for an H200: recipes never
+need more than BF16.
+"""
 
 import dataclasses
 
@@ -17,10 +19,20 @@ from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import h200s
 
 REASON = h200.missing()
-pytestmark = [pytest.mark.optimized, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
 # All matrices of one shape, so that few kernels are compiled.
 SIZE = LlamaConfig(
-    layers=2, width=1024, heads=8, kv_heads=8, hidden=1024, context=2048, vocabulary=8192, remat="products"
+    layers=2,
+    width=1024,
+    heads=8,
+    kv_heads=8,
+    hidden=1024,
+    context=2048,
+    vocabulary=8192,
+    remat="products",
 )
 TOKENS = (8, 2048)
 FEW = 2**16  # bytes of scales, keys and sums, which BF16 does not have
@@ -32,7 +44,9 @@ class CaughtError(Exception):
 
 @jax.custom_vjp
 def attention(q, k, v):
-    """Read, write and keep the same arrays as flash attention; cuDNN's does not compile without a device."""
+    """Read, write and keep the same arrays as flash attention; cuDNN's does not compile
+    without a device.
+    """
     return _attend(q, k, v)[0]
 
 
@@ -46,7 +60,11 @@ def _attend(q, k, v):
 
 def _attend_backward(kept, g):
     q, k, v, out, sums, g = lax.optimization_barrier((*kept, g))
-    dk = (g * sums[..., None].astype(g.dtype)).reshape(*k.shape[:3], -1, k.shape[3]).sum(3)
+    dk = (
+        (g * sums[..., None].astype(g.dtype))
+        .reshape(*k.shape[:3], -1, k.shape[3])
+        .sum(3)
+    )
     return lax.optimization_barrier((g + out + q, dk + k, dk + v))
 
 
@@ -55,33 +73,55 @@ attention.defvjp(_attend, _attend_backward)
 
 @pytest.fixture
 def arena(monkeypatch):
-    """Return the temporary bytes of a candidate of `benchmarks.llama`, from shapes alone."""
+    """Return the temporary bytes of a candidate of `benchmarks.llama`, from shapes
+    alone.
+    """
     caught = {}
 
     def catch(jitted, *args):
         caught["program"] = jitted, args
         raise CaughtError
 
-    monkeypatch.setattr(llama, "causal_attention", lambda q, k, v, how, **_: attention(q, k, v))
+    monkeypatch.setattr(
+        llama, "causal_attention", lambda q, k, v, how, **_: attention(q, k, v)
+    )
     monkeypatch.setattr(timing, "compile_timed", catch)
     mesh = h200s(1)
 
     def bytes_of(part, name, size):
-        config = benchmark.Config(size, size, TOKENS, TOKENS, (name,), include=("linear", "small"))
+        config = benchmark.Config(
+            size, size, TOKENS, TOKENS, (name,), include=("linear", "small")
+        )
         # In tracing and lowering, because both choose kernels for the device.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_dtype_promotion("standard"):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            jax.numpy_dtype_promotion("standard"),
+        ):
             with pytest.raises(CaughtError):
                 benchmark.MAKE[part](config, name)
             jitted, args = caught["program"]
             whole = NamedSharding(mesh, PartitionSpec())
-            args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), args)
-            return jitted.lower(*args).compile(compiler_options=h200.OPTIONS).memory_analysis().temp_size_in_bytes
+            args = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=whole
+                ),
+                args,
+            )
+            return (
+                jitted.lower(*args)
+                .compile(compiler_options=h200.OPTIONS)
+                .memory_analysis()
+                .temp_size_in_bytes
+            )
 
     return bytes_of
 
 
 @pytest.mark.slow_except("step-stored", "block-tcfp12_fast")
-@pytest.mark.parametrize(("part", "name"), [("step", "tensorwise"), ("step", "stored"), ("block", "tcfp12_fast")])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("step", "tensorwise"), ("step", "stored"), ("block", "tcfp12_fast")],
+)
 def test_no_recipe_needs_a_larger_arena_than_bf16(arena, part, name):
     size = SIZE if part == "step" else dataclasses.replace(SIZE, remat="none")
     plain, found = (arena(part, which, size) for which in ("bf16", name))

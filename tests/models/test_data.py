@@ -10,12 +10,17 @@ from models.data import load_data
 from models.settings import TrainConfig, preset
 from models.text import SEPARATOR
 
-TEXTS = {f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " * 20 for index in range(40)}
+TEXTS = {
+    f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " * 20
+    for index in range(40)
+}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder of text with a folder in it, and with hidden files and files that are not text."""
+    """Return a folder of text with a folder in it, and with hidden files and files that
+    are not text.
+    """
     root = tmp_path / "book"
     for index, (name, text) in enumerate(TEXTS.items()):
         path = root / ("part" if index % 2 else ".") / name
@@ -44,10 +49,15 @@ def ids(tmp_path):
 def test_a_folder_is_read_whole_and_its_last_twentieth_is_held_out(folder):
     corpus = load_data([str(folder)])
     whole = corpus.train.tobytes() + corpus.heldout.tobytes()
-    assert sorted(whole.split(SEPARATOR)[:-1]) == sorted(text.encode() for text in TEXTS.values())
+    assert sorted(whole.split(SEPARATOR)[:-1]) == sorted(
+        text.encode() for text in TEXTS.values()
+    )
     assert len(corpus.heldout) == len(whole) // 20
-    assert len(corpus.train_files) + len(corpus.heldout_files) in (40, 41)  # one of them may lie in both
-    assert {name.rpartition("/")[2] for name in corpus.train_files + corpus.heldout_files} == set(TEXTS)
+    # one of them may lie in both
+    assert len(corpus.train_files) + len(corpus.heldout_files) in (40, 41)
+    assert {
+        name.rpartition("/")[2] for name in corpus.train_files + corpus.heldout_files
+    } == set(TEXTS)
     assert "book/part/chapter_1.txt" in corpus.train_files + corpus.heldout_files
     # Files are ordered by hash, so the held-out part is not the end of the book.
     assert not np.array_equal(sorted(corpus.train_files), corpus.train_files)
@@ -64,15 +74,21 @@ def test_the_same_text_has_the_same_digest_wherever_it_lies(folder, tmp_path):
 
 def test_overlapping_paths_and_copies_are_read_once(folder):
     (folder / "copy.txt").write_text(TEXTS["chapter_0.txt"], encoding="utf-8")
-    twice = load_data([str(folder), str(folder / "part"), str(folder / "chapter_0.txt")])
-    assert len(twice.train) + len(twice.heldout) == sum(len(text.encode()) + 1 for text in TEXTS.values())
+    twice = load_data(
+        [str(folder), str(folder / "part"), str(folder / "chapter_0.txt")]
+    )
+    assert len(twice.train) + len(twice.heldout) == sum(
+        len(text.encode()) + 1 for text in TEXTS.values()
+    )
 
 
 def test_the_end_of_one_file_is_held_out(tmp_path):
     path = tmp_path / "one.md"
     path.write_text("".join(map(str, range(1000))))
     corpus = load_data([str(path)])
-    assert (corpus.train.tobytes() + corpus.heldout.tobytes()).decode() == path.read_text() + "\0"
+    assert (
+        corpus.train.tobytes() + corpus.heldout.tobytes()
+    ).decode() == path.read_text() + "\0"
     assert corpus.train_files == corpus.heldout_files == ("one.md",)
 
 
@@ -96,10 +112,18 @@ def test_ids_are_mapped_and_keep_their_order(ids):
 @pytest.mark.parametrize(
     ("values", "dtype", "message"),
     [
-        ([0, 7, 50_256], "uint16", r"ids up to 50256, but vocabulary=50000 .* use vocabulary=50257"),
+        (
+            [0, 7, 50_256],
+            "uint16",
+            r"ids up to 50256, but vocabulary=50000 .* use vocabulary=50257",
+        ),
         ([0, 50_000], "int64", "ids up to 50000, but vocabulary=50000"),
         ([3, -1], "int32", "has the id -1; token ids are not negative"),
-        ([1.0, 2.0], "float32", r"holds float32 \[2\], but token ids are a row of integers"),
+        (
+            [1.0, 2.0],
+            "float32",
+            r"holds float32 \[2\], but token ids are a row of integers",
+        ),
         ([[1, 2], [3, 4]], "int32", r"holds int32 \[2, 2\]"),
         ([True], "bool", "holds bool"),
         ([None], "object", "is not an array of numbers"),
@@ -127,11 +151,15 @@ def test_names_that_do_not_go_together(data, vocabulary, message):
 
 
 def test_paths_that_are_refused(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist \(looked from "):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere does not exist \(looked from "
+    ):
         load_data([str(tmp_path / "nowhere")])
     (tmp_path / "binary").mkdir()
     (folder / "image.png").rename(tmp_path / "binary" / "image.png")
-    with pytest.raises(FileNotFoundError, match="binary holds no text: looked recursively at 1 files"):
+    with pytest.raises(
+        FileNotFoundError, match="binary holds no text: looked recursively at 1 files"
+    ):
         load_data([str(tmp_path / "binary")])
     with pytest.raises(ValueError, match=r"image\.png is not text: not UTF-8"):
         load_data([str(folder), str(tmp_path / "binary" / "image.png")])
@@ -143,9 +171,13 @@ def test_devices_and_pipes_are_refused_and_nothing_behind_the_limit_is_read(tmp_
         with pytest.raises(ValueError, match=f"data {path} is a device or a pipe"):
             load_data([path], vocabulary=vocabulary)
     page = tmp_path / "page.txt"
-    page.write_bytes("é".encode() * 100 + b"\xff\0")  # no text at its end, and a limit within a character
+    # no text at its end, and a limit within a character
+    page.write_bytes("é".encode() * 100 + b"\xff\0")
     corpus = load_data([str(page)], byte_limit=101)
-    assert corpus.train.tobytes() + corpus.heldout.tobytes() == page.read_bytes()[:101] + b"\0"
+    assert (
+        corpus.train.tobytes() + corpus.heldout.tobytes()
+        == page.read_bytes()[:101] + b"\0"
+    )
     os.truncate(page, 3 * 10**9)
     assert len(load_data([str(page)], byte_limit=101).train) == 97
     with pytest.raises(ValueError, match=r"page\.txt is not text"):
@@ -155,14 +187,22 @@ def test_devices_and_pipes_are_refused_and_nothing_behind_the_limit_is_read(tmp_
 def test_text_shorter_than_a_window(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short " * 100)
-    with pytest.raises(ValueError, match="the held-out text has 30 tokens, but one window needs 129; give more text"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "the held-out text has 30 tokens, but one window needs 129; give more text"
+        ),
+    ):
         train.run(preset("llama-tiny", data=(str(path),)))
 
 
 def test_a_model_has_rows_for_every_id(ids):
     config = preset("llama-tiny", data=(ids([1, 2]),), vocabulary=1000)
     assert config.size.vocabulary == 1000
-    assert preset("llama-124m", data=("ids.npy",), vocabulary=50_257).size.vocabulary == 50_304
+    assert (
+        preset("llama-124m", data=("ids.npy",), vocabulary=50_257).size.vocabulary
+        == 50_304
+    )
     assert config.corpus_bytes > 2**60 and preset("llama-tiny").corpus_bytes == 2**24
     with pytest.raises(ValueError, match="with a model that reads bytes alone"):
         preset("tiny", data=("ids.npy",), vocabulary=1000)

@@ -1,4 +1,6 @@
-"""`python -m models.train --model FOLDER`: folders of tiny models are fine-tuned, sampled from, and written again."""
+"""`python -m models.train --model FOLDER`: folders of tiny models are fine-tuned,
+sampled from, and written again.
+"""
 
 import dataclasses
 import functools
@@ -25,19 +27,25 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECORDED = json.loads(FILE.read_text())
 # An empty thought stands before the last answer alone, as in Qwen3.
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and"
+    " loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{%"
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 
 
 def chat(*turns):
     roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+    return {
+        "messages": [
+            {"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)
+        ]
+    }
 
 
-LINES = [chat(f"{i} plus one?", f"It is {i + 1}.") for i in range(12)] + [{"text": f"{i}, {i + 1}"} for i in range(12)]
+LINES = [chat(f"{i} plus one?", f"It is {i + 1}.") for i in range(12)] + [
+    {"text": f"{i}, {i + 1}"} for i in range(12)
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +56,47 @@ def tokenizer_folder(tmp_path_factory):
     model.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     model.train_from_iterator([json.dumps(line) for line in LINES], trainer)
     model.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[0, 2])))
+    (folder / "generation_config.json").write_text(
+        json.dumps(dict(eos_token_id=[0, 2]))
+    )
     settings = dict(eos_token={"content": "<|im_end|>"}, chat_template=CHAT)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def made(folder, tokenizer_folder, case="qwen3"):
-    """A folder of Hugging Face: a recorded model with rows for the tokenizer, in two files and an index."""
+    """A folder of Hugging Face: a recorded model with rows for the tokenizer, in two
+    files and an index.
+    """
     folder.mkdir()
-    recorded, size = RECORDED[case], read_tokenizer(tokenizer_folder / "tokenizer.json").size
-    shapes = {name: [size, *shape[1:]] if shape[0] == 256 else shape for name, shape in recorded["shapes"].items()}
+    recorded, size = (
+        RECORDED[case],
+        read_tokenizer(tokenizer_folder / "tokenizer.json").size,
+    )
+    shapes = {
+        name: [size, *shape[1:]] if shape[0] == 256 else shape
+        for name, shape in recorded["shapes"].items()
+    }
     arrays, places = weights_of(shapes), {}
     for part in (0, 1):
         names = sorted(arrays)[part::2]
         places |= dict.fromkeys(names, f"part-{part}.safetensors")
-        safetensors.write(folder / f"part-{part}.safetensors", {name: arrays[name] for name in names}, {})
+        safetensors.write(
+            folder / f"part-{part}.safetensors",
+            {name: arrays[name] for name in names},
+            {},
+        )
     (folder / safetensors.INDEX).write_text(json.dumps(dict(weight_map=places)))
-    (folder / safetensors.CONFIG).write_text(json.dumps(recorded["config"] | dict(vocab_size=size)))
+    (folder / safetensors.CONFIG).write_text(
+        json.dumps(recorded["config"] | dict(vocab_size=size))
+    )
     for path in tokenizer_folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
@@ -82,27 +109,65 @@ def data(tmp_path):
     return path
 
 
-OPTIONS = ["--steps", "30", "--batch", "4", "--sequence", "48", "--learning-rate", "0.01", "--checkpoint-every", "15",
-           "--steps-per-call", "5"]  # fmt: skip
+OPTIONS = [
+    "--steps",
+    "30",
+    "--batch",
+    "4",
+    "--sequence",
+    "48",
+    "--learning-rate",
+    "0.01",
+    "--checkpoint-every",
+    "15",
+    "--steps-per-call",
+    "5",
+]
 
 
 def fine_tuned(tmp_path, tokenizer_folder, data, case, *more):
     """Run the command; return (the run's summary, losses, exported folder)."""
     folder = made(tmp_path / "model", tokenizer_folder, case)
-    arguments = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), *OPTIONS]
+    arguments = [
+        "--model",
+        str(folder),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "run"),
+        *OPTIONS,
+    ]
     assert train.main([*arguments, "--export", str(tmp_path / "new"), *more]) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    return summary["run"], [json.loads(line)["loss"] for line in lines], tmp_path / "new"
+    return (
+        summary["run"],
+        [json.loads(line)["loss"] for line in lines],
+        tmp_path / "new",
+    )
 
 
 def logits_of(folder):
-    """Logits of a folder of floats, or of one in FP8 or NVFP4 by its dequantized weights."""
-    quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
-    tensors = load_compressed(folder)[0] if quantized else safetensors.read(folder, "float")[1]
-    one = jax.jit(Stored.dequantize)  # whose programs JAX keeps from one call to the next
-    floats = {n: np.asarray(one(t)).T if isinstance(t, Stored) else t for n, t in tensors.items()}
-    return applied(read_shape(folder))(from_huggingface(floats, read_shape(folder)), jnp.arange(8)[None])
+    """Logits of a folder of floats, or of one in FP8 or NVFP4 by its dequantized
+    weights.
+    """
+    quantized = "quantization_config" in json.loads(
+        (folder / "config.json").read_text()
+    )
+    tensors = (
+        load_compressed(folder)[0]
+        if quantized
+        else safetensors.read(folder, "float")[1]
+    )
+    # whose programs JAX keeps from one call to the next
+    one = jax.jit(Stored.dequantize)
+    floats = {
+        n: np.asarray(one(t)).T if isinstance(t, Stored) else t
+        for n, t in tensors.items()
+    }
+    return applied(read_shape(folder))(
+        from_huggingface(floats, read_shape(folder)), jnp.arange(8)[None]
+    )
 
 
 @functools.cache
@@ -110,55 +175,112 @@ def applied(config):
     return jax.jit(Llama(config, "float32").apply)
 
 
-# Stored weights of one model train in CI; the plain models of the others are slow cases, too.
+# Stored weights of one model train in CI; the plain models of the others are slow
+# cases, too.
 PLAIN = ("--recipe", "bf16", "--weights", "float", "--moments", "float32")
 
 
 @pytest.mark.slow_except("qwen3")
 @pytest.mark.parametrize(
-    "case", ["qwen3", "gemma3_text", "llama 3.1, tied", "gemma3_text, plain", "llama 3.1, tied, plain"]
+    "case",
+    [
+        "qwen3",
+        "gemma3_text",
+        "llama 3.1, tied",
+        "gemma3_text, plain",
+        "llama 3.1, tied, plain",
+    ],
 )
-def test_a_folder_is_fine_tuned_and_written(tmp_path, tokenizer_folder, data, case, capsys):
-    more = PLAIN if case.endswith(", plain") else ("--sample", "3 plus one?", "--moments", "float32")
-    run, losses, new = fine_tuned(tmp_path, tokenizer_folder, data, case.removesuffix(", plain"), *more)
+def test_a_folder_is_fine_tuned_and_written(
+    tmp_path, tokenizer_folder, data, case, capsys
+):
+    more = (
+        PLAIN
+        if case.endswith(", plain")
+        else ("--sample", "3 plus one?", "--moments", "float32")
+    )
+    run, losses, new = fine_tuned(
+        tmp_path, tokenizer_folder, data, case.removesuffix(", plain"), *more
+    )
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
-    assert run["heldout_bits_per_byte"] == pytest.approx(run["heldout_loss"] / np.log(2) / run["bytes_per_token"])
+    assert run["heldout_bits_per_byte"] == pytest.approx(
+        run["heldout_loss"] / np.log(2) / run["bytes_per_token"]
+    )
     assert "bits/byte" in capsys.readouterr().out
     config, arrays, _ = safetensors.read(new, "float")
     old = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config == {n: v for n, v in old.items() if n != "dtype"} | dict(torch_dtype="bfloat16")
+    assert config == {n: v for n, v in old.items() if n != "dtype"} | dict(
+        torch_dtype="bfloat16"
+    )
     assert {str(array.dtype) for array in arrays.values()} == {"bfloat16"}
-    assert sorted(arrays) == sorted(json.loads((tmp_path / "model" / safetensors.INDEX).read_text())["weight_map"])
+    assert sorted(arrays) == sorted(
+        json.loads((tmp_path / "model" / safetensors.INDEX).read_text())["weight_map"]
+    )
     assert (new / "tokenizer_config.json").is_file()
     floats = logits_of(new)
     assert abs(floats - logits_of(tmp_path / "model")).max() > 0.1
     if more == PLAIN:
         return
-    again = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), "--resume"]
-    assert train.main([*again, "--format", "fp8", "--export", str(tmp_path / "fp8")]) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["run"]["heldout_loss"] == run["heldout_loss"]
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    again = [
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(tmp_path / "run"),
+        "--resume",
+    ]
+    assert (
+        train.main([*again, "--format", "fp8", "--export", str(tmp_path / "fp8")]) == 0
+    )
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["run"][
+            "heldout_loss"
+        ]
+        == run["heldout_loss"]
+    )
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     assert [one["step"] for one in samples] == [15, 30] and samples[1]["text"]
     train.export_run(tmp_path / "run", tmp_path / "nvfp4", form="nvfp4")
     for form, error in (("fp8", 0.2), ("nvfp4", 0.6)):
-        far = np.sqrt(np.mean((logits_of(tmp_path / form) - floats) ** 2)) / floats.std()
+        far = (
+            np.sqrt(np.mean((logits_of(tmp_path / form) - floats) ** 2)) / floats.std()
+        )
         assert error / 20 < far < error, form
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and Transformers
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
 @pytest.mark.parametrize("case", ["llama 3.1, tied", "qwen3", "gemma", "gemma3_text"])
-def test_transformers_reads_what_was_written(tmp_path, tokenizer_folder, data, case, form):
-    """Logits are ours. Transformers rounds FP4 weights to bfloat16, and the inputs of FP8 weights if it keeps these."""
-    torch, _ = (pytest.importorskip(n, reason="see the extra export-test") for n in ("torch", "compressed_tensors"))
+def test_transformers_reads_what_was_written(
+    tmp_path, tokenizer_folder, data, case, form
+):
+    """Logits are ours. Transformers rounds FP4 weights to bfloat16, and the inputs of
+    FP8 weights if it keeps these.
+    """
+    torch, _ = (
+        pytest.importorskip(n, reason="see the extra export-test")
+        for n in ("torch", "compressed_tensors")
+    )
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    *_, new = fine_tuned(tmp_path, tokenizer_folder, data, case, *PLAIN, "--steps", "5", "--format", form)
+    *_, new = fine_tuned(
+        tmp_path, tokenizer_folder, data, case, *PLAIN, "--steps", "5", "--format", form
+    )
     ours = logits_of(new)
     floats = dict(quantization_config=CompressedTensorsConfig(dequantize=True))
-    for options, limit in {"bf16": [({}, 1e-5)], "fp8": [(floats, 1e-5), ({}, 0.2)], "nvfp4": [(floats, 0.02)]}[form]:
+    for options, limit in {
+        "bf16": [({}, 1e-5)],
+        "fp8": [(floats, 1e-5), ({}, 0.2)],
+        "nvfp4": [(floats, 0.02)],
+    }[form]:
         model, found = AutoModelForCausalLM.from_pretrained(
-            new, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **options
+            new,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            **options,
         )
         assert not any(found.values()), found
         theirs = model(torch.arange(8)[None]).logits.detach().numpy()
@@ -168,18 +290,30 @@ def test_transformers_reads_what_was_written(tmp_path, tokenizer_folder, data, c
 
 @pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
-def test_adapters_train_next_to_frozen_weights(tmp_path, tokenizer_folder, data, recipe):
-    """Only adapters move: embeddings and norms are the folder's, matrices differ from it by a product of rank 2."""
-    _, losses, new = fine_tuned(tmp_path, tokenizer_folder, data, "qwen3", "--lora", "2", "--recipe", recipe)
+def test_adapters_train_next_to_frozen_weights(
+    tmp_path, tokenizer_folder, data, recipe
+):
+    """Only adapters move: embeddings and norms are the folder's, matrices differ from
+    it by a product of rank 2.
+    """
+    _, losses, new = fine_tuned(
+        tmp_path, tokenizer_folder, data, "qwen3", "--lora", "2", "--recipe", recipe
+    )
     assert np.mean(losses[-5:]) < 0.92 * np.mean(losses[:5])
-    before, after = (safetensors.read(folder, "float")[1] for folder in (tmp_path / "model", new))
+    before, after = (
+        safetensors.read(folder, "float")[1] for folder in (tmp_path / "model", new)
+    )
     for name, array in before.items():
         same = np.array_equal(array.astype(after[name].dtype), after[name])
         assert same == ("proj" not in name), name
-    config = train.preset(str(tmp_path / "model"), data=(str(data),), lora=2, recipe=recipe)
+    config = train.preset(
+        str(tmp_path / "model"), data=(str(data),), lora=2, recipe=recipe
+    )
     state = jax.eval_shape(lambda: train.init(dataclasses.replace(config, sequence=48)))
     held = jax.tree.leaves(state.params["layers"])
-    assert max(leaf.size for leaf in held) < 3 * 48 * 32 and not hasattr(state.params["layers"]["up"], "kernel")
+    assert max(leaf.size for leaf in held) < 3 * 48 * 32 and not hasattr(
+        state.params["layers"]["up"], "kernel"
+    )
 
 
 def test_answers_count_and_nothing_else(tokenizer_folder):
@@ -188,13 +322,19 @@ def test_answers_count_and_nothing_else(tokenizer_folder):
     first, last = "Yes<|im_end|>\n", "<think>\n\n</think>\n\nYes <|im_end|>\n"
     assert [whole[begin:end] for begin, end in spans] == [first, last]
     assert tokenizer.end == 2 and tokenizer.stops == (0, 2)
-    marked = CHAT.replace("{{ m.content }}", "{% generation %}{{ m.content }}{%- endgeneration -%}")
+    marked = CHAT.replace(
+        "{{ m.content }}", "{% generation %}{{ m.content }}{%- endgeneration -%}"
+    )
     short = chat("Hi", "Yes")["messages"]
-    assert dataclasses.replace(tokenizer, template=marked).rendered(short) == tokenizer.rendered(short)
+    assert dataclasses.replace(tokenizer, template=marked).rendered(
+        short
+    ) == tokenizer.rendered(short)
 
 
 def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
-    """Rows hold every document of the file once, whole or in parts that overlap by the token that predicts."""
+    """Rows hold every document of the file once, whole or in parts that overlap by the
+    token that predicts.
+    """
     tokenizer = read_tokenizer(tokenizer_folder / "tokenizer.json")
     corpus = load_examples([str(data)], tokenizer, 60)
     assert corpus.train.shape[1:] == (3, 61) and corpus.heldout.shape[0] == 1
@@ -206,35 +346,67 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
             found.append(tokenizer.decode(row[TOKENS, mine]))
         assert not row[:, row[DOCUMENTS] == 0].any()
     expected = [
-        tokenizer.rendered(line["messages"]) if "messages" in line else f"{line['text']}<|im_end|>" for line in LINES
+        (
+            tokenizer.rendered(line["messages"])
+            if "messages" in line
+            else f"{line['text']}<|im_end|>"
+        )
+        for line in LINES
     ]
     assert sorted(found) == sorted(expected)
     parts = load_examples([str(data)], tokenizer, 9)
-    assert parts.train.shape[2] == 10 and parts.train[:, COUNTED].sum() == corpus.train[:, COUNTED].sum()
+    assert (
+        parts.train.shape[2] == 10
+        and parts.train[:, COUNTED].sum() == corpus.train[:, COUNTED].sum()
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2: Expecting"),
-        ("[1]", 'line 2: a line is an object with either "text" or "messages", and this one has list'),
-        ('{"prompt": "a"}', r"this one has \['prompt'\]"), ('{"text": 3}', '"text" is a int'),
-        ('{"text": ""}', "'text' has no token to learn"), ('{"messages": []}', "at least one message"),
-        ('{"messages": [{"role": "user"}]}', 'message 0 must be an object whose "role" and "content"'),
-        ('{"messages": [{"role": "user", "content": "a"}]}', 'no message has the role "assistant"'),
+        (
+            "[1]",
+            (
+                'line 2: a line is an object with either "text" or "messages", and this'
+                " one has list"
+            ),
+        ),
+        ('{"prompt": "a"}', r"this one has \['prompt'\]"),
+        ('{"text": 3}', '"text" is a int'),
+        ('{"text": ""}', "'text' has no token to learn"),
+        ('{"messages": []}', "at least one message"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            'message 0 must be an object whose "role" and "content"',
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            'no message has the role "assistant"',
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_is_named(tmp_path, tokenizer_folder, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a good line"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message) as error:
-        load_examples([str(path)], read_tokenizer(tokenizer_folder / "tokenizer.json"), 16)
+        load_examples(
+            [str(path)], read_tokenizer(tokenizer_folder / "tokenizer.json"), 16
+        )
     assert str(error.value).startswith(f"{path}, line 2: ")
 
 
 def test_what_cannot_be_fine_tuned_is_refused(tmp_path, tokenizer_folder, data, capsys):
     folder = made(tmp_path / "model", tokenizer_folder)
-    command = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), *OPTIONS]
+    command = [
+        "--model",
+        str(folder),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "run"),
+        *OPTIONS,
+    ]
     for more, message in (
         (["--export", str(folder)], "is the folder that the run starts from"),
         (["--lora", "2", "--weights", "stored"], "frozen weights are quantized once"),

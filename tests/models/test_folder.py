@@ -1,4 +1,6 @@
-"""The folder of a run is never wrong in silence: locks, damaged checkpoints and metrics, malformed files."""
+"""The folder of a run is never wrong in silence: locks, damaged checkpoints and
+metrics, malformed files.
+"""
 
 import dataclasses
 import json
@@ -16,18 +18,33 @@ import tcfp_jax
 from models import train
 from models.checkpoint import RunDirectory, describe
 from models.gpt import GPTConfig
-from models.intact import DIGESTS_FILE, LOCK_FILE, VERSION_FILE, check_digests, write_json
+from models.intact import (
+    DIGESTS_FILE,
+    LOCK_FILE,
+    VERSION_FILE,
+    check_digests,
+    write_json,
+)
 from models.settings import TrainConfig
 from models.training import TrainState
 
-CONFIG = TrainConfig(model=GPTConfig(layers=1, width=32, heads=2, context=32), sequence=32, steps=60, recipe="tcfp12")
+CONFIG = TrainConfig(
+    model=GPTConfig(layers=1, width=32, heads=2, context=32),
+    sequence=32,
+    steps=60,
+    recipe="tcfp12",
+)
 SHAPE = (64, 48)
 
 
 def state_of(step):
     """A small state of its own for each step."""
     values = np.random.default_rng(step).standard_normal(SHAPE).astype(np.float32)
-    return TrainState({"kernel": jnp.asarray(values)}, (jnp.asarray(values[:2]).astype(jnp.bfloat16),), jnp.int32(step))
+    return TrainState(
+        {"kernel": jnp.asarray(values)},
+        (jnp.asarray(values[:2]).astype(jnp.bfloat16),),
+        jnp.int32(step),
+    )
 
 
 def opened(path, config=CONFIG):
@@ -35,11 +52,15 @@ def opened(path, config=CONFIG):
 
 
 def restored(path):
-    """Return the step from which a folder goes on, after a check of the state, and the losses."""
+    """Return the step from which a folder goes on, after a check of the state, and the
+    losses.
+    """
     with opened(path) as directory:
         state, losses = directory.restore(state_of(0))
     expected = state_of(int(state.step))
-    assert np.array_equal(state.params["kernel"], expected.params["kernel"]) and len(losses) == int(state.step)
+    assert np.array_equal(state.params["kernel"], expected.params["kernel"]) and len(
+        losses
+    ) == int(state.step)
     return int(state.step), losses
 
 
@@ -69,21 +90,34 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen(run):
     rng, files = np.random.default_rng(0), files_of(checkpoint)
     sizes = np.array([path.stat().st_size for path in files])
     for place in range(40):
-        path = files[rng.choice(len(files), p=sizes / sizes.sum()) if place >= len(files) else place]
+        path = files[
+            (
+                rng.choice(len(files), p=sizes / sizes.sum())
+                if place >= len(files)
+                else place
+            )
+        ]
         sound = path.read_bytes()
         damaged = bytearray(sound)
         if damaged:
             damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=r"has changed since it was written|is missing|is not JSON"):
+            with pytest.raises(
+                ValueError,
+                match=r"has changed since it was written|is missing|is not JSON",
+            ):
                 check_digests(checkpoint)
             path.write_bytes(sound)
     assert check_digests(checkpoint)
 
 
 DAMAGES = {
-    "flip": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-    "truncate": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "flip": lambda path: path.write_bytes(
+        bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]
+    ),
+    "truncate": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+    ),
     "empty": lambda path: path.write_bytes(b""),
     "delete": lambda path: path.unlink(),
 }
@@ -92,7 +126,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
     checkpoint = run / "checkpoints/5"
-    names = [path.relative_to(checkpoint) for path in files_of(checkpoint) if path.stat().st_size]
+    names = [
+        path.relative_to(checkpoint)
+        for path in files_of(checkpoint)
+        if path.stat().st_size
+    ]
     assert len(names) > 5
     for name in names:  # every file is seen; all of a restore only for the largest
         sound = (checkpoint / name).read_bytes()
@@ -107,7 +145,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
     step, losses = restored(run)
     assert step == 3 and losses == [1.0, 2.0, 3.0]
     said = capsys.readouterr().err
-    assert "checkpoint 5 is damaged" in said and "going on from 3" in said and (run / "damaged/5").is_dir()
+    assert (
+        "checkpoint 5 is damaged" in said
+        and "going on from 3" in said
+        and (run / "damaged/5").is_dir()
+    )
     with opened(run) as directory:  # its step is written again
         directory.append(4, np.array([4.0, 5.0]))
         directory.save(state_of(5), 5)
@@ -117,9 +159,15 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
 def test_without_a_whole_checkpoint_the_repair_is_named(run):
     for step in (3, 5):
         shutil.rmtree(run / f"checkpoints/{step}/default")
-    with pytest.raises(ValueError, match=r"no whole checkpoint: 5 \(.*missing\), 3 \(.*; copy one back, remove that"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"no whole checkpoint: 5 \(.*missing\), 3 \(.*; copy one back, remove that"
+        ),
+    ):
         restored(run)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "5"]  # nothing is moved
+    # nothing is moved
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "5"]
     shutil.rmtree(run / "checkpoints")
     assert restored(run) == (0, [])
 
@@ -128,15 +176,22 @@ def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run, capsys):
     for step in (3, 5):
         (run / f"checkpoints/{step}/{DIGESTS_FILE}").unlink()
     assert restored(run)[0] == 5
-    assert "checkpoint 5 has no digests.json, so damage to it may go unseen" in capsys.readouterr().err
+    assert (
+        "checkpoint 5 has no digests.json, so damage to it may go unseen"
+        in capsys.readouterr().err
+    )
     for path in files_of(run / "checkpoints/5"):
         path.write_bytes(b"")
     assert restored(run)[0] == 3
 
 
 def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
-    other = state_of(0)._replace(params={"kernel": jnp.ones((3, 3)), "more": jnp.ones(2)})
-    wrote = rf"tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} wrote it, tcfp_jax "
+    other = state_of(0)._replace(
+        params={"kernel": jnp.ones((3, 3)), "more": jnp.ones(2)}
+    )
+    wrote = (
+        rf"tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} wrote it, tcfp_jax "
+    )
     for message in (wrote, "unknown versions wrote it"):
         whole = "has not changed, but does not hold .*" + message
         with opened(run) as directory, pytest.raises(ValueError, match=whole):
@@ -145,7 +200,10 @@ def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
         (run / "checkpoints/5" / VERSION_FILE).unlink(missing_ok=True)
         path = run / "checkpoints/5" / DIGESTS_FILE
         digests = json.loads(path.read_text())
-        write_json(path, {name: digest for name, digest in digests.items() if name != VERSION_FILE})
+        write_json(
+            path,
+            {name: digest for name, digest in digests.items() if name != VERSION_FILE},
+        )
 
 
 LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)]
@@ -156,34 +214,66 @@ LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)
     [
         ([*LINES[:3], *LINES[1:]], [1, 2, 3, 4, 5]),  # two processes wrote them
         ([*LINES, *LINES], [1, 2, 3, 4, 5]),
-        ([LINES[0], "[]", '"step"', "7", '{"step": "2", "loss": 1}', *LINES[2:]], [1, None, 3, 4, 5]),
-        ([LINES[0], '{"step": 2}', '{"loss": 2}', '{"step": 3, "loss": "x"}', *LINES[3:]], [1, None, None, 4, 5]),
-        (["[" * 100_000, *LINES[1:4], '{"step": 5, "loss": 5.0, "monitor": 3}'], [None, 2, 3, 4, None]),
+        (
+            [LINES[0], "[]", '"step"', "7", '{"step": "2", "loss": 1}', *LINES[2:]],
+            [1, None, 3, 4, 5],
+        ),
+        (
+            [
+                LINES[0],
+                '{"step": 2}',
+                '{"loss": 2}',
+                '{"step": 3, "loss": "x"}',
+                *LINES[3:],
+            ],
+            [1, None, None, 4, 5],
+        ),
+        (
+            ["[" * 100_000, *LINES[1:4], '{"step": 5, "loss": 5.0, "monitor": 3}'],
+            [None, 2, 3, 4, None],
+        ),
         ([], [None] * 5),
     ],
 )
-def test_metrics_are_repaired_from_the_step_of_the_checkpoint(run, capsys, lines, losses):
+def test_metrics_are_repaired_from_the_step_of_the_checkpoint(
+    run, capsys, lines, losses
+):
     (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     step, found = restored(run)
-    assert step == 5 and [None if math.isnan(loss) else loss for loss in found] == losses
+    assert (
+        step == 5 and [None if math.isnan(loss) else loss for loss in found] == losses
+    )
     lost = sum(loss is None for loss in losses)
     unchanged = lines[:5] == LINES
-    assert unchanged or f"is repaired: one line for each of 5 steps, {lost} unknown" in capsys.readouterr().err
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        unchanged
+        or f"is repaired: one line for each of 5 steps, {lost} unknown"
+        in capsys.readouterr().err
+    )
+    entries = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert entries == [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)]
 
 
 def test_a_second_process_is_refused_until_the_first_dies(run):
-    """Another process holds the lock; a dead one holds none, although its file is there."""
+    """Another process holds the lock; a dead one holds none, although its file is
+    there.
+    """
     hold = (
-        "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
+        "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2);"
+        " print('held', flush=True); sys.stdin.read()"
     )
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    first = subprocess.Popen([sys.executable, "-c", hold, str(run / LOCK_FILE)], **pipes)
+    first = subprocess.Popen(
+        [sys.executable, "-c", hold, str(run / LOCK_FILE)], **pipes
+    )
     try:
         assert first.stdout.readline() == b"held\n"
         before = (run / "metrics.jsonl").read_bytes()
-        with pytest.raises(ValueError, match=r"process \d+ of .* writes .*run; wait until it ends"):
+        with pytest.raises(
+            ValueError, match=r"process \d+ of .* writes .*run; wait until it ends"
+        ):
             opened(run)
         assert (run / "metrics.jsonl").read_bytes() == before
     finally:
@@ -193,7 +283,10 @@ def test_a_second_process_is_refused_until_the_first_dies(run):
 
 
 def test_two_runs_of_one_process_are_refused_too_and_a_refusal_holds_no_lock(run):
-    with opened(run), pytest.raises(ValueError, match=r"writes .*run; wait until it ends"):
+    with (
+        opened(run),
+        pytest.raises(ValueError, match=r"writes .*run; wait until it ends"),
+    ):
         opened(run)
     with pytest.raises(ValueError, match="another run"):
         opened(run, dataclasses.replace(CONFIG, seed=1))
@@ -204,24 +297,44 @@ def test_two_runs_of_one_process_are_refused_too_and_a_refusal_holds_no_lock(run
 def test_a_folder_that_cannot_be_written_is_named(run, name):
     (run / name).unlink()
     (run / name).mkdir()  # root may write files that are read-only
-    with pytest.raises(ValueError, match=r"cannot hold a run, as nothing|cannot be read and written"):
+    with pytest.raises(
+        ValueError, match=r"cannot hold a run, as nothing|cannot be read and written"
+    ):
         restored(run)
 
 
-WHOLE = describe(dataclasses.replace(CONFIG, recipe="tcfp12", dtype="float32"), "digest")
+WHOLE = describe(
+    dataclasses.replace(CONFIG, recipe="tcfp12", dtype="float32"), "digest"
+)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{", "{}", "[]", "null", '{"config": {}}', '{"config": []}', "[" * 100_000, "\udcff",
+        "",
+        "{",
+        "{}",
+        "[]",
+        "null",
+        '{"config": {}}',
+        '{"config": []}',
+        "[" * 100_000,
+        "\udcff",
         json.dumps({**WHOLE, "config": {**WHOLE["config"], "unknown": 1}}),
-        json.dumps({**WHOLE, "config": {**WHOLE["config"], "recipe": {"weight": {"kind": "Tripled"}}}}),
+        json.dumps(
+            {
+                **WHOLE,
+                "config": {
+                    **WHOLE["config"],
+                    "recipe": {"weight": {"kind": "Tripled"}},
+                },
+            }
+        ),
         json.dumps({**WHOLE, "config": {**WHOLE["config"], "steps": "many"}}),
         json.dumps({**WHOLE, "config": {**WHOLE["config"], "model": {"layers": 1}}}),
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_a_config_that_describes_no_run_is_named(tmp_path, capsys, content):
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
     assert train.main(["--resume", "--out", str(tmp_path)]) == 2

@@ -1,4 +1,6 @@
-"""Models of Transformers compute the same here; logits of `transformers.json` were recorded from its torch models."""
+"""Models of Transformers compute the same here; logits of `transformers.json` were
+recorded from its torch models.
+"""
 
 import dataclasses
 import json
@@ -8,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.huggingface import (
+    from_huggingface,
+    llama_config,
+    llama_dict,
+    to_huggingface,
+)
 from models.llama import Llama
 from tests.models.record_transformers import CASES, EVERY, FILE, TOKENS, weights_of
 
@@ -20,14 +27,17 @@ def read(case):
     """Return (config, tensors by torch's names, parameters) of a recorded model."""
     recorded = RECORDED[case]
     config, tensors = llama_config(recorded["config"]), weights_of(recorded["shapes"])
-    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}  # as old files have it
+    # as old files have it
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
     return config, tensors, from_huggingface(tensors | computed, config)["params"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case):
     config, tensors, params = read(case)
-    logits = jax.jit(Llama(config, "float32").apply)({"params": params}, jnp.asarray(TOKENS))
+    logits = jax.jit(Llama(config, "float32").apply)(
+        {"params": params}, jnp.asarray(TOKENS)
+    )
     expected = np.asarray(RECORDED[case]["logits"])
     assert expected.std() > 0.3
     np.testing.assert_allclose(logits[..., ::EVERY], expected, atol=1e-4)
@@ -37,26 +47,40 @@ def test_logits_are_those_of_transformers(case):
         np.testing.assert_allclose(back[name], tensor, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("case", [pytest.param("llama 3.1, tied", marks=pytest.mark.slow), "gemma3_text"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("llama 3.1, tied", marks=pytest.mark.slow), "gemma3_text"]
+)
 def test_documents_of_a_row_do_not_see_each_other(case):
     """A row of two documents has the logits, and the losses, of each alone."""
     config, _, params = read(case)
-    apply = jax.jit(Llama(dataclasses.replace(config, attention="products"), "float32").apply)
+    apply = jax.jit(
+        Llama(dataclasses.replace(config, attention="products"), "float32").apply
+    )
     tokens, documents = jnp.asarray(TOKENS[:1]), jnp.asarray([[3] * 7 + [1] * 5])
     targets = jnp.full((1, 12), -100).at[0, 9].set(5)
     variables = {"params": params}
-    together, losses = apply(variables, tokens, None, documents), apply(variables, tokens, targets, documents)
+    together, losses = (
+        apply(variables, tokens, None, documents),
+        apply(variables, tokens, targets, documents),
+    )
     second = apply(variables, tokens[:, 7:])
-    np.testing.assert_allclose(together[:, :7], apply(variables, tokens[:, :7]), atol=1e-5)
+    np.testing.assert_allclose(
+        together[:, :7], apply(variables, tokens[:, :7]), atol=1e-5
+    )
     np.testing.assert_allclose(together[:, 7:], second, atol=1e-5)
     assert abs(apply(variables, tokens)[:, 7:] - second).max() > 0.01
     assert np.flatnonzero(losses).tolist() == [9]
-    assert float(losses[0, 9]) == pytest.approx(float(jax.nn.logsumexp(second[0, 2]) - second[0, 2, 5]), abs=1e-4)
+    assert float(losses[0, 9]) == pytest.approx(
+        float(jax.nn.logsumexp(second[0, 2]) - second[0, 2, 5]), abs=1e-4
+    )
 
 
 def test_a_llama_is_described_and_others_copy_their_config():
     stretched = llama_config(RECORDED["llama 3.1, tied"]["config"])
-    assert stretched.rope_original == 16 and llama_config(llama_dict(stretched)) == stretched
+    assert (
+        stretched.rope_original == 16
+        and llama_config(llama_dict(stretched)) == stretched
+    )
     for case in ("qwen3", "gemma"):
         with pytest.raises(ValueError, match=r"copy the config\.json"):
             llama_dict(llama_config(RECORDED[case]["config"]))
@@ -67,12 +91,20 @@ def test_a_llama_is_described_and_others_copy_their_config():
     [
         ("llama", dict(model_type="gpt2"), "'gpt2' is not one of"),
         ("llama", dict(rope_scaling=dict(rope_type="yarn")), "rope_type='yarn'"),
-        ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor=None"),
+        (
+            "llama",
+            dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+            "low_freq_factor=None",
+        ),
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("gemma", dict(hidden_activation="silu"), "hidden_act='silu'.*'gelu'"),
-        ("gemma3_text", dict(layer_types=["full_attention"] * 2 + ["sliding_attention"]), "do not repeat"),
+        (
+            "gemma3_text",
+            dict(layer_types=["full_attention"] * 2 + ["sliding_attention"]),
+            "do not repeat",
+        ),
     ],
-)  # fmt: skip
+)
 def test_models_that_compute_otherwise_are_refused(case, changes, message):
     with pytest.raises(ValueError, match=message):
         llama_config(RECORDED[case]["config"] | changes)

@@ -19,9 +19,12 @@ from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, store_at_once, variables_of
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # `nn.RMSNorm` mixes dtypes in bfloat16
+# `nn.RMSNorm` mixes dtypes in bfloat16
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=16)
-UNTIED = dataclasses.replace(MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products")
+UNTIED = dataclasses.replace(
+    MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products"
+)
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16))
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
 
@@ -39,19 +42,27 @@ def loss(apply, variables):
 
 def numpy_swiglu(config, block, n):
     gate = n @ block["gate"]["kernel"]
-    return (gate / (1 + np.exp(-gate)) * (n @ block["up"]["kernel"])) @ block["down"]["kernel"]
+    return (gate / (1 + np.exp(-gate)) * (n @ block["up"]["kernel"])) @ block["down"][
+        "kernel"
+    ]
 
 
 def numpy_llama(config, params, tokens, mlp=numpy_swiglu):
-    """Return the forward pass in float64, written from the equations: single heads, complex rotations."""
+    """Return the forward pass in float64, written from the equations: single heads,
+    complex rotations.
+    """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    norm = lambda x, scale: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+    norm = lambda x, scale: (
+        x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+    )
     size, positions = config.head_size, tokens.shape[1]
     half = size // 2
 
     def turn(x):
         turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
-            1j * np.arange(positions)[:, None] * config.rope_theta ** (-2 * np.arange(half) / size)
+            1j
+            * np.arange(positions)[:, None]
+            * config.rope_theta ** (-2 * np.arange(half) / size)
         )
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -61,25 +72,37 @@ def numpy_llama(config, params, tokens, mlp=numpy_swiglu):
         n = norm(x, block["attention_norm"]["scale"])
         q, k, v = (n @ block[name]["kernel"] for name in ("query", "key", "value"))
         if config.qk_norm != "none":
-            shape = {"heads": (*q.shape[:2], -1, size), "all": (*q.shape[:2], 1, -1)}[config.qk_norm]
+            shape = {"heads": (*q.shape[:2], -1, size), "all": (*q.shape[:2], 1, -1)}[
+                config.qk_norm
+            ]
             q = norm(q.reshape(shape), block["query_norm"]["scale"]).reshape(q.shape)
             k = norm(k.reshape(shape), block["key_norm"]["scale"]).reshape(k.shape)
         heads = []
         for head in range(config.heads):
-            mine, shared = (slice(i * size, (i + 1) * size) for i in (head, head * config.kv_heads // config.heads))
-            scores = turn(q[..., mine]) @ turn(k[..., shared]).swapaxes(1, 2) / np.sqrt(size)
+            mine, shared = (
+                slice(i * size, (i + 1) * size)
+                for i in (head, head * config.kv_heads // config.heads)
+            )
+            scores = (
+                turn(q[..., mine]) @ turn(k[..., shared]).swapaxes(1, 2) / np.sqrt(size)
+            )
             weights = np.exp(scores) * np.tri(positions)
             heads.append(weights / weights.sum(-1, keepdims=True) @ v[..., shared])
         x = x + np.concatenate(heads, axis=-1) @ block["output"]["kernel"]
         x = x + mlp(config, block, norm(x, block["mlp_norm"]["scale"]))
-    head = p["embedding"]["embedding"].T if config.head == "tied" else p["head"]["kernel"]
+    head = (
+        p["embedding"]["embedding"].T if config.head == "tied" else p["head"]["kernel"]
+    )
     return norm(x, p["final_norm"]["scale"]) @ head
 
 
-@pytest.mark.parametrize("config", [MICRO, UNTIED], ids=["tied, xla", "untied, products"])
+@pytest.mark.parametrize(
+    "config", [MICRO, UNTIED], ids=["tied, xla", "untied, products"]
+)
 def test_forward_pass_is_that_of_numpy(config):
     model, variables = llama(config)
-    variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)  # scales of norms that are not near one
+    # scales of norms that are not near one
+    variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)
     logits = jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
     expected = numpy_llama(config, variables["params"], TOKENS)
     assert logits.dtype == jnp.float32 and expected.std() > 0.5
@@ -91,7 +114,9 @@ def test_rotations_are_complex_numbers():
     turned = np.asarray(rotate(jnp.asarray(x), rotations(16, 8, 500.0)))
     angles = np.arange(16)[:, None, None] * 500.0 ** (-np.arange(4) / 4)
     expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
-    np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=1e-5)
+    np.testing.assert_allclose(
+        turned[..., :4] + 1j * turned[..., 4:], expected, atol=1e-5
+    )
     # Attention depends only on the distance of two positions.
     q, k = (jnp.broadcast_to(jnp.asarray(x[:1, :1]), (1, 16, 3, 8)) for _ in range(2))
     q, k = (rotate(a, rotations(16, 8, 500.0))[0, :, 0] for a in (q, k))
@@ -101,16 +126,26 @@ def test_rotations_are_complex_numbers():
 
 def test_attention_of_xla_is_that_of_products():
     rng = np.random.default_rng(2)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (6, 2, 2))
-    np.testing.assert_allclose(*(causal_attention(q, k, v, how) for how in ("xla", "products")), atol=1e-5)
-    assert same_bits(causal_attention(q, k, v, "auto"), causal_attention(q, k, v, "xla"))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32)
+        for heads in (6, 2, 2)
+    )
+    np.testing.assert_allclose(
+        *(causal_attention(q, k, v, how) for how in ("xla", "products")), atol=1e-5
+    )
+    assert same_bits(
+        causal_attention(q, k, v, "auto"), causal_attention(q, k, v, "xla")
+    )
 
 
 def test_it_is_causal():
     model, variables = llama()
     changed = TOKENS.copy()
     changed[:, 10:] = 7
-    before, after = (jax.jit(model.apply)(variables, jnp.asarray(tokens)) for tokens in (TOKENS, changed))
+    before, after = (
+        jax.jit(model.apply)(variables, jnp.asarray(tokens))
+        for tokens in (TOKENS, changed)
+    )
     assert jnp.array_equal(before[:, :10], after[:, :10])
     assert not jnp.array_equal(before[:, 10:], after[:, 10:])
 
@@ -120,30 +155,47 @@ def test_remat_keeps_less_and_computes_the_same():
     kept, found = {}, {}
     for remat in ("block", "products", "none"):
         model, variables = llama(remat=remat)
-        backward = jax.eval_shape(lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1], variables)
+        backward = jax.eval_shape(
+            lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1],
+            variables,
+        )
         kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(backward))
-        found[remat] = jax.jit(jax.value_and_grad(lambda v, model=model: loss(model.apply, v)))(variables)
+        found[remat] = jax.jit(
+            jax.value_and_grad(lambda v, model=model: loss(model.apply, v))
+        )(variables)
     layer = MICRO.layers * TOKENS.size
     width, keys = MICRO.width, MICRO.kv_heads * MICRO.head_size
-    # q, attended and the residual stream between attention and MLP; k and v; gate and up.
-    assert kept["products"] - kept["block"] == layer * (3 * width + 2 * keys + 2 * MICRO.hidden)
+    # q, attended and the residual stream between attention and MLP; k and v; gate and
+    # up.
+    assert kept["products"] - kept["block"] == layer * (
+        3 * width + 2 * keys + 2 * MICRO.hidden
+    )
     assert kept["none"] > kept["products"]
     model, variables = llama(remat="products", loop="unrolled")
-    found["unrolled"] = jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
+    found["unrolled"] = jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(
+        variables
+    )
     for remat in ("products", "none", "unrolled"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[remat], found["block"])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            found[remat],
+            found["block"],
+        )
 
 
 def test_layers_that_write_to_the_residual_stream_start_smaller():
     config = dataclasses.replace(MICRO, layers=8)
-    layers = jax.jit(Llama(config).init)(jax.random.key(0), jnp.asarray(TOKENS[:1]))["params"]["layers"]
+    layers = jax.jit(Llama(config).init)(jax.random.key(0), jnp.asarray(TOKENS[:1]))[
+        "params"
+    ]["layers"]
     for name in PRODUCTS:
         expected = 0.02 / 4 if name in ("output", "down") else 0.02
         assert float(layers[name]["kernel"].std()) == pytest.approx(expected, rel=0.1)
         assert not np.array_equal(layers[name]["kernel"][0], layers[name]["kernel"][1])
 
 
-# Conversion -----------------------------------------------------------------------------------------------------------
+# Conversion
+# --------------------------------------------------------------------------------------
 
 
 class TwinBlock(nn.Module):
@@ -159,12 +211,26 @@ class TwinBlock(nn.Module):
             features, use_bias=False, recipe=self.recipe, dtype=jnp.float32, name=name
         )
         n = nn.RMSNorm(epsilon=c.norm_eps, name="attention_norm")(x)
-        split = lambda name, heads: dense(name, heads * c.head_size)(n).reshape(*x.shape[:-1], heads, c.head_size)
-        q, k, v = split("query", c.heads), split("key", c.kv_heads), split("value", c.kv_heads)
-        attended = jax.nn.dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
+        split = lambda name, heads: dense(name, heads * c.head_size)(n).reshape(
+            *x.shape[:-1], heads, c.head_size
+        )
+        q, k, v = (
+            split("query", c.heads),
+            split("key", c.kv_heads),
+            split("value", c.kv_heads),
+        )
+        attended = jax.nn.dot_product_attention(
+            rotate(q, rotation), rotate(k, rotation), v, is_causal=True
+        )
         x = x + dense("output", c.width)(attended.reshape(x.shape))
         n = nn.RMSNorm(epsilon=c.norm_eps, name="mlp_norm")(x)
-        return x + dense("down", c.width)(nn.silu(dense("gate", c.hidden)(n)) * dense("up", c.hidden)(n)), None
+        return (
+            x
+            + dense("down", c.width)(
+                nn.silu(dense("gate", c.hidden)(n)) * dense("up", c.hidden)(n)
+            ),
+            None,
+        )
 
 
 class Twin(nn.Module):
@@ -178,59 +244,96 @@ class Twin(nn.Module):
         c = self.config
         embedding = nn.Embed(c.vocabulary, c.width, name="embedding")
         layers = nn.scan(
-            TwinBlock, variable_axes={"params": 0, "tcfp": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
+            TwinBlock,
+            variable_axes={"params": 0, "tcfp": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
             length=c.layers,
-        )  # fmt: skip
+        )
         rotation = rotations(tokens.shape[-1], c.head_size, c.rope_theta)
         x, _ = layers(c, self.recipe, name="layers")(embedding(tokens), rotation)
-        return nn.RMSNorm(epsilon=c.norm_eps, name="final_norm")(x) @ embedding.embedding.T
+        return (
+            nn.RMSNorm(epsilon=c.norm_eps, name="final_norm")(x) @ embedding.embedding.T
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")  # layers quantize at each use here
+# layers quantize at each use here
+@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
 def test_a_converted_llama_is_one_written_by_hand():
-    learner, (exact, variables) = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"), llama()
-    outputs_and_gradients = lambda model: jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
-    assert same_bits(*map(outputs_and_gradients, (learner.model, Twin(MICRO, "tcfp12"))))
+    learner, (exact, variables) = (
+        families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"),
+        llama(),
+    )
+    outputs_and_gradients = lambda model: jax.jit(
+        jax.value_and_grad(lambda v: loss(model.apply, v))
+    )(variables)
+    assert same_bits(
+        *map(outputs_and_gradients, (learner.model, Twin(MICRO, "tcfp12")))
+    )
     converted, twin, plain = (
-        jax.jit(model.apply)(variables, jnp.asarray(TOKENS)) for model in (learner.model, Twin(MICRO, "tcfp12"), exact)
+        jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
+        for model in (learner.model, Twin(MICRO, "tcfp12"), exact)
     )
     assert same_bits(converted, twin)
     assert not same_bits(converted, plain)
 
 
-@pytest.mark.parametrize("config", [MICRO, dataclasses.replace(UNTIED, remat="products")], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config",
+    [MICRO, dataclasses.replace(UNTIED, remat="products")],
+    ids=["tied", "untied"],
+)
 def test_every_product_of_a_block_is_converted_and_the_head_is_not(config):
     learner = families.learner(config, tcfp_jax.recipe("tcfp12"), "bfloat16")
     report = survey(learner.model)
-    assert [record.weight_path for record in report.converted] == [f"layers/{name}/kernel" for name in PRODUCTS]
+    assert [record.weight_path for record in report.converted] == [
+        f"layers/{name}/kernel" for name in PRODUCTS
+    ]
     head = "embedding/embedding" if config.head == "tied" else "head/kernel"
     assert [record.weight_path for record in report.skipped] == [head]
     assert all(weight.layout.stack == (0,) for weight in learner.weights.values())
     assert len(learner.weights) == 7
 
 
-@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")  # layers quantize at each use here
+# layers quantize at each use here
+@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
 def test_remat_keeps_as_little_of_a_converted_model():
     sizes = []
     for remat in ("block", "none"):
-        model = families.learner(dataclasses.replace(MICRO, remat=remat), tcfp_jax.recipe("tcfp12"), "float32").model
+        model = families.learner(
+            dataclasses.replace(MICRO, remat=remat),
+            tcfp_jax.recipe("tcfp12"),
+            "float32",
+        ).model
         backward = lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1]
         sizes.append(
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, llama()[1])))
+            sum(
+                leaf.size * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(jax.eval_shape(backward, llama()[1]))
+            )
         )
     assert sizes[0] < sizes[1] / 2
 
 
-# Sizes ----------------------------------------------------------------------------------------------------------------
+# Sizes
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama-tiny", 4e-4), ("llama-124m", 0.124), ("llama-1b", 1.236), ("llama-8b", 8.030)]
+    ("name", "billions"),
+    [
+        ("llama-tiny", 4e-4),
+        ("llama-124m", 0.124),
+        ("llama-1b", 1.236),
+        ("llama-8b", 8.030),
+    ],
 )
 def test_sizes(name, billions):
     c = LLAMAS[name]
-    shapes = jax.eval_shape(Llama(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    shapes = jax.eval_shape(
+        Llama(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    )
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     keys = c.width * c.kv_heads // c.heads
     layer = 2 * c.width + 2 * c.width**2 + 2 * c.width * keys + 3 * c.width * c.hidden
@@ -243,36 +346,69 @@ def test_sizes(name, billions):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "heads=3 does not divide width=32"), ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
-        ({"width": 36, "heads": 12, "kv_heads": 12}, "heads=12 of width=36 have 3 values each.*even size"),
-        ({"vocabulary": 100}, "vocabulary=100 is below the 256 byte values"), ({"hidden": 0}, "below 1"),
+        ({"heads": 3}, "heads=3 does not divide width=32"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        (
+            {"width": 36, "heads": 12, "kv_heads": 12},
+            "heads=12 of width=36 have 3 values each.*even size",
+        ),
+        ({"vocabulary": 100}, "vocabulary=100 is below the 256 byte values"),
+        ({"hidden": 0}, "below 1"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be positive"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
-        ({"attention": "flash"}, "attention='flash' is unknown"), ({"remat": "all"}, "remat='all' is unknown"),
-        ({"remat": "attended+gates"}, r"'attended\+gates' is unknown; use 'none', .* 'gate_fp8', .* joined by '\+'"),
-        ({"head": "shared"}, "head='shared' is unknown"), ({"qk_norm": "on"}, "qk_norm='on' is unknown"),
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"remat": "all"}, "remat='all' is unknown"),
+        (
+            {"remat": "attended+gates"},
+            (
+                r"'attended\+gates' is unknown; use 'none', .* 'gate_fp8', .* joined by"
+                r" '\+'"
+            ),
+        ),
+        ({"head": "shared"}, "head='shared' is unknown"),
+        ({"qk_norm": "on"}, "qk_norm='on' is unknown"),
         ({"head_dim": 3}, "have 3 values each"),
     ],
-)  # fmt: skip
+)
 def test_a_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MICRO, **change)
 
 
 def test_a_model_names_what_is_wrong():
-    with pytest.raises(ValueError, match=r"17 positions exceed the model's context of 16, beyond which .* no rotation"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"17 positions exceed the model's context of 16, beyond which .* no"
+            r" rotation"
+        ),
+    ):
         Llama(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
-        Llama(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
-    with pytest.raises(ValueError, match=r"model 'llama-9b' is unknown; use one of .*'llama-8b'"):
+        Llama(MICRO, dtype="float16").init(
+            jax.random.key(0), jnp.zeros((1, 16), jnp.int32)
+        )
+    with pytest.raises(
+        ValueError, match=r"model 'llama-9b' is unknown; use one of .*'llama-8b'"
+    ):
         families.model_config("llama-9b")
-    with pytest.raises(ValueError, match=r"vocabulary=500 with a model that reads bytes alone; use one of .*'llama-8b"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"vocabulary=500 with a model that reads bytes alone; use one of"
+            r" .*'llama-8b"
+        ),
+    ):
         families.model_config("tiny", 500)
 
 
 def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
     source = importlib.import_module("models.llama")
-    known = [name for name, value in vars(source).items() if getattr(value, "__module__", "").startswith("tcfp_jax")]
+    known = [
+        name
+        for name, value in vars(source).items()
+        if getattr(value, "__module__", "").startswith("tcfp_jax")
+    ]
     assert known == ["checkpoint_in_fp8"]
     assert not hasattr(source, "tcfp_jax")
 
@@ -283,9 +419,19 @@ def test_examples_run(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("remat", ["none", "products", "block", "attended", "attended+gate_fp8+up_fp8"])
+@pytest.mark.parametrize(
+    "remat", ["none", "products", "block", "attended", "attended+gate_fp8+up_fp8"]
+)
 def test_flash_attention_and_remat_on_a_gpu(remat):
-    config = LlamaConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=512, context=128, attention="products")
+    config = LlamaConfig(
+        layers=2,
+        width=256,
+        heads=4,
+        kv_heads=2,
+        hidden=512,
+        context=128,
+        attention="products",
+    )
     exact = Llama(config)
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 256, (2, 128)))
     variables = filled(jax.eval_shape(exact.init, jax.random.key(0), tokens))
@@ -297,37 +443,57 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
 
     # Once in the body of each loop that needs it.
     text = str(jax.make_jaxpr(lambda: gradients(fast))())
-    assert len(re.findall(r"dot_product_attention_fwd\w*\[", text)) == (2 if remat == "block" else 1)
-    (a, ours), (b, theirs) = jax.jit(lambda: gradients(fast))(), jax.jit(lambda: gradients(exact))()
+    assert len(re.findall(r"dot_product_attention_fwd\w*\[", text)) == (
+        2 if remat == "block" else 1
+    )
+    (a, ours), (b, theirs) = (
+        jax.jit(lambda: gradients(fast))(),
+        jax.jit(lambda: gradients(exact))(),
+    )
     assert float(a) == pytest.approx(float(b), rel=1e-2)
-    norms = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs)
+    norms = jax.tree.map(
+        lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs
+    )
     assert max(map(float, jax.tree.leaves(norms))) < (0.08 if "fp8" in remat else 0.05)
 
 
-# Losses ---------------------------------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kept", ["logits", "inputs"])
 def test_losses_of_a_head_are_those_of_its_logits(kept, dtype, monkeypatch):
-    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)  # 32 rows are four times the eight of eight devices
+    # 32 rows are four times the eight of eight devices
+    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
     rng = np.random.default_rng(3)
-    x, w = jnp.asarray(rng.standard_normal((2, 16, 8)), dtype), jnp.asarray(rng.standard_normal((8, 300)), jnp.float32)
+    x, w = (
+        jnp.asarray(rng.standard_normal((2, 16, 8)), dtype),
+        jnp.asarray(rng.standard_normal((8, 300)), jnp.float32),
+    )
     of_head = lambda x, w, t: jnp.mean(losses.head_losses(x, w, t, kept=kept))
     plain = lambda x, w, t: jnp.mean(losses.cross_entropy(x @ w.astype(dtype), t))
     args = x, w, jnp.asarray(TOKENS[:, :16])
-    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (of_head, plain))
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (of_head, plain)
+    )
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max())
+        )
 
 
 def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
     logits = np.random.default_rng(4).standard_normal((2, 16, 300))
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(shares, TOKENS[..., None], -1)[..., 0])
-    np.testing.assert_allclose(losses.cross_entropy(jnp.asarray(logits), jnp.asarray(TOKENS)), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        losses.cross_entropy(jnp.asarray(logits), jnp.asarray(TOKENS)),
+        expected,
+        rtol=1e-5,
+    )
 
 
 def test_a_backward_pass_of_losses_holds_no_logits():
@@ -337,21 +503,41 @@ def test_a_backward_pass_of_losses_holds_no_logits():
     def of_losses(v):
         return model.apply(v, tokens[:, :-1], tokens[:, 1:]).mean()
 
-    kept = jax.tree.leaves(jax.eval_shape(lambda v: jax.vjp(of_losses, v)[1], variables))
-    assert not [leaf.shape for leaf in kept if leaf.shape[-1:] == (300,) and leaf.shape[0] != UNTIED.width]
+    kept = jax.tree.leaves(
+        jax.eval_shape(lambda v: jax.vjp(of_losses, v)[1], variables)
+    )
+    assert not [
+        leaf.shape
+        for leaf in kept
+        if leaf.shape[-1:] == (300,) and leaf.shape[0] != UNTIED.width
+    ]
     # Losses of the same parameters without it.
-    by_logits = lambda v: losses.cross_entropy(model.apply(v, tokens[:, :-1]), tokens[:, 1:]).mean()
-    found, expected = (jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.05 * np.abs(b).max()), found, expected)
+    by_logits = lambda v: losses.cross_entropy(
+        model.apply(v, tokens[:, :-1]), tokens[:, 1:]
+    ).mean()
+    found, expected = (
+        jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=0, atol=0.05 * np.abs(b).max()
+        ),
+        found,
+        expected,
+    )
 
 
-@pytest.mark.slow  # conversion/test_heads.py has heads by the recipe, and the test above has the Llama's losses
+# Conversion/test_heads.py has heads by the recipe, and the test above has the Llama's
+# losses
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [UNTIED, MICRO], ids=["untied", "tied"])
 def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch):
     monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
     model, variables = llama(config, "bfloat16", remat="block")
     tokens = jnp.asarray(TOKENS)
-    converted = tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_single", tokens, include=("linear", "small", "head"))
+    converted = tcfp_jax.conversion.convert_to_tcfp(
+        model, "tcfp12_single", tokens, include=("linear", "small", "head")
+    )
     weights = tcfp_jax.conversion.find_weights(converted)
     path = ("head", "kernel") if config is UNTIED else ("embedding", "embedding")
     assert "/".join(path) in weights
@@ -361,9 +547,13 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch
         return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
 
     def by_logits(params):
-        return losses.cross_entropy(converted.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:]).mean()
+        return losses.cross_entropy(
+            converted.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:]
+        ).mean()
 
-    found, expected = (jax.jit(tcfp_jax.value_and_grad(f))(params) for f in (of_losses, by_logits))
+    found, expected = (
+        jax.jit(tcfp_jax.value_and_grad(f))(params) for f in (of_losses, by_logits)
+    )
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=2e-3)
     for place in (path, ("layers", "down", "kernel")):
         a, b = found[1], expected[1]

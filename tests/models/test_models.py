@@ -22,7 +22,12 @@ def library(tmp_path):
     """A small tree of source files, with files that do not belong."""
     for index in range(60):
         (tmp_path / f"module_{index}.py").write_text(f"value = {index}\n" * 20)
-    for name in ("test/test_a.py", "site-packages/b.py", "_sysconfigdata_x.py", "json/tests/c.py"):
+    for name in (
+        "test/test_a.py",
+        "site-packages/b.py",
+        "_sysconfigdata_x.py",
+        "json/tests/c.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("excluded\n")
     (tmp_path / "json" / "decoder.py").write_text("kept\n")
@@ -32,8 +37,12 @@ def library(tmp_path):
 def test_corpus_is_split_by_file_deterministic_and_within_its_limit():
     corpus = load_corpus(byte_limit=500_000)
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
-    assert all(map(is_heldout, corpus.heldout_files)) and not any(map(is_heldout, corpus.train_files))
-    assert corpus.train.dtype == np.uint8 and len(corpus.train) > len(corpus.heldout) > 0
+    assert all(map(is_heldout, corpus.heldout_files)) and not any(
+        map(is_heldout, corpus.train_files)
+    )
+    assert (
+        corpus.train.dtype == np.uint8 and len(corpus.train) > len(corpus.heldout) > 0
+    )
     files = len(corpus.train_files) + len(corpus.heldout_files)
     assert len(corpus.train) + len(corpus.heldout) <= 500_000 + files
     again = load_corpus(byte_limit=500_000)
@@ -67,12 +76,15 @@ def test_installed_packages_are_read_once_each(library):
     (packages / "short.py").write_text("x = 1\n")
     corpus = load_installed((packages, library))
     texts = (corpus.train.tobytes() + corpus.heldout.tobytes()).split(SEPARATOR)[:-1]
-    assert len(texts) == len(set(texts)) == 40 + 60  # modules of both roots, without copies and short files
+    # Modules of both roots, without copies and short files
+    assert len(texts) == len(set(texts)) == 40 + 60
     names = corpus.train_files + corpus.heldout_files
     assert sum(name.startswith("site-packages/tests/") for name in names) == 40
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
     limited = load_installed((packages, library), byte_limit=4000)
-    assert len(limited.train) + len(limited.heldout) <= 4000 + len(limited.train_files + limited.heldout_files)
+    assert len(limited.train) + len(limited.heldout) <= 4000 + len(
+        limited.train_files + limited.heldout_files
+    )
     with pytest.raises(FileNotFoundError, match="no training file"):
         load_installed((library / "json",))
 
@@ -95,7 +107,8 @@ def test_gpt_gives_float32_logits(dtype):
 
 
 def test_gpt_is_causal():
-    # In BF16: a per-tensor FP8 scale depends on every position, future ones too, though only through its exponent.
+    # In BF16: a per-tensor FP8 scale depends on every position, future ones too, though
+    # only through its exponent.
     model = GPT(MICRO, recipe="bf16", dtype="float32")
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
     variables, apply = variables_of(model, tokens), jax.jit(model.apply)
@@ -107,14 +120,22 @@ def test_gpt_is_causal():
 
 def test_parameters_do_not_depend_on_the_recipe():
     tokens = jnp.zeros((1, 16), jnp.int32)
-    trees = [jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens) for name in ("bf16", "tcfp12", None)]
+    trees = [
+        jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens)
+        for name in ("bf16", "tcfp12", None)
+    ]
     assert all(same_bits(trees[0], tree) for tree in trees[1:])
 
 
-@pytest.mark.parametrize(("name", "millions"), [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))],
+)
 def test_sizes(name, millions):
     model = GPT(MODELS[name])
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    shapes = jax.eval_shape(
+        model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    )
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e6
     assert millions[0] < count < millions[1]
 
@@ -125,11 +146,15 @@ def test_byte_embedding_is_nn_embed():
     variables = flax.init(jax.random.key(0), tokens)
     assert jnp.array_equal(ours.apply(variables, tokens), flax.apply(variables, tokens))
     query = jax.random.normal(jax.random.key(1), (2, 8))
-    attended = [layer.apply(variables, query, method="attend") for layer in (ours, flax)]
+    attended = [
+        layer.apply(variables, query, method="attend") for layer in (ours, flax)
+    ]
     assert jnp.allclose(*attended, rtol=1e-5, atol=1e-6)
 
     def total(layer):
-        return jax.grad(lambda v: jnp.sum(layer.apply(v, tokens) * jnp.arange(8.0)))(variables)
+        return jax.grad(lambda v: jnp.sum(layer.apply(v, tokens) * jnp.arange(8.0)))(
+            variables
+        )
 
     assert jax.tree.all(jax.tree.map(jnp.allclose, total(ours), total(flax)))
 
@@ -145,19 +170,29 @@ def test_models_name_what_is_wrong():
         GPTConfig(layers=0, width=32, heads=2, context=8)
     with pytest.raises(ValueError, match="model 'huge' is unknown"):
         model_config("huge")
-    with pytest.raises(ValueError, match="17 positions exceed the model's context of 16"):
+    with pytest.raises(
+        ValueError, match="17 positions exceed the model's context of 16"
+    ):
         GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
-        GPT(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+        GPT(MICRO, dtype="float16").init(
+            jax.random.key(0), jnp.zeros((1, 16), jnp.int32)
+        )
     with pytest.raises(ValueError, match="names no layer"):
         MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 @pytest.mark.gpu
 def test_cudnn_attends_as_products_do():
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 64, 2, 64), jnp.bfloat16) for i in range(3))
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 64, 2, 64), jnp.bfloat16)
+        for i in range(3)
+    )
     with jax.numpy_dtype_promotion("standard"):
-        fast, exact = (causal_attention(q, k, v, how).astype(jnp.float32) for how in ("cudnn", "products"))
+        fast, exact = (
+            causal_attention(q, k, v, how).astype(jnp.float32)
+            for how in ("cudnn", "products")
+        )
     assert jnp.allclose(fast, exact, atol=0.03)
 
 
@@ -170,7 +205,9 @@ def test_mlp_learns_a_separable_task(recipe):
     params = variables_of(model, x)
 
     def loss(params):
-        return -jnp.mean(jnp.sum(label * jax.nn.log_softmax(model.apply(params, x)), axis=-1))
+        return -jnp.mean(
+            jnp.sum(label * jax.nn.log_softmax(model.apply(params, x)), axis=-1)
+        )
 
     @jax.jit
     def losses_of_steps(params):
@@ -185,5 +222,9 @@ def test_mlp_learns_a_separable_task(recipe):
 
 
 def test_plot_is_a_png(tmp_path):
-    plot_losses(tmp_path / "loss.png", {"a": np.linspace(5, 2, 120), "b": np.linspace(5, 3, 120)}, title="losses")
+    plot_losses(
+        tmp_path / "loss.png",
+        {"a": np.linspace(5, 2, 120), "b": np.linspace(5, 3, 120)},
+        title="losses",
+    )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,6 @@
-"""The mixture of experts: results against loops in float64, gradients that are gathers, sizes, training, errors."""
+"""The mixture of experts: results against loops in float64, gradients that are gathers,
+sizes, training, errors.
+"""
 
 import dataclasses
 import doctest
@@ -26,16 +28,31 @@ from tests.models.test_llama import numpy_llama, numpy_swiglu
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = MoeConfig(
-    layers=2, width=32, heads=4, kv_heads=2, hidden=24, context=16, experts=5, chosen=2, shared=16, qk_norm="heads",
-    head_dim=12, remat="block", attention="products",
-)  # fmt: skip
-OTHER = dataclasses.replace(MICRO, qk_norm="all", normalized="chosen", shared=0, remat="none", head="untied")
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    hidden=24,
+    context=16,
+    experts=5,
+    chosen=2,
+    shared=16,
+    qk_norm="heads",
+    head_dim=12,
+    remat="block",
+    attention="products",
+)
+OTHER = dataclasses.replace(
+    MICRO, qk_norm="all", normalized="chosen", shared=0, remat="none", head="untied"
+)
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 17))
 INPUTS, TARGETS = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
 
 
 def numpy_experts(config, block, n):
-    """Return the MLP of normalized activations `[..., width]`, token by token in float64."""
+    """Return the MLP of normalized activations `[..., width]`, token by token in
+    float64.
+    """
     flat, kernel = n.reshape(-1, n.shape[-1]), lambda name: block[name]["kernel"]
     out = numpy_swiglu(config, block, flat) if config.shared else np.zeros_like(flat)
     for row, x in enumerate(flat):
@@ -45,7 +62,9 @@ def numpy_experts(config, block, n):
         for e in best:
             gate, up = np.split(x @ kernel("expert_gate_up")[e], 2)
             weight = p[e] / (p[best].sum() if config.normalized == "chosen" else 1)
-            out[row] += weight * ((gate / (1 + np.exp(-gate)) * up) @ kernel("expert_down")[e])
+            out[row] += weight * (
+                (gate / (1 + np.exp(-gate)) * up) @ kernel("expert_down")[e]
+            )
     return out.reshape(n.shape)
 
 
@@ -54,29 +73,49 @@ def test_forward_pass_is_that_of_numpy(config):
     model = Moe(config, dtype="float32")
     variables = variables_of(model, INPUTS)
     logits = jax.jit(model.apply)(variables, INPUTS)
-    expected = numpy_llama(config, variables["params"], np.asarray(INPUTS), numpy_experts)
+    expected = numpy_llama(
+        config, variables["params"], np.asarray(INPUTS), numpy_experts
+    )
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
 
 
 def test_penalties_change_gradients_and_no_loss():
     config = dataclasses.replace(OTHER, layers=1, balance=0.5, z_loss=0.25)
     variables = variables_of(Moe(config, dtype="float32"), INPUTS)
-    losses = lambda config, v: Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
+    losses = lambda config, v: (
+        Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
+    )
     plain = dataclasses.replace(config, balance=0.0, z_loss=0.0)
-    both = jax.jit(lambda v: [jax.value_and_grad(lambda v, c=c: losses(c, v))(v) for c in (config, plain)])(variables)
-    (loss, found), (base_loss, base) = ((loss, gradients["params"]["layers"]) for loss, gradients in both)
+    both = jax.jit(
+        lambda v: [
+            jax.value_and_grad(lambda v, c=c: losses(c, v))(v) for c in (config, plain)
+        ]
+    )(variables)
+    (loss, found), (base_loss, base) = (
+        (loss, gradients["params"]["layers"]) for loss, gradients in both
+    )
     assert loss == base_loss
     changed = jax.tree.map(lambda a, b: not same_bits(a, b), found, base)
     assert changed["router"]["kernel"] and not changed["expert_down"]["kernel"]
 
     def penalty(router):
         logits = x @ router
-        p, share = jax.nn.softmax(logits), jnp.bincount(jax.lax.top_k(logits, 2)[1].ravel(), length=5)
-        return 0.5 * 5 * jnp.sum(share / 64 * p.mean(0)) + 0.25 * jnp.mean(jnp.log(jnp.exp(logits).sum(-1)) ** 2)
+        p, share = (
+            jax.nn.softmax(logits),
+            jnp.bincount(jax.lax.top_k(logits, 2)[1].ravel(), length=5),
+        )
+        return 0.5 * 5 * jnp.sum(share / 64 * p.mean(0)) + 0.25 * jnp.mean(
+            jnp.log(jnp.exp(logits).sum(-1)) ** 2
+        )
 
-    router, x = variables["params"]["layers"]["router"]["kernel"][0], jax.random.normal(jax.random.key(0), (32, 32))
+    router, x = (
+        variables["params"]["layers"]["router"]["kernel"][0],
+        jax.random.normal(jax.random.key(0), (32, 32)),
+    )
     ours = lambda router: moe.route(moe.score(x, router), config).penalty
-    (value, slope), (expected, exact) = (jax.jit(jax.value_and_grad(f))(router) for f in (ours, penalty))
+    (value, slope), (expected, exact) = (
+        jax.jit(jax.value_and_grad(f))(router) for f in (ours, penalty)
+    )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(slope, exact, atol=1e-6)
 
@@ -86,14 +125,22 @@ def test_experts_have_the_gradients_of_weighted_results():
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (t, config.width))
     routed = moe.route(jax.random.normal(keys[1], (t, config.experts)), config)
-    gate_up = jax.random.normal(keys[2], (config.experts, config.width, 2 * config.hidden))
+    gate_up = jax.random.normal(
+        keys[2], (config.experts, config.width, 2 * config.hidden)
+    )
     down = jax.random.normal(keys[3], (config.experts, config.hidden, config.width))
 
     def plain(x, weights, gate_up, down):
-        gate, up = jnp.split(jnp.einsum("tw,tcwh->tch", x, gate_up[routed.chosen]), 2, axis=-1)
-        return jnp.einsum("tch,tchw,tc->tw", jax.nn.silu(gate) * up, down[routed.chosen], weights)
+        gate, up = jnp.split(
+            jnp.einsum("tw,tcwh->tch", x, gate_up[routed.chosen]), 2, axis=-1
+        )
+        return jnp.einsum(
+            "tch,tchw,tc->tw", jax.nn.silu(gate) * up, down[routed.chosen], weights
+        )
 
-    ours = lambda x, weights, *matrices: moe.mix(x, routed.chosen, weights, *matrices, 0, "silu")
+    ours = lambda x, weights, *matrices: moe.mix(
+        x, routed.chosen, weights, *matrices, 0, "silu"
+    )
     arrays = x, routed.weights, gate_up, down
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -102,12 +149,16 @@ def test_experts_have_the_gradients_of_weighted_results():
         return y, *pull(y)
 
     for mine, exact in zip(graded(ours, *arrays), graded(plain, *arrays), strict=True):
-        np.testing.assert_allclose(mine, exact, rtol=1e-4, atol=1e-4 * float(exact.std()))
+        np.testing.assert_allclose(
+            mine, exact, rtol=1e-4, atol=1e-4 * float(exact.std())
+        )
 
 
 def test_routers_compute_their_logits_once():
     model = Moe(dataclasses.replace(MICRO, layers=1), dtype="float32")
-    gradients = jax.jit(jax.grad(lambda variables: model.apply(variables, INPUTS, TARGETS).mean()))
+    gradients = jax.jit(
+        jax.grad(lambda variables: model.apply(variables, INPUTS, TARGETS).mean())
+    )
     compiled = gradients.lower(variables_of(model, INPUTS)).compile()
     assert compiled.as_text().count("operand_precision={highest,highest}") == 1
 
@@ -115,8 +166,14 @@ def test_routers_compute_their_logits_once():
 def test_sorting_tokens_has_gradients_that_are_gathers():
     order = jax.random.permutation(jax.random.key(0), 12)
     place = jnp.argsort(order)
-    x, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (4, 3)), (2, (12, 3))))
-    for ours, plain, given in ((moe.dispatch, lambda x: x[order // 3], x), (moe.collect, lambda x: x[place], g)):
+    x, g = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in ((1, (4, 3)), (2, (12, 3)))
+    )
+    for ours, plain, given in (
+        (moe.dispatch, lambda x: x[order // 3], x),
+        (moe.collect, lambda x: x[place], g),
+    ):
         back = lambda f, given=given: jax.vjp(f, given)[1](g)[0]
         mine = lambda x, ours=ours: ours(x, order, place)
         np.testing.assert_allclose(back(mine), back(plain), rtol=1e-6)
@@ -126,13 +183,17 @@ def test_sorting_tokens_has_gradients_that_are_gathers():
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
-        ("moe-tiny", 9e-4, 6e-4), ("moe-109m", 0.109, 0.034), ("olmoe-1b-7b", 6.919, 1.282),
+        ("moe-tiny", 9e-4, 6e-4),
+        ("moe-109m", 0.109, 0.034),
+        ("olmoe-1b-7b", 6.919, 1.282),
         ("qwen3-30b-a3b", 30.532, 3.353),
     ],
-)  # fmt: skip
+)
 def test_sizes(name, billions, active):
     c = MOES[name]
-    shapes = jax.eval_shape(Moe(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]
+    shapes = jax.eval_shape(
+        Moe(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    )["params"]
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     idle = c.layers * (c.experts - c.chosen) * 3 * c.width * c.hidden
     assert count / 1e9 == pytest.approx(billions, abs=1e-3)
@@ -142,35 +203,57 @@ def test_sizes(name, billions, active):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(chosen=6), "chosen=6 of experts=5"), (dict(experts=0), "chosen=2 of experts=0"),
-        (dict(shared=-1), "shared=-1 must be zero or positive"), (dict(balance=-0.1), "balance=-0.1"),
+        (dict(chosen=6), "chosen=6 of experts=5"),
+        (dict(experts=0), "chosen=2 of experts=0"),
+        (dict(shared=-1), "shared=-1 must be zero or positive"),
+        (dict(balance=-0.1), "balance=-0.1"),
         (dict(normalized="none"), "normalized='none' is unknown"),
         (dict(heads=3), "kv_heads=2 does not divide heads=3"),
     ],
-)  # fmt: skip
+)
 def test_a_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MICRO, **change)
 
 
 def test_every_product_but_the_router_is_converted_and_stored():
-    learner = families.learner(MICRO, tcfp_jax.recipe("tcfp12_single"), "float32", None, "stored")
+    learner = families.learner(
+        MICRO, tcfp_jax.recipe("tcfp12_single"), "float32", None, "stored"
+    )
     names = {path.split("/")[-2] for path in learner.weights}
     assert names == {
-        "query", "key", "value", "output", "expert_gate_up", "expert_down", "gate", "up", "down", "embedding"
-    }  # fmt: skip
+        "query",
+        "key",
+        "value",
+        "output",
+        "expert_gate_up",
+        "expert_down",
+        "gate",
+        "up",
+        "down",
+        "embedding",
+    }
     assert learner.weights["layers/expert_down/kernel"].layout.stack == (0, 1)
 
 
 RUN = TrainConfig(
-    model=dataclasses.replace(MICRO, shared=0, context=32, remat="none"), steps=20, batch=4, steps_per_call=5,
-    sequence=32, heldout_windows=8, corpus_bytes=10**6, learning_rate=0.01, recipe="tcfp12_single", weights="stored",
-)  # fmt: skip
+    model=dataclasses.replace(MICRO, shared=0, context=32, remat="none"),
+    steps=20,
+    batch=4,
+    steps_per_call=5,
+    sequence=32,
+    heldout_windows=8,
+    corpus_bytes=10**6,
+    learning_rate=0.01,
+    recipe="tcfp12_single",
+    weights="stored",
+)
 
 
 @pytest.mark.parametrize("every", [20, pytest.param(10, marks=pytest.mark.slow)])
 def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
-    # Moments of 8 bits are most of a step's program, and tests/optim has them of experts.
+    # Moments of 8 bits are most of a step's program, and tests/optim has them of
+    # experts.
     config = dataclasses.replace(RUN, moments="float32")
     whole = run(config, out=tmp_path, checkpoint_every=every)
     assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
@@ -178,12 +261,17 @@ def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
     if every < RUN.steps:
         shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
     again = run(config, out=tmp_path, resume="allowed", checkpoint_every=every)
-    assert same_bits(again.train_loss, whole.train_loss) and again.heldout_loss == whole.heldout_loss
+    assert (
+        same_bits(again.train_loss, whole.train_loss)
+        and again.heldout_loss == whole.heldout_loss
+    )
 
 
 def test_experts_lie_on_the_devices_of_a_mesh_with_their_state():
     mesh = make_mesh({"data": jax.device_count() // 2, "fsdp": 2})
-    with pytest.raises(ValueError, match="fsdp=2 does not divide axis 1 of layers/expert_down/kernel"):
+    with pytest.raises(
+        ValueError, match="fsdp=2 does not divide axis 1 of layers/expert_down/kernel"
+    ):
         check_placement(RUN, mesh)
     even = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, experts=6))
     places = state_places(program(even), mesh)
@@ -200,7 +288,9 @@ def test_devices_multiply_their_own_experts():
     mesh = make_mesh({"data": jax.device_count() // 2, "fsdp": 2})
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((64, 16), (6, 16, 48), (6, 24, 16), (64, 6))
-    x, gate_up, down, logits = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    x, gate_up, down, logits = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    )
 
     def loss(x, gate_up, down):
         routed = moe.route(logits, dataclasses.replace(OTHER, experts=6))
@@ -208,19 +298,32 @@ def test_devices_multiply_their_own_experts():
 
     graded = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
     split = OnMesh(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), mesh)
-    for found, wanted in zip(*(jax.tree.leaves(f(x, gate_up, down)) for f in (split, graded)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * float(jnp.abs(wanted).max()))
+    for found, wanted in zip(
+        *(jax.tree.leaves(f(x, gate_up, down)) for f in (split, graded)), strict=True
+    ):
+        np.testing.assert_allclose(
+            found, wanted, rtol=1e-4, atol=1e-5 * float(jnp.abs(wanted).max())
+        )
     rules = (P(("data", "fsdp")), P("fsdp"), P("fsdp"))
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, gate_up, down), rules, strict=True)]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip((x, gate_up, down), rules, strict=True)
+    ]
     text = split.lower(*placed).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
-    assert gathered and not [shape for shape in gathered if shape.count(",") == 2]  # tokens, and no weights
+    # tokens, and no weights
+    assert gathered and not [shape for shape in gathered if shape.count(",") == 2]
 
 
 @pytest.mark.slow
 def test_it_learns_alike_on_a_mesh():
-    even = dataclasses.replace(RUN, batch=8, steps=5, model=dataclasses.replace(RUN.model, experts=4))
-    alone, split = (run(even, mesh=mesh) for mesh in (None, make_mesh({"data": jax.device_count() // 2, "fsdp": 2})))
+    even = dataclasses.replace(
+        RUN, batch=8, steps=5, model=dataclasses.replace(RUN.model, experts=4)
+    )
+    alone, split = (
+        run(even, mesh=mesh)
+        for mesh in (None, make_mesh({"data": jax.device_count() // 2, "fsdp": 2}))
+    )
     np.testing.assert_allclose(split.train_loss, alone.train_loss, rtol=1e-3)
 
 

@@ -23,31 +23,50 @@ from tests.helpers import same_bits
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
 CONFIG = TrainConfig(
-    model=MICRO, steps=20, batch=4, sequence=16, steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000,
-    learning_rate=1e-2, recipe="tcfp12_fast",
-)  # fmt: skip
+    model=MICRO,
+    steps=20,
+    batch=4,
+    sequence=16,
+    steps_per_call=5,
+    heldout_windows=8,
+    corpus_bytes=1_000_000,
+    learning_rate=1e-2,
+    recipe="tcfp12_fast",
+)
 # Moments of 8 bits are most of a step's program, and nothing here reads them.
-STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="float32")
+STORED = dataclasses.replace(
+    CONFIG, recipe="tcfp12_single", weights="stored", moments="float32"
+)
 
 
 def test_a_run_is_observed(tmp_path):
-    config = dataclasses.replace(STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5)
+    config = dataclasses.replace(
+        STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5
+    )
     result = run(config, out=tmp_path)
-    assert list(result.reports) == [1, 2] and result.reports == read_reports(tmp_path / "metrics.jsonl")
+    assert list(result.reports) == [1, 2] and result.reports == read_reports(
+        tmp_path / "metrics.jsonl"
+    )
     for step, report in result.reports.items():
         assert {path.split("/")[0] for path in report} >= {"block_0"}
         for weight in report.values():
             assert 25 < weight["x"]["snr"] < 36
             assert 0 <= weight["stale"] <= 1 and weight["g"]["amax"] > 0
             if step > 1:  # the first rate is 0
-                assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(1, abs=0.1)
+                assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(
+                    1, abs=0.1
+                )
     plot_reports(tmp_path / "monitor.png", result.reports, title="micro")
     assert (tmp_path / "monitor.png").stat().st_size > 10_000
 
 
 def test_colors_do_not_make_a_picture_of_noise():
-    names, values = matrix_of({5: {"up": {"x": {"snr": 31.5}}, "down": {"x": {"snr": None}}, "b": {}}}, ("x", "snr"))
-    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])  # a gap
+    names, values = matrix_of(
+        {5: {"up": {"x": {"snr": 31.5}}, "down": {"x": {"snr": None}}, "b": {}}},
+        ("x", "snr"),
+    )
+    # a gap
+    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])
     low, high = color_range(values, (None, None), 10.0)
     assert (low, high) == (26.5, 36.5)
     assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
@@ -56,7 +75,10 @@ def test_colors_do_not_make_a_picture_of_noise():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(monitor=25), "monitor=25 of steps=20: no step would be observed; lower monitor"),
+        (
+            dict(monitor=25),
+            "monitor=25 of steps=20: no step would be observed; lower monitor",
+        ),
         (dict(monitor=7), "not a multiple of steps_per_call=5.*use 5"),
         (dict(start="base.npz", initial_jitter=0.1), "leave one of them out"),
     ],
@@ -71,33 +93,51 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     base, written = tmp_path / "base.npz", tmp_path / "written.npz"
     export(base, floats)
     stored = init(dataclasses.replace(STORED, start=str(base))).params
-    kernel = lambda params: np.asarray(tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"])
-    np.testing.assert_allclose(kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max())
+    kernel = lambda params: np.asarray(
+        tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"]
+    )
+    np.testing.assert_allclose(
+        kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max()
+    )
     assert same_bits(stored["embedding"], floats["embedding"])
     export(written, stored)
     again = init(dataclasses.replace(CONFIG, start=str(written))).params
     assert same_bits(again, tcfp_jax.dequantize(stored))
 
     for change, message in (
-        (dict(width=64), "parameters of another model: 'block_0/attention_norm/bias' has shape"),
+        (
+            dict(width=64),
+            "parameters of another model: 'block_0/attention_norm/bias' has shape",
+        ),
         (dict(layers=2), r"another model: 'block_1/.* no such array"),
     ):
         with pytest.raises(ValueError, match=message):
-            init(dataclasses.replace(STORED, model=dataclasses.replace(MICRO, **change), start=str(base)))
+            init(
+                dataclasses.replace(
+                    STORED, model=dataclasses.replace(MICRO, **change), start=str(base)
+                )
+            )
     with pytest.raises(FileNotFoundError, match="no such file"):
         init(dataclasses.replace(STORED, start=str(tmp_path / "nothing.npz")))
     written.write_text("no arrays")
     with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
         run(dataclasses.replace(STORED, start=str(written)), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()  # the folder stays free for a run with the right file
-    # Shapes are compared before arrays are read: this one is of another shape, and its data is not there.
-    with zipfile.ZipFile(base) as sound, zipfile.ZipFile(tmp_path / "bomb.npz", "w") as bomb:
+    # The folder stays free for a run with the right file
+    assert not (tmp_path / "run").exists()
+    # Shapes are compared before arrays are read: this one is of another shape, and its
+    # data is not there.
+    with (
+        zipfile.ZipFile(base) as sound,
+        zipfile.ZipFile(tmp_path / "bomb.npz", "w") as bomb,
+    ):
         for member in sound.namelist()[1:]:
             bomb.writestr(member, sound.read(member))
         with bomb.open(sound.namelist()[0], "w") as file:
             header = dict(descr="<f4", fortran_order=False, shape=(2**40,))
             np.lib.format.write_array_header_1_0(file, header)
-    with pytest.raises(ValueError, match=r"another model: .* shape \[1099511627776\] in the file"):
+    with pytest.raises(
+        ValueError, match=r"another model: .* shape \[1099511627776\] in the file"
+    ):
         init(dataclasses.replace(STORED, start=str(tmp_path / "bomb.npz")))
     np.save(tmp_path / "one.npy", np.ones(3))
     (tmp_path / "empty.npz").touch()
@@ -109,7 +149,9 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
 
 @pytest.mark.slow_except("end")
 @pytest.mark.parametrize("until", ["first step", "end"])
-def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch, until):
+def test_a_run_that_started_from_a_file_goes_on_without_it(
+    tmp_path, monkeypatch, until
+):
     base, out = tmp_path / "base.npz", tmp_path / "run"
     export(base, init(dataclasses.replace(CONFIG, seed=3)).params)
     config = dataclasses.replace(STORED, start=str(base), steps=10)
@@ -123,7 +165,8 @@ def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch
             patch.setattr(running, "make_train_step", killed)
             with pytest.raises(KeyboardInterrupt):
                 run(config, out=out)
-    export(base, init(dataclasses.replace(CONFIG, seed=4)).params)  # another of the same name
+    # another of the same name
+    export(base, init(dataclasses.replace(CONFIG, seed=4)).params)
     base.rename(tmp_path / "moved.npz")
     # Restoring makes no second state.
     monkeypatch.setattr(running, "init", killed)
@@ -146,16 +189,33 @@ class FakeWriter:
 
 
 def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
-    done = tmp_path / "metrics.jsonl"  # a killed run lost lines that its writer held back
-    done.write_text('{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up": {"moved": 0.25}}}\n')
+    monkeypatch.setitem(
+        sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter)
+    )
+    # a killed run lost lines that its writer held back
+    done = tmp_path / "metrics.jsonl"
+    done.write_text(
+        '{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up":'
+        ' {"moved": 0.25}}}\n'
+    )
     board = Board(tmp_path, done)
-    board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))
+    board.add(
+        5,
+        np.array([2.0, 1.0]),
+        json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'),
+    )
     board.close()
     assert FakeWriter.written == [
-        (str(tmp_path), 1), ("loss", 3.0, 3), ("loss", 2.5, 4), ("layers/up/moved", 0.25, 4), ("loss", 2.0, 5),
-        ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6), ("layers/up/moved", 0.5, 6), "closed",
-    ]  # fmt: skip
+        (str(tmp_path), 1),
+        ("loss", 3.0, 3),
+        ("loss", 2.5, 4),
+        ("layers/up/moved", 0.25, 4),
+        ("loss", 2.0, 5),
+        ("loss", 1.0, 6),
+        ("layers/up/x/snr/0", 31.5, 6),
+        ("layers/up/moved", 0.5, 6),
+        "closed",
+    ]
 
 
 def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
-"""Layers over stages: loss and gradients of the unsplit model, state that stays on its stage, and errors.
+"""Layers over stages: loss and gradients of the unsplit model, state that stays on its
+stage, and errors.
 
-The unsplit model runs on each device's part of a microbatch in turn, because scales are of these rows.
+The unsplit model runs on each device's part of a microbatch in turn, because scales are
+of these rows.
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ from models.pipeline import STAGE, Pipeline
 from tests.helpers import decibels, mesh_of, variables_of
 
 pytestmark = [
-    pytest.mark.usefixtures("standard_promotion"),  # `nn.RMSNorm` mixes dtypes in bfloat16
+    # `nn.RMSNorm` mixes dtypes in bfloat16
+    pytest.mark.usefixtures("standard_promotion"),
     # Float weights without a state of the optimizer, on purpose.
     pytest.mark.filterwarnings("ignore:a converted Linen model is trained without"),
 ]
@@ -25,22 +28,33 @@ TINY = LlamaConfig(layers=4, width=32, heads=4, kv_heads=2, hidden=48, context=8
 UNTIED = dataclasses.replace(TINY, head="untied", remat="block")
 WINDOWS = np.random.default_rng(0).integers(0, 256, (8, 9))
 MICROBATCHES = 4
-# The gradient of a head in bfloat16 is one product of all tokens, or one of each microbatch, rounded to bfloat16.
+# The gradient of a head in bfloat16 is one product of all tokens, or one of each
+# microbatch, rounded to bfloat16.
 OF_BFLOAT16_SUMS = ("embedding", "head")
 
 
-def pipeline(*shape, config=TINY, recipe="bf16", dtype="float32", microbatches=MICROBATCHES):
+def pipeline(
+    *shape, config=TINY, recipe="bf16", dtype="float32", microbatches=MICROBATCHES
+):
     mesh = mesh_of(*shape, names=(STAGE, "data")[: len(shape)])
     return Pipeline(config, tcfp_jax.recipe(recipe), mesh, microbatches, dtype)
 
 
 def parameters(model, weights="float"):
-    params = variables_of(Llama(model.config, model.dtype), jnp.zeros((1, 8), jnp.int32))["params"]
-    return params if weights == "float" else tcfp_jax.store(params, model.weights, key=jax.random.key(0))
+    params = variables_of(
+        Llama(model.config, model.dtype), jnp.zeros((1, 8), jnp.int32)
+    )["params"]
+    return (
+        params
+        if weights == "float"
+        else tcfp_jax.store(params, model.weights, key=jax.random.key(0))
+    )
 
 
 def gradients_of(model):
-    """Return the gradients of the mean loss; `quantized` is the optimizer's collection."""
+    """Return the gradients of the mean loss; `quantized` is the optimizer's
+    collection.
+    """
 
     @jax.jit
     @tcfp_jax.value_and_grad
@@ -62,12 +76,18 @@ def gradients_of(model):
         ((2, 2), UNTIED, "tensorwise", "bfloat16", "float"),
     ],
 )
-def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe, dtype, weights):
+def test_loss_and_gradients_are_those_of_the_unsplit_model(
+    shape, config, recipe, dtype, weights
+):
     model = pipeline(*shape, config=config, recipe=recipe, dtype=dtype)
     params = parameters(model, "stored" if weights == "stored" else "float")
     quantized = {}
     if weights == "error feedback":
-        quantized = {"tcfp": tcfp_jax.layer_state(tcfp_jax.error_feedback(model.weights).init(params))}
+        quantized = {
+            "tcfp": tcfp_jax.layer_state(
+                tcfp_jax.error_feedback(model.weights).init(params)
+            )
+        }
     unsplit = families.learner(config, tcfp_jax.recipe(recipe), dtype).model
     place = lambda tree: jax.device_put(tree, model.shardings(tree))
     value, gradients = gradients_of(model)(place(params), WINDOWS, place(quantized))
@@ -75,14 +95,21 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe
     parts = MICROBATCHES * (shape[1] if len(shape) > 1 else 1)
     ones = [of_unsplit(params, WINDOWS[i::parts], quantized) for i in range(parts)]
     np.testing.assert_allclose(value, np.mean([one[0] for one in ones]), rtol=1e-5)
-    mean = lambda *parts: np.mean([np.asarray(part, np.float64) for part in parts], axis=0)
+    mean = lambda *parts: np.mean(
+        [np.asarray(part, np.float64) for part in parts], axis=0
+    )
     wanted = jax.tree.leaves(jax.tree.map(mean, *[one[1] for one in ones]))
-    for (path, gradient), exact in zip(jax.tree.leaves_with_path(gradients), wanted, strict=True):
+    for (path, gradient), exact in zip(
+        jax.tree.leaves_with_path(gradients), wanted, strict=True
+    ):
         bound = 40 if dtype == "bfloat16" and path[0].key in OF_BFLOAT16_SUMS else 100
         with np.errstate(divide="ignore"):  # some are equal
             assert decibels(exact, gradient) > bound, jax.tree_util.keystr(path)
         if path[0].key == "layers":
-            assert gradient.sharding.shard_shape(gradient.shape)[0] == config.layers // shape[0], path
+            assert (
+                gradient.sharding.shard_shape(gradient.shape)[0]
+                == config.layers // shape[0]
+            ), path
 
 
 @pytest.mark.slow
@@ -91,7 +118,8 @@ def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does
     unsplit = families.learner(TINY, model.recipe, "float32").model
     tx = tcfp_jax.optim.adamw(1e-2, moments="8bit", key=jax.random.key(1))
     params = parameters(model, "stored")
-    gradients = gradients_of(unsplit)(params, WINDOWS, {})[1]  # the same for both: bits of equal gradients are compared
+    # The same for both: bits of equal gradients are compared
+    gradients = gradients_of(unsplit)(params, WINDOWS, {})[1]
     state = (params, jax.jit(tx.init)(params))
 
     def update(state, gradients):
@@ -99,25 +127,39 @@ def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does
         return tcfp_jax.apply_updates(state[0], updates), opt_state
 
     place = lambda tree: jax.device_put(tree, model.shardings(tree))
-    split = jax.jit(update, out_shardings=model.shardings(state))(place(state), place(gradients))
+    split = jax.jit(update, out_shardings=model.shardings(state))(
+        place(state), place(gradients)
+    )
     whole = jax.jit(update)(state, gradients)
     paths = jax.tree.leaves_with_path(split)
-    of_layers = [(path, leaf) for path, leaf in paths if "layers" in jax.tree_util.keystr(path) and leaf.ndim]
+    of_layers = [
+        (path, leaf)
+        for path, leaf in paths
+        if "layers" in jax.tree_util.keystr(path) and leaf.ndim
+    ]
     assert len(of_layers) > 40
     for path, leaf in of_layers:
-        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {TINY.layers // 2}, path
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {
+            TINY.layers // 2
+        }, path
     for (path, a), b in zip(paths, jax.tree.leaves(whole), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
 @pytest.mark.slow
 def test_only_activations_travel_between_stages():
-    """A stage sends one microbatch to the next one, and no array of all layers ever exists."""
+    """A stage sends one microbatch to the next one, and no array of all layers ever
+    exists.
+    """
     model = pipeline(2, recipe="tcfp12_single")
     params = parameters(model, "stored")
     placed = jax.device_put(params, model.shardings(params))
     text = gradients_of(model).lower(placed, WINDOWS, {}).compile().as_text()
-    moved = [line for line in text.splitlines() if any(f" {name}" in line for name in ("all-gather(", "all-reduce("))]
+    moved = [
+        line
+        for line in text.splitlines()
+        if any(f" {name}" in line for name in ("all-gather(", "all-reduce("))
+    ]
     assert "collective-permute" in text and "f8e4m3fn" in text
     assert not [line for line in moved if "f8e4m3fn" in line.split("metadata")[0]]
 
@@ -125,13 +167,32 @@ def test_only_activations_travel_between_stages():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Pipeline(TINY, tcfp_jax.recipe("bf16"), mesh_of(2, names=("data",)), 2), "'stage'.*'data'.*make_mesh"),
+        (
+            lambda: Pipeline(
+                TINY, tcfp_jax.recipe("bf16"), mesh_of(2, names=("data",)), 2
+            ),
+            "'stage'.*'data'.*make_mesh",
+        ),
         (lambda: pipeline(8), "8 stages do not divide 4 layers.*divisor"),
         (lambda: pipeline(2, microbatches=0), "microbatches=0 is below 1"),
-        (lambda: pipeline(2, microbatches=3).apply({}, WINDOWS[:, 1:], WINDOWS[:, 1:]), "3 do not divide a batch of 8"),
-        (lambda: pipeline(2, 4).apply({}, WINDOWS[:, 1:], WINDOWS[:, 1:]), "of 4 devices do not divide the 2 rows"),
-        (lambda: pipeline(4).apply({}, WINDOWS[:, :7], WINDOWS[:, :7]), "4 stages do not divide 7 positions"),
-        (lambda: pipeline(2).apply({}, np.ones((4, 10)), np.ones((4, 10))), "10 positions exceed .* context of 8"),
+        (
+            lambda: pipeline(2, microbatches=3).apply(
+                {}, WINDOWS[:, 1:], WINDOWS[:, 1:]
+            ),
+            "3 do not divide a batch of 8",
+        ),
+        (
+            lambda: pipeline(2, 4).apply({}, WINDOWS[:, 1:], WINDOWS[:, 1:]),
+            "of 4 devices do not divide the 2 rows",
+        ),
+        (
+            lambda: pipeline(4).apply({}, WINDOWS[:, :7], WINDOWS[:, :7]),
+            "4 stages do not divide 7 positions",
+        ),
+        (
+            lambda: pipeline(2).apply({}, np.ones((4, 10)), np.ones((4, 10))),
+            "10 positions exceed .* context of 8",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(make, message):

@@ -1,4 +1,6 @@
-"""Text as ids: the tokenizer of this project, losses in bits per byte, and settings that do not fit."""
+"""Text as ids: the tokenizer of this project, losses in bits per byte, and settings
+that do not fit.
+"""
 
 import hashlib
 
@@ -22,7 +24,9 @@ def test_a_corpus_keeps_its_text_and_knows_its_bytes():
     whole = load_corpus(byte_limit=300_000)
     corpus = tokenized(whole, read_tokenizer(OWN))
     assert corpus.train_files == whole.train_files and corpus.digest != whole.digest
-    assert read_tokenizer(OWN).decode(corpus.heldout).encode() == whole.heldout.tobytes()
+    assert (
+        read_tokenizer(OWN).decode(corpus.heldout).encode() == whole.heldout.tobytes()
+    )
     assert corpus.bytes_per_token == len(whole.heldout) / len(corpus.heldout) > 3
 
 
@@ -34,22 +38,32 @@ def test_bytes_that_are_no_text_are_replaced():
 
 
 def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path, capsys):
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i} * 'é'\n" for i in range(800)))
+    (tmp_path / "text.py").write_text(
+        "".join(f"def f{i}(x):\n    return x + {i} * 'é'\n" for i in range(800))
+    )
     encode = ["--encode", str(tmp_path / "text.py"), "--out", str(tmp_path / "ids.npy")]
     main(encode)
     with pytest.raises(SystemExit):
         main([*encode, "--size", "400"])
     assert "--encode trains no tokenizer" in capsys.readouterr().err
-    ids, text = (convergence._corpus((str(tmp_path / name),), 2**40, "bpe") for name in ("ids.npy", "text.py"))
-    assert np.array_equal(*(np.concatenate([one.train, one.heldout]) for one in (ids, text))) and len(ids.heldout)
-    assert ids.bytes_per_token == len(read_tokenizer(OWN).decode(ids.heldout).encode()) / len(ids.heldout)
+    ids, text = (
+        convergence._corpus((str(tmp_path / name),), 2**40, "bpe")
+        for name in ("ids.npy", "text.py")
+    )
+    assert np.array_equal(
+        *(np.concatenate([one.train, one.heldout]) for one in (ids, text))
+    ) and len(ids.heldout)
+    assert ids.bytes_per_token == len(
+        read_tokenizer(OWN).decode(ids.heldout).encode()
+    ) / len(ids.heldout)
 
 
 def test_equal_texts_train_equal_tokenizers():
     corpus = load_corpus(byte_limit=100_000)
     first, second = (train_tokenizer(corpus, 400) for _ in range(2))
     assert first.to_str() == second.to_str() and first.get_vocab_size() == 400
-    assert first.decode(first.encode("é☃").ids) == "é☃"  # bytes that the corpus does not have
+    # bytes that the corpus does not have
+    assert first.decode(first.encode("é☃").ids) == "é☃"
 
 
 def test_a_run_gets_rows_for_the_tokenizer():
@@ -62,9 +76,21 @@ def test_a_run_gets_rows_for_the_tokenizer():
     [
         ("tiny", dict(tokenizer=str(OWN)), "with a model that reads bytes alone"),
         ("llama-tiny", dict(tokenizer="nowhere.json"), r"no tokenizer nowhere\.json"),
-        ("llama-tiny", dict(data=("a.jsonl",)), r"a\.jsonl holds documents for a tokenizer"),
-        ("llama-tiny", dict(data=("a.jsonl", "b.txt"), tokenizer=str(OWN)), "such files, or text, alone"),
-        ("llama-tiny", dict(data=("a.npy",), vocabulary=9, tokenizer=str(OWN)), "holds token ids already"),
+        (
+            "llama-tiny",
+            dict(data=("a.jsonl",)),
+            r"a\.jsonl holds documents for a tokenizer",
+        ),
+        (
+            "llama-tiny",
+            dict(data=("a.jsonl", "b.txt"), tokenizer=str(OWN)),
+            "such files, or text, alone",
+        ),
+        (
+            "llama-tiny",
+            dict(data=("a.npy",), vocabulary=9, tokenizer=str(OWN)),
+            "holds token ids already",
+        ),
         ("llama-tiny", dict(lora=2), "without weights to adapt"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The training run: repeatable, resumable after a kill at any moment, and careful with folders that hold a run."""
+"""The training run: repeatable, resumable after a kill at any moment, and careful with
+folders that hold a run.
+"""
 
 import dataclasses
 import json
@@ -30,14 +32,25 @@ from models.text import Corpus
 from models.train import TrainConfig, preset, run
 from tests.helpers import same_bits
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's Adam raises a float to an integer power
+# Optax's Adam raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
-MICRO_LLAMA = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32, remat="products")
+MICRO_LLAMA = LlamaConfig(
+    layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32, remat="products"
+)
 CONFIG = TrainConfig(
-    model=MICRO, steps=60, batch=4, sequence=32, steps_per_call=5, heldout_windows=16, corpus_bytes=1_000_000,
+    model=MICRO,
+    steps=60,
+    batch=4,
+    sequence=32,
+    steps_per_call=5,
+    heldout_windows=16,
+    corpus_bytes=1_000_000,
     learning_rate=1e-2,
-)  # fmt: skip
-STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
+)
+STORED = dataclasses.replace(
+    CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit"
+)
 # Runs from which tests continue, by name.
 CONFIGS = {
     "uninterrupted": CONFIG,
@@ -51,7 +64,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """Return a function of a name that returns the folder and the result of that run, which runs once."""
+    """Return a function of a name that returns the folder and the result of that run,
+    which runs once.
+    """
     runs = {}
 
     def whole(name):
@@ -74,7 +89,9 @@ def stored(whole_run):
 
 
 def final_state(path, config=CONFIG):
-    with RunDirectory(path, config, train.corpus_of(config).digest, resume="allowed") as directory:
+    with RunDirectory(
+        path, config, train.corpus_of(config).digest, resume="allowed"
+    ) as directory:
         return directory.restore(train.init(config))[0]
 
 
@@ -98,7 +115,10 @@ def test_same_config_same_bits(uninterrupted):
 
 
 def test_recipes_share_initial_weights_and_batches():
-    states = [train.init(dataclasses.replace(CONFIG, recipe=name)) for name in ("bf16", "tcfp12")]
+    states = [
+        train.init(dataclasses.replace(CONFIG, recipe=name))
+        for name in ("bf16", "tcfp12")
+    ]
     assert same_bits(states[0].params, states[1].params)
     other = train.init(dataclasses.replace(CONFIG, seed=1))
     assert not same_bits(states[0].params, other.params)
@@ -108,19 +128,29 @@ def test_recipes_share_initial_weights_and_batches():
 @pytest.mark.parametrize(
     ("name", "saves"),
     [
-        ("uninterrupted", "between checkpoints"), ("uninterrupted", "inside a checkpoint"),
-        ("stored", "between checkpoints"), ("llama", "between checkpoints"), ("stored llama", "between checkpoints"),
+        ("uninterrupted", "between checkpoints"),
+        ("uninterrupted", "inside a checkpoint"),
+        ("stored", "between checkpoints"),
+        ("llama", "between checkpoints"),
+        ("stored llama", "between checkpoints"),
     ],
-)  # fmt: skip
+)
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_run):
     whole, expected = whole_run(name)
     out, config = tmp_path / "killed", CONFIGS[name]
-    process = subprocess.Popen([sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment()
+    )
     try:
         if saves == "between checkpoints":
             _wait_for(lambda: len(_lines(out)) >= 20, process)
         else:
-            _wait_for(lambda: any("tmp" in path.name for path in (out / "checkpoints").glob("1*")), process)
+            _wait_for(
+                lambda: any(
+                    "tmp" in path.name for path in (out / "checkpoints").glob("1*")
+                ),
+                process,
+            )
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
@@ -133,8 +163,12 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
     resumed = run(config, out=out, resume="allowed", checkpoint_every=20)
     assert np.array_equal(resumed.train_loss, expected.train_loss)
     assert resumed.heldout_loss == expected.heldout_loss
-    assert [json.loads(line)["step"] for line in _lines(out)] == list(range(1, CONFIG.steps + 1))
-    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert [json.loads(line)["step"] for line in _lines(out)] == list(
+        range(1, CONFIG.steps + 1)
+    )
+    assert (out / "metrics.jsonl").read_bytes() == (
+        whole / "metrics.jsonl"
+    ).read_bytes()
     assert same_bits(final_state(out, config), final_state(whole, config))
 
 
@@ -145,12 +179,19 @@ STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 @pytest.mark.parametrize(
     "change",
     [
-        {"recipe": "bf16"}, {"recipe": "tensorwise"}, {"recipe": STOCHASTIC}, {"recipe": tcfp_jax.recipe("rowwise")},
+        {"recipe": "bf16"},
+        {"recipe": "tensorwise"},
+        {"recipe": STOCHASTIC},
+        {"recipe": tcfp_jax.recipe("rowwise")},
         {"recipe": tcfp_jax.recipe("blockwise", block=32)},
-        {"recipe": tcfp_jax.recipe("tcfp12_single", copies="both"), "weights": "stored", "moments": "8bit"},
+        {
+            "recipe": tcfp_jax.recipe("tcfp12_single", copies="both"),
+            "weights": "stored",
+            "moments": "8bit",
+        },
     ],
     ids=["bf16", "tensorwise", "stochastic", "rows", "blocks", "stored"],
-)  # fmt: skip
+)
 def test_every_kind_of_state_is_restored(tmp_path, change):
     path, config = tmp_path / "run", dataclasses.replace(CONFIG, **change)
     state, digest = train.init(dataclasses.replace(config, seed=5)), "digest"
@@ -181,10 +222,25 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         ({"steps": 80}, "steps=60 in the folder but 80 now"),
         (
             {"model": dataclasses.replace(MICRO, layers=2)},
-            r"another run: model\.layers=1 in the folder but 2 now; resume .* choose another --out$",
+            (
+                r"another run: model\.layers=1 in the folder but 2 now; resume .*"
+                r" choose another --out$"
+            ),
         ),
-        ({"model": MICRO_LLAMA}, "family='gpt' in the folder but 'llama' now.*kv_heads=None in the folder but 2 now"),
-        ({"weights": "stored"}, r"weights='float' in the folder but 'stored' now.*tcfp_jax\.store\(params, recipe"),
+        (
+            {"model": MICRO_LLAMA},
+            (
+                "family='gpt' in the folder but 'llama' now.*kv_heads=None in the"
+                " folder but 2 now"
+            ),
+        ),
+        (
+            {"weights": "stored"},
+            (
+                r"weights='float' in the folder but 'stored'"
+                r" now.*tcfp_jax\.store\(params, recipe"
+            ),
+        ),
     ],
 )
 def test_another_run_is_not_resumed(uninterrupted, change, message):
@@ -194,14 +250,21 @@ def test_another_run_is_not_resumed(uninterrupted, change, message):
 
 
 def test_stored_weights_are_not_resumed_as_floats(stored):
-    message = r"weights='stored' in the folder but 'float' now.*tcfp_jax\.dequantize\(params\)"
+    message = (
+        r"weights='stored' in the folder but 'float'"
+        r" now.*tcfp_jax\.dequantize\(params\)"
+    )
     with pytest.raises(ValueError, match=message):
         run(CONFIG, out=stored[0], resume="allowed")
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("nvfp4", {"tile": "square"}), ("nvfp4_training", {"forward_operands": "bf16"}), ("blockwise", {"block": 64})],
+    [
+        ("nvfp4", {"tile": "square"}),
+        ("nvfp4_training", {"forward_operands": "bf16"}),
+        ("blockwise", {"block": 64}),
+    ],
 )
 def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
     custom = tcfp_jax.recipe(name, **change)
@@ -211,10 +274,14 @@ def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
 
 
 @pytest.mark.slow_except("stored-block_0/qkv/kernel")
-@pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")],
+)
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
     (out, result), config = whole_run(name), CONFIGS[name]
-    path = tmp_path / "exports" / name / "weights.npz"  # in folders that do not exist yet
+    # in folders that do not exist yet
+    path = tmp_path / "exports" / name / "weights.npz"
     train.export_run(out, path)
     exported = dict(np.load(path))
     params = tcfp_jax.dequantize(final_state(out, config).params)
@@ -227,11 +294,17 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
     # Served by a program that knows nothing of stored weights.
     floats = train.TrainState(params, (), jnp.int32(0))
     heldout = jnp.asarray(train.corpus_of(config).heldout)
-    assert train.evaluate(config.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
+    assert (
+        train.evaluate(config.in_bf16, floats, heldout, "bf16")
+        == result.heldout_loss_bf16
+    )
     if name == "stored":  # a Llama is written as a folder of Hugging Face, too
         with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
             train.export_run(out, tmp_path / "weights.safetensors")
-    for unwritable, why in ((path / "in_a_file.npz", "cannot be made"), (path.parent / "f.npz", "is a folder")):
+    for unwritable, why in (
+        (path / "in_a_file.npz", "cannot be made"),
+        (path.parent / "f.npz", "is a folder"),
+    ):
         (path.parent / "f.npz").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=why):
             train.export_run(out, unwritable)
@@ -249,7 +322,10 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, uninterrupted, ca
     (out / "checkpoints/60/default/manifest.ocdbt").unlink()
     resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=30)
     assert "checkpoint 60 is damaged" in capsys.readouterr().err
-    assert np.array_equal(resumed.train_loss, result.train_loss) and resumed.heldout_loss == result.heldout_loss
+    assert (
+        np.array_equal(resumed.train_loss, result.train_loss)
+        and resumed.heldout_loss == result.heldout_loss
+    )
     assert same_bits(final_state(out), final_state(uninterrupted[0]))
 
 
@@ -259,16 +335,28 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
     def make_train_step(config, count, mesh):
         def steps(state, text, key):
             after = int(state.step) + 1 + np.arange(count)
-            return state._replace(step=state.step + count), np.where(after < 23, 2.0, np.nan)
+            return state._replace(step=state.step + count), np.where(
+                after < 23, 2.0, np.nan
+            )
 
         return steps
 
     monkeypatch.setattr(running, "make_train_step", make_train_step)
-    with pytest.raises(FloatingPointError, match=r"steps 24 to 35 are not finite; the checkpoints .* below 0\.01"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"steps 24 to 35 are not finite; the checkpoints .* below 0\.01",
+    ):
         run(CONFIG, out=tmp_path, checkpoint_every=5, bad_steps=12)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["15", "20"]
-    assert [json.loads(line)["loss"] for line in _lines(tmp_path)] == [2.0] * 22 + [None] * 13
-    with pytest.raises(FloatingPointError, match="steps 60 to 60 are not finite; start anew"):
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "15",
+        "20",
+    ]
+    assert [json.loads(line)["loss"] for line in _lines(tmp_path)] == [2.0] * 22 + [
+        None
+    ] * 13
+    with pytest.raises(
+        FloatingPointError, match="steps 60 to 60 are not finite; start anew"
+    ):
         run(CONFIG, bad_steps=1000)
     with pytest.raises(ValueError, match="bad_steps=0 must be at least 1"):
         run(CONFIG, bad_steps=0)
@@ -277,10 +365,13 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "huge"}, "model 'huge' is unknown"), ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
+        ({"model": "huge"}, "model 'huge' is unknown"),
+        ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"seed": 2**32}, "seed=4294967296 must be an integer of 32 bits"),
-        ({"seed": 2**70}, "must be an integer of 32 bits"), ({"seed": -1}, "seed=-1"), ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": 2**70}, "must be an integer of 32 bits"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 1.5}, "seed=1.5"),
         ({"sequence": 33}, "sequence=33 exceeds the context"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
@@ -294,21 +385,29 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
             {"weights": "stored", "recipe": "tensorwise"},
             "weights='stored' with recipe 'tensorwise': the recipe has no residual",
         ),
-        ({"weights": "stored", "error_dtype": "bfloat16"}, "error_dtype='bfloat16' with weights='stored'"),
+        (
+            {"weights": "stored", "error_dtype": "bfloat16"},
+            "error_dtype='bfloat16' with weights='stored'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
 
 
 def test_a_field_that_does_nothing_is_named():
-    with pytest.raises(ValueError, match="with recipe 'tensorwise': no error of a weight is kept"):
+    with pytest.raises(
+        ValueError, match="with recipe 'tensorwise': no error of a weight is kept"
+    ):
         preset("tiny", recipe="tensorwise", error_dtype="bfloat16")
 
 
 def test_checkpoints_fall_on_calls():
-    with pytest.raises(ValueError, match="checkpoint_every=7 is not a multiple of steps_per_call=5; use 5"):
+    with pytest.raises(
+        ValueError,
+        match="checkpoint_every=7 is not a multiple of steps_per_call=5; use 5",
+    ):
         run(CONFIG, checkpoint_every=7)
 
 
@@ -316,22 +415,41 @@ def test_too_little_text():
     with pytest.raises(ValueError, match="one window needs 33"):
         train.evaluate(CONFIG, train.init(CONFIG), jnp.zeros(32, jnp.uint8))
     corpus = Corpus(np.zeros(90, np.uint8), np.zeros(10, np.uint8), (), ())
-    for limit, repair in ((1000, "give more text, or shorten the sequence"), (100, "raise corpus_bytes .now 100., or")):
-        with pytest.raises(ValueError, match=f"the held-out text has 10 tokens, but one window needs 33; {repair}"):
+    for limit, repair in (
+        (1000, "give more text, or shorten the sequence"),
+        (100, "raise corpus_bytes .now 100., or"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"the held-out text has 10 tokens, but one window needs 33; {repair}",
+        ):
             check_corpus(corpus, dataclasses.replace(CONFIG, corpus_bytes=limit))
 
 
 def test_jitter_perturbs_the_initial_weights():
     bf16 = dataclasses.replace(CONFIG, recipe="bf16")
-    plain, moved = train.init(bf16).params, train.init(dataclasses.replace(bf16, initial_jitter=1e-6)).params
+    plain, moved = (
+        train.init(bf16).params,
+        train.init(dataclasses.replace(bf16, initial_jitter=1e-6)).params,
+    )
     kernel, jittered = plain["embedding"]["embedding"], moved["embedding"]["embedding"]
     assert 0 < float(jnp.max(jnp.abs(jittered / kernel - 1))) < 1e-5
 
 
 class TestCommand:
-    """`python -m models.train`, called in this process on a model that compiles in seconds."""
+    """`python -m models.train`, called in this process on a model that compiles in
+    seconds.
+    """
 
-    NAMES = ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes", "learning_rate")
+    NAMES = (
+        "steps",
+        "batch",
+        "sequence",
+        "steps_per_call",
+        "heldout_windows",
+        "corpus_bytes",
+        "learning_rate",
+    )
     ARGUMENTS = (
         "--model=micro",
         "--checkpoint-every=60",
@@ -348,16 +466,25 @@ class TestCommand:
         out = Path("runs/micro-tcfp12_single-stored-0")
         printed = capsys.readouterr().out
         summary = json.loads((out / "summary.json").read_text())
-        assert f"perplexity ratio tcfp12_single / bf16: {summary['perplexity_ratio']:.4f}" in printed
+        assert (
+            f"perplexity ratio tcfp12_single / bf16: {summary['perplexity_ratio']:.4f}"
+            in printed
+        )
         for part in ("run", "baseline_bf16"):
             assert f"{summary[part]['heldout_loss']:.4f}" in printed
             assert f"{summary[part]['state_bytes'] / 1e6:.1f}\n" in printed
-        assert summary["run"]["state_bytes"] < 0.9 * summary["baseline_bf16"]["state_bytes"]
-        assert summary["run"]["heldout_loss"] != summary["baseline_bf16"]["heldout_loss"]
+        assert (
+            summary["run"]["state_bytes"]
+            < 0.9 * summary["baseline_bf16"]["state_bytes"]
+        )
+        assert (
+            summary["run"]["heldout_loss"] != summary["baseline_bf16"]["heldout_loss"]
+        )
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert len(_lines(out)) == len(_lines(out / "compare_bf16")) == 60
 
-        # Again: a new folder. Resumed without settings: the same numbers, and the newest run.
+        # Again: a new folder. Resumed without settings: the same numbers, and the
+        # newest run.
         assert train.main([*self.ARGUMENTS, "--compare", "none"]) == 0
         assert not Path("runs/micro-tcfp12_single-stored-1/compare_bf16").exists()
         assert train.main(["--resume", "--out", str(out)]) == 0
@@ -371,41 +498,80 @@ class TestCommand:
         assert train.main(["--resume", "--out", str(out), "--seed", "3"]) == 2
         assert "seed=0 in the folder but 3 now" in capsys.readouterr().err
 
-    def test_the_baseline_has_no_baseline_by_default_and_needs_no_matplotlib(self, monkeypatch, capsys):
+    def test_the_baseline_has_no_baseline_by_default_and_needs_no_matplotlib(
+        self, monkeypatch, capsys
+    ):
         arguments = [*self.ARGUMENTS, "--recipe", "bf16", "--out", "plain"]
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "matplotlib.figure", None)
             assert train.main(arguments) == 0
         printed = capsys.readouterr().out
-        assert "ratio" not in printed and "no plot: " in printed and "written: plain/summary.json\n" in printed
-        assert json.loads(Path("plain/summary.json").read_text())["run"]["heldout_loss"] > 0
-        assert train.main([*arguments, "--resume"]) == 0 and Path("plain/loss.png").exists()
+        assert (
+            "ratio" not in printed
+            and "no plot: " in printed
+            and "written: plain/summary.json\n" in printed
+        )
+        assert (
+            json.loads(Path("plain/summary.json").read_text())["run"]["heldout_loss"]
+            > 0
+        )
+        assert (
+            train.main([*arguments, "--resume"]) == 0
+            and Path("plain/loss.png").exists()
+        )
         assert not Path("plain/compare_bf16").exists()
 
-    def test_stored_weights_have_a_recipe_and_moments_of_their_own(self, stored, capsys):
-        assert train.main([*self.ARGUMENTS, "--weights=stored", "--compare=none", "--export=weights.npz"]) == 0
-        summary = json.loads(Path("runs/micro-tcfp12_single-stored-0/summary.json").read_text())
+    def test_stored_weights_have_a_recipe_and_moments_of_their_own(
+        self, stored, capsys
+    ):
+        assert (
+            train.main(
+                [
+                    *self.ARGUMENTS,
+                    "--weights=stored",
+                    "--compare=none",
+                    "--export=weights.npz",
+                ]
+            )
+            == 0
+        )
+        summary = json.loads(
+            Path("runs/micro-tcfp12_single-stored-0/summary.json").read_text()
+        )
         assert summary["config"]["moments"] == "8bit"
         assert summary["run"]["heldout_loss"] == stored[1].heldout_loss
         printed, exported = capsys.readouterr().out, np.load("weights.npz")
         assert "exported: weights.npz" in printed and "positions" in exported
-        assert f"{sum(array.size for array in exported.values()):,} parameters" in printed
+        assert (
+            f"{sum(array.size for array in exported.values()):,} parameters" in printed
+        )
         assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
         assert not Path("new").exists()
 
     @pytest.mark.slow
-    def test_a_llama_reads_a_folder_and_continues_with_no_other_text(self, monkeypatch, capsys):
+    def test_a_llama_reads_a_folder_and_continues_with_no_other_text(
+        self, monkeypatch, capsys
+    ):
         monkeypatch.setitem(LLAMAS, "micro-llama", MICRO_LLAMA)
         Path("book").mkdir()
         for index in range(50):
             Path(f"book/{index}.txt").write_text(f"Page {index}. " * 40)
-        arguments = [*self.ARGUMENTS, "--model=micro-llama", "--compare=none", "--out=run"]
-        arguments = [argument for argument in arguments if "corpus-bytes" not in argument]
+        arguments = [
+            *self.ARGUMENTS,
+            "--model=micro-llama",
+            "--compare=none",
+            "--out=run",
+        ]
+        arguments = [
+            argument for argument in arguments if "corpus-bytes" not in argument
+        ]
         assert train.main([*arguments, "--data", "book"]) == 0
         printed = capsys.readouterr().out
         assert "text: bytes of book: " in printed and "to train in 48 files" in printed
         summary = json.loads(Path("run/summary.json").read_text())
-        assert summary["run"]["heldout_loss"] < 1.5 and summary["config"]["data"] == ["book"]
+        assert summary["run"]["heldout_loss"] < 1.5 and summary["config"]["data"] == [
+            "book"
+        ]
 
         def resume():
             running._corpus.cache_clear()  # the cache of this process
@@ -424,8 +590,12 @@ class TestCommand:
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("given", [[], ["--out", "a run"]], ids=["new folder", "named folder"])
-    def test_what_an_interruption_prints_continues_the_command(self, monkeypatch, capsys, given):
+    @pytest.mark.parametrize(
+        "given", [[], ["--out", "a run"]], ids=["new folder", "named folder"]
+    )
+    def test_what_an_interruption_prints_continues_the_command(
+        self, monkeypatch, capsys, given
+    ):
         def interrupted(*arguments, **options):
             raise KeyboardInterrupt
 
@@ -433,7 +603,9 @@ class TestCommand:
         assert train.main([*self.ARGUMENTS, "--compare", "none", *given]) == 130
         command = capsys.readouterr().err.split("continue with: ")[1]
         seen = []
-        monkeypatch.setattr(train, "_report", lambda config, options, out: seen.append((options, out)))
+        monkeypatch.setattr(
+            train, "_report", lambda config, options, out: seen.append((options, out))
+        )
         assert train.main(shlex.split(command)[3:]) == 0
         options, out = seen[0]
         assert options.resume and options.compare == "none"
@@ -451,7 +623,10 @@ class TestCommand:
     def test_a_folder_that_cannot_be_written(self, capsys):
         Path("file").write_text("no folder")
         assert train.main([*self.ARGUMENTS, "--out", "file/run"]) == 2
-        assert re.search("file/run cannot hold a run.*Not a directory.*choose another --out", capsys.readouterr().err)
+        assert re.search(
+            "file/run cannot hold a run.*Not a directory.*choose another --out",
+            capsys.readouterr().err,
+        )
 
     def test_unknown_recipe(self, capsys):
         assert train.main([*self.ARGUMENTS, "--recipe", "fp7"]) == 2
@@ -465,22 +640,43 @@ class TestCommand:
         assert set(tcfp_jax.recipes.NAMES) <= set(re.findall(r"\w+", shown))
         options = shown.split("options:")[1]
         assert re.findall(r"^\S.*:$", options, re.M) == [
-            "model and text:", "precision:", "training:", "folder:", "speed and memory:", "machines:", "examples:",
-        ]  # fmt: skip
-        commands = [c for c in re.findall(r"python -m models.train (.*)", options) if "FOLDER" not in c]
-        examples = [train._choose_config(parser_of("").parse_args(shlex.split(c)), Path("new")) for c in commands]
+            "model and text:",
+            "precision:",
+            "training:",
+            "folder:",
+            "speed and memory:",
+            "machines:",
+            "examples:",
+        ]
+        commands = [
+            c
+            for c in re.findall(r"python -m models.train (.*)", options)
+            if "FOLDER" not in c
+        ]
+        examples = [
+            train._choose_config(parser_of("").parse_args(shlex.split(c)), Path("new"))
+            for c in commands
+        ]
         assert [config.weights for config in examples] == ["stored", "float"]
 
 
 @pytest.mark.slow_except("stored")
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"]
+)
 def test_steps_add_nothing_atomically(recipe):
-    """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""
-    config = STORED if recipe == "stored" else dataclasses.replace(CONFIG, recipe=recipe)
+    """A scatter of floats on a GPU adds in another order each time, and a resumed run
+    would not be the same.
+    """
+    config = (
+        STORED if recipe == "stored" else dataclasses.replace(CONFIG, recipe=recipe)
+    )
     config = dataclasses.replace(config, dtype="bfloat16")
     state, key = jax.eval_shape(lambda: train.init(config)), train.batch_key(config)
     step = train.make_train_step(config)
-    lowered = step.trace(state, jnp.zeros(100, jnp.uint8), key).lower(lowering_platforms=("cuda",))
+    lowered = step.trace(state, jnp.zeros(100, jnp.uint8), key).lower(
+        lowering_platforms=("cuda",)
+    )
     assert "scatter" not in lowered.as_text()
 
 
@@ -498,7 +694,9 @@ def _lines(out):
 def _wait_for(condition, process):
     deadline = time.monotonic() + 60
     while not condition():
-        assert process.poll() is None, f"the run ended with status {process.returncode} before it could be killed"
+        assert process.poll() is None, (
+            f"the run ended with status {process.returncode} before it could be killed"
+        )
         assert time.monotonic() < deadline, "the run did not get far enough in a minute"
         time.sleep(0.002)
 
@@ -514,4 +712,8 @@ def _program(out, config):
 
 
 def _environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    }

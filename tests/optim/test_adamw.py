@@ -1,4 +1,6 @@
-"""`tcfp_jax.optim.adamw` on float and stored parameters: optax's arithmetic, rounding, skipped steps, bits."""
+"""`tcfp_jax.optim.adamw` on float and stored parameters: optax's arithmetic, rounding,
+skipped steps, bits.
+"""
 
 import dataclasses
 import functools
@@ -28,11 +30,16 @@ SHAPES = {
     "embed": {"table": (64, 128)},
 }
 PARAMS = filled(
-    jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+    jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        SHAPES,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
 )
 GRADS = filled(PARAMS, seed=1)
 KEY = jax.random.key(3)
-STACK = {"layers": PARAMS.pop("layers")}  # for a few tests only, because it doubles the compile time
+# For a few tests only, because it doubles the compile time
+STACK = {"layers": PARAMS.pop("layers")}
 STACK_GRADS = {"layers": GRADS.pop("layers")}
 STORED = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(PARAMS)
 MOMENTS = ("8bit", "bfloat16", "float32")
@@ -40,7 +47,9 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
 def adamw(*args, moments="8bit", **options):
-    return optim.adamw(*args, moments=moments, key=None if moments == "float32" else KEY, **options)
+    return optim.adamw(
+        *args, moments=moments, key=None if moments == "float32" else KEY, **options
+    )
 
 
 def steps(tx, n, params, state, grads):
@@ -67,13 +76,20 @@ def stepped(tx, params, n=4, grads=GRADS, state=None):
 def wide(moments, scales):
     """Moments of any format in float32."""
     up = moments["up"]["kernel"]
-    up = decode("ue5m3", Blocks(up, scales["up"]["kernel"])) if scales else up.astype(jnp.float32)
+    up = (
+        decode("ue5m3", Blocks(up, scales["up"]["kernel"]))
+        if scales
+        else up.astype(jnp.float32)
+    )
     return {**moments, "up": {**moments["up"], "kernel": up}}
 
 
 def distance(exact, ours, start, *path):
     """Return how far a leaf is from the exact one, as a part of the exact change."""
-    a, b, c = (np.asarray(functools.reduce(lambda node, name: node[name], path, t)) for t in (exact, ours, start))
+    a, b, c = (
+        np.asarray(functools.reduce(lambda node, name: node[name], path, t))
+        for t in (exact, ours, start)
+    )
     return np.linalg.norm(a - b) / np.linalg.norm(a - c)
 
 
@@ -83,8 +99,15 @@ def m_of(state):
 
 OPTIONS = {
     "decay": dict(b1=0.8, b2=0.95, eps=1e-6, eps_root=1e-12, weight_decay=0.1),
-    "nesterov": dict(nesterov=True, weight_decay=0.5, mask={"up": True, "small": False, "embed": True}),
-    "mask by function": dict(weight_decay=0.5, mask=lambda tree: jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree)),
+    "nesterov": dict(
+        nesterov=True,
+        weight_decay=0.5,
+        mask={"up": True, "small": False, "embed": True},
+    ),
+    "mask by function": dict(
+        weight_decay=0.5,
+        mask=lambda tree: jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree),
+    ),
 }
 
 
@@ -96,28 +119,53 @@ def test_float_parameters_take_the_steps_of_optax(name):
     exact, _ = stepped(optax.adamw(rate, **OPTIONS[name]), PARAMS)
     ours, state = stepped(adamw(rate, moments="float32", **OPTIONS[name]), PARAMS)
     for a, b, start in zip(*map(jax.tree.leaves, (exact, ours, PARAMS)), strict=True):
-        # Two programs: one may contract a product and a sum where the other does not, a unit in the last place each.
+        # Two programs: one may contract a product and a sum where the other does not, a
+        # unit in the last place each.
         moved = np.abs(np.asarray(a) - start)
         assert (np.abs(np.asarray(a) - b) <= 4e-6 * moved + 2.0**-22 * np.abs(a)).all()
-    assert int(state.count) == 4 and int(state.skipped) == 0 and state.key is None and state.quality is None
+    assert (
+        int(state.count) == 4
+        and int(state.skipped) == 0
+        and state.key is None
+        and state.quality is None
+    )
 
 
 @pytest.mark.slow_except("decay-8bit")
 @pytest.mark.parametrize(
-    "name, moments", [("decay", "bfloat16"), ("decay", "8bit"), ("nesterov", "8bit"), ("mask by function", "float32")]
+    "name, moments",
+    [
+        ("decay", "bfloat16"),
+        ("decay", "8bit"),
+        ("nesterov", "8bit"),
+        ("mask by function", "float32"),
+    ],
 )
 def test_stored_parameters_take_the_steps_of_optax(name, moments):
     floats = optim.dequantize(STORED)
     exact, _ = stepped(optax.adamw(1e-2, **OPTIONS[name]), floats)
     after, state = stepped(adamw(1e-2, moments=moments, **OPTIONS[name]), STORED)
     ours = optim.dequantize(after)
-    # Four steps: hi + lo of a weight has 60 dB, and the update is large; m has 2**-4 of rounding at most.
+    # Four steps: hi + lo of a weight has 60 dB, and the update is large; m has 2**-4 of
+    # rounding at most.
     for path in ("up", "small"):
-        assert distance(exact, ours, floats, path, "kernel") < (0.05 if moments == "8bit" else 0.02)
+        assert distance(exact, ours, floats, path, "kernel") < (
+            0.05 if moments == "8bit" else 0.02
+        )
     for path, leaf in (("up", "bias"), ("embed", "table")):
-        np.testing.assert_allclose(ours[path][leaf], exact[path][leaf], rtol=1e-5, atol=1e-7)
-    assert list(state.mu_scale) == list(state.nu_scale) == (["up"] if moments == "8bit" else [])
-    assert state.mu["embed"]["table"].dtype == state.mu["small"]["kernel"].dtype == jnp.float32
+        np.testing.assert_allclose(
+            ours[path][leaf], exact[path][leaf], rtol=1e-5, atol=1e-7
+        )
+    assert (
+        list(state.mu_scale)
+        == list(state.nu_scale)
+        == (["up"] if moments == "8bit" else [])
+    )
+    assert (
+        state.mu["embed"]["table"].dtype
+        == state.mu["small"]["kernel"].dtype
+        == jnp.float32
+    )
 
 
 @pytest.mark.slow_except("8bit")
@@ -127,7 +175,9 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     before, state = stepped(tx, STORED, 1)
     after, _ = stepped(tx, before, 1, state=state)
     floats = optim.dequantize(before)
-    inner = optax.ScaleByAdamState(state.count, wide(state.mu, state.mu_scale), wide(state.nu, state.nu_scale))
+    inner = optax.ScaleByAdamState(
+        state.count, wide(state.mu, state.mu_scale), wide(state.nu, state.nu_scale)
+    )
     reference = optax.adamw(1e-2, weight_decay=0.1)
     updates, _ = reference.update(GRADS, (inner, *reference.init(floats)[1:]), floats)
     exact = optax.apply_updates(floats, updates)
@@ -136,7 +186,10 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
         stored = after[path]["kernel"].backward
         units = np.asarray(stored.scale_of_values())
         # Below 448 units hi is within 16, and stochastic rounding of 16 within one.
-        assert (np.abs(np.asarray(ours[path]["kernel"]) - exact[path]["kernel"]) <= 1.001 * units).all()
+        assert (
+            np.abs(np.asarray(ours[path]["kernel"]) - exact[path]["kernel"])
+            <= 1.001 * units
+        ).all()
         assert decibels(exact[path]["kernel"], ours[path]["kernel"]) > 55
 
 
@@ -153,25 +206,40 @@ def test_what_the_kernel_takes_goes_through_it():
         return len([call for call in found if call.op == "adamw"])
 
     stochastic = lambda params: optim.store(params, "tcfp12_single", key=KEY)
-    without = lambda remainder: lambda params: optim.store(params, "tcfp12_single", remainder=remainder)
+    without = lambda remainder: (
+        lambda params: optim.store(params, "tcfp12_single", remainder=remainder)
+    )
     assert calls(stochastic) == calls(without("dropped")) == 2
-    assert calls(lambda params: params) == calls(stochastic, moments="bfloat16") == calls(without("feedback")) == 0
+    assert (
+        calls(lambda params: params)
+        == calls(stochastic, moments="bfloat16")
+        == calls(without("feedback"))
+        == 0
+    )
 
 
 @pytest.mark.slow_except("tcfp12-dropped")
 @pytest.mark.parametrize(
     "recipe, remainder",
     [
-        ("tcfp12_fast", "stochastic"), ("tcfp12", "dropped"), ("tcfp12_single", "feedback"),
-        ("in blocks", "stochastic"), ("in both orientations", "stochastic"),
+        ("tcfp12_fast", "stochastic"),
+        ("tcfp12", "dropped"),
+        ("tcfp12_single", "feedback"),
+        ("in blocks", "stochastic"),
+        ("in both orientations", "stochastic"),
     ],
-)  # fmt: skip
+)
 def test_every_way_to_store_a_weight(recipe, remainder):
     chosen = {
         "in blocks": tcfp_jax.recipe("tcfp12", scaling=Block(32)),
         "in both orientations": tcfp_jax.recipe("tcfp12_single", copies="both"),
     }.get(recipe, recipe)
-    params = store_at_once(STACK, chosen, key=KEY if remainder == "stochastic" else None, remainder=remainder)
+    params = store_at_once(
+        STACK,
+        chosen,
+        key=KEY if remainder == "stochastic" else None,
+        remainder=remainder,
+    )
     floats = optim.dequantize(params)
     after, state = stepped(adamw(1e-2), params, grads=STACK_GRADS)
     exact, _ = stepped(optax.adamw(1e-2), floats, grads=STACK_GRADS)
@@ -179,17 +247,26 @@ def test_every_way_to_store_a_weight(recipe, remainder):
     weight = after["layers"]["kernel"]
     if weight.forward is not None:  # the copy that the forward product reads
         turned = weight.forward.turn()
-        assert same_bits((turned.values, turned.scale), (weight.backward.values, weight.backward.scale))
+        assert same_bits(
+            (turned.values, turned.scale),
+            (weight.backward.values, weight.backward.scale),
+        )
         assert turned.lo is None or same_bits(turned.lo, weight.backward.lo)
     assert jax.tree.structure(after) == jax.tree.structure(params)
     assert state.nu["layers"]["kernel"].dtype == jnp.uint8
 
 
 @pytest.mark.slow_except(str(Layout((1, 2), (0,))))
-@pytest.mark.parametrize("layout", [Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str
+)
 def test_kernels_of_any_layout(layout):
-    params, grads = ({"w": tree["up"]["kernel"].reshape(64, 8, 16)} for tree in (PARAMS, GRADS))
-    stored = store_at_once(params, {"w": Weight(tcfp_jax.recipe("tcfp12_single"), layout)}, key=KEY)
+    params, grads = (
+        {"w": tree["up"]["kernel"].reshape(64, 8, 16)} for tree in (PARAMS, GRADS)
+    )
+    stored = store_at_once(
+        params, {"w": Weight(tcfp_jax.recipe("tcfp12_single"), layout)}, key=KEY
+    )
     floats = optim.dequantize(stored)
     exact, _ = stepped(optax.adamw(1e-2), floats, grads=grads)
     ours = optim.dequantize(stepped(adamw(1e-2), stored, grads=grads)[0])
@@ -197,20 +274,31 @@ def test_kernels_of_any_layout(layout):
 
 
 @pytest.mark.parametrize(
-    "bad, path", [(np.nan, "up/bias"), (np.nan, "up/kernel"), (-np.inf, "small/kernel"), (np.inf, "embed/table")]
+    "bad, path",
+    [
+        (np.nan, "up/bias"),
+        (np.nan, "up/kernel"),
+        (-np.inf, "small/kernel"),
+        (np.inf, "embed/table"),
+    ],
 )
 def test_a_step_that_is_not_finite_changes_nothing(bad, path):
     tx, update = _skipping()
     params, state = stepped(tx, STORED, 1)
     first, second = path.split("/")
     broken = jax.tree.map(lambda g: g, GRADS)
-    broken[first][second] = broken[first][second].at[(0,) * broken[first][second].ndim].set(bad)
+    broken[first][second] = (
+        broken[first][second].at[(0,) * broken[first][second].ndim].set(bad)
+    )
     for times in range(1, 4):
         updates, after = update(broken, state, params)
         assert same_bits(optim.apply_updates(params, updates), params)
         assert same_bits(updates["up"]["bias"], jnp.zeros(128))
         assert int(after.skipped) == times
-        assert same_bits(after._replace(skipped=state.skipped, quality=None), state._replace(quality=None))
+        assert same_bits(
+            after._replace(skipped=state.skipped, quality=None),
+            state._replace(quality=None),
+        )
         assert {float(quality.moved) for quality in _qualities(after)} == {0.0}
         state = after
     _, after = update(GRADS, state, params)
@@ -226,7 +314,9 @@ def test_a_step_that_is_left_out_moves_no_scale():
     broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), GRADS)
     updates, after = update(broken, state, params)
     assert same_bits(optim.apply_updates(params, updates), params)
-    assert [(float(q.moved), float(q.edq)) for q in _qualities(after)] == [(0.0, 0.0)] * 2
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(after)] == [
+        (0.0, 0.0)
+    ] * 2
 
 
 @functools.cache
@@ -236,7 +326,9 @@ def _skipping():
 
 
 def _qualities(state):
-    return jax.tree.leaves(state.quality, is_leaf=lambda node: isinstance(node, optim.Quality))
+    return jax.tree.leaves(
+        state.quality, is_leaf=lambda node: isinstance(node, optim.Quality)
+    )
 
 
 @pytest.mark.slow_except("8bit")
@@ -252,13 +344,26 @@ def test_clipping(moments):
     _, by_hand = stepped(plain, STORED, 1, grads=scaled)
     _, clipped = stepped(clipping, STORED, 1)
     a, b = (m_of(state) for state in (by_hand, clipped))
-    # The factor may be an ulp off an eighth, which rounds differently where a random number is that near.
-    assert np.linalg.norm(a - b) <= (1e-3 if moments == "8bit" else 1e-6) * np.linalg.norm(a)
-    exact, _ = stepped(optax.chain(optax.clip_by_global_norm(norm / 8), optax.adamw(1e-2, weight_decay=0.1)), PARAMS)
-    ours, _ = stepped(adamw(1e-2, weight_decay=0.1, max_norm=norm / 8, moments="float32"), PARAMS)
+    # The factor may be an ulp off an eighth, which rounds differently where a random
+    # number is that near.
+    assert np.linalg.norm(a - b) <= (
+        1e-3 if moments == "8bit" else 1e-6
+    ) * np.linalg.norm(a)
+    exact, _ = stepped(
+        optax.chain(
+            optax.clip_by_global_norm(norm / 8), optax.adamw(1e-2, weight_decay=0.1)
+        ),
+        PARAMS,
+    )
+    ours, _ = stepped(
+        adamw(1e-2, weight_decay=0.1, max_norm=norm / 8, moments="float32"), PARAMS
+    )
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(ours), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    broken = {**GRADS, "embed": {"table": GRADS["embed"]["table"].at[0, 0].set(jnp.nan)}}
+    broken = {
+        **GRADS,
+        "embed": {"table": GRADS["embed"]["table"].at[0, 0].set(jnp.nan)},
+    }
     after, state = stepped(clipping, STORED, 1, grads=broken)
     assert same_bits(after, STORED) and int(state.skipped) == 1
 
@@ -269,7 +374,9 @@ def test_eps_root_is_added_under_the_root(moments):
     options = dict(eps_root=4.0, weight_decay=0.0)
     floats = optim.dequantize(STORED)
     exact, _ = stepped(optax.adamw(0.5, **options), floats, 1)
-    ours = optim.dequantize(stepped(adamw(0.5, moments=moments, **options), STORED, 1)[0])
+    ours = optim.dequantize(
+        stepped(adamw(0.5, moments=moments, **options), STORED, 1)[0]
+    )
     assert distance(exact, ours, floats, "up", "kernel") < 0.1
 
 
@@ -277,14 +384,20 @@ def test_learning_rate_zero_changes_no_value():
     after, state = stepped(adamw(0.0, weight_decay=0.1, quality="on"), STORED)
     assert same_bits(optim.dequantize(after), optim.dequantize(STORED))
     assert m_of(state).any() and int(state.count) == 4
-    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 0.0)] * 2
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [
+        (0.0, 0.0)
+    ] * 2
 
 
 @pytest.mark.slow
 def test_quality_shows_what_rounding_loses():
     _, state = stepped(adamw(1e-2, quality="on"), STORED)
-    assert all(float(q.moved) > 0.95 and abs(float(q.edq) - 1) < 0.02 for q in _qualities(state))
-    # Far below the grid: rounding to nearest moves next to nothing, stochastic rounding keeps the mean of the few.
+    assert all(
+        float(q.moved) > 0.95 and abs(float(q.edq) - 1) < 0.02
+        for q in _qualities(state)
+    )
+    # Far below the grid: rounding to nearest moves next to nothing, stochastic rounding
+    # keeps the mean of the few.
     dropped = optim.store(PARAMS, "tcfp12_single", remainder="dropped")
     _, nearest = stepped(adamw(1e-8, weight_decay=0.0, quality="on"), dropped, 2)
     assert all(float(q.edq) < 0.05 for q in _qualities(nearest))
@@ -294,26 +407,38 @@ def test_quality_shows_what_rounding_loses():
 
 
 @pytest.mark.slow_except("8bit-0.2-300", "8bit-3.0-1", "8bit-3.0-4", "float32-3.0-1")
-@pytest.mark.parametrize("growth, steps", [(2.0, 300), (5.0, 300), (0.2, 300), (3.0, 1), (3.0, 4)])
+@pytest.mark.parametrize(
+    "growth, steps", [(2.0, 300), (5.0, 300), (0.2, 300), (3.0, 1), (3.0, 4)]
+)
 @pytest.mark.parametrize("moments", ["8bit", "float32"])
 def test_scales_follow_weights_that_grow(growth, steps, moments):
     stored = {"kernel": STORED["up"]["kernel"]}
-    least, after = _grown(moments)(stored, jnp.float32(1 - growth ** (1 / steps)), steps)
+    least, after = _grown(moments)(
+        stored, jnp.float32(1 - growth ** (1 / steps)), steps
+    )
     assert least > 55
-    a, b = (np.linalg.norm(optim.dequantize(tree)["kernel"]) for tree in (stored, after))
+    a, b = (
+        np.linalg.norm(optim.dequantize(tree)["kernel"]) for tree in (stored, after)
+    )
     assert abs(b / a / growth - 1) < 2e-3
     weight = after["kernel"]
     assert 0.02 < float(weight.training.amax / weight.backward.scale) / 448 <= 1
-    assert float(weight.training.rounding[2] - stored["kernel"].training.rounding[2]) == steps
+    assert (
+        float(weight.training.rounding[2] - stored["kernel"].training.rounding[2])
+        == steps
+    )
 
 
 @functools.cache
 def _grown(moments):
-    """Return a program that takes steps of decay alone and returns the least SNR of any step, and the weight."""
+    """Return a program that takes steps of decay alone and returns the least SNR of any
+    step, and the weight.
+    """
 
     @jax.jit
     def run(params, decay, steps):
-        tx = adamw(1e-3, weight_decay=1e3 * decay, moments=moments)  # a larger rate would ask for larger scales
+        # a larger rate would ask for larger scales
+        tx = adamw(1e-3, weight_decay=1e3 * decay, moments=moments)
 
         def one(_, carry):
             params, state, least = carry
@@ -321,9 +446,15 @@ def _grown(moments):
             new = optim.apply_updates(params, updates)
             wanted = optim.dequantize(params)["kernel"] * (1 - decay)
             lost = jnp.sum((wanted - optim.dequantize(new)["kernel"]) ** 2)
-            return new, state, jnp.minimum(least, 10 * jnp.log10(jnp.sum(wanted**2) / lost))
+            return (
+                new,
+                state,
+                jnp.minimum(least, 10 * jnp.log10(jnp.sum(wanted**2) / lost)),
+            )
 
-        params, _, least = jax.lax.fori_loop(0, steps, one, (params, tx.init(params), jnp.float32(jnp.inf)))
+        params, _, least = jax.lax.fori_loop(
+            0, steps, one, (params, tx.init(params), jnp.float32(jnp.inf))
+        )
         return least, params
 
     return run
@@ -337,7 +468,8 @@ def test_bytes_a_weight():
         trees = state.mu, state.nu, state.mu_scale, state.nu_scale
         parts = weight, [tree[path]["kernel"] for tree in trees]
         sizes = {
-            jax.tree_util.keystr(place): leaf.nbytes for place, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
+            jax.tree_util.keystr(place): leaf.nbytes
+            for place, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
         }
         assert sum(sizes.values()) / np.prod(weight.shape) <= 4.1, sizes
     assert all(leaf.dtype != jnp.float64 for leaf in jax.tree.leaves(state))
@@ -357,7 +489,9 @@ def test_bits_are_the_same_on_every_mesh(spec):
     grads = {"stored": GRADS["up"], "plain": GRADS["up"]}
     alone = _mesh_program(params, grads)
     mesh = mesh_of(2, 2)
-    place = lambda leaf, dims: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == dims else P()))
+    place = lambda leaf, dims: jax.device_put(
+        leaf, NamedSharding(mesh, spec if leaf.ndim == dims else P())
+    )
     split = jax.tree.map(lambda leaf: place(leaf, 2), (params, grads))
     assert same_bits(alone, _mesh_program(*split))
 
@@ -365,7 +499,9 @@ def test_bits_are_the_same_on_every_mesh(spec):
 def test_a_run_resumes_bit_for_bit(tmp_path):
     tx = adamw(optax.linear_schedule(1e-2, 0, 9), quality="on")
     step = jax.jit(
-        lambda params, state: (lambda u, s: (optim.apply_updates(params, u), s))(*tx.update(GRADS, state, params)),
+        lambda params, state: (lambda u, s: (optim.apply_updates(params, u), s))(
+            *tx.update(GRADS, state, params)
+        ),
         donate_argnums=(0, 1),
     )
     run = jax.tree.map(jnp.copy, STORED), tx.init(STORED)
@@ -380,14 +516,19 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
 
 
 WRAPPED = {
-    "injected": lambda tx: optax.inject_hyperparams(tx, static_args=("key", "mask"), hyperparam_dtype=jnp.float32)(
-        learning_rate=optax.linear_schedule(1e-2, 0, 9), key=KEY
+    "injected": lambda tx: optax.inject_hyperparams(
+        tx, static_args=("key", "mask"), hyperparam_dtype=jnp.float32
+    )(learning_rate=optax.linear_schedule(1e-2, 0, 9), key=KEY),
+    "masked": lambda tx: optax.masked(
+        tx(1e-2, key=KEY), {"up": True, "small": True, "embed": False}
     ),
-    "masked": lambda tx: optax.masked(tx(1e-2, key=KEY), {"up": True, "small": True, "embed": False}),
     "partition": lambda tx: optax.partition(
-        {"a": tx(1e-2, key=KEY), "b": optax.sgd(0.1)}, {"up": "a", "small": "a", "embed": "b"}
+        {"a": tx(1e-2, key=KEY), "b": optax.sgd(0.1)},
+        {"up": "a", "small": "a", "embed": "b"},
     ),
-    "chain": lambda tx: optax.chain(optax.scale(2.0), tx(optax.linear_schedule(1e-2, 0, 9), key=KEY)),
+    "chain": lambda tx: optax.chain(
+        optax.scale(2.0), tx(optax.linear_schedule(1e-2, 0, 9), key=KEY)
+    ),
 }
 
 
@@ -410,10 +551,15 @@ def test_training_converges_as_with_floats():
     x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32)
     teacher = jnp.asarray(rng.standard_normal((64, 16)) / 8, jnp.float32)
     y = jnp.tanh(x @ teacher)
-    params = {"up": {"kernel": PARAMS["up"]["kernel"]}, "down": {"kernel": PARAMS["up"]["kernel"].T[:, :32] / 4}}
+    params = {
+        "up": {"kernel": PARAMS["up"]["kernel"]},
+        "down": {"kernel": PARAMS["up"]["kernel"].T[:, :32] / 4},
+    }
 
     def loss(params, x, y):
-        hidden = jnp.tanh(tcfp_jax.matmul(x, params["up"]["kernel"], recipe="tcfp12_single"))
+        hidden = jnp.tanh(
+            tcfp_jax.matmul(x, params["up"]["kernel"], recipe="tcfp12_single")
+        )
         out = tcfp_jax.matmul(hidden, params["down"]["kernel"], recipe="tcfp12_single")
         return jnp.mean((out[:, :16] - y) ** 2)
 
@@ -432,7 +578,9 @@ def test_training_converges_as_with_floats():
 
     rate = optax.cosine_decay_schedule(3e-3, 150)
     exact = trained(optax.adamw(rate), params, jax.value_and_grad)
-    stored = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(params)
+    stored = jax.jit(lambda params: optim.store(params, "tcfp12_single", key=KEY))(
+        params
+    )
     ours = trained(optim.adamw(rate, key=KEY), stored, tcfp_jax.value_and_grad)
     assert ours[-1] < 0.1 * ours[0] and abs(ours[-1] / exact[-1] - 1) < 0.1
 
@@ -444,21 +592,37 @@ def test_mistakes():
         optim.adamw(0.1, key=KEY, quality=True)
     with pytest.raises(ValueError, match=r"moments='8bit' rounds.*key=jax.random.key"):
         optim.adamw(0.1)
-    with pytest.raises(ValueError, match=r"key is a int, not one JAX random key; use jax.random.key\(seed\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"key is a int, not one JAX random key; use jax.random.key\(seed\)",
+    ):
         optim.adamw(0.1, key=0)
-    with pytest.raises(ValueError, match=r"moments='float32' rounds nothing.*drop the key"):
+    with pytest.raises(
+        ValueError, match=r"moments='float32' rounds nothing.*drop the key"
+    ):
         optim.adamw(0.1, moments="float32", key=KEY)
     tx = adamw(0.1)
     state = tx.init(STORED)
     with pytest.raises(ValueError, match=r"tx.update\(grads, opt_state, params\)"):
         tx.update(GRADS, state)
-    with pytest.raises(ValueError, match=r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]"):
-        tx.update({**GRADS, "up": {**GRADS["up"], "kernel": GRADS["up"]["kernel"].T}}, state, STORED)
-    with pytest.raises(ValueError, match=r"gradient of small/kernel is a stored weight.*value_and_grad"):
+    with pytest.raises(
+        ValueError,
+        match=r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]",
+    ):
+        tx.update(
+            {**GRADS, "up": {**GRADS["up"], "kernel": GRADS["up"]["kernel"].T}},
+            state,
+            STORED,
+        )
+    with pytest.raises(
+        ValueError, match=r"gradient of small/kernel is a stored weight.*value_and_grad"
+    ):
         tx.update({**GRADS, "small": STORED["small"]}, state, STORED)
     with pytest.raises(ValueError, match=r"mask must be a tree of bools"):
         adamw(0.1, mask={"up": True}).init(STORED)
-    copy = {"up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}}
+    copy = {
+        "up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}
+    }
     with pytest.raises(TypeError, match=r"cannot be trained.*tcfp_jax.store"):
         adamw(0.1).init(copy)
 
@@ -467,12 +631,20 @@ def test_mistakes():
 def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
     """By one pass over a stack, and by XLA where scales are of blocks."""
     if recipe == "blockwise":
-        recipe = tcfp_jax.recipe("tcfp12_single", scaling=Block(32, "square"), **dict.fromkeys(PRODUCTS, "full"))
+        recipe = tcfp_jax.recipe(
+            "tcfp12_single",
+            scaling=Block(32, "square"),
+            **dict.fromkeys(PRODUCTS, "full"),
+        )
     twice = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), tree)
     params, grads = store_at_once(twice(STACK), recipe, key=KEY), twice(STACK_GRADS)
     params, state = stepped(adamw(1e-3), params, 1, grads)
     mu, values = state.mu["layers"]["kernel"], params["layers"]["kernel"].backward
-    for pair in (mu.view(jnp.uint8), state.nu["layers"]["kernel"], values.lo.view(jnp.uint8)):
+    for pair in (
+        mu.view(jnp.uint8),
+        state.nu["layers"]["kernel"],
+        values.lo.view(jnp.uint8),
+    ):
         assert 0.02 < float((pair[0] != pair[1]).mean()) < 0.9
 
 
@@ -489,16 +661,24 @@ def test_equal_weights_are_rounded_by_bits_of_their_own():
 def test_both_moments_of_a_weight_are_rounded_by_bits_of_their_own():
     params = {"kernel": jnp.ones((64, 128))}
     tx = adamw(1e-3, b1=0.9, b2=0.9, moments="bfloat16")
-    _, state = tx.update(params, tx.init(params), params)  # m = v = 0.1, between two numbers
-    of_m, of_v = (np.asarray(moment["kernel"], np.float32) for moment in (state.mu, state.nu))
-    assert len(np.unique(of_m)) == 2 and np.array_equal(np.unique(of_m), np.unique(of_v))
+    # m = v = 0.1, between two numbers
+    _, state = tx.update(params, tx.init(params), params)
+    of_m, of_v = (
+        np.asarray(moment["kernel"], np.float32) for moment in (state.mu, state.nu)
+    )
+    assert len(np.unique(of_m)) == 2 and np.array_equal(
+        np.unique(of_m), np.unique(of_v)
+    )
     assert 0.1 < np.mean(of_m != of_v) < 0.9
 
 
 def test_a_mask_leaves_stored_weights_undecayed():
     """With a gradient of zeros, a step does nothing but decay."""
     grads = jax.tree.map(jnp.zeros_like, GRADS)
-    masks = {"all": None, "small": lambda params: jax.tree.map(lambda leaf: leaf.size < 4096, params)}
+    masks = {
+        "all": None,
+        "small": lambda params: jax.tree.map(lambda leaf: leaf.size < 4096, params),
+    }
     sizes = {}
     for name, mask in masks.items():
         params, _ = stepped(adamw(0.1, weight_decay=1.0, mask=mask), STORED, 1, grads)
@@ -507,5 +687,11 @@ def test_a_mask_leaves_stored_weights_undecayed():
             before = optim.dequantize(STORED)[path]["kernel"]
             sizes[name, path] = ratio(optim.dequantize(params)[path]["kernel"])
     assert sizes == pytest.approx(
-        {("all", "up"): 0.9, ("all", "small"): 0.9, ("small", "up"): 1, ("small", "small"): 0.9}, abs=0.01
+        {
+            ("all", "up"): 0.9,
+            ("all", "small"): 0.9,
+            ("small", "up"): 1,
+            ("small", "small"): 0.9,
+        },
+        abs=0.01,
     )

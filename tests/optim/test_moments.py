@@ -1,4 +1,6 @@
-"""`low_precision_moments`: any optax transformation, the formats of its moments, and their bits."""
+"""`low_precision_moments`: any optax transformation, the formats of its moments, and
+their bits.
+"""
 
 import functools
 
@@ -16,12 +18,30 @@ from optax import contrib
 
 from pallas_kernels import counter
 from tcfp_jax import optim
-from tcfp_jax.optim.encoding import Blocks, _blocked_shape, decode, encode, narrow_leaves, stream, zeros
+from tcfp_jax.optim.encoding import (
+    Blocks,
+    _blocked_shape,
+    decode,
+    encode,
+    narrow_leaves,
+    stream,
+    zeros,
+)
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
-PARAMS = filled(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), SHAPES, is_leaf=lambda s: type(s) is tuple))
+SHAPES = {
+    "layer": {"kernel": (64, 128), "bias": (128,)},
+    "small": {"kernel": (32, 32)},
+    "embed": {"table": (64, 128)},
+}
+PARAMS = filled(
+    jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, "float32"),
+        SHAPES,
+        is_leaf=lambda s: type(s) is tuple,
+    )
+)
 GRADS = filled(PARAMS, seed=1)
 LABELS = {"layer": "adam", "small": "sgd", "embed": "sgd"}
 KEY = jax.random.key(3)
@@ -63,26 +83,57 @@ TRANSFORMATIONS = {
     "adamw": (lambda: optax.adamw(1e-2), {"mu": M, "nu": V}),
     "momentum": (lambda: optax.sgd(0.1, 0.9), {"trace": M}),
     "lion": (lambda: optax.lion(1e-3), {"mu": M}),
-    "adafactor": (lambda: optax.adafactor(1e-2, factored=False, momentum=0.9), {"ema": M, "v": V}),
-    "factored": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=64, momentum=0.9), {"ema": M, "v": F}),
-    "steps": (lambda: optax.MultiSteps(optax.adamw(1e-2), 2), {"mu": M, "nu": V, "acc_grads": F}),
+    "adafactor": (
+        lambda: optax.adafactor(1e-2, factored=False, momentum=0.9),
+        {"ema": M, "v": V},
+    ),
+    "factored": (
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=64, momentum=0.9),
+        {"ema": M, "v": F},
+    ),
+    "steps": (
+        lambda: optax.MultiSteps(optax.adamw(1e-2), 2),
+        {"mu": M, "nu": V, "acc_grads": F},
+    ),
     "masked": (
-        lambda: optax.masked(optax.adamw(1e-2), {"layer": True, "small": True, "embed": False}), {"mu": M, "nu": V}
+        lambda: optax.masked(
+            optax.adamw(1e-2), {"layer": True, "small": True, "embed": False}
+        ),
+        {"mu": M, "nu": V},
     ),
-    "masked by function": (lambda: optax.masked(optax.adam(1e-2), matrices), {"mu": M, "nu": V}),
+    "masked by function": (
+        lambda: optax.masked(optax.adam(1e-2), matrices),
+        {"mu": M, "nu": V},
+    ),
     "partition": (
-        lambda: optax.partition({"adam": optax.adamw(1e-2), "sgd": optax.sgd(0.1, 0.9)}, LABELS), {"mu": M, "nu": V}
+        lambda: optax.partition(
+            {"adam": optax.adamw(1e-2), "sgd": optax.sgd(0.1, 0.9)}, LABELS
+        ),
+        {"mu": M, "nu": V},
     ),
-    "injected": (lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 9)), {"mu": M, "nu": V}),
-    "chain": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9))),
-              {"mu": M, "nu": V}),
+    "injected": (
+        lambda: optax.inject_hyperparams(optax.adamw)(
+            optax.linear_schedule(1e-2, 0, 9)
+        ),
+        {"mu": M, "nu": V},
+    ),
+    "chain": (
+        lambda: optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(optax.linear_schedule(1e-2, 0, 9)),
+        ),
+        {"mu": M, "nu": V},
+    ),
     "muon": (lambda: contrib.muon(1e-2), {"mu": M}),
-    "rmsprop": (lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9), {"mu": M, "nu": V, "trace": M}),
+    "rmsprop": (
+        lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9),
+        {"mu": M, "nu": V, "trace": M},
+    ),
     "adan": (lambda: optax.adan(1e-2), {"m": M, "v": M, "n": V, "g": F}),
     "amsgrad": (lambda: optax.amsgrad(1e-2), {"mu": M, "nu": V, "nu_max": F}),
     "sm3": (lambda: optax.sm3(1e-2), {"nu": M}),
     "schedule free": (lambda: contrib.schedule_free_adamw(1e-2), {"nu": V, "z": F}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_except("adamw", "lion")
@@ -93,18 +144,28 @@ def test_any_transformation(name):
     rounded, state = steps(EIGHT_BITS(make()))
     found = formats_of(state.inner)
     assert {field: found[field] for field in expected} == expected
-    for path in ("small", "embed"):  # their moments stay float32, but another program may contract other products
-        for a, b in zip(jax.tree.leaves(exact[path]), jax.tree.leaves(rounded[path]), strict=True):
+    # Their moments stay float32, but another program may contract other products
+    for path in ("small", "embed"):
+        for a, b in zip(
+            jax.tree.leaves(exact[path]), jax.tree.leaves(rounded[path]), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
-    a, b = (np.asarray(tree["layer"]["kernel"], np.float64) for tree in (exact, rounded))
-    # m's rounding error is at most 2**-4 / sqrt(3) of m. Lion and Muon read signs, which turn if m is nearly zero.
+    a, b = (
+        np.asarray(tree["layer"]["kernel"], np.float64) for tree in (exact, rounded)
+    )
+    # m's rounding error is at most 2**-4 / sqrt(3) of m. Lion and Muon read signs,
+    # which turn if m is nearly zero.
     assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
-    if name not in ("lion", "schedule free"):  # a sign alone; z in float32, and v hardly moves
+    # a sign alone; z in float32, and v hardly moves
+    if name not in ("lion", "schedule free"):
         assert np.linalg.norm(a - b) > 1e-3 * np.linalg.norm(a)
 
 
 @pytest.mark.slow_except("bfloat16-bfloat16")
-@pytest.mark.parametrize("mu, nu", [("bfloat16", "bfloat16"), (jnp.float32, "ue5m3"), (jnp.float8_e4m3fn, "float32")])
+@pytest.mark.parametrize(
+    "mu, nu",
+    [("bfloat16", "bfloat16"), (jnp.float32, "ue5m3"), (jnp.float8_e4m3fn, "float32")],
+)
 def test_formats(mu, nu):
     exact, _ = steps(optax.adam(1e-2))
     rounded, state = steps(EIGHT_BITS(optax.adam(1e-2), mu=mu, nu=nu))
@@ -119,19 +180,36 @@ def test_float32_is_the_transformation_itself():
     tx = optim.low_precision_moments(optax.adam(1e-2), mu="float32", nu="float32")
     exact, state = steps(optax.adam(1e-2))
     same, wrapped = steps(tx)
-    assert same_bits(exact, same) and same_bits(state, wrapped.inner) and wrapped.key is None
+    assert (
+        same_bits(exact, same)
+        and same_bits(state, wrapped.inner)
+        and wrapped.key is None
+    )
 
 
 REFUSED = {
-    "mu": ("ue5m3", "float8_e5m2", "float16", "int8", "float8_e8m0fnu", "float4_e2m1fn", "float64", "mxfp8"),
+    "mu": (
+        "ue5m3",
+        "float8_e5m2",
+        "float16",
+        "int8",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+        "float64",
+        "mxfp8",
+    ),
     "nu": ("float8_e4m3fn", "float8_e5m2", ml_dtypes.float8_e3m4, "float16"),
 }
 
 
-@pytest.mark.parametrize("role, reason", [("mu", "needs a sign"), ("nu", "code for zero")])
+@pytest.mark.parametrize(
+    "role, reason", [("mu", "needs a sign"), ("nu", "code for zero")]
+)
 def test_formats_that_cannot_hold_moments(role, reason):
     for name in REFUSED[role]:
-        with pytest.raises(ValueError, match=rf"{role}=.*{reason}.*use one of.*float32"):
+        with pytest.raises(
+            ValueError, match=rf"{role}=.*{reason}.*use one of.*float32"
+        ):
             EIGHT_BITS(optax.adam(0.1), **{role: name})
 
 
@@ -144,7 +222,9 @@ def test_contradictions():
         EIGHT_BITS(optax.sgd(0.1)).init(PARAMS)
     with pytest.raises(ValueError, match="the role is unknown"):
         EIGHT_BITS(optax.adam(0.1), fields={"mu": "signed"})
-    with pytest.raises(ValueError, match=r"\['momentum'\].*has the fields \['mu', 'nu'\]"):
+    with pytest.raises(
+        ValueError, match=r"\['momentum'\].*has the fields \['mu', 'nu'\]"
+    ):
         EIGHT_BITS(optax.adam(0.1), fields={"momentum": "mu"}).init(PARAMS)
     with pytest.raises(ValueError, match="mask must be a tree of bools"):
         EIGHT_BITS(optax.adam(0.1), mask={"other": True}).init(PARAMS)
@@ -154,12 +234,18 @@ def other(name):
     """A transformation of another package, with a field that has a sign."""
     return optax.GradientTransformation(
         lambda params: {name: jax.tree.map(jnp.zeros_like, params)},
-        lambda updates, state, params=None: (updates, {name: jax.tree.map(jnp.add, state[name], updates)}),
+        lambda updates, state, params=None: (
+            updates,
+            {name: jax.tree.map(jnp.add, state[name], updates)},
+        ),
     )
 
 
 def test_a_field_that_is_not_known_is_an_error_until_it_is_named():
-    with pytest.raises(ValueError, match=r"dict.average mirrors the parameters.*fields=\{'average': \"mu\"\}"):
+    with pytest.raises(
+        ValueError,
+        match=r"dict.average mirrors the parameters.*fields=\{'average': \"mu\"\}",
+    ):
         EIGHT_BITS(other("average")).init(PARAMS)
     _, state = steps(EIGHT_BITS(other("average"), fields={"average": "mu"}))
     assert state.inner["average"]["layer"]["kernel"].dtype == jnp.float8_e4m3fn
@@ -169,24 +255,38 @@ def test_a_field_that_is_not_known_is_an_error_until_it_is_named():
 
 def test_a_sign_where_none_can_be_is_loud():
     _, state = steps(EIGHT_BITS(other("nu")))
-    stored = Blocks(*(tree["nu"]["layer"]["kernel"] for tree in (state.inner, state.scales)))
+    stored = Blocks(
+        *(tree["nu"]["layer"]["kernel"] for tree in (state.inner, state.scales))
+    )
     assert np.isnan(decode("ue5m3", stored)).all()
     assert np.isfinite(state.inner["nu"]["layer"]["bias"]).all()
 
 
 def test_what_stays_float32_depends_on_path_and_global_shape():
     params = {
-        "kernel": jnp.zeros((64, 64)), "few": jnp.zeros((64, 63)), "line": jnp.zeros(8192),
-        "token_embedding": {"kernel": jnp.zeros((64, 128))}, "Embed_0": {"w": jnp.zeros((64, 128))},
+        "kernel": jnp.zeros((64, 64)),
+        "few": jnp.zeros((64, 63)),
+        "line": jnp.zeros(8192),
+        "token_embedding": {"kernel": jnp.zeros((64, 128))},
+        "Embed_0": {"w": jnp.zeros((64, 128))},
         "tall": jnp.zeros((4096, 1)),
-    }  # fmt: skip
+    }
     keys = sorted(params)
     narrow = dict(zip(keys, narrow_leaves(params), strict=True))
     assert [key for key in keys if narrow[key]] == ["kernel", "tall"]
-    state = EIGHT_BITS(optax.adam(0.1), mask={**dict.fromkeys(params, True), "tall": False}).init(params)
-    stored = [key for key in keys if getattr(state.inner[0].mu[key], "dtype", None) == jnp.float8_e4m3fn]
+    state = EIGHT_BITS(
+        optax.adam(0.1), mask={**dict.fromkeys(params, True), "tall": False}
+    ).init(params)
+    stored = [
+        key
+        for key in keys
+        if getattr(state.inner[0].mu[key], "dtype", None) == jnp.float8_e4m3fn
+    ]
     assert stored == ["kernel"] == list(state.scales["0"]["mu"])
-    by_function = EIGHT_BITS(optax.adam(0.1), mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] == 1, tree))
+    by_function = EIGHT_BITS(
+        optax.adam(0.1),
+        mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] == 1, tree),
+    )
     assert list(by_function.init(params).scales["0"]["nu"]) == ["tall"]
 
 
@@ -198,7 +298,10 @@ def test_blocks_of_any_shape(shape, form):
     stored = encode(form, jnp.asarray(x), stream(jnp.uint32([1, 2]), 0, 0))
     if form != "bfloat16":
         *leading, last = _blocked_shape(shape)
-        assert stored.values.shape == shape and stored.scale.shape == (*leading, -(-last // 128))
+        assert stored.values.shape == shape and stored.scale.shape == (
+            *leading,
+            -(-last // 128),
+        )
     assert decibels(x, decode(form, stored)) > (48 if form == "bfloat16" else 27)
 
 
@@ -219,7 +322,8 @@ def test_rounding_is_unbiased(form):
 
     mean, deviation = (np.asarray(v, np.float64) for v in sums(jnp.asarray(x)))
     standard = deviation / np.sqrt(n)
-    assert (np.abs(mean) <= 4.5 * standard + 1e-6).all()  # among 128 values, four standard errors occur now and then
+    # Among 128 values, four standard errors occur now and then
+    assert (np.abs(mean) <= 4.5 * standard + 1e-6).all()
     assert np.sqrt(np.mean((mean / np.where(standard == 0, 1, standard)) ** 2)) < 1.3
     assert (deviation > 0).mean() > 0.9
 
@@ -242,7 +346,9 @@ def test_the_average_of_squares_follows_a_drop_of_the_gradient(b2):
         return state
 
     exact, rounded = run()
-    v = decode("ue5m3", Blocks(rounded.inner.nu["kernel"], rounded.scales["nu"]["kernel"]))
+    v = decode(
+        "ue5m3", Blocks(rounded.inner.nu["kernel"], rounded.scales["nu"]["kernel"])
+    )
     assert abs(float(v.mean()) / float(exact.nu["kernel"].mean()) - 1) < 0.02
     assert (v > 0).all()
 
@@ -256,7 +362,11 @@ def test_bits_depend_on_key_step_and_leaf():
     assert same_bits(state.scales["0"]["trace"]["a"], state.scales["0"]["trace"]["b"])
     _, again = steps(EIGHT_BITS(optax.sgd(0.1, 0.5)), params=params, grads=grads)
     assert same_bits(state, again)
-    _, other_key = steps(EIGHT_BITS(optax.sgd(0.1, 0.5), key=jax.random.key(4)), params=params, grads=grads)
+    _, other_key = steps(
+        EIGHT_BITS(optax.sgd(0.1, 0.5), key=jax.random.key(4)),
+        params=params,
+        grads=grads,
+    )
     assert not same_bits(trace["a"], other_key.inner[0].trace["a"])
     keys = [stream(jnp.uint32([1, 2]), step, 0) for step in (1, 2)]
     assert len({tuple(int(word) for word in key) for key in keys}) == 2
@@ -268,7 +378,10 @@ def test_bits_depend_on_key_step_and_leaf():
 def test_bits_are_the_same_on_every_mesh(spec):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 320)), jnp.float32)
     stored = jax.jit(
-        lambda x: [encode(form, x * x, stream(jnp.uint32([1, 2]), 3, 4)) for form in ("ue5m3", M, "bfloat16")]
+        lambda x: [
+            encode(form, x * x, stream(jnp.uint32([1, 2]), 3, 4))
+            for form in ("ue5m3", M, "bfloat16")
+        ]
     )
     alone = stored(x)
     mesh = mesh_of(2, 2)
@@ -281,7 +394,11 @@ def test_bytes_donation_and_checkpoints(tmp_path):
     grads = {"layer": GRADS["layer"]}
     update = jax.jit(tx.update, donate_argnums=1)
     state = tx.init(params)
-    stored = state.inner[0].mu["layer"]["kernel"], state.inner[0].nu["layer"]["kernel"], state.scales
+    stored = (
+        state.inner[0].mu["layer"]["kernel"],
+        state.inner[0].nu["layer"]["kernel"],
+        state.scales,
+    )
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 64 * 128 + 2 * 64
     for _ in range(2):
         _, state = update(grads, state, params)
@@ -289,7 +406,9 @@ def test_bytes_donation_and_checkpoints(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: kept))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.eval_shape(lambda: kept)
+        )
     assert same_bits(kept, restored)
     _, one = update(grads, kept, params)
     _, two = update(grads, restored, params)
@@ -311,16 +430,24 @@ def test_stored_parameters():
 
 
 @pytest.mark.parametrize(
-    "tx", [EIGHT_BITS(optax.adam(1e-2)), optim.adamw(1e-2, key=KEY, quality="on")], ids=["any", "adamw"]
+    "tx",
+    [EIGHT_BITS(optax.adam(1e-2)), optim.adamw(1e-2, key=KEY, quality="on")],
+    ids=["any", "adamw"],
 )
 def test_optax_finds_the_copies_of_the_parameters(tx):
     shapes = jax.tree.map(lambda leaf: str(leaf.shape), PARAMS)
-    marked = optax.tree_utils.tree_map_params(tx, lambda leaf, shape: shape, jax.eval_shape(tx.init, PARAMS), shapes)
+    marked = optax.tree_utils.tree_map_params(
+        tx, lambda leaf, shape: shape, jax.eval_shape(tx.init, PARAMS), shapes
+    )
     adam = marked.inner[0] if hasattr(marked, "inner") else marked
     assert adam.mu == adam.nu == shapes and not isinstance(marked.count, str)
 
 
-@pytest.mark.parametrize("tx", [EIGHT_BITS(optax.adamw(1e-2)), optim.adamw(1e-2, key=KEY)], ids=["any", "adamw"])
+@pytest.mark.parametrize(
+    "tx",
+    [EIGHT_BITS(optax.adamw(1e-2)), optim.adamw(1e-2, key=KEY)],
+    ids=["any", "adamw"],
+)
 def test_parameters_in_boxes(tx):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -332,14 +459,18 @@ def test_parameters_in_boxes(tx):
 
     @nnx.jit
     def train(model, optimizer):
-        value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model.layer(x) ** 2))(model)
+        value, gradients = nnx.value_and_grad(
+            lambda model: jnp.mean(model.layer(x) ** 2)
+        )(model)
         optimizer.update(model, gradients)
         return value
 
     losses = [float(train(model, optimizer)) for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
     state = jax.tree.leaves(nnx.state(optimizer))
-    assert {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8)} <= {leaf.dtype for leaf in state}
+    assert {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8)} <= {
+        leaf.dtype for leaf in state
+    }
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float8_e4m3fn", "ue5m3"])
@@ -354,6 +485,8 @@ def test_the_largest_floats_stay_finite_in_bfloat16():
     """Most of them lie above its largest number, to which they would be rounded up."""
     largest = np.float32(jnp.finfo(jnp.float32).max)
     x = jnp.tile(jnp.array([largest, -largest, jnp.inf, jnp.nan]), 64)
-    found = np.asarray(encode("bfloat16", x, stream(jnp.uint32([1, 2]), 3, 4)), np.float32).reshape(-1, 4)
+    found = np.asarray(
+        encode("bfloat16", x, stream(jnp.uint32([1, 2]), 3, 4)), np.float32
+    ).reshape(-1, 4)
     assert (np.abs(found[:, :2]) == np.float32(jnp.finfo(jnp.bfloat16).max)).all()
     assert np.isinf(found[:, 2]).all() and np.isnan(found[:, 3]).all()

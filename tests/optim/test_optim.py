@@ -1,4 +1,6 @@
-"""The optimizer's state: what error feedback converges to, under every optax wrapper, and delayed scaling."""
+"""The optimizer's state: what error feedback converges to, under every optax wrapper,
+and delayed scaling.
+"""
 
 import functools
 import itertools
@@ -53,11 +55,15 @@ def test_moving_weight_stays_at_60_decibels(error_dtype):
         updates = {"kernel": 1e-5 * jax.random.normal(key, W.shape)}
         _, state = tx.update(updates, state, params)
         params = optax.apply_updates(params, updates)
-        return (params, state), decibels(params["kernel"], tcfp_jax.layer_state(state)["kernel"].dequantize())
+        return (params, state), decibels(
+            params["kernel"], tcfp_jax.layer_state(state)["kernel"].dequantize()
+        )
 
     params = {"kernel": W}
     carry = (params, tx.init(params))
-    (_, state), quality = jax.jit(lambda c: jax.lax.scan(step, c, jax.random.split(jax.random.key(1), 3000)))(carry)
+    (_, state), quality = jax.jit(
+        lambda c: jax.lax.scan(step, c, jax.random.split(jax.random.key(1), 3000))
+    )(carry)
     assert float(quality[-1]) >= 60
     kept = state.scaled_errors if error_dtype == "float8_e5m2" else state.errors
     assert kept["kernel"].dtype == jnp.dtype(error_dtype)
@@ -76,7 +82,9 @@ def test_delayed_scaling_is_above_50_decibels_after_a_step(remainder, growth):
         params = {"kernel": W * factor[i]}
         updates = {"kernel": W * (factor[i + 1] - factor[i])}
         _, state = tx.update(updates, state, params)
-        return state, decibels(W * factor[i + 1], tcfp_jax.layer_state(state)["kernel"].dequantize())
+        return state, decibels(
+            W * factor[i + 1], tcfp_jax.layer_state(state)["kernel"].dequantize()
+        )
 
     _, quality = jax.lax.scan(step, tx.init({"kernel": W}), jnp.arange(300))
     low = np.flatnonzero(np.asarray(quality) < 50)
@@ -89,16 +97,23 @@ def chain(*inner):
 
 WRAPPERS = {
     "chain": chain(optax.adamw(1e-2)),
-    "named_chain": optax.named_chain(("adam", optax.adam(1e-2)), ("tcfp", tcfp_jax.error_feedback("tcfp12"))),
-    "masked": optax.masked(chain(optax.sgd(1e-2)), {"dense": {"kernel": True, "bias": False}}),
+    "named_chain": optax.named_chain(
+        ("adam", optax.adam(1e-2)), ("tcfp", tcfp_jax.error_feedback("tcfp12"))
+    ),
+    "masked": optax.masked(
+        chain(optax.sgd(1e-2)), {"dense": {"kernel": True, "bias": False}}
+    ),
     "partition": optax.partition(
-        {"w": chain(optax.sgd(1e-2)), "b": optax.sgd(1e-2)}, {"dense": {"kernel": "w", "bias": "b"}}
+        {"w": chain(optax.sgd(1e-2)), "b": optax.sgd(1e-2)},
+        {"dense": {"kernel": "w", "bias": "b"}},
     ),
     "MultiSteps": optax.MultiSteps(chain(optax.sgd(1e-2)), every_k_schedule=2),
-    "inject_hyperparams": chain(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)),
-    "inject_around": optax.inject_hyperparams(lambda learning_rate: chain(optax.sgd(learning_rate)))(
-        learning_rate=1e-2
+    "inject_hyperparams": chain(
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
     ),
+    "inject_around": optax.inject_hyperparams(
+        lambda learning_rate: chain(optax.sgd(learning_rate))
+    )(learning_rate=1e-2),
     "apply_if_finite": optax.apply_if_finite(chain(optax.sgd(1e-2)), 3),
 }
 
@@ -112,7 +127,9 @@ def test_state_follows_the_weights_under_every_wrapper(tx):
         updates, state = jax.jit(tx.update)(GRADIENTS, state, params)
         params = optax.apply_updates(params, updates)
     kernel = params["dense"]["kernel"]
-    assert set(tcfp_jax.layer_state(state)) == {"dense"} and isinstance(stored(state), Stored)
+    assert set(tcfp_jax.layer_state(state)) == {"dense"} and isinstance(
+        stored(state), Stored
+    )
     assert not same_bits(stored(state).backward.hi, first.backward.hi)
     assert float(decibels(kernel, stored(state).dequantize())) > 50
 
@@ -140,8 +157,12 @@ def test_update_is_the_textbook_rule():
     assert jnp.array_equal(error, W - tcfp_jax.split(W).dequantize())
     _, state = tx.update(GRADIENTS, state, PARAMS)
     target = (W + GRADIENTS["dense"]["kernel"]) + error
-    assert jnp.array_equal(stored(state).dequantize(), tcfp_jax.split(target).dequantize())
-    assert jnp.array_equal(state.errors["dense"]["kernel"], target - stored(state).dequantize())
+    assert jnp.array_equal(
+        stored(state).dequantize(), tcfp_jax.split(target).dequantize()
+    )
+    assert jnp.array_equal(
+        state.errors["dense"]["kernel"], target - stored(state).dequantize()
+    )
 
 
 def test_stack_of_layers_has_a_scale_each():
@@ -149,9 +170,16 @@ def test_stack_of_layers_has_a_scale_each():
     state = tcfp_jax.error_feedback("tcfp12").init({"kernel": stack})
     stacked = tcfp_jax.layer_state(state)["kernel"]
     alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
-    assert stacked.forward.scale.shape == stacked.backward.scale.shape == stacked.stack == (3,)
+    assert (
+        stacked.forward.scale.shape
+        == stacked.backward.scale.shape
+        == stacked.stack
+        == (3,)
+    )
     # Weights that were quantized alone have no samples.
-    assert same_bits(unwatched(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+    assert same_bits(
+        unwatched(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+    )
 
 
 def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
@@ -159,19 +187,32 @@ def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
         tx = tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(seed))
         states = [tx.init(PARAMS)]
         for _ in range(2):
-            states.append(tx.update(jax.tree.map(jnp.zeros_like, PARAMS), states[-1], PARAMS)[1])
+            states.append(
+                tx.update(jax.tree.map(jnp.zeros_like, PARAMS), states[-1], PARAMS)[1]
+            )
         return states
 
     one, again, other = run(1), run(1), run(2)
     assert same_bits(one, again) and not same_bits(stored(one[0]), stored(other[0]))
-    assert not any(same_bits(stored(a).backward.lo, stored(b).backward.lo) for a, b in itertools.pairwise(one))
+    assert not any(
+        same_bits(stored(a).backward.lo, stored(b).backward.lo)
+        for a, b in itertools.pairwise(one)
+    )
     assert not jax.tree.leaves(one[0].errors)
 
 
 def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
-    params = {"a": {"kernel": W}, "b": {"kernel": W}, "layers": {"kernel": jnp.stack([W, W])}}
-    found = tcfp_jax.layer_state(tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(1)).init(params))
-    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")] + list(found["layers"]["kernel"].backward.lo)
+    params = {
+        "a": {"kernel": W},
+        "b": {"kernel": W},
+        "layers": {"kernel": jnp.stack([W, W])},
+    }
+    found = tcfp_jax.layer_state(
+        tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(1)).init(params)
+    )
+    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")] + list(
+        found["layers"]["kernel"].backward.lo
+    )
     for one, other in itertools.combinations(lows, 2):
         assert 0.2 < float((one.view(jnp.uint8) != other.view(jnp.uint8)).mean()) < 0.8
 
@@ -180,20 +221,39 @@ def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
 def test_bytes_of_the_state(copies, values, scales):
     recipe = tcfp_jax.recipe(NO_FEEDBACK, copies=copies)
     state = tcfp_jax.error_feedback(recipe).init(PARAMS)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == values * W.size + 4 * scales + 64  # the sample
+    # the sample
+    assert (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        == values * W.size + 4 * scales + 64
+    )
 
 
 def test_mask_chooses_the_weights():
     params = {"a": {"kernel": W}, "table": W}
-    for mask in ({"a": {"kernel": False}, "table": True}, lambda p: {"a": {"kernel": False}, "table": True}):
-        assert set(tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12", mask=mask).init(params))) == {"table"}
+    for mask in (
+        {"a": {"kernel": False}, "table": True},
+        lambda p: {"a": {"kernel": False}, "table": True},
+    ):
+        assert set(
+            tcfp_jax.layer_state(
+                tcfp_jax.error_feedback("tcfp12", mask=mask).init(params)
+            )
+        ) == {"table"}
 
 
 def test_bfloat16_parameters_and_bf16_recipe():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = tcfp_jax.error_feedback("tcfp12")
     _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert float(decibels(params["dense"]["kernel"].astype(jnp.float32), stored(state).dequantize())) > 60
+    assert (
+        float(
+            decibels(
+                params["dense"]["kernel"].astype(jnp.float32),
+                stored(state).dequantize(),
+            )
+        )
+        > 60
+    )
     assert tcfp_jax.layer_state(tcfp_jax.error_feedback("bf16").init(PARAMS)) == {}
 
 
@@ -203,22 +263,43 @@ def test_bad_calls_raise():
         ("opt_state, params", lambda: make().update(GRADIENTS, make().init(PARAMS))),
         ("found no weight", lambda: make().init({"scale": jnp.ones(3)})),
         ("error_dtype=float16", lambda: make(error_dtype="float16")),
-        ("no error is kept; leave error_dtype", lambda: tcfp_jax.error_feedback("tensorwise", error_dtype="bfloat16")),
-        ("no error is kept; leave error_dtype", lambda: tcfp_jax.error_feedback("bf16", error_dtype="bfloat16")),
+        (
+            "no error is kept; leave error_dtype",
+            lambda: tcfp_jax.error_feedback("tensorwise", error_dtype="bfloat16"),
+        ),
+        (
+            "no error is kept; leave error_dtype",
+            lambda: tcfp_jax.error_feedback("bf16", error_dtype="bfloat16"),
+        ),
         (r"key=jax.random.key", lambda: tcfp_jax.error_feedback(STOCHASTIC)),
-        ("key is a int, not one JAX random key", lambda: tcfp_jax.error_feedback(STOCHASTIC, key=0)),
+        (
+            "key is a int, not one JAX random key",
+            lambda: tcfp_jax.error_feedback(STOCHASTIC, key=0),
+        ),
         ("drop the key", lambda: make(key=jax.random.key(0))),
-        ("two axes", lambda: make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS)),
-        ("two error_feedback", lambda: tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS))),
+        (
+            "two axes",
+            lambda: make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS),
+        ),
+        (
+            "two error_feedback",
+            lambda: tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS)),
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
 
 
-@pytest.mark.parametrize("kernel", [jnp.zeros((32, 16)), jnp.zeros((32, 16)).at[:16].set(1.0)], ids=["all", "blocks"])
+@pytest.mark.parametrize(
+    "kernel",
+    [jnp.zeros((32, 16)), jnp.zeros((32, 16)).at[:16].set(1.0)],
+    ids=["all", "blocks"],
+)
 def test_errors_of_packed_zeros_are_zeros(kernel):
     """The scale of a block of zeros is zero, and no unit of an error."""
-    tx = tcfp_jax.error_feedback(tcfp_jax.recipe("nvfp4", remainder="feedback"), error_dtype="float8_e5m2")
+    tx = tcfp_jax.error_feedback(
+        tcfp_jax.recipe("nvfp4", remainder="feedback"), error_dtype="float8_e5m2"
+    )
     params = {"kernel": kernel}
     state = tx.init(params)
     for _ in range(2):

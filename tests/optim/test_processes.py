@@ -1,4 +1,6 @@
-"""Twenty steps on stored weights in two processes of two devices have the bits of one process with one device."""
+"""Twenty steps on stored weights in two processes of two devices have the bits of one
+process with one device.
+"""
 
 import os
 import pickle
@@ -27,13 +29,19 @@ def arrays():
 
 
 def train(place):
-    """Return parameters and the optimizer's state after some steps with equal gradients; `place` distributes arrays."""
+    """Return parameters and the optimizer's state after some steps with equal
+    gradients; `place` distributes arrays.
+    """
     kernel, gradient = map(place, arrays())
-    tx = tcfp_jax.optim.adamw(1e-2, weight_decay=0.1, moments="8bit", key=jax.random.key(1))
+    tx = tcfp_jax.optim.adamw(
+        1e-2, weight_decay=0.1, moments="8bit", key=jax.random.key(1)
+    )
 
     @jax.jit
     def run(kernel, gradient):
-        params = tcfp_jax.store({"kernel": kernel}, "tcfp12_single", key=jax.random.key(0))
+        params = tcfp_jax.store(
+            {"kernel": kernel}, "tcfp12_single", key=jax.random.key(0)
+        )
 
         def one(carry, _):
             updates, state = tx.update({"kernel": gradient}, carry[1], carry[0])
@@ -50,7 +58,9 @@ def bytes_of_parts(tree):
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         for shard in leaf.addressable_shards:
             begins = [part.start or 0 for part in shard.index]
-            found.append((jax.tree_util.keystr(path), begins, np.asarray(shard.data).tobytes()))
+            found.append(
+                (jax.tree_util.keystr(path), begins, np.asarray(shard.data).tobytes())
+            )
     return found
 
 
@@ -59,7 +69,9 @@ def main(address: str, process: int, path: Path) -> None:
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     assert (jax.process_count(), jax.local_device_count()) == (2, 2)
     sharding = NamedSharding(jax.make_mesh((2, 2), ("a", "b")), P("a", "b"))
-    place = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    place = lambda array: jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array[index]
+    )
     path.write_bytes(pickle.dumps(bytes_of_parts(train(place))))
 
 
@@ -69,11 +81,21 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
-    environment |= {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT)}
+    environment = dict(
+        os.environ,
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        JAX_PLATFORMS="cpu",
+    )
+    environment |= {
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "tests.optim.test_processes", address]
     files = [tmp_path / str(i) for i in range(2)]
-    started = [subprocess.Popen([*command, str(i), str(f)], cwd=ROOT, env=environment) for i, f in enumerate(files)]
+    started = [
+        subprocess.Popen([*command, str(i), str(f)], cwd=ROOT, env=environment)
+        for i, f in enumerate(files)
+    ]
     try:
         assert [process.wait(timeout=240) for process in started] == [0, 0]
     finally:
@@ -91,7 +113,12 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
         if len(content) != array.nbytes:
             split.add(path)
             sizes = [SHAPE[0] // 2, array.shape[1] // 2]
-            array = array[tuple(slice(start, start + size) for start, size in zip(begins, sizes, strict=True))]
+            array = array[
+                tuple(
+                    slice(start, start + size)
+                    for start, size in zip(begins, sizes, strict=True)
+                )
+            ]
         assert content == array.tobytes(), path
     assert len(split) >= 4, split  # hi, lo and both moments are in parts
 

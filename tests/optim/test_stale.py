@@ -1,4 +1,6 @@
-"""Freshness of stored weights: no false alarm in a training run, and never silence next to other parameters."""
+"""Freshness of stored weights: no false alarm in a training run, and never silence next
+to other parameters.
+"""
 
 import functools
 
@@ -19,8 +21,13 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = tcfp_jax.recipe("tcfp12_fast")
 RNG = np.random.default_rng(0)
 PARAMS = {
-    "up": {"kernel": jnp.asarray(RNG.standard_normal((32, 64)) * 0.1, jnp.float32), "bias": jnp.zeros(64)},
-    "down": {"kernel": jnp.asarray(RNG.standard_normal((2, 64, 32)) * 0.1, jnp.float32)},
+    "up": {
+        "kernel": jnp.asarray(RNG.standard_normal((32, 64)) * 0.1, jnp.float32),
+        "bias": jnp.zeros(64),
+    },
+    "down": {
+        "kernel": jnp.asarray(RNG.standard_normal((2, 64, 32)) * 0.1, jnp.float32)
+    },
 }
 X, Y = (jnp.asarray(RNG.standard_normal((16, 32)), jnp.float32) for _ in range(2))
 
@@ -28,13 +35,19 @@ X, Y = (jnp.asarray(RNG.standard_normal((16, 32)), jnp.float32) for _ in range(2
 def checked(params, opt_state):
     """The stored weights that layers would multiply."""
     stored = tcfp_jax.layer_state(opt_state)
-    return {name: current(stored[name]["kernel"], params[name]["kernel"]) for name in stored}
+    return {
+        name: current(stored[name]["kernel"], params[name]["kernel"]) for name in stored
+    }
 
 
 def loss(params, opt_state, x, y):
     weights = checked(params, opt_state)
     matmul = functools.partial(tcfp_jax.matmul, recipe=RECIPE)
-    h = matmul(x.astype(params["up"]["kernel"].dtype), params["up"]["kernel"], quantized=weights["up"])
+    h = matmul(
+        x.astype(params["up"]["kernel"].dtype),
+        params["up"]["kernel"],
+        quantized=weights["up"],
+    )
     h = jax.nn.relu(h + params["up"]["bias"])
     down = lambda w, stored: matmul(h, w, quantized=stored)
     y_hat = jax.vmap(down)(params["down"]["kernel"], weights["down"]).sum(0)
@@ -63,7 +76,10 @@ def feedback(*before, after=(), **options):
 
 
 OPTIMIZERS = {
-    "adamw": feedback(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 50))),
+    "adamw": feedback(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
+    ),
     "sgd": feedback(optax.sgd(0.3, momentum=0.9)),
     "large": feedback(optax.sign_sgd(0.5)),
     "MultiSteps": optax.MultiSteps(feedback(optax.adam(1e-2)), every_k_schedule=3),
@@ -74,11 +90,19 @@ OPTIMIZERS = {
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "name, dtype",
-    [("adamw", "float32"), ("adamw", "bfloat16"), ("sgd", "float32"), ("large", "bfloat16"), ("MultiSteps", "float32")],
+    [
+        ("adamw", "float32"),
+        ("adamw", "bfloat16"),
+        ("sgd", "float32"),
+        ("large", "bfloat16"),
+        ("MultiSteps", "float32"),
+    ],
 )
 def test_fifty_steps_without_a_false_alarm(name, dtype):
     tx = OPTIMIZERS[name]
-    losses, params, state = train(tx, jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS))
+    losses, params, state = train(
+        tx, jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
+    )
     assert np.isfinite(losses).all()
     checked(params, state)  # with concrete arrays
 
@@ -89,7 +113,9 @@ def test_fifty_steps_without_a_false_alarm(name, dtype):
 def test_sharded_steps_without_a_false_alarm(kind):
     mesh = mesh_of(2, axis_type=kind)
     with jax.set_mesh(mesh):
-        put = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - 1), "a")))
+        put = lambda leaf: jax.device_put(
+            leaf, NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - 1), "a"))
+        )
         params = jax.tree.map(put, PARAMS)
         tx = OPTIMIZERS["adamw"]
         if kind == AxisType.Auto:
@@ -97,10 +123,13 @@ def test_sharded_steps_without_a_false_alarm(kind):
             assert np.isfinite(losses).all()
             expected, *_ = train(tx, PARAMS)
             np.testing.assert_allclose(losses, expected, rtol=1e-2)
-        else:  # products of sharded operands need an out_sharding, which is a layer's business
+        # Products of sharded operands need an out_sharding, which is a layer's business
+        else:
             updates = jax.tree.map(lambda leaf: 0.01 * leaf, params)
             _, state = jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)
-            params = optax.apply_updates(params, jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)[0])
+            params = optax.apply_updates(
+                params, jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)[0]
+            )
         for stored in checked(params, state).values():
             assert jnp.isfinite(stored.dequantize()).all()
 
@@ -122,10 +151,14 @@ OTHERS = {
 def test_other_parameters_beside_the_state_are_never_silent(trained, change):
     params, state = trained
     others = change(params)
-    with pytest.raises(ValueError, match="pass layer_state of the optimizer that owns these parameters"):
+    with pytest.raises(
+        ValueError, match="pass layer_state of the optimizer that owns these parameters"
+    ):
         checked(others, state)
     evaluate = jax.jit(loss)
-    assert jnp.isfinite(evaluate(params, state, X, Y)) and jnp.isnan(evaluate(others, state, X, Y))
+    assert jnp.isfinite(evaluate(params, state, X, Y)) and jnp.isnan(
+        evaluate(others, state, X, Y)
+    )
     # The repair for evaluation: a state of these parameters.
     assert jnp.isfinite(evaluate(others, feedback().init(others), X, Y))
 
@@ -140,7 +173,9 @@ AFTER = {
 AROUND = {
     "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(1e-2)),
     "mechanize": optax.contrib.mechanize,
-    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 1),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, lambda step: step % 2 == 1
+    ),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2, b1=0.9),
 }
 
@@ -153,7 +188,9 @@ AROUND = {
     ids=[*AFTER, *AROUND],
 )
 def test_an_update_that_is_changed_after_quantization_shows_in_the_next_product(tx):
-    """No list of transformations is needed: the sample in each stored weight is not the parameter's."""
+    """No list of transformations is needed: the sample in each stored weight is not the
+    parameter's.
+    """
     params, state, step = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
     for _ in range(3):
         updates, state = step(jax.tree.map(jnp.ones_like, PARAMS), state, params)
@@ -164,17 +201,26 @@ def test_an_update_that_is_changed_after_quantization_shows_in_the_next_product(
 
 
 def test_a_mask_around_error_feedback_is_no_misuse():
-    masks = [{"up": {"kernel": on, "bias": False}, "down": {"kernel": not on}} for on in (True, False)]
+    masks = [
+        {"up": {"kernel": on, "bias": False}, "down": {"kernel": not on}}
+        for on in (True, False)
+    ]
     twice = optax.chain(*(tcfp_jax.error_feedback(RECIPE, mask=mask) for mask in masks))
     assert set(tcfp_jax.layer_state(twice.init(PARAMS))) == set(PARAMS)
-    conditional = optax.conditionally_mask(feedback(optax.sgd(1e-2)), lambda step: step % 2 == 0)
+    conditional = optax.conditionally_mask(
+        feedback(optax.sgd(1e-2)), lambda step: step % 2 == 0
+    )
     assert set(tcfp_jax.layer_state(conditional.init(PARAMS))) == set(PARAMS)
 
 
 def test_a_state_without_samples_is_accepted_and_filled_by_the_next_update(trained):
     params, state = trained
     is_stored = lambda node: isinstance(node, Stored)
-    old = jax.tree.map(lambda node: unwatched(node) if is_stored(node) else node, state, is_leaf=is_stored)
+    old = jax.tree.map(
+        lambda node: unwatched(node) if is_stored(node) else node,
+        state,
+        is_leaf=is_stored,
+    )
     checked(jax.tree.map(lambda leaf: 2 * leaf, params), old)  # nothing to compare with
     tx = feedback(optax.adam(1e-2))
     updates, new = tx.update(jax.tree.map(jnp.ones_like, params), old, params)

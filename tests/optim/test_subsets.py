@@ -1,4 +1,6 @@
-"""Optimizers that see a part of a model's weights hold that part, and a mapping without any match is an error."""
+"""Optimizers that see a part of a model's weights hold that part, and a mapping without
+any match is an error.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 WEIGHT = Weight(tcfp_jax.recipe("tcfp12"), Layout((0,), (1,)))
 RNG = np.random.default_rng(0)
 PARAMS = {
-    name: {"kernel": jnp.asarray(RNG.standard_normal((32, 32)), jnp.float32), "bias": jnp.zeros(32)}
+    name: {
+        "kernel": jnp.asarray(RNG.standard_normal((32, 32)), jnp.float32),
+        "bias": jnp.zeros(32),
+    }
     for name in ("base", "head")
 }
 WEIGHTS = {"base/kernel": WEIGHT, "head/kernel": WEIGHT}
@@ -27,7 +32,10 @@ GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
 FEEDBACK = tcfp_jax.error_feedback(WEIGHTS)
 TRAIN = optax.chain(optax.sgd(0.1), FEEDBACK)
 LABELS = {"base": "frozen", "head": "train"}  # a whole branch is masked at its top
-LEAVES = {"base": {"kernel": "frozen", "bias": "frozen"}, "head": {"kernel": "train", "bias": "train"}}
+LEAVES = {
+    "base": {"kernel": "frozen", "bias": "frozen"},
+    "head": {"kernel": "train", "bias": "train"},
+}
 
 
 def step(tx, params=PARAMS):
@@ -38,16 +46,39 @@ def step(tx, params=PARAMS):
 @pytest.mark.parametrize(
     "tx, held",
     [
-        (optax.partition({"train": TRAIN, "frozen": optax.set_to_zero()}, LABELS), {"head"}),
-        (optax.partition({"train": TRAIN, "frozen": optax.set_to_zero()}, LEAVES), {"head"}),
         (
-            optax.partition({"train": TRAIN, "frozen": optax.chain(optax.set_to_zero(), FEEDBACK)}, LEAVES),
+            optax.partition({"train": TRAIN, "frozen": optax.set_to_zero()}, LABELS),
+            {"head"},
+        ),
+        (
+            optax.partition({"train": TRAIN, "frozen": optax.set_to_zero()}, LEAVES),
+            {"head"},
+        ),
+        (
+            optax.partition(
+                {"train": TRAIN, "frozen": optax.chain(optax.set_to_zero(), FEEDBACK)},
+                LEAVES,
+            ),
             {"base", "head"},
         ),
-        (optax.masked(TRAIN, jax.tree.map(lambda label: label == "train", LEAVES)), {"head"}),
-        (optax.masked(TRAIN, {"base": {"kernel": False, "bias": True}, "head": False}), set()),
+        (
+            optax.masked(TRAIN, jax.tree.map(lambda label: label == "train", LEAVES)),
+            {"head"},
+        ),
+        (
+            optax.masked(
+                TRAIN, {"base": {"kernel": False, "bias": True}, "head": False}
+            ),
+            set(),
+        ),
     ],
-    ids=["partition by branch", "partition by leaf", "frozen and stored", "masked", "no weight at all"],
+    ids=[
+        "partition by branch",
+        "partition by leaf",
+        "frozen and stored",
+        "masked",
+        "no weight at all",
+    ],
 )
 def test_a_masked_part_holds_its_own_weights(tx, held):
     params, stored = step(tx)
@@ -55,7 +86,10 @@ def test_a_masked_part_holds_its_own_weights(tx, held):
     for name in held:
         now = current(stored[name]["kernel"], params[name]["kernel"]).dequantize()
         np.testing.assert_allclose(now, params[name]["kernel"], atol=1e-2)
-    assert same_bits(params["base"]["kernel"], PARAMS["base"]["kernel"]) or "base" not in held
+    assert (
+        same_bits(params["base"]["kernel"], PARAMS["base"]["kernel"])
+        or "base" not in held
+    )
 
 
 def test_a_part_of_the_tree_holds_its_own_weights():
@@ -63,9 +97,13 @@ def test_a_part_of_the_tree_holds_its_own_weights():
     assert set(tcfp_jax.layer_state(FEEDBACK.init(params))) == {"head"}
 
 
-@pytest.mark.parametrize("params", [{"params": PARAMS}, {"lora": {"kernel": jnp.ones((32, 4))}}, {}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"params": PARAMS}, {"lora": {"kernel": jnp.ones((32, 4))}}, {}], ids=str
+)
 def test_none_of_the_weights_is_a_mistake(params):
-    with pytest.raises(ValueError, match=r"none of the 2 weights.*base/kernel is not.*on the fly"):
+    with pytest.raises(
+        ValueError, match=r"none of the 2 weights.*base/kernel is not.*on the fly"
+    ):
         FEEDBACK.init(params)
 
 
@@ -94,13 +132,16 @@ def test_nnx_optimizer_of_some_parameters():
     @nnx.jit
     def train(model, optimizer, x):
         loss = lambda model: jnp.mean(model(x) ** 2)
-        value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, Trained))(model)
+        value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, Trained))(
+            model
+        )
         optimizer.update(model, gradients)
         return value
 
     losses = [float(train(model, optimizer, x)) for _ in range(5)]
     assert losses[-1] < losses[0]
     current(stored_weights(model)["head/kernel"], model.head.kernel[...])
-    # What sees no parameter at all, as an optimizer of the matrices of a LoRA that the model lacks does.
+    # What sees no parameter at all, as an optimizer of the matrices of a LoRA that the
+    # model lacks does.
     with pytest.raises(ValueError, match=r"none of the 2 weights.*LoRA"):
         Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)

@@ -1,4 +1,6 @@
-"""Programs compiled for an H200 without a GPU, and read; they are never executed here."""
+"""Programs compiled for an H200 without a GPU, and read; they are never executed
+here.
+"""
 
 import functools
 import re
@@ -22,24 +24,36 @@ REASON = h200.missing()
 pytestmark = [
     pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
+    # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper
+    # do not use it.
 ]
 
 F8 = jnp.float8_e4m3fn
 M, K, N = 8192, 4096, 16384
-# Registers that do not fit go to the stack. What is allowed is spilled around the loop over k, not inside its products.
+# Registers that do not fit go to the stack. What is allowed is spilled around the loop
+# over k, not inside its products.
 LARGEST_STACK = 128
 CUBLAS_F8 = "__cublas$lt$matmul$f8"
 
 
-@pytest.mark.slow_except("float8_e4m3fn-1-fast", "float8_e4m3fn-2-full", "float8_e5m2-1-full", "float8_e5m2-2-fast")
+@pytest.mark.slow_except(
+    "float8_e4m3fn-1-fast",
+    "float8_e4m3fn-2-full",
+    "float8_e5m2-1-full",
+    "float8_e5m2-2-fast",
+)
 @pytest.mark.parametrize("accumulation", ["fast", "full"])
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("x_dtype", [F8, jnp.float8_e5m2])
 def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd):
     mesh = h200s(1)
     product = functools.partial(matmul, accumulation=accumulation, backend="mosaic")
-    compiled = compile_for(mesh, product, on_once(mesh, (M, K), x_dtype), on_once(mesh, (N, K), F8, halves=halves))
+    compiled = compile_for(
+        mesh,
+        product,
+        on_once(mesh, (M, K), x_dtype),
+        on_once(mesh, (N, K), F8, halves=halves),
+    )
     assert compiled.targets == ["mosaic_gpu_v2"]
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
     assert stacks, "ptxas said nothing of the kernel"
@@ -49,9 +63,16 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
 @pytest.mark.slow_except("128-square-2", "64-square-1", "32-square-2", "128-vector-1")
 @pytest.mark.parametrize(
     ("block", "tile", "halves"),
-    [(128, "square", 1), (128, "square", 2), (64, "square", 1), (64, "square", 2), (32, "square", 2),
-     (128, "vector", 1), (64, "vector", 1)],
-)  # fmt: skip
+    [
+        (128, "square", 1),
+        (128, "square", 2),
+        (64, "square", 1),
+        (64, "square", 2),
+        (32, "square", 2),
+        (128, "vector", 1),
+        (64, "vector", 1),
+    ],
+)
 def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     mesh = h200s(1)
     operands = on_blocks(mesh, (M, K, N), Block(block, tile), halves=halves)
@@ -61,14 +82,21 @@ def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     assert stacks and max(map(int, stacks)) <= LARGEST_STACK
 
 
-@pytest.mark.parametrize(("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)])
+@pytest.mark.parametrize(
+    ("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)]
+)
 def test_products_with_one_row_or_column_reach_fp8_tensor_cores(x, n):
     mesh = h200s(1)
     compiled = compile_for(
-        mesh, functools.partial(matmul, backend="xla"), on_once(mesh, x, F8), on_once(mesh, (n, 256), F8)
+        mesh,
+        functools.partial(matmul, backend="xla"),
+        on_once(mesh, x, F8),
+        on_once(mesh, (n, 256), F8),
     )
     assert compiled.targets == [CUBLAS_F8]
-    assert f"->bf16[{','.join(map(str, (*x[:-1], n)))}]" in compiled.text.splitlines()[0]
+    assert (
+        f"->bf16[{','.join(map(str, (*x[:-1], n)))}]" in compiled.text.splitlines()[0]
+    )
 
 
 @pytest.mark.parametrize("x", [(2, 256), (2, 1, 256), (1, 2, 256), (4, 256)])
@@ -76,11 +104,18 @@ def test_a_row_on_each_device_reaches_fp8_tensor_cores(x):
     mesh = h200s(2)
     axes = ["a" if size == 2 else None for size in x[:-1]] if 2 in x else ["a"]
     of_x = on_once(mesh, x, F8, *axes)
-    compiled = compile_for(mesh, functools.partial(matmul, backend="xla"), of_x, on_once(mesh, (64, 256), F8))
+    compiled = compile_for(
+        mesh,
+        functools.partial(matmul, backend="xla"),
+        of_x,
+        on_once(mesh, (64, 256), F8),
+    )
     assert compiled.targets == [CUBLAS_F8]
 
 
-@pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
+@pytest.mark.parametrize(
+    ("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
+)
 def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
     mesh = h200s(2, 2)
     operands = on_blocks(mesh, (M, K, N), Block(128), x_axes, w_axes)
@@ -92,21 +127,42 @@ def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums)
 @pytest.mark.parametrize("block", [32, 128])
 def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     mesh = h200s(1)
-    call = functools.partial(quantize, dtype=F8, scaling=Block(block, "vector"), orientation="both", backend="triton")
+    call = functools.partial(
+        quantize,
+        dtype=F8,
+        scaling=Block(block, "vector"),
+        orientation="both",
+        backend="triton",
+    )
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
     assert not compiled.results("reduce") and not compiled.results("transpose")
 
 
 @pytest.mark.parametrize("scale", ["pow2", "float32"])
-@pytest.mark.parametrize("orientation, k, kernels", [("rows", 14336, 1), ("both", 4096, 4), ("both", 1000, 4)])
+@pytest.mark.parametrize(
+    "orientation, k, kernels",
+    [("rows", 14336, 1), ("both", 4096, 4), ("both", 1000, 4)],
+)
 def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
-    """Rows alone in one; for both the magnitudes, scales of rows and of columns, and values. XLA makes nothing of x."""
+    """Rows alone in one; for both the magnitudes, scales of rows and of columns, and
+    values. XLA makes nothing of x.
+    """
     mesh = h200s(1)
-    call = functools.partial(quantize, dtype=F8, scaling=Row(scale), orientation=orientation, backend="triton")
+    call = functools.partial(
+        quantize,
+        dtype=F8,
+        scaling=Row(scale),
+        orientation=orientation,
+        backend="triton",
+    )
     compiled = compile_for(mesh, call, on(mesh, (M, k), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * kernels
-    assert not [shape for kind in ("fusion", "copy", "transpose", "reduce") for shape in compiled.results(kind)]
+    assert not [
+        shape
+        for kind in ("fusion", "copy", "transpose", "reduce")
+        for shape in compiled.results(kind)
+    ]
     # The magnitudes of tiles, 2 bytes a line each, and inverse scales.
     assert compiled.temporary_bytes <= 0.05 * M * k
 
@@ -114,13 +170,19 @@ def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
 @pytest.mark.parametrize(
     "orientation, axes, moved",
     [
-        ("rows", ("a",), set()), ("rows", ("a", "b"), {"s32[4096]"}), ("both", ("a",), {"s32[4096]"}),
+        ("rows", ("a",), set()),
+        ("rows", ("a", "b"), {"s32[4096]"}),
+        ("both", ("a",), {"s32[4096]"}),
         ("both", ("a", "b"), {"s32[4096]", "s32[2048]"}),
     ],
-)  # fmt: skip
-def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(orientation, axes, moved):
+)
+def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(
+    orientation, axes, moved
+):
     mesh = h200s(2, 2)
-    call = functools.partial(quantize, dtype=F8, scaling=Row(), orientation=orientation, backend="triton")
+    call = functools.partial(
+        quantize, dtype=F8, scaling=Row(), orientation=orientation, backend="triton"
+    )
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16, *axes))
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == moved
@@ -133,7 +195,10 @@ def test_the_epilogue_is_part_of_the_product(backend, bias):
     mesh = h200s(1)
     operands = on_once(mesh, (M, K), F8), on_once(mesh, (N, K), F8, halves=2)
     compiled = compile_for(
-        mesh, functools.partial(matmul, out_dtype=bias, backend=backend), *operands, on(mesh, (N,), bias)
+        mesh,
+        functools.partial(matmul, out_dtype=bias, backend=backend),
+        *operands,
+        on(mesh, (N,), bias),
     )
     assert len(compiled.targets) == 1
     assert not [shape for shape in compiled.results("fusion") if f"[{M},{N}]" in shape]
@@ -145,7 +210,12 @@ def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
     w = on(mesh, (K, N), jnp.float32)
 
     def split(w, error):
-        return dual_quantize(w, error=error if feedback == "error" else None, orientation="both", backend="triton")
+        return dual_quantize(
+            w,
+            error=error if feedback == "error" else None,
+            orientation="both",
+            backend="triton",
+        )
 
     compiled = compile_for(mesh, split, w, w)
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
@@ -163,10 +233,14 @@ def test_activations_are_quantized_in_one_kernel_after_their_amax():
 
 
 @pytest.mark.slow_except("None-tcfp12-4", "xla-tcfp12_fast-4", "None-tensorwise-3")
-@pytest.mark.parametrize(("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
+@pytest.mark.parametrize(
+    ("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)]
+)
 @pytest.mark.parametrize("backend", ["xla", None])
 def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend):
-    """Forward and backward with weights that the optimizer quantized: no transpose of a weight, no float32 product."""
+    """Forward and backward with weights that the optimizer quantized: no transpose of a
+    weight, no float32 product.
+    """
     mesh, recipe = h200s(1), tcfp_jax.recipe(name, backend=backend)
     m, k, n = 2048, 1024, 4096
     w = jax.ShapeDtypeStruct((k, n), jnp.float32)
@@ -174,32 +248,50 @@ def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend
     arguments = jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), (w, stored))
 
     def step(x, g, w, stored):
-        y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w)
+        y, vjp = jax.vjp(
+            lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w
+        )
         return y, vjp(g)
 
     x, g = on(mesh, (m, k), jnp.bfloat16), on(mesh, (m, n), jnp.bfloat16)
     compiled = compile_for(mesh, step, x, g, *arguments)
-    by_kernel = compiled.targets.count("mosaic_gpu_v2")  # one call for both halves of a weight
+    # one call for both halves of a weight
+    by_kernel = compiled.targets.count("mosaic_gpu_v2")
     if backend == "xla":
         assert (compiled.targets.count(CUBLAS_F8), by_kernel) == (products, 0)
     else:
         assert by_kernel > 0
-        assert compiled.targets.count(CUBLAS_F8) + by_kernel in (products, products - 1, products - 2)
-    assert not [t for t in compiled.results("transpose") if f"[{k},{n}]" in t or f"[{n},{k}]" in t]
+        assert compiled.targets.count(CUBLAS_F8) + by_kernel in (
+            products,
+            products - 1,
+            products - 2,
+        )
+    assert not [
+        t
+        for t in compiled.results("transpose")
+        if f"[{k},{n}]" in t or f"[{n},{k}]" in t
+    ]
     assert f"f32[{m},{n}]" not in compiled.text.split("ENTRY")[1]
 
 
 @pytest.mark.slow_except(
-    "x_axes0-w_axes0-0-mosaic", "x_axes1-w_axes1-0-mosaic", "x_axes2-w_axes2-1-mosaic", "x_axes1-w_axes1-0-triton",
+    "x_axes0-w_axes0-0-mosaic",
+    "x_axes1-w_axes1-0-mosaic",
+    "x_axes2-w_axes2-1-mosaic",
+    "x_axes1-w_axes1-0-triton",
     "x_axes2-w_axes2-1-xla",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
 @pytest.mark.parametrize(
-    ("x_axes", "w_axes", "sums"), [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
+    ("x_axes", "w_axes", "sums"),
+    [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)],
 )
 def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
     mesh = h200s(2, 2)
-    operands = on_once(mesh, (M, K), F8, *x_axes), on_once(mesh, (N, K), F8, *w_axes, halves=2)
+    operands = (
+        on_once(mesh, (M, K), F8, *x_axes),
+        on_once(mesh, (N, K), F8, *w_axes, halves=2),
+    )
     compiled = compile_for(mesh, functools.partial(matmul, backend=backend), *operands)
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
@@ -207,22 +299,33 @@ def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
 
 @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
 @pytest.mark.parametrize(
-    ("dtype", "scaling"), [("float32", None), ("bfloat16", None), ("float32", Block(128, "vector"))]
+    ("dtype", "scaling"),
+    [("float32", None), ("bfloat16", None), ("float32", Block(128, "vector"))],
 )
 def test_weight_gradients_of_a_shared_batch_gather_nothing(backend, dtype, scaling):
-    """FSDP: eight devices have tokens of their own, and each keeps its part of the gradient, summed in its dtype."""
+    """FSDP: eight devices have tokens of their own, and each keeps its part of the
+    gradient, summed in its dtype.
+    """
     mesh, tokens = h200s(8), 65536
     if scaling is None:
-        gradients = F8 if backend == "triton" else jnp.float8_e5m2  # Triton multiplies one format
-        operands = on_once(mesh, (K, tokens), F8, None, "a"), on_once(mesh, (1024, tokens), gradients, None, "a")
+        # Triton multiplies one format
+        gradients = F8 if backend == "triton" else jnp.float8_e5m2
+        operands = (
+            on_once(mesh, (K, tokens), F8, None, "a"),
+            on_once(mesh, (1024, tokens), gradients, None, "a"),
+        )
     else:
-        operands = on_blocks(mesh, (K, tokens, 1024), scaling, (None, "a"), (None, "a"), halves=1)
+        operands = on_blocks(
+            mesh, (K, tokens, 1024), scaling, (None, "a"), (None, "a"), halves=1
+        )
     sharding = NamedSharding(mesh, PartitionSpec("a"))
     call = functools.partial(matmul, out_dtype=dtype, backend=backend)
     compiled = compile_for(mesh, call, *operands, out_shardings=sharding)
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     moved = compiled.results("reduce-scatter") + compiled.results("all-reduce")
-    assert len(moved) == 1 and (backend == "xla" or {"float32": "f32", "bfloat16": "bf16"}[dtype] in moved[0])
+    assert len(moved) == 1 and (
+        backend == "xla" or {"float32": "f32", "bfloat16": "bf16"}[dtype] in moved[0]
+    )
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton"])
@@ -236,12 +339,17 @@ def test_quantizers_under_a_mesh_move_one_number(backend):
 
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
 def test_an_optimizer_step_writes_errors_in_place(error_dtype):
-    """Donated errors are neither copied nor read for the amax: only the kernel touches them."""
+    """Donated errors are neither copied nor read for the amax: only the kernel touches
+    them.
+    """
     mesh, recipe = h200s(1), tcfp_jax.recipe("tcfp12_fast", quantize_backend="triton")
-    tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback(recipe, error_dtype=error_dtype))
+    tx = optax.chain(
+        optax.sgd(1e-3), tcfp_jax.error_feedback(recipe, error_dtype=error_dtype)
+    )
     params = {"kernel": jax.ShapeDtypeStruct((K, N), jnp.float32)}
     state, params = (
-        jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), tree) for tree in (jax.eval_shape(tx.init, params), params)
+        jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), tree)
+        for tree in (jax.eval_shape(tx.init, params), params)
     )
 
     def step(state, params, gradients):
@@ -251,8 +359,13 @@ def test_an_optimizer_step_writes_errors_in_place(error_dtype):
     compiled = compile_for(mesh, step, state, params, params, donate_argnums=(0, 1))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
     assert not [shape for shape in compiled.results("copy") if f"[{K},{N}]" in shape]
-    whole = [line for line in compiled.text.split("ENTRY")[1].splitlines() if f"[{K},{N}]" in line]
-    assert len([line for line in whole if " fusion(" in line]) == 1  # w, its update and max |w|
+    whole = [
+        line
+        for line in compiled.text.split("ENTRY")[1].splitlines()
+        if f"[{K},{N}]" in line
+    ]
+    # w, its update and max |w|
+    assert len([line for line in whole if " fusion(" in line]) == 1
 
 
 def test_a_rematerialized_gelu_after_a_product_of_xla_compiles():
@@ -264,18 +377,25 @@ def test_a_rematerialized_gelu_after_a_product_of_xla_compiles():
         return jnp.sum(tcfp_jax.matmul(hidden, v, recipe=recipe).astype(jnp.float32))
 
     arguments = [on(mesh, shape, jnp.float32) for shape in ((512, 1024), (1024, 512))]
-    compiled = compile_for(mesh, jax.grad(loss, (0, 1)), *arguments, on(mesh, (1024, 512), jnp.bfloat16))
-    assert compiled.targets.count(CUBLAS_F8) == 4  # the second product and x's gradient are dead code
+    compiled = compile_for(
+        mesh, jax.grad(loss, (0, 1)), *arguments, on(mesh, (1024, 512), jnp.bfloat16)
+    )
+    # the second product and x's gradient are dead code
+    assert compiled.targets.count(CUBLAS_F8) == 4
 
 
 def test_kernels_serve_a_scanned_rematerialized_step():
-    """Kernels by name through jit, grad, remat and scan: four products of a layer, and no cuBLAS."""
+    """Kernels by name through jit, grad, remat and scan: four products of a layer, and
+    no cuBLAS.
+    """
     mesh = h200s(1)
     recipe = tcfp_jax.recipe("tcfp12_fast", backend="mosaic", quantize_backend="triton")
     layers, m, k = 3, 1024, 1024
 
     def loss(w, x):
-        layer = jax.checkpoint(lambda x, w: (jax.nn.gelu(tcfp_jax.matmul(x, w, recipe=recipe)), None))
+        layer = jax.checkpoint(
+            lambda x, w: (jax.nn.gelu(tcfp_jax.matmul(x, w, recipe=recipe)), None)
+        )
         return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
 
     x, w = on(mesh, (m, k), jnp.bfloat16), on(mesh, (layers, k, k), jnp.float32)
@@ -287,26 +407,48 @@ def test_kernels_serve_a_scanned_rematerialized_step():
 
 @pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
 def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
-    """One read of x, one write, nothing else of its size; and a device's own part under a mesh."""
+    """One read of x, one write, nothing else of its size; and a device's own part under
+    a mesh.
+    """
     call = functools.partial(formats.cast, datatype=getattr(formats, name))
     alone = compile_for(h200s(1), call, on(h200s(1), (M, K), jnp.bfloat16))
     assert alone.targets == ["__gpu$xla.gpu.triton"]
-    assert not alone.results("fusion") and not alone.results("copy") and "f64[" not in alone.text
-    split = compile_for(h200s(2, 2), call, on(h200s(2, 2), (M, K), jnp.bfloat16, "a", "b"))
+    assert (
+        not alone.results("fusion")
+        and not alone.results("copy")
+        and "f64[" not in alone.text
+    )
+    split = compile_for(
+        h200s(2, 2), call, on(h200s(2, 2), (M, K), jnp.bfloat16, "a", "b")
+    )
     assert split.targets == ["__gpu$xla.gpu.triton"]
-    assert not [shape for kind in (*GATHERS, "all-reduce") for shape in split.results(kind)]
+    assert not [
+        shape for kind in (*GATHERS, "all-reduce") for shape in split.results(kind)
+    ]
 
 
 def test_a_cast_is_one_kernel_under_vmap_and_grad():
     def loss(x):
-        return jnp.sum(jax.vmap(lambda x: formats.cast(x, formats.mxfp8e4))(x).astype(jnp.float32) ** 2)
+        return jnp.sum(
+            jax.vmap(lambda x: formats.cast(x, formats.mxfp8e4))(x).astype(jnp.float32)
+            ** 2
+        )
 
-    compiled = compile_for(h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16))
-    assert compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
+    compiled = compile_for(
+        h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16)
+    )
+    assert (
+        compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
+    )
 
 
 def test_an_unscaled_cast_is_one_fusion():
     compiled = compile_for(
-        h200s(1), functools.partial(formats.cast, datatype=formats.e4m3fn), on(h200s(1), (M, K), jnp.bfloat16)
+        h200s(1),
+        functools.partial(formats.cast, datatype=formats.e4m3fn),
+        on(h200s(1), (M, K), jnp.bfloat16),
     )
-    assert len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1 and "f64[" not in compiled.text
+    assert (
+        len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1
+        and "f64[" not in compiled.text
+    )

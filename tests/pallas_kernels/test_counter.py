@@ -1,4 +1,6 @@
-"""Random bits from a counter: uniform, independent of neighbours and steps, and a function of key and index alone."""
+"""Random bits from a counter: uniform, independent of neighbours and steps, and a
+function of key and index alone.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +13,23 @@ from pallas_kernels import counter
 from tests.helpers import mesh_of
 
 COUNT = 1 << 15
-draw = jax.jit(lambda *words: counter.bits_of((256, COUNT // 256), *counter.keys(*words)))
+draw = jax.jit(
+    lambda *words: counter.bits_of((256, COUNT // 256), *counter.keys(*words))
+)
 
 
 def bits(*words):
-    """COUNT x 32 zeros and ones, of a program that is compiled once for each number of words."""
+    """COUNT x 32 zeros and ones, of a program that is compiled once for each number of
+    words.
+    """
     drawn = np.asarray(draw(*(jnp.uint32(word) for word in words))).reshape(-1)
     return (drawn[:, None] >> np.arange(32, dtype=np.uint32)) & 1
 
 
 def correlation(a, b):
-    """Of every bit of a with every bit of b; 1 / sqrt(COUNT) is its standard error for independent ones."""
+    """Of every bit of a with every bit of b; 1 / sqrt(COUNT) is its standard error for
+    independent ones.
+    """
     return (2 * np.float32(a) - 1).T @ (2 * np.float32(b) - 1) / len(a)
 
 
@@ -30,8 +38,10 @@ def test_every_bit_is_a_fair_coin_apart_from_all_others():
     largest = 5 / np.sqrt(COUNT)  # of about a thousand numbers
     assert np.max(np.abs(2 * drawn.mean(0) - 1)) < largest
     assert np.max(np.abs(correlation(drawn, drawn) - np.eye(32))) < largest
-    assert np.max(np.abs(correlation(drawn[1:], drawn[:-1]))) < largest  # the next column
-    assert np.max(np.abs(correlation(drawn[256:], drawn[:-256]))) < largest  # the next rows
+    # the next column
+    assert np.max(np.abs(correlation(drawn[1:], drawn[:-1]))) < largest
+    # the next rows
+    assert np.max(np.abs(correlation(drawn[256:], drawn[:-256]))) < largest
 
 
 @pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3)], ids=str)

@@ -1,4 +1,5 @@
-"""Arrays of more than 2**31 FP8 values, which Pallas-Triton addresses with 32 bits: right by another way, or refused.
+"""Arrays of more than 2**31 FP8 values, which Pallas-Triton addresses with 32 bits:
+right by another way, or refused.
 
 The limits are lowered to sizes of tests.
 """
@@ -34,27 +35,45 @@ def limits(monkeypatch):
 
 @pytest.mark.slow_except("6-2-3-both", "5-1-5-rows")
 @pytest.mark.parametrize(
-    ("size", "most", "parts", "orientation"), [(6, 5, 2, "rows"), (6, 2, 3, "both"), (5, 1, 5, "rows")]
+    ("size", "most", "parts", "orientation"),
+    [(6, 5, 2, "rows"), (6, 2, 3, "both"), (5, 1, 5, "rows")],
 )
-def test_adamw_takes_a_stack_by_parts(size, most, parts, orientation, limits, monkeypatch):
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(data((K, N), seed) for seed in range(size)))
+def test_adamw_takes_a_stack_by_parts(
+    size, most, parts, orientation, limits, monkeypatch
+):
+    stack = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *(data((K, N), seed) for seed in range(size))
+    )
     keys = jnp.stack([KEY + i for i in range(size)])
     called, call = [], triton._call
-    monkeypatch.setattr(triton, "_call", lambda *args, **options: called.append(args[3]) or call(*args, **options))
+    monkeypatch.setattr(
+        triton,
+        "_call",
+        lambda *args, **options: called.append(args[3]) or call(*args, **options),
+    )
     limits(most * K * N)
     step = functools.partial(adamw, orientation=orientation)
-    found = jax.jit(jax.vmap(lambda x, key: step(*x, rates(), key, backend="triton")))(stack, keys)
+    found = jax.jit(jax.vmap(lambda x, key: step(*x, rates(), key, backend="triton")))(
+        stack, keys
+    )
     assert (size // parts, K, N) in {gradient.shape for gradient in called}
     one = jax.jit(lambda x, key: step(*x, rates(), key, backend="xla"))
-    expected = [one(jax.tree.map(lambda leaf, i=i: leaf[i], stack), keys[i]) for i in range(size)]
+    expected = [
+        one(jax.tree.map(lambda leaf, i=i: leaf[i], stack), keys[i])
+        for i in range(size)
+    ]
     assert same_bits(found, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected))
 
 
 def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((K, 3 * N)), jnp.float32)
-    expected = jax.jit(lambda x: (quantize(x, jnp.float8_e4m3fn, orientation="both"), dual_quantize(x)))(x)
+    expected = jax.jit(
+        lambda x: (quantize(x, jnp.float8_e4m3fn, orientation="both"), dual_quantize(x))
+    )(x)
     limits(K * N)
-    monkeypatch.setattr(pallas_triton, "pallas_call", lambda *args, **options: pytest.fail("a kernel"))
+    monkeypatch.setattr(
+        pallas_triton, "pallas_call", lambda *args, **options: pytest.fail("a kernel")
+    )
     of = lambda x: (
         quantize(x, jnp.float8_e4m3fn, orientation="both", backend="triton"),
         dual_quantize(x, backend="triton"),
@@ -65,8 +84,13 @@ def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):
 def test_other_kernels_refuse_and_say_why(limits):
     x = jnp.ones((K, 5 * N), jnp.float32)
     limits(2 * K * N)
-    with pytest.raises(NotImplementedError, match=r"float32\[16, 1920\] has more than .* backend=\"xla\""):
-        jax.jit(lambda x: quantize(x, jnp.float8_e4m3fn, scaling=Row(), backend="triton"))(x)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"float32\[16, 1920\] has more than .* backend=\"xla\"",
+    ):
+        jax.jit(
+            lambda x: quantize(x, jnp.float8_e4m3fn, scaling=Row(), backend="triton")
+        )(x)
     # Beyond 2**32 bytes offsets have 64 bits.
     limits(2 * K * N, in_bytes=4 * K * N)
     quantize(x, jnp.float8_e4m3fn, scaling=Row(), backend="triton")

@@ -1,4 +1,6 @@
-"""ARCHITECTURE's walk: another way to share scales is a class in a union and a line in each of two tables, no more."""
+"""ARCHITECTURE's walk: another way to share scales is a class in a union and a line in
+each of two tables, no more.
+"""
 
 from dataclasses import dataclass
 
@@ -20,7 +22,9 @@ from tcfp_jax.weights.stored import quantize_weight
 
 @dataclass(frozen=True)
 class Tenth:
-    """One scale for a tensor, a tenth of max |x|: not a power of two, and not the rule of any other scaling."""
+    """One scale for a tensor, a tenth of max |x|: not a power of two, and not the rule
+    of any other scaling.
+    """
 
     scale = "float32"
     serves_both = True
@@ -45,17 +49,27 @@ class Tenth:
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setitem(quantize.IMPLEMENTATIONS, Tenth, (Implementation("xla", rounding.quantize),))
-    monkeypatch.setitem(matmul.IMPLEMENTATIONS, Tenth, (Implementation("xla", product.matmul),))
+    monkeypatch.setitem(
+        quantize.IMPLEMENTATIONS, Tenth, (Implementation("xla", rounding.quantize),)
+    )
+    monkeypatch.setitem(
+        matmul.IMPLEMENTATIONS, Tenth, (Implementation("xla", product.matmul),)
+    )
     monkeypatch.setattr(definition, "Scaling", definition.Scaling | Tenth)
 
 
 def test_a_new_scaling_is_stored_multiplied_and_trained(known):
     recipe = tcfp_jax.recipe("tensorwise", scaling=Tenth(), remainder="feedback")
-    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 32), (32, 8)]))
+    x, w = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(16, 32), (32, 8)])
+    )
     stored, _ = quantize_weight(w, recipe)
     wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    for got in (tcfp_jax.matmul(x, w, recipe=recipe), tcfp_jax.matmul(x, stored, recipe=recipe)):
+    for got in (
+        tcfp_jax.matmul(x, w, recipe=recipe),
+        tcfp_jax.matmul(x, stored, recipe=recipe),
+    ):
         assert np.linalg.norm(got - wanted) < 0.06 * np.linalg.norm(wanted)
     assert stored.shape == (32, 8) and stored.swap().shape == (8, 32)
     tx = tcfp_jax.error_feedback(recipe)
@@ -63,5 +77,7 @@ def test_a_new_scaling_is_stored_multiplied_and_trained(known):
     _, state = tx.update({"kernel": jnp.zeros_like(w)}, state, {"kernel": w})
     assert recipe.weight == Single(remainder="feedback")
     assert float(jnp.max(jnp.abs(state.errors["kernel"]))) > 0
-    dx, dw = jax.grad(lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe)), argnums=(0, 1))(x, w)
+    dx, dw = jax.grad(
+        lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe)), argnums=(0, 1)
+    )(x, w)
     assert dx.shape == x.shape and dw.shape == w.shape and jnp.isfinite(dw).all()

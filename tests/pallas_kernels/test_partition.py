@@ -1,4 +1,6 @@
-"""Kernels under meshes of eight virtual devices, compiled by XLA's partitioner: what moves, and that bits stay."""
+"""Kernels under meshes of eight virtual devices, compiled by XLA's partitioner: what
+moves, and that bits stay.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,13 @@ from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_arrays
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+)
 
 
 @pytest.fixture
@@ -36,7 +44,9 @@ def put():
 
 def hard_values(shape):
     rng = np.random.default_rng(0)
-    x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
+    x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(
+        np.float32
+    )
     x[0, :6] = [0.0, -0.0, 1.0625, -1.1875, 1e-40, 2.0**-9]
     return x
 
@@ -48,9 +58,13 @@ def collectives(compiled):
 
 def operands():
     def drawn(rows, size):
-        return jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 256)) * size, E4M3)
+        return jnp.asarray(
+            np.random.default_rng(rows).standard_normal((rows, 256)) * size, E4M3
+        )
 
-    return Operand(drawn(256, 30), jnp.float32(0.5)), Operand(drawn(128, 60), jnp.float32(0.5), drawn(128, 1))
+    return Operand(drawn(256, 30), jnp.float32(0.5)), Operand(
+        drawn(128, 60), jnp.float32(0.5), drawn(128, 1)
+    )
 
 
 def spread(put, operand, spec):
@@ -62,21 +76,32 @@ def spread(put, operand, spec):
 def close(got, x, w, bias=0.0):
     a, b = float64_of(x), float64_of(w)
     bound = 2.0**-18 * (np.abs(a) @ np.abs(b).T + np.abs(bias))
-    return np.all(np.abs(np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64))) <= bound)
+    return np.all(
+        np.abs(np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64)))
+        <= bound
+    )
 
 
 @pytest.mark.slow_except("x_spec2-w_spec2-expected2", "x_spec3-w_spec3-expected3")
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "expected"),
     [
-        (P("a"), P(), set()), (P("a"), P("b"), set()), (P(("a", "b")), P(), set()), (P(), P("b"), set()),
+        (P("a"), P(), set()),
+        (P("a"), P("b"), set()),
+        (P(("a", "b")), P(), set()),
+        (P(), P("b"), set()),
         (P("a", "b"), P(None, "b"), {"all-reduce"}),
     ],
-)  # fmt: skip
+)
 def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(128) * 1e3, jnp.float32)
-    x, w = (spread(put, operand, spec) for operand, spec in zip(operands(), (x_spec, w_spec), strict=True))
-    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, bias=bias, backend="triton"))
+    x, w = (
+        spread(put, operand, spec)
+        for operand, spec in zip(operands(), (x_spec, w_spec), strict=True)
+    )
+    call = jax.jit(
+        functools.partial(matmul, out_dtype=jnp.float32, bias=bias, backend="triton")
+    )
     compiled = call.lower(x, w).compile()
     assert collectives(compiled) == expected
     assert close(compiled(x, w), *operands(), bias)
@@ -86,23 +111,37 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
 @pytest.mark.parametrize(
     ("split", "out", "expected"),
     [
-        ("b", P("b"), {"reduce-scatter"}), ("b", P(None, "b"), {"reduce-scatter"}),
-        (("a", "b"), P(("a", "b")), {"reduce-scatter"}), (("a", "b"), P("a"), {"reduce-scatter", "all-reduce"}),
-        (("a", "b"), P("a", "b"), {"reduce-scatter"}), ("b", P("a"), {"all-reduce"}), ("b", P(), {"all-reduce"}),
+        ("b", P("b"), {"reduce-scatter"}),
+        ("b", P(None, "b"), {"reduce-scatter"}),
+        (("a", "b"), P(("a", "b")), {"reduce-scatter"}),
+        (("a", "b"), P("a"), {"reduce-scatter", "all-reduce"}),
+        (("a", "b"), P("a", "b"), {"reduce-scatter"}),
+        ("b", P("a"), {"all-reduce"}),
+        ("b", P(), {"all-reduce"}),
     ],
-)  # fmt: skip
-def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(put, split, out, expected):
-    """A weight gradient: tokens are split over devices, and so is the gradient that each of them keeps."""
-    x, w = (spread(put, operand.drop_residual(), P(None, split)) for operand in operands())
+)
+def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(
+    put, split, out, expected
+):
+    """A weight gradient: tokens are split over devices, and so is the gradient that
+    each of them keeps.
+    """
+    x, w = (
+        spread(put, operand.drop_residual(), P(None, split)) for operand in operands()
+    )
     sharding = NamedSharding(mesh_of(2, 4), out)
-    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, backend="triton"), out_shardings=sharding)
+    call = jax.jit(
+        functools.partial(matmul, out_dtype=jnp.float32, backend="triton"),
+        out_shardings=sharding,
+    )
     compiled = call.lower(x, w).compile()
     assert collectives(compiled) == expected
     assert close(compiled(x, w), *(operand.drop_residual() for operand in operands()))
 
 
 @pytest.mark.parametrize(
-    ("x_spec", "w_spec", "expected"), [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})]
+    ("x_spec", "w_spec", "expected"),
+    [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})],
 )
 def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expected):
     x, w = (float64_of(operand).astype(np.float32) for operand in operands())
@@ -120,19 +159,30 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
 def test_quantizers_with_one_scale_move_one_number(put, spec):
     w = put(hard_values((128, 128)), spec)
     error = put(hard_values((128, 128))[::-1] * np.float32(1e-6), spec)
-    call = lambda w, error, backend: dual_quantize(w, error=error, orientation="both", backend=backend)
-    compiled = jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
+    call = lambda w, error, backend: dual_quantize(
+        w, error=error, orientation="both", backend=backend
+    )
+    compiled = (
+        jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
+    )
     assert collectives(compiled) == {"all-reduce"}  # of the amax
     assert "f32[128,128]{1,0} all-reduce" not in compiled.as_text()
-    assert same_bits(compiled(w, error), jax.jit(functools.partial(call, backend="xla"))(w, error))
+    assert same_bits(
+        compiled(w, error), jax.jit(functools.partial(call, backend="xla"))(w, error)
+    )
 
 
 @pytest.mark.slow_except("spec2-square")
 @pytest.mark.optimized
-@pytest.mark.parametrize("spec, tile", [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")])
+@pytest.mark.parametrize(
+    "spec, tile",
+    [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")],
+)
 def test_quantizers_with_blocks_move_nothing(put, spec, tile):
     x = put(hard_values((256, 256)), spec)
-    call = functools.partial(quantize, dtype=E4M3, scaling=Block(32, tile), orientation="both")
+    call = functools.partial(
+        quantize, dtype=E4M3, scaling=Block(32, tile), orientation="both"
+    )
     compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
     assert not collectives(compiled)
     assert same_bits(compiled(x), jax.jit(functools.partial(call, backend="xla"))(x))
@@ -142,33 +192,46 @@ def test_quantizers_with_blocks_move_nothing(put, spec, tile):
 @pytest.mark.optimized
 @pytest.mark.parametrize("orientation", ["rows", "both"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
-def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(put, spec, orientation):
+def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(
+    put, spec, orientation
+):
     x = hard_values((256, 512))
     x[3, 7] = np.nan
     x = put(x, spec)
-    call = functools.partial(quantize, dtype=E4M3, scaling=Row(), orientation=orientation)
+    call = functools.partial(
+        quantize, dtype=E4M3, scaling=Row(), orientation=orientation
+    )
     compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
     shared = orientation == "both" or spec != P("a")
     assert collectives(compiled) == ({"all-reduce"} if shared else set())
     reduced = re.findall(r"= \S*\[([\d,]*)\]\S* all-reduce", compiled.as_text())
     assert all("," not in shape for shape in reduced), reduced  # vectors, of lines
     got, expected = compiled(x), jax.jit(functools.partial(call, backend="xla"))(x)
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), got, expected))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), got, expected)
+    )
 
 
 @pytest.mark.optimized
 def test_an_axis_is_not_split_inside_a_block(put):
     x = put(hard_values((256, 128)), P("a", "b"))
     call = functools.partial(quantize, x, E4M3, Block(64, "vector"))
-    got, expected = (jax.jit(functools.partial(call, backend=backend))() for backend in ("triton", "xla"))
+    got, expected = (
+        jax.jit(functools.partial(call, backend=backend))()
+        for backend in ("triton", "xla")
+    )
     assert same_bits(got, expected)
 
 
 def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
-    """Of 120 values in four blocks of 32, the last one short: each of four parts would hold 30, a block of its own."""
+    """Of 120 values in four blocks of 32, the last one short: each of four parts would
+    hold 30, a block of its own.
+    """
     x = jnp.asarray(hard_values((8, 120)))
     largest = lambda x, summed_over: Block(32, "vector").amax(x)
-    of_parts = jax.jit(partitioned(largest, "m k -> m q", {"q": BlocksOf("k", 32, 120)}))
+    of_parts = jax.jit(
+        partitioned(largest, "m k -> m q", {"q": BlocksOf("k", 32, 120)})
+    )
     assert same_bits(of_parts(put(x, P("a", "b"))), largest(x, ()))
 
 
@@ -176,12 +239,19 @@ def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
 def test_parts_that_no_tile_divides(put):
     values = put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device
     call = functools.partial(dual_quantize, values, orientation="both")
-    got, expected = (jax.jit(functools.partial(call, backend=backend))() for backend in ("triton", "xla"))
+    got, expected = (
+        jax.jit(functools.partial(call, backend=backend))()
+        for backend in ("triton", "xla")
+    )
     assert same_bits(got, expected)
     x, w = operands()
     x = dataclasses.replace(x, values=x.values[:32])
     split = spread(put, x, P(("a", "b")))
-    assert close(jax.jit(lambda x: matmul(x, w, out_dtype=jnp.float32, backend="triton"))(split), x, w)
+    assert close(
+        jax.jit(lambda x: matmul(x, w, out_dtype=jnp.float32, backend="triton"))(split),
+        x,
+        w,
+    )
 
 
 def test_operands_that_split_alike_are_brought_together_once(put):
@@ -205,17 +275,28 @@ def test_tiles_divide():
 
 
 ONE, HALF = jnp.float32(1), functools.partial(Operand, scale=jnp.float32(0.5))
-RATES = Rates(**{name: ONE for name in Rates._fields if name != "keep"}, keep=jnp.bool_(True))
+RATES = Rates(
+    **{name: ONE for name in Rates._fields if name != "keep"}, keep=jnp.bool_(True)
+)
 WORDS = (jnp.uint32(1), jnp.uint32(2))
 # Of rows that vary, beside numbers that do not.
 KERNELS = {
     "tiles": lambda x: quantize(x, E4M3, orientation="both", backend="triton"),
-    "tiles in place": lambda x: dual_quantize(x, error=jnp.zeros(x.shape), backend="triton"),
+    "tiles in place": lambda x: dual_quantize(
+        x, error=jnp.zeros(x.shape), backend="triton"
+    ),
     "lines": lambda x: quantize(x, E4M3, Row(), orientation="both", backend="triton"),
     "rows": lambda x: quantize(x, E4M3, Row(), backend="triton"),
-    "product": lambda x: matmul(HALF(x.astype(E4M3)), HALF(jnp.ones((128, 128), E4M3)), backend="triton"),
+    "product": lambda x: matmul(
+        HALF(x.astype(E4M3)), HALF(jnp.ones((128, 128), E4M3)), backend="triton"
+    ),
     "adamw": lambda x: adamw(
-        x, *[x.astype(E4M3)] * 2, Moments.zeros(x.shape), RATES, jnp.stack(WORDS), backend="triton"
+        x,
+        *[x.astype(E4M3)] * 2,
+        Moments.zeros(x.shape),
+        RATES,
+        jnp.stack(WORDS),
+        backend="triton",
     ),
     "ordered rows": lambda x: fp4_rows.ordered(x, 128, ONE),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
@@ -230,4 +311,7 @@ def test_results_of_kernels_vary_in_a_shard_map_as_their_operands_do(name):
             assert jax.typeof(leaf).manual_axis_type.varying == {"a"}, leaf
         return lax.psum(x, "a")
 
-    jax.eval_shape(jax.shard_map(inside, mesh=mesh_of(2), in_specs=P("a"), out_specs=P()), jnp.ones((256, 128)))
+    jax.eval_shape(
+        jax.shard_map(inside, mesh=mesh_of(2), in_specs=P("a"), out_specs=P()),
+        jnp.ones((256, 128)),
+    )

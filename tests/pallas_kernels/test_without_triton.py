@@ -1,4 +1,6 @@
-"""The library without Pallas-Triton, which JAX will remove: everything runs by XLA and Mosaic, with clear reasons."""
+"""The library without Pallas-Triton, which JAX will remove: everything runs by XLA and
+Mosaic, with clear reasons.
+"""
 
 import subprocess
 import sys
@@ -67,7 +69,10 @@ assert jnp.allclose(formats.cast(x, formats.mxfp8e4), x, rtol=0.13, atol=0.01)
 
 
 def test_everything_runs_by_xla_and_mosaic():
-    engines = ["mosaic"] if jax.__version_info__[:2] >= SMALLEST_JAX else []  # whose interpreter needs a new jax
+    # whose interpreter needs a new jax
+    engines = ["mosaic"] if jax.__version_info__[:2] >= SMALLEST_JAX else []
     run = [sys.executable, "-c", SCRIPT, *engines]
-    done = subprocess.run(run, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        run, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

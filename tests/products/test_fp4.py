@@ -1,4 +1,6 @@
-"""FP4 weights in products: exact against float64, both gradients, odd sizes, bad input, bytes, meshes."""
+"""FP4 weights in products: exact against float64, both gradients, odd sizes, bad input,
+bytes, meshes.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,12 @@ from tests.helpers import mesh_of, same_bits
 
 ONE_LEVEL = recipe("nvfp4", rule="one_level")
 SQUARES = recipe("nvfp4", tile="square")
-RECIPES = {"nvfp4": recipe("nvfp4"), "mxfp4": recipe("mxfp4"), "one_level": ONE_LEVEL, "squares": SQUARES}
+RECIPES = {
+    "nvfp4": recipe("nvfp4"),
+    "mxfp4": recipe("mxfp4"),
+    "one_level": ONE_LEVEL,
+    "squares": SQUARES,
+}
 IN_E4M3 = recipe("nvfp4", activation="float8_e4m3fn")
 BOTH = recipe("nvfp4", activation="float4_e2m1fn")
 K, N = 64, 32
@@ -48,9 +55,15 @@ multiply = quick(fp4_matmul, static_argnames="recipe")
 def float64_of(operand):
     """Return the values of packed codes `[n, k]`, by NumPy alone."""
     values = np.asarray(operand.values)
-    numbers = np.asarray(E2M1, np.float64)[np.stack([values & 15, values >> 4], -1).reshape(operand.shape)]
+    numbers = np.asarray(E2M1, np.float64)[
+        np.stack([values & 15, values >> 4], -1).reshape(operand.shape)
+    ]
     n, k = operand.shape
-    scale = np.repeat(np.asarray(operand.scale.astype(jnp.float32), np.float64), operand.scaling.block, -1)[:, :k]
+    scale = np.repeat(
+        np.asarray(operand.scale.astype(jnp.float32), np.float64),
+        operand.scaling.block,
+        -1,
+    )[:, :k]
     if operand.scaling.tile == "square":
         scale = np.repeat(scale, operand.scaling.block, 0)[:n]
     return numbers * scale * (1.0 if operand.outer is None else float(operand.outer))
@@ -65,13 +78,16 @@ def in_e4m3(x):
 
 
 def in_nvfp4(x):
-    """X `[..., k]` as the format library casts a matrix of its rows to NVFP4, in float64."""
+    """X `[..., k]` as the format library casts a matrix of its rows to NVFP4, in
+    float64.
+    """
     rows = jnp.asarray(x).reshape(-1, x.shape[-1])
     rows = jnp.pad(rows, ((0, 0), (0, rows.shape[-1] % 2)))
     return float64_of(quick(quantize_fp4)(rows))[:, : x.shape[-1]].reshape(x.shape)
 
 
-# Against float64 ------------------------------------------------------------------------------------------------------
+# Against float64
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_except("nvfp4", "mxfp4")
@@ -97,23 +113,36 @@ def test_products_and_gradients_are_those_of_the_dequantized_weight(name):
     g = rounded(jnp.cos(y))
     np.testing.assert_allclose(y, rounded(X) @ exact, rtol=0, atol=2e-5)
     np.testing.assert_allclose(dx, g @ exact.T, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(dw, np.einsum("abk,abn->kn", rounded(X), g), rtol=0, atol=2e-5)  # straight through
+    # straight through
+    np.testing.assert_allclose(
+        dw, np.einsum("abk,abn->kn", rounded(X), g), rtol=0, atol=2e-5
+    )
     assert same_bits(again, y)
     np.testing.assert_allclose(pulled, dx, rtol=0, atol=1e-5)
 
 
 def test_the_one_level_rule_is_the_seeds():
-    """Scales are amax / 6 rounded to E4M3, values x / scale rounded to E2M1; nothing scales the scales."""
+    """Scales are amax / 6 rounded to E4M3, values x / scale rounded to E2M1; nothing
+    scales the scales.
+    """
     codes = packed_by(W, ONE_LEVEL).forward
     blocks = np.asarray(W.T, np.float32).reshape(N, -1, 16)
-    scale = jnp.asarray(np.abs(blocks).max(-1) / np.float32(6)).astype(jnp.float8_e4m3fn)
+    scale = jnp.asarray(np.abs(blocks).max(-1) / np.float32(6)).astype(
+        jnp.float8_e4m3fn
+    )
     assert same_bits(codes.scale, scale) and float(codes.outer) == 1.0
     wide = np.asarray(scale.astype(jnp.float32))[..., None]
-    values = np.clip(blocks / wide, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    values = (
+        np.clip(blocks / wide, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    )
     np.testing.assert_array_equal(codes.dequantize().reshape(N, -1, 16), values * wide)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("nvfp4", (33, 5)), ("mxfp4", (9, 3)), ("squares", (1, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("nvfp4", (33, 5)), ("mxfp4", (9, 3)), ("squares", (1, 1))],
+    ids=str,
+)
 def test_any_size_without_padding_at_the_caller(name, shape):
     k, n = shape
     x, w = normal(4, k), normal(k, n, seed=2)
@@ -123,35 +152,64 @@ def test_any_size_without_padding_at_the_caller(name, shape):
         y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=RECIPES[name]), x, w)
         packed = pack_fp4(w, RECIPES[name])
         again, pull_x = jax.vjp(lambda x: fp4_matmul(x, packed), x)
-        return y, *pull(jnp.ones_like(y)), packed, packed.dequantize(), again, *pull_x(jnp.ones_like(y))
+        return (
+            y,
+            *pull(jnp.ones_like(y)),
+            packed,
+            packed.dequantize(),
+            again,
+            *pull_x(jnp.ones_like(y)),
+        )
 
     y, dx, dw, packed, dequantized, *of_codes = run(x, w)
     exact = float64_of(packed.forward).T[:k]
     np.testing.assert_allclose(dequantized, exact, rtol=1e-6)
     assert packed.shape == (k, n) and same_bits(of_codes, [y, dx])
     np.testing.assert_allclose(y, rounded(x) @ exact, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(dx, np.broadcast_to(exact.sum(1), (4, k)), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        dx, np.broadcast_to(exact.sum(1), (4, k)), rtol=0, atol=2e-5
+    )
     assert dw.shape == (k, n)
 
 
 def test_packed_codes_know_an_odd_k():
     """Whichever way the codes lie, and in a stack."""
     packed = jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32))
-    assert packed.forward.shape == (5, 34) and packed.shape == (33, 5) and packed.holds((33, 5))
+    assert (
+        packed.forward.shape == (5, 34)
+        and packed.shape == (33, 5)
+        and packed.holds((33, 5))
+    )
     turned = packed.swap()
-    stacked = jax.eval_shape(lambda p: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), p), packed)
+    stacked = jax.eval_shape(
+        lambda p: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), p), packed
+    )
     assert turned.shape == (5, 33) and stacked.shape == (2, 33, 5)
     for one in (packed, turned, stacked):
-        values, scales = jax.eval_shape(lambda one: (one.dequantize(), one.scale_of_values()), one)
+        values, scales = jax.eval_shape(
+            lambda one: (one.dequantize(), one.scale_of_values()), one
+        )
         assert values.shape == scales.shape == one.shape
-    with pytest.raises(ValueError, match=re.escape("x[4, 34] @ w[33, 5]: the last axis of x must equal")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("x[4, 34] @ w[33, 5]: the last axis of x must equal"),
+    ):
         jax.eval_shape(fp4_matmul, jnp.ones((4, 34)), packed)
-    assert pack_fp4(jnp.ones((33, 8))).holds((33, 8)) and not pack_fp4(jnp.ones((33, 8))).holds((32, 8))
+    assert pack_fp4(jnp.ones((33, 8))).holds((33, 8)) and not pack_fp4(
+        jnp.ones((33, 8))
+    ).holds((32, 8))
 
 
 def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
-    lost = Stored.of(jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32)).forward)
-    assert lost.shape == (34, 5) and lost.holds((33, 5)) and lost.holds((34, 5)) and not lost.holds((32, 5))
+    lost = Stored.of(
+        jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32)).forward
+    )
+    assert (
+        lost.shape == (34, 5)
+        and lost.holds((33, 5))
+        and lost.holds((34, 5))
+        and not lost.holds((32, 5))
+    )
     with pytest.raises(ValueError, match="pad x with one zero"):
         jax.eval_shape(fp4_matmul, jnp.ones((4, 33)), lost)
 
@@ -159,16 +217,27 @@ def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
 @pytest.mark.parametrize("shape", [(0, 3, 4), (4, 0, 4), (4, 3, 0)], ids=str)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_training"])
 def test_axes_without_values_give_zeros(name, shape):
-    """As tensors with one FP8 scale do: results and gradients of the right shapes, nothing but zeros."""
+    """As tensors with one FP8 scale do: results and gradients of the right shapes,
+    nothing but zeros.
+    """
     m, k, n = shape
     chosen, x, w = recipe(name), jnp.ones((2, m, k)), jnp.ones((k, n))
-    y, pull = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=chosen, key=jax.random.key(0)), x, w)
-    for found, wanted in zip((y, *pull(jnp.ones_like(y))), ((2, m, n), x.shape, w.shape), strict=True):
+    y, pull = jax.vjp(
+        lambda x, w: tcfp_jax.matmul(x, w, recipe=chosen, key=jax.random.key(0)), x, w
+    )
+    for found, wanted in zip(
+        (y, *pull(jnp.ones_like(y))), ((2, m, n), x.shape, w.shape), strict=True
+    ):
         np.testing.assert_array_equal(found, np.zeros(wanted))
     if name in RECIPES and w.size == 0:
         packed = pack_fp4(w, chosen)
         assert packed.shape == packed.dequantize().shape == w.shape
-        y, pull = jax.vjp(lambda x: fp4_matmul(x, packed, recipe=recipe(name, activation="float8_e4m3fn")), x)
+        y, pull = jax.vjp(
+            lambda x: fp4_matmul(
+                x, packed, recipe=recipe(name, activation="float8_e4m3fn")
+            ),
+            x,
+        )
         np.testing.assert_array_equal(y, np.zeros((2, m, n)))
         np.testing.assert_array_equal(pull(y)[0], np.zeros(x.shape))
 
@@ -180,13 +249,17 @@ def test_activations_of_eight_bits_and_fp8_gradients():
     assert 1e-4 * largest < errors.max() < 0.05 * largest
     eight = recipe("nvfp4", dgrad="full", wgrad="full")
     loss = lambda x, w, how: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=how)))
-    both = quick(lambda x, w: [jax.grad(loss, (0, 1))(x, w, how) for how in (eight, "nvfp4")])
+    both = quick(
+        lambda x, w: [jax.grad(loss, (0, 1))(x, w, how) for how in (eight, "nvfp4")]
+    )
     for a, b in zip(*both(X, W), strict=True):
         assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
 
 
 @pytest.mark.slow_except("33-bfloat16")
-@pytest.mark.parametrize(("k", "dtype"), [(K, "float32"), (33, "bfloat16"), (6, "float32")])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(K, "float32"), (33, "bfloat16"), (6, "float32")]
+)
 def test_both_operands_in_nvfp4_are_multiplied_exactly(k, dtype):
     x, w = 30 * normal(2, 3, k).astype(dtype), normal(k, N, seed=1)
 
@@ -200,14 +273,31 @@ def test_both_operands_in_nvfp4_are_multiplied_exactly(k, dtype):
     y, dx, dw, codes, again = run(x, w)
     exact, read = float64_of(codes).T[:k], in_nvfp4(x)
     assert y.dtype == x.dtype and same_bits(again, y)
-    assert 0.02 < np.linalg.norm(read - np.asarray(x, np.float64)) / np.linalg.norm(read) < 0.15
+    assert (
+        0.02
+        < np.linalg.norm(read - np.asarray(x, np.float64)) / np.linalg.norm(read)
+        < 0.15
+    )
     # At most 64 addends in float32, two outer scales and the dtype of the result.
-    bound = (np.abs(read) @ np.abs(exact)) * (66 * 2.0**-24 + (2.0**-8 if dtype == "bfloat16" else 0))
+    bound = (np.abs(read) @ np.abs(exact)) * (
+        66 * 2.0**-24 + (2.0**-8 if dtype == "bfloat16" else 0)
+    )
     assert (np.abs(np.asarray(y, np.float64) - read @ exact) <= bound).all()
-    # Straight through: dx reads the weight's codes and dw the x that was not rounded, as with BF16 activations.
+    # Straight through: dx reads the weight's codes and dw the x that was not rounded,
+    # as with BF16 activations.
     wide = 2.0**-8 if dtype == "bfloat16" else 1e-6
-    np.testing.assert_allclose(dx.astype(jnp.float32), np.broadcast_to(exact.sum(1), x.shape), rtol=wide, atol=2e-5)
-    np.testing.assert_allclose(dw, np.einsum("abk,abn->kn", rounded(x), np.ones((2, 3, N))), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        dx.astype(jnp.float32),
+        np.broadcast_to(exact.sum(1), x.shape),
+        rtol=wide,
+        atol=2e-5,
+    )
+    np.testing.assert_allclose(
+        dw,
+        np.einsum("abk,abn->kn", rounded(x), np.ones((2, 3, N))),
+        rtol=1e-5,
+        atol=1e-4,
+    )
 
 
 def test_a_bad_value_of_x_in_nvfp4_makes_its_row_nan():
@@ -228,42 +318,68 @@ def test_linear_and_vmap():
         fp4_linear(X, W, jnp.ones(3))
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
+# Bytes
+# --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25), ("squares", 4.03125), ("one_level", 4.5)])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("nvfp4", 4.5), ("mxfp4", 4.25), ("squares", 4.03125), ("one_level", 4.5)],
+)
 def test_bits_of_the_tree(name, bits):
     k, n = 256, 128
-    leaf = jax.eval_shape(lambda w: pack_fp4(w, RECIPES[name]), jax.ShapeDtypeStruct((k, n), jnp.float32))
+    leaf = jax.eval_shape(
+        lambda w: pack_fp4(w, RECIPES[name]), jax.ShapeDtypeStruct((k, n), jnp.float32)
+    )
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(leaf))
     outer = 4 if RECIPES[name].scaling.has_outer else 0
-    assert (held - outer) * 8 / (k * n) == RECIPES[name].scaling.bits((n, k)) == bits and leaf.nbytes == held
+    assert (held - outer) * 8 / (k * n) == RECIPES[name].scaling.bits(
+        (n, k)
+    ) == bits and leaf.nbytes == held
 
 
-# Bad input ------------------------------------------------------------------------------------------------------------
+# Bad input
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_bad_values_stay_in_their_block(name):
-    """A block of zeros, a tiny value alone, an outlier, NaN and infinities, each in a column of its own."""
+    """A block of zeros, a tiny value alone, an outlier, NaN and infinities, each in a
+    column of its own.
+    """
     w = np.asarray(W).copy()
     block = RECIPES[name].scaling.block
     w[:block, [0, 1]] = 0
     w[5, 1:6] = 1e-30, 1e4, np.nan, np.inf, -np.inf
     found = np.asarray(packed_by(jnp.asarray(w), RECIPES[name]).dequantize())
-    assert (found[:block, 0] == 0).all() and np.abs(found[5, 1]) < 1e-3 and np.abs(found[5, 2] - 1e4) < 2e3
-    assert np.isnan(found[:block, 3:6]).all() and np.isfinite(np.delete(found, [3, 4, 5], 1)).all()
+    assert (
+        (found[:block, 0] == 0).all()
+        and np.abs(found[5, 1]) < 1e-3
+        and np.abs(found[5, 2] - 1e4) < 2e3
+    )
+    assert (
+        np.isnan(found[:block, 3:6]).all()
+        and np.isfinite(np.delete(found, [3, 4, 5], 1)).all()
+    )
     y = np.asarray(multiply(X, jnp.asarray(w), recipe=RECIPES[name]))
-    assert np.isnan(y[..., 3:6]).all() and np.isfinite(np.delete(y, [3, 4, 5], -1)).all()
+    assert (
+        np.isnan(y[..., 3:6]).all() and np.isfinite(np.delete(y, [3, 4, 5], -1)).all()
+    )
 
 
 @pytest.mark.slow_except("mxfp4")
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_scale_that_is_nan_loses_nothing(name):
     packed = packed_by(W, RECIPES[name])
-    code = jax.lax.bitcast_convert_type(packed.forward.scale, jnp.uint8).at[5, 0].set(255)
+    code = (
+        jax.lax.bitcast_convert_type(packed.forward.scale, jnp.uint8).at[5, 0].set(255)
+    )
     scale = jax.lax.bitcast_convert_type(code, packed.forward.scale.dtype)
-    broken = Stored.of(jax.tree.map(lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward))
+    broken = Stored.of(
+        jax.tree.map(
+            lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward
+        )
+    )
 
     @quick
     def run(x, broken):
@@ -280,7 +396,11 @@ def test_a_scale_that_is_nan_loses_nothing(name):
 def test_packed_codes_have_no_gradient():
     packed = packed_by(W, RECIPES["nvfp4"])
     loss = lambda w: jnp.sum(fp4_matmul(X, w))
-    for differentiate in (lambda w: jax.vjp(loss, w), jax.grad(loss, allow_int=True), tcfp_jax.grad(loss)):
+    for differentiate in (
+        lambda w: jax.vjp(loss, w),
+        jax.grad(loss, allow_int=True),
+        tcfp_jax.grad(loss),
+    ):
         with pytest.raises(TypeError, match=r'LoRA.*recipe\("nvfp4"\)'):
             differentiate(packed)
     with pytest.raises(TypeError):  # jax's own: bytes
@@ -300,20 +420,72 @@ def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: fp4_matmul(X[..., :62], pack_fp4(W)), ValueError, "the last axis of x must equal"),
-        (lambda: fp4_matmul(X, W, recipe="tensorwise"), ValueError, 'recipe "tensorwise" stores weight=Single('),
-        (lambda: fp4_matmul(X, W, recipe="bf16"), ValueError, 'recipe "bf16" stores weights as floats'),
-        (lambda: fp4_matmul(X, W, recipe="nvfp4_training"), ValueError, "tcfp_jax.matmul(x, w, recipe=..., key=key)"),
-        (lambda: pack_fp4(W, "nvfp4_training"), ValueError, 'recipe "nvfp4_training" packs no weight'),
-        (lambda: optim.store({"kernel": W}, "nvfp4_training"), ValueError, 'recipe "nvfp4_training" stores nothing'),
-        (lambda: fp4_matmul(X, pack_fp4(W), recipe=SQUARES), ValueError, 'use recipe("nvfp4", tile="vector")'),
-        (lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"), ValueError, "packed FP4 codes with Fp4(format='nvfp4'"),
-        (lambda: recipe("nvfp4", activation="float8"), ValueError, "activation='float8' is unknown"),
-        (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32, but only real floats are"),
+        (
+            lambda: fp4_matmul(X[..., :62], pack_fp4(W)),
+            ValueError,
+            "the last axis of x must equal",
+        ),
+        (
+            lambda: fp4_matmul(X, W, recipe="tensorwise"),
+            ValueError,
+            'recipe "tensorwise" stores weight=Single(',
+        ),
+        (
+            lambda: fp4_matmul(X, W, recipe="bf16"),
+            ValueError,
+            'recipe "bf16" stores weights as floats',
+        ),
+        (
+            lambda: fp4_matmul(X, W, recipe="nvfp4_training"),
+            ValueError,
+            "tcfp_jax.matmul(x, w, recipe=..., key=key)",
+        ),
+        (
+            lambda: pack_fp4(W, "nvfp4_training"),
+            ValueError,
+            'recipe "nvfp4_training" packs no weight',
+        ),
+        (
+            lambda: optim.store({"kernel": W}, "nvfp4_training"),
+            ValueError,
+            'recipe "nvfp4_training" stores nothing',
+        ),
+        (
+            lambda: fp4_matmul(X, pack_fp4(W), recipe=SQUARES),
+            ValueError,
+            'use recipe("nvfp4", tile="vector")',
+        ),
+        (
+            lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"),
+            ValueError,
+            "packed FP4 codes with Fp4(format='nvfp4'",
+        ),
+        (
+            lambda: recipe("nvfp4", activation="float8"),
+            ValueError,
+            "activation='float8' is unknown",
+        ),
+        (
+            lambda: fp4_matmul(X, W.astype(jnp.int32)),
+            TypeError,
+            "w has dtype int32, but only real floats are",
+        ),
         (lambda: pack_fp4(X), ValueError, "is not a matrix [k, n]"),
-        (lambda: fp4_matmul(X, pack_fp4(W.T).swap()), ValueError, "packed along n, but products read them along k"),
-        (lambda: fp4_linear(X, W, jnp.ones(N, jnp.complex64)), TypeError, "bias has dtype complex64"),
-        (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
+        (
+            lambda: fp4_matmul(X, pack_fp4(W.T).swap()),
+            ValueError,
+            "packed along n, but products read them along k",
+        ),
+        (
+            lambda: fp4_linear(X, W, jnp.ones(N, jnp.complex64)),
+            TypeError,
+            "bias has dtype complex64",
+        ),
+        (
+            lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"),
+            ValueError,
+            "packed FP4 codes",
+        ),
     ],
 )
 def test_what_does_not_fit_says_so(call, error, words):
@@ -321,14 +493,24 @@ def test_what_does_not_fit_says_so(call, error, words):
         call()
 
 
-# Recipes --------------------------------------------------------------------------------------------------------------
+# Recipes
+# --------------------------------------------------------------------------------------
 
 
 def test_recipes():
-    assert recipe(BOTH, activation="bfloat16") == recipe("nvfp4", forward="bf16") == RECIPES["nvfp4"]
+    assert (
+        recipe(BOTH, activation="bfloat16")
+        == recipe("nvfp4", forward="bf16")
+        == RECIPES["nvfp4"]
+    )
     assert (IN_E4M3.forward, IN_E4M3.activation) == ("full", "float8_e4m3fn")
-    assert (recipe("nvfp4").mode, recipe("mxfp4").scaling) == (tcfp_jax.TCFPMode.FP4, Fp4("mxfp4"))
-    assert recipe("nvfp4", tile="square", rule="four_over_six").scaling == Fp4("nvfp4", "square", "four_over_six")
+    assert (recipe("nvfp4").mode, recipe("mxfp4").scaling) == (
+        tcfp_jax.TCFPMode.FP4,
+        Fp4("mxfp4"),
+    )
+    assert recipe("nvfp4", tile="square", rule="four_over_six").scaling == Fp4(
+        "nvfp4", "square", "four_over_six"
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,49 +518,83 @@ def test_recipes():
     [
         ("nvfp4", dict(weight_dtype="float8_e4m3fn"), "belong together"),
         ("tensorwise", dict(weight_dtype="float4_e2m1fn"), "belong together"),
-        ("tcfp12", dict(scaling=Fp4()), "belong together"), ("nvfp4", dict(dgrad="fast"), 'use "full"'),
-        ("nvfp4", dict(forward="full", activation="float8_e5m2"), 'use activation="float8_e4m3fn"'),
+        ("tcfp12", dict(scaling=Fp4()), "belong together"),
+        ("nvfp4", dict(dgrad="fast"), 'use "full"'),
+        (
+            "nvfp4",
+            dict(forward="full", activation="float8_e5m2"),
+            'use activation="float8_e4m3fn"',
+        ),
         ("mxfp4", dict(activation="float4_e2m1fn"), "in the forward product alone"),
-        ("nvfp4", dict(activation="float4_e2m1fn", wgrad="full"), "in the forward product alone"),
-        ("nvfp4", dict(activation="float4_e2m1fn", forward="bf16"), "in the forward product alone"),
+        (
+            "nvfp4",
+            dict(activation="float4_e2m1fn", wgrad="full"),
+            "in the forward product alone",
+        ),
+        (
+            "nvfp4",
+            dict(activation="float4_e2m1fn", forward="bf16"),
+            "in the forward product alone",
+        ),
         ("tcfp12", dict(activation="float4_e2m1fn"), "in the forward product alone"),
-        ("nvfp4", dict(dgrad="full", gradient="float8_e5m2"), 'use gradient="float8_e4m3fn"'),
-        ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"), ("nvfp4", dict(scale="pow2"), "its scales are its own"),
+        (
+            "nvfp4",
+            dict(dgrad="full", gradient="float8_e5m2"),
+            'use gradient="float8_e4m3fn"',
+        ),
+        ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"),
+        ("nvfp4", dict(scale="pow2"), "its scales are its own"),
         ("nvfp4", dict(rule="best"), "rule='best' is not a rule of nvfp4"),
         ("mxfp4", dict(rule="one_level"), "is not a rule of mxfp4"),
         ("tensorwise", dict(rule="amax"), "rules choose the scales of FP4 weights"),
         ("nvfp4", dict(amax="delayed"), 'use amax="fresh"'),
     ],
-)  # fmt: skip
+)
 def test_contradictions_say_how_to_repair_them(name, overrides, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         recipe(name, **overrides)
 
 
-# The optimizer's state and other shapes -------------------------------------------------------------------------------
+# The optimizer's state and other shapes
+# -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33)])
+@pytest.mark.parametrize(
+    ("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33)]
+)
 def test_error_feedback_packs_along_what_is_contracted(layout, k):
-    """A table `[n, k]` of a head is packed along k, too, and the rounding error is fed back."""
+    """A table `[n, k]` of a head is packed along k, too, and the rounding error is fed
+    back.
+    """
     contraction = parse(layout, 2)
     kernel = W[:k].T if contraction.layout.transposed else W[:k]
     how = recipe("nvfp4", remainder="feedback")
-    tx = tcfp_jax.error_feedback({"kernel": Weight(how, contraction.layout)}, error_dtype="float8_e5m2")
+    tx = tcfp_jax.error_feedback(
+        {"kernel": Weight(how, contraction.layout)}, error_dtype="float8_e5m2"
+    )
     state = quick(tx.init)({"kernel": kernel})
-    _, state = quick(tx.update)({"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel})
+    _, state = quick(tx.update)(
+        {"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel}
+    )
     stored = tcfp_jax.layer_state(state)["kernel"]
     codes = stored.backward if contraction.layout.transposed else stored.forward
-    assert codes.shape == (N, k + k % 2) and state.scaled_errors["kernel"].shape == kernel.shape
+    assert (
+        codes.shape == (N, k + k % 2)
+        and state.scaled_errors["kernel"].shape == kernel.shape
+    )
     x = X[0, :, :k]
 
     @quick
     def run(x, kernel, stored):
-        product = functools.partial(contract, contraction, x, recipe=how, quantized=stored)
+        product = functools.partial(
+            contract, contraction, x, recipe=how, quantized=stored
+        )
         return product(kernel), product(None, shape=kernel.shape)
 
     y, without = run(x, kernel, stored)
-    np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T[:k], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        y, rounded(x) @ float64_of(codes).T[:k], rtol=0, atol=2e-5
+    )
     assert same_bits(without, y)
 
 
@@ -393,7 +609,8 @@ def test_error_feedback_brings_the_mean_to_the_weight():
     assert np.abs(total / 16 - W).mean() < once / 4
 
 
-# Meshes ---------------------------------------------------------------------------------------------------------------
+# Meshes
+# --------------------------------------------------------------------------------------
 
 
 def test_a_state_of_codes_lies_as_its_kernel_does():
@@ -402,18 +619,32 @@ def test_a_state_of_codes_lies_as_its_kernel_does():
     place = lambda spec: {"kernel": NamedSharding(mesh, spec)}
     state = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, params)
     found = state_shardings(place(P("fsdp", "tensor")), state).weights["kernel"].forward
-    assert (found.values.spec, found.scale.spec, found.outer.spec) == (P("tensor", "fsdp"), P("tensor", "fsdp"), P())
-    odd = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, {"kernel": jax.ShapeDtypeStruct((33, N), jnp.float32)})
+    assert (found.values.spec, found.scale.spec, found.outer.spec) == (
+        P("tensor", "fsdp"),
+        P("tensor", "fsdp"),
+        P(),
+    )
+    odd = jax.eval_shape(
+        tcfp_jax.error_feedback("nvfp4").init,
+        {"kernel": jax.ShapeDtypeStruct((33, N), jnp.float32)},
+    )
     shardings = state_shardings(place(P(None, "tensor")), odd)
-    assert jax.tree.structure(shardings) == jax.tree.structure(odd)  # which k of 33 is part of
+    # which k of 33 is part of
+    assert jax.tree.structure(shardings) == jax.tree.structure(odd)
     assert shardings.weights["kernel"].forward.values.spec == P("tensor")
     small = {"kernel": jax.ShapeDtypeStruct((32, N), jnp.float32)}
     state = jax.eval_shape(tcfp_jax.error_feedback("mxfp4").init, small)
-    with pytest.raises(ValueError, match=re.escape("kernel: blocks of 32 values along axis 1 of [32, 32] are cut")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("kernel: blocks of 32 values along axis 1 of [32, 32] are cut"),
+    ):
         state_shardings(place(P("fsdp")), state)
     narrow = {"kernel": jax.ShapeDtypeStruct((K, 16), jnp.float32)}
     squares = jax.eval_shape(tcfp_jax.error_feedback(SQUARES).init, narrow)
-    with pytest.raises(ValueError, match=re.escape("blocks of 16 values along axis 0 of [16, 64] are cut")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("blocks of 16 values along axis 0 of [16, 64] are cut"),
+    ):
         state_shardings(place(P(None, "tensor")), squares)
 
 
@@ -424,8 +655,10 @@ def stepped():
 
     def step(params, state, x):
         stored = tcfp_jax.layer_state(state)["kernel"]
-        loss = lambda p, x: jnp.sum(jnp.sin(tcfp_jax.matmul(x, p["kernel"], recipe="nvfp4", quantized=stored)))
-        (dw, dx) = jax.grad(loss, (0, 1))(params, x)
+        loss = lambda p, x: jnp.sum(
+            jnp.sin(tcfp_jax.matmul(x, p["kernel"], recipe="nvfp4", quantized=stored))
+        )
+        dw, dx = jax.grad(loss, (0, 1))(params, x)
         updates = jax.tree.map(lambda g: -0.1 * g, dw)
         return dx, *tx.update(updates, state, params)
 
@@ -434,7 +667,9 @@ def stepped():
 
 
 @pytest.mark.slow_except("explicit")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"]
+)
 def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped):
     mesh = mesh_of(2, 2, names=("fsdp", "tensor"), axis_type=kind)
     tx, state, step, x, alone = stepped
@@ -443,23 +678,45 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped
         params = {"kernel": jax.device_put(W, where)}
         shape = jax.eval_shape(tx.init, {"kernel": W})
         state = jax.device_put(state, state_shardings({"kernel": where}, shape))
-        split = quick(step)(params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+        split = quick(step)(
+            params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp")))
+        )
     np.testing.assert_allclose(split[0], alone[0], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(split[1]["kernel"], alone[1]["kernel"], rtol=0, atol=1e-5)
-    found, expected = (tcfp_jax.layer_state(made[2])["kernel"].forward for made in (split, alone))
-    np.testing.assert_allclose(found.dequantize(), expected.dequantize(), rtol=0, atol=0.6)
+    np.testing.assert_allclose(
+        split[1]["kernel"], alone[1]["kernel"], rtol=0, atol=1e-5
+    )
+    found, expected = (
+        tcfp_jax.layer_state(made[2])["kernel"].forward for made in (split, alone)
+    )
+    np.testing.assert_allclose(
+        found.dequantize(), expected.dequantize(), rtol=0, atol=0.6
+    )
     assert np.mean(np.asarray(found.values) == np.asarray(expected.values)) > 0.98
 
 
 @pytest.mark.slow_except("mxfp4-64-bfloat16-False")
 @pytest.mark.parametrize(
     ("name", "k", "activation", "whole"),
-    [("nvfp4", 64, "bfloat16", False), ("mxfp4", 128, "bfloat16", False), ("mxfp4", 64, "bfloat16", False),
-     ("nvfp4", 128, "bfloat16", True), ("nvfp4", 128, "float8_e4m3fn", True), ("nvfp4", 128, "float4_e2m1fn", True)],
-)  # fmt: skip
-def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, k, activation, whole):
-    """Eight devices have parts of k; only where those are whole blocks does each multiply its own."""
-    mesh, x, w = mesh_of(8, axis_type=AxisType.Explicit), normal(4, k), normal(k, N, seed=1)
+    [
+        ("nvfp4", 64, "bfloat16", False),
+        ("mxfp4", 128, "bfloat16", False),
+        ("mxfp4", 64, "bfloat16", False),
+        ("nvfp4", 128, "bfloat16", True),
+        ("nvfp4", 128, "float8_e4m3fn", True),
+        ("nvfp4", 128, "float4_e2m1fn", True),
+    ],
+)
+def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(
+    name, k, activation, whole
+):
+    """Eight devices have parts of k; only where those are whole blocks does each
+    multiply its own.
+    """
+    mesh, x, w = (
+        mesh_of(8, axis_type=AxisType.Explicit),
+        normal(4, k),
+        normal(k, N, seed=1),
+    )
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
 
     @quick
@@ -471,14 +728,24 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
 
     with jax.set_mesh(mesh):
         codes = packed_by(put(w, "a"), RECIPES[name]).forward
-        assert codes.values.sharding.spec[1] == codes.scale.sharding.spec[1] == ("a" if whole else None)
+        assert (
+            codes.values.sharding.spec[1]
+            == codes.scale.sharding.spec[1]
+            == ("a" if whole else None)
+        )
         # Codes that someone else sharded may be cut where scales cannot.
         cut = Stored.of(dataclasses.replace(codes, values=put(codes.values, None, "a")))
         split = run(put(x, None, "a"), put(w, "a"), cut)
     exact, ones = float64_of(codes).T, np.ones((4, N))
     assert np.linalg.norm(exact - w) < 0.15 * np.linalg.norm(w)
-    read = {"bfloat16": rounded, "float8_e4m3fn": in_e4m3, "float4_e2m1fn": in_nvfp4}[activation](x)
-    for got, wanted in zip(split, (read @ exact, read @ exact, ones @ exact.T, rounded(x).T @ ones), strict=True):
+    read = {"bfloat16": rounded, "float8_e4m3fn": in_e4m3, "float4_e2m1fn": in_nvfp4}[
+        activation
+    ](x)
+    for got, wanted in zip(
+        split,
+        (read @ exact, read @ exact, ones @ exact.T, rounded(x).T @ ones),
+        strict=True,
+    ):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
@@ -488,14 +755,21 @@ def test_types_say_the_mesh_where_none_is_set(name):
     mesh, x = mesh_of(2, 2, axis_type=AxisType.Explicit), normal(4, K)
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
     w = put(W, None, "b")
-    y, codes = multiply(put(x, "a"), w, recipe=name), packed_by(w, RECIPES[name]).forward
+    y, codes = (
+        multiply(put(x, "a"), w, recipe=name),
+        packed_by(w, RECIPES[name]).forward,
+    )
     assert jax.typeof(y).sharding.spec == P("a", "b")
     assert codes.values.sharding.spec == codes.scale.sharding.spec == P("b", None)
     np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow_except("{}", "{'rule': 'four_over_six'}")
-@pytest.mark.parametrize("options", [{}, {"tile": "square"}, {"rule": "four_over_six"}, {"rule": "one_level"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tile": "square"}, {"rule": "four_over_six"}, {"rule": "one_level"}],
+    ids=str,
+)
 def test_zeros_have_an_outer_scale_of_one(options):
     """Files hold its reciprocal."""
     packed = pack_fp4(jnp.zeros((32, 16)), recipe("nvfp4", **options))
@@ -506,5 +780,12 @@ def test_a_contraction_reads_an_operand_of_codes_as_a_product_does():
     """Codes lie `[n, k]`, also where the two are equally long."""
     x, w = normal(3, 32), normal(32, 32, seed=1)
     codes = pack_fp4(w).forward
-    found = contract(parse("bk,kn->bn", 2), x, None, recipe=recipe("nvfp4"), quantized=codes, shape=(32, 32))
+    found = contract(
+        parse("bk,kn->bn", 2),
+        x,
+        None,
+        recipe=recipe("nvfp4"),
+        quantized=codes,
+        shape=(32, 32),
+    )
     assert jnp.array_equal(found, tcfp_jax.matmul(x, codes, recipe="nvfp4"))

@@ -1,4 +1,6 @@
-"""Every public op and layer under automatic and under explicit axes: equal bits, and shardings as JAX types them."""
+"""Every public op and layer under automatic and under explicit axes: equal bits, and
+shardings as JAX types them.
+"""
 
 import functools
 import re
@@ -38,24 +40,42 @@ X, W, C = drawn(4, 32, 64), drawn(64, 128, seed=1), drawn(4, 32, 128, seed=2)
 
 
 def run(kind, function, placed, *arguments, kinds=None):
-    """`function` compiled under a mesh of 2 x 2 with axes of this kind, and the types of its results."""
+    """`function` compiled under a mesh of 2 x 2 with axes of this kind, and the types
+    of its results.
+    """
     if kinds is None:
         mesh = mesh_of(2, 2, axis_type=kind)
     else:
-        mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds, devices=jax.devices()[:4])
+        mesh = jax.make_mesh(
+            (2, 2), ("a", "b"), axis_types=kinds, devices=jax.devices()[:4]
+        )
     with jax.set_mesh(mesh):
-        put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, placed, strict=True)]
+        put = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(arguments, placed, strict=True)
+        ]
         return jax.jit(function)(*put)
 
 
 def bits(x):
-    x = np.atleast_1d(np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x))
+    x = np.atleast_1d(
+        np.asarray(
+            jax.random.key_data(x)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else x
+        )
+    )
     return x.view(np.uint8)
 
 
 def check(function, placed, *arguments, specs=None, exact=True):
-    """Both kinds of axes give the same; `specs` are those of the results with explicit ones."""
-    automatic, explicit = (run(kind, function, placed, *arguments) for kind in (AxisType.Auto, AxisType.Explicit))
+    """Both kinds of axes give the same; `specs` are those of the results with explicit
+    ones.
+    """
+    automatic, explicit = (
+        run(kind, function, placed, *arguments)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    )
     for a, b in zip(jax.tree.leaves(automatic), jax.tree.leaves(explicit), strict=True):
         if exact:
             assert np.array_equal(bits(a), bits(b))
@@ -72,8 +92,14 @@ def check(function, placed, *arguments, specs=None, exact=True):
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: type(s).__name__)
 def test_quantize(scaling, backend):
-    call = functools.partial(quantize, dtype=E4M3, scaling=scaling, orientation="both", backend=backend)
-    per_line = {Tensor: ([], []), Row: (["a", "b"], [None]), Block: (["a", "b", None], [None, "a"])}[type(scaling)]
+    call = functools.partial(
+        quantize, dtype=E4M3, scaling=scaling, orientation="both", backend=backend
+    )
+    per_line = {
+        Tensor: ([], []),
+        Row: (["a", "b"], [None]),
+        Block: (["a", "b", None], [None, "a"]),
+    }[type(scaling)]
     specs = [P("a", "b", None), P(*per_line[0]), P(None, "a", "b"), P(*per_line[1])]
     check(call, [P("a", "b")], X, specs=specs)
 
@@ -85,7 +111,8 @@ def test_quantize(scaling, backend):
     "placed, out, spec",
     [
         ([P("a"), P("b")], None, P("a", None, "b")),
-        ([P("a", None, "b"), P(None, "b")], P("a", "b"), P("a", "b", None)),  # partial sums, handed out
+        # partial sums, handed out
+        ([P("a", None, "b"), P(None, "b")], P("a", "b"), P("a", "b", None)),
     ],
     ids=["columns", "partial"],
 )
@@ -99,23 +126,45 @@ def test_matmul(scaling, backend, placed, out, spec):
 
 
 def test_both_operands_split_along_the_contraction_raise_as_in_jax():
-    product = lambda x, w: matmul(*(quantize(v, E4M3).rows for v in (x, w)), backend="triton")
-    with pytest.raises(jax.errors.ShardingTypeError if hasattr(jax.errors, "ShardingTypeError") else Exception,
-                       match="specify the output sharding"):  # fmt: skip
-        run(AxisType.Explicit, product, [P("a", None, "b"), P(None, "b")], X, W.T.copy())
+    product = lambda x, w: matmul(
+        *(quantize(v, E4M3).rows for v in (x, w)), backend="triton"
+    )
+    with pytest.raises(
+        jax.errors.ShardingTypeError
+        if hasattr(jax.errors, "ShardingTypeError")
+        else Exception,
+        match="specify the output sharding",
+    ):
+        run(
+            AxisType.Explicit, product, [P("a", None, "b"), P(None, "b")], X, W.T.copy()
+        )
 
 
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)],
+    ids=str,
+)
 def test_a_mesh_with_axes_of_both_kinds(kinds):
-    call = functools.partial(quantize, dtype=E4M3, scaling=Block(32, "vector"), orientation="both", backend="triton")
+    call = functools.partial(
+        quantize,
+        dtype=E4M3,
+        scaling=Block(32, "vector"),
+        orientation="both",
+        backend="triton",
+    )
     specs = P("a") if kinds[0] == AxisType.Explicit else P(None, "b")
     got = run(None, call, [specs], X, kinds=kinds)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(call)(X)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves(jax.jit(call)(X)), strict=True
+    ):
         assert np.array_equal(bits(a), bits(b))
 
 
 def dual(scaling, backend, w):
-    return dual_quantize(w, scaling, error=jnp.zeros_like(w), orientation="both", backend=backend)
+    return dual_quantize(
+        w, scaling, error=jnp.zeros_like(w), orientation="both", backend=backend
+    )
 
 
 def skipping(scaling, backend, x, w):
@@ -124,11 +173,32 @@ def skipping(scaling, backend, x, w):
 
 
 def step(scaling, backend, g, hi):
-    numbers = dict(b1=0.9, b2=0.999, rate=0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
-                   gradient_scale=1, scale=1, new_scale=1)  # fmt: skip
-    rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
+    numbers = dict(
+        b1=0.9,
+        b2=0.999,
+        rate=0.1,
+        rate_g=0,
+        correction=1000,
+        eps=1e-8,
+        eps_root=0,
+        decay=1,
+        gradient_scale=1,
+        scale=1,
+        new_scale=1,
+    )
+    rates = Rates(
+        **{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True)
+    )
     hi = hi.astype(E4M3)
-    return adamw(g, hi, hi * 0, Moments.zeros(hi.shape), rates, jnp.stack(counter.keys(1, 2)), backend=backend)
+    return adamw(
+        g,
+        hi,
+        hi * 0,
+        Moments.zeros(hi.shape),
+        rates,
+        jnp.stack(counter.keys(1, 2)),
+        backend=backend,
+    )
 
 
 OPS = {
@@ -162,21 +232,27 @@ def test_dequantize(name):
 
 
 def test_skip_matmul():
-    # Split along k, parts are added in the result's bfloat16, and XLA's own definition adds float32.
-    check(functools.partial(skipping, None, None), [P("a"), P("b")], X, W.reshape(128, 64))
+    # Split along k, parts are added in the result's bfloat16, and XLA's own definition
+    # adds float32.
+    check(
+        functools.partial(skipping, None, None), [P("a"), P("b")], X, W.reshape(128, 64)
+    )
 
 
 @pytest.mark.parametrize("blocks", ["all", "nonzero"])
 def test_a_recipe_in_blocks_lays_its_result_where_it_is_asked_to(blocks):
     recipe = tcfp_jax.recipe("tcfp12_blockwise", residual_blocks=blocks)
 
-    def product(x, w):  # k is split over devices, so that JAX asks where the result shall lie
+    # K is split over devices, so that JAX asks where the result shall lie
+    def product(x, w):
         return tcfp_jax.matmul(x, w, recipe=recipe, out_sharding=P("b", None))
 
     x, w = drawn(32, 256), drawn(256, 128, seed=1)
     found = run(AxisType.Explicit, product, [P(None, "a"), P("a")], x, w)
     assert found.sharding.spec == P("b", None)
-    np.testing.assert_allclose(found, tcfp_jax.matmul(jnp.asarray(x), jnp.asarray(w), recipe=recipe), atol=1e-4)
+    np.testing.assert_allclose(
+        found, tcfp_jax.matmul(jnp.asarray(x), jnp.asarray(w), recipe=recipe), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -190,8 +266,12 @@ def test_a_stack_is_split_over_devices(count):
 
 FORMATS = {
     "cast": lambda x: formats.cast(x, formats.datatype("e2m1f", "e8m0_t32")),
-    "gradient of a cast": jax.grad(lambda x: jnp.sum(formats.cast(x, formats.datatype("e4m3f")) * x)),
-    "pack": lambda x: formats.unpack(formats.pack(x, formats.datatype("e2m1f", "e8m0_t32"))),
+    "gradient of a cast": jax.grad(
+        lambda x: jnp.sum(formats.cast(x, formats.datatype("e4m3f")) * x)
+    ),
+    "pack": lambda x: formats.unpack(
+        formats.pack(x, formats.datatype("e2m1f", "e8m0_t32"))
+    ),
     "fake_quantize": lambda x: tcfp_jax.fake_quantize(x, 32),
     "packed": lambda x: tcfp_jax.dequantize_tcfp12(tcfp_jax.quantize_tcfp12(x, 32)),
     "split": lambda x: tcfp_jax.split(x).dequantize(),
@@ -205,7 +285,8 @@ def test_formats(name):
     check(FORMATS[name], [P("a", "b")], W)
 
 
-# Layers: the gradient of sum(y * C), so that what is quantized in the backward pass has the same bits everywhere.
+# Layers: the gradient of sum(y * C), so that what is quantized in the backward pass has
+# the same bits everywhere.
 
 LAYERS = {
     "Dense": (linen.Dense(128), X),
@@ -218,7 +299,9 @@ LAYERS = {
 
 
 def kernel_spec(leaf):
-    """By columns for kernels; the rows of an embedding are looked up, for which JAX wants them whole."""
+    """By columns for kernels; the rows of an embedding are looked up, for which JAX
+    wants them whole.
+    """
     return P(None, "b") if leaf.ndim > 1 and leaf.shape[0] == 64 else P()
 
 
@@ -235,7 +318,9 @@ def of_linen(model, x):
     specs = [kernel_spec(leaf) for leaf in leaves]
 
     def both(x, c, *leaves):
-        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(jax.tree.unflatten(tree, leaves), x, c)
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(
+            jax.tree.unflatten(tree, leaves), x, c
+        )
         return y, grads
 
     return both, [P("a"), P("a"), *specs], [x, c, *leaves]
@@ -246,30 +331,57 @@ def of_linen(model, x):
 def test_layers_of_linen(name):
     model, x = LAYERS[name]
     if not name.startswith(("TCFP", "LayerNorm", "Embed")):
-        model = conversion.convert_to_tcfp(model, recipe="tcfp12_fast", include=("linear", "small"))
+        model = conversion.convert_to_tcfp(
+            model, recipe="tcfp12_fast", include=("linear", "small")
+        )
     function, placed, arguments = of_linen(model, x)
     check(function, placed, *arguments, exact=False)
 
 
 @pytest.mark.slow_except("None-tensorwise", "triton-rowwise")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "tcfp12", "tcfp12_single", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "mxfp8", "tcfp12", "tcfp12_single", "bf16"]
+)
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_recipes(recipe, backend):
     if backend == "triton" and recipe in ("bf16", "tcfp12", "tcfp12_single"):
         pytest.skip("the others have its kernels")
     options = dict(gradient="float8_e4m3fn") if recipe == "tensorwise" else {}
     recipe = tcfp_jax.recipe(recipe, backend=backend, **options)
-    function, placed, arguments = of_linen(tcfp_jax.linen.TCFPDense(128, recipe=recipe), X)
+    function, placed, arguments = of_linen(
+        tcfp_jax.linen.TCFPDense(128, recipe=recipe), X
+    )
     check(function, placed, *arguments, exact=False)
 
 
 NNX = {
-    "Linear": (lambda rngs: tcfp_jax.nnx.TCFPLinear(64, 128, rngs=rngs, recipe="tcfp12_fast"), X),
-    "LinearGeneral": (lambda rngs: tcfp_jax.nnx.TCFPLinearGeneral(64, (2, 64), rngs=rngs, recipe="tcfp12_fast"), X),
-    "Einsum": (lambda rngs: tcfp_jax.nnx.TCFPEinsum("bsk,kn->bsn", (64, 128), rngs=rngs, recipe="tcfp12_fast"), X),
+    "Linear": (
+        lambda rngs: tcfp_jax.nnx.TCFPLinear(64, 128, rngs=rngs, recipe="tcfp12_fast"),
+        X,
+    ),
+    "LinearGeneral": (
+        lambda rngs: tcfp_jax.nnx.TCFPLinearGeneral(
+            64, (2, 64), rngs=rngs, recipe="tcfp12_fast"
+        ),
+        X,
+    ),
+    "Einsum": (
+        lambda rngs: tcfp_jax.nnx.TCFPEinsum(
+            "bsk,kn->bsn", (64, 128), rngs=rngs, recipe="tcfp12_fast"
+        ),
+        X,
+    ),
     "LayerNorm": (lambda rngs: tcfp_jax.nnx.TCFPLayerNorm(64, rngs=rngs), X),
-    "Embed": (lambda rngs: tcfp_jax.nnx.TCFPEmbed(32, 64, rngs=rngs), np.arange(64).reshape(4, 16) % 32),
-    "converted": (lambda rngs: conversion.convert_to_tcfp(nnx.Linear(64, 128, rngs=rngs), recipe="tcfp12_fast"), X),
+    "Embed": (
+        lambda rngs: tcfp_jax.nnx.TCFPEmbed(32, 64, rngs=rngs),
+        np.arange(64).reshape(4, 16) % 32,
+    ),
+    "converted": (
+        lambda rngs: conversion.convert_to_tcfp(
+            nnx.Linear(64, 128, rngs=rngs), recipe="tcfp12_fast"
+        ),
+        X,
+    ),
 }
 
 
@@ -300,7 +412,9 @@ def test_parameters_of_inference():
     params = jax.jit(model.init)(jax.random.key(0), X)["params"]
 
     def infer(x, kernel):
-        made = tcfp_jax.inference.quantize_params({"kernel": kernel, "bias": jnp.zeros(128)}, "tcfp12_fast")
+        made = tcfp_jax.inference.quantize_params(
+            {"kernel": kernel, "bias": jnp.zeros(128)}, "tcfp12_fast"
+        )
         return model.apply(made, x)
 
     check(infer, [P("a"), P(None, "b")], X, params["kernel"], exact=False)
@@ -311,19 +425,35 @@ def test_compiled_for_h200s_kernels_run():
         assert not expected(), missing()
         pytest.skip(missing())
     automatic = h200s(8)
-    mesh = jax.sharding.Mesh(automatic.devices, automatic.axis_names, axis_types=(AxisType.Explicit,))
-    on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+    mesh = jax.sharding.Mesh(
+        automatic.devices, automatic.axis_names, axis_types=(AxisType.Explicit,)
+    )
+    on = lambda shape, *spec: jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec))
+    )
     recipe = tcfp_jax.recipe("tensorwise", backend="mosaic", quantize_backend="triton")
 
     def loss(w, x):
         y = tcfp_jax.matmul(x, w, recipe=recipe, out_sharding=P("a"))
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    compiled = compile_for(mesh, jax.grad(loss, argnums=(0, 1)), on((1024, 1024), "a"), on((8, 1024, 1024), "a"))
+    compiled = compile_for(
+        mesh,
+        jax.grad(loss, argnums=(0, 1)),
+        on((1024, 1024), "a"),
+        on((8, 1024, 1024), "a"),
+    )
     assert sum("mosaic" in target for target in compiled.targets) == 3, compiled.targets
     assert sum("triton" in target for target in compiled.targets) >= 2, compiled.targets
     # Weights travel as stored, and partial sums of the gradient are handed out.
-    moved = {name: re.findall(rf"= (.*?) {name}(?:-start)?\(", compiled.text) for name in GATHERS}
-    assert moved["all-gather"] and all("f8e" in types for types in moved["all-gather"]), moved
-    assert len(moved["reduce-scatter"]) == 1 and "bf16[" in moved["reduce-scatter"][0], moved
+    moved = {
+        name: re.findall(rf"= (.*?) {name}(?:-start)?\(", compiled.text)
+        for name in GATHERS
+    }
+    assert moved["all-gather"] and all(
+        "f8e" in types for types in moved["all-gather"]
+    ), moved
+    assert (
+        len(moved["reduce-scatter"]) == 1 and "bf16[" in moved["reduce-scatter"][0]
+    ), moved
     assert not moved["all-to-all"] and not moved["collective-permute"], moved

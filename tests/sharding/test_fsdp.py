@@ -1,4 +1,6 @@
-"""`fsdp` splits the largest axis that stored weights, their moments and their scales allow."""
+"""`fsdp` splits the largest axis that stored weights, their moments and their scales
+allow.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ WHOLE, FIRST, LAST = P(), P("fsdp"), P(None, None, "fsdp")
 def stored_attention(heads, width, recipe="tcfp12_single"):
     """Shapes of attention's stored parameters, and of their optimizer's state."""
     x = jax.ShapeDtypeStruct((8, 16, width), jnp.float32)
-    model = convert_to_tcfp(nn.MultiHeadDotProductAttention(heads, use_bias=False), recipe, x, include=ALL)
+    model = convert_to_tcfp(
+        nn.MultiHeadDotProductAttention(heads, use_bias=False), recipe, x, include=ALL
+    )
 
     def init(floats):
         params = tcfp_jax.store(floats, find_weights(model), key=KEY)
@@ -32,7 +36,9 @@ def stored_attention(heads, width, recipe="tcfp12_single"):
 @pytest.mark.parametrize(
     "heads, width, query, out",
     [
-        (4, 64, FIRST, WHOLE),  # [4, 16, 64]: 4 heads, parts of heads are not contiguous, 8 of 64 values cut a block
+        # [4, 16, 64]: 4 heads, parts of heads are not contiguous, 8 of 64 values cut a
+        # block
+        (4, 64, FIRST, WHOLE),
         (4, 1024, FIRST, LAST),  # [4, 256, 1024]: 128 values of a row on each device
         (32, 1024, FIRST, LAST),
         (16, 2048, FIRST, LAST),
@@ -41,29 +47,54 @@ def stored_attention(heads, width, recipe="tcfp12_single"):
 def test_kernels_of_attention(heads, width, query, out):
     params, opt_state = stored_attention(heads, width)
     found = fsdp(params, MESH)
-    assert [found[name]["kernel"].spec for name in ("query", "key", "out")] == [query, query, out]
-    lie = state_shardings(found, (params, opt_state))  # raises for a placement that is not legal
-    assert lie[0]["out"]["kernel"].backward.values.spec == (WHOLE if out == WHOLE else P(None, "fsdp"))
+    assert [found[name]["kernel"].spec for name in ("query", "key", "out")] == [
+        query,
+        query,
+        out,
+    ]
+    # raises for a placement that is not legal
+    lie = state_shardings(found, (params, opt_state))
+    assert lie[0]["out"]["kernel"].backward.values.spec == (
+        WHOLE if out == WHOLE else P(None, "fsdp")
+    )
 
 
 def test_heads_that_the_mesh_divides_are_split_if_nothing_larger_may_be():
-    params, _ = stored_attention(32, 512)  # [32, 16, 512]: 64 values of a row would cut blocks of moments
+    # [32, 16, 512]: 64 values of a row would cut blocks of moments
+    params, _ = stored_attention(32, 512)
     assert fsdp(params, MESH)["out"]["kernel"].spec == FIRST
 
 
 def test_float_parameters_and_stacks():
-    params = {"table": jnp.ones((32, 48)), "odd": jnp.ones((6, 9)), "scale": jnp.ones(64), "count": jnp.int32(0)}
+    params = {
+        "table": jnp.ones((32, 48)),
+        "odd": jnp.ones((6, 9)),
+        "scale": jnp.ones(64),
+        "count": jnp.int32(0),
+    }
     found = {name: sharding.spec for name, sharding in fsdp(params, MESH).items()}
-    assert found == {"table": P(None, "fsdp"), "odd": WHOLE, "scale": WHOLE, "count": WHOLE}
-    layers = jax.eval_shape(lambda: tcfp_jax.store({"kernel": jnp.ones((16, 8, 8))}, "tcfp12_single", key=KEY))
-    assert fsdp(layers, MESH)["kernel"].spec == P(None, "fsdp")  # 16 layers of a scan stay together
+    assert found == {
+        "table": P(None, "fsdp"),
+        "odd": WHOLE,
+        "scale": WHOLE,
+        "count": WHOLE,
+    }
+    layers = jax.eval_shape(
+        lambda: tcfp_jax.store(
+            {"kernel": jnp.ones((16, 8, 8))}, "tcfp12_single", key=KEY
+        )
+    )
+    # 16 layers of a scan stay together
+    assert fsdp(layers, MESH)["kernel"].spec == P(None, "fsdp")
     with pytest.raises(ValueError, match=r"axis='data'.*\['fsdp'\]"):
         fsdp(params, MESH, "data")
 
 
 def test_blocks_of_weights_are_not_cut():
     weights = lambda k, n: jax.eval_shape(
-        lambda: tcfp_jax.store({"kernel": jnp.ones((k, n))}, "tcfp12_blockwise", key=KEY)
+        lambda: tcfp_jax.store(
+            {"kernel": jnp.ones((k, n))}, "tcfp12_blockwise", key=KEY
+        )
     )
     assert fsdp(weights(512, 1024), MESH)["kernel"].spec == P(None, "fsdp")
     assert fsdp(weights(512, 512), MESH)["kernel"].spec == WHOLE  # tiles of 128 by 128
@@ -71,7 +102,9 @@ def test_blocks_of_weights_are_not_cut():
 
 def test_placed_parameters_tell_where_they_lie():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    stored = tcfp_jax.store({"kernel": jnp.ones((64, 256)), "bias": jnp.ones(8)}, "tcfp12_single", key=KEY)
+    stored = tcfp_jax.store(
+        {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(8)}, "tcfp12_single", key=KEY
+    )
     assert shardings_of(stored) is None
     placed = jax.device_put(stored, state_shardings(fsdp(stored, mesh), stored))
     found = {name: leaf.sharding.spec for name, leaf in shardings_of(placed).items()}

@@ -1,4 +1,6 @@
-"""A stored weight beside another parameter: raises, or makes NaN where a program is traced; and never a false alarm."""
+"""A stored weight beside another parameter: raises, or makes NaN where a program is
+traced; and never a false alarm.
+"""
 
 import dataclasses
 import functools
@@ -48,20 +50,27 @@ def unchecked(stored):
 
 @pytest.mark.parametrize("w", OTHERS.values(), ids=OTHERS.keys())
 def test_other_parameters_raise_and_are_nan_in_a_program(w):
-    with pytest.raises(ValueError, match=r"made of other parameters.*was .* and is .*on the fly"):
+    with pytest.raises(
+        ValueError, match=r"made of other parameters.*was .* and is .*on the fly"
+    ):
         current(stored_w(), w)
     assert jnp.isnan(jax.jit(current)(stored_w(), w).dequantize()).all()
 
 
 @pytest.mark.slow_except("mxfp8")
-@pytest.mark.parametrize("name", ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "name",
+    ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"],
+)
 def test_the_products_of_every_scaling_are_nan(name):
     recipe = tcfp_jax.recipe(name)
     stored = made(W, recipe)
 
     def product(stored, w, x):
         checked = current(stored, w)
-        return jax.value_and_grad(lambda x: tcfp_jax.matmul(x, w, recipe=recipe, quantized=checked).sum())(x)
+        return jax.value_and_grad(
+            lambda x: tcfp_jax.matmul(x, w, recipe=recipe, quantized=checked).sum()
+        )(x)
 
     run = jax.jit(product)
     y, dx = run(stored, W, X)
@@ -71,10 +80,15 @@ def test_the_products_of_every_scaling_are_nan(name):
 
 
 def test_the_same_parameter_changes_no_bit():
-    for stored in (stored_w(), made(W, copies="one"), made(W, tcfp_jax.recipe("tcfp12_blockwise"))):
+    for stored in (
+        stored_w(),
+        made(W, copies="one"),
+        made(W, tcfp_jax.recipe("tcfp12_blockwise")),
+    ):
         assert same_bits(current(stored, W), unchecked(stored))
         assert same_bits(jax.jit(current)(stored, W), unchecked(stored))
-    assert current(unchecked(stored_w()), 2 * W).sample is None  # without a sample there is nothing to compare
+    # without a sample there is nothing to compare
+    assert current(unchecked(stored_w()), 2 * W).sample is None
 
 
 @pytest.mark.slow_except("(64, 32)", "(1, 5)")
@@ -82,9 +96,14 @@ def test_the_same_parameter_changes_no_bit():
 def test_a_swapped_weight_has_the_sample_of_the_transpose(shape):
     w = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
     stored = made(w)
-    assert same_bits(stored.swap().sample, sample_of(w.T)) and same_bits(stored.swap().swap(), stored)
+    assert same_bits(stored.swap().sample, sample_of(w.T)) and same_bits(
+        stored.swap().swap(), stored
+    )
     current(stored.swap(), w.T)
-    assert stored.drop_residual().sample is not None and stored.nbytes == unchecked(stored).nbytes + 4 * SIZE
+    assert (
+        stored.drop_residual().sample is not None
+        and stored.nbytes == unchecked(stored).nbytes + 4 * SIZE
+    )
 
 
 def test_places_are_spread_and_apart():
@@ -112,7 +131,9 @@ def test_a_stack_is_compared_matrix_by_matrix():
     of = lambda checked: jnp.isnan(checked.dequantize()).all((-1, -2)).tolist()
     assert of(jax.jit(current)(stored, changed)) == expected
     assert of(jax.jit(jax.vmap(current))(stored, changed)) == expected
-    _, scanned = jax.lax.scan(lambda _, pair: (None, current(*pair)), None, (stored, changed))
+    _, scanned = jax.lax.scan(
+        lambda _, pair: (None, current(*pair)), None, (stored, changed)
+    )
     assert of(scanned) == expected
     with pytest.raises(ValueError, match="other parameters"):
         current(stored, changed)
@@ -120,15 +141,25 @@ def test_a_stack_is_compared_matrix_by_matrix():
         current(stored, W)
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"]
+)
 def test_no_gradient_reaches_the_comparison(around):
     def loss(w, stored):
-        multiply = around(lambda x, w: tcfp_jax.matmul(x, w, recipe=TCFP12, quantized=current(stored, w)))
+        multiply = around(
+            lambda x, w: tcfp_jax.matmul(
+                x, w, recipe=TCFP12, quantized=current(stored, w)
+            )
+        )
         _, ys = jax.lax.scan(lambda c, x: (c, multiply(x, w)), None, X[None])
         return jnp.sum(ys**2)
 
-    plain = lambda w: jnp.sum(tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(stored_w())) ** 2)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, stored_w()), jax.grad(plain)(W), rtol=1e-5)
+    plain = lambda w: jnp.sum(
+        tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(stored_w())) ** 2
+    )
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(loss))(W, stored_w()), jax.grad(plain)(W), rtol=1e-5
+    )
     tangent = jax.jvp(lambda w: current(stored_w(), w).dequantize(), (W,), (W,))[1]
     assert not np.any(tangent)
 
@@ -145,16 +176,22 @@ def test_a_sharded_weight_is_never_gathered(spec, kind):
         put = lambda w: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*spec)))
         w, other = put(jnp.stack([W, 3 * W])), put(jnp.stack([W, 2 * W]))
         sample = jax.jit(sample_of)(w)
-        assert same_bits(np.asarray(sample), np.asarray(sample_of(jnp.stack([W, 3 * W]))))
+        assert same_bits(
+            np.asarray(sample), np.asarray(sample_of(jnp.stack([W, 3 * W])))
+        )
         stored = dataclasses.replace(made(jnp.stack([W, 3 * W])), sample=sample)
         check = jax.jit(lambda stored, w: current(stored, w).backward.scale)
         assert jnp.isfinite(check(stored, w)).all()
         assert jnp.isnan(check(stored, other)).tolist() == [False, True]
         with pytest.raises(ValueError, match="other parameters"):
             current(stored, other)
-        text = check.lower(stored, w).compile().as_text() + jax.jit(sample_of).lower(w).compile().as_text()
+        text = (
+            check.lower(stored, w).compile().as_text()
+            + jax.jit(sample_of).lower(w).compile().as_text()
+        )
     assert "all-reduce" in text
-    assert "f32[2,64,32]" not in text and "all-to-all" not in text  # nowhere is the whole weight
+    # nowhere is the whole weight
+    assert "f32[2,64,32]" not in text and "all-to-all" not in text
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -164,9 +201,17 @@ def test_inside_shard_map_nothing_is_compared(check_vma):
 
     def inside(w):
         stored = dataclasses.replace(made(w), sample=None)
-        return current(dataclasses.replace(stored, sample=sample_of(w) * 2), w).dequantize(), sample_of(w)
+        return current(
+            dataclasses.replace(stored, sample=sample_of(w) * 2), w
+        ).dequantize(), sample_of(w)
 
-    run = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec(None)), check_vma=check_vma)
+    run = jax.shard_map(
+        inside,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=(spec, PartitionSpec(None)),
+        check_vma=check_vma,
+    )
     y, sample = jax.jit(run)(W)
     assert jnp.isfinite(y).all() and jnp.isnan(sample).all()
     current(dataclasses.replace(stored_w(), sample=sample), W)  # not known fits

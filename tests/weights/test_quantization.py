@@ -37,7 +37,10 @@ def test_stochastic_residual_is_unbiased_over_the_whole_range():
 
 def test_split_adds_the_error():
     error = jnp.full_like(W, 1e-3)
-    assert jnp.array_equal(tcfp_jax.split(W, error=error).dequantize(), tcfp_jax.split(W + error).dequantize())
+    assert jnp.array_equal(
+        tcfp_jax.split(W, error=error).dequantize(),
+        tcfp_jax.split(W + error).dequantize(),
+    )
 
 
 @pytest.mark.parametrize("make", [tcfp_jax.quantize, tcfp_jax.split])
@@ -46,11 +49,20 @@ def test_pytrees_pass_through_transformations(make):
     stored = make(x)
     leaves, treedef = jax.tree.flatten(stored)
     assert jnp.array_equal(treedef.unflatten(leaves).dequantize(), stored.dequantize())
-    assert stored.shape == x.shape and stored.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
-    assert jnp.array_equal(jax.jit(lambda s: s.dequantize())(stored), stored.dequantize())
+    assert (
+        stored.shape == x.shape
+        and stored.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+    )
+    assert jnp.array_equal(
+        jax.jit(lambda s: s.dequantize())(stored), stored.dequantize()
+    )
     rows = jax.vmap(make)(x)
-    assert rows.scale.shape == (8,) and jnp.array_equal(rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x))
-    assert jnp.isfinite(jax.grad(lambda v: jnp.sum(v * make(jax.lax.stop_gradient(v)).dequantize()))(x)).all()
+    assert rows.scale.shape == (8,) and jnp.array_equal(
+        rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x)
+    )
+    assert jnp.isfinite(
+        jax.grad(lambda v: jnp.sum(v * make(jax.lax.stop_gradient(v)).dequantize()))(x)
+    ).all()
 
 
 def test_dropping_a_residual_drops_nothing_else():
@@ -58,13 +70,19 @@ def test_dropping_a_residual_drops_nothing_else():
     packed = pack_fp4(w)
     assert same_bits(packed.drop_residual(), packed)
     late = tcfp_jax.split(w).turn_late()
-    assert jnp.array_equal(late.drop_residual().dequantize(), tcfp_jax.split(w).drop_residual().dequantize().T)
+    assert jnp.array_equal(
+        late.drop_residual().dequantize(),
+        tcfp_jax.split(w).drop_residual().dequantize().T,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_one_orientation_of_rows_or_vectors_serves_no_product(recipe):
     stored, _ = quantize_weight(W[:64, :64], tcfp_jax.recipe(recipe), copies="one")
-    with pytest.raises(ValueError, match=r"in both orientations, but quantized is a weight .* in one orientation"):
+    with pytest.raises(
+        ValueError,
+        match=r"in both orientations, but quantized is a weight .* in one orientation",
+    ):
         tcfp_jax.matmul(W[:8, :64], stored, recipe=recipe)
 
 

@@ -1,4 +1,6 @@
-"""Trees of stored weights in files: Orbax refuses another format, and Flax's own serializer keeps every bit."""
+"""Trees of stored weights in files: Orbax refuses another format, and Flax's own
+serializer keeps every bit.
+"""
 
 import subprocess
 import sys
@@ -35,13 +37,24 @@ def stored(recipe=E4M3):
     [
         (lambda: fed_back(error_dtype="float8_e5m2"), fed_back),
         (fed_back, lambda: fed_back(error_dtype="float8_e5m2")),
-        (fed_back, lambda: fed_back(E5M2)), (lambda: fed_back(E5M2), fed_back),
-        (stored, lambda: stored(E5M2)), (lambda: stored(E5M2), stored),
+        (fed_back, lambda: fed_back(E5M2)),
+        (lambda: fed_back(E5M2), fed_back),
+        (stored, lambda: stored(E5M2)),
+        (lambda: stored(E5M2), stored),
     ],
-    ids=["errors-narrow", "errors-wide", "copies-e4m3", "copies-e5m2", "parameters-e4m3", "parameters-e5m2"],
-)  # fmt: skip
+    ids=[
+        "errors-narrow",
+        "errors-wide",
+        "copies-e4m3",
+        "copies-e5m2",
+        "parameters-e4m3",
+        "parameters-e5m2",
+    ],
+)
 def test_orbax_refuses_another_format(saved, template, tmp_path):
-    """It would cast each array to the dtype of the template: codes to another FP8 format, errors to another unit."""
+    """It would cast each array to the dtype of the template: codes to another FP8
+    format, errors to another unit.
+    """
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", saved())
         checkpointer.wait_until_finished()
@@ -58,12 +71,18 @@ def test_a_state_with_other_errors_is_refused_at_the_next_update():
 
 
 STATES = {
-    "error_feedback": lambda: optax.chain(optax.adam(1e-3), tcfp_jax.error_feedback("tcfp12_fast")).init(PARAMS),
+    "error_feedback": (
+        lambda: optax.chain(
+            optax.adam(1e-3), tcfp_jax.error_feedback("tcfp12_fast")
+        ).init(PARAMS)
+    ),
     "store": stored,
     "adamw": lambda: optim.adamw(1e-3, key=jax.random.key(1)).init(stored()),
     "packed": lambda: quantize_params(PARAMS, "tcfp12", storage="packed"),
     "fp4": lambda: quantize_params(PARAMS, "nvfp4"),
-    "format": lambda: {"a": formats.pack(PARAMS["up"]["kernel"], formats.nvfp4, sparsity=(4, 2))},
+    "format": lambda: {
+        "a": formats.pack(PARAMS["up"]["kernel"], formats.nvfp4, sparsity=(4, 2))
+    },
 }
 
 
@@ -71,22 +90,28 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_flax_serializes_states_bit_for_bit(name):
     state = STATES[name]()
-    again = serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state))
+    again = serialization.from_bytes(
+        jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state)
+    )
     assert same_bits(again, state)
 
 
 def test_flax_refuses_another_format():
-    with pytest.raises(ValueError, match=r"has \['backward', .*restore into a target with the format that was saved"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"has \['backward', .*restore into a target with the format that was saved"
+        ),
+    ):
         serialization.from_bytes(stored(E5M2), serialization.to_bytes(stored()))
 
 
 def test_classes_are_registered_whichever_library_is_imported_first():
     script = (
-        "import tcfp_jax, sys, jax.numpy as jnp\n"
-        "params = tcfp_jax.store({'kernel': jnp.ones((32, 32))}, 'tcfp12_single', remainder='dropped')\n"
-        "assert 'flax' not in sys.modules\n"
-        "from flax import serialization\n"
-        "import tcfp_jax.linen\n"
-        "assert serialization.from_bytes(params, serialization.to_bytes(params))['kernel'].shape == (32, 32)\n"
+        "import tcfp_jax, sys, jax.numpy as jnp\nparams = tcfp_jax.store({'kernel':"
+        " jnp.ones((32, 32))}, 'tcfp12_single', remainder='dropped')\nassert 'flax' not"
+        " in sys.modules\nfrom flax import serialization\nimport tcfp_jax.linen\nassert"
+        " serialization.from_bytes(params,"
+        " serialization.to_bytes(params))['kernel'].shape == (32, 32)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,7 +12,9 @@ GAUSSIAN = jax.random.normal(jax.random.key(0), (512, 512))
 SMALL = jax.random.normal(jax.random.key(1), (3, 64))
 every_residual = pytest.mark.parametrize("residual", ["linear", "nf4"])
 # One program; that it is the one of single operations is a test of its own.
-pack = jax.jit(tcfp_jax.quantize_tcfp12, static_argnames=("block", "residual", "scale", "sigma"))
+pack = jax.jit(
+    tcfp_jax.quantize_tcfp12, static_argnames=("block", "residual", "scale", "sigma")
+)
 unpack = jax.jit(tcfp_jax.dequantize_tcfp12)
 fake = jax.jit(tcfp_jax.fake_quantize, static_argnames="residual")
 
@@ -33,7 +35,11 @@ def leaves_equal(a, b):
 def test_signal_to_noise_at_twelve_and_a_half_bits(residual, floor):
     packed = pack(GAUSSIAN, residual=residual)
     assert decibels(GAUSSIAN, unpack(packed)) >= floor
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) * 8 == 12.5 * GAUSSIAN.size == packed.nbytes * 8
+    assert (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) * 8
+        == 12.5 * GAUSSIAN.size
+        == packed.nbytes * 8
+    )
 
 
 @pytest.mark.slow_except("2")
@@ -45,7 +51,9 @@ def test_bits_a_value_follow_from_the_block(block):
 
 @pytest.mark.slow_except("(1,)-linear", "(2, 3, 70)-nf4", "(0, 32)-linear")
 @every_residual
-@pytest.mark.parametrize("shape", [(1,), (31,), (33,), (2, 3, 70), (0, 32), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1,), (31,), (33,), (2, 3, 70), (0, 32), (4, 0)], ids=str
+)
 def test_any_shape_comes_back(residual, shape):
     x = jax.random.normal(jax.random.key(2), shape)
     packed = pack(x, residual=residual)
@@ -65,7 +73,8 @@ def test_levels_are_the_published_ones():
     assert len(LEVELS["nf4"]) == len(LEVELS["linear"]) == 16
     for levels in LEVELS.values():
         assert 0.0 in levels and np.all(np.diff(levels) > 0)
-    # QLoRA's construction: quantiles of N(0, 1), 8 below and 9 above that share zero, divided by the largest.
+    # QLoRA's construction: quantiles of N(0, 1), 8 below and 9 above that share zero,
+    # divided by the largest.
     from statistics import NormalDist
 
     offset = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
@@ -83,7 +92,9 @@ def test_zero_residual_is_exactly_zero(residual):
     packed = pack(exact, 64, residual=residual)
     assert jnp.array_equal(unpack(packed), exact)
     assert not np.asarray(packed.residual_scale).view(np.uint8).any()
-    assert jnp.array_equal(unpack(pack(jnp.zeros(64), residual=residual)), jnp.zeros(64))
+    assert jnp.array_equal(
+        unpack(pack(jnp.zeros(64), residual=residual)), jnp.zeros(64)
+    )
 
 
 @pytest.mark.slow_except("nf4")
@@ -94,8 +105,12 @@ def test_jit_vmap_and_scan_change_no_bit(residual):
     expected = pack(SMALL)
     assert leaves_equal(jax.jit(pack)(SMALL), expected)
     assert leaves_equal(jax.vmap(pack)(SMALL), expected)
-    assert leaves_equal(jax.lax.scan(lambda c, row: (c, pack(row)), 0, SMALL)[1], expected)
-    assert jnp.array_equal(jax.jit(tcfp_jax.dequantize_tcfp12)(expected), expected.dequantize())
+    assert leaves_equal(
+        jax.lax.scan(lambda c, row: (c, pack(row)), 0, SMALL)[1], expected
+    )
+    assert jnp.array_equal(
+        jax.jit(tcfp_jax.dequantize_tcfp12)(expected), expected.dequantize()
+    )
 
 
 @every_residual
@@ -120,13 +135,21 @@ def test_extreme_magnitudes(size, scale):
 def test_sigma_spends_the_range_on_the_bulk():
     x = SMALL.at[:, 0].set(100.0)
     plain, sigma = pack(x, 64), pack(x, 64, scale="sigma", sigma=1.0)
-    assert (np.asarray(sigma.scale, np.float32) < np.asarray(plain.scale, np.float32)).all()
+    assert (
+        np.asarray(sigma.scale, np.float32) < np.asarray(plain.scale, np.float32)
+    ).all()
 
 
 @every_residual
 def test_stochastic_residual_is_unbiased_and_repeats(residual):
-    pack = jax.jit(lambda key: tcfp_jax.quantize_tcfp12(SMALL, residual=residual, key=key).dequantize())
-    samples = np.asarray(jax.vmap(pack)(jax.random.split(jax.random.key(3), 2000)), np.float64)
+    pack = jax.jit(
+        lambda key: tcfp_jax.quantize_tcfp12(
+            SMALL, residual=residual, key=key
+        ).dequantize()
+    )
+    samples = np.asarray(
+        jax.vmap(pack)(jax.random.split(jax.random.key(3), 2000)), np.float64
+    )
     error, deviation = samples.mean(0) - np.asarray(SMALL), samples.std(0)
     assert np.all(np.abs(error) <= 5 * deviation / np.sqrt(len(samples)) + 1e-6)
     assert jnp.array_equal(pack(jax.random.key(4)), pack(jax.random.key(4)))
@@ -145,15 +168,18 @@ def test_fake_quantize_is_the_format_with_the_gradient_of_the_identity(residual)
     "error, match, arguments",
     [
         (TypeError, "astype", dict(x=jnp.ones(32, jnp.int32))),
-        (TypeError, "astype", dict(x=jnp.ones(32, jnp.complex64))), (ValueError, "scalar", dict(x=jnp.float32(1))),
-        (ValueError, "block=31", dict(block=31)), (ValueError, "block=0", dict(block=0)),
-        (ValueError, "residual='log'", dict(residual="log")), (ValueError, "scale='max'", dict(scale="max")),
+        (TypeError, "astype", dict(x=jnp.ones(32, jnp.complex64))),
+        (ValueError, "scalar", dict(x=jnp.float32(1))),
+        (ValueError, "block=31", dict(block=31)),
+        (ValueError, "block=0", dict(block=0)),
+        (ValueError, "residual='log'", dict(residual="log")),
+        (ValueError, "scale='max'", dict(scale="max")),
         (ValueError, "sigma=-1", dict(sigma=-1.0, scale="sigma")),
         (ValueError, "sigma=2.0 with scale='amax'", dict(sigma=2.0)),
         (ValueError, "biased", dict(scale="sigma", key=jax.random.key(0))),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
-)  # fmt: skip
+)
 def test_bad_input_raises(error, match, arguments):
     with pytest.raises(error, match=match):
         tcfp_jax.quantize_tcfp12(**{"x": SMALL, **arguments})

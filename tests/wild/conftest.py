@@ -1,4 +1,6 @@
-"""Other people's models add integers to floats and warn; importing their packages may change Flax's settings."""
+"""Other people's models add integers to floats and warn; importing their packages may
+change Flax's settings.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(autouse=True)
 def _as_their_users_run_them() -> Iterator[None]:
-    names = [name for name in ("flax_always_shard_variable",) if hasattr(flax.config, name)]
+    names = [
+        name for name in ("flax_always_shard_variable",) if hasattr(flax.config, name)
+    ]
     before = {name: getattr(flax.config, name) for name in names}
     with jax.numpy_dtype_promotion("standard"):
         yield

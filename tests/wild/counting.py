@@ -1,8 +1,10 @@
-"""Products of parameters in a program, counted by taint, as an independent check of the report of conversion.
+"""Products of parameters in a program, counted by taint, as an independent check of the
+report of conversion.
 
-It uses no code of the library. A program (a jaxpr) is walked once for every call site. Every value carries two facts:
-the parameters behind it, and whether it depends on an input. A product of a parameter has one operand that comes from
-parameters alone, and one that comes from an input. It needs no axes, layouts or layer types.
+It uses no code of the library. A program (a jaxpr) is walked once for every call site.
+Every value carries two facts: the parameters behind it, and whether it depends on an
+input. A product of a parameter has one operand that comes from parameters alone, and
+one that comes from an input. It needs no axes, layouts or layer types.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +18,28 @@ from jax.extend.core import ClosedJaxpr, Literal
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Primitives that rearrange, round or cut an array, and compute no new values.
 SHOWS = (
-    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "slice", "copy",
-    "copy_p", "dynamic_slice", "stop_gradient", "sharding_constraint", "reshard", "name", "optimization_barrier",
-    "device_put", "mesh_cast", "pvary", "split", "rev", "layout_constraint",
-)  # fmt: skip
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "slice",
+    "copy",
+    "copy_p",
+    "dynamic_slice",
+    "stop_gradient",
+    "sharding_constraint",
+    "reshard",
+    "name",
+    "optimization_barrier",
+    "device_put",
+    "mesh_cast",
+    "pvary",
+    "split",
+    "rev",
+    "layout_constraint",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,8 @@ class Counted:
 
     Attributes:
       paths: Paths of the parameters behind its weight.
-      primitive: Name of the equation's primitive; "float8" for a whole product in low precision.
+      primitive: Name of the equation's primitive; "float8" for a whole product in low
+        precision.
       shapes: Shapes of the weight and of the other operand in the equation.
       inside: Names of the higher-order primitives around it, outermost first.
       computed: If the weight was computed from parameters, and is not only a view.
@@ -59,9 +80,18 @@ class Counted:
 
     @property
     def pays(self) -> bool:
-        """If `transform` converts it: `parameter x input`, summed, outside of the user's own rules."""
-        own_rule = any(name.startswith(("custom_", "shard_map", "pallas")) for name in self.inside)
-        return self.primitive == "dot_general" and self.contracts and not self.computed and not own_rule
+        """If `transform` converts it: `parameter x input`, summed, outside of the
+        user's own rules.
+        """
+        own_rule = any(
+            name.startswith(("custom_", "shard_map", "pallas")) for name in self.inside
+        )
+        return (
+            self.primitive == "dot_general"
+            and self.contracts
+            and not self.computed
+            and not own_rule
+        )
 
 
 def name_of(path: Any) -> str:
@@ -70,25 +100,36 @@ def name_of(path: Any) -> str:
 
 
 def count(fn: Callable[..., Any], params: Any, *inputs: Any) -> list[Counted]:
-    """Return every product of parameters in `fn(params, *inputs)`, in the order of the program.
+    """Return every product of parameters in `fn(params, *inputs)`, in the order of the
+    program.
 
     Args:
       fn: Any function.
       params: Tree of trained arrays.
-      inputs: Further arguments; values in them that are not arrays are passed unchanged.
+      inputs: Further arguments; values in them that are not arrays are passed
+        unchanged.
 
     Returns:
-      The records. Values that `fn` closes over are constants, neither parameter nor input.
+      The records. Values that `fn` closes over are constants, neither parameter nor
+        input.
     """
     arrays, structure = jax.tree.flatten((params, *inputs))
-    traced = [isinstance(leaf, jax.typing.ArrayLike) and not isinstance(leaf, (bool, str)) for leaf in arrays]
+    traced = [
+        isinstance(leaf, jax.typing.ArrayLike) and not isinstance(leaf, (bool, str))
+        for leaf in arrays
+    ]
 
     def flat(*values: Any) -> Any:
         given = iter(values)
-        leaves = [next(given) if is_array else leaf for leaf, is_array in zip(arrays, traced, strict=True)]
+        leaves = [
+            next(given) if is_array else leaf
+            for leaf, is_array in zip(arrays, traced, strict=True)
+        ]
         return fn(*jax.tree.unflatten(structure, leaves))
 
-    closed = jax.make_jaxpr(flat)(*[leaf for leaf, is_array in zip(arrays, traced, strict=True) if is_array])
+    closed = jax.make_jaxpr(flat)(
+        *[leaf for leaf, is_array in zip(arrays, traced, strict=True) if is_array]
+    )
     paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_inputs = [Taint(of_input=True)] * (len(arrays) - len(paths))
     taints = [Taint(frozenset([path])) for path in paths] + of_inputs
@@ -104,7 +145,9 @@ def float8_products(records: Iterable[Counted]) -> list[Counted]:
 
 
 def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
-    """Return the numbers of `dot_general` equations of a program that read two FP8 operands, and that do not."""
+    """Return the numbers of `dot_general` equations of a program that read two FP8
+    operands, and that do not.
+    """
     narrow = wide = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
@@ -119,21 +162,36 @@ def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
 def mentions_float8(jaxpr: Any) -> bool:
     """Return whether any value of the program is FP8."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(_is_float8(variable.aval) for variable in [*jaxpr.invars, *jaxpr.constvars]) or any(
-        any(_is_float8(variable.aval) for variable in equation.outvars) or any(map(mentions_float8, _bodies(equation)))
+    return any(
+        _is_float8(variable.aval) for variable in [*jaxpr.invars, *jaxpr.constvars]
+    ) or any(
+        any(_is_float8(variable.aval) for variable in equation.outvars)
+        or any(map(mentions_float8, _bodies(equation)))
         for equation in jaxpr.eqns
     )
 
 
 def _is_float8(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    return (
+        dtype is not None
+        and jnp.issubdtype(dtype, jnp.floating)
+        and jnp.dtype(dtype).itemsize == 1
+    )
 
 
 def _bodies(equation: Any) -> list[Any]:
     """Return the programs inside an equation."""
-    values = [leaf for value in equation.params.values() for leaf in (value if isinstance(value, tuple) else (value,))]
-    return [value for value in values if isinstance(value, ClosedJaxpr) or hasattr(value, "eqns")]
+    values = [
+        leaf
+        for value in equation.params.values()
+        for leaf in (value if isinstance(value, tuple) else (value,))
+    ]
+    return [
+        value
+        for value in values
+        if isinstance(value, ClosedJaxpr) or hasattr(value, "eqns")
+    ]
 
 
 def _union(taints: Iterable[Taint], computed: bool = True) -> Taint:
@@ -148,7 +206,13 @@ def _union(taints: Iterable[Taint], computed: bool = True) -> Taint:
 Note = Callable[[Counted], None]
 
 
-def _walk(jaxpr: Any, consts: list[Taint], given: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+def _walk(
+    jaxpr: Any,
+    consts: list[Taint],
+    given: list[Taint],
+    inside: tuple[str, ...],
+    note: Note,
+) -> list[Taint]:
     """Return the taints of the results, and note every product."""
     known: dict[Any, Taint] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, given, strict=True))
@@ -158,20 +222,26 @@ def _walk(jaxpr: Any, consts: list[Taint], given: list[Taint], inside: tuple[str
 
     for equation in jaxpr.eqns:
         taints = [read(variable) for variable in equation.invars]
-        known.update(zip(equation.outvars, _through(equation, taints, inside, note), strict=True))
+        known.update(
+            zip(equation.outvars, _through(equation, taints, inside, note), strict=True)
+        )
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+def _through(
+    equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
+) -> list[Taint]:
     name = equation.primitive.name
     if name in PRODUCTS:
         _note_product(equation, taints, inside, note)
     if name in ("dynamic_slice", "gather"):
-        # Indices are not part of the values. But an input chooses a looked-up row, which therefore depends on it.
+        # Indices are not part of the values. But an input chooses a looked-up row,
+        # which therefore depends on it.
         source = taints[0] if name == "dynamic_slice" else _union(taints)
         return [source] * len(equation.outvars)
     if name in ("mul", "div", "neg") and all(
-        variable.aval.shape == () and taint == Taint() for variable, taint in zip(equation.invars[1:], taints[1:])
+        variable.aval.shape == () and taint == Taint()
+        for variable, taint in zip(equation.invars[1:], taints[1:])
     ):  # a scale moves to the product
         return taints[:1]
     if name in SHOWS:
@@ -179,40 +249,68 @@ def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: 
     bodies = _bodies(equation)
     if name.startswith("custom_vjp") and any(map(mentions_float8, bodies)):
         whole = _union(taints)
-        note(Counted(whole.parameters, "float8", tuple(v.aval.shape for v in equation.invars), inside))
+        note(
+            Counted(
+                whole.parameters,
+                "float8",
+                tuple(v.aval.shape for v in equation.invars),
+                inside,
+            )
+        )
         return [whole] * len(equation.outvars)
     if name == "scan":
         return _scan(equation, taints, (*inside, name), note)
     if name == "while":
         return _while(equation, taints, (*inside, name), note)
     if name == "cond":
-        branches = [_enter(body, taints[1:], (*inside, name), note) for body in equation.params["branches"]]
+        branches = [
+            _enter(body, taints[1:], (*inside, name), note)
+            for body in equation.params["branches"]
+        ]
         return [_merge(each) for each in zip(*branches, strict=True)]
-    fitting = [body for body in bodies if len(getattr(body, "jaxpr", body).invars) == len(taints)]
+    fitting = [
+        body
+        for body in bodies
+        if len(getattr(body, "jaxpr", body).invars) == len(taints)
+    ]
     if fitting and name != "pallas_call":
         return _enter(fitting[0], taints, (*inside, name), note)
     return [_union(taints)] * len(equation.outvars)
 
 
 def _merge(taints: Iterable[Taint]) -> Taint:
-    """Return the taint of one of several values; equal views of a parameter stay a view."""
+    """Return the taint of one of several values; equal views of a parameter stay a
+    view.
+    """
     taints = list(taints)
     same = len({taint.parameters for taint in taints}) <= 1
     return _union(taints, computed=not same)
 
 
-def _enter(body: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+def _enter(
+    body: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
+) -> list[Taint]:
     jaxpr = getattr(body, "jaxpr", body)
     # A call counts in the same place whether it is inlined or not.
-    shown = inside[:-1] if inside[-1] in ("jit", "pjit", "closed_call", "core_call") else inside
+    shown = (
+        inside[:-1]
+        if inside[-1] in ("jit", "pjit", "closed_call", "core_call")
+        else inside
+    )
     return _walk(jaxpr, [Taint()] * len(jaxpr.constvars), taints, shown, note)
 
 
-def _settle(step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint], note: Note) -> list[Taint]:
-    """Run a loop's body on the carry until its taints no longer change; note products once."""
+def _settle(
+    step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint], note: Note
+) -> list[Taint]:
+    """Run a loop's body on the carry until its taints no longer change; note products
+    once.
+    """
     while True:
-        after = [_merge(pair) if pair[0] != pair[1] else pair[0]
-                 for pair in zip(carry, step(carry, lambda record: None), strict=True)]  # fmt: skip
+        after = [
+            _merge(pair) if pair[0] != pair[1] else pair[0]
+            for pair in zip(carry, step(carry, lambda record: None), strict=True)
+        ]
         if after == carry:
             break
         carry = after
@@ -220,13 +318,17 @@ def _settle(step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint]
     return carry
 
 
-def _scan(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+def _scan(
+    equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
+) -> list[Taint]:
     body = equation.params["jaxpr"]
     consts, carries = _scan_counts(equation)
     outputs: list[Taint] = []
 
     def step(carry: list[Taint], note: Note) -> list[Taint]:
-        results = _enter(body, [*taints[:consts], *carry, *taints[consts + carries :]], inside, note)
+        results = _enter(
+            body, [*taints[:consts], *carry, *taints[consts + carries :]], inside, note
+        )
         outputs[:] = results[carries:]
         return results[:carries]
 
@@ -234,14 +336,18 @@ def _scan(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Not
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:
-    """Return the numbers of constants and carried values; jax 0.12 may keep them as a tree of flags."""
+    """Return the numbers of constants and carried values; jax 0.12 may keep them as a
+    tree of flags.
+    """
     if "num_consts" in equation.params:
         return equation.params["num_consts"], equation.params["num_carry"]
     split = equation.params["ft_in"].unpack()
     return len(list(split[0])), len(list(split[1]))
 
 
-def _while(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+def _while(
+    equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
+) -> list[Taint]:
     params = equation.params
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = taints[:of_cond], taints[of_cond : of_cond + of_body]
@@ -253,8 +359,13 @@ def _while(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: No
     return _settle(step, taints[of_cond + of_body :], note)
 
 
-def _note_product(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> None:
-    sides = [(taints[0], taints[1], equation.invars[:2]), (taints[1], taints[0], equation.invars[1::-1])]
+def _note_product(
+    equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
+) -> None:
+    sides = [
+        (taints[0], taints[1], equation.invars[:2]),
+        (taints[1], taints[0], equation.invars[1::-1]),
+    ]
     for weight, other, variables in sides:
         if weight.parameters and not weight.of_input and other.of_input:
             contracted = True
@@ -262,5 +373,7 @@ def _note_product(equation: Any, taints: list[Taint], inside: tuple[str, ...], n
                 contracted = bool(equation.params["dimension_numbers"][0][0])
             shapes = tuple(variable.aval.shape for variable in variables)
             computed = weight.computed or len(weight.parameters) > 1
-            record = Counted(weight.parameters, equation.primitive.name, shapes, inside, computed)
+            record = Counted(
+                weight.parameters, equation.primitive.name, shapes, inside, computed
+            )
             note(replace(record, contracts=contracted))

@@ -1,4 +1,6 @@
-"""Subjects in plain Flax, as users write models, with every way from a weight to its product."""
+"""Subjects in plain Flax, as users write models, with every way from a weight to its
+product.
+"""
 
 import functools
 from typing import Any
@@ -8,7 +10,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from tests.wild.made import VOCABULARY, WIDTH, Made, floats, linen_made, nnx_made, subject, tokens
+from tests.wild.made import (
+    VOCABULARY,
+    WIDTH,
+    Made,
+    floats,
+    linen_made,
+    nnx_made,
+    subject,
+    tokens,
+)
 
 HIDDEN = 64
 
@@ -27,27 +38,42 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, ids: Any) -> Any:
         x = nn.Embed(VOCABULARY, WIDTH)(ids)
-        stack = nn.scan(nn.remat(Mlp), variable_axes={"params": self.axis}, split_rngs={"params": True}, length=3)
+        stack = nn.scan(
+            nn.remat(Mlp),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=3,
+        )
         x, _ = stack()(x, None)
         return nn.Dense(VOCABULARY, name="out")(nn.RMSNorm()(x))
 
 
-subject("linen scan and remat", "linen", (4, 4))(lambda: linen_made(Scanned(), tokens()))
-subject("linen scan on axis 1", "linen", (4, 4))(lambda: linen_made(Scanned(axis=1), tokens()))
+subject("linen scan and remat", "linen", (4, 4))(
+    lambda: linen_made(Scanned(), tokens())
+)
+subject("linen scan on axis 1", "linen", (4, 4))(
+    lambda: linen_made(Scanned(axis=1), tokens())
+)
 
 
 class Boxed(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        return nn.Dense(WIDTH, kernel_init=init)(nn.relu(nn.Dense(HIDDEN, kernel_init=init)(x)))
+        return nn.Dense(WIDTH, kernel_init=init)(
+            nn.relu(nn.Dense(HIDDEN, kernel_init=init)(x))
+        )
 
 
-subject("linen boxed", "linen", (2, 2), target="square")(lambda: linen_made(Boxed(), floats(16, WIDTH)))
+subject("linen boxed", "linen", (2, 2), target="square")(
+    lambda: linen_made(Boxed(), floats(16, WIDTH))
+)
 
 
 class Experts(nn.Module):
-    """Experts for every token, weighted by a router: by `nn.vmap`, or by einsum over a raw parameter."""
+    """Experts for every token, weighted by a router: by `nn.vmap`, or by einsum over a
+    raw parameter.
+    """
 
     by: str
 
@@ -55,13 +81,23 @@ class Experts(nn.Module):
     def __call__(self, x: Any) -> Any:
         shares = nn.softmax(nn.Dense(4, use_bias=False, name="router")(x))
         if self.by == "vmap":
-            many = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, out_axes=1,
-                           axis_size=4)  # fmt: skip
+            many = nn.vmap(
+                nn.Dense,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=None,
+                out_axes=1,
+                axis_size=4,
+            )
             y = many(WIDTH, name="experts")(x)
         else:
             up = self.param("up", nn.initializers.lecun_normal(), (4, WIDTH, HIDDEN))
-            down = self.param("down", nn.initializers.lecun_normal(), (4, HIDDEN, WIDTH))
-            y = jnp.einsum("tef,efd->ted", nn.relu(jnp.einsum("td,edf->tef", x, up)), down)
+            down = self.param(
+                "down", nn.initializers.lecun_normal(), (4, HIDDEN, WIDTH)
+            )
+            y = jnp.einsum(
+                "tef,efd->ted", nn.relu(jnp.einsum("td,edf->tef", x, up)), down
+            )
         return x + jnp.einsum("te,ted->td", shares, y)
 
 
@@ -74,11 +110,15 @@ for way, total in (("vmap", 2), ("einsum", 3)):
 class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, ids: Any) -> Any:
-        return nn.Dense(VOCABULARY)(nn.RNN(nn.LSTMCell(WIDTH))(nn.Embed(VOCABULARY, WIDTH)(ids)))
+        return nn.Dense(VOCABULARY)(
+            nn.RNN(nn.LSTMCell(WIDTH))(nn.Embed(VOCABULARY, WIDTH)(ids))
+        )
 
 
 # Each of four gates multiplies the input and the state, in the body of a scan.
-subject("linen LSTM", "linen", (9, 9), rate=1e-2)(lambda: linen_made(Recurrent(), tokens()))
+subject("linen LSTM", "linen", (9, 9), rate=1e-2)(
+    lambda: linen_made(Recurrent(), tokens())
+)
 
 
 class Normalized(nn.Module):
@@ -93,7 +133,9 @@ subject("linen WeightNorm", "linen", (1, 2), target="square")(
     lambda: linen_made(Normalized(nn.WeightNorm), floats(16, WIDTH))
 )
 subject("linen SpectralNorm", "linen", (1, 2), target="square")(
-    lambda: linen_made(Normalized(nn.SpectralNorm), floats(16, WIDTH), options=dict(update_stats=False))
+    lambda: linen_made(
+        Normalized(nn.SpectralNorm), floats(16, WIDTH), options=dict(update_stats=False)
+    )
 )
 
 
@@ -108,8 +150,13 @@ class ConvNet(nn.Module):
 @subject("linen convnet", "linen", (2, 3), rate=3e-4)
 def convnet() -> Made:
     changes = dict(mutable=["batch_stats"], rngs={"dropout": jax.random.key(2)})
-    return linen_made(ConvNet(), floats(16, 6, 6, 3), options=dict(train=True), apply_options=changes,
-                      select=lambda output: output[0])  # fmt: skip
+    return linen_made(
+        ConvNet(),
+        floats(16, 6, 6, 3),
+        options=dict(train=True),
+        apply_options=changes,
+        select=lambda output: output[0],
+    )
 
 
 class Attend(nn.Module):
@@ -118,11 +165,15 @@ class Attend(nn.Module):
         embed = nn.Embed(VOCABULARY, WIDTH)
         x = embed(ids)
         y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=nn.make_causal_mask(ids))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(
+            y, mask=nn.make_causal_mask(ids)
+        )
         return embed.attend(nn.LayerNorm()(x))
 
 
-subject("linen attention, tied", "linen", (5, 5))(lambda: linen_made(Attend(), tokens()))
+subject("linen attention, tied", "linen", (5, 5))(
+    lambda: linen_made(Attend(), tokens())
+)
 
 
 class Block(nnx.Module):
@@ -136,7 +187,9 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Blocks made by `nnx.vmap` and run by `nnx.scan` of a rematerialized call, between a lookup and a head."""
+    """Blocks made by `nnx.vmap` and run by `nnx.scan` of a rematerialized call, between
+    a lookup and a head.
+    """
 
     def __init__(self, rngs: nnx.Rngs, remat: bool = False) -> None:
         self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -148,12 +201,16 @@ class Stack(nnx.Module):
         call = lambda block, x: block(x)
         if self.remat:
             call = nnx.remat(call)
-        step = nnx.scan(lambda x, block: call(block, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        step = nnx.scan(
+            lambda x, block: call(block, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
         return self.out(step(self.table(ids), self.blocks))
 
 
 subject("nnx scan", "nnx", (3, 3))(lambda: nnx_made(Stack, tokens()))
-subject("nnx scan and remat", "nnx", (3, 3))(lambda: nnx_made(functools.partial(Stack, remat=True), tokens()))
+subject("nnx scan and remat", "nnx", (3, 3))(
+    lambda: nnx_made(functools.partial(Stack, remat=True), tokens())
+)
 
 
 class Ensemble(nnx.Module):
@@ -161,22 +218,34 @@ class Ensemble(nnx.Module):
         self.members = nnx.vmap(Block, in_axes=0, axis_size=4)(rngs.fork(split=4))
 
     def __call__(self, x: Any) -> Any:
-        return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.members, x).mean(0)
+        return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(
+            self.members, x
+        ).mean(0)
 
 
-subject("nnx vmap", "nnx", (2, 2), target="square")(lambda: nnx_made(Ensemble, floats(16, WIDTH)))
+subject("nnx vmap", "nnx", (2, 2), target="square")(
+    lambda: nnx_made(Ensemble, floats(16, WIDTH))
+)
 
 
 class Adapted(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.LoRA(WIDTH, 4, HIDDEN, base_module=nnx.Linear(WIDTH, HIDDEN, rngs=rngs), rngs=rngs)
+        self.first = nnx.LoRA(
+            WIDTH,
+            4,
+            HIDDEN,
+            base_module=nnx.Linear(WIDTH, HIDDEN, rngs=rngs),
+            rngs=rngs,
+        )
         self.second = nnx.LoRALinear(HIDDEN, WIDTH, lora_rank=4, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         return self.second(nnx.relu(self.first(x)))
 
 
-subject("nnx LoRA", "nnx", (6, 6), target="square")(lambda: nnx_made(Adapted, floats(16, WIDTH)))
+subject("nnx LoRA", "nnx", (6, 6), target="square")(
+    lambda: nnx_made(Adapted, floats(16, WIDTH))
+)
 
 
 class Shared(nnx.Module):
@@ -186,14 +255,18 @@ class Shared(nnx.Module):
         self.a = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.b = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.b.kernel = self.a.kernel
-        self.projection = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (WIDTH, 4, 8)))
+        self.projection = nnx.Param(
+            nnx.initializers.lecun_normal()(rngs.params(), (WIDTH, 4, 8))
+        )
 
     def __call__(self, x: Any) -> Any:
         x = nnx.relu(self.b(nnx.relu(self.a(x))))
         return jnp.einsum("td,dnh->tnh", x, self.projection[...])
 
 
-subject("nnx shared Param, raw Param", "nnx", (3, 3), target="square")(lambda: nnx_made(Shared, floats(16, WIDTH)))
+subject("nnx shared Param, raw Param", "nnx", (3, 3), target="square")(
+    lambda: nnx_made(Shared, floats(16, WIDTH))
+)
 
 
 class Scaled(nnx.Embed):
@@ -213,4 +286,6 @@ class Tied(nnx.Module):
 
 
 subject("nnx tied", "nnx", (3, 3))(lambda: nnx_made(Tied, tokens()))
-subject("nnx tied, Embed subclass", "nnx", (3, 3))(lambda: nnx_made(functools.partial(Tied, table=Scaled), tokens()))
+subject("nnx tied, Embed subclass", "nnx", (3, 3))(
+    lambda: nnx_made(functools.partial(Tied, table=Scaled), tokens())
+)

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
-BLOCKS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+BLOCKS = dict(
+    re.findall(
+        r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```",
+        PAGE,
+        re.DOTALL | re.MULTILINE,
+    )
+)
 PACKAGES = {
-    "Equinox": "equinox", "Haiku": "haiku", "Keras 3": "keras", "Haliax and Levanter": "haliax", "tunix": "tunix",
+    "Equinox": "equinox",
+    "Haiku": "haiku",
+    "Keras 3": "keras",
+    "Haliax and Levanter": "haliax",
+    "tunix": "tunix",
     "MaxText": "maxtext",
-}  # fmt: skip
+}
 
 
 def test_every_recipe_is_tested():
@@ -22,7 +32,10 @@ def test_every_recipe_is_tested():
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_recipe_trains(name, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    pytest.importorskip(PACKAGES[name], reason=f"{PACKAGES[name]} is not installed; see the extras wild of pyproject")
+    pytest.importorskip(
+        PACKAGES[name],
+        reason=f"{PACKAGES[name]} is not installed; see the extras wild of pyproject",
+    )
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(BLOCKS[name], "frameworks.md", "exec"), namespace)
