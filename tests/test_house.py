@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 # file imports from its own door and from doors above it.
 DOORS = {
     "pallas_kernels": [
+        "checks",
         "specs",
         "numerics",
         "counter",
@@ -132,6 +133,7 @@ PUBLIC = {
 # kernel runs, or run it, names of leaves, and the random bits, which are an input of
 # both.
 PLUMBING = {
+    "pallas_kernels.checks",
     "pallas_kernels.specs",
     "pallas_kernels.explicit",
     "pallas_kernels.dispatch",

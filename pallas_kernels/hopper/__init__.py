@@ -1,3 +1,5 @@
-"""The FP8 product on Hopper GPUs in Pallas Mosaic: its plan, its pipelines, and the
-kernel.
+"""Kernels in Pallas Mosaic for Hopper GPUs.
+
+`plan`, `steps` and `kernel` make the FP8 product. `passes` and `registers` serve quantizers and AdamW:
+passes over a matrix, and matrices in registers.
 """

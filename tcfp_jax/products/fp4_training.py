@@ -93,7 +93,8 @@ def product(
     return _product(recipe, x, w, None if key is None else _words_of(key))
 
 
-# Not a check in the rule of `_product`: see `tcfp_jax.products.matmul._constant`.
+# A rule of its own and not a check in the rule of `_product`, for the reason that
+# `tcfp_jax.weights.stored._constant` states.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
     """Return the operand; asking for its gradient raises."""

@@ -2,10 +2,11 @@
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Fp4, Scaling, Tensor
 from pallas_kernels.wire import Wire, check_wire
@@ -16,13 +17,20 @@ Float8OrFloat4 = Literal["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 Halves = Literal["hi", "hi+lo"]
 # How a product multiplies: FP8 with the accumulation of that name, or BF16.
 Arithmetic = Literal["fast", "full", "bf16"]
+# Treatment of a weight's rounding error.
+Remainder = Literal["feedback", "stochastic", "dropped"]
 # How many orientations of a weight the optimizer's state holds.
 Copies = Literal["one", "both"]
 
 
+# The fields of the three products.
+PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
 class TCFPMode(enum.Enum):
-    """The form in which a recipe keeps weights: BF16, packed FP4 codes, one FP8 tensor,
-    or TCFP-12's two.
+    """The form of weights: BF16, packed FP4 codes, one FP8 tensor, or TCFP-12's two.
+
+    Use this to ask which kind of recipe you hold, by `Recipe.mode`.
 
     >>> from tcfp_jax.recipes import recipe
     >>> recipe("tcfp12").mode, recipe("nvfp4").mode
@@ -36,26 +44,20 @@ class TCFPMode(enum.Enum):
 
 
 class _Checked:
-    """A dataclass whose fields that are annotated as a `Literal` must have one of its
-    values.
-    """
+    """A dataclass whose fields of a `Literal` type must have one of its values."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name, allowed in (
-            (name, get_args(hint))
-            for name, hint in hints.items()
-            if get_origin(hint) is Literal
-        ):
-            if (given := getattr(self, name)) not in allowed:
-                raise ValueError(
-                    f"{name}={given!r} is unknown; use one of {list(allowed)}"
-                )
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                check_choice(name, getattr(self, name), get_args(hint))
 
 
 @dataclass(frozen=True)
 class Single(_Checked):
     """A weight as one FP8 tensor, or as packed FP4 codes.
+
+    Use this when three bits of mantissa are enough for the weight in every product, or
+    to serve a model from four bits per weight.
 
     Attributes:
       dtype: the format; "float4_e2m1fn" needs `scaling=Fp4(...)`.
@@ -76,6 +78,9 @@ class Single(_Checked):
 class Dual(_Checked):
     """A weight as two FP8 tensors that share their scales, `W ~ (W_hi + W_lo) s`.
 
+    Use this when one FP8 tensor loses too much of the weight: both together are about
+    as exact as BF16.
+
     Attributes:
       dtype: the format of both tensors.
       remainder: "feedback" adds the rounding error to the weight of the next step, by
@@ -88,7 +93,7 @@ class Dual(_Checked):
     """
 
     dtype: Float8 = "float8_e4m3fn"
-    remainder: Literal["feedback", "stochastic", "dropped"] = "feedback"
+    remainder: Remainder = "feedback"
     forward: Halves = "hi+lo"
     dgrad: Halves = "hi+lo"
     blocks: Literal["all", "nonzero"] = "all"
@@ -96,11 +101,11 @@ class Dual(_Checked):
 
 @dataclass(frozen=True)
 class Fp4Training(_Checked):
-    """A float weight that each product rounds to NVFP4, next to NVFP4 activations and
-    gradients; an emulation.
+    """Emulation of FP4 training: products round weight, x and g to NVFP4.
 
-    The rounded numbers are exact in BF16, so BF16 products multiply them. See
-    `tcfp_jax.products.fp4_training`.
+    The weight stays a float parameter. The rounded numbers are exact in BF16, so BF16
+    products multiply them. Use this to find out how a model learns in FP4; it saves
+    neither time nor memory. See `tcfp_jax.products.fp4_training`.
 
     Attributes:
       forward_operands: "fp4", or "bf16" for the forward product alone. NVIDIA ends a
@@ -115,6 +120,9 @@ class Fp4Training(_Checked):
 @dataclass(frozen=True)
 class Recipe(_Checked):
     """How a layer multiplies. The defaults are `recipe("tcfp12")`.
+
+    Use this when no named recipe fits and overrides of one would be longer; usually
+    `recipe(name, **overrides)` is shorter.
 
     Attributes:
       weight: `Dual(...)` or `Single(...)`, in which the weight is stored;
@@ -135,8 +143,8 @@ class Recipe(_Checked):
         optimizer's state (PDDS).
       copies: the orientations of a weight in the optimizer's state. "one" is `[k, n]`.
         "both" doubles the bytes and saves the forward product a transpose on GPUs.
-      backend, quantize_backend: of products and of quantizers (no "mosaic"). None takes
-        the fastest that was measured.
+      backend, quantize_backend: the implementation of products and of quantizers. None
+        takes the fastest that was measured.
       wire: the dtype in which devices add weight gradients, see `pallas_kernels.wire`.
         None is the gradient's own.
 
@@ -176,15 +184,13 @@ class Recipe(_Checked):
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
         check_wire(self.wire)
-        for is_broken, message in RULES:
-            if is_broken(self):
-                raise ValueError(message(self))
+        for rules in RULES:
+            for contradiction in rules(self):
+                raise ValueError(contradiction)
 
     @functools.cached_property
     def stored(self) -> Single | Dual | None:
-        """The form in which the weight is stored, or None if products read the float
-        weight.
-        """
+        """The form of the stored weight, or None if products read the float weight."""
         return None if isinstance(self.weight, Fp4Training) else self.weight
 
     @functools.cached_property
@@ -208,9 +214,7 @@ class Recipe(_Checked):
 
     @functools.cached_property
     def draws(self) -> bool:
-        """True if gradients of a product draw random bits, which needs a key: FP4
-        training does.
-        """
+        """True if gradients draw random bits, which needs a key: FP4 training does."""
         return self.fp4 is not None
 
     @functools.cached_property
@@ -231,8 +235,10 @@ class Recipe(_Checked):
         srr: bool = False,
         abd: bool = False,
     ) -> "Recipe":
-        """Return the recipe that the flags of the PyTorch TCFP's layers describe; the
-        migration guide has the table.
+        """Return the recipe of the nine flags of the PyTorch TCFP's layers.
+
+        Use this to move a script from there; the migration guide has the table. Use
+        `recipe` in new code.
 
         Raises:
           ValueError: flags contradict each other or are not bools, or
@@ -259,11 +265,11 @@ class Recipe(_Checked):
         dgrad: Arithmetic = "full"
         if not use_tensor_cores:
             forward = dgrad = wgrad = "bf16"
+        remainder: Remainder = "feedback" if error_feedback else "dropped"
+        backend: Backend | None = "triton" if use_fused_kernel else "xla"
         return cls(
             weight=Dual(
-                remainder=(
-                    "stochastic" if srr else "feedback" if error_feedback else "dropped"
-                ),
+                remainder="stochastic" if srr else remainder,
                 dgrad="hi" if abd else "hi+lo",
             ),
             scaling=Tensor() if scale_block_size is None else Block(scale_block_size),
@@ -271,14 +277,12 @@ class Recipe(_Checked):
             dgrad=dgrad,
             wgrad=wgrad,
             amax="delayed" if delayed_scaling else "fresh",
-            backend=None if use_cuda_ext else "triton" if use_fused_kernel else "xla",
+            backend=None if use_cuda_ext else backend,
         )
 
 
 def _fp8_products(r: Recipe) -> list[str]:
-    return [
-        name for name in ("forward", "dgrad", "wgrad") if getattr(r, name) != "bf16"
-    ]
+    return [name for name in PRODUCTS if getattr(r, name) != "bf16"]
 
 
 def _of_products(r: Recipe) -> str:
@@ -289,171 +293,120 @@ def _in_e5m2_twice(r: Recipe) -> list[str]:
     """Return the FP8 products whose operands are both E5M2."""
     of_weight = r.stored and r.stored.dtype
     operands = {
-        "forward": (r.activation, of_weight),
-        "dgrad": (r.gradient, of_weight),
-        "wgrad": (r.activation, r.gradient),
+        "forward": {r.activation, of_weight},
+        "dgrad": {r.gradient, of_weight},
+        "wgrad": {r.activation, r.gradient},
     }
-    return [
-        name
-        for name in _fp8_products(r)
-        if operands[name] == ("float8_e5m2", "float8_e5m2")
-    ]
+    return [name for name in _fp8_products(r) if operands[name] == {"float8_e5m2"}]
 
 
-def _not_e4m3_next_to_fp4(r: Recipe) -> list[str]:
-    """Return the operands of products with FP4 weights that are 8-bit and not E4M3."""
-    how = {"activation": r.forward, "gradient": r.dgrad}
-    allowed = {
-        "activation": ("float8_e4m3fn", "float4_e2m1fn"),
-        "gradient": ("float8_e4m3fn",),
-    }
-    return [
-        name
-        for name in how
-        if how[name] == "full" and getattr(r, name) not in allowed[name]
-    ]
-
-
-# (is it broken, message) of each rule between fields, in the order in which they
-# explain best.
-RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
-    (
-        lambda r: (
-            (r.stored is not None and r.stored.dtype == "float4_e2m1fn")
-            != isinstance(r.scaling, Fp4)
-        ),
-        lambda r: (
+def _contradictions_of_fp4(r: Recipe) -> Iterator[str]:
+    """Yield the broken rules of four-bit weights and of FP4 training."""
+    packed = isinstance(r.scaling, Fp4)
+    if packed != (r.stored is not None and r.stored.dtype == "float4_e2m1fn"):
+        yield (
             f"weight={r.weight} with scaling={r.scaling}: codes of four bits and the"
             ' scales of FP4 belong together; use weight=Single("float4_e2m1fn") with'
             ' scaling=Fp4(...), or recipe("nvfp4") or recipe("mxfp4")'
-        ),
-    ),
-    (
-        lambda r: isinstance(r.scaling, Fp4) and "fast" in (r.forward, r.dgrad),
-        lambda r: (
+        )
+    if packed and "fast" in (r.forward, r.dgrad):
+        yield (
             f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={r.scaling}:"
             ' products with FP4 add in float32; use "full" for E4M3 activations or'
             ' gradients, or "bf16"'
-        ),
-    ),
-    (
-        lambda r: (
-            r.activation == "float4_e2m1fn"
-            and (getattr(r.scaling, "format", None), r.forward, r.wgrad)
-            != ("nvfp4", "full", "bf16")
-        ),
-        lambda r: (
+        )
+    in_nvfp4 = isinstance(r.scaling, Fp4) and r.scaling.format == "nvfp4"
+    if r.activation == "float4_e2m1fn" and not (
+        in_nvfp4 and r.forward == "full" and r.wgrad == "bf16"
+    ):
+        yield (
             f'activation="float4_e2m1fn" with scaling={r.scaling},'
             f" forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 activations are"
             " multiplied by NVFP4 weights, in the forward product alone; use"
             ' recipe("nvfp4", activation="float4_e2m1fn"), or'
             ' activation="float8_e4m3fn"'
-        ),
-    ),
-    (
-        lambda r: isinstance(r.scaling, Fp4) and bool(_not_e4m3_next_to_fp4(r)),
-        lambda r: (
-            f"{(name := _not_e4m3_next_to_fp4(r)[0])}={getattr(r, name)!r} with"
-            f" scaling={r.scaling}: 8-bit operands "
-            "next to FP4 are E4M3 with a scale for each row; use"
-            f' {name}="float8_e4m3fn", or "bf16" for that product'
-        ),
-    ),
-    (
-        lambda r: (
-            r.fp4 is not None
-            and (
-                bool(_fp8_products(r))
-                or (r.wire, r.quantize_backend, r.amax) != (None, None, "fresh")
+        )
+    for name, how in (("activation", r.forward), ("gradient", r.dgrad)):
+        dtype = getattr(r, name)
+        if packed and how == "full" and dtype == "float8_e5m2":
+            yield (
+                f"{name}={dtype!r} with scaling={r.scaling}: 8-bit operands next to"
+                " FP4 are E4M3 with a scale for each row; use"
+                f' {name}="float8_e4m3fn", or "bf16" for that product'
             )
-        ),
-        lambda r: (
+    others = (r.wire, r.quantize_backend, r.amax)
+    if r.fp4 is not None and (_fp8_products(r) or others != (None, None, "fresh")):
+        yield (
             f"weight={r.weight} with {_of_products(r)}, wire={r.wire!r},"
             f" quantize_backend={r.quantize_backend!r} and amax={r.amax!r}: FP4"
             " training quantizes a float weight at each product, by the format"
             ' library, and adds in float32; use "bf16" for all three products and'
             " leave the other fields unset"
-        ),
-    ),
-    (
-        lambda r: (
-            r.stored is None
-            and (bool(_fp8_products(r)) or r.amax == "delayed" or r.scaling != Tensor())
-        ),
-        lambda r: (
+        )
+
+
+def _contradictions_of_products(r: Recipe) -> Iterator[str]:
+    """Yield the broken rules of the three products and their operands."""
+    in_fp8 = _fp8_products(r)
+    if r.stored is None and (in_fp8 or r.amax == "delayed" or r.scaling != Tensor()):
+        yield (
             f"weight={r.weight} stores nothing in FP8, but"
-            f" {', '.join(_fp8_products(r)) or 'amax or scaling'} asks for it; use"
+            f" {', '.join(in_fp8) or 'amax or scaling'} asks for it; use"
             ' weight=Single() or Dual(), or recipe("bf16") without overrides'
-        ),
-    ),
-    (
-        lambda r: (
-            r.wgrad != "bf16"
-            and "bf16" in (r.forward, r.dgrad)
-            and not isinstance(r.scaling, Fp4)
-        ),
-        lambda r: (
+        )
+    x_and_g_in_bf16 = "bf16" in (r.forward, r.dgrad)
+    if r.wgrad != "bf16" and x_and_g_in_bf16 and not isinstance(r.scaling, Fp4):
+        yield (
             f"{_of_products(r)}: wgrad multiplies the x and g that the other two"
             ' quantized; use wgrad="bf16", or "fast" or "full" for all three'
-        ),
-    ),
-    (
-        lambda r: bool(_in_e5m2_twice(r)),
-        lambda r: (
-            f"{' and '.join(_in_e5m2_twice(r))} would multiply float8_e5m2 x"
+        )
+    twice = _in_e5m2_twice(r)
+    if twice:
+        yield (
+            f"{' and '.join(twice)} would multiply float8_e5m2 x"
             " float8_e5m2, which no tensor core does; make one of weight.dtype,"
             " activation and gradient float8_e4m3fn"
-        ),
-    ),
-    (
-        lambda r: isinstance(r.weight, Dual) and r.scaling.scale == "float32",
-        lambda r: (
+        )
+
+
+def _contradictions_of_scaling(r: Recipe) -> Iterator[str]:
+    """Yield the broken rules of scales, residuals and amax."""
+    if isinstance(r.weight, Dual) and r.scaling.scale == "float32":
+        yield (
             f"weight={r.weight} with scaling={r.scaling}: W_lo is exact only under a"
             ' power-of-two scale; use scale="pow2", or weight=Single()'
-        ),
-    ),
-    (
-        # One residual, error or copy of the weight serves both forward and dgrad.
-        lambda r: (
-            r.stored is not None
-            and (isinstance(r.weight, Dual) or r.feedback or r.copies == "one")
-            and not (r.scaling.serves_both or isinstance(r.scaling, Fp4))
-        ),
-        lambda r: (
+        )
+    # One residual, error or copy of the weight serves both forward and dgrad.
+    shared = isinstance(r.weight, Dual) or r.feedback or r.copies == "one"
+    if r.stored is not None and shared and not r.scaling.serves_both:
+        yield (
             f"weight={r.weight} and copies={r.copies!r} with scaling={r.scaling}:"
             " forward and dgrad have two quantizations of the weight, so no residual,"
             ' error or copy serves both; use weight=Single() with copies="both", or'
             " square blocks"
-        ),
-    ),
-    (
-        lambda r: (
-            isinstance(r.scaling, Block) and "fast" in (r.forward, r.dgrad, r.wgrad)
-        ),
-        lambda r: (
+        )
+    blocks = isinstance(r.scaling, Block)
+    if blocks and "fast" in (r.forward, r.dgrad, r.wgrad):
+        yield (
             f"scaling={r.scaling} with {_of_products(r)}: a product is promoted to"
             ' float32 where its blocks are scaled; use "full" for "fast"'
-        ),
-    ),
-    (
-        lambda r: (
-            r.amax == "delayed" and (r.stochastic or not isinstance(r.scaling, Tensor))
-        ),
-        lambda r: (
+        )
+    if r.amax == "delayed" and (r.stochastic or not isinstance(r.scaling, Tensor)):
+        yield (
             f'amax="delayed" with scaling={r.scaling} and weight={r.weight}: only whole'
             " tensors carry an amax, and a value that an old scale clips would bias"
             ' stochastic rounding; use amax="fresh"'
-        ),
-    ),
-    (
-        lambda r: (
-            r.stored is not None
-            and r.stored.blocks == "nonzero"
-            and not isinstance(r.scaling, Block)
-        ),
-        lambda r: (
+        )
+    if r.stored is not None and r.stored.blocks == "nonzero" and not blocks:
+        yield (
             f'blocks="nonzero" with scaling={r.scaling}: only a W_lo in blocks has'
             ' blocks to skip; use blocks="all" or recipe("tcfp12_blockwise")'
-        ),
-    ),
+        )
+
+
+# The rules between fields, in the order in which they explain best.
+RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
+    _contradictions_of_fp4,
+    _contradictions_of_products,
+    _contradictions_of_scaling,
 )

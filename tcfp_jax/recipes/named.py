@@ -1,11 +1,18 @@
 """The named recipes, and overrides of them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pallas_kernels.operands import Block, Fp4, Row, Scaling, Tensor
-from tcfp_jax.recipes.definition import Dual, Fp4Training, Recipe, Single
+from tcfp_jax.recipes.definition import (
+    PRODUCTS,
+    Arithmetic,
+    Dual,
+    Fp4Training,
+    Recipe,
+    Single,
+)
 
 Name = Literal[
     "bf16",
@@ -23,37 +30,31 @@ Name = Literal[
 ]
 NAMES: tuple[Name, ...] = get_args(Name)
 
-# Products never read this W_lo: it makes `W_hi + W_lo` precise enough to be the
-# parameter, see `tcfp_jax.store`.
-_UNREAD_RESIDUAL = Dual(remainder="dropped", forward="hi", dgrad="hi")
-_BF16: Any = dict(forward="bf16", dgrad="bf16", wgrad="bf16")
-_FULL: Any = dict(forward="full", dgrad="full", wgrad="full")
-_FAST: Any = dict(forward="fast", dgrad="fast", wgrad="fast")
+
+def _all(how: Arithmetic, **fields: Any) -> Recipe:
+    """Return the recipe whose three products multiply in one way."""
+    return Recipe(forward=how, dgrad=how, wgrad=how, **fields)
+
+
 _NAMED: dict[str, Recipe] = {
-    "bf16": Recipe(weight=None, **_BF16),
+    "bf16": _all("bf16", weight=None),
     "tcfp12": Recipe(),
-    "tcfp12_fast": Recipe(weight=Dual(dgrad="hi"), **_FAST),
+    "tcfp12_fast": _all("fast", weight=Dual(dgrad="hi")),
+    # Products never read this W_lo: it makes `W_hi + W_lo` precise enough to be the
+    # parameter, see `tcfp_jax.store`.
     "tcfp12_single": Recipe(
-        weight=_UNREAD_RESIDUAL,
-        forward="fast",
-        dgrad="full",
+        weight=Dual(remainder="dropped", forward="hi", dgrad="hi"),
         wgrad="full",
         copies="one",
     ),
-    "tensorwise": Recipe(
-        weight=Single(),
-        gradient="float8_e5m2",
-        forward="fast",
-        dgrad="full",
-        wgrad="full",
-    ),
-    "rowwise": Recipe(weight=Single(), scaling=Row(), **_FAST),
-    "blockwise": Recipe(weight=Single(), scaling=Block(128), **_FULL),
-    "tcfp12_blockwise": Recipe(scaling=Block(128), **_FULL),
-    "mxfp8": Recipe(weight=Single(), scaling=Block(32, "vector"), **_FULL),
-    "nvfp4": Recipe(weight=Single("float4_e2m1fn"), scaling=Fp4("nvfp4"), **_BF16),
-    "mxfp4": Recipe(weight=Single("float4_e2m1fn"), scaling=Fp4("mxfp4"), **_BF16),
-    "nvfp4_training": Recipe(weight=Fp4Training(), **_BF16),
+    "tensorwise": Recipe(weight=Single(), gradient="float8_e5m2", wgrad="full"),
+    "rowwise": _all("fast", weight=Single(), scaling=Row()),
+    "blockwise": _all("full", weight=Single(), scaling=Block(128)),
+    "tcfp12_blockwise": _all("full", scaling=Block(128)),
+    "mxfp8": _all("full", weight=Single(), scaling=Block(32, "vector")),
+    "nvfp4": _all("bf16", weight=Single("float4_e2m1fn"), scaling=Fp4("nvfp4")),
+    "mxfp4": _all("bf16", weight=Single("float4_e2m1fn"), scaling=Fp4("mxfp4")),
+    "nvfp4_training": _all("bf16", weight=Fp4Training()),
 }
 
 # Overrides that are not fields of `Recipe`: they stand for a field of `weight` or of
@@ -66,11 +67,16 @@ _OF_WEIGHT = {
     "residual_blocks": "blocks",
     "forward_operands": "forward_operands",
 }
-_OF_SCALING = ("block", "tile", "scale", "rule")
+_OF_SCALING = {name: name for name in ("block", "tile", "scale", "rule")}
 
 
 def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     """Return a named recipe, with overrides.
+
+    Use this to choose how layers multiply: "tcfp12_fast" or "tensorwise" to train
+    faster, "tcfp12" to stay closest to BF16, "nvfp4" to serve. `tcfp_jax.explain` shows
+    the kernels of a recipe, and `tcfp_jax.conversion.diagnose` compares recipes on a
+    model.
 
     * "bf16": BF16 operands, the baseline.
     * "tcfp12": `W_hi + W_lo` forward and in dgrad, BF16 weight gradient.
@@ -108,74 +114,76 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     >>> recipe("tcfp12", wgrad="full", block=64).scaling
     Block(size=64, tile='square')
     """
-    if not isinstance(name, Recipe | str) or (
-        isinstance(name, str) and name not in _NAMED
-    ):
+    if isinstance(name, Recipe):
+        base = name
+    elif isinstance(name, str) and name in _NAMED:
+        base = _NAMED[name]
+    else:
         raise ValueError(
             f"recipe {name!r} is unknown; use one of {list(_NAMED)} or build a Recipe"
         )
-    base = name if isinstance(name, Recipe) else _NAMED[name]
     if not overrides:
         return base
-    names = [*Recipe.__dataclass_fields__, *_OF_WEIGHT, *_OF_SCALING]
-    if unknown := next((key for key in overrides if key not in names), None):
-        raise TypeError(f"a recipe has no {unknown!r}; use some of {names}")
-    of_weight = {
-        _OF_WEIGHT[key]: value for key, value in overrides.items() if key in _OF_WEIGHT
-    }
-    of_scaling = {key: value for key, value in overrides.items() if key in _OF_SCALING}
-    fields = {
-        key: value
-        for key, value in overrides.items()
-        if key in Recipe.__dataclass_fields__
-    }
+    fields = dict(overrides)
+    of_weight = _take(fields, _OF_WEIGHT)
+    of_scaling = _take(fields, _OF_SCALING)
+    known = Recipe.__dataclass_fields__
+    for key in fields:
+        if key not in known:
+            names = [*known, *_OF_WEIGHT, *_OF_SCALING]
+            raise TypeError(f"a recipe has no {key!r}; use some of {names}")
     if of_weight:
         fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
+    scaling = fields.get("scaling", base.scaling)
     if of_scaling:
-        fields["scaling"] = _with_scaling(
-            fields.get("scaling", base.scaling), of_scaling
-        )
-    if "activation" in fields and isinstance(fields.get("scaling", base.scaling), Fp4):
-        if fields["activation"] == "bfloat16":
-            fields = {"forward": "bf16"} | fields | {"activation": Recipe.activation}
-        else:
-            fields = {"forward": "full"} | fields
-    if isinstance(fields.get("scaling"), Block):
-        fields = {
-            p: "full"
-            for p in ("forward", "dgrad", "wgrad")
-            if getattr(base, p) == "fast"
-        } | fields
-    return dataclasses.replace(base, **fields)
+        scaling = _with_scaling(scaling, of_scaling)
+    if "activation" in fields and isinstance(scaling, Fp4):
+        in_bf16 = fields["activation"] == "bfloat16"
+        fields.setdefault("forward", "bf16" if in_bf16 else "full")
+        if in_bf16:
+            del fields["activation"]
+    if scaling != base.scaling and isinstance(scaling, Block):
+        for product in PRODUCTS:
+            if getattr(base, product) == "fast":
+                fields.setdefault(product, "full")
+    return dataclasses.replace(base, **{**fields, "scaling": scaling})
+
+
+def _take(overrides: dict[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
+    """Take short overrides out, and return them by the names of their fields."""
+    return {
+        field: overrides.pop(key) for key, field in short.items() if key in overrides
+    }
 
 
 def describe(recipe: Recipe) -> str:
-    """Return the name of a recipe, or the nearest name of its kind and the fields that
-    differ.
+    """Return the nearest name of a recipe, and the fields in which both differ.
+
+    Use this in a message or a table, where the whole recipe is too long.
 
     >>> describe(recipe("tensorwise", gradient="float8_e4m3fn"))
     "tensorwise with gradient='float8_e4m3fn'"
     >>> describe(recipe("nvfp4_training", forward_operands="bf16"))
     "nvfp4_training with weight.forward_operands='bf16'"
     """
-    kind = lambda one: (type(one.weight), getattr(one.scaling, "format", None))
-    alike = {
-        name: known for name, known in _NAMED.items() if kind(known) == kind(recipe)
-    }
-    found = {
-        name: list(_differences(recipe, known))
-        for name, known in (alike or _NAMED).items()
-    }
+    alike = [name for name in _NAMED if _kind(_NAMED[name]) == _kind(recipe)]
+    found = {name: list(_differences(recipe, _NAMED[name])) for name in alike or _NAMED}
     nearest = min(found, key=lambda name: len(found[name]))
-    return f"{nearest} with {', '.join(found[nearest])}" if found[nearest] else nearest
+    if not found[nearest]:
+        return nearest
+    return f"{nearest} with {', '.join(found[nearest])}"
+
+
+def _kind(recipe: Recipe) -> tuple[type, str | None]:
+    """Return the form of the weight, and the format of FP4 codes."""
+    return type(recipe.weight), getattr(recipe.scaling, "format", None)
 
 
 def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]:
-    """Yield `name=value` of every field in which two values of a kind differ, down to
-    nested fields.
-    """
+    """Yield `name=value` of each field in which two dataclasses differ, also nested."""
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
-        mine, theirs = getattr(value, field.name), getattr(base, field.name)
+        mine = getattr(value, field.name)
+        theirs = getattr(base, field.name)
         if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
             yield from _differences(mine, theirs, f"{prefix}{field.name}.")
         elif mine != theirs:
@@ -185,14 +193,11 @@ def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]
 def _with_weight(
     weight: Single | Dual | Fp4Training | None, given: dict[str, Any]
 ) -> Single | Dual | Fp4Training:
-    unknown = (
-        set(given) - {field.name for field in dataclasses.fields(weight)}
-        if weight is not None
-        else set(given)
-    )
+    fields = () if weight is None else dataclasses.fields(weight)
+    unknown = sorted(given.keys() - {field.name for field in fields})
     if weight is None or unknown:
         raise ValueError(
-            f"{sorted(unknown)[0]}={given[sorted(unknown)[0]]!r}: weight={weight} has"
+            f"{unknown[0]}={given[unknown[0]]!r}: weight={weight} has"
             " no such field; use weight=Dual(...) for a weight of two halves, or"
             " Fp4Training(...) for FP4 training"
         )
@@ -201,26 +206,28 @@ def _with_weight(
 
 def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
     if isinstance(scaling, Fp4):
-        if taken := next((name for name in ("block", "scale") if name in given), None):
-            raise ValueError(
-                f"{taken}={given[taken]!r} with scaling={scaling}: blocks of"
-                f" {scaling.format} hold {scaling.block} values and its scales are its"
-                ' own; use tile= or rule=, the other of recipe("nvfp4") and'
-                ' recipe("mxfp4"), or recipe("mxfp8")'
-            )
+        for taken in ("block", "scale"):
+            if taken in given:
+                raise ValueError(
+                    f"{taken}={given[taken]!r} with scaling={scaling}: blocks of"
+                    f" {scaling.format} hold {scaling.block} values and its scales are"
+                    ' its own; use tile= or rule=, the other of recipe("nvfp4") and'
+                    ' recipe("mxfp4"), or recipe("mxfp8")'
+                )
         return dataclasses.replace(scaling, **given)
     if "rule" in given:
         raise ValueError(
             f"rule={given['rule']!r} with scaling={scaling}: rules choose the scales of"
             ' FP4 weights; use recipe("nvfp4") or recipe("mxfp4")'
         )
-    if given.get("block", ...) is None:
-        return Tensor(given.get("scale", "pow2"))
+    scale = given.get("scale", "pow2")
+    if "block" in given and given["block"] is None:
+        return Tensor(scale)
     if "block" in given or isinstance(scaling, Block):
         before = scaling if isinstance(scaling, Block) else Block()
-        if given.get("scale", "pow2") != "pow2":
+        if scale != "pow2":
             raise ValueError(
-                f"scale={given['scale']!r} with {before}: the scales of blocks are"
+                f"scale={scale!r} with {before}: the scales of blocks are"
                 ' powers of two, E8M0; use scale="pow2" or'
                 ' scaling=Tensor("float32")'
             )
@@ -230,4 +237,4 @@ def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
             f"tile={given['tile']!r} with scaling={scaling}, which has no blocks; pass"
             " block=32, 64 or 128"
         )
-    return dataclasses.replace(scaling, scale=given["scale"])
+    return dataclasses.replace(scaling, scale=scale)
