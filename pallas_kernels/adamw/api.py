@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import mosaic, reference, triton
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
-from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
+from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, check_real
 from pallas_kernels.specs import entries_of, has_explicit_axes
 
@@ -29,27 +29,30 @@ def _by_reference(
     rates: Rates,
     key: jax.Array,
 ) -> Step:
-    """Take the step by the definition, partitioned by XLA even with explicit axes,
-    because it cuts axes into blocks.
+    """Take the step by the definition.
+
+    XLA partitions it even with explicit axes, because it cuts axes into blocks.
     """
     step = functools.partial(reference.adamw, options)
     if not has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
-    spec = lambda x: jax.typeof(x).sharding.spec
-    turned: Any = (
-        PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
-    )
-    whole: Any = PartitionSpec()
-    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
-    return jax.sharding.auto_axes(step, out_sharding=typed)(
+    columns: Any = None
+    if options.orientation == "both":
+        columns = PartitionSpec(*entries_of(hi)[::-1])
+    amax: Any = PartitionSpec()
+    moments = jax.tree.map(_spec, state)
+    results = Step(_spec(hi), _spec(lo), columns, moments, amax)
+    return jax.sharding.auto_axes(step, out_sharding=results)(
         g, hi, lo, state, rates, key
     )
 
 
+def _spec(x: jax.Array) -> Any:
+    return jax.typeof(x).sharding.spec
+
+
 IMPLEMENTATIONS = (
-    # No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take
-    # three times as long.
-    Implementation("triton", triton.adamw, triton.reject, lambda *_: lacks_fp8()),
+    Implementation("triton", triton.adamw, triton.reject, triton.decline),
     Implementation("mosaic", mosaic.adamw, mosaic.reject),
     Implementation("xla", _by_reference),
 )
@@ -67,6 +70,9 @@ def adamw(
     **options: str,
 ) -> Step:
     """Take one step of AdamW, as optax has it, on `W = (hi + lo) * scale`.
+
+    Use it to write an optimizer of weights that exist in FP8 alone.
+    `tcfp_jax.optim.adamw` is one.
 
     With decoupled decay, corrected bias, eps and eps_root: `m' = b1 m + (1 - b1) g`,
     `v' = b2 v + (1 - b2) g**2` and, in units of the new scale, `W' = W * decay - (rate
@@ -99,12 +105,16 @@ def adamw(
         stack), or an option is unknown.
       NotImplementedError: the named backend cannot run it; the message says why.
 
-    >>> hi, moments = jnp.ones((1, 2), jnp.float8_e4m3fn), Moments.zeros((1, 2))
-    >>> numbers = dict(b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
-    ...     gradient_scale=1, scale=1, new_scale=1)
-    >>> rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
-    >>> step = jax.jit(adamw)(jnp.array([[3.0, 0.0]]), hi, hi * 0, moments, rates, jnp.zeros(2, jnp.uint32))
-    >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
+    >>> hi = jnp.ones((1, 2), jnp.float8_e4m3fn)
+    >>> numbers = dict(
+    ...     b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8,
+    ...     eps_root=0, decay=1, gradient_scale=1, scale=1, new_scale=1)
+    >>> numbers = {name: jnp.float32(x) for name, x in numbers.items()}
+    >>> rates = Rates(**numbers, keep=jnp.bool_(True))
+    >>> g, key = jnp.array([[3.0, 0.0]]), jnp.zeros(2, jnp.uint32)
+    >>> step = jax.jit(adamw)(g, hi, hi * 0, Moments.zeros((1, 2)), rates, key)
+    >>> weight = step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)
+    >>> weight.tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """
     chosen = Options(**options)  # type: ignore[arg-type]

@@ -1,11 +1,9 @@
-"""The AdamW step on Hopper: the choice and the call of the kernel in
-`mosaic_kernel.py`.
-"""
+"""The AdamW step on Hopper: the choice of the kernel in `mosaic_kernel.py`."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.adamw import triton
+from pallas_kernels.adamw.launch import ROWS, launch
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper import plan
@@ -17,7 +15,8 @@ def reject(
     options: Options, g: jax.Array, hi: jax.Array, *arrays: object
 ) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
-    if (reason := plan.reject(jnp.bfloat16)) is not None:
+    reason = plan.reject(jnp.bfloat16)
+    if reason is not None:
         return reason
     if device_kind() == "cpu":
         return 'its instructions need a GPU; use backend="triton" or "xla"'
@@ -25,17 +24,16 @@ def reject(
         # JAX cannot partition a function with references, by which the state is
         # replaced where it lies.
         return 'several devices; use backend="triton" or "xla"'
-    (k, n), rows = hi.shape, 2 * triton.ROWS
+    k, n = hi.shape
+    rows = 2 * ROWS
     if k % rows or n % BLOCK:
         return (
             f"hi[{k}, {n}]: the sizes must be multiples of {rows} and {BLOCK}; use"
             ' backend="xla" or pad'
         )
-    return (
-        None
-        if str(g.dtype) in ("bfloat16", "float32")
-        else f"g is {g.dtype}, not bfloat16 or float32"
-    )
+    if g.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"g is {g.dtype}, not bfloat16 or float32"
+    return None
 
 
 def adamw(
@@ -52,4 +50,4 @@ def adamw(
     # pay, and needs jax 0.11.
     from pallas_kernels.adamw import mosaic_kernel
 
-    return triton.adamw(options, g, hi, lo, state, rates, key, mosaic_kernel.call)
+    return launch(mosaic_kernel.call, options, g, hi, lo, state, rates, key)

@@ -1,5 +1,4 @@
-"""The AdamW step in Pallas Mosaic, by the arithmetic of `reference.update` in
-registers.
+"""The AdamW step in Pallas Mosaic, by `reference.update` in registers.
 
 A block takes 32 rows of 128 columns. Bulk copies bring them into shared memory, results
 replace them there, and bulk copies take them back. A multiprocessor holds several
@@ -8,6 +7,9 @@ row, so that a block of the moments is reduced inside a warp.
 """
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,135 +18,202 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import counter
-from pallas_kernels.adamw import reference, triton
-from pallas_kernels.adamw.reference import Coefficients, Options, State
+from pallas_kernels.adamw import launch, reference
+from pallas_kernels.adamw.arithmetic import Instructions
+from pallas_kernels.adamw.launch import STATE, Numbers
+from pallas_kernels.adamw.reference import Options, State
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.moments import BLOCK, E4M3
 from pallas_kernels.specs import varying
 
-ROWS = 2 * triton.ROWS  # of a block
+ROWS = 2 * launch.ROWS  # of a block
 _WARPS = 4
 _TURNS = ROWS // _WARPS
 _REGISTERS = Registers((_WARPS, BLOCK))  # of a turn
 
 
 def call(options: Options, columns: int, *operands: jax.Array) -> list[jax.Array]:
-    """Run the kernel on a stack of matrices."""
+    """Run the kernel on a stack of matrices, see `launch`."""
     words, gradient, *state = varying(operands, *operands)
     l, k, n = gradient.shape
-    outs, memory = [jax.ShapeDtypeStruct((l, k // _TURNS, n // BLOCK), jnp.int32)], []
+    results = [jax.ShapeDtypeStruct((l, k // _TURNS, n // BLOCK), jnp.int32)]
+    memory = []
     if options.orientation == "both":
-        outs.append(jax.ShapeDtypeStruct((l, n, k), E4M3))
+        results.append(jax.ShapeDtypeStruct((l, n, k), E4M3))
         memory.append(_REGISTERS.turned(ROWS, BLOCK, E4M3))
+    tiles = [
+        plgpu.SMEM((ROWS, BLOCK), x.dtype)
+        for x in (gradient, *state)
+        if x.shape == gradient.shape
+    ]
     # References, so that the state is replaced where it lies if its buffers are
     # donated.
     places = [jax.new_ref(x) for x in state]
-    results = plgpu.kernel(
+    new = plgpu.kernel(
         functools.partial(_kernel, options),
-        out_type=outs,
+        out_type=results,
         grid=(l * (k // ROWS) * (n // BLOCK),),
         grid_names=("block",),
         scratch_types=dict(
-            tiles=[
-                plgpu.SMEM((ROWS, BLOCK), x.dtype)
-                for x in (gradient, *state)
-                if x.shape == gradient.shape
-            ],
-            numbers=[plgpu.SMEM((ROWS,), jnp.uint8)] * 2,
+            tiles=tiles,
+            scales=[plgpu.SMEM((ROWS,), jnp.uint8)] * 2,
             memory=memory,
-            filled=plgpu.Barrier(num_arrivals=5),
+            filled=plgpu.Barrier(num_arrivals=len(tiles)),
         ),
         kernel_name="adamw",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(words, gradient, *places)
-    return varying([*map(jax.freeze, places), *results], *operands)
+    return varying([*map(jax.freeze, places), *new], *operands)
 
 
-def _kernel(
-    options: Options,
-    words: Ref,
-    *refs: Ref,
-    tiles: Ref,
-    numbers: Ref,
-    memory: Ref,
-    filled: Ref,
-) -> None:
-    """Compute a block."""
-    arrays, (tops, *columns) = refs[:7], refs[7:]
-    (_, k, n), block = arrays[0].shape, lax.axis_index("block")
-    row, column = lax.div(block, n // BLOCK), lax.rem(block, n // BLOCK)
-    entry, row = lax.div(row, k // ROWS), lax.rem(row, k // ROWS)
-    below, beside = pl.ds(row * ROWS, ROWS), pl.ds(column * BLOCK, BLOCK)
-    parts = [x.at[entry, below, beside] for x in arrays if x.shape == arrays[0].shape]
-    scales = [x.at[entry, below, column] for x in arrays if x.shape != arrays[0].shape]
-    for part, tile in zip(parts, tiles, strict=True):
-        plgpu.copy_gmem_to_smem(part, tile, filled)
-    # A warp that read a number from the GPU's memory in each turn would wait behind the
-    # copies of other blocks.
-    _REGISTERS.copy_bytes(scales, numbers)
+class _Place(NamedTuple):
+    """The place of a block in a stack: its matrix, and its part of the matrix."""
 
-    count = len(Coefficients._fields)
-    c = Coefficients(
-        *(lax.bitcast_convert_type(words[entry, i], jnp.float32) for i in range(count))
-    )
-    unit, keep, k0, k1 = (words[entry, count + i] for i in range(4))
-    layout, zeros = _REGISTERS.layout, _REGISTERS.spread(0)
-    warps, lanes = (
-        plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, _REGISTERS.shape, i), layout)
-        for i in (0, 1)
-    )
-    do = _Device(zeros)
+    entry: jax.Array
+    row: jax.Array
+    column: jax.Array
+    rows: pl.Slice
+    columns: pl.Slice
 
-    def turn(i: jax.Array, top: jax.Array) -> jax.Array:
-        at = pl.ds(i * _WARPS, _WARPS)
-        m_scale, v_scale = _REGISTERS.read_bytes(i * _WARPS, numbers)
-        g, hi, lo, m, v = (_REGISTERS.load(tile.at[at]) for tile in tiles)
-        first = ((row * ROWS + i * _WARPS).astype(jnp.uint32) + warps) * n + (
-            column * BLOCK
-        ).astype(jnp.uint32)
-        bits = counter.finish(counter.begin(first ^ k0) ^ lanes, k1)
-        old = State(hi, lo, m, m_scale, v, v_scale)
-        new, weight = reference.update(do, options, c, g.astype(jnp.float32), old, bits)
-
-        @pl.when(keep != 0)
-        def _replace() -> None:
-            _REGISTERS.store(
-                [new.hi, new.lo, new.m, new.v], [tile.at[at] for tile in tiles[1:]]
-            )
-            _REGISTERS.write_numbers(i * _WARPS, [new.m_scale, new.v_scale], numbers)
-
-        weight = jnp.where(
-            keep != 0, weight, hi.astype(jnp.float32) + lo.astype(jnp.float32)
-        )
-        # This maximum ignores NaN.
-        return _REGISTERS.instruct("max.f32 $0, $1, $2;", top, jnp.abs(weight))
-
-    plgpu.barrier_wait(filled)
-    top = lax.fori_loop(0, _TURNS, turn, zeros)
-    _REGISTERS.copy_bytes(numbers, scales)
-    largest = do.multiply(do.largest(top), lax.bitcast_convert_type(unit, jnp.float32))
-    of_block = tops.at[entry, pl.ds(row * _WARPS, _WARPS), column]
-    _REGISTERS.write_numbers(
-        0, [lax.bitcast_convert_type(largest, jnp.int32)], [of_block]
-    )
-    transposes = [
-        (tiles[1], tile, ref.at[entry, beside, below])
-        for tile, ref in zip(memory, columns, strict=True)
-    ]
-    write_back(list(zip(tiles[1:], parts[1:], strict=True)), transposes)
+    @staticmethod
+    def of_block(block: jax.Array, shape: tuple[int, int, int]) -> "_Place":
+        """Return the place of the block with this number in a stack of this shape."""
+        _, k, n = shape
+        down = lax.div(block, n // BLOCK)
+        column = lax.rem(block, n // BLOCK)
+        entry = lax.div(down, k // ROWS)
+        row = lax.rem(down, k // ROWS)
+        rows = pl.ds(row * ROWS, ROWS)
+        return _Place(entry, row, column, rows, pl.ds(column * BLOCK, BLOCK))
 
 
-class _Device(triton._Device):
-    """The operations of Triton's kernel on a row of each warp; a number of a row has
-    the shape of its values.
+class _Device(Instructions):
+    """Operations on a row of each warp.
+
+    A number of a row has the shape of its values.
     """
-
-    _run = staticmethod(_REGISTERS.instruct)
 
     def largest(self, x: jax.Array) -> jax.Array:
         return _REGISTERS.largest("max.f32", jnp.abs(x))
 
     def largest_or_nan(self, v: jax.Array) -> jax.Array:
         return _REGISTERS.largest("max.s32", v)
+
+
+def _kernel(
+    options: Options,
+    words: Ref,
+    gradient: Ref,
+    *refs: Ref,
+    tiles: Sequence[Ref],
+    scales: Sequence[Ref],
+    memory: Sequence[Ref],
+    filled: Ref,
+) -> None:
+    """Compute a block: copy it, update its rows in turns, and copy it back."""
+    tops, *columns = refs[STATE:]
+    place = _Place.of_block(lax.axis_index("block"), gradient.shape)
+    parts = []
+    scale_parts = []
+    for x in (gradient, *refs[:STATE]):
+        if x.shape == gradient.shape:
+            parts.append(x.at[place.entry, place.rows, place.columns])
+        else:
+            scale_parts.append(x.at[place.entry, place.rows, place.column])
+    for part, tile in zip(parts, tiles, strict=True):
+        plgpu.copy_gmem_to_smem(part, tile, filled)
+    # A warp that read a number from the GPU's memory in each turn would wait behind the
+    # copies of other blocks.
+    _REGISTERS.copy_bytes(scale_parts, scales)
+
+    numbers = Numbers.read(lambda i: words[place.entry, i])
+    zeros = _REGISTERS.spread(0)
+    rows = _Rows(
+        options, numbers, place, gradient.shape[2], tiles, scales, _iota(0), _iota(1)
+    )
+    plgpu.barrier_wait(filled)
+    top = lax.fori_loop(0, _TURNS, rows.update, zeros)
+    _REGISTERS.copy_bytes(scales, scale_parts)
+
+    do = _Device(_REGISTERS.instruct)
+    largest = do.largest(top)
+    unit = lax.bitcast_convert_type(numbers.unit, jnp.float32)
+    amax = do.multiply(largest, unit)
+    of_warps = tops.at[place.entry, pl.ds(place.row * _WARPS, _WARPS), place.column]
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    _REGISTERS.write_numbers(0, [bits], [of_warps])
+    transposes = [
+        (tiles[1], tile, ref.at[place.entry, place.columns, place.rows])
+        for tile, ref in zip(memory, columns, strict=True)
+    ]
+    write_back(list(zip(tiles[1:], parts[1:], strict=True)), transposes)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a block in shared memory, and the step that they take.
+
+    Attributes:
+      options: static options of the step.
+      numbers: numbers of the step.
+      place: place of the block.
+      width: columns of the weight.
+      tiles: gradient, hi, lo, m and v.
+      scales: bytes of m and v.
+      warps, lanes: row and column of each value in a turn.
+    """
+
+    options: Options
+    numbers: Numbers
+    place: _Place
+    width: int
+    tiles: Sequence[Ref]
+    scales: Sequence[Ref]
+    warps: jax.Array
+    lanes: jax.Array
+
+    def update(self, i: jax.Array, top: jax.Array) -> jax.Array:
+        """Update a row of each warp; return the largest magnitudes, of `top` too."""
+        keep = self.numbers.keep
+        at = pl.ds(i * _WARPS, _WARPS)
+        m_scale, v_scale = _REGISTERS.read_bytes(i * _WARPS, self.scales)
+        g, hi, lo, m, v = [_REGISTERS.load(tile.at[at]) for tile in self.tiles]
+        bits = self._random_bits(i)
+        old = State(hi, lo, m, m_scale, v, v_scale)
+        new, weight = reference.update(
+            _Device(_REGISTERS.instruct),
+            self.options,
+            self.numbers.coefficients,
+            g.astype(jnp.float32),
+            old,
+            bits,
+        )
+
+        @pl.when(keep != 0)
+        def _replace() -> None:
+            values = [new.hi, new.lo, new.m, new.v]
+            _REGISTERS.store(values, [tile.at[at] for tile in self.tiles[1:]])
+            numbers = [new.m_scale, new.v_scale]
+            _REGISTERS.write_numbers(i * _WARPS, numbers, self.scales)
+
+        is_taken = keep != 0
+        before = hi.astype(jnp.float32) + lo.astype(jnp.float32)
+        weight = jnp.where(is_taken, weight, before)
+        # This maximum ignores NaN.
+        return _REGISTERS.instruct("max.f32 $0, $1, $2;", top, jnp.abs(weight))
+
+    def _random_bits(self, i: jax.Array) -> jax.Array:
+        """Return the hash of each value in the rows of turn i."""
+        row = (self.place.row * ROWS + i * _WARPS).astype(jnp.uint32) + self.warps
+        before = row * self.width
+        first = before + (self.place.column * BLOCK).astype(jnp.uint32)
+        start = counter.begin(first ^ self.numbers.k0)
+        return counter.finish(start ^ self.lanes, self.numbers.k1)
+
+
+def _iota(axis: int) -> jax.Array:
+    """Return the row (axis 0) or the column (1) of each value in a turn."""
+    number = lax.broadcasted_iota(jnp.uint32, _REGISTERS.shape, axis)
+    return plgpu.layout_cast(number, _REGISTERS.layout)

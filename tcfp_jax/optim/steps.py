@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.adamw.api import Moments, Rates, adamw
-from pallas_kernels.adamw.reference import Portable
+from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.operands import Operand
 from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
 from tcfp_jax.paths import PyTree

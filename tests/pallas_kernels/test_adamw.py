@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import counter, dispatch, moments, pallas_triton
 from pallas_kernels.adamw import mosaic, reference
 from pallas_kernels.adamw.api import IMPLEMENTATIONS, Moments, Rates, adamw
+from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.hopper import plan
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
@@ -125,7 +126,7 @@ def exact_weight(g, hi, lo, state, given, options):
     bits = blocks(counter.bits_of(g.shape, KEY[0], KEY[1]))
     coefficients = reference.Coefficients.of(given)
     _, w = reference.update(
-        reference.Portable(blocks(g)), options, coefficients, blocks(g), old, bits
+        Portable(blocks(g)), options, coefficients, blocks(g), old, bits
     )
     return moments.from_blocks(w, g.shape[1]) * given.new_scale
 

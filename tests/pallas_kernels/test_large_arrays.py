@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import pallas_triton
-from pallas_kernels.adamw import triton
+from pallas_kernels.adamw import triton_kernel
 from pallas_kernels.adamw.api import adamw
 from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
@@ -45,9 +45,9 @@ def test_adamw_takes_a_stack_by_parts(
         lambda *leaves: jnp.stack(leaves), *(data((K, N), seed) for seed in range(size))
     )
     keys = jnp.stack([KEY + i for i in range(size)])
-    called, call = [], triton._call
+    called, call = [], triton_kernel._call
     monkeypatch.setattr(
-        triton,
+        triton_kernel,
         "_call",
         lambda *args, **options: called.append(args[3]) or call(*args, **options),
     )

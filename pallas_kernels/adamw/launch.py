@@ -1,0 +1,150 @@
+"""The launch of an AdamW kernel: its operands, stacks of weights, and parts of devices.
+
+A kernel is a function `kernel(options, columns, words, gradient, *state, *places)` of a
+device's part of a stack `[l, k, n]`. `columns` is n of the whole weight, `words` are
+those of `Numbers`, and `places` the global rows and columns of the part, if there are
+several devices. It returns the new state, the bits of the largest magnitudes of tiles,
+and with `orientation="both"` the transpose of the new hi.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Rates, Step
+from pallas_kernels.moments import BLOCK
+from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.specs import device_count, has_explicit_axes
+
+Kernel: TypeAlias = Callable[..., list[jax.Array]]
+Ref: TypeAlias = Any  # reference to memory
+ROWS = 16  # rows of a tile; a shard has a multiple of them
+STATE = 6  # hi, lo, m, m_scale, v, v_scale
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step, as a kernel reads them from its operand of 32-bit words.
+
+    Attributes:
+      coefficients: coefficients of the arithmetic.
+      unit: bits of the scale of the weight after the step, for its amax.
+      keep: zero if the step is not taken.
+      k0, k1: key words of the random bits.
+    """
+
+    coefficients: Coefficients
+    unit: jax.Array
+    keep: jax.Array
+    k0: jax.Array
+    k1: jax.Array
+
+    @staticmethod
+    def words(rates: Rates, key: jax.Array) -> jax.Array:
+        """Return the operand of a kernel."""
+        unit = jnp.where(rates.keep, rates.new_scale, rates.scale)
+        floats = jnp.stack([*Coefficients.of(rates), unit])
+        words = lax.bitcast_convert_type(floats, jnp.uint32)
+        integers = jnp.stack([rates.keep.astype(jnp.uint32), key[0], key[1]])
+        return jnp.concatenate([words, integers])
+
+    @staticmethod
+    def read(word: Callable[[int], jax.Array]) -> "Numbers":
+        """Return the numbers from a function that reads a word of the operand."""
+        count = len(Coefficients._fields)
+        floats = [lax.bitcast_convert_type(word(i), jnp.float32) for i in range(count)]
+        rest = [word(count + i) for i in range(4)]
+        return Numbers(Coefficients._make(floats), *rest)
+
+
+def launch(
+    kernel: Kernel,
+    options: Options,
+    g: jax.Array,
+    hi: jax.Array,
+    lo: jax.Array,
+    state: Moments,
+    rates: Rates,
+    key: jax.Array,
+) -> Step:
+    """Take the step by a kernel, see `api.adamw`."""
+    operands = (
+        Numbers.words(rates, key),
+        g,
+        hi,
+        lo,
+        state.m,
+        lax.bitcast_convert_type(state.m_scale, jnp.uint8),
+        state.v,
+        state.v_scale,
+    )
+    if has_explicit_axes():
+        results = _on_each_device(kernel, options, *operands)
+    else:
+        results = _stacked(kernel, options)(*operands)
+    new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
+    after = Moments(
+        m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale
+    )
+    # Bits of floats that are not negative are ordered like the floats.
+    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
+    return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
+
+
+@functools.cache
+def _stacked(kernel: Kernel, options: Options) -> Kernel:
+    """Return the step of a stack of matrices `[*l, ...]`.
+
+    vmap makes the stack longer, and the step stays in place.
+    """
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        return _on_each_device(kernel, options, *operands)
+
+    @call.def_vmap
+    def _rule(
+        size: int, is_mapped: list[bool], *operands: jax.Array
+    ) -> tuple[list[jax.Array], list[bool]]:
+        whole = [
+            x if maps else jnp.broadcast_to(x, (size, *x.shape))
+            for x, maps in zip(operands, is_mapped, strict=True)
+        ]
+        results = call(*whole)
+        return results, [True] * len(results)
+
+    return call
+
+
+def _on_each_device(
+    kernel: Kernel, options: Options, *operands: jax.Array
+) -> list[jax.Array]:
+    """Run the kernel on a stack of matrices; each device takes its part of them."""
+    *leading, k, n = operands[2].shape
+    # A letter for each axis of a stack, because layers of experts are split in their
+    # second axis.
+    stack = " ".join("abcdefgh"[: len(leading)])
+    state = [f"{stack} {axes}" for axes in ("i j", "i j", "i j", "i q", "i j", "i q")]
+    inputs = [f"{stack} u", f"{stack} i j", *state]
+    outputs = [*state, f"{stack} p q"]
+    if options.orientation == "both":
+        outputs.append(f"{stack} j i")
+    places: list[jax.Array] = []
+    if device_count() > 1:
+        # Global rows and columns, split like the weight
+        places = [lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)]
+        inputs += ["i", "j"]
+    rule = f"{', '.join(inputs)} -> {', '.join(outputs)}"
+    blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
+
+    def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
+        stack = operands[2].shape[:-2]
+        merged = [x.reshape(-1, *x.shape[len(stack) :]) for x in operands[: 2 + STATE]]
+        results = kernel(options, n, *merged, *operands[2 + STATE :])
+        return [x.reshape(*stack, *x.shape[1:]) for x in results]
+
+    return partitioned(local, rule, blocks)(*operands, *places)
