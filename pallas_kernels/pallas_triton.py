@@ -8,7 +8,7 @@ of this module are those of `jax.experimental.pallas.triton`.
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 # Pallas-Triton takes 32-bit offsets for arrays of up to so many bytes, and Triton reads
 # them as signed numbers.
-_BYTES_OF_32_BIT_OFFSETS, _OFFSETS = 2**32, 2**31
+_BYTES_OF_32_BIT_OFFSETS = 2**32
+_OFFSETS = 2**31
+T = TypeVar("T")
 
 
 def __getattr__(name: str) -> object:
@@ -48,16 +50,15 @@ def missing() -> str | None:
 def unreachable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Return the reason why a kernel cannot address these arrays, or None.
 
-    >>> unreachable(jax.ShapeDtypeStruct((2**31,), jnp.int8), jax.ShapeDtypeStruct((2**33,), jnp.int8))
-    >>> unreachable(jax.ShapeDtypeStruct((3, 2**30), jnp.int8))
-    'int8[3, 1073741824] has more than 2**31 values, which the 32-bit offsets of Pallas-Triton do not reach'
+    >>> unreachable(jax.ShapeDtypeStruct((2**31,), jnp.int8))
+    >>> unreachable(jax.ShapeDtypeStruct((2**33,), jnp.int8))
+    >>> unreachable(jax.ShapeDtypeStruct((3, 2**30), jnp.int8))[:49]
+    'int8[3, 1073741824] has more than 2**31 values, w'
     """
     for x in arrays:
         values = math.prod(x.shape)
-        if (
-            values > _OFFSETS
-            and values * jnp.dtype(x.dtype).itemsize <= _BYTES_OF_32_BIT_OFFSETS
-        ):
+        bytes_ = values * jnp.dtype(x.dtype).itemsize
+        if values > _OFFSETS and bytes_ <= _BYTES_OF_32_BIT_OFFSETS:
             return (
                 f"{jnp.dtype(x.dtype)}{list(x.shape)} has more than 2**31 values, which"
                 " the 32-bit offsets of Pallas-Triton do not reach"
@@ -68,32 +69,32 @@ def unreachable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 def pallas_call(
     kernel: Callable[..., None], out_shape: Any, **options: Any
 ) -> Callable[..., Any]:
-    """Return `pl.pallas_call` of a Triton kernel, which refuses arrays that it would
-    address wrongly.
+    """Return `pl.pallas_call` of a Triton kernel.
+
+    It refuses arrays that the kernel would address wrongly.
     """
     from jax.experimental import pallas as pl
 
     def call(*operands: jax.Array) -> Any:
-        if (reason := unreachable(*operands, *jax.tree.leaves(out_shape))) is not None:
+        reason = unreachable(*operands, *jax.tree.leaves(out_shape))
+        if reason is not None:
             raise NotImplementedError(f'{reason}; use backend="xla" or split the array')
         return pl.pallas_call(kernel, out_shape=out_shape, **options)(*operands)
 
     return call
 
 
-def on_platform(call: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Return `call(*operands, interpret=...)`, compiled on CUDA and interpreted on
-    CPUs.
-    """
-    interpreted, compiled = (
-        functools.partial(call, interpret=interpret) for interpret in (True, False)
-    )
+def on_platform(call: Callable[..., T], *operands: object) -> T:
+    """Return `call(*operands, interpret=...)`, which CPUs interpret."""
+    interpreted = functools.partial(call, interpret=True)
+    compiled = functools.partial(call, interpret=False)
     return lax.platform_dependent(*operands, cpu=interpreted, cuda=compiled)
 
 
 def instruct(assembly: str, *values: ArrayLike) -> jax.Array:
-    """Return the result of instructions on float32 values, elementwise; no compiler
-    replaces them by others.
+    """Return the result of instructions on float32 values, elementwise.
+
+    No compiler replaces them by others.
     """
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
     operands = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in values]

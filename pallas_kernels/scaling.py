@@ -364,12 +364,13 @@ class Fp4:
         """Return the block scale of every value of a tensor of this shape, float32,
         without `outer`.
         """
-        numeric = (
-            numerics.decode_e8m0(scale)
-            if self.format == "mxfp4"
-            else scale.astype(jnp.float32)
-        )
-        return _repeat(numeric, self.block, self.tile, shape)
+        return _repeat(self.in_float32(scale), self.block, self.tile, shape)
+
+    def in_float32(self, scale: jax.Array) -> jax.Array:
+        """Return the blocks' scales as numbers, without `outer`."""
+        if self.format == "mxfp4":
+            return numerics.decode_e8m0(scale)
+        return scale.astype(jnp.float32)
 
     def find(
         self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None

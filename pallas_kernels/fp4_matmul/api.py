@@ -1,9 +1,10 @@
-"""`fp4_matmul`: activations times an FP4 weight, whose codes are read without a copy in
-another format.
+"""`fp4_matmul`: activations times an FP4 weight whose codes are read as they are.
+
+On Hopper no copy of a weight exists in another format, unless x has many rows.
 """
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.reference import Activation, Options
 from pallas_kernels.operands import Fp4, Operand, check_real
+from pallas_kernels.specs import Sharding
 
 IMPLEMENTATIONS = (
     Implementation(
@@ -30,13 +32,16 @@ def fp4_matmul(
     contracts: Literal["k", "n"] = "k",
     activation: Activation = "bfloat16",
     out_dtype: DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: Sharding = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """Return `x @ w.T` with an FP4 weight w `[n, k]`, or `x @ w` from the same codes.
 
-        contracts "k"    out[..., n] = outer * sum_k x[..., k] * (code[n, k] * scale[n, k])
-        contracts "n"    out[..., k] = outer * sum_n x[..., n] * (code[n, k] * scale[n, k])
+    Use it to serve a model whose weights are packed in 4 bits. It has no gradient:
+    `tcfp_jax.products.fp4_matmul` has one with respect to x.
+
+        contracts "k"   out[..., n] = outer * sum_k x[..., k] (code[n, k] scale[n, k])
+        contracts "n"   out[..., k] = outer * sum_n x[..., n] (code[n, k] scale[n, k])
 
     Args:
       x: real floats, `[..., k]` or `[..., n]`.
@@ -70,15 +75,10 @@ def fp4_matmul(
     """
     check_real("x", x)
     _check(x, w, contracts, activation)
-    options = Options(
-        jnp.dtype(x.dtype if out_dtype is None else out_dtype),
-        activation,
-        contracts,
-        out_sharding,
-    )
-    return under_own_mesh(
-        functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
-    )(x, w)
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    options = Options(dtype, activation, contracts, out_sharding)
+    run = functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
+    return under_own_mesh(run)(x, w)
 
 
 def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
@@ -110,7 +110,8 @@ def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
             f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose"
             " or reshape one"
         )
-    expected, scaling = w.scaling.scale_shape((n, k)), w.scaling
+    scaling = w.scaling
+    expected = scaling.scale_shape((n, k))
     if w.scale.shape != expected or w.scale.dtype != scaling.scale_dtype:
         raise ValueError(
             f"w{[n, k]} with {scaling} has scales"

@@ -1,5 +1,4 @@
-"""E2M1 codes in registers as an operand of `wgmma`, in PTX: the inner part of the
-Hopper kernel.
+"""E2M1 codes in registers as an operand of `wgmma`: the PTX of the Hopper kernel.
 
 A step of k has 16 blocks. Within a step the sum has no order, so each of the four
 threads that share a row takes four neighbouring blocks of it: their scales are one
@@ -9,10 +8,12 @@ and r + 8.
 
 To BF16 code i and code i + 4 share a register, so that one mask serves both:
 
-    code s|ee|m -> bfloat16 s|000000ee|m000000, which is the number times 2**-126, by two masks and a multiplication
-    scale * 2**118 -> one multiplication makes both right but for 2**-8: exact, since 6 bits are enough for the product
+    code s|ee|m -> bfloat16 s|000000ee|m000000
+    scale -> scale * 2**118
 
-Two masks and two multiplications a pair, and no shift: a decode kernel is bound by the
+Two masks and a multiplication make the first, which is the number times 2**-126. The
+product of both is right but for 2**-8, and exact, since it has 6 bits at most. That is
+two masks and two multiplications a pair, and no shift: a decode kernel is bound by the
 integer pipe, which has half the width of the others. A table of 256 in shared memory
 holds the scales.
 
@@ -20,9 +21,10 @@ To E4M3 a scale byte selects 8 bytes of a table, the magnitudes of E2M1 times th
 and codes choose among them:
 
     magnitudes of 4 codes = prmt(low, high, codes & 0x7777)
-    signs of 4 codes      = prmt(codes << 4, codes, ...), whose bytes have the signs of even and of odd codes on top
+    signs of 4 codes      = prmt(codes << 4, codes, ...)
     operand               = magnitudes ^ (signs & 0x80808080)
 
+The second `prmt` reads bytes whose highest bits are the signs of even and of odd codes.
 That is 9 instructions for 8 values, where BF16 takes 17, and 3 for each look-up.
 """
 
@@ -94,21 +96,23 @@ _LOAD_SCALES = (
 )
 # The unit $10 / 16 of a thread's codes: its lowest bits are free in `PLACES`.
 _LOAD_CODES = """{{.reg .b32 t; xor.b32 t, $9, $10; add.u32 t, t, $8;
-ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];}}"""
+ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t];
+ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];}}"""
 
 
 def _bf16_text(rescaled: bool) -> str:
-    """Make $0..$3, codes (0, 4), (1, 5), (2, 6) and (3, 7), of the 8 codes $4 and the
-    scale $5, a pair of bfloat16.
+    """Return PTX of $0..$3, pairs of bfloat16, of the 8 codes $4 and the scale $5.
+
+    They are the codes (0, 4), (1, 5), (2, 6) and (3, 7). The scale is a pair, too.
     """
     # A code alone in its half of a register, times 2**12 + 2**6, has its sign at bit 15
     # and the rest at bits 8 to 6. The bytes of each half trade places, so that its
     # upper two codes lie where the lower two did.
     lines = ["prmt.b32 t, $4, 0, 0x2301;"]
-    low, high = ("0x000F000F", 4160), ("0x00F000F0", 260)
-    for i, (source, (mask, factor)) in enumerate(
-        (("$4", low), ("$4", high), ("t", low), ("t", high))
-    ):
+    low = ("0x000F000F", 4160)
+    high = ("0x00F000F0", 260)
+    pairs = [("$4", low), ("$4", high), ("t", low), ("t", high)]
+    for i, (source, (mask, factor)) in enumerate(pairs):
         lines.append(
             f"and.b32 a, {source}, {mask}; mul.lo.u32 a, a, {factor}; and.b32 a, a,"
             " 0x81C081C0;"
@@ -140,9 +144,11 @@ _LOOK_UP_E4M3 = (
 # table, $3 and $4.
 E4M3_TEXT = """{.reg .b32 m, p, s, even;
 and.b32 m, $2, 0x77777777; mul.lo.u32 even, $2, 16;
-prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x5140; lop3.b32 $0, p, s, 0x80808080, 0x78;
+prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x5140;
+lop3.b32 $0, p, s, 0x80808080, 0x78;
 shr.u32 m, m, 16;
-prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x7362; lop3.b32 $1, p, s, 0x80808080, 0x78;}"""
+prmt.b32 p, $3, $4, m; prmt.b32 s, even, $2, 0x7362;
+lop3.b32 $1, p, s, 0x80808080, 0x78;}"""
 
 
 def step_of(form: Fp4Format) -> int:
@@ -151,52 +157,58 @@ def step_of(form: Fp4Format) -> int:
 
 
 def table_of(form: Fp4Format, dtype: str) -> np.ndarray:
-    """Return the table of scale bytes: pairs of equal bfloat16, uint32 `[256]`, or
-    `reference.e4m3_table()`.
+    """Return the table of scale bytes for activations in a format.
+
+    It is pairs of equal bfloat16, uint32 `[256]`, or `reference.e4m3_table()`.
     """
     if dtype == "float8_e4m3fn":
         return reference.e4m3_table()
-    of_bytes = jnp.dtype(jnp.float8_e4m3fn if form == "nvfp4" else jnp.float8_e8m0fnu)
-    scale = np.arange(256, dtype=np.uint8).view(of_bytes).astype(np.float64) * (
-        2.0**118 if form == "nvfp4" else 1.0
-    )
+    if form == "nvfp4":
+        of_bytes = jnp.dtype(jnp.float8_e4m3fn)
+        factor = 2.0**118
+    else:
+        of_bytes = jnp.dtype(jnp.float8_e8m0fnu)
+        factor = 1.0
+    scale = np.arange(256, dtype=np.uint8).view(of_bytes).astype(np.float64) * factor
     bits = scale.astype(jnp.dtype(jnp.bfloat16)).view(np.uint16).astype(np.uint32)
     return bits | bits << 16
 
 
 def permuted(x: jax.Array, form: Fp4Format) -> jax.Array:
-    """Return x `[m, k]` with the values of each step in the order in which decoded
-    codes meet them.
+    """Return x `[m, k]` with each step in the order in which decoded codes meet it.
 
     In BF16, place 32 w + 16 p + 8 h + 2 q + e of NVFP4 is value 64 q + 8 w + 2 p + h +
     4 e: thread q, its word w, code e. In E4M3, place 32 t + 16 h + 4 q + e is value 64
     q + 8 t + 4 h + e.
 
-    >>> permuted(jnp.arange(256).astype(jnp.bfloat16)[None], "nvfp4")[0, :10].astype(int).tolist()
+    >>> x = jnp.arange(256).astype(jnp.bfloat16)[None]
+    >>> permuted(x, "nvfp4")[0, :10].astype(int).tolist()
     [0, 4, 64, 68, 128, 132, 192, 196, 1, 5]
     """
-    (m, k), step = x.shape, step_of(form)
+    m, k = x.shape
+    step = step_of(form)
     if x.dtype == jnp.float8_e4m3fn:
-        return (
-            x.reshape(m, k // step, 4, 8, 2, 4)
-            .transpose(0, 1, 3, 4, 2, 5)
-            .reshape(m, k)
-        )
-    return (
-        x.reshape(m, k // step, 4, step // 32, 2, 2, 2)
-        .transpose(0, 1, 3, 5, 6, 2, 4)
-        .reshape(m, k)
-    )
+        parts = x.reshape(m, k // step, 4, 8, 2, 4)
+        return parts.transpose(0, 1, 3, 4, 2, 5).reshape(m, k)
+    parts = x.reshape(m, k // step, 4, step // 32, 2, 2, 2)
+    return parts.transpose(0, 1, 3, 5, 6, 2, 4).reshape(m, k)
 
 
 def places(form: Fp4Format) -> tuple[jax.Array, jax.Array]:
-    """Return the places of a thread's codes and of its scales in a buffer of 64 rows,
-    once for all steps.
+    """Return the places of a thread's codes and scales in a buffer of 64 rows.
+
+    They are the same for all steps.
     """
-    find = lambda text: _in_registers(
-        lambda _: _together(words(1, [mgpu.utils.thread_idx()], text)), layout=SINGLE
-    )()
-    return find(PLACES[form]), find(SCALE_PLACE)
+    of_codes = functools.partial(_place_of_thread, PLACES[form])
+    of_scales = functools.partial(_place_of_thread, SCALE_PLACE)
+    return (
+        _in_registers(of_codes, layout=SINGLE)(),
+        _in_registers(of_scales, layout=SINGLE)(),
+    )
+
+
+def _place_of_thread(text: str, _: object) -> mgpu.FragmentedArray:
+    return _together(words(1, [mgpu.utils.thread_idx()], text))
 
 
 def decoder(
@@ -207,17 +219,16 @@ def decoder(
     scales: jax.Ref,
     table: jax.Ref,
 ) -> Callable[[int], jax.Array]:
-    """Return a function that makes the operand of `wgmma`, `[64, CHUNK[dtype]]` in
-    registers, for a chunk of a step.
+    """Return a function that makes the operand of `wgmma` for a chunk of a step.
 
-    In shared memory are codes, uint8 `[64, step / 2]` as `CODES` says, scales, uint8
-    `[64, BLOCKS]`, and the table of `table_of(form, dtype)`; `where` are the thread's
-    `places`. For E4M3 the form is "nvfp4".
+    The operand is `[64, CHUNK[dtype]]` in registers. In shared memory are codes, uint8
+    `[64, step / 2]` as `CODES` says, scales, uint8 `[64, BLOCKS]`, and the table of
+    `table_of(form, dtype)`; `where` are the thread's `places`. For E4M3 the form is
+    "nvfp4".
     """
-    load = lambda context, scales, place: _together(
-        _scale_words(_apart(place)[0], address(scales))
-    )
-    of_blocks = _in_registers(load, plgpu.RefType(), SINGLE)(scales, where[1])
+    place, place_of_scales = where
+    load = _in_registers(_load_scales, plgpu.RefType(), SINGLE)
+    of_blocks = load(scales, place_of_scales)
     in_bf16 = dtype == "bfloat16"
     layout = plgpu.Layout.WGMMA if in_bf16 else plgpu.Layout.WGMMA_8BIT
     made = plgpu.ShapeDtypeStruct((64, CHUNK[dtype]), jnp.dtype(dtype), layout)
@@ -226,30 +237,32 @@ def decoder(
     def bf16_operand(chunk: int) -> jax.Array:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
-            loaded[unit] = _in_registers(
-                functools.partial(_load_codes, form, unit), CODES, SINGLE, layout=EIGHTS
-            )(codes, where[0])
+            load = functools.partial(_load_codes, form, unit)
+            run = _in_registers(load, CODES, SINGLE, layout=EIGHTS)
+            loaded[unit] = run(codes, place)
         run = plgpu.inline_mgpu(
             arg_types=(EIGHTS, plgpu.RefType(), PAIRS), return_type=made
-        )
-        return run(functools.partial(_decode_bf16, form, chunk))(
-            loaded[unit], table, of_blocks
-        )
+        )(functools.partial(_decode_bf16, form, chunk))
+        return run(loaded[unit], table, of_blocks)
 
     def e4m3_operand(chunk: int) -> jax.Array:
         run = plgpu.inline_mgpu(
             arg_types=(CODES, plgpu.RefType(), PAIRS, SINGLE), return_type=made
-        )
-        return run(functools.partial(_decode_e4m3, chunk))(
-            codes, table, of_blocks, where[0]
-        )
+        )(functools.partial(_decode_e4m3, chunk))
+        return run(codes, table, of_blocks, place)
 
     return bf16_operand if in_bf16 else e4m3_operand
 
 
+def _load_scales(
+    _: object, scales: ir.Value, place: mgpu.FragmentedArray
+) -> mgpu.FragmentedArray:
+    return _together(_scale_words(_apart(place)[0], address(scales)))
+
+
 def _load_codes(
     form: Fp4Format, unit: int, _: object, codes: ir.Value, place: mgpu.FragmentedArray
-) -> object:
+) -> mgpu.FragmentedArray:
     return _together(_code_words(form, unit, _apart(place)[0], address(codes)))
 
 
@@ -262,12 +275,8 @@ def _decode_bf16(
     scales: mgpu.FragmentedArray,
 ) -> mgpu.FragmentedArray:
     values = _bf16_words(form, chunk, _apart(codes), address(table), _apart(scales))
-    return _operand_of(
-        values,
-        ir.VectorType.get((2,), ir.BF16Type.get()),
-        mgpu.WGMMA_LAYOUT,
-        CHUNK["bfloat16"],
-    )
+    two = ir.VectorType.get((2,), ir.BF16Type.get())
+    return _operand_of(values, two, mgpu.WGMMA_LAYOUT, CHUNK["bfloat16"])
 
 
 def _decode_e4m3(
@@ -287,14 +296,14 @@ def _decode_e4m3(
 def _operand_of(
     values: np.ndarray, kind: ir.Type, layout: mgpu.TiledLayout, chunk: int
 ) -> mgpu.FragmentedArray:
-    """Return an operand of `wgmma`, 64 rows of a chunk, from words of a thread's
-    values, each a vector of this kind.
+    """Return an operand of `wgmma`, 64 rows of a chunk, from words of a thread.
+
+    Each word is a vector of this kind.
     """
     registers = np.empty(values.shape, object)
     for at, word in np.ndenumerate(values):
-        registers[at] = vector.bitcast(
-            kind, vector.broadcast(ir.VectorType.get((1,), word.type), word)
-        )
+        one = vector.broadcast(ir.VectorType.get((1,), word.type), word)
+        registers[at] = vector.bitcast(kind, one)
     registers = registers.reshape(layout.registers_shape((64, chunk)))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -304,18 +313,14 @@ def _operand_of(
 
 
 def _scale_words(place: ir.Value, scales: ir.Value) -> list[ir.Value]:
-    """Return the scales of a thread's four blocks in a step: a word for its row r and
-    one for r + 8.
-    """
+    """Return the scales of a thread's four blocks: a word for row r, one for r + 8."""
     return words(2, [scales, place], _LOAD_SCALES, effects=True)
 
 
 def _code_words(
     form: Fp4Format, unit: int, place: ir.Value, codes: ir.Value
 ) -> list[ir.Value]:
-    """Return the 32 codes of a unit of 16 bytes: four words of row r, and four of row r
-    + 8.
-    """
+    """Return the 32 codes of a unit of 16 bytes, four words for rows r and r + 8."""
     text = _LOAD_CODES.format(below=_TILE_BYTES * (1 if form == "nvfp4" else 2))
     return words(8, [codes, place, constant(16 * unit)], text, effects=True)
 
@@ -327,49 +332,41 @@ def _bf16_words(
     table: ir.Value,
     scales: list[ir.Value],
 ) -> np.ndarray:
-    """Return a thread's values of a chunk, words of two: `[8, 2]`, one for each 8
-    values of k and each of its rows.
+    """Return a thread's values of a chunk, words of two, `[8, 2]`.
 
-    `codes` are the `_code_words` of the unit that the chunk is half of, and `table` is
-    an address in shared memory.
+    There is a word for each 8 values of k and each of its rows. `codes` are the
+    `_code_words` of the unit that the chunk is half of, and `table` is an address in
+    shared memory.
     """
     block = chunk if form == "nvfp4" else chunk // 2
     values = np.empty((8, 2), object)
     for half in range(2):
-        (scale,) = words(
-            1, [scales[half], table, constant(0x4440 | block)], _LOOK_UP_BF16
-        )
+        at = constant(0x4440 | block)
+        (scale,) = words(1, [scales[half], table, at], _LOOK_UP_BF16)
         for i in range(2):
-            operands = [
-                codes[4 * half + 2 * (chunk % 2) + i],
-                scale,
-                *map(constant, RESCALE[form]),
-            ]
-            values[4 * i : 4 * i + 4, half] = words(4, operands, BF16_TEXT[form])
+            eight = codes[4 * half + 2 * (chunk % 2) + i]
+            rescale = [constant(factor) for factor in RESCALE[form]]
+            found = words(4, [eight, scale, *rescale], BF16_TEXT[form])
+            values[4 * i : 4 * i + 4, half] = found
     return values
 
 
 def _e4m3_words(
     chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[ir.Value]
 ) -> np.ndarray:
-    """Return a thread's values of a chunk, words of four: `[8, 2]`, one for each 16
-    values of k and each of its rows.
+    """Return a thread's values of a chunk, words of four, `[8, 2]`.
 
-    `codes` are the `_code_words` of the unit `chunk`, and `table` is an address in
-    shared memory.
+    There is a word for each 16 values of k and each of its rows. `codes` are the
+    `_code_words` of the unit `chunk`, and `table` is an address in shared memory.
     """
     values = np.empty((8, 2), object)
     for half in range(2):
         for block in range(2):
-            row = words(
-                2,
-                [scales[half], table, constant(0x4440 | 2 * chunk + block)],
-                _LOOK_UP_E4M3,
-            )
+            at = constant(0x4440 | 2 * chunk + block)
+            row = words(2, [scales[half], table, at], _LOOK_UP_E4M3)
             for i in (2 * block, 2 * block + 1):
-                values[2 * i, half], values[2 * i + 1, half] = words(
-                    2, [codes[4 * half + i], *row], E4M3_TEXT
-                )
+                found = words(2, [codes[4 * half + i], *row], E4M3_TEXT)
+                values[2 * i : 2 * i + 2, half] = found
     return values
 
 
@@ -380,9 +377,7 @@ def _e4m3_words(
 def _in_registers(
     function: Callable[..., object], *arguments: object, layout: object = PAIRS
 ) -> Callable[..., jax.Array]:
-    """Return a function of arrays and references, made of PTX, whose result is words of
-    each thread.
-    """
+    """Return a function, made of PTX, whose result is words of each thread."""
     made = plgpu.ShapeDtypeStruct((128 * _WORDS[layout],), jnp.uint32, layout)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=made)(function)
 
@@ -390,8 +385,9 @@ def _in_registers(
 def words(
     count: int, operands: list[ir.Value], text: str, *, effects: bool = False
 ) -> list[ir.Value]:
-    """Run PTX whose results are `$0` on, followed by the operands; without effects it
-    may move and be shared.
+    """Run PTX whose results are `$0` on, followed by the operands.
+
+    Without effects the compiler may move and share it.
     """
     i32 = ir.IntegerType.get_signless(32)
     constraints = ",".join(["=r"] * count + ["r"] * len(operands))
@@ -399,11 +395,9 @@ def words(
     made: Any = llvm.inline_asm(
         kind, operands, text, constraints, asm_dialect=0, has_side_effects=effects
     )
-    return (
-        [made]
-        if count == 1
-        else [llvm.extractvalue(i32, made, [i]) for i in range(count)]
-    )
+    if count == 1:
+        return [made]
+    return [llvm.extractvalue(i32, made, [i]) for i in range(count)]
 
 
 def effect(operands: list[ir.Value], text: str) -> None:
@@ -422,9 +416,8 @@ def effect(operands: list[ir.Value], text: str) -> None:
 def _together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
     """Return words as an array in registers."""
     count = len(separate)
-    whole = llvm.mlir_undef(
-        ir.VectorType.get((count,), ir.IntegerType.get_signless(32))
-    )
+    i32 = ir.IntegerType.get_signless(32)
+    whole = llvm.mlir_undef(ir.VectorType.get((count,), i32))
     for i, word in enumerate(separate):
         whole = vector.insert(word, whole, [], [i])
     layout = mgpu.WGStridedFragLayout((128 * count,), count)
@@ -441,9 +434,8 @@ def _apart(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 def address(reference: ir.Value) -> ir.Value:
     """Return an address in shared memory as a word."""
-    return llvm.ptrtoint(
-        ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(reference)
-    )
+    pointer = mgpu.utils.memref_ptr(reference)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
 
 
 def constant(value: int) -> ir.Value:

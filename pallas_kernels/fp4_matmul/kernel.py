@@ -1,5 +1,6 @@
-"""A product with an FP4 weight on Hopper: for few rows of x bound by the bytes of the
-weight, which are read once.
+"""A product with an FP4 weight on Hopper.
+
+For few rows of x it is bound by the bytes of the weight, which are read once.
 
     sums[n, m] = sum_k (code[n, k] * scale[n, k]) x[m, k]
     out[m, n]  = sums[n, m] * factor[m]                            unless k is split
@@ -19,7 +20,7 @@ lists the attempts to do better.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,6 @@ OUTPUTS = 64
 COPYING = 24
 # The widest swizzle of shared memory.
 _SWIZZLE = 128
-# Operands of the kernel with factors: x, codes, scales, their table, and factors.
-_OPERANDS = 5
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,11 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes: an even share, and the share if threads
-        that copy give theirs away.
+        """Registers of a thread that computes: (an even share, the largest share).
 
-        A block has the registers that it was started with: a thread that asked for one
-        more would wait for ever.
+        The second one is left if threads that copy give theirs away. A block has the
+        registers that it was started with: a thread that asked for one more would wait
+        for ever.
         """
         threads = self.warpgroups + 1
         even = 512 // threads // 8 * 8
@@ -85,9 +84,7 @@ class Config:
         return self.height * self.stages * (step // 2 + BLOCKS)
 
     def holds(self, m: int, *, evenly: bool = False) -> bool:
-        """Return whether registers suffice: half of m for sums, and 64 to decode and
-        multiply.
-        """
+        """Return whether registers suffice: m / 2 for sums, and 64 to decode them."""
         return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
 
 
@@ -101,12 +98,11 @@ def call(
     factors: jax.Array | None = None,
     out: jax.ShapeDtypeStruct | None = None,
 ) -> jax.Array:
-    """Return the product, `out`, or, if k is split, sums to be added, float32
-    `[splits, n, m]`.
+    """Return the product, `out`, or sums to be added if k is split.
 
-    Sums without factors are still to be multiplied by `decode.BF16_FACTOR`. E4M3 is
-    added in the tensor core's own accumulator, which keeps about 14 bits:
-    `accumulation="fast"` of `matmul`.
+    Sums of parts of k are float32 `[splits, n, m]`. Sums without factors are still to
+    be multiplied by `decode.BF16_FACTOR`. E4M3 is added in the tensor core's own
+    accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
 
     Args:
       config: sizes; its splits divide the steps of k, and blocks that round x have two
@@ -125,11 +121,13 @@ def call(
       out: bfloat16 or float32 `[rows, n]`, of the first rows of x, which padding
         follows; None if k is split.
     """
-    m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
-    tiles, bands = n // config.height, m // (config.rows or m)
-    assert k // decode.step_of(form) % config.splits == 0, (
-        "blocks have equal parts of k"
-    )
+    m = _rows_of(config, x)
+    k = x.shape[1]
+    n = codes.shape[0]
+    tiles = n // config.height
+    bands = m // (config.rows or m)
+    steps = k // decode.step_of(form)
+    assert steps % config.splits == 0, "blocks have equal parts of k"
     assert (out is None) == (config.splits > 1), (
         "parts of k are added before they are rounded"
     )
@@ -139,9 +137,11 @@ def call(
         # may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
-    operands = [x, codes, scales, table, *([] if factors is None else [factors])]
+    operands = [x, codes, scales, table]
+    if factors is not None:
+        operands.append(factors)
     product = plgpu.kernel(
-        functools.partial(_kernel, config, form, len(operands)),
+        functools.partial(_kernel, config, form),
         out_type=written,
         # Neighbouring blocks multiply the same part of the weight, which then comes
         # from memory once.
@@ -159,238 +159,91 @@ def call(
 
 
 def _rows_of(config: Config, x: jax.Array | jax.Ref) -> int:
-    """Return the number of rows that are multiplied: x's own rows, then zeros that
-    blocks add.
-    """
+    """Return the number of multiplied rows: x's own, then zeros that blocks add."""
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
 
 
-def _kernel(config: Config, form: Fp4Format, inputs: int, *refs: jax.Ref) -> None:
-    (x_gmem, _, _, table_gmem, *_), (out_gmem,) = refs[:inputs], refs[inputs:]
-    m, step, copied = (
-        config.rows or _rows_of(config, x_gmem),
-        decode.step_of(form),
-        not config.rounds_rows,
-    )
-    steps = x_gmem.shape[1] // step // config.splits
+class _Operands(NamedTuple):
+    """The operands of the kernel in global memory."""
+
+    x: jax.Ref
+    codes: jax.Ref
+    scales: jax.Ref
+    table: jax.Ref
+    factors: jax.Ref | None = None
+
+
+def _kernel(config: Config, form: Fp4Format, *refs: jax.Ref) -> None:
+    *inputs, out = refs
+    operands = _Operands(*inputs)
+    step = decode.step_of(form)
+    steps = operands.x.shape[1] // step // config.splits
     # The copy into a single buffer would wait for a release that comes after it.
     stages = max(2, min(config.stages, steps))
-    x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
-    swizzled = lambda size: (
-        plgpu.TilingTransform((8, size)),
-        plgpu.SwizzleTransform(_SWIZZLE),
-    )
 
     def scope(**smem: jax.Ref) -> None:
-        block = _Block(config, form, steps, stages, refs[:inputs], out_gmem, smem)
-        lax.cond(
-            lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume
-        )
+        block = _Block(config, form, steps, stages, operands, out, smem)
+        copies = lax.axis_index("warpgroup") == config.warpgroups
+        lax.cond(copies, block.fill, block.consume)
 
-    pl.run_scoped(
-        scope,
-        codes=plgpu.SMEM(
-            (stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)
+    rows_of_block = config.rows or _rows_of(config, operands.x)
+    buffers: dict[str, object] = {
+        "codes": plgpu.SMEM(
+            (stages, config.height, step // 2), jnp.uint8, transforms=_swizzled(128)
         ),
-        scales=plgpu.SMEM((stages, config.height, BLOCKS), jnp.uint8),
-        x=plgpu.SMEM(
-            (stages if copied else steps, m, step),
-            x_dtype,
-            transforms=swizzled(_SWIZZLE // x_dtype.itemsize),
+        "scales": plgpu.SMEM((stages, config.height, BLOCKS), jnp.uint8),
+        "table": plgpu.SMEM(operands.table.shape, operands.table.dtype),
+        "ready": plgpu.Barrier(),
+        "filled": plgpu.Barrier(
+            num_arrivals=2 if config.rounds_rows else 3, num_barriers=stages
         ),
-        table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=_output_buffers(config.warpgroups, m, out_gmem.dtype)
-        if config.splits == 1
-        else None,
-        largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
-        scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
-        ready=plgpu.Barrier(),
-        met=None
-        if copied
-        else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
-        filled=plgpu.Barrier(num_arrivals=2 + copied, num_barriers=stages),
-        consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-        collective_axes="warpgroup",
-    )
+        "consumed": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+    }
+    if config.rounds_rows:
+        buffers |= _rounding_buffers(config.warpgroups, (steps, rows_of_block, step))
+    else:
+        dtype = operands.x.dtype
+        buffers["x"] = _buffer_of_x((stages, rows_of_block, step), dtype)
+    if config.splits == 1:
+        buffers["out"] = _output_buffers(config.warpgroups, rows_of_block, out.dtype)
+    pl.run_scoped(scope, **buffers, collective_axes="warpgroup")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block at work, which takes `steps` of k through `stages` buffers.
+def _swizzled(
+    size: int,
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Return the order of tiles of 8 rows of so many values, 128 bytes."""
+    return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_SWIZZLE)
 
-    `gmem` are references to global memory: x, codes, scales, table, and perhaps
-    factors. `smem` has buffers and barriers, by the names that `_kernel` gives them.
-    """
 
-    config: Config
-    form: Fp4Format
-    steps: int
-    stages: int
-    gmem: tuple[jax.Ref, ...]
-    out_gmem: jax.Ref
-    smem: dict[str, jax.Ref]
+def _buffer_of_x(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.SMEM:
+    size = _SWIZZLE // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=_swizzled(size))
 
-    @property
-    def rows(self) -> int:
-        """Rows of x that this block multiplies."""
-        return self.config.rows or _rows_of(self.config, self.gmem[0])
 
-    @property
-    def _place(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The band of x, the tile of outputs and the part of k that this block has."""
-        bands, splits = (
-            _rows_of(self.config, self.gmem[0]) // self.rows,
-            self.config.splits,
-        )
-        block = lax.axis_index("block")
-        return (
-            lax.rem(block, bands),
-            lax.div(block, bands * splits),
-            lax.rem(lax.div(block, bands), splits),
-        )
-
-    @property
-    def _band(self) -> pl.Slice:
-        return pl.ds(self._place[0] * self.rows, self.rows)
-
-    def _hand_over(self, registers: int, action: str) -> None:
-        """Give registers of the threads that copy to those that compute, if an even
-        share is too few.
-        """
-        if not self.config.holds(self.rows, evenly=True):
-            plgpu.set_max_registers(registers, action=action)
-
-    def fill(self) -> None:
-        """Copy the table, and codes, scales and x of each step: the work of one
-        warpgroup.
-        """
-        (x, codes, scales, table, *_), smem = self.gmem, self.smem
-        self._hand_over(COPYING, "decrease")
-        plgpu.copy_gmem_to_smem(table, smem["table"], smem["ready"])
-        step, outputs = (
-            decode.step_of(self.form),
-            pl.ds(self._place[1] * self.config.height, self.config.height),
-        )
-
-        @pl.loop(0, self.steps)
-        def _steps(k: jax.Array) -> None:
-            @pl.when(k >= self.stages - 1)
-            def _wait() -> None:
-                plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
-
-            slot, at = lax.rem(k, self.stages), self._place[2] * self.steps + k
-            sources = {
-                "codes": codes.at[outputs, pl.ds(at * (step // 2), step // 2)],
-                "scales": scales.at[outputs, pl.ds(at * BLOCKS, BLOCKS)],
-            }
-            if not self.config.rounds_rows:
-                sources["x"] = x.at[self._band, pl.ds(at * step, step)]
-            for name, source in sources.items():
-                plgpu.copy_gmem_to_smem(
-                    source, smem[name].at[slot], smem["filled"].at[slot]
-                )
-
-    def consume(self) -> None:
-        """Decode and multiply the steps of 64 outputs, and write them: the work of each
-        other warpgroup.
-        """
-        self._hand_over(self.config.registers[1], "increase")
-        if self.config.rounds_rows:
-            rows.round_rows(
-                self.gmem[0], self._place[2] * self.steps, self.smem, self._meet
-            )
-        plgpu.barrier_wait(self.smem["ready"])
-        multiply = functools.partial(self._multiply, decode.places(self.form))
-        pl.run_scoped(multiply, plgpu.ACC((OUTPUTS, self.rows), jnp.float32))
-
-    def _meet(self, time: int) -> None:
-        plgpu.barrier_arrive(self.smem["met"].at[time])
-        plgpu.barrier_wait(self.smem["met"].at[time])
-
-    def _multiply(self, places: tuple[jax.Array, jax.Array], acc: jax.Ref) -> None:
-        warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
-        own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
-        step, chunk_size = decode.step_of(self.form), _SWIZZLE // x_smem.dtype.itemsize
-
-        @pl.loop(0, self.steps)
-        def _steps(k: jax.Array) -> None:
-            slot = lax.rem(k, self.stages)
-            plgpu.barrier_wait(self.smem["filled"].at[slot])
-            codes, scales = (
-                self.smem[name].at[slot, own] for name in ("codes", "scales")
-            )
-            operand = decode.decoder(
-                self.form, str(x_smem.dtype), places, codes, scales, self.smem["table"]
-            )
-            x = x_smem.at[k if self.config.rounds_rows else slot]
-            for chunk in range(step // chunk_size):
-                plgpu.wgmma(
-                    acc,
-                    operand(chunk),
-                    x.at[:, pl.ds(chunk * chunk_size, chunk_size)].T,
-                )
-                # One product runs while the next operand is decoded; the one before has
-                # read its registers.
-                plgpu.wgmma_wait(1)
-                if chunk == 0:
-                    # The buffers of the step before are free. "Step -1" arrives, too,
-                    # because `fill` waits for it before it fills the last of the
-                    # buffers for the first time: with a branch here ptxas would wait
-                    # for every product.
-                    plgpu.barrier_arrive(
-                        self.smem["consumed"].at[
-                            lax.rem(k - 1 + self.stages, self.stages)
-                        ]
-                    )
-
-        plgpu.wgmma_wait(0)
-        self._write(warpgroup, acc[...])
-
-    def _write(self, warpgroup: jax.Array, sums: jax.Array) -> None:
-        """Write sums of 64 outputs."""
-        scaled = sums * self._factors() if len(self.gmem) == _OPERANDS else sums
-        outputs = pl.ds(
-            self._place[1] * self.config.height + warpgroup * OUTPUTS, OUTPUTS
-        )
-        if self.smem["out"] is None:
-            self.out_gmem[self._place[2], outputs, self._band] = scaled
-        else:
-            _store(
-                scaled,
-                self.smem["out"].at[warpgroup],
-                self.out_gmem.at[self._band, outputs],
-            )
-
-    def _factors(self) -> jax.Array:
-        """Return the factors of the sums: a number, or one for each row of x."""
-        factors = self.gmem[-1]
-        if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
-            return factors[0] * jnp.float32(decode.BF16_FACTOR[self.form])
-        # Straight from memory, which "optimized" loads, made for swizzled shared
-        # memory, refuse.
-        of_rows = (
-            self.smem["scales_of_rows"]
-            if self.config.rounds_rows
-            else factors.at[self._band]
-        )
-        found = plgpu.load(
-            of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-        )
-        if self.config.rounds_rows:
-            found = found * (factors[0] * jnp.float32(1 / E4M3_FACTOR))
-        return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
+def _rounding_buffers(
+    warpgroups: int, shape: tuple[int, int, int]
+) -> dict[str, object]:
+    """Return the buffers of a block that rounds x: all its values, and their scales."""
+    _, m, _ = shape
+    return {
+        "x": _buffer_of_x(shape, jnp.float8_e4m3fn),
+        "largest": plgpu.SMEM((m, 4 * warpgroups), jnp.uint32),
+        "scales_of_rows": plgpu.SMEM((m,), jnp.float32),
+        "met": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
+    }
 
 
 def piece(m: int) -> int:
-    """Return how many of m rows a warpgroup writes at a time: a quarter of them, in
-    eights.
+    """Return how many of m rows a warpgroup writes at a time.
+
+    A quarter of them if that is a multiple of 8, else 16 or 8.
     """
-    return next(
-        count
-        for count in (m // 4, 16, 8)
-        if count and count % 8 == 0 and m % count == 0
-    )
+    for count in (m // 4, 16):
+        if count and count % 8 == 0 and m % count == 0:
+            return count
+    return 8
 
 
 def _output_buffers(warpgroups: int, m: int, dtype: DTypeLike) -> plgpu.SMEM:
@@ -406,11 +259,168 @@ def _output_buffers(warpgroups: int, m: int, dtype: DTypeLike) -> plgpu.SMEM:
     )
 
 
-def _store(sums: jax.Array, out_smem: Any, out_gmem: jax.Ref) -> None:
-    """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece; copies leave out
-    rows that the output lacks.
+@dataclass(frozen=True)
+class _Block:
+    """A block at work, which takes `steps` of k through `stages` buffers.
+
+    `smem` has buffers and barriers, by the names that `_kernel` gives them.
     """
-    out, count = sums.astype(out_gmem.dtype), out_smem.shape[0]
+
+    config: Config
+    form: Fp4Format
+    steps: int
+    stages: int
+    gmem: _Operands
+    out_gmem: jax.Ref
+    smem: dict[str, jax.Ref]
+
+    @property
+    def rows(self) -> int:
+        """Rows of x that this block multiplies."""
+        return self.config.rows or _rows_of(self.config, self.gmem.x)
+
+    @property
+    def _place(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The band of x, the tile of outputs and the part of k that this block has."""
+        bands = _rows_of(self.config, self.gmem.x) // self.rows
+        splits = self.config.splits
+        block = lax.axis_index("block")
+        return (
+            lax.rem(block, bands),
+            lax.div(block, bands * splits),
+            lax.rem(lax.div(block, bands), splits),
+        )
+
+    @property
+    def _band(self) -> pl.Slice:
+        return pl.ds(self._place[0] * self.rows, self.rows)
+
+    def _hand_over(self, registers: int, action: str) -> None:
+        """Give registers of threads that copy to others if an even share is too few."""
+        if not self.config.holds(self.rows, evenly=True):
+            plgpu.set_max_registers(registers, action=action)
+
+    def fill(self) -> None:
+        """Copy the table, and codes, scales and x of each step.
+
+        This is the work of one warpgroup.
+        """
+        smem = self.smem
+        self._hand_over(COPYING, "decrease")
+        plgpu.copy_gmem_to_smem(self.gmem.table, smem["table"], smem["ready"])
+        step = decode.step_of(self.form)
+        outputs = pl.ds(self._place[1] * self.config.height, self.config.height)
+
+        @pl.loop(0, self.steps)
+        def _steps(k: jax.Array) -> None:
+            @pl.when(k >= self.stages - 1)
+            def _wait() -> None:
+                plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
+
+            slot = lax.rem(k, self.stages)
+            at = self._place[2] * self.steps + k
+            codes = pl.ds(at * (step // 2), step // 2)
+            sources = {
+                "codes": self.gmem.codes.at[outputs, codes],
+                "scales": self.gmem.scales.at[outputs, pl.ds(at * BLOCKS, BLOCKS)],
+            }
+            if not self.config.rounds_rows:
+                sources["x"] = self.gmem.x.at[self._band, pl.ds(at * step, step)]
+            for name, source in sources.items():
+                plgpu.copy_gmem_to_smem(
+                    source, smem[name].at[slot], smem["filled"].at[slot]
+                )
+
+    def consume(self) -> None:
+        """Decode and multiply the steps of 64 outputs, and write them.
+
+        This is the work of each other warpgroup.
+        """
+        self._hand_over(self.config.registers[1], "increase")
+        if self.config.rounds_rows:
+            first = self._place[2] * self.steps
+            rows.round_rows(self.gmem.x, first, self.smem, self._meet)
+        plgpu.barrier_wait(self.smem["ready"])
+        multiply = functools.partial(self._multiply, decode.places(self.form))
+        pl.run_scoped(multiply, plgpu.ACC((OUTPUTS, self.rows), jnp.float32))
+
+    def _meet(self, time: int) -> None:
+        plgpu.barrier_arrive(self.smem["met"].at[time])
+        plgpu.barrier_wait(self.smem["met"].at[time])
+
+    def _multiply(self, places: tuple[jax.Array, jax.Array], acc: jax.Ref) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
+        x_smem = self.smem["x"]
+        step = decode.step_of(self.form)
+        size = _SWIZZLE // x_smem.dtype.itemsize
+
+        @pl.loop(0, self.steps)
+        def _steps(k: jax.Array) -> None:
+            slot = lax.rem(k, self.stages)
+            plgpu.barrier_wait(self.smem["filled"].at[slot])
+            operand = decode.decoder(
+                self.form,
+                str(x_smem.dtype),
+                places,
+                self.smem["codes"].at[slot, own],
+                self.smem["scales"].at[slot, own],
+                self.smem["table"],
+            )
+            x = x_smem.at[k if self.config.rounds_rows else slot]
+            for chunk in range(step // size):
+                of_chunk = x.at[:, pl.ds(chunk * size, size)]
+                plgpu.wgmma(acc, operand(chunk), of_chunk.T)
+                # One product runs while the next operand is decoded; the one before has
+                # read its registers.
+                plgpu.wgmma_wait(1)
+                if chunk == 0:
+                    # The buffers of the step before are free. "Step -1" arrives, too,
+                    # because `fill` waits for it before it fills the last of the
+                    # buffers for the first time: with a branch here ptxas would wait
+                    # for every product.
+                    before = lax.rem(k - 1 + self.stages, self.stages)
+                    plgpu.barrier_arrive(self.smem["consumed"].at[before])
+
+        plgpu.wgmma_wait(0)
+        self._write(warpgroup, acc[...])
+
+    def _write(self, warpgroup: jax.Array, sums: jax.Array) -> None:
+        """Write sums of 64 outputs."""
+        if self.gmem.factors is not None:
+            sums = sums * self._factors(self.gmem.factors)
+        first = self._place[1] * self.config.height + warpgroup * OUTPUTS
+        outputs = pl.ds(first, OUTPUTS)
+        if self.config.splits > 1:
+            self.out_gmem[self._place[2], outputs, self._band] = sums
+            return
+        out_smem = self.smem["out"].at[warpgroup]
+        _store(sums, out_smem, self.out_gmem.at[self._band, outputs])
+
+    def _factors(self, factors: jax.Ref) -> jax.Array:
+        """Return the factors of the sums: a number, or one for each row of x."""
+        if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
+            return factors[0] * jnp.float32(decode.BF16_FACTOR[self.form])
+        if self.config.rounds_rows:
+            of_rows = self.smem["scales_of_rows"]
+        else:
+            of_rows = factors.at[self._band]
+        # Straight from memory, which "optimized" loads, made for swizzled shared
+        # memory, refuse.
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        found = plgpu.load(of_rows, layout=layout, optimized=False)
+        if self.config.rounds_rows:
+            found = found * (factors[0] * jnp.float32(1 / E4M3_FACTOR))
+        return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
+
+
+def _store(sums: jax.Array, out_smem: Any, out_gmem: jax.Ref) -> None:
+    """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece.
+
+    Copies leave out rows that the output lacks.
+    """
+    count = out_smem.shape[0]
+    out = sums.astype(out_gmem.dtype)
     out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, sums.shape[1], count):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,5 +1,4 @@
-"""`fp4_matmul` on Hopper: the shapes that the kernel takes, its sizes, and the steps
-before and after it.
+"""`fp4_matmul` on Hopper: the kernel's shapes and sizes, and the steps around it.
 
 `tuned.json` has the limits that timing found (`limits`); the sizes of a product follow
 from them and from its shape.
@@ -8,15 +7,28 @@ from them and from its shape.
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import pallas_triton, tuning
-from pallas_kernels.dispatch import device_cores, device_kind
-from pallas_kernels.fp4_matmul import reference, unpacked
-from pallas_kernels.fp4_matmul.reference import Activation, Options, scaling_of
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import (
+    Backend,
+    Implementation,
+    device_cores,
+    device_kind,
+    dispatch,
+)
+from pallas_kernels.fp4_matmul import reference, triton
+from pallas_kernels.fp4_matmul.devices import on_each_device
+from pallas_kernels.fp4_matmul.reference import (
+    E4M3_FACTOR,
+    Activation,
+    Options,
+    scaling_of,
+)
+from pallas_kernels.fp4_matmul.unpacked import multiply, quantize_rows
 from pallas_kernels.hopper import plan
 from pallas_kernels.operands import Operand
 from pallas_kernels.specs import device_count
@@ -32,8 +44,9 @@ _TIMED_ON = "NVIDIA H200"  # for devices on which no limits were found
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    """Limits between ways of a product that timing found for one format of activations,
-    from `tuned.json`.
+    """Limits between ways of a product, which timing found: part of `tuned.json`.
+
+    There is one set for each format of activations.
 
     Attributes:
       most_rows: rows of x from which on XLA, which unpacks the weight once, is as fast;
@@ -66,17 +79,15 @@ class _Limits:
 def limits(activation: Activation) -> _Limits:
     """Return the limits for activations of a format."""
     timed = tuning.load()
-    entries = (
-        timed.get(device_kind(), {}).get("fp4_matmul") or timed[_TIMED_ON]["fp4_matmul"]
-    )
-    found = next(
-        entry.configs["mosaic"] for entry in entries if entry.variant == activation
-    )
-    held: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in found.items()
-    }
-    return _Limits(**held)
+    entries = timed.get(device_kind(), {}).get("fp4_matmul")
+    for entry in entries or timed[_TIMED_ON]["fp4_matmul"]:
+        if entry.variant == activation:
+            found = dict(entry.configs["mosaic"])
+            # JSON has lists, and a frozen value has tuples.
+            for name in ("warpgroups", "band_rows"):
+                found[name] = tuple(found[name])
+            return _Limits(**found)
+    raise KeyError(f"tuned.json has no limits for {activation}")
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
@@ -99,171 +110,166 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
             ' Fp4(rule="fold_exact") alone are exact; quantize so, or use'
             ' backend="xla"'
         )
-    if configure(options, x, w) is None:
-        (n, k), m, most = (
-            w.shape,
-            math.prod(x.shape[:-1]),
-            limits(options.activation).most_rows,
-        )
-        return (
-            f"m={m}, k={k}, n={n} must be"
-            f" {'at least 1' if most is None else f'1 to {most}'}, a multiple of "
-            f'{16 * scaling.block} and a multiple of 64 for backend="mosaic" with'
-            f" activation={options.activation!r}; "
-            'use backend="xla" or pad'
-        )
-    return None
+    if configure(options, x, w) is not None:
+        return None
+    n, k = w.shape
+    m = math.prod(x.shape[:-1])
+    most = limits(options.activation).most_rows
+    range_of_m = "at least 1" if most is None else f"1 to {most}"
+    return (
+        f"m={m}, k={k}, n={n} must be {range_of_m}, a multiple of"
+        f' {16 * scaling.block} and a multiple of 64 for backend="mosaic" with'
+        f' activation={options.activation!r}; use backend="xla" or pad'
+    )
+
+
+# Sizes of the kernel
+# --------------------------------------------------------------------------------------
 
 
 def configure(options: Options, x: jax.Array | Operand, w: Operand) -> "Config | None":
     """Return the sizes of the kernel for this product, or None if none fit."""
     from pallas_kernels.fp4_matmul.kernel import OUTPUTS
 
-    (n, k), m, step, found = (
-        w.shape,
-        math.prod(x.shape[:-1]),
-        16 * scaling_of(w).block,
-        limits(options.activation),
-    )
+    n, k = w.shape
+    m = math.prod(x.shape[:-1])
+    step = 16 * scaling_of(w).block
+    found = limits(options.activation)
     most = math.inf if found.most_rows is None else found.most_rows
     if not 0 < m <= most or not k or k % step or not n or n % OUTPUTS:
         return None
-    counts = [count for count in found.warpgroups if n % (OUTPUTS * count) == 0]
-    fit = [
-        config
-        for count in counts
-        if (config := _sized(options, found, m, k // step, n, step, count)) is not None
-    ]
+    fit: list[Config] = []
+    for warpgroups in found.warpgroups:
+        if n % (OUTPUTS * warpgroups) == 0:
+            fit += _sized(options, found, (m, k, n), step, warpgroups)
     # Fewer outputs a block are better than parts of k: 16.2 us at 14336 x 4096, and
     # 16.5. A single warpgroup does not hide its decoding: 19.3 us at 8192 x 8192, and
     # 17.1 with four and parts of k.
-    whole = [config for config in fit if config.splits == 1 and config.warpgroups > 1]
-    return next(iter(whole or fit), None)
+    for config in fit:
+        if config.splits == 1 and config.warpgroups > 1:
+            return config
+    return fit[0] if fit else None
 
 
 def _sized(
     options: Options,
     found: _Limits,
-    m: int,
-    steps: int,
-    n: int,
+    sizes: tuple[int, int, int],
     step: int,
     warpgroups: int,
-) -> "Config | None":
-    """Return the sizes for a number of warpgroups, or None if registers or shared
-    memory do not suffice.
+) -> "list[Config]":
+    """Return the sizes for a number of warpgroups, if there are any.
+
+    There are none if registers or shared memory do not suffice.
     """
     from pallas_kernels.fp4_matmul import kernel
 
-    places, tiles = max(1, device_cores(132)), n // (kernel.OUTPUTS * warpgroups)
-    # Each round of blocks on the chip takes as long as its rows and its decoding.
-    time = lambda band: -(-tiles * band[0] // places) * (band[1] + found.decoding_rows)
-    bands, rows = min((_bands(m, most) for most in found.band_rows), key=time)
+    m, k, n = sizes
+    places = max(1, device_cores(132))
+    tiles = n // (kernel.OUTPUTS * warpgroups)
+    bands, rows = _fastest_bands(found, m, tiles, places)
     # A block has a multiprocessor to itself. If they would fill less than half of the
     # chip, as many share k as fit.
-    splits = max(
-        (
-            count
-            for count in range(1, places // (tiles * bands) + 1)
-            if steps % count == 0
-        ),
-        default=1,
-    )
+    splits = 1
+    for count in range(2, places // (tiles * bands) + 1):
+        if k // step % count == 0:
+            splits = count
     config = kernel.Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
-    of_output = (
-        kernel.piece(rows) * config.height * options.out_dtype.itemsize
-        if splits == 1
-        else 0
-    )
-    of_stage = (
-        config.height * (step // 2 + 16)
-        + rows * step * jnp.dtype(options.activation).itemsize
-    )
-    stages = min(found.stages, (_SHARED_BYTES - of_output) // of_stage)
-    return (
-        dataclasses.replace(config, stages=stages)
-        if stages >= 2 and config.holds(rows)
-        else None
-    )
+    room = _SHARED_BYTES - _output_bytes(config, options, kernel.piece(rows))
+    of_weight = config.height * (step // 2 + 16)
+    of_x = rows * step * jnp.dtype(options.activation).itemsize
+    stages = min(found.stages, room // (of_weight + of_x))
+    if stages < 2 or not config.holds(rows):
+        return []
+    return [dataclasses.replace(config, stages=stages)]
+
+
+def _fastest_bands(found: _Limits, m: int, tiles: int, places: int) -> tuple[int, int]:
+    """Return the number of bands of rows that takes the least time, and their rows."""
+
+    def time(band: tuple[int, int]) -> int:
+        # Each round of blocks on the chip takes as long as its rows and its decoding.
+        count, rows = band
+        rounds = -(-tiles * count // places)
+        return rounds * (rows + found.decoding_rows)
+
+    return min((_bands(m, most) for most in found.band_rows), key=time)
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
-    """Return how many bands of at most `most` rows hold m, and their rows, a multiple
-    of 8.
+    """Return how many bands of at most `most` rows hold m, and the rows of a band.
 
-    Rows of several bands are a multiple of 32: their sums are written side by side in
-    whole cache lines.
+    They are a multiple of 8. Rows of several bands are a multiple of 32: their sums are
+    written side by side in whole cache lines.
     """
     bands = -(-m // most)
     unit = 8 if bands == 1 else 32
     return bands, -(-m // (unit * bands)) * unit
 
 
+def _output_bytes(config: "Config", options: Options, rows: int) -> int:
+    """Return the bytes of shared memory for output rows: none for parts of k."""
+    if config.splits > 1:
+        return 0
+    return rows * config.height * options.out_dtype.itemsize
+
+
 def _rounding(
-    config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int
+    config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeStruct
 ) -> "Config":
-    """Return the same sizes for blocks that round x themselves if its rows are few,
-    otherwise those given.
+    """Return the sizes for blocks that round x themselves if its rows are few.
+
+    Otherwise the given sizes are returned.
     """
     from pallas_kernels.fp4_matmul import decode, rows
 
-    (m, k), part, found = (
-        x.shape,
-        x.shape[1] // config.splits,
-        limits(options.activation),
-    )
+    m, k = x.shape
+    part = k // config.splits
+    found = limits(options.activation)
     few = m <= found.rounded_rows and m * (k + part) <= found.rounded_values
-    of_output = (
-        rows.ROWS * config.height * options.out_dtype.itemsize
-        if config.splits == 1
-        else 0
-    )
-    room = _SHARED_BYTES - rows.ROWS * part - of_output
+    if not few or x.dtype != jnp.bfloat16:
+        return config
+    room = _SHARED_BYTES - rows.ROWS * part - _output_bytes(config, options, rows.ROWS)
     step = decode.step_of("nvfp4")
     # A part of k splits into units of two steps, of which the last one may overlap the
     # one before.
-    fits = part >= 2 * step and part % step == 0 and config.weight_bytes(step) <= room
-    return (
-        dataclasses.replace(config, rounds_rows=True)
-        if few and fits and x.dtype == jnp.bfloat16
-        else config
-    )
+    if part < 2 * step or part % step or config.weight_bytes(step) > room:
+        return config
+    return dataclasses.replace(config, rounds_rows=True)
+
+
+# The steps before and after the kernel
+# --------------------------------------------------------------------------------------
 
 
 def fp4_matmul(
     options: Options, x: jax.Array, w: Operand, *, config: "Config | None" = None
 ) -> jax.Array:
-    """Return the product, see `api.fp4_matmul`; XLA multiplies a device's part that no
-    sizes fit.
+    """Return the product, see `api.fp4_matmul`.
+
+    XLA multiplies a device's part that no sizes fit.
     """
     from pallas_kernels.fp4_matmul import decode
-    from pallas_kernels.quantize.triton_rows import LONGEST_ROW
 
     def on_device(
         options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array
     ) -> jax.Array:
         chosen = config or configure(options, x, w)
         if chosen is None:
-            return unpacked.multiply(options, x, w)
-        if not isinstance(x, Operand):
-            if options.activation == "bfloat16":
-                return _in_bf16(chosen, options, x, w, table)
-            chosen = config or _rounding(chosen, options, x, w.shape[0])
+            return multiply(options, x, w)
+        if isinstance(x, Operand):
+            return _in_fp8(chosen, options, x, w, table)
+        if options.activation == "bfloat16":
+            return _in_bf16(chosen, options, x, w, table)
+        chosen = config or _rounding(chosen, options, x)
         return _in_fp8(chosen, options, x, w, table)
 
     table = jnp.asarray(decode.table_of(scaling_of(w).format, options.activation))
+    if options.activation == "bfloat16" or device_count() == 1:
+        return on_each_device(on_device, options, x, w, table)
     # A row's scale is found from all of it, so rows are rounded before devices have
-    # parts of them. A kernel of Pallas-Triton rounds them in the order in which this
-    # kernel reads them.
-    rounds = (
-        device_count() == 1
-        and 0 < x.shape[-1] <= LONGEST_ROW
-        and pallas_triton.missing() is None
-    )
-    whole = options.activation == "bfloat16" or rounds
-    return unpacked.on_each_device(
-        on_device, options, x if whole else unpacked.quantize_rows(x), w, table
-    )
+    # parts of them.
+    return on_each_device(on_device, options, quantize_rows(x), w, table)
 
 
 def _padded(m: int, config: "Config") -> int:
@@ -277,7 +283,8 @@ def _in_bf16(
 ) -> jax.Array:
     from pallas_kernels.fp4_matmul import decode, kernel
 
-    m, form = x.shape[0], scaling_of(w).format
+    m = x.shape[0]
+    form = scaling_of(w).format
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
     ordered = decode.permuted(rows, form)
     call = functools.partial(
@@ -298,18 +305,16 @@ def _in_fp8(
     table: jax.Array,
 ) -> jax.Array:
     """Return the product of the rows of x, which may be rounded already."""
-    from pallas_kernels.fp4_matmul import decode, kernel, rows
+    from pallas_kernels.fp4_matmul import kernel
 
-    (m, _), outer = x.shape, jnp.float32(1) if w.outer is None else w.outer
-    count = _padded(m, config)
-    if isinstance(x, Operand):
-        assert not config.rounds_rows, "rows that are rounded are not rounded again"
-        values = decode.permuted(jnp.pad(x.values, ((0, count - m), (0, 0))), "nvfp4")
-        factors = jnp.pad(outer / reference.E4M3_FACTOR * x.scale, (0, count - m))
-    elif config.rounds_rows:
-        values, factors = x, outer.reshape(1)
+    m = x.shape[0]
+    outer = jnp.float32(1) if w.outer is None else w.outer
+    if not config.rounds_rows:
+        values, factors = ordered_rows(_padded(m, config), x, outer)
     else:
-        values, factors = rows.ordered(x, count, outer)
+        assert not isinstance(x, Operand), "rows that are rounded are not rounded again"
+        values = x
+        factors = outer.reshape(1)
     # 256 values are the most that a dimension of a copy has.
     tables = table.reshape(2, 256)
     call = functools.partial(
@@ -328,7 +333,52 @@ def _in_fp8(
 
 
 def _added(sums: jax.Array) -> jax.Array:
-    """Add parts in order, so that a row has the same bits whichever rows are multiplied
-    with it.
+    """Add parts in order.
+
+    So a row has the same bits whichever rows are multiplied with it.
     """
     return sum(sums[1:], sums[0])
+
+
+# Rows in the kernel's order
+# --------------------------------------------------------------------------------------
+
+
+def ordered_rows(
+    rows: int,
+    x: jax.Array | Operand,
+    outer: jax.Array,
+    *,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the rows of x `[m, k]` as the kernel reads them: (values, factors).
+
+    Values are E4M3 `[rows, k]` in the order of `decode.permuted`, and factors float32
+    `[rows]`. A factor is the scale of a row times `outer`, the float32 scale of the
+    weight, over `E4M3_FACTOR`. Rows from m on are zeros. The rows of x may be rounded
+    already.
+    """
+    if isinstance(x, Operand):
+        return _in_order(rows, x, outer)
+    return dispatch("ordered_rows", ROWS_IMPLEMENTATIONS, backend, rows, x, outer)
+
+
+def _round_and_order(
+    rows: int, x: jax.Array, outer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _in_order(rows, quantize_rows(x), outer)
+
+
+def _in_order(rows: int, x: Operand, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.fp4_matmul import decode
+
+    more = rows - x.shape[0]
+    values = decode.permuted(jnp.pad(x.values, ((0, more), (0, 0))), "nvfp4")
+    return values, jnp.pad(outer / E4M3_FACTOR * x.scale, (0, more))
+
+
+# Both round rows and order them.
+ROWS_IMPLEMENTATIONS = (
+    Implementation("triton", triton.ordered_rows, triton.reject_rows),
+    Implementation("xla", _round_and_order),
+)

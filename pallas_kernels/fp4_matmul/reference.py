@@ -1,16 +1,16 @@
-"""The definition of a product with an FP4 weight: operands that are exact in BF16,
-added in float32.
+"""The definition of a product with an FP4 weight: exact in BF16, added in float32.
 
-    contracts "k"    out[..., n] = outer * sum_k x[..., k] * (E2M1[code[n, k]] * scale[n, k])
-    contracts "n"    out[..., k] = outer * sum_n g[..., n] * (E2M1[code[n, k]] * scale[n, k])
+    contracts "k"   out[..., n] = outer * sum_k x[..., k] (E2M1[code[n, k]] scale[n, k])
+    contracts "n"   out[..., k] = outer * sum_n g[..., n] (E2M1[code[n, k]] scale[n, k])
 
 The product in brackets is a bfloat16 number (`pallas_kernels.fp4`). So is x, which is
 rounded to bfloat16, or to E4M3 with a scale for each row. Tensor cores multiply
 bfloat16 exactly and add in float32.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import fp4, numerics
+from pallas_kernels import fp4
 from pallas_kernels.operands import Fp4, Operand, Quantization, Row
 from pallas_kernels.quantize.reference import quantize
+from pallas_kernels.specs import Sharding
 from pallas_kernels.tuning import Key
 
 Activation = Literal["bfloat16", "float8_e4m3fn"]
@@ -29,6 +30,8 @@ ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
 # Codes times scales are stored in E4M3 times this factor, which brings the largest one,
 # 6 * 448, into its range.
 E4M3_FACTOR = 2.0**-3
+# A word of one value and a word of two, by the bits of a value.
+_WORDS = {8: (jnp.uint8, jnp.uint16), 16: (jnp.uint16, jnp.uint32)}
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,20 @@ class Options:
     out_dtype: np.dtype
     activation: Activation = "bfloat16"
     contracts: Literal["k", "n"] = "k"
-    out_sharding: Any = None
+    out_sharding: Sharding = None
 
 
 def decode(
     w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0
 ) -> jax.Array:
-    """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`;
-    it is exact in bfloat16.
+    """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`.
+
+    The values are exact in bfloat16.
     """
-    (n, k), scaling, bits = w.shape, scaling_of(w), 8 * jnp.dtype(dtype).itemsize
-    if k % scaling.block:
-        # the two codes of a byte share their scale
-        scale = scaling.spread(w.scale, (n, k))[:, ::2]
-    else:
-        scale = (
-            numerics.decode_e8m0(w.scale)
-            if scaling.format == "mxfp4"
-            else w.scale.astype(jnp.float32)
-        )
-        if scaling.tile == "square":
-            scale = jnp.repeat(scale, scaling.block, axis=0)[:n]
-        scale = jnp.broadcast_to(
-            scale[:, :, None], (*scale.shape, scaling.block // 2)
-        ).reshape(n, -1)
-    word, pair = {8: (jnp.uint8, jnp.uint16), 16: (jnp.uint16, jnp.uint32)}[bits]
+    n, k = w.shape
+    scale = _scale_of_bytes(w)
+    bits = 8 * jnp.dtype(dtype).itemsize
+    word, pair = _WORDS[bits]
 
     def value(codes: jax.Array) -> jax.Array:
         rounded = (fp4.numbers(codes) * (scale * factor)).astype(dtype)
@@ -82,6 +74,28 @@ def decode(
     return lax.bitcast_convert_type(pairs, dtype).reshape(n, k)
 
 
+def _scale_of_bytes(w: Operand) -> jax.Array:
+    """Return the scale of every byte of codes, which its two codes share.
+
+    It is float32 `[n, k / 2]`.
+    """
+    scaling = scaling_of(w)
+    n, k = w.shape
+    if k % scaling.block:
+        return scaling.spread(w.scale, (n, k))[:, ::2]
+    scale = scaling.in_float32(w.scale)
+    if scaling.tile == "square":
+        scale = jnp.repeat(scale, scaling.block, axis=0)[:n]
+    wide = (*scale.shape, scaling.block // 2)
+    return jnp.broadcast_to(scale[:, :, None], wide).reshape(n, -1)
+
+
+def unpack(turned: bool, w: Operand) -> jax.Array:
+    """Return a weight times `E4M3_FACTOR` in E4M3: `[n, k]`, or turned `[k, n]`."""
+    values = decode(w, jnp.float8_e4m3fn, E4M3_FACTOR)
+    return values.T if turned else values
+
+
 def scaling_of(w: Operand) -> Fp4:
     """Return the scaling of an FP4 operand."""
     assert isinstance(w.scaling, Fp4), "api checked it"
@@ -89,26 +103,24 @@ def scaling_of(w: Operand) -> Fp4:
 
 
 def scale_bytes(w: Operand) -> jax.Array:
-    """Return the bytes of every row's scales, uint8 `[n, k / block]`, as kernels read
-    them.
+    """Return the bytes of every row's scales, uint8 `[n, k / block]`, for kernels.
 
     The scale of a square is repeated for each of its rows, which costs 0.5 bits a
     value.
     """
-    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), scaling_of(w)
-    return (
-        scales
-        if scaling.tile == "vector"
-        else jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
-    )
+    scaling = scaling_of(w)
+    scales = lax.bitcast_convert_type(w.scale, jnp.uint8)
+    if scaling.tile == "vector":
+        return scales
+    return jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
 
 
 def e4m3_table() -> np.ndarray:
-    """Return the magnitudes of E2M1 times every scale byte times `E4M3_FACTOR`, in
-    E4M3: uint32 `[512]`.
+    """Return E2M1's magnitudes times every scale byte times `E4M3_FACTOR`, in E4M3.
 
-    A scale byte has 8 bytes, two words. They are rounded to nearest even, as `decode`
-    rounds them; scales of the rule "fold_exact" make only subnormal numbers round.
+    The table is uint32 `[512]`. A scale byte has 8 bytes, two words. They are rounded
+    to nearest even, as `decode` rounds them; scales of the rule "fold_exact" make only
+    subnormal numbers round.
     """
     e4m3 = jnp.dtype(jnp.float8_e4m3fn)
     scale = np.arange(256, dtype=np.uint8).view(e4m3).astype(np.float32)
@@ -121,54 +133,53 @@ def quantize_rows(x: jax.Array) -> Operand:
     return quantize(ROWS, x, None).rows
 
 
+def dimensions(options: Options, ndim: int) -> lax.DotDimensionNumbers:
+    """Return the axes of a product with x of `ndim` axes, as for `lax.dot_general`."""
+    of_w = 1 if options.contracts == "k" else 0
+    return ((ndim - 1,), (of_w,)), ((), ())
+
+
 def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
-    """Return the product of x, or of its rows that were rounded before; see
-    `api.fp4_matmul`.
-    """
+    """Return the product, see `api.fp4_matmul`; rows of x may be rounded already."""
     if options.activation == "bfloat16":
         assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
-        values, scale = x.astype(jnp.bfloat16), None
+        out = _in_bf16(options, x.astype(jnp.bfloat16), w)
     else:
         rows = x if isinstance(x, Operand) else quantize_rows(x)
         # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
-        values, scale = (
-            lax.optimization_barrier(rows.values).astype(jnp.bfloat16),
-            rows.scale,
-        )
-    axes = (((values.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
+        values = lax.optimization_barrier(rows.values).astype(jnp.bfloat16)
+        out = _in_bf16(options, values, w) * rows.scale[..., None]
+    return out.astype(options.out_dtype)
+
+
+def _in_bf16(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+    """Return the product with x in bfloat16, added in float32."""
+    multiply = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions(options, x.ndim),
+        out_sharding=options.out_sharding,
+    )
 
     def in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
-        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-        return lax.dot_general(
-            x,
-            w,
-            axes,
-            precision=lax.Precision.HIGHEST,
-            out_sharding=options.out_sharding,
-        )
+        wide = (array.astype(jnp.float32) for array in (x, w))
+        return multiply(*wide, precision=lax.Precision.HIGHEST)
 
     def on_tensor_cores(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            x,
-            w,
-            axes,
-            preferred_element_type=jnp.float32,
-            out_sharding=options.out_sharding,
-        )
+        return multiply(x, w, preferred_element_type=jnp.float32)
 
-    if values.size == 0 or w.values.size == 0:
-        out = in_float32(values, decode(w))
+    if x.size == 0 or w.values.size == 0:
+        out = in_float32(x, decode(w))
     else:
         out = lax.platform_dependent(
-            values, decode(w), cuda=on_tensor_cores, default=in_float32
+            x, decode(w), cuda=on_tensor_cores, default=in_float32
         )
-    out = out if w.outer is None else out * w.outer
-    return (out if scale is None else out * scale[..., None]).astype(options.out_dtype)
+    return out if w.outer is None else out * w.outer
 
 
 def key(options: Options, x: jax.Array, w: Operand) -> Key:
     """Return the name of a product in `tuned.json`."""
     n, k = w.shape
-    scaling, rows = scaling_of(w), x.size // max(1, x.shape[-1])
+    scaling = scaling_of(w)
+    rows = x.size // max(1, x.shape[-1])
     how = f"{scaling.format} {scaling.tile} {options.activation} {options.contracts}"
     return Key("fp4_matmul", f"{how} {jnp.dtype(options.out_dtype)}", (rows, k, n))
