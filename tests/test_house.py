@@ -17,6 +17,8 @@ import tcfp_jax
 from pallas_kernels.adamw import api as adamw
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp4_matmul import api as fp4
+from pallas_kernels.fp4_matmul import mosaic as fp4_mosaic
+from pallas_kernels.fp4_matmul import unpacked
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.matmul import api as products
 from pallas_kernels.operands import Block, Row, Tensor
@@ -238,6 +240,8 @@ def test_the_page_of_backends_lists_every_table():
         "`grouped_matmul`": grouped.IMPLEMENTATIONS,
         "`grouped_weight_gradient`": grouped.GRADIENT_IMPLEMENTATIONS,
         "`fp4_matmul`": fp4.IMPLEMENTATIONS,
+        "`unpack_fp4`": unpacked.UNPACK_IMPLEMENTATIONS,
+        "`ordered_rows`": fp4_mosaic.ROWS_IMPLEMENTATIONS,
         "`quantize_nvfp4`": nvfp4_arrays.IMPLEMENTATIONS,
     }
     page = (ROOT / "docs" / "backends.md").read_text().split("## ")[1]

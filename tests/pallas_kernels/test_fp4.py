@@ -258,12 +258,7 @@ def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
         jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)),
         scaling=scaling,
     )
-    assert unpacked._serves(w) and not unpacked._serves(
-        dataclasses.replace(w, values=w.values[:, :-1])
-    )
-    got = unpacked._unpack_by_kernel(
-        w, jnp.asarray(reference.e4m3_table()), turned=turned, interpret=True
-    )
+    got = unpacked.unpack(w, turned=turned, backend="triton")
     expected = quick(functools.partial(unpacked.unpack, turned=turned))(w)
     got, expected = (np.asarray(array).view(np.uint8) for array in (got, expected))
     broken = expected & 127 == 127
@@ -281,7 +276,7 @@ def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     x = np.ldexp(random.standard_normal((m, k)), random.integers(-14, 3, (m, 1)))
     x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
     x, outer = jnp.asarray(x, jnp.float32).astype(dtype), jnp.float32(0.3)
-    values, factors = jax.jit(rows.ordered, static_argnums=1)(x, 8, outer)
+    values, factors = mosaic.ordered_rows(8, x, outer, backend="triton")
     expected = quick(reference.quantize_rows)(x)
     bits = lambda array: np.asarray(array).view(np.uint8)
     np.testing.assert_array_equal(
@@ -469,7 +464,7 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
 def test_blocks_round_few_rows_themselves(m, n, k, rounds):
     x, w = shapes(m, k, n)
     chosen = mosaic.configure(IN_E4M3, x, w)
-    config = mosaic._rounding(chosen, IN_E4M3, x, n)
+    config = mosaic._rounding(chosen, IN_E4M3, x)
     assert config == dataclasses.replace(chosen, rounds_rows=rounds)
     step = decode.step_of("nvfp4")
     held = k // config.splits if rounds else config.stages * step

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.adamw.api import Moments, Rates, adamw
-from pallas_kernels.fp4_matmul import rows as fp4_rows
+from pallas_kernels.fp4_matmul import mosaic
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
@@ -298,7 +298,7 @@ KERNELS = {
         jnp.stack(WORDS),
         backend="triton",
     ),
-    "ordered rows": lambda x: fp4_rows.ordered(x, 128, ONE),
+    "ordered rows": lambda x: mosaic.ordered_rows(128, x, ONE, backend="triton"),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
     "nvfp4": lambda x: nvfp4_arrays.quantize_values(x, 0, WORDS).values,
 }
