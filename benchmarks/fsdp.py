@@ -23,7 +23,7 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -132,17 +132,19 @@ def make_training(
     )
 
 
-def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
-    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`;
-    `floats` are BF16's params.
+def placed(mesh: Mesh, floats: Any, state_of: Callable[[Any], Any], given: Any) -> Any:
+    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`.
+
+    `floats` are BF16's parameters.
     """
-    state, *inputs = given
+    (params, _), *inputs = given
     at = functools.partial(NamedSharding, mesh)
     if "embedding" in floats:
         split = parameter_shardings(floats, mesh)
     else:
         split = jax.tree.map(lambda _: at(P(AXIS)), floats)
-    return state_shardings(split, state), *(at(BATCH) for _ in inputs)
+    state = state_shardings(split, params, state_of)
+    return state, *(at(BATCH) for _ in inputs)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -180,7 +182,7 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
                 continue
             training, tokens = make_training(part, name, config, devices)
             step, seconds = training.compile(
-                place=functools.partial(placed, mesh, floats)
+                place=functools.partial(placed, mesh, floats, training.state_of)
             )
             made[name] = step, seconds, tokens
             if part == "olmoe" or (part == "llama" and devices > 1):

@@ -272,9 +272,12 @@ def make_training(
         else:
             params = floats()
         tokens = jax.random.randint(key, (batch, positions + 1), 0, size.vocabulary)
-        return (params, optimizer.init(params)), tokens
+        return state_of(params), tokens
 
-    return timing.Training(init, step, gradients)
+    def state_of(params: Any) -> Any:
+        return params, optimizer.init(params)
+
+    return timing.Training(init, step, gradients, state_of)
 
 
 def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:

@@ -161,11 +161,13 @@ class Training(NamedTuple):
       init: `key -> (state, *inputs)`.
       step: `(state, *inputs) -> (state, loss)`.
       gradients: `(*state, *inputs) -> (loss, gradients)` of its parameters.
+      state_of: `params -> state`, the first state of these parameters.
     """
 
     init: Callable[[jax.Array], tuple[Any, ...]]
     step: Callable[..., tuple[Any, jax.Array]]
     gradients: Callable[..., tuple[jax.Array, Any]]
+    state_of: Callable[[Any], Any]
 
     def lower(self, seed: int = 0) -> Any:
         """Return the step, lowered for one device."""

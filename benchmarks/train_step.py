@@ -205,9 +205,12 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
             params = tcfp_jax.store(
                 floats, chosen, key=key, gradient_dtype=kept.gradient_dtype
             )
-        return (params, optimizer.init(params)), x, target
+        return state_of(params), x, target
 
-    return timing.Training(init, step, gradients)
+    def state_of(params: Any) -> Any:
+        return params, optimizer.init(params)
+
+    return timing.Training(init, step, gradients, state_of)
 
 
 def make_optimizer_step(

@@ -34,7 +34,7 @@ class Transformer(nn.Module):
 mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
-def fsdp(state):
+def fsdp(params):
     """Split the largest axis of each matrix that the devices divide."""
     legal = lambda leaf: [
         axis
@@ -46,6 +46,7 @@ def fsdp(state):
         if legal(leaf)
         else []
     )
+    state = jax.eval_shape(make_state, params)
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P(*axes(leaf))), state)
 
 
@@ -87,12 +88,18 @@ def batch(step):
     )
 
 
-def init(key):
-    tokens = jnp.zeros((1, CONTEXT), jnp.int32)
-    model = Transformer()
-    params = model.init(key, tokens)["params"]
+tx = make_tx()
+tokens = jnp.zeros((1, CONTEXT), jnp.int32)
+model = Transformer()
+
+
+def make_params(key):
+    return model.init(key, tokens)["params"]
+
+
+def make_state(params):
     ema = jax.tree.map(jnp.copy, params)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=make_tx(), ema=ema)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=ema)
 
 
 def main():
@@ -102,7 +109,9 @@ def main():
         flush=True,
     )
     key = jax.random.key(0)
-    state = jax.jit(init, out_shardings=fsdp(jax.eval_shape(init, key)))(key)
+    shardings = fsdp(jax.eval_shape(make_params, key))
+    init = jax.jit(lambda key: make_state(make_params(key)), out_shardings=shardings)
+    state = init(key)
     for step in range(20):
         state, loss = train_step(state, batch(step))
         if step % 5 == 4:

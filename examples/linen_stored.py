@@ -35,10 +35,10 @@ class Transformer(nn.Module):
 mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
-def fsdp(state):
+def fsdp(params):
     """Split the largest axis of each matrix that the devices divide."""
     return tcfp_jax.sharding.state_shardings(
-        tcfp_jax.sharding.fsdp(state.params, mesh), state
+        tcfp_jax.sharding.fsdp(params, mesh), params, make_state
     )
 
 
@@ -82,15 +82,21 @@ def batch(step):
     )
 
 
-def init(key):
-    tokens = jnp.zeros((1, CONTEXT), jnp.int32)
-    model = tcfp_jax.conversion.convert_to_tcfp(
-        Transformer(), "tcfp12_single", tokens, include=("linear", "small")
-    )
+tx = make_tx()
+tokens = jnp.zeros((1, CONTEXT), jnp.int32)
+model = tcfp_jax.conversion.convert_to_tcfp(
+    Transformer(), "tcfp12_single", tokens, include=("linear", "small")
+)
+
+
+def make_params(key):
     params = model.init(key, tokens)["params"]
-    ema = jax.tree.map(jnp.copy, params)
-    params = tcfp_jax.store(params, tcfp_jax.conversion.find_weights(model), key=key)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=make_tx(), ema=ema)
+    return tcfp_jax.store(params, tcfp_jax.conversion.find_weights(model), key=key)
+
+
+def make_state(params):
+    ema = tcfp_jax.dequantize(params)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=ema)
 
 
 def main():
@@ -100,7 +106,9 @@ def main():
         flush=True,
     )
     key = jax.random.key(0)
-    state = jax.jit(init, out_shardings=fsdp(jax.eval_shape(init, key)))(key)
+    shardings = fsdp(jax.eval_shape(make_params, key))
+    init = jax.jit(lambda key: make_state(make_params(key)), out_shardings=shardings)
+    state = init(key)
     for step in range(20):
         state, loss = train_step(state, batch(step))
         if step % 5 == 4:

@@ -27,7 +27,7 @@ Source: Huang et al. 2019, "GPipe".
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,11 @@ from models.llama import Llama, LlamaConfig, layers_of, rotations
 from models.losses import head_losses
 from tcfp_jax import optim
 from tcfp_jax.conversion import convert_to_tcfp
-from tcfp_jax.paths import path_names
+from tcfp_jax.paths import named_leaves
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.training import is_stored
 
 STAGE = "stage"
 
@@ -125,24 +126,16 @@ class Pipeline:
         """Weights of the whole model, for `store` and `error_feedback`."""
         return learner(self.config, self.recipe, self.dtype).weights
 
-    def shardings(self, state: Any) -> Any:
-        """Return the sharding of each parameter or state: layers on their stage, the
-        rest on all devices.
+    def shardings(self, params: Any, init: Callable[[Any], Any] | None = None) -> Any:
+        """Return the sharding of each parameter: layers on their stage, the rest on all
+        devices.
+
+        With `init`, it returns the shardings of the state `init(params)`.
         """
-        init = functools.partial(
-            Llama(self.config, self.dtype).init,
-            jax.random.key(0),
-            jnp.zeros((1, 1), jnp.int32),
-        )
-
-        def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            spec = P(STAGE) if path_names(path)[0] == "layers" else P()
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-            )
-
-        params = jax.eval_shape(init)["params"]
-        return state_shardings(jax.tree_util.tree_map_with_path(of, params), state)
+        found, treedef = named_leaves(params, is_stored)
+        at = functools.partial(NamedSharding, self.mesh)
+        specs = [P(STAGE) if names[0] == "layers" else P() for names, _ in found]
+        return state_shardings(treedef.unflatten(map(at, specs)), params, init)
 
     def apply(
         self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array
@@ -284,16 +277,19 @@ def main() -> None:
     model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4)
     tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
 
-    def init(key: jax.Array) -> Any:
+    def parameters(key: jax.Array) -> Any:
         floats = lambda: Llama(config, model.dtype).init(
             key, jnp.zeros((1, 8), jnp.int32)
         )["params"]
-        params = tcfp_jax.store(floats, model.weights, key=key)
+        return tcfp_jax.store(floats, model.weights, key=key)
+
+    def state_of(params: Any) -> Any:
         return params, tx.init(params)
 
     key = jax.random.key(0)
-    shardings = model.shardings(jax.eval_shape(init, key))
-    state = jax.jit(init, out_shardings=shardings)(key)
+    shardings = model.shardings(jax.eval_shape(parameters, key), state_of)
+    init = jax.jit(lambda key: state_of(parameters(key)), out_shardings=shardings)
+    state = init(key)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def step(state: Any, windows: jax.Array) -> Any:

@@ -318,18 +318,9 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     """Return the placement of every array of the state on a mesh, which follows from
     the parameters.
     """
-    params = _shapes(_floats, config)
-    shaped = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=place
-        ),
-        params,
-        parameter_shardings(params, mesh),
-    )
-    state = _shapes(_initialize, config)
-    params_places, opt_places = state_shardings(shaped, (state.params, state.opt_state))
-    counter: Any = NamedSharding(mesh, P())
-    return TrainState(params_places, opt_places, counter)
+    places = parameter_shardings(_shapes(_floats, config), mesh)
+    state_of = functools.partial(_state, config, jax.random.key(0))
+    return state_shardings(places, _shapes(_parameters, config), state_of)
 
 
 def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
@@ -364,17 +355,6 @@ def _initialize(
     start: Any = None,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    def floats() -> Any:
-        params = _floats(config, seed_key) if start is None else start
-        return (
-            params
-            if mesh is None
-            else jax.lax.with_sharding_constraint(
-                params, parameter_shardings(params, mesh)
-            )
-        )
-
-    params: Any = None
     if config.lora:
         params, opt_state = frozen(
             _floats(config, seed_key),
@@ -383,16 +363,36 @@ def _initialize(
             _optimizer(config, seed_key),
         )
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
-    if config.weights == "stored":
-        rounding = jax.random.fold_in(seed_key, _ROUNDING)
-        params = tcfp_jax.store(
-            floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16
-        )
-    else:
-        params = floats()
-    return TrainState(
-        params, _optimizer(config, seed_key).init(params), jnp.zeros((), jnp.int32)
+    return _state(config, seed_key, _parameters(config, seed_key, start, mesh))
+
+
+def _parameters(
+    config: TrainConfig,
+    seed_key: jax.Array,
+    start: Any = None,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Return the first parameters, stored or float; `start` has those of a file."""
+
+    def floats() -> Any:
+        params = _floats(config, seed_key) if start is None else start
+        if mesh is None:
+            return params
+        places = parameter_shardings(params, mesh)
+        return jax.lax.with_sharding_constraint(params, places)
+
+    if config.weights != "stored":
+        return floats()
+    rounding = jax.random.fold_in(seed_key, _ROUNDING)
+    return tcfp_jax.store(
+        floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16
     )
+
+
+def _state(config: TrainConfig, seed_key: jax.Array, params: Any) -> TrainState:
+    """Return the first state of these parameters."""
+    opt_state = _optimizer(config, seed_key).init(params)
+    return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
 
 def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:

@@ -87,10 +87,7 @@ class Optimizer(nnx.Optimizer):
         trained = suited(tx, params, lambda: find_weights(model))
         lie = shardings_of(params)
         if lie is not None:
-            state = jax.eval_shape(
-                lambda params: (params, trained.init(params)), params
-            )
-            lie = state_shardings(lie, state)[1]
+            lie = state_shardings(lie, params, trained.init)
         super().__init__(
             model,
             trained._replace(init=jax.jit(trained.init, out_shardings=lie)),

@@ -1,100 +1,120 @@
-"""Shardings of training states: how a state lies on a mesh follows from how the
-parameters lie.
+"""Shardings of training states: the parameters' shardings decide those of the state.
 
-    shardings = nn.get_sharding(variables, mesh)["params"]              Linen: nn.with_partitioning
-    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)         Linen: logical names of axes
-    shardings = nnx.get_named_sharding(nnx.state(model), mesh)          NNX
-    shardings = {"kernel": NamedSharding(mesh, P("fsdp", "tensor"))}    JAX
+    shardings = fsdp(params, mesh)                  # any tree, also of stored weights
+    shardings = {"kernel": NamedSharding(mesh, P("fsdp", "tensor"))}             # JAX
+    shardings = nn.get_sharding(variables, mesh)["params"]         # Linen: mesh names
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)  # Linen: logical names
+    shardings = nnx.get_named_sharding(nnx.state(model, nnx.Param), mesh)        # NNX
 
-    shardings = fsdp(params, mesh)                                      any tree, also of stored weights
+    places = state_shardings(shardings, params, tx.init)
+    state = jax.jit(tx.init, out_shardings=places)(params)
 
-    state = jax.eval_shape(tx.init, params)
-    state = jax.jit(tx.init, out_shardings=state_shardings(shardings, state))(params)
+With explicit mesh axes, the sharding is part of an array's type. `state_shardings`
+traces the function that makes the state, with such types, and reads the types of its
+results. So a transposed copy swaps the kernel's axes, a block scale is split like the
+axis whose blocks it counts, and moments and errors are sharded like their weight.
+Counters and keys are whole on every device. A step then sends no part of a state over
+the mesh except the largest magnitudes, which scales come from.
 
-A transposed copy swaps the kernel's axes. A block scale is split like the axis whose
-blocks it counts. Moments and errors lie where their weight lies. Every device holds
-counters and keys whole. So a step sends no part of a state over the mesh except the
-largest magnitudes, which scales come from.
+Left out: `fsdp` splits one axis of each parameter over one mesh axis. It does not place
+activations or batches, and it does not split over a second axis for tensor parallelism.
+Write those shardings yourself (docs/sharding.md), or let a library of rules for logical
+axis names choose them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.scaling import Fp4
+from pallas_kernels.specs import shards
 from tcfp_jax.optim.encoding import block_parts, narrow_leaves
-from tcfp_jax.paths import PyTree, named_leaves, path_names
-from tcfp_jax.weights.layout import Layout
-from tcfp_jax.weights.placement import Placement, neighbours
-from tcfp_jax.weights.stored import Stored, is_e5m2
-from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
+from tcfp_jax.optim.feedback import layer_state
+from tcfp_jax.paths import PyTree, entries, leaves, named_leaves
+from tcfp_jax.weights.placement import AnyMesh, Placement, shortest
+from tcfp_jax.weights.training import is_stored, kernel_shape, train, training_of
 
 __all__ = ["fsdp", "state_shardings"]
 
-# Fields of our states and the fields next to them that they belong to.
-# `_BESIDE_WEIGHTS` belong to `weights`.
-_SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
-_BESIDE_WEIGHTS = ("amax", "errors", "scaled_errors")
-# For each entry: whether it is a field of a state, and its name
-_Path = tuple[tuple[bool, str], ...]
+_Typed: TypeAlias = jax.ShapeDtypeStruct
 
 
-def state_shardings(params_shardings: PyTree, state: PyTree) -> PyTree:
-    """Return the shardings of a state, given the shardings of its parameters: one
-    `NamedSharding` for each array.
+def state_shardings(
+    params_shardings: PyTree,
+    params: PyTree,
+    init: Callable[[PyTree], PyTree] | None = None,
+) -> PyTree:
+    """Return the shardings of a state, given the shardings of its parameters.
 
-    It takes states of optax's transformations and ours, stored parameters
-    (`tcfp_jax.store`), and trees of both. Prefer
-    `state_shardings(shardings, (params, opt_state))`: stored parameters tell how a
-    kernel of three axes became a matrix, which `opt_state` alone does not.
+    Use this for `out_shardings`, `jax.device_put` and checkpoints, whenever the
+    parameters are on a mesh: XLA may otherwise keep whole moments on every device.
 
-    An array of its parameter's shape lies as the parameter does. An array with some of
-    its axes (factored moments) is split along those. Scalars and arrays without a
-    parameter (counters, keys) are whole on every device.
+    It traces `init(params)` with explicit mesh axes and reads the types of the results.
+    An array that `init` makes without a sharding is whole on every device: counters,
+    keys, and the memory of `optax.lbfgs`.
 
     Args:
-      params_shardings: a `NamedSharding` for each float parameter, by the same names.
-        Give an array or `jax.ShapeDtypeStruct` with a sharding instead if the state
-        does not tell the parameter's shape (factored moments alone, kernels of three
-        axes in `opt_state` alone).
-      state: a state or its `jax.eval_shape`, perhaps in Flax's boxes; for an
-        `nnx.Optimizer`, its `opt_state`.
+      params_shardings: a `NamedSharding` for each parameter, by the same names. For a
+        stored parameter it is the sharding of its float kernel, or the result of
+        `state_shardings` for it.
+      params: the parameters or their shapes, stored (`tcfp_jax.store`) or float,
+        perhaps in Flax's boxes.
+      init: a function of the parameters that returns the state, such as `tx.init`, or
+        `lambda params: (params, tx.init(params))`. None stands for the parameters
+        themselves.
 
     Returns:
-      A tree of the structure of `state`, for `out_shardings`, `jax.device_put` and
-        checkpoints.
+      A tree of the structure of `init(params)`, with a `NamedSharding` for each array.
 
     Raises:
       TypeError: a leaf of `params_shardings` is not a sharding on a mesh.
       ValueError: a mesh does not divide an axis, or cuts a block of values that share a
         scale; a kernel's shard is not contiguous in the stored matrix; shardings on
-        several meshes, of another tree, or without a parameter's shape.
+        several meshes; a parameter without a sharding.
 
-    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp", None))}
     >>> import optax
-    >>> state = jax.eval_shape(optax.adam(0.1).init, {"kernel": jnp.ones((4, 2))})
-    >>> found = state_shardings(shardings, state)[0]
-    >>> found.mu["kernel"].spec == PartitionSpec("fsdp"), found.count.spec == PartitionSpec()
-    (True, True)
+    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp", None))}
+    >>> params = {"kernel": jnp.ones((4, 2))}
+    >>> found = state_shardings(shardings, params, optax.adam(0.1).init)[0]
+    >>> found.mu["kernel"].spec == PartitionSpec("fsdp")
+    True
+    >>> found.count.spec == PartitionSpec()
+    True
     """
-    found = _Units(params_shardings, state)
-    return found.treedef.unflatten(
-        [found.shardings(path, node) for path, node in found.nodes]
-    )
+    found, treedef = named_leaves(params, is_stored)
+    given = leaves(params_shardings, is_stored)
+    mesh = _one_mesh(given)
+    types = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    with jax.sharding.use_abstract_mesh(explicit):
+        typed = {}
+        for names, leaf in found:
+            name = "/".join(names)
+            typed[name] = _typed(name, leaf, _given(name, given), explicit)
+        state = treedef.unflatten(typed.values())
+        if init is not None:
+            state = jax.eval_shape(init, state)
+    for name, weight in entries(layer_state(state)).items():
+        if name in typed:
+            _check_parts(name, typed[name], weight)
+
+    def on_mesh(leaf: _Typed) -> NamedSharding:
+        spec = () if leaf.sharding is None else leaf.sharding.spec
+        return NamedSharding(mesh, shortest(spec))
+
+    return jax.tree.map(on_mesh, state)
 
 
-def fsdp(
-    params: PyTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    axis: str = "fsdp",
-) -> PyTree:
-    """Return a sharding for each parameter, which splits the largest axis that may be
-    split over a mesh axis.
+def fsdp(params: PyTree, mesh: AnyMesh, axis: str = "fsdp") -> PyTree:
+    """Return a sharding for each parameter, which splits its largest axis that may be.
+
+    Use this for fully sharded data parallelism on one mesh axis. Write the shardings by
+    hand for a mesh with a `tensor` axis.
 
     An axis may be split if the mesh divides it, each device's part is contiguous in the
     stored matrix, and no block of values that share a scale is cut: neither a weight's,
@@ -104,23 +124,25 @@ def fsdp(
 
     Args:
       params: parameters or their shapes, stored (`tcfp_jax.store`) or float. Prefer
-        stored ones: float kernels of three axes do not tell which of them a stored
+        stored ones: float kernels of three axes do not show which of them a stored
         matrix merges.
       mesh: the mesh, perhaps an abstract one.
       axis: the name of its axis.
 
     Returns:
       A tree with one `NamedSharding` for each parameter, stored or float.
-        `state_shardings` derives the shardings of
-      the arrays inside: `state_shardings(fsdp(params, mesh), (params, opt_state))`.
+        `state_shardings` derives the shardings of the arrays inside:
+        `state_shardings(fsdp(params, mesh), params, init)`.
 
     Raises:
       ValueError: the mesh has no such axis.
 
     >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     >>> found = fsdp({"kernel": jnp.ones((4, 64)), "bias": jnp.ones(64)}, mesh)
-    >>> found["kernel"].spec == PartitionSpec(None, "fsdp"), found["bias"].spec == PartitionSpec()
-    (True, True)
+    >>> found["kernel"].spec == PartitionSpec(None, "fsdp")
+    True
+    >>> found["bias"].spec == PartitionSpec()
+    True
     """
     if axis not in mesh.axis_names:
         raise ValueError(
@@ -130,70 +152,45 @@ def fsdp(
     found, treedef = named_leaves(params, is_stored)
     narrow = narrow_leaves(params, is_leaf=is_stored, sizes=_kernel_shape)
     chosen = []
-    for (names, leaf), small in zip(found, narrow, strict=True):
-        shape = _kernel_shape(leaf)
-        layers = (
-            len(shape) - training_of(leaf).weight.layout.ndim if is_stored(leaf) else 0
-        )
-        largest_first = (
-            sorted(range(layers, len(shape)), key=lambda place: -shape[place])
-            if len(shape) > 1
-            else []
-        )
+    for (_, leaf), small in zip(found, narrow, strict=True):
+        places = _axes_by_size(leaf)
+        tried = [NamedSharding(mesh, PartitionSpec(*[None] * i, axis)) for i in places]
+        is_legal = functools.partial(_is_legal, leaf, small)
         whole = NamedSharding(mesh, PartitionSpec())
-        tried = (
-            NamedSharding(mesh, PartitionSpec(*[None] * place, axis))
-            for place in largest_first
-        )
-        legal = (
-            sharding
-            for sharding in tried
-            if _is_legal(_Parameter("/".join(names), sharding, shape), leaf, small)
-        )
-        chosen.append(next(legal, whole))
+        chosen.append(next(filter(is_legal, tried), whole))
     return treedef.unflatten(chosen)
 
 
 def shardings_of(params: PyTree) -> PyTree | None:
-    """Return how each parameter lies, for `state_shardings`; None unless all of them
-    lie on a mesh.
-    """
-    found, treedef = named_leaves(params, is_stored)
-    shardings = []
-    for _, leaf in found:
-        array = leaf.backward.values if is_stored(leaf) else leaf
-        sharding = (
-            None
-            if isinstance(array, jax.core.Tracer)
-            else getattr(array, "sharding", None)
-        )
-        if not isinstance(sharding, NamedSharding):
+    """Return the sharding of each array, or None unless all of them are on a mesh."""
+    arrays = jax.tree.leaves(params)
+    for array in arrays:
+        if isinstance(array, jax.core.Tracer):
             return None
-        shape = _kernel_shape(leaf)
-        if is_stored(leaf):
-            sharding = (
-                training_of(leaf)
-                .weight.layout.stacked(len(shape))
-                .kernel_sharding(sharding, shape)
-            )
-        shardings.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding))
-    return treedef.unflatten(shardings)
+        if not isinstance(getattr(array, "sharding", None), NamedSharding):
+            return None
+    return jax.tree.map(lambda array: array.sharding, params) if arrays else None
 
 
 def _kernel_shape(leaf: PyTree) -> tuple[int, ...]:
     return kernel_shape(leaf) if is_stored(leaf) else jnp.shape(leaf)
 
 
-def _is_legal(parameter: "_Parameter", leaf: PyTree, narrow: bool) -> bool:
-    """Return whether a parameter may lie so, as the weight that it is and with 8-bit
-    moments if those are `narrow`.
-    """
+def _axes_by_size(leaf: PyTree) -> list[int]:
+    """Return the axes of a parameter that may be split, the largest first."""
+    shape = _kernel_shape(leaf)
+    if len(shape) < 2:
+        return []
+    layers = 0
+    if is_stored(leaf):
+        layers = len(shape) - training_of(leaf).weight.layout.ndim
+    return sorted(range(layers, len(shape)), key=lambda axis: -shape[axis])
+
+
+def _is_legal(leaf: PyTree, narrow: bool, sharding: NamedSharding) -> bool:
+    """Return whether a parameter, perhaps with 8-bit moments, may have a sharding."""
     try:
-        parts = parameter.kernel
-        if is_stored(leaf):
-            layout = training_of(leaf).weight.layout.stacked(len(parts.shape))
-            parts = parts.merged(layout.groups)
-            _of_stored(leaf, parts, parameter)
+        parts = _matrix("a parameter", leaf, sharding)
         if narrow:
             block_parts(parts)
     except ValueError:  # the errors are the definition of a legal placement
@@ -201,340 +198,97 @@ def _is_legal(parameter: "_Parameter", leaf: PyTree, narrow: bool) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """One parameter: its sharding, and its shape and the layout of its matrix if they
-    are known.
+def _matrix(name: str, leaf: PyTree, sharding: NamedSharding) -> Placement:
+    """Return the placement of a parameter, of its matrix if it is stored.
+
+    Raises:
+      ValueError: the stored form cannot be split so.
     """
-
-    name: str
-    sharding: NamedSharding
-    shape: tuple[int, ...] | None
-    layout: Layout | None = None
-
-    @property
-    def kernel(self) -> Placement:
-        assert self.shape is not None, "_learn_shapes found it"
-        return Placement.of(self.name, self.shape, self.sharding)
-
-    def matrix(self, shape: Sequence[int]) -> Placement:
-        """Return the parts of the stored matrix, or stack of matrices, of this
-        shape.
-        """
-        assert self.shape is not None
-        groups = (
-            self.layout.groups
-            if self.layout is not None
-            else neighbours(self.shape, shape)
-        )
-        if groups is None:
-            raise ValueError(
-                f"{self.name} {list(self.shape)} is stored as {list(shape)}, whose axes"
-                " do not merge neighbours of it; leave the parameter whole, or give"
-                " the stored parameters too: state_shardings(shardings, (params,"
-                " opt_state))"
-            )
-        return self.kernel.merged(groups)
-
-    def matrix_of(self, stored: Stored) -> Placement:
-        """Return the parts of the stored matrix; padded 4-bit codes may have one value
-        more along k.
-        """
-        assert self.shape is not None
-        if isinstance(stored.scaling, Fp4) and self.layout is None:
-            k = -2 if stored.backward is None else -1
-            short = list(stored.shape)
-            short[k] -= 1
-            if (
-                neighbours(self.shape, stored.shape) is None
-                and neighbours(self.shape, short) is not None
-            ):
-                return self.matrix(short)
-        return self.matrix(stored.shape)
+    parts = Placement.of(name, _kernel_shape(leaf), sharding)
+    if is_stored(leaf):
+        weight = training_of(leaf).weight
+        parts = parts.merged(weight.layout.stacked(len(parts.shape)).groups)
+        turned = weight.recipe.copies == "both"
+        parts.check_blocks(weight.recipe.scaling, turned=turned)
+    return parts
 
 
-class _Units:
-    """The nodes of a state, with stored weights whole, and the parameters that they
-    belong to.
-    """
+def _typed(name: str, leaf: PyTree, sharding: PyTree, mesh: AbstractMesh) -> PyTree:
+    """Return a parameter as types with shardings on an explicit mesh."""
 
-    def __init__(self, params_shardings: PyTree, state: PyTree) -> None:
-        treedef: Any
-        paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored)
-        self.treedef = treedef
-        self.nodes: list[tuple[_Path, Any]] = [
-            (_entries(path), node) for path, node in paths
-        ]
-        self.by_name = {_names(path): node for path, node in self.nodes}
-        given = jax.tree_util.tree_flatten_with_path(params_shardings)[0]
-        self.parameters = {
-            _entries(path): _parameter("/".join(path_names(path)), leaf)
-            for path, leaf in given
-        }
-        if not self.parameters:
-            raise ValueError(
-                "params_shardings is empty; give the sharding of each parameter"
-            )
-        self.without_kinds = {_names(path): path for path in self.parameters}
-        self.mesh = _one_mesh(list(self.parameters.values()))
-        self._learn_shapes()
+    def typed(array: PyTree, sharding: NamedSharding) -> _Typed:
+        own = NamedSharding(mesh, sharding.spec)
+        return _Typed(array.shape, array.dtype, sharding=own)
 
-    def shardings(self, path: _Path, node: Any) -> PyTree:
-        """Return the node with shardings instead of arrays."""
-        if is_stored(node):
-            parameter = self._owner(path)
-            if parameter is None:
-                raise self._stranger(path, node)
-            tree = _of_stored(node, parameter.matrix_of(node), parameter)
-            return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(tree))
-        parts = self._parts(path, node)
-        return (
-            NamedSharding(self.mesh, PartitionSpec())
-            if parts is None
-            else parts.sharding
+    if is_stored(sharding):
+        return jax.tree.map(typed, leaf, sharding)
+    _matrix(name, leaf, sharding)
+    if not is_stored(leaf):
+        return typed(leaf, sharding)
+    training = training_of(leaf)
+    made = functools.partial(
+        train,
+        weight=training.weight,
+        remainder=training.remainder,
+        gradient_dtype=training.gradient_dtype,
+    )
+    kernel = typed(_Typed(kernel_shape(leaf), training.dtype), sharding)
+    has_key = training.rounding is not None
+    key = jax.eval_shape(jax.random.key, 0) if has_key else None
+    stored = jax.eval_shape(made, kernel, key=key)
+    return jax.tree.unflatten(jax.tree.structure(leaf), jax.tree.leaves(stored))
+
+
+def _check_parts(name: str, parameter: PyTree, weight: PyTree) -> None:
+    """Raise unless a weight of `error_feedback` has as many parts as its parameter."""
+    if _most_parts(weight) < _most_parts(parameter):
+        array = jax.tree.leaves(parameter)[0]
+        raise ValueError(
+            f"{name} {list(array.shape)}: {array.sharding.spec} splits an axis that the"
+            " stored matrix merges with another one, and its parts are not contiguous"
+            " there; split the first of the merged axes instead, or leave both whole"
         )
 
-    def _parts(self, path: _Path, leaf: Any) -> Placement | None:
-        """Return how an array is cut; None if every device holds it whole."""
-        shape = jnp.shape(leaf)
-        values_path = self._beside(path, _SCALES)
-        if values_path is not None:
-            values = self._parts(values_path, self.by_name[_names(values_path)])
-            return None if values is None else block_parts(values)
-        parameter = self._owner(path)
-        if parameter is None:
-            if len(shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise self._stranger(path, leaf)
-            return None
-        if not any(parameter.sharding.spec) or not shape:
-            return None
-        weights_path = self._beside(path, dict.fromkeys(_BESIDE_WEIGHTS, "weights"))
-        weight = None if weights_path is None else self.by_name[_names(weights_path)]
-        if isinstance(weight, Stored):
-            matrix = parameter.matrix_of(weight)
-            return (
-                matrix
-                if shape == matrix.shape
-                else matrix.taken(range(len(shape)), shape)
-            )
-        return _following(parameter, shape)
 
-    def _owner(self, path: _Path) -> _Parameter | None:
-        """Return the parameter with the longest path that ends this one, or that
-        follows a field of a state in it.
-        """
-        for known, own in ((self.parameters, path), (self.without_kinds, _names(path))):
-            for start in range(len(own)):
-                if own[start:] in known:
-                    found: Any = own[start:]
-                    return self.parameters[
-                        found if known is self.parameters else self.without_kinds[found]
-                    ]
-        for start in range(1, len(path)):
-            for end in range(len(path) - 1, start, -1):
-                if path[start - 1][0] and path[start:end] in self.parameters:
-                    return self.parameters[path[start:end]]
-        return None
+def _most_parts(tree: PyTree) -> int:
+    """Return the largest number of parts of an array of a tree."""
+    counts = [1]
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding is not None:
+            parts = [shards(leaf.sharding.mesh, entry) for entry in leaf.sharding.spec]
+            counts.append(math.prod(parts))
+    return max(counts)
 
-    def _beside(self, path: _Path, fields: dict[str, str]) -> _Path | None:
-        """Return the path with one of these fields replaced by the field it belongs to,
-        if a node is there.
-        """
-        for place in reversed(range(len(path))):
-            kind, name = path[place]
-            if name in fields:
-                other = (*path[:place], (kind, fields[name]), *path[place + 1 :])
-                if _names(other) in self.by_name:
-                    return other
-        return None
 
-    def _learn_shapes(self) -> None:
-        """Find shapes and layouts of parameters, from stored parameters first, then
-        from arrays that mirror them.
-        """
-        shapes: dict[str, set[tuple[int, ...]]] = {}
-        for path, node in self.nodes:
-            parameter = self._owner(path)
-            if parameter is None:
-                continue
-            if is_stored(node) and node.training is not None:
-                layout = training_of(node).weight.layout.stacked(
-                    len(kernel_shape(node))
+def _given(name: str, given: Mapping[str, PyTree]) -> PyTree:
+    if name not in given:
+        raise ValueError(
+            f"{name} has no sharding among the {len(given)} of params_shardings, such"
+            f" as {min(given)}; give the sharding of each parameter, and the function"
+            " that makes the state: state_shardings(shardings, params, tx.init)"
+        )
+    return given[name]
+
+
+def _one_mesh(given: Mapping[str, PyTree]) -> AnyMesh:
+    """Return the mesh of all shardings."""
+    first = None
+    for name, node in given.items():
+        for sharding in jax.tree.leaves(node):
+            if not isinstance(sharding, NamedSharding):
+                raise TypeError(
+                    f"the sharding of {name} is {sharding!r}, which has no mesh; give"
+                    " NamedSharding(mesh, spec), or the result of nn.get_sharding or"
+                    " nnx.get_named_sharding"
                 )
-                place = next(
-                    key
-                    for key, known in self.parameters.items()
-                    if known.name == parameter.name
+            first = first or (name, sharding.mesh)
+            if sharding.mesh != first[1]:
+                raise ValueError(
+                    f"{first[0]} is on {first[1]}, but {name} on {sharding.mesh}; a"
+                    " state is on one mesh, give all shardings on it"
                 )
-                if parameter.shape not in (None, kernel_shape(node)):
-                    raise ValueError(
-                        f"{parameter.name} is {list(parameter.shape or ())} by its"
-                        f" sharding, but {kernel_shape(node)} is stored; give the"
-                        " shardings of these very parameters"
-                    )
-                self.parameters[place] = replace(
-                    parameter, shape=kernel_shape(node), layout=layout
-                )
-            elif self._beside(path, _SCALES) is None:
-                shapes.setdefault(parameter.name, set()).add(tuple(node.shape))
-        for place, parameter in self.parameters.items():
-            if parameter.shape is None and parameter.name in shapes:
-                self.parameters[place] = replace(
-                    parameter, shape=_shape(parameter, shapes[parameter.name])
-                )
-
-    def _stranger(self, path: _Path, node: Any) -> ValueError:
-        known = sorted(parameter.name for parameter in self.parameters.values())
-        return ValueError(
-            f"{'/'.join(_names(path))} {list(node.shape)} belongs to none of the"
-            f" {len(known)} parameters, such as {known[:3]}; give the shardings of this"
-            " state's own parameters. For an nnx.Optimizer give its opt_state, because"
-            " nnx.state takes stored weights apart"
+    if first is None:
+        raise ValueError(
+            "params_shardings is empty; give the sharding of each parameter"
         )
-
-
-def _of_stored(stored: Stored, matrix: Placement, parameter: _Parameter) -> Stored:
-    """Return a stored weight with shardings instead of arrays."""
-    stack = range(len(matrix.shape) - 2)
-    sizes = matrix.shape[:-2]
-    beside: Any = lambda array: (
-        None if array is None else matrix.taken([*stack, None], array.shape).sharding
-    )
-
-    def operand(given: Any, parts: Placement) -> Any:
-        if given is None:
-            return None
-        scale = parts.scales(given.scaling)
-        # a stack that was quantized as one tensor
-        if given.scale.shape == () != scale.shape:
-            scale = parts.taken((), ())
-        if isinstance(given.scaling, Fp4):
-            codes = parts.counted(
-                (*[1] * (len(parts.shape) - 1), 2), "a recipe of 8 bits"
-            )
-            outer = None if given.outer is None else matrix.taken(stack, sizes).sharding
-            return replace(
-                given, values=codes.sharding, scale=scale.sharding, outer=outer
-            )
-        of = lambda array, parts: None if array is None else parts.sharding
-        values, lo = of(given.values, parts), of(given.lo, parts)
-        return replace(
-            given,
-            values=values,
-            lo=lo,
-            scale=scale.sharding,
-            lo_scale=of(given.lo_scale, scale),
-        )
-
-    training = stored.training
-    if training is not None:
-        training = replace(
-            training,
-            rounding=beside(training.rounding),
-            amax=matrix.taken(stack, sizes).sharding,
-            error=None if training.error is None else matrix.sharding,
-            slot=None if training.slot is None else parameter.kernel.sharding,
-            sample=beside(training.sample),
-        )
-    sides: Any = dict(
-        forward=operand(stored.forward, matrix.turned()),
-        backward=operand(stored.backward, matrix),
-    )
-    return replace(
-        stored,
-        **sides,
-        sample=beside(stored.sample),
-        training=training,
-        e5m2=is_e5m2(stored),
-    )
-
-
-def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Placement | None:
-    """Return how an array of a state is cut: a parameter's copy, its matrix, a stack of
-    copies, or some of its axes.
-    """
-    assert parameter.shape is not None, "an array in its place has a shape"
-    whole = parameter.kernel
-    own, count = parameter.shape, len(parameter.shape)
-    if shape == own:
-        return whole
-    if parameter.layout is not None and shape == parameter.layout.matrix_shape(own):
-        return parameter.matrix(shape)
-    if shape[-count:] == own:
-        return whole.taken([*[None] * (len(shape) - count), *range(count)], shape)
-    if len(shape) == count and all(
-        size in (1, full) for size, full in zip(shape, own, strict=True)
-    ):
-        return whole.taken(
-            [axis if shape[axis] == own[axis] else None for axis in range(count)], shape
-        )
-    if len(shape) < count and neighbours(own, shape) is not None:
-        return parameter.matrix(shape)
-    lacking = [[axis for axis in range(count) if axis != left] for left in range(count)]
-    fitting = {
-        whole.taken(axes, shape)
-        for axes in lacking
-        if tuple(own[axis] for axis in axes) == shape
-    }
-    return fitting.pop() if len(fitting) == 1 else None
-
-
-def _shape(parameter: _Parameter, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of a parameter, given the shapes of its arrays in the state;
-    scalars tell nothing.
-    """
-    spec = parameter.sharding.spec
-    shapes = shapes - {()} or {()}
-    if len(shapes) > 1:
-        full = {shape for shape in shapes if len(shape) == len(spec)}
-        if len(full) != 1 and any(spec):
-            raise ValueError(
-                f"the state has arrays {sorted(shapes)} of {parameter.name}, whose"
-                f" sharding {spec} does not tell its shape; give"
-                " jax.ShapeDtypeStruct(shape, dtype, sharding=...) instead of the"
-                " sharding"
-            )
-        shapes = full or shapes
-    shape, *_ = sorted(shapes)
-    return shape
-
-
-def _parameter(name: str, leaf: Any) -> _Parameter:
-    sharding = (
-        leaf
-        if isinstance(leaf, jax.sharding.Sharding)
-        else getattr(leaf, "sharding", None)
-    )
-    if not isinstance(sharding, NamedSharding):
-        raise TypeError(
-            f"the sharding of {name} is {sharding or leaf!r}, which has no mesh; give"
-            " NamedSharding(mesh, spec), an array that was placed with one, or the"
-            " result of nn.get_sharding or nnx.get_named_sharding"
-        )
-    return _Parameter(name, sharding, None if leaf is sharding else tuple(leaf.shape))
-
-
-def _one_mesh(
-    parameters: list[_Parameter],
-) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    first = parameters[0]
-    for other in parameters:
-        if other.sharding.mesh != first.sharding.mesh:
-            raise ValueError(
-                f"{first.name} lies on {first.sharding.mesh}, but {other.name} on"
-                f" {other.sharding.mesh}; a state lies on one mesh, give all shardings"
-                " on it"
-            )
-    return first.sharding.mesh
-
-
-def _entries(path: Sequence[object]) -> _Path:
-    names = path_names(path)
-    return tuple(
-        (isinstance(entry, jax.tree_util.GetAttrKey), name)
-        for entry, name in zip(path, names, strict=False)
-    )
-
-
-def _names(path: _Path) -> tuple[str, ...]:
-    return tuple(name for _, name in path)
+    return first[1]

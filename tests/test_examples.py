@@ -36,8 +36,8 @@ FED_BACK = {
         "class TrainState(train_state.TrainState):": (
             "class TrainState(tcfp_jax.linen.TrainState):"
         ),
-        "    model = Transformer()": (
-            "    model = tcfp_jax.conversion.convert_to_tcfp(Transformer(),"
+        "model = Transformer()": (
+            "model = tcfp_jax.conversion.convert_to_tcfp(Transformer(),"
             ' "tcfp12_fast", tokens, include=("linear", "small"))'
         ),
         "    loss, grads = jax.value_and_grad(loss_fn)(state.params, state, tokens)": (

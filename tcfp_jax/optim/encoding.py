@@ -29,7 +29,7 @@ from pallas_kernels import moments as codes
 from pallas_kernels.specs import sharding_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, find, named_leaves, put
-from tcfp_jax.weights.placement import Placement, known_placement, neighbours
+from tcfp_jax.weights.placement import Placement, known_placement
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
@@ -86,37 +86,42 @@ def check_moment(name: str, form: Format, x: jax.Array) -> None:
         block_parts(parts)
 
 
+def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
+    """Return the axes that merge into each axis of blocks.
+
+    Trailing axes merge until they hold a block's values.
+
+    >>> _blocked_axes((512, 12, 64)), _blocked_axes((64, 200))
+    ([[0], [1, 2]], [[0], [1]])
+    """
+    first = len(shape) - 1
+    while first > 0 and math.prod(shape[first:]) < codes.BLOCK:
+        first -= 1
+    return [*([axis] for axis in range(first)), [*range(first, len(shape))]]
+
+
 def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape whose last axis is cut into blocks: trailing axes merge until
-    they hold a block's values.
+    """Return the shape whose last axis is cut into blocks.
 
     >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64)), _blocked_shape((64, 200))
     ((512, 768), (4096,), (64, 200))
     """
-    *leading, last = shape
-    while leading and last < codes.BLOCK:
-        last *= leading.pop()
-    return (*leading, last)
+    merged = [math.prod(shape[i] for i in group) for group in _blocked_axes(shape)]
+    return tuple(merged)
 
 
 def block_parts(values: Placement) -> Placement:
-    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie;
-    a block may not be cut.
+    """Return the placement of the scales of an 8-bit moment, given that of its values.
+
+    Raises:
+      ValueError: the mesh cuts a block.
     """
-    runs = neighbours(values.shape, _blocked_shape(values.shape))
-    assert runs is not None, "_blocked_shape merges neighbours"
-    blocked = replace(
-        values,
-        name=(
-            f"{values.name}, whose 8-bit moments have blocks that run on over short"
-            " rows,"
-        ),
-    )
-    blocked = replace(blocked.merged(runs), name=values.name)
+    reason = ", whose 8-bit moments have blocks that run on over short rows,"
+    blocked = replace(values, name=values.name + reason)
+    blocked = replace(blocked.merged(_blocked_axes(values.shape)), name=values.name)
     sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
-    return blocked.counted(
-        sizes, 'moments of another format (moments="bfloat16") for it'
-    )
+    repair = 'moments of another format (moments="bfloat16") for it'
+    return blocked.counted(sizes, repair)
 
 
 # A model has hundreds of moments and a few shapes: jitted functions are traced and

@@ -337,7 +337,7 @@ class _Step(NamedTuple):
     @functools.partial(jax.jit, static_argnums=0)
     def first(self, w: jax.Array, key: jax.Array | None) -> _Entry:
         error = (
-            jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
+            jnp.zeros_like(w, self._handed_dtype()) if self.recipe.feedback else None
         )
         amax = (
             numerics.amax(w, axis=(-2, -1)) if self.recipe.amax == "delayed" else None

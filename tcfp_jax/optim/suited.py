@@ -5,7 +5,9 @@ float ones with error feedback.
 names optax's transformations.
 """
 
+import functools
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import optax
@@ -18,70 +20,79 @@ from tcfp_jax.paths import PyTree, leaves
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.training import is_stored
 
-_OF_STORED = (AdamWState, OnStoredState)
+_Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+_State: TypeAlias = tuple[PyTree, ErrorFeedbackState]
 
 
 def suited(
     tx: optax.GradientTransformation | optax.MultiSteps,
     params: PyTree,
     weights: Callable[[], Mapping[str, Weight]],
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation for these parameters: through `on_stored` if they are
-    stored, or with error feedback.
+) -> _Transformation:
+    """Return the transformation for these parameters.
 
+    It goes through `on_stored` if they are stored, otherwise it gets error feedback.
     One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps
     `error_feedback` already, or trains no kernel does not change. `weights` returns the
-    mapping of `find_weights`; it is called for float parameters only.
+    mapping of `find_weights`; it is called for float parameters only. Equal arguments
+    give the same transformation, so two train states of one `tx` have one structure.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.optim.stored import store
-    >>> params = store({"kernel": jnp.ones((2, 2))}, "tcfp12_single", key=jax.random.key(0))
+    >>> params = {"kernel": jnp.ones((2, 2))}
+    >>> params = store(params, "tcfp12_single", key=jax.random.key(0))
     >>> type(suited(optax.sgd(0.1), params, dict).init(params)).__name__
     'OnStoredState'
     """
-    tx = optax.with_extra_args_support(
-        optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    )
-    stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+    tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    stored = _has(params, is_stored)
     # The state tells which transformations the chain has. All of them take floats, and
     # not all take stored weights.
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)
-    wanted = _OF_STORED if stored else ErrorFeedbackState
-    is_wanted = lambda node: isinstance(node, wanted)
-    if any(map(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted))):
+    wanted = (AdamWState, OnStoredState) if stored else ErrorFeedbackState
+    if _has(state, lambda node: isinstance(node, wanted)):
         return tx
     if stored:
-        return on_stored(tx)
-    # Biases or adapters alone have nothing to feed back to.
-    kernels, trained = weights(), set(leaves(params))
-    return _fed_back(tx, kernels) if trained & set(kernels) or not trained else tx
+        return _on_stored(tx)
+    kernels = weights()
+    trained = set(leaves(params))
+    if trained and not trained & set(kernels):
+        return tx  # biases or adapters alone have nothing to feed back to
+    return _fed_back(tx, tuple(kernels.items()))
 
 
+def _has(tree: PyTree, is_wanted: Callable[[object], bool]) -> bool:
+    return any(map(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
+
+
+@functools.lru_cache(maxsize=16)
+def _on_stored(tx: _Transformation) -> _Transformation:
+    return on_stored(tx)
+
+
+@functools.lru_cache(maxsize=16)
 def _fed_back(
-    tx: optax.GradientTransformationExtraArgs, weights: Mapping[str, Weight]
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with error feedback behind it, which rests while `optax.MultiSteps`
-    collects gradients.
-    """
-    feedback = error_feedback(weights)
+    tx: _Transformation, weights: tuple[tuple[str, Weight], ...]
+) -> _Transformation:
+    """Return `tx` followed by error feedback.
 
-    def init(params: PyTree) -> tuple[PyTree, ErrorFeedbackState]:
+    The feedback rests while `optax.MultiSteps` collects gradients.
+    """
+    feedback = error_feedback(dict(weights))
+
+    def init(params: PyTree) -> _State:
         return tx.init(params), feedback.init(params)
 
     def update(
-        updates: PyTree,
-        state: tuple[PyTree, ErrorFeedbackState],
-        params: PyTree = None,
-        **extra: PyTree,
-    ) -> tuple[PyTree, tuple[PyTree, ErrorFeedbackState]]:
+        updates: PyTree, state: _State, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, _State]:
         updates, inner = tx.update(updates, state[0], params, **extra)
-        step = lambda: feedback.update(updates, state[1], params)[1]
-        collects = isinstance(inner, optax.MultiStepsState)
-        after = (
-            lax.cond(inner.mini_step == 0, step, lambda: state[1])
-            if collects
-            else step()
-        )
-        return updates, (inner, after)
+
+        def step() -> ErrorFeedbackState:
+            return feedback.update(updates, state[1], params)[1]
+
+        if not isinstance(inner, optax.MultiStepsState):
+            return updates, (inner, step())
+        return updates, (inner, lax.cond(inner.mini_step == 0, step, lambda: state[1]))
 
     return optax.GradientTransformationExtraArgs(init, update)

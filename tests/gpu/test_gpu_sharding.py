@@ -43,11 +43,13 @@ def train(recipe, weights, devices):
             jnp.square(y.astype(jnp.float32) - x[:, ::-1].astype(jnp.float32))
         )
 
-    def init(key):
+    def parameters(key):
         params = model.init(key, x)["params"]
-        params = (
+        return (
             tcfp_jax.store(params, recipe, key=key) if weights == "stored" else params
         )
+
+    def state_of(params):
         return params, tx.init(params)
 
     def step(state, x):
@@ -62,8 +64,10 @@ def train(recipe, weights, devices):
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
     with jax.set_mesh(mesh):
-        shardings = state_shardings(at, jax.eval_shape(init, jax.random.key(2)))
-        state = jax.jit(init, out_shardings=shardings)(jax.random.key(2))
+        key = jax.random.key(2)
+        shardings = state_shardings(at, jax.eval_shape(parameters, key), state_of)
+        init = jax.jit(lambda key: state_of(parameters(key)), out_shardings=shardings)
+        state = init(key)
         x = jax.device_put(x, NamedSharding(mesh, P("fsdp")))
         step = jax.jit(step, out_shardings=(shardings, None), donate_argnums=0)
         first = bytes_of(state)

@@ -597,9 +597,7 @@ def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
         (1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4]
     )
     split = NamedSharding(mesh, P("tensor", "fsdp"))
-    places = state_shardings(
-        {"e": jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=split)}, stored
-    )
+    places = state_shardings({"e": split}, stored)
     with jax.set_mesh(mesh):
         placed = (
             jax.device_put(stored, places),

@@ -81,16 +81,20 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(
 ):
     model = pipeline(*shape, config=config, recipe=recipe, dtype=dtype)
     params = parameters(model, "stored" if weights == "stored" else "float")
-    quantized = {}
-    if weights == "error feedback":
-        quantized = {
-            "tcfp": tcfp_jax.layer_state(
-                tcfp_jax.error_feedback(model.weights).init(params)
-            )
-        }
+
+    def quantized_of(params):
+        if weights != "error feedback":
+            return {}
+        state = tcfp_jax.error_feedback(model.weights).init(params)
+        return {"tcfp": tcfp_jax.layer_state(state)}
+
+    quantized = quantized_of(params)
     unsplit = families.learner(config, tcfp_jax.recipe(recipe), dtype).model
-    place = lambda tree: jax.device_put(tree, model.shardings(tree))
-    value, gradients = gradients_of(model)(place(params), WINDOWS, place(quantized))
+    placed = jax.device_put(
+        (params, quantized),
+        (model.shardings(params), model.shardings(params, quantized_of)),
+    )
+    value, gradients = gradients_of(model)(placed[0], WINDOWS, placed[1])
     of_unsplit = gradients_of(unsplit)
     parts = MICROBATCHES * (shape[1] if len(shape) > 1 else 1)
     ones = [of_unsplit(params, WINDOWS[i::parts], quantized) for i in range(parts)]
@@ -120,15 +124,20 @@ def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does
     params = parameters(model, "stored")
     # The same for both: bits of equal gradients are compared
     gradients = gradients_of(unsplit)(params, WINDOWS, {})[1]
-    state = (params, jax.jit(tx.init)(params))
+
+    def state_of(params):
+        return params, tx.init(params)
+
+    state = jax.jit(state_of)(params)
+    shardings = model.shardings(params, state_of)
 
     def update(state, gradients):
         updates, opt_state = tx.update(gradients, state[1], state[0])
         return tcfp_jax.apply_updates(state[0], updates), opt_state
 
-    place = lambda tree: jax.device_put(tree, model.shardings(tree))
-    split = jax.jit(update, out_shardings=model.shardings(state))(
-        place(state), place(gradients)
+    split = jax.jit(update, out_shardings=shardings)(
+        jax.device_put(state, shardings),
+        jax.device_put(gradients, model.shardings(gradients)),
     )
     whole = jax.jit(update)(state, gradients)
     paths = jax.tree.leaves_with_path(split)

@@ -297,11 +297,9 @@ def test_a_lookup_under_explicit_axes_says_where_its_rows_lie(spec):
     by_hand = lambda params, ids: tcfp_jax.lookup(params["e"], ids, out_sharding=out)
     stored = stored_of({"e": TABLE}, {"e": WEIGHT})
     mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
-    shaped = jax.ShapeDtypeStruct(
-        TABLE.shape, TABLE.dtype, sharding=NamedSharding(mesh, spec)
-    )
+    sharding = NamedSharding(mesh, spec)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(stored, state_shardings({"e": shaped}, stored))
+        placed = jax.device_put(stored, state_shardings({"e": sharding}, stored))
         ids = jax.device_put(INSIDE, NamedSharding(mesh, P("a")))
         for fn in (low, by_hand):
 

@@ -613,39 +613,35 @@ def test_error_feedback_brings_the_mean_to_the_weight():
 # --------------------------------------------------------------------------------------
 
 
-def test_a_state_of_codes_lies_as_its_kernel_does():
+def placed_codes(recipe, shape, spec):
+    """The first half of a weight of `error_feedback`, as shardings."""
     mesh = AbstractMesh((2, 2), ("fsdp", "tensor"))
-    params = {"kernel": jax.ShapeDtypeStruct((K, N), jnp.float32)}
-    place = lambda spec: {"kernel": NamedSharding(mesh, spec)}
-    state = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, params)
-    found = state_shardings(place(P("fsdp", "tensor")), state).weights["kernel"].forward
-    assert (found.values.spec, found.scale.spec, found.outer.spec) == (
-        P("tensor", "fsdp"),
-        P("tensor", "fsdp"),
-        P(),
-    )
-    odd = jax.eval_shape(
-        tcfp_jax.error_feedback("nvfp4").init,
-        {"kernel": jax.ShapeDtypeStruct((33, N), jnp.float32)},
-    )
-    shardings = state_shardings(place(P(None, "tensor")), odd)
-    # which k of 33 is part of
-    assert jax.tree.structure(shardings) == jax.tree.structure(odd)
-    assert shardings.weights["kernel"].forward.values.spec == P("tensor")
-    small = {"kernel": jax.ShapeDtypeStruct((32, N), jnp.float32)}
-    state = jax.eval_shape(tcfp_jax.error_feedback("mxfp4").init, small)
-    with pytest.raises(
-        ValueError,
-        match=re.escape("kernel: blocks of 32 values along axis 1 of [32, 32] are cut"),
-    ):
-        state_shardings(place(P("fsdp")), state)
-    narrow = {"kernel": jax.ShapeDtypeStruct((K, 16), jnp.float32)}
-    squares = jax.eval_shape(tcfp_jax.error_feedback(SQUARES).init, narrow)
-    with pytest.raises(
-        ValueError,
-        match=re.escape("blocks of 16 values along axis 0 of [16, 64] are cut"),
-    ):
-        state_shardings(place(P(None, "tensor")), squares)
+    params = {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    place = {"kernel": NamedSharding(mesh, spec)}
+    found = state_shardings(place, params, tcfp_jax.error_feedback(recipe).init)
+    return found.weights["kernel"].forward
+
+
+def test_a_state_of_codes_lies_as_its_kernel_does():
+    found = placed_codes("nvfp4", (K, N), P("fsdp", "tensor"))
+    assert found.values.spec == found.scale.spec == P("tensor", "fsdp")
+    assert found.outer.spec == P()
+    odd = placed_codes("nvfp4", (33, N), P(None, "tensor"))
+    assert odd.values.spec == P("tensor")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "spec", "message"),
+    [
+        ("mxfp4", (32, N), P("fsdp"), "32 values along axis 1 of [32, 32]"),
+        (SQUARES, (K, 16), P(None, "tensor"), "16 values along axis 0 of [16, 64]"),
+    ],
+    ids=["mxfp4", "squares"],
+)
+def test_a_mesh_cuts_no_block_of_codes(recipe, shape, spec, message):
+    message = f"kernel: blocks of {message} are cut"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        placed_codes(recipe, shape, spec)
 
 
 @pytest.fixture(scope="module")
@@ -676,8 +672,8 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, P("fsdp", "tensor"))
         params = {"kernel": jax.device_put(W, where)}
-        shape = jax.eval_shape(tx.init, {"kernel": W})
-        state = jax.device_put(state, state_shardings({"kernel": where}, shape))
+        places = state_shardings({"kernel": where}, {"kernel": W}, tx.init)
+        state = jax.device_put(state, places)
         split = quick(step)(
             params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp")))
         )

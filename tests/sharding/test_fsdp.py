@@ -20,17 +20,14 @@ WHOLE, FIRST, LAST = P(), P("fsdp"), P(None, None, "fsdp")
 
 
 def stored_attention(heads, width, recipe="tcfp12_single"):
-    """Shapes of attention's stored parameters, and of their optimizer's state."""
+    """Shapes of attention's stored parameters."""
     x = jax.ShapeDtypeStruct((8, 16, width), jnp.float32)
     model = convert_to_tcfp(
         nn.MultiHeadDotProductAttention(heads, use_bias=False), recipe, x, include=ALL
     )
-
-    def init(floats):
-        params = tcfp_jax.store(floats, find_weights(model), key=KEY)
-        return params, tcfp_jax.optim.adamw(1e-3, moments="8bit", key=KEY).init(params)
-
-    return jax.eval_shape(init, jax.eval_shape(model.init, KEY, x)["params"])
+    floats = jax.eval_shape(model.init, KEY, x)["params"]
+    make = lambda floats: tcfp_jax.store(floats, find_weights(model), key=KEY)
+    return jax.eval_shape(make, floats)
 
 
 @pytest.mark.parametrize(
@@ -45,23 +42,19 @@ def stored_attention(heads, width, recipe="tcfp12_single"):
     ],
 )
 def test_kernels_of_attention(heads, width, query, out):
-    params, opt_state = stored_attention(heads, width)
+    params = stored_attention(heads, width)
     found = fsdp(params, MESH)
-    assert [found[name]["kernel"].spec for name in ("query", "key", "out")] == [
-        query,
-        query,
-        out,
-    ]
+    assert found["query"]["kernel"].spec == found["key"]["kernel"].spec == query
+    assert found["out"]["kernel"].spec == out
     # raises for a placement that is not legal
-    lie = state_shardings(found, (params, opt_state))
-    assert lie[0]["out"]["kernel"].backward.values.spec == (
-        WHOLE if out == WHOLE else P(None, "fsdp")
-    )
+    assert state_shardings(found, params, tcfp_jax.optim.adamw(1e-3, key=KEY).init)
+    arrays = state_shardings(found, params)["out"]["kernel"].backward
+    assert arrays.values.spec == (WHOLE if out == WHOLE else P(None, "fsdp"))
 
 
 def test_heads_that_the_mesh_divides_are_split_if_nothing_larger_may_be():
     # [32, 16, 512]: 64 values of a row would cut blocks of moments
-    params, _ = stored_attention(32, 512)
+    params = stored_attention(32, 512)
     assert fsdp(params, MESH)["out"]["kernel"].spec == FIRST
 
 
@@ -107,5 +100,4 @@ def test_placed_parameters_tell_where_they_lie():
     )
     assert shardings_of(stored) is None
     placed = jax.device_put(stored, state_shardings(fsdp(stored, mesh), stored))
-    found = {name: leaf.sharding.spec for name, leaf in shardings_of(placed).items()}
-    assert found == {"kernel": P("fsdp", None), "bias": P()}
+    assert shardings_of(placed) == state_shardings(fsdp(stored, mesh), stored)
