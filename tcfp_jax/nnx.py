@@ -1,9 +1,9 @@
-"""Flax NNX: layers with low precision, and the optimizer and the gradients of models
-that have such layers.
+"""Flax NNX: layers with low precision, and the optimizer and gradients of models.
 
-The layers are `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with
-other products. `Optimizer` and `value_and_grad` have the interfaces of Flax's own, also
-if the parameters are stored weights (`tcfp_jax.store`).
+The layers are `nnx.Linear`, `LayerNorm` and `Embed` with other products. For any other
+layer, convert the model: `tcfp_jax.conversion.convert_to_tcfp`. `Optimizer` and
+`value_and_grad` have the interfaces of Flax's own, also if the parameters are stored
+weights (`tcfp_jax.store`).
 """
 
 import functools
@@ -17,11 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tcfp_jax.conversion.convert import find_weights, hand_out
 from tcfp_jax.layers.nnx import (
     Fp4Dense,
-    TCFPEinsum,
     TCFPEmbed,
     TCFPLayerNorm,
     TCFPLinear,
-    TCFPLinearGeneral,
 )
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.optim.gradients import with_slots
@@ -33,17 +31,18 @@ from tcfp_jax.sharding import shardings_of, state_shardings
 __all__ = [
     "Fp4Dense",
     "Optimizer",
-    "TCFPEinsum",
     "TCFPEmbed",
     "TCFPLayerNorm",
     "TCFPLinear",
-    "TCFPLinearGeneral",
     "value_and_grad",
 ]
 
 
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` of a converted model, or of one with layers of this module.
+
+    Use this instead of Flax's own for such models: it hands the quantized weights of
+    the optimizer to the model.
 
     If parameters are stored, it trains them, and `tx` sees them as floats
     (`tcfp_jax.optim.on_stored`) unless it has `tcfp_jax.optim.adamw`. If all are float,
@@ -52,8 +51,7 @@ class Optimizer(nnx.Optimizer):
     change in any other way do not fit these; evaluate averages of them in a copy
     without: `tcfp_jax.conversion.detach(nnx.clone(model))`.
 
-    The state is made by a compiled program. If the parameters lie on a mesh, it lies as
-    they do.
+    The state is made by a compiled program. It is sharded like the parameters.
 
     Args:
       model: the model. Store its parameters first, if at all: `nnx.update(model,
@@ -69,8 +67,11 @@ class Optimizer(nnx.Optimizer):
 
     >>> from tcfp_jax.optim.feedback import error_feedback
     >>> model = TCFPLinear(4, 4, rngs=nnx.Rngs(0))
-    >>> optimizer = Optimizer(model, optax.chain(optax.sgd(0.1), error_feedback("tcfp12")))
-    >>> loss, gradients = value_and_grad(lambda model: model(jax.numpy.ones((2, 4))).sum())(model)
+    >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
+    >>> optimizer = Optimizer(model, tx)
+    >>> def loss(model):
+    ...     return model(jax.numpy.ones((2, 4))).sum()
+    >>> value, gradients = value_and_grad(loss)(model)
     >>> updates = optimizer.update(model, gradients)
     >>> round(float(updates["bias"][0]), 3)
     -0.2
@@ -107,14 +108,15 @@ class Optimizer(nnx.Optimizer):
             )
 
     def update(self, model: nnx.Module, grads: PyTree, /, **extra: PyTree) -> PyTree:
-        """Update the model and this state by gradients from `value_and_grad`, and
-        return the updates.
+        """Update the model and this state by gradients, and return the updates.
 
-        Other arguments go to the transformation, as in `nnx.Optimizer`.
+        Take the gradients from `value_and_grad`. Other arguments go to the
+        transformation, as in `nnx.Optimizer`.
         """
-        given = (nnx.state(grads, self.wrt), self.opt_state, nnx.state(model, self.wrt))
-        gradients, state, params = map(_values, given)
-        updates, state = self.tx.update(gradients, state, params, **_values(extra))
+        gradients = _values(nnx.state(grads, self.wrt))
+        before = _values(self.opt_state)
+        params = _values(nnx.state(model, self.wrt))
+        updates, state = self.tx.update(gradients, before, params, **_values(extra))
         nnx.update(model, apply_updates(params, updates))
         nnx.update(self.opt_state, nnx.state(state))
         self.step[...] += 1
@@ -124,10 +126,11 @@ class Optimizer(nnx.Optimizer):
 def value_and_grad(
     f: Callable[..., PyTree], *, argnums: int | nnx.DiffState = 0, has_aux: bool = False
 ) -> Callable[..., PyTree]:
-    """Return `nnx.value_and_grad` of a function of a model, whose parameters may be
-    stored.
+    """Return `nnx.value_and_grad` of a function of a model with stored parameters.
 
-    The gradients of stored parameters are floats of their kernels' shapes.
+    Use this if parameters are stored (`tcfp_jax.store`), of which Flax's own raises;
+    for float parameters both are the same. The gradients of stored parameters are
+    floats of their kernels' shapes.
 
     Args:
       f: a function of models and arrays with a scalar result. It may change other
@@ -137,15 +140,18 @@ def value_and_grad(
       has_aux: whether `f` returns a pair whose second part is not differentiated.
 
     >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    >>> value, gradients = value_and_grad(lambda model, x: model(x).sum())(model, jax.numpy.ones((3, 2)))
+    >>> def loss(model, x):
+    ...     return model(x).sum()
+    >>> value, gradients = value_and_grad(loss)(model, jax.numpy.ones((3, 2)))
     >>> gradients["kernel"][...].tolist()
     [[3.0, 3.0], [3.0, 3.0]]
     """
-    place, wrt = (
-        (argnums.argnum, argnums.filter)
-        if isinstance(argnums, nnx.DiffState)
-        else (argnums, nnx.Param)
-    )
+    if isinstance(argnums, nnx.DiffState):
+        place = argnums.argnum
+        wrt = argnums.filter
+    else:
+        place = argnums
+        wrt = nnx.Param
 
     @functools.wraps(f)
     def with_gradients(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -161,9 +167,11 @@ def value_and_grad(
             return result
 
         result, gradients = nnx.value_and_grad(of_slots, has_aux=has_aux)(slots, *args)
-        as_variable = lambda variable, gradient: variable.replace(gradient)
         return result, jax.tree.map(
-            as_variable, variables, gradients, is_leaf=_is_variable
+            lambda variable, gradient: variable.replace(gradient),
+            variables,
+            gradients,
+            is_leaf=_is_variable,
         )
 
     return with_gradients

@@ -1,5 +1,4 @@
-"""Flax Linen layers: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.LayerNorm` and
-`nn.Embed` with low precision.
+"""Flax Linen layers: `nn.Dense`, `nn.LayerNorm` and `nn.Embed` with low precision.
 
 A layer creates `params` only, with Flax's names and shapes, so checkpoints of both are
 interchangeable. Pass the `tcfp` collection (`tcfp_jax.layer_state`) to multiply by
@@ -12,22 +11,20 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.typing import Initializer
-from jax.typing import DTypeLike
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
-from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.tcfp12 import fake_quantize
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
@@ -48,8 +45,9 @@ _TRACE_KEY = jax.make_user_context(None)
 def switched_off(
     patterns: tuple[str, ...], is_off: Callable[[str], bool]
 ) -> Iterator[None]:
-    """Let layers of ours run Flax's own code inside this context if `is_off` of their
-    path is true.
+    """Let layers run Flax's own code in this context if `is_off` of their path is true.
+
+    Use `tcfp_jax.conversion.to_bf16` instead to switch off layers of a model.
     """
     token = OFF.set(is_off)
     try:
@@ -59,173 +57,86 @@ def switched_off(
         OFF.reset(token)
 
 
-def _kernel_of(
-    layer: Any, name: str, init: Initializer, shape: tuple[int, ...]
-) -> jax.Array | Absent:
-    """Return the layer's parameter, or `Absent` if inference weights replaced it."""
-    dtype = getattr(layer, "param_dtype", jnp.float32)
-    if not layer.is_initializing() and layer.has_variable("params", name):
-        kernel = Absent.of(nn.meta.unbox(layer.get_variable("params", name)))
-        if isinstance(kernel, Absent):
-            if kernel.shape != tuple(shape):
-                raise ValueError(
-                    f"{name} is stored as {list(kernel.shape)}, but the layer"
-                    f" multiplies by {list(shape)}; pass the parameters of this model"
-                )
-            return kernel
-    if not (
-        layer.is_initializing()
-        or layer.has_variable("params", name)
-        or _stored_weight(layer, name) is None
-    ):
-        # a cast of the parameters includes the kernel
-        bias = nn.meta.unbox(layer.get_variable("params", "bias"))
-        return Absent(tuple(shape), jnp.dtype(dtype if bias is None else bias.dtype))
-    # As `nn.Dense` does, so initial values are equal bit for bit
-    return layer.param(name, init, shape, dtype)
+def _is_off(layer: nn.Module) -> bool:
+    """Return whether `to_bf16` switched off a layer, which then runs Flax's own code.
 
-
-def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
-    return (
-        layer.get_variable(COLLECTION, name)
-        if layer.has_variable(COLLECTION, name)
-        else None
-    )
-
-
-def _multiplier(layer: Any) -> Multiply:
-    """Return the product of a bound Linen layer, which reads the stored kernel if the
-    caller passed one.
-    """
-    # The output of `init` is thrown away, so any key serves.
-    of_init = lambda: jax.random.key(0) if layer.is_initializing() else None
-    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
-    recipe = (
-        layer.recipe if isinstance(layer.recipe, Recipe) else named_recipe(layer.recipe)
-    )
-
-    def multiply(
-        equation: str | Contraction,
-        x: jax.Array,
-        kernel: jax.Array | Absent,
-        *,
-        name: str = "kernel",
-    ) -> jax.Array:
-        return layers.product(
-            equation,
-            x,
-            kernel,
-            recipe=recipe,
-            stored=_stored_weight(layer, name),
-            key=key,
-        )
-
-    return multiply
-
-
-def _flax_body(
-    layer: nn.Module, kind: type, method: str = "__call__"
-) -> Callable[..., Any] | None:
-    """Return Flax's own method of a layer that `to_bf16` switched off; check the fields
-    of any other layer.
+    A layer calls Flax's method without the wrapper that Linen puts around methods
+    (`inspect.unwrap`): it runs inside a method of the same name already.
     """
     is_off = OFF.get()
-    if (
-        is_off is not None
-        and layer.scope is not None
-        and is_off("/".join(layer.scope.path))
-    ):
-        # Without the wrapper that Linen puts around methods: this one runs inside a
-        # method of the same name already.
-        return functools.partial(inspect.unwrap(getattr(kind, method)), layer)
-    # By identity, because a user's function equals the default's only if it is the
-    # default.
-    fields = getattr(kind, "__dataclass_fields__", {})
-    for name in CHOICES:
-        if (
-            name in fields
-            and (value := getattr(layer, name)) is not fields[name].default
-        ):
+    if is_off is None or layer.scope is None:
+        return False
+    return is_off("/".join(layer.scope.path))
+
+
+def _check_fields(layer: nn.Module, kind: type[nn.Dense | nn.Embed]) -> None:
+    """Raise a ValueError if a field is set by which Flax changes its own product."""
+    fields = kind.__dataclass_fields__
+    for name in fields.keys() & set(CHOICES):
+        value = getattr(layer, name)
+        # By identity, because a user's function equals the default's only if it is the
+        # default.
+        if value is not fields[name].default:
             raise ValueError(
                 f"{type(layer).__name__}({name}={value!r}): the recipe decides how the"
                 f" product is computed; leave {name} unset, or use nn.{kind.__name__}"
             )
-    return None
 
 
-class _Reader:
-    def __init__(self, layer: Any) -> None:
-        self._layer, self.dtype = layer, layer.dtype
-        # Each kind of layer has some of these fields; only its own function reads them.
-        self.features, self.axis = (
-            getattr(layer, "features", ()),
-            getattr(layer, "axis", ()),
-        )
-        self.kernel_shape, batch = (
-            getattr(layer, "shape", ()),
-            getattr(layer, "batch_dims", ()),
-        )
-        self.batch = tuple(batch) if isinstance(batch, Iterable) else (batch,)
-        if self.batch != tuple(range(len(self.batch))):
-            raise ValueError(
-                f"batch_dims={self.batch} must be consecutive leading axes from 0"
-            )
-
-    def equation(self, given: str | None) -> str:
-        return nn.merge_param("einsum_str", self._layer.einsum_str, given)
-
-    def kernel(
-        self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None
-    ) -> jax.Array | Absent:
-        return _kernel_of(
-            self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape
-        )
-
-    def bias(
-        self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None
-    ) -> jax.Array | None:
-        if not self._layer.use_bias:
-            return None
-        return self._layer.param(
-            "bias",
-            _reshaping(self._layer.bias_init, flat),
-            shape,
-            self._layer.param_dtype,
-        )
-
-    def embedding(self) -> jax.Array | Absent:
-        return self._layer.embedding
-
-    def normalize(
-        self, layer: Any, x: jax.Array, *, mask: jax.Array | None
-    ) -> jax.Array:
-        return inspect.unwrap(nn.LayerNorm.__call__)(layer, x, mask=mask)
-
-    def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        # Flax's LayerNorm makes and reads its parameters by `self.param`
-        value = getattr(self._layer, name)
-        return (
-            (lambda *args, **options: change(value(*args, **options)))
-            if name == "param"
-            else value
-        )
+def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
+    if not layer.has_variable(COLLECTION, name):
+        return None
+    return layer.get_variable(COLLECTION, name)
 
 
-def _reshaping(init: Initializer, flat: tuple[int, ...] | None) -> Initializer:
-    """Return an initializer that runs for the shape `flat` and reshapes the result,
-    also inside a box.
+def _kernel_of(layer: "TCFPDense", shape: tuple[int, int]) -> jax.Array | Absent:
+    """Return the layer's kernel, or `Absent` if only a quantized one exists."""
+    if not layer.is_initializing():
+        if layer.has_variable("params", "kernel"):
+            kernel = Absent.of(nn.meta.unbox(layer.get_variable("params", "kernel")))
+            if isinstance(kernel, Absent):
+                if kernel.shape != shape:
+                    raise ValueError(
+                        f"kernel is stored as {list(kernel.shape)}, but the layer"
+                        f" multiplies by {list(shape)}; pass the parameters of this"
+                        " model"
+                    )
+                return kernel
+        elif _stored_weight(layer, "kernel") is not None:
+            # a cast of the parameters includes the kernel
+            bias = nn.meta.unbox(layer.get_variable("params", "bias"))
+            dtype = layer.param_dtype if bias is None else bias.dtype
+            return Absent(shape, jnp.dtype(dtype))
+    # As `nn.Dense` does, so initial values are equal bit for bit
+    return layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+
+
+def _multiplier(layer: "TCFPDense | TCFPEmbed", name: str) -> Multiply:
+    """Return the product of a bound layer and the parameter of this name.
+
+    It reads the stored parameter if the caller passed one.
     """
 
-    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        value = init(key, flat or shape, dtype)
-        return nn.meta.replace_boxed(value, jnp.reshape(nn.meta.unbox(value), shape))
+    def key() -> jax.Array | None:
+        if layer.has_rng(RNG):
+            return layer.make_rng(RNG)
+        # The output of `init` is thrown away, so any key serves.
+        return jax.random.key(0) if layer.is_initializing() else None
 
-    return init if flat is None else initialize
+    return functools.partial(
+        layers.product,
+        recipe=named_recipe(layer.recipe),
+        stored=_stored_weight(layer, name),
+        key=key,
+    )
 
 
 class TCFPDense(nn.Dense):
-    """`nn.Dense` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W
-    `[k, features]`.
+    """`nn.Dense` whose product follows a recipe: `y = x W + b`, W `[k, features]`.
+
+    Use this to write a model whose layers have low precision from the start. Use
+    `tcfp_jax.conversion.convert_to_tcfp` instead for a model that exists, and for
+    `nn.DenseGeneral`, `nn.Einsum` and attention.
 
     Fields, parameter names, shapes and initial values are `nn.Dense`'s, plus:
 
@@ -243,7 +154,8 @@ class TCFPDense(nn.Dense):
         set, which the recipe overrides.
 
     >>> layer = TCFPDense(4, recipe="tcfp12")
-    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 3)))
+    >>> x = jax.numpy.ones((2, 3))
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     >>> jax.tree.map(jax.numpy.shape, variables)
     {'params': {'bias': (4,), 'kernel': (3, 4)}}
     """
@@ -255,14 +167,23 @@ class TCFPDense(nn.Dense):
         self, inputs: "Float[jax.Array, '*rows k']"
     ) -> "Float[jax.Array, '*rows features']":
         """Map `inputs` `[..., k]` to `[..., features]`."""
-        if (flax := _flax_body(self, nn.Dense)) is not None:
-            return flax(inputs)
-        return layers.dense(_Reader(self), _multiplier(self), inputs)
+        if _is_off(self):
+            return inspect.unwrap(nn.Dense.__call__)(self, inputs)
+        _check_fields(self, nn.Dense)
+        kernel = _kernel_of(self, (jnp.shape(inputs)[-1], self.features))
+        bias = None
+        if self.use_bias:
+            shape = (self.features,)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        multiply = _multiplier(self, "kernel")
+        return layers.dense(multiply, inputs, kernel, bias, self.dtype)
 
 
 class Fp4Dense(TCFPDense):
-    """`TCFPDense` with a weight of four bits, by the recipe "nvfp4" unless you give
-    another one that packs.
+    """`TCFPDense` with a weight of four bits, by the recipe "nvfp4" or another one.
+
+    Use this to serve a layer from packed codes, or below an adapter that is trained
+    while the codes are frozen. Use the recipe "nvfp4_training" in `TCFPDense` to train.
 
     The layer packs the parameter of `nn.Dense` at each use;
     `tcfp_jax.inference.quantize_params` packs it once.
@@ -278,94 +199,42 @@ class Fp4Dense(TCFPDense):
         super().__post_init__()
 
 
-class TCFPDenseGeneral(nn.DenseGeneral):
-    """`nn.DenseGeneral` whose product follows a recipe; its kernel is
-    `[*batch, *in, *features]`.
-
-    Fields and parameters are `nn.DenseGeneral`'s, plus `recipe`, as in `TCFPDense`. To
-    store a kernel of more than two axes as a matrix, build the state with
-    `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))`.
-
-    Raises:
-      TypeError: integer or complex inputs.
-      ValueError: a field is set that the recipe decides, as in `TCFPDense`.
-
-    >>> layer = TCFPDenseGeneral((2, 4), recipe="tcfp12")
-    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
-    >>> y.shape, variables["params"]["kernel"].shape
-    ((5, 2, 4), (3, 2, 4))
-    """
-
-    recipe: Recipe | str = "tcfp12"
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Map `inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
-        if (flax := _flax_body(self, nn.DenseGeneral)) is not None:
-            return flax(inputs)
-        return layers.dense_general(_Reader(self), _multiplier(self), inputs)
-
-
-class TCFPEinsum(nn.Einsum):
-    """`nn.Einsum` whose product follows a recipe; letters that x, kernel and result
-    share have a scale per entry.
-
-    Fields and parameters are `nn.Einsum`'s, plus `recipe`. Build its state as for
-    `TCFPDenseGeneral`.
-
-    Raises:
-      TypeError: integer or complex inputs.
-      ValueError: a field is set that the recipe decides, or the equation does not fit.
-      NotImplementedError: an equation that is not a stack of matrix products.
-
-    >>> layer = TCFPEinsum((3, 2, 4), "bk,khd->bhd", recipe="tcfp12")
-    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
-    >>> y.shape, variables["params"]["bias"].shape
-    ((5, 2, 4), (2, 4))
-    """
-
-    recipe: Recipe | str = "tcfp12"
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        """Return the einsum of `inputs` and the kernel, plus the bias."""
-        if (flax := _flax_body(self, nn.Einsum)) is not None:
-            return flax(inputs, einsum_str)
-        return layers.einsum(_Reader(self), _multiplier(self), inputs, einsum_str)
-
-
 class TCFPLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format,
-    with a straight-through gradient.
+    """`nn.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format.
 
-    Block scales come from amax, because sigma scales would clip gains. Fields and
-    parameters are `nn.LayerNorm`'s.
+    Use this only to repeat a model of the original with rounded norms: it saves no
+    time. The gradient is straight-through. Block scales come from amax, because sigma
+    scales would clip gains. Fields and parameters are `nn.LayerNorm`'s.
 
-    >>> sorted(jax.eval_shape(TCFPLayerNorm().init, jax.random.key(0), jax.numpy.ones((2, 4)))["params"])
+    >>> x = jax.numpy.ones((2, 4))
+    >>> variables = jax.eval_shape(TCFPLayerNorm().init, jax.random.key(0), x)
+    >>> sorted(variables["params"])
     ['bias', 'scale']
     """
 
-    @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalize x; `mask` as in `nn.LayerNorm`."""
-        if (flax := _flax_body(self, nn.LayerNorm)) is not None:
-            return flax(x, mask=mask)
-        return layers.layer_norm(_Reader(self), x, mask=mask)
+    @nn.nowrap
+    def param(self, *args: Any, **options: Any) -> Any:
+        """Return a parameter for Flax's own code, rounded."""
+        value = super().param(*args, **options)
+        return value if _is_off(self) else fake_quantize(value)
 
 
 class TCFPEmbed(nn.Embed):
-    """`nn.Embed` whose rows are rounded to the packed TCFP-12 format, and whose
-    `attend` follows a recipe.
+    """`nn.Embed` with rows rounded to packed TCFP-12, and `attend` by a recipe.
 
-    Fields and the parameter are `nn.Embed`'s, plus `recipe`, for `attend` only. The
+    Use this for a table that is also the output head: `attend` multiplies like
+    `TCFPDense`. Use `nn.Embed` if tokens are only looked up, which FP8 does not speed
+    up. Fields and the parameter are `nn.Embed`'s, plus `recipe`, for `attend` only. The
     rounding is straight-through.
 
     Raises:
       ValueError: tokens that are not integers, or `promote_dtype` is set.
 
     >>> layer = TCFPEmbed(8, 4)
-    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.arange(3))
-    >>> jax.eval_shape(lambda v: layer.apply(v, jax.numpy.ones((2, 4)), method="attend"), variables).shape
+    >>> tokens = jax.numpy.arange(3)
+    >>> query = jax.numpy.ones((2, 4))
+    >>> variables = layer.init(jax.random.key(0), tokens)
+    >>> layer.apply(variables, query, method="attend").shape
     (2, 8)
     """
 
@@ -373,23 +242,24 @@ class TCFPEmbed(nn.Embed):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map integer tokens `[...]` to `[..., features]`."""
-        if (flax := _flax_body(self, nn.Embed)) is not None:
-            return flax(inputs)
-        return layers.embed(_Reader(self), inputs)
+        if _is_off(self):
+            return inspect.unwrap(nn.Embed.__call__)(self, inputs)
+        _check_fields(self, nn.Embed)
+        return layers.embed(self.embedding, inputs, self.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
-        if (flax := _flax_body(self, nn.Embed, "attend")) is not None:
-            return flax(query)
-        return layers.attend(_Reader(self), _multiplier(self), query)
+        if _is_off(self):
+            return inspect.unwrap(nn.Embed.attend)(self, query)
+        _check_fields(self, nn.Embed)
+        multiply = _multiplier(self, "embedding")
+        return layers.attend(multiply, query, self.embedding, self.dtype)
 
 
 # The Flax class of each layer of ours.
-OWN: dict[type, type] = {
+OWN: dict[type[nn.Module], type[nn.Module]] = {
     TCFPDense: nn.Dense,
     Fp4Dense: nn.Dense,
-    TCFPDenseGeneral: nn.DenseGeneral,
-    TCFPEinsum: nn.Einsum,
     TCFPEmbed: nn.Embed,
     TCFPLayerNorm: nn.LayerNorm,
 }

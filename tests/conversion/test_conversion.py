@@ -21,7 +21,7 @@ from tcfp_jax.conversion.convert import (
     to_bf16,
 )
 from tcfp_jax.inference import quantize_params
-from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPLayerNorm
+from tcfp_jax.linen import TCFPDense, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.recipes import recipe as named_recipe
 from tests.helpers import same_bits, variables_of
@@ -546,20 +546,6 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
             export(hand_written)
     with pytest.raises(ValueError, match="MLP is not converted"):
         survey(MLP(), X)
-
-
-def test_parameters_of_layers_are_initialized_as_flax_does():
-    pairs = [
-        (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
-        (
-            nn.Einsum((16, 2, 8), "btk,khd->bthd"),
-            TCFPEinsum((16, 2, 8), "btk,khd->bthd"),
-        ),
-    ]
-    made = jax.jit(
-        lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs]
-    )(jax.random.key(1))
-    assert all(same_bits(*pair) for pair in made)
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():

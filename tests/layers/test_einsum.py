@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from pallas_kernels.specs import split_entries
-from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEmbed
+from tcfp_jax.linen import TCFPDense, TCFPEmbed
 from tcfp_jax.products.einsum import contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
@@ -308,38 +308,19 @@ def test_an_out_sharding_of_too_many_axes_raises():
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
     x = jnp.asarray(np.arange(24).reshape(4, 6) % 7, dtype)
-    for ours, flaxs in ((TCFPDense, nn.Dense), (TCFPDenseGeneral, nn.DenseGeneral)):
-        plain = flaxs(5, param_dtype=param_dtype)
-        variables = plain.init(jax.random.key(0), x)
-        wanted, found = (
-            plain.apply(variables, x),
-            ours(5, recipe="bf16", param_dtype=param_dtype).apply(variables, x),
-        )
-        assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(
-            np.float32(found), np.float32(wanted), rtol=0, atol=0.05
-        )
+    plain = nn.Dense(5, param_dtype=param_dtype)
+    variables = plain.init(jax.random.key(0), x)
+    wanted = plain.apply(variables, x)
+    layer = TCFPDense(5, recipe="bf16", param_dtype=param_dtype)
+    found = layer.apply(variables, x)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    "axis, batch", [((7,), ()), ((-5,), ()), ((2, -1), ()), ((0,), (0,)), ((), ())]
-)
-def test_axes_that_the_input_does_not_have_raise(axis, batch):
-    """An axis beyond the last was counted from the first again, and another one
-    contracted.
-    """
-    layer = TCFPDenseGeneral(4, axis=axis, batch_dims=batch)
-    with pytest.raises(
-        ValueError, match=r"inputs\[2, 3, 8\].*each must be one of 3 and be named once"
-    ):
-        jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3, 8)))
-
-
-@pytest.mark.parametrize("layer", [TCFPDense, TCFPDenseGeneral])
-def test_features_may_be_numbers_of_numpy(layer):
-    assert jax.eval_shape(layer(np.int64(3)).init, jax.random.key(0), jnp.ones((2, 8)))[
-        "params"
-    ]["bias"].shape == (3,)
+def test_features_may_be_numbers_of_numpy():
+    x = jnp.ones((2, 8))
+    shapes = jax.eval_shape(TCFPDense(np.int64(3)).init, jax.random.key(0), x)
+    assert shapes["params"]["bias"].shape == (3,)
 
 
 def test_bad_input():

@@ -111,9 +111,9 @@ class Scanned(nn.Module):
 class General(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = layers.TCFPDenseGeneral((2, 8), recipe=RECIPE)(x)
-        x = layers.TCFPDenseGeneral(16, axis=(-2, -1), recipe=RECIPE)(x)
-        return layers.TCFPEinsum((48, 16), "bsd,fd->bsf", recipe=RECIPE)(x)
+        x = nn.DenseGeneral((2, 8))(x)
+        x = nn.DenseGeneral(16, axis=(-2, -1))(x)
+        return nn.Einsum((48, 16), "bsd,fd->bsf")(x)
 
 
 class Boxed(nn.Module):
@@ -145,7 +145,7 @@ class Plain(nn.Module):
 class ByHand(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx_layers.TCFPLinear(16, 32, recipe=RECIPE, rngs=rngs)
-        self.down = nnx_layers.TCFPLinearGeneral(32, (2, 8), recipe=RECIPE, rngs=rngs)
+        self.down = nnx_layers.TCFPLinear(32, 16, recipe=RECIPE, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -202,7 +202,7 @@ def by_transform():
 
 MODELS = {
     "scan and remat": lambda: by_linen(Scanned()),
-    "general layers": lambda: by_linen(General()),
+    "general layers": lambda: by_linen(General(), convert="yes"),
     "boxes": lambda: by_linen(Boxed()),
     "converted linen": lambda: by_linen(Plain(), convert="yes"),
     "nnx by hand": lambda: by_nnx(ByHand),

@@ -360,14 +360,14 @@ NNX = {
         X,
     ),
     "LinearGeneral": (
-        lambda rngs: tcfp_jax.nnx.TCFPLinearGeneral(
-            64, (2, 64), rngs=rngs, recipe="tcfp12_fast"
+        lambda rngs: conversion.convert_to_tcfp(
+            nnx.LinearGeneral(64, (2, 64), rngs=rngs), recipe="tcfp12_fast"
         ),
         X,
     ),
     "Einsum": (
-        lambda rngs: tcfp_jax.nnx.TCFPEinsum(
-            "bsk,kn->bsn", (64, 128), rngs=rngs, recipe="tcfp12_fast"
+        lambda rngs: conversion.convert_to_tcfp(
+            nnx.Einsum("bsk,kn->bsn", (64, 128), rngs=rngs), recipe="tcfp12_fast"
         ),
         X,
     ),
