@@ -16,12 +16,17 @@ from typing import Any
 
 from jax.extend import core
 
+from tcfp_jax.conversion import census_bodies
 from tcfp_jax.conversion import evaluate as programs
-from tcfp_jax.conversion.evaluate import Body, bodies_of, opened
+from tcfp_jax.conversion.bodies import Body
+from tcfp_jax.conversion.evaluate import bodies_of
 from tcfp_jax.conversion.factors import (
+    MATRIX,
+    Numbers,
     Product,
     head_of_loss,
     lookup_of,
+    other_product,
     product_by_hand,
     product_of,
 )
@@ -30,19 +35,20 @@ from tcfp_jax.conversion.views import (
     COMPUTED,
     Equation,
     Fact,
+    Facts,
     Place,
+    View,
     move,
     operand_number,
 )
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
-CLOSED = "the function closes over its weight; pass it in params"
-_NO_INPUT = (
-    "no input takes part: its other operand comes from parameters or constants alone"
-)
 # Among the products that a value follows: rows of a table, which the model has learned,
 # too
 _LOOKUP: Place = (-1,)
+# Function of a weight's path and a scope to the rule that opens a custom derivative
+# there, or None.
+Opens = Callable[[str, str], str | None]
 
 
 @dataclass
@@ -50,6 +56,7 @@ class Census:
     """The products of a program, and the state of the walk that finds them.
 
     Attributes:
+      inline: the rules that open custom derivatives.
       products: the products by place, in the program's order. A loop's body is walked
         until its facts rest; its products are found again at the same places, and count
         once.
@@ -65,13 +72,12 @@ class Census:
         rewrite.
       linear: places of products of weights that are linear in parameters: the reason to
         rewrite the program.
-      inline: function of a weight's path and a scope to the rule that opens a custom
-        derivative there, or None.
       opened: the rules that opened one.
       exponents: pairs of a place and the size of an exponential of values that follow
         it.
     """
 
+    inline: Opens
     products: dict[Place, Product] = field(default_factory=dict)
     lookups: dict[Place, Product] = field(default_factory=dict)
     reads: dict[str, set[str]] = field(default_factory=dict)
@@ -80,39 +86,30 @@ class Census:
     inside: str = ""
     marks: dict[Place, int] = field(default_factory=dict)
     linear: set[Place] = field(default_factory=set)
-    inline: Callable[[str, str], str | None] = lambda path, scope: None
     opened: set[str] = field(default_factory=set)
     exponents: set[tuple[Place, int]] = field(default_factory=set)
 
     def walk(
         self, body: Body, facts: Sequence[Fact], place: Place, *, inline: bool = False
-    ) -> list[Fact]:
-        """Walk a body, and return the facts of its outputs."""
-        (jaxpr, consts), number = body, Fact(uniform="number")
-        # Nobody can tell whether an array that the function closes over is an input or
-        # a parameter that was forgotten.
-        closed = [
-            Fact(input=True, closed=True) if getattr(const, "ndim", 0) else number
-            for const in consts
-        ]
+    ) -> Facts:
+        """Walk a body, and return the facts of its outputs.
 
-        def rule(at: int, eqn: Equation, inputs: list[Fact]) -> list[Fact]:
+        A body takes and returns weights as arrays, unless it is read `inline`.
+        """
+        jaxpr, consts = body
+        given = [*map(_of_constant, consts), *facts]
+
+        def rule(number: int, eqn: Equation, inputs: Facts) -> Facts:
+            own = (*place, number)
             # An earlier walk of the same body may have known less
-            self.forget((*place, at))
-            return _RULES.get(eqn.primitive.name, _ordinary)(
-                self, eqn, inputs, (*place, at)
-            )
+            self.forget(own)
+            return _RULES.get(eqn.primitive.name, _ordinary)(self, eqn, inputs, own)
 
-        # A body takes and returns weights as arrays, unless it is read as part of the
-        # program.
-        plain = lambda fact: (
-            fact if inline or not fact.linear else dataclasses.replace(fact, linear="")
-        )
-        whole = lambda facts: list(map(plain, facts))
-        literal = lambda value: Fact(uniform="number" if value else "zero")
-        return whole(
-            programs.eval_jaxpr(jaxpr, [*closed, *whole(facts)], rule, literal)
-        )
+        if inline:
+            return programs.eval_jaxpr(jaxpr, given, rule, _of_literal)
+        given = list(map(_as_array, given))
+        outputs = programs.eval_jaxpr(jaxpr, given, rule, _of_literal)
+        return list(map(_as_array, outputs))
 
     def forget(self, place: Place) -> None:
         """Forget the marks at a place."""
@@ -121,54 +118,56 @@ class Census:
         self.linear.discard(place)
 
     def read(self, eqn: Equation, facts: Sequence[Fact]) -> None:
-        """Note that an equation reads the numbers of parameters: inference has to keep
-        their floats.
+        """Note that an equation reads the numbers of parameters.
+
+        Inference has to keep their floats.
         """
         for fact in facts:
             if fact.path is not None:
                 self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
 
+    def mark_heads(self, last: frozenset[Place], inputs: Sequence[Fact]) -> None:
+        """Mark the output heads among the `last` products, which no product follows."""
+        looked_up = {lookup.path for lookup in self.lookups.values()}
+        tables = {}
+        for fact in inputs:
+            if fact.path in looked_up and fact.view is not None:
+                tables[fact.path] = fact.view.shape[0]
+        # A model without a head ends in its hidden width, which some other product
+        # contracts.
+        hidden_widths = {
+            product.k for product in self.products.values() if not product.reason
+        }
+        hidden_widths -= set(tables.values())
+        for place, product in self.products.items():
+            features = product.path in tables or product.n not in hidden_widths
+            follows = place in last and place in self.hidden
+            if follows and features and product.n > 1:
+                softmax = (place, product.rows * product.n) in self.exponents
+                self.products[place] = dataclasses.replace(
+                    product, head=True, softmax=softmax
+                )
 
-def census(
-    jaxpr: core.ClosedJaxpr,
-    facts: Sequence[Fact],
-    inline: Callable[[str, str], str | None] = lambda path, scope: None,
-) -> Census:
-    """Return the products of parameters in a closed jaxpr, from the facts of its
-    inputs; for `inline` see `Census`.
+
+def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact], inline: Opens) -> Census:
+    """Return the products of parameters in a closed jaxpr, from its inputs' facts.
+
+    `inline` is the attribute of `Census`.
 
     >>> import jax
     >>> from tcfp_jax.conversion.views import View
-    >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2)))
+    >>> w, x = jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2))
+    >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(w, x)
     >>> facts = [Fact(frozenset({"w"}), "w", View.of((3, 2))), Fact(input=True)]
-    >>> [(product.path, product.equation) for product in census(jaxpr, facts).products.values()]
-    [('w', 'cb,ab->ca')]
+    >>> found = census(jaxpr, facts, inline=lambda path, scope: None)
+    >>> (product,) = found.products.values()
+    >>> product.path, product.equation
+    ('w', 'cb,ab->ca')
     """
-    found = Census(inline=inline)
+    found = Census(inline)
     outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
-    last = frozenset().union(*(fact.follows for fact in outputs)) - found.consumed
-    contracted = {
-        product.k for product in found.products.values() if not product.reason
-    }
-    looked_up = {lookup.path for lookup in found.lookups.values()}
-    tables = {
-        fact.path: fact.view.shape[0]
-        for fact in facts
-        if fact.path in looked_up and fact.view is not None
-    }
-    for place, product in found.products.items():
-        # A model without a head ends in its hidden width, which some other product
-        # contracts.
-        as_wide = (
-            product.path in tables
-            or product.n in tables.values()
-            or product.n not in contracted
-        )
-        if place in last and place in found.hidden and product.n > 1 and as_wide:
-            softmax = (place, product.rows * product.n) in found.exponents
-            found.products[place] = dataclasses.replace(
-                product, head=True, softmax=softmax
-            )
+    followed = frozenset().union(*(fact.follows for fact in outputs))
+    found.mark_heads(followed - found.consumed, facts)
     return found
 
 
@@ -176,155 +175,165 @@ def census(
 # --------------------------------------------------------------------------------------
 
 
-def _is_weight(fact: Fact) -> bool:
-    """Return whether a value was computed from parameters alone."""
-    return bool(fact.params) and not fact.input
+def _of_constant(value: object) -> Fact:
+    """Return the fact of a value that the function closes over."""
+    # Nobody can tell whether an array is an input or a parameter that was forgotten.
+    if getattr(value, "ndim", 0):
+        return Fact(input=True, closed=True)
+    return Fact(uniform="number")
 
 
-def _join(facts: Sequence[Fact]) -> Fact:
-    """Return the fact of a value that was computed from all of these."""
-    used = [fact for fact in facts if fact.input]
-    return Fact(
-        frozenset().union(*(fact.params for fact in facts)),
-        None,
-        None,
-        bool(used),
-        bool(used) and all(fact.closed for fact in used),
-        next((fact.why for fact in facts if fact.why), ""),
-        frozenset().union(*(fact.follows for fact in facts)),
-    )
+def _of_literal(value: object) -> Fact:
+    """Return the fact of a number that is written in the program."""
+    return Fact(uniform="number" if value else "zero")
 
 
-def _ordinary(
-    found: Census, eqn: Equation, inputs: list[Fact], place: Place
-) -> list[Fact]:
-    """Return the facts of an ordinary equation: views of its operand, or mixtures of
-    all of its operands.
+def _as_array(fact: Fact) -> Fact:
+    """Return the fact of a value that goes into a body or comes out of it."""
+    return dataclasses.replace(fact, linear="") if fact.linear else fact
+
+
+def _ordinary(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    """Return the facts of an ordinary equation.
+
+    They are views of its operand, or mixtures of all of its operands.
     """
     bodies = bodies_of(eqn)
-    if bodies and eqn.primitive.name in programs.CUSTOM:
-        if programs.is_head(eqn, bodies):
-            return _head(found, eqn, inputs, place)
-        scope = str(eqn.source_info.name_stack)
-        rules = {
-            found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)
-        }
-        if rules - {None}:
-            found.opened.update(filter(None, rules))
-            return found.walk(bodies[0], inputs, place)
     if bodies:
         return _opaque(found, eqn, bodies, inputs, place)
-    return [
-        _output(found, eqn, inputs, number, place) for number in range(len(eqn.outvars))
-    ]
+    numbers = range(len(eqn.outvars))
+    return [_output(found, eqn, inputs, number, place) for number in numbers]
 
 
 def _output(
-    found: Census, eqn: Equation, inputs: list[Fact], number: int, place: Place
+    found: Census, eqn: Equation, inputs: Facts, number: int, place: Place
 ) -> Fact:
-    name, at = eqn.primitive.name, operand_number(eqn, number)
-    if at is not None and (source := inputs[at]).view is not None:
-        # The start of a slice makes no difference to the view, so 0 stands for one that
-        # is not known yet.
-        view = move(
-            source.view, eqn, number, [0] * max(1, len(eqn.invars[0].aval.shape))
-        )
-        if view is not None:
-            return dataclasses.replace(source, view=view)
-    if (
-        name == "gather"
-        and inputs[0].path is not None
-        and inputs[0].view is not None
-        and inputs[1].input
-    ):
+    moved = _moved(eqn, inputs, number)
+    if moved is not None:
+        return moved
+    name = eqn.primitive.name
+    if name == "gather" and inputs[0].view is not None and inputs[1].input:
         found.lookups[place] = lookup_of(
-            eqn, inputs[0].path, inputs[0].view, found.inside
+            eqn, inputs[0].source, inputs[0].view, found.inside
         )
     else:
         found.read(eqn, inputs)
-    joined = _join(inputs)
+    joined = Fact.join(inputs)
     if name == "exp":
-        found.exponents |= {(place, _size(eqn.outvars[0])) for place in joined.follows}
-    if _is_weight(joined):
-        levels = ["scaled" if fact.view is not None else fact.linear for fact in inputs]
-        alone = not found.inside and len(eqn.outvars) == 1 and any(levels)
-        linear, side = (
-            linearity(eqn, levels, [fact.uniform for fact in inputs])
-            if alone
-            else ("", 0)
-        )
+        size = _size(eqn.outvars[0])
+        found.exponents |= {(product, size) for product in joined.follows}
+    if joined.is_weight:
+        return _computed(found, eqn, inputs, joined, place)
+    if joined.input:
+        return _activation(eqn, inputs, joined, number)
+    uniform = ""
+    if name in ("broadcast_in_dim", "reshape", "convert_element_type"):
+        uniform = inputs[0].uniform
+    if not uniform and _size(eqn.outvars[number]) == 1:
+        uniform = "number"
+    return dataclasses.replace(joined, uniform=uniform)
+
+
+def _moved(eqn: Equation, inputs: Facts, number: int) -> Fact | None:
+    """Return the fact of an output that is a view of an operand, or None."""
+    at = operand_number(eqn, number)
+    if at is None:
+        return None
+    shown = inputs[at].view
+    if shown is None:
+        return None
+    # The start of a slice makes no difference to the view, so 0 stands for one that is
+    # not known yet.
+    starts = [0] * max(1, len(eqn.invars[0].aval.shape))
+    view = move(shown, eqn, number, starts)
+    return None if view is None else dataclasses.replace(inputs[at], view=view)
+
+
+def _computed(
+    found: Census, eqn: Equation, inputs: Facts, joined: Fact, place: Place
+) -> Fact:
+    """Return the fact of a weight that is computed, and mark it if that is linear."""
+    linear = ""
+    levels = [fact.linear or "scaled" * bool(fact.view) for fact in inputs]
+    if any(levels) and len(eqn.outvars) == 1 and not found.inside:
+        linear, side = linearity(eqn, levels, [fact.uniform for fact in inputs])
         if linear:
             found.marks[place] = side
-        return dataclasses.replace(joined, why=joined.why or COMPUTED, linear=linear)
-    if not joined.input:
-        spread = (
-            inputs[0].uniform
-            if name in ("broadcast_in_dim", "reshape", "convert_element_type")
-            else ""
-        )
-        return dataclasses.replace(
-            joined,
-            uniform=spread or ("number" if _size(eqn.outvars[number]) == 1 else ""),
-        )
-    if name == "gather" and _is_weight(inputs[0]):
+    return dataclasses.replace(joined, why=joined.why or COMPUTED, linear=linear)
+
+
+def _activation(eqn: Equation, inputs: Facts, joined: Fact, number: int) -> Fact:
+    """Return the fact of a value that an input took part in.
+
+    It is an activation without parameters, or it may still be a weight, with a reason.
+    """
+    if eqn.primitive.name == "gather" and inputs[0].is_weight:
         joined = dataclasses.replace(joined, follows=joined.follows | {_LOOKUP})
     why = _mixed(eqn, number, inputs)
     if why and joined.closed:
         why = "its weight is computed from parameters and constants"
-    if not why and any(
-        fact.why and fact.params and _size(var) == _size(eqn.outvars[number])
-        for fact, var in zip(inputs, eqn.invars, strict=True)
-    ):
+    size = _size(eqn.outvars[number])
+    for fact, var in zip(inputs, eqn.invars, strict=True):
         # A weight that an input changed keeps its size: it is that weight still
-        why = joined.why
-    return dataclasses.replace(
-        joined, params=joined.params if why else frozenset(), why=why
-    )
+        if fact.why and fact.params and _size(var) == size:
+            why = why or joined.why
+    if not why:
+        return dataclasses.replace(joined, params=frozenset(), why="")
+    return dataclasses.replace(joined, why=why)
 
 
-def _mixed(eqn: Equation, number: int, inputs: list[Fact]) -> str:
-    """Return why the result of an equation may still be a weight, although an input
-    took part; "" if it is none.
+def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
+    """Return why the result may still be a weight, although an input took part, or "".
 
     Rows that are looked up in a table are activations, and so is x plus a bias. A value
     of the size of a weight with two axes or more is still a weight: it was gathered by
     an array of indices, or an input changed it.
     """
-    if eqn.primitive.name in ("gather", "dynamic_slice") and _is_weight(inputs[0]):
-        matrix = sum(size > 1 for size in eqn.params["slice_sizes"]) >= 2
-        return "its weight is gathered by an array of indices" if matrix else ""
+    if eqn.primitive.name in ("gather", "dynamic_slice") and inputs[0].is_weight:
+        if _is_matrix(eqn.params["slice_sizes"]):
+            return "its weight is gathered by an array of indices"
+        return ""
+    size = _size(eqn.outvars[number])
     for fact, var in zip(inputs, eqn.invars, strict=True):
-        if _is_weight(fact) and _size(var) == _size(eqn.outvars[number]):
-            wide = sum(size > 1 for size in var.aval.shape) >= 2
-            # A bias or a gain that was broadcast has fewer values, or one axis of its
-            # own.
-            of, axes = (fact.view.sizes, fact.view.axes) if fact.view else ((), ())
-            if wide and (
-                not fact.view
-                or (math.prod(of) == _size(var) and sum(map(bool, axes)) >= 2)
-            ):
-                return "its weight is mixed with an input before the product"
+        same_size = fact.is_weight and _size(var) == size
+        if same_size and _is_matrix(var.aval.shape) and _fills(fact.view, size):
+            return "its weight is mixed with an input before the product"
     return ""
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether two axes or more are longer than one."""
+    return sum(size > 1 for size in shape) >= 2
+
+
+def _fills(view: View | None, size: int) -> bool:
+    """Return whether an array is no more than the weight that it shows.
+
+    A bias or a gain that was broadcast has fewer values, or one axis of its own.
+    """
+    if view is None:
+        return True
+    return math.prod(view.sizes) == size and sum(map(bool, view.axes)) >= 2
 
 
 def _size(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-def _named(
-    found: Census, eqn: Equation, inputs: list[Fact], place: Place
-) -> list[Fact]:
-    """Return the fact of an array that `checkpoint_name` names; some names are set by
-    the layers of this library.
+def _named(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    """Return the fact of an array that `checkpoint_name` names.
+
+    Some names are set by the layers of this library.
     """
-    if eqn.params["name"] == WEIGHT_NAME:
+    (fact,) = inputs
+    name = eqn.params["name"]
+    if name == WEIGHT_NAME:
         # A quantized weight: the product that reads it is converted already
-        return [Fact(input=inputs[0].input)]
-    mark = marked(eqn.params["name"])
+        return [Fact(input=fact.input)]
+    mark = marked(name)
     if mark is None:
         return _ordinary(found, eqn, inputs, place)
-    fact = inputs[0]
-    if _is_weight(fact) and fact.view is not None:
+    if fact.is_weight and fact.view is not None:
         found.products[place] = product_by_hand(eqn, mark, fact.source, fact.view)
     return [Fact(input=fact.input)]
 
@@ -333,233 +342,151 @@ def _named(
 # --------------------------------------------------------------------------------------
 
 
-def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
+def _call(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    bodies = bodies_of(eqn)
     # A checkpoint inside a derivative: its body is not evaluated again
     if eqn.params.get("differentiated"):
-        return _opaque(found, eqn, bodies_of(eqn), inputs, place)
+        return _opaque(found, eqn, bodies, inputs, place)
     inline = any(fact.params for fact in inputs) and programs.is_inlined(eqn)
-    return found.walk(bodies_of(eqn)[0], inputs, place, inline=inline)
+    return found.walk(bodies[0], inputs, place, inline=inline)
+
+
+def _custom(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    """Walk a function with a derivative of its own, which a rule may open."""
+    bodies = bodies_of(eqn)
+    if programs.is_head(eqn, bodies):
+        return _head(found, eqn, inputs, place)
+    scope = str(eqn.source_info.name_stack)
+    sources = [fact.source for fact in inputs if fact.is_weight]
+    rules = set(filter(None, (found.inline(source, scope) for source in sources)))
+    if not rules:
+        return _opaque(found, eqn, bodies, inputs, place)
+    found.opened |= rules
+    return found.walk(bodies[0], inputs, place)
 
 
 def _opaque(
-    found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact], place: Place
-) -> list[Fact]:
-    """Walk bodies that the evaluation binds unchanged: their products are listed with
-    that reason.
+    found: Census, eqn: Equation, bodies: list[Body], inputs: Facts, place: Place
+) -> Facts:
+    """Walk bodies that the evaluation binds unchanged.
+
+    Their products are listed with that reason.
     """
-    before, found.inside = found.inside, found.inside or f"inside {eqn.primitive.name}"
-    outputs: list[Fact] | None = None
+    outputs: Facts | None = None
+    around = found.inside
+    found.inside = around or f"inside {eqn.primitive.name}"
     for number, body in enumerate(bodies):
-        if len(body[0].invars) == len(inputs):
-            facts = found.walk(body, inputs, (*place, number))
-            outputs = (
-                facts if outputs is None and len(facts) == len(eqn.outvars) else outputs
-            )
-    found.inside = before
+        if len(body[0].invars) != len(inputs):
+            continue
+        facts = found.walk(body, inputs, (*place, number))
+        if outputs is None and len(facts) == len(eqn.outvars):
+            outputs = facts
+    found.inside = around
     found.read(eqn, inputs)
-    return [
-        fact.computed() if _is_weight(fact) else fact
-        for fact in outputs or [_join(inputs)] * len(eqn.outvars)
-    ]
+    if outputs is None:
+        outputs = [Fact.join(inputs)] * len(eqn.outvars)
+    return [fact.computed() for fact in outputs]
 
 
-def _shard_map(
-    found: Census, eqn: Equation, inputs: list[Fact], place: Place
-) -> list[Fact]:
-    """Each device multiplies its part of a stack, whose stored form is split alike, or
-    of a weight, which has none.
+def _bodies(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    return census_bodies.RULES[eqn.primitive.name](found.walk, eqn, inputs, place)
+
+
+def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    """Walk the body of one device.
+
+    Each device multiplies its part of a stack, whose stored form is split alike, or of
+    a weight, which has none.
     """
-    body, local = bodies_of(eqn)[0], []
+    (body,) = bodies_of(eqn)
     variables: list[Any] = body[0].invars
+    local = []
     for fact, var in zip(inputs, variables, strict=True):
-        view = None if fact.view is None else fact.view.local(var.aval.shape)
-        opaque = view is None and _is_weight(fact)
-        local.append(
-            fact.opaque(COMPUTED) if opaque else dataclasses.replace(fact, view=view)
-        )
+        local.append(fact.local(var.aval.shape))
     outputs = [fact.computed() for fact in found.walk(body, local, place)]
-    for inner in [inner for inner in found.marks if inner[: len(place)] == place]:
-        found.forget(inner)  # a body of one device's parts cannot be traced alone
+    # a body of one device's parts cannot be traced alone
+    for marked_place in list(found.marks):
+        if marked_place[: len(place)] == place:
+            found.forget(marked_place)
     return outputs
-
-
-def _scan(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
-    body, (first, count) = opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
-    jaxpr, second = body[0], first + count
-    fixed, carry, xs = (
-        inputs[:first],
-        inputs[first:second],
-        [fact.entry() for fact in inputs[second:]],
-    )
-    # A value that every round hands on unchanged keeps its view.
-    still = [jaxpr.outvars[i] is jaxpr.invars[first + i] for i in range(count)]
-    carry = [
-        fact if same else _carried(fact)
-        for fact, same in zip(carry, still, strict=True)
-    ]
-    run = lambda carry: found.walk(body, [*fixed, *carry, *xs], place)
-    carry, outputs = _settled(run, carry, still)
-    # An input that the body returns untouched is stacked as it came, so the whole array
-    # keeps its view.
-    passed: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
-    ys = [
-        inputs[passed[var]] if passed.get(var, -1) >= second else fact.computed()
-        for var, fact in zip(jaxpr.outvars[count:], outputs[count:], strict=True)
-    ]
-    return [*carry, *ys]
-
-
-def _while(
-    found: Census, eqn: Equation, inputs: list[Fact], place: Place
-) -> list[Fact]:
-    first, second = (
-        eqn.params["cond_nconsts"],
-        eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
-    )
-    body, test = opened(eqn.params["body_jaxpr"]), opened(eqn.params["cond_jaxpr"])
-    run = lambda carry: found.walk(body, [*inputs[first:second], *carry], (*place, 1))
-    # A body need not run once, and no output of it is known to be unchanged: a carried
-    # weight loses its view.
-    carry = list(map(_carried, inputs[second:]))
-    carry, _ = _settled(run, carry, [False] * len(carry))
-    found.walk(test, [*inputs[:first], *carry], (*place, 0))
-    return carry
-
-
-def _settled(
-    run: Callable[[list[Fact]], list[Fact]], carry: list[Fact], still: list[bool]
-) -> tuple[list[Fact], list[Fact]]:
-    """Walk a loop's body until its facts rest, and return the facts of the carry and of
-    the outputs.
-    """
-    # A carried value may come from more in the second round; facts only grow, so this
-    # ends
-    while True:
-        outputs = run(carry)
-        grown = [
-            a if same else _grow(a, b)
-            for a, b, same in zip(carry, outputs, still, strict=False)
-        ]
-        if grown == carry:
-            return carry, outputs
-        carry = grown
-
-
-def _carried(fact: Fact) -> Fact:
-    return fact.opaque(
-        "its weight is carried, and changed, by a loop"
-        if _is_weight(fact)
-        else fact.why
-    )
-
-
-def _grow(fact: Fact, other: Fact) -> Fact:
-    """Return the fact of a carried value after one more round."""
-    joined = _join([fact, other])
-    why = fact.why or other.why
-    if _is_weight(fact) and joined.input and fact.view is None:
-        why = "its weight is carried by a loop, which mixes it with an input"
-    return dataclasses.replace(joined, why=why)
-
-
-def _cond(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
-    bodies = enumerate(map(opened, eqn.params["branches"]))
-    branches = [
-        found.walk(body, inputs[1:], (*place, number)) for number, body in bodies
-    ]
-    chosen = Fact(input=inputs[0].input)
-    # A choice between two weights is not a view, even if both are the same weight:
-    # branches hand over numbers.
-    merged = [_join([chosen, *facts]) for facts in zip(*branches, strict=True)]
-    return [
-        dataclasses.replace(fact, why=COMPUTED if _is_weight(fact) else fact.why)
-        for fact in merged
-    ]
 
 
 # Products
 # --------------------------------------------------------------------------------------
 
 
-def _product(
-    found: Census, eqn: Equation, inputs: list[Fact], place: Place
-) -> list[Fact]:
-    joined = _join(inputs)
+def _product(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     # An earlier walk of the same body may have known less
     found.products.pop(place, None)
-    contracted, batch = (
-        eqn.params["dimension_numbers"]
-        if eqn.primitive.name == "dot_general"
-        else ((), ())
-    )
-    if not joined.input:  # a weight that is computed, such as A B of LoRA
-        found.read(eqn, inputs)
-        matrices = all(fact.params for fact in inputs) and [
-            var.aval.ndim for var in eqn.invars
-        ] == [2, 2]
-        if (
-            matrices
-            and (contracted, batch) == (((1,), (0,)), ((), ()))
-            and not found.inside
-        ):
-            found.marks[place] = -1
-            joined = dataclasses.replace(joined, linear="dot")
-        return [dataclasses.replace(joined, why=COMPUTED) if joined.params else joined]
+    joined = Fact.join(inputs)
+    if not joined.input:
+        return [_weight_times_weight(found, eqn, inputs, joined, place)]
+    contracted, batch = _numbers(eqn)
     # A sum of x times one-hot labels, in which an operand has no axis of its own, is a
     # loss: a head may precede it.
-    if all(
-        var.aval.ndim > len(c) + len(b)
-        for var, c, b in zip(eqn.invars, contracted, batch, strict=False)
-    ):
+    sides = zip(eqn.invars, contracted, batch, strict=False)
+    if all(var.aval.ndim > len(summed) + len(shared) for var, summed, shared in sides):
         found.consumed |= joined.follows
-    result = Fact(input=True, follows=joined.follows)
-    side = next((i for i in (0, 1) if _is_weight(inputs[i])), None)
-    if side is None:
-        hidden = next((i for i in (0, 1) if inputs[i].why and inputs[i].params), None)
-        # A constant that sums nothing, such as a table of rotations, is not a weight
-        # that was forgotten.
-        sums = not contracted or bool(contracted[0])
-        closed = next((i for i in (0, 1) if inputs[i].closed and sums), None)
-        if hidden is not None:
-            found.products[place] = product_of(
-                eqn, hidden, inputs[hidden].source, inputs[hidden].why
-            )
-        elif closed is not None and not all(fact.closed for fact in inputs[:2]):
-            found.products[place] = product_of(
-                eqn, closed, inputs[closed].source or "(closed over)", CLOSED
-            )
-        return [result]
-    weight, other = inputs[side], inputs[1 - side]
-    if not other.input:
-        found.products[place] = product_of(eqn, side, weight.source, _NO_INPUT)
-        return [result]
-    if weight.linear in ("scaled", "joined") and contracted and not found.inside:
+    weights = [side for side in (0, 1) if inputs[side].is_weight]
+    if weights and inputs[1 - weights[0]].input:
+        _weight_times_input(found, eqn, inputs, weights[0], place)
+        return [Fact(input=True, follows=frozenset({place}))]
+    described = other_product(eqn, inputs, contracted)
+    if described is not None:
+        found.products[place] = described
+    return [Fact(input=True, follows=joined.follows)]
+
+
+def _numbers(eqn: Equation) -> Numbers | tuple[tuple[()], tuple[()]]:
+    """Return the contracted and the batch axes of both operands; () if unknown."""
+    if eqn.primitive.name != "dot_general":
+        return (), ()
+    return eqn.params["dimension_numbers"]
+
+
+def _weight_times_weight(
+    found: Census, eqn: Equation, inputs: Facts, joined: Fact, place: Place
+) -> Fact:
+    """Return the fact of a weight that a product computes, such as A B of LoRA."""
+    found.read(eqn, inputs)
+    if not joined.params:
+        return joined
+    linear = ""
+    matrices = [var.aval.ndim for var in eqn.invars] == [2, 2]
+    both_weights = all(fact.params for fact in inputs)
+    if matrices and both_weights and _numbers(eqn) == MATRIX and not found.inside:
+        found.marks[place] = -1
+        linear = "dot"
+    return dataclasses.replace(joined, why=COMPUTED, linear=linear)
+
+
+def _weight_times_input(
+    found: Census, eqn: Equation, inputs: Facts, side: int, place: Place
+) -> None:
+    """Note a product of a weight, operand `side`, and an input."""
+    weight = inputs[side]
+    path = weight.path or weight.source
+    if weight.linear in ("scaled", "joined") and _numbers(eqn)[0] and not found.inside:
         found.marks[place] = side
         found.linear.add(place)
     no_view = "" if weight.view is not None else weight.why or COMPUTED
-    path = weight.path or weight.source
-    found.products[place] = product_of(
-        eqn, side, path, found.inside, weight.view, no_view
-    )
-    if other.follows:
+    described = product_of(eqn, side, path, found.inside, weight.view, no_view)
+    found.products[place] = described
+    if inputs[1 - side].follows:
         found.hidden.add(place)
-    if found.products[place].reason:
+    if described.reason:
         found.read(eqn, [weight])
-    return [Fact(input=True, follows=frozenset({place}))]
 
 
-def _head(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
-    """Return the facts of a `losses.cross_entropy`, whose product is converted like
-    others.
+def _head(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
+    """Return the facts of a `losses.cross_entropy`.
+
+    Its product is converted like others.
     """
-    x, w = inputs[:2]
-    merged = w.view is not None and any(len(axes) != 1 for axes in w.view.axes)
-    facts = _product(
-        found,
-        head_of_loss(eqn),
-        [x, w.opaque("its table has merged axes") if merged else w],
-        place,
-    )
+    x, weight = inputs[:2]
+    if weight.view is not None and any(len(axes) != 1 for axes in weight.view.axes):
+        weight = weight.opaque("its table has merged axes")
+    facts = _product(found, head_of_loss(eqn), [x, weight], place)
     found.forget(place)  # `unfold` rewrites products, and not this
     if place in found.products:
         found.products[place] = dataclasses.replace(
@@ -568,13 +495,12 @@ def _head(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> lis
     return facts * 2
 
 
-_Rule = Callable[[Census, Equation, list[Fact], Place], list[Fact]]
+_Rule = Callable[[Census, Equation, Facts, Place], Facts]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(programs.PRODUCTS, _product),
     **dict.fromkeys(programs.CALLS, _call),
+    **dict.fromkeys(programs.CUSTOM, _custom),
+    **dict.fromkeys(census_bodies.RULES, _bodies),
     "name": _named,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
     "shard_map": _shard_map,
 }

@@ -1,27 +1,35 @@
-"""Products of parameters: `Product` describes one, and `Factors` is one written over
-the parameter's own axes.
+"""Products of parameters: `Product` describes one, `Factors` writes it over its axes.
+
+The axes are the parameter's own, so the weight that an optimizer stores fits the
+product, however the program reshapes the parameter.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tcfp_jax.conversion.views import Axes, Equation, Shape, View
+from tcfp_jax.conversion.views import Axes, Equation, Facts, Shape, View
 from tcfp_jax.products.annotations import Mark
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 
-# Dimension numbers of `x[t, k] @ w[k, n]`.
-MATRIX = (((1,), (0,)), ((), ()))
+# Dimension numbers of a product: the contracted and the batch axes of both operands.
+Numbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+# Those of `x[t, k] @ w[k, n]`.
+MATRIX: Numbers = (((1,), (0,)), ((), ()))
 # The primitive of `lax.ragged_dot`: rows in groups, each times a weight of its own.
 GROUPED = "ragged_dot_general"
+CLOSED = "the function closes over its weight; pass it in params"
+_NO_INPUT = (
+    "no input takes part: its other operand comes from parameters or constants alone"
+)
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -102,10 +110,9 @@ class Factors:
 
 
 def factors(
-    numbers: Any, shapes: Sequence[Shape], side: int, view: View
-) -> "Factors | str":
-    """Return the product of `lax.dot_general` with a view as operand `side`, or why the
-    view's axes cannot express it.
+    numbers: Numbers, shapes: Sequence[Shape], side: int, view: View
+) -> Factors | str:
+    """Return a product with a view over the parameter's axes, or why there is none.
 
     Args:
       numbers: the `dimension_numbers` of the product.
@@ -116,61 +123,109 @@ def factors(
     >>> factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))).equation
     'ca,ab->cb'
     """
-    w, x = side, 1 - side
+    w = side
+    x = 1 - side
     contracted, batch = numbers
-    atoms = len(view.sizes)
-    # a broadcast axis, which has no atoms
-    copied = lambda axis: shapes[w][axis] > 1 and not view.axes[axis]
-    roles = ["o"] * atoms
-    # Each axis of x becomes a list of labels: numbers of atoms, or a new number for an
-    # axis that x alone has.
-    groups: list[Any] = [None] * len(shapes[x])
-    own = iter(range(atoms, atoms + 2 * len(shapes[x]) + 2))
-    size = dict(enumerate(view.sizes))
-    for kind, pairs in (("i", contracted), ("b", batch)):
-        for mine, other in zip(pairs[w], pairs[x], strict=True):
-            if kind == "i" and copied(mine):
-                return "its weight is broadcast along a contracted axis"
-            groups[other] = [next(own)] if copied(mine) else list(view.axes[mine])
-            size |= {
-                label: shapes[x][other] for label in groups[other] if label >= atoms
-            }
-            for atom in view.axes[mine]:
-                roles[atom] = kind
-    w_rest = [
-        axis
-        for axis in range(len(shapes[w]))
-        if axis not in (*contracted[w], *batch[w])
+    copied = [
+        axis for axis, size in enumerate(shapes[w]) if size > 1 and not view.axes[axis]
     ]
-    if any(map(copied, w_rest)):
+    roles = ["o"] * len(view.sizes)
+    # Each axis of x becomes a group of labels: numbers of atoms, or a new number for an
+    # axis that x alone has.
+    groups: dict[int, Shape] = {}
+    sizes = list(view.sizes)  # of each label
+
+    def new_label(axis: int) -> Shape:
+        sizes.append(shapes[x][axis])
+        return (len(sizes) - 1,)
+
+    for mine, other in zip(contracted[w], contracted[x], strict=True):
+        if mine in copied:
+            return "its weight is broadcast along a contracted axis"
+        groups[other] = view.axes[mine]
+        _set_role(roles, view.axes[mine], "i")
+    for mine, other in zip(batch[w], batch[x], strict=True):
+        groups[other] = new_label(other) if mine in copied else view.axes[mine]
+        _set_role(roles, view.axes[mine], "b")
+    rest = [set(range(len(shape))) for shape in shapes]
+    for operand in (0, 1):
+        rest[operand] -= {*contracted[operand], *batch[operand]}
+    if rest[w].intersection(copied):
         return "its weight is broadcast along an axis of the result"
     if not {"i", "o"} <= set(roles):
         return (
             "it is not a matrix product: nothing is contracted, or nothing is left of"
             " the weight"
         )
-    x_rest = [axis for axis, group in enumerate(groups) if group is None]
-    for axis in x_rest:
-        groups[axis] = [next(own)] if shapes[x][axis] != 1 else []
-        size |= {label: shapes[x][axis] for label in groups[axis]}
+    for axis in sorted(rest[x]):
+        groups[axis] = new_label(axis) if shapes[x][axis] != 1 else ()
     # The result of dot_general: batch axes, then the rest of its first operand, then of
     # its second.
-    rest = {
-        w: [view.axes[axis] for axis in w_rest],
-        x: [groups[axis] for axis in x_rest],
-    }
-    return _factors(
-        view,
-        groups,
-        roles,
-        [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]],
-        size,
+    result = [groups[axis] for axis in batch[x]]
+    for operand in (0, 1):
+        of = view.axes if operand == w else groups
+        result += [of[axis] for axis in sorted(rest[operand])]
+    x_groups = [groups[axis] for axis in range(len(shapes[x]))]
+    return _written(view, roles, x_groups, result, sizes)
+
+
+def _set_role(roles: list[str], atoms: Shape, role: str) -> None:
+    for atom in atoms:
+        roles[atom] = role
+
+
+def _with_role(role: str, roles: Sequence[str | None]) -> Shape:
+    """Return the numbers of the axes, or atoms, that have a role."""
+    return tuple(number for number, own in enumerate(roles) if own == role)
+
+
+def _written(
+    view: View,
+    roles: list[str],
+    x_groups: list[Shape],
+    result_groups: list[Shape],
+    sizes: list[int],
+) -> Factors:
+    """Write a product whose axes are groups of labels, of these sizes."""
+    x = list(itertools.chain(*x_groups))
+    result = list(itertools.chain(*result_groups))
+    atoms = range(len(roles))
+    own = [label for label in x if label not in atoms]
+    layout = Layout(
+        _with_role("i", roles), _with_role("o", roles), _with_role("b", roles)
+    )
+    natural = [*layout.stack, *own, *layout.outputs]
+    contraction = Contraction(
+        layout,
+        len(x),
+        inputs=tuple(map(x.index, layout.inputs)),
+        stack=tuple(map(x.index, layout.stack)),
+        order=None if natural == result else tuple(map(natural.index, result)),
+    )
+    letters = dict(zip([*atoms, *own], _LETTERS, strict=False))
+    x_text, w_text, out_text = (
+        "".join(map(letters.__getitem__, labels)) for labels in (x, atoms, result)
+    )
+    return Factors(
+        contraction,
+        _sizes_of(x_groups, sizes),
+        _sizes_of(result_groups, sizes),
+        tuple(roles),
+        math.prod(sizes[label] for label in own),
+        _layout_of(view, roles),
+        f"{x_text},{w_text}->{out_text}",
     )
 
 
-def factors_of(eqn: Equation, side: int, view: View) -> "Factors | str":
-    """Return the product of an equation with a view as operand `side`, or why it has no
-    such form.
+def _sizes_of(groups: list[Shape], sizes: list[int]) -> Axes:
+    """Return the sizes of the labels of each axis; () if each axis is one label."""
+    if all(len(group) == 1 for group in groups):
+        return ()
+    return tuple(tuple(map(sizes.__getitem__, group)) for group in groups)
+
+
+def factors_of(eqn: Equation, side: int, view: View) -> Factors | str:
+    """Return the product of an equation with a view as operand `side`, or why not.
 
     A grouped product is written as the one of a stack, as if each weight multiplied an
     `x[e, m, k]` of its own.
@@ -180,21 +235,17 @@ def factors_of(eqn: Equation, side: int, view: View) -> "Factors | str":
         return factors(eqn.params["dimension_numbers"], shapes, side, view)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (of_x, of_w), batch = numbers.dot_dimension_numbers
-    by_rows = (
-        len(shapes[0]),
-        len(shapes[1]),
-        *of_x,
-        *numbers.lhs_ragged_dimensions,
-    ) == (2, 3, 1, 0)
+    ndims = tuple(map(len, shapes))
+    ragged = tuple(numbers.lhs_ragged_dimensions)
+    by_rows = ndims == (2, 3) and tuple(of_x) == (1,) and ragged == (0,)
     if side != 1 or not by_rows or any(batch) or len(eqn.invars[2].aval.shape) != 1:
         return (
             "a ragged_dot_general other than x[m, k] with rows in groups and one weight"
             " for each group"
         )
     (group,) = numbers.rhs_group_dimensions
-    if any(tuple(sorted(axes)) != axes for axes in view.axes) or (
-        shapes[1][group] > 1 and not view.axes[group]
-    ):
+    copied = shapes[1][group] > 1 and not view.axes[group]
+    if copied or any(tuple(sorted(atoms)) != atoms for atoms in view.axes):
         return (
             "the weights of its groups are copies, or merge axes in another order than"
             " the parameter's"
@@ -203,92 +254,43 @@ def factors_of(eqn: Equation, side: int, view: View) -> "Factors | str":
     found = factors((((2,), tuple(of_w)), ((0,), (group,))), shapes, side, view)
     if isinstance(found, str):
         return found
-    stack = {
-        letter
-        for letter, role in zip(_LETTERS, found.roles, strict=False)
-        if role == "b"
-    }
+    stack = {ord(_LETTERS[atom]): None for atom in _with_role("b", found.roles)}
     x, rest = found.equation.split(",")
     w, out = rest.split("->")
-    without = lambda letters: "".join(
-        letter for letter in letters if letter not in stack
-    )
-    return dataclasses.replace(
-        found, equation=f"{without(x)},{w}->{without(out)} in groups"
-    )
+    equation = f"{x.translate(stack)},{w}->{out.translate(stack)} in groups"
+    return dataclasses.replace(found, equation=equation)
 
 
-def _factors(
-    view: View,
-    x_groups: list[Any],
-    roles: list[str],
-    out_groups: list[Any],
-    size: dict[int, int],
-) -> Factors:
-    x, result = (
-        [label for group in groups for label in group]
-        for groups in (x_groups, out_groups)
-    )
-    several = lambda groups: any(len(group) != 1 for group in groups)
-    sizes = lambda groups: tuple(
-        tuple(size[label] for label in group) for group in groups if several(groups)
-    )
-    pick = lambda kind: tuple(atom for atom, role in enumerate(roles) if role == kind)
-    inputs, outputs, stack = pick("i"), pick("o"), pick("b")
-    own = [label for label in x if label >= len(roles)]
-    natural = [*stack, *own, *outputs]
-    order = (
-        None if natural == result else tuple(natural.index(label) for label in result)
-    )
-    places = tuple(map(x.index, inputs)), tuple(map(x.index, stack))
-    contraction = Contraction(Layout(inputs, outputs, stack), len(x), *places, order)
-    kernel = range(len(roles))
-    letter = dict(zip([*kernel, *own], _LETTERS, strict=False))
-    written = lambda labels: "".join(letter[label] for label in labels)
-    return Factors(
-        contraction,
-        sizes(x_groups),
-        sizes(out_groups),
-        tuple(roles),
-        math.prod(size[label] for label in own),
-        _layout_of(view, tuple(roles)),
-        f"{written(x)},{written(kernel)}->{written(result)}",
-    )
+def _layout_of(view: View, roles: Sequence[str]) -> Layout | None:
+    """Return the layout of the whole parameter, from the roles of the view's atoms.
 
-
-def _layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
-    """Return the layout of the whole parameter, with the axes that loops and indices
-    removed as its stack.
-
-    None: it cannot be stored, because two parts of the product share one of its axes,
-    or only a part is multiplied. A device's part of a stack is whole: each weight has a
-    scale of its own.
+    The axes that loops and indices removed are its stack. None: the parameter cannot be
+    stored, because two parts of the product share one of its axes, or only a part is
+    multiplied. A device's part of a stack is whole: each weight has a scale of its own.
     """
     if not view.whole:
         return None
     found: list[str | None] = []
     for axis in range(len(view.shape)):
-        parts = {
-            role
-            for origin, role in zip(view.origin, roles, strict=True)
-            if origin == axis
-        }
-        parts |= {"b" for taken in view.taken if taken == axis}
+        parts = {roles[atom] for atom, of in enumerate(view.origin) if of == axis}
+        if axis in view.taken:
+            parts.add("b")
         if len(parts) > 1 or (axis in view.split and parts != {"b"}):
             return None
         found.append(parts.pop() if parts else None)
     # An axis of size 1 has no role. With the role of its neighbour it keeps the
     # matrix's orientation.
-    for axis in [*reversed(range(len(found))), *range(len(found))]:
-        near = [
-            role
-            for role in (*found[axis + 1 : axis + 2], *found[max(axis - 1, 0) : axis])
-            if role in ("i", "o")
-        ]
-        found[axis] = found[axis] or (near[0] if near else None)
-    pick = lambda kind: tuple(axis for axis, role in enumerate(found) if role == kind)
-    rest = tuple(axis for axis in pick("b") if axis not in view.taken)
-    return None if None in found else Layout(pick("i"), pick("o"), view.taken + rest)
+    axes = range(len(found))
+    for axis in [*reversed(axes), *axes]:
+        neighbours = [*found[axis + 1 : axis + 2], *found[max(axis - 1, 0) : axis]]
+        near = [role for role in neighbours if role in ("i", "o")]
+        if found[axis] is None and near:
+            found[axis] = near[0]
+    if None in found:
+        return None
+    kept = [axis for axis in _with_role("b", found) if axis not in view.taken]
+    stack = (*view.taken, *kept)
+    return Layout(_with_role("i", found), _with_role("o", found), stack)
 
 
 def product_of(
@@ -299,17 +301,16 @@ def product_of(
     view: View | None = None,
     why: str = "",
 ) -> Product:
-    """Return the product of operand `side`, over the axes of the parameter that it
-    shows, or with a reason.
+    """Return the product of operand `side`, over its parameter's axes or with a reason.
 
     `reason` says why the product cannot be converted, if that is known already, and
     `why` tells why the weight is not a view: the equation may have another reason,
     which comes first.
     """
-    shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
+    shape = tuple(eqn.invars[side].aval.shape) if view is None else view.shape
     described = Product(
         path,
-        shapes[side] if view is None else view.shape,
+        shape,
         eqn.primitive.name,
         precision=_precision(eqn),
         scope=str(eqn.source_info.name_stack),
@@ -320,133 +321,144 @@ def product_of(
     found = factors_of(eqn, side, view)
     if isinstance(found, str):
         return dataclasses.replace(described, reason=found)
-    sizes = {
-        role: math.prod(
-            s for s, r in zip(view.sizes, found.roles, strict=True) if r == role
-        )
-        for role in "io"
-    }
     return dataclasses.replace(
         described,
         equation=found.equation,
-        k=sizes["i"],
-        n=sizes["o"],
+        k=_size_of("i", found, view),
+        n=_size_of("o", found, view),
         rows=found.rows,
         layout=found.layout,
     )
 
 
-def _refusal(eqn: Equation, side: int, view: View | None) -> str:
-    """Return why a product has no low-precision form, whatever its operands are, or
-    "".
+def other_product(
+    eqn: Equation, facts: Facts, contracted: Sequence[Shape]
+) -> Product | None:
+    """Return a product that is not one of a weight and an input, with its reason.
+
+    None: neither operand was meant to be a weight.
     """
+    for side in (0, 1):
+        if facts[side].is_weight:
+            return product_of(eqn, side, facts[side].source, _NO_INPUT)
+    for side in (0, 1):
+        if facts[side].why and facts[side].params:
+            return product_of(eqn, side, facts[side].source, facts[side].why)
+    closed = [side for side in (0, 1) if facts[side].closed]
+    # A constant that sums nothing, such as a table of rotations, is not a weight that
+    # was forgotten.
+    sums = not contracted or bool(contracted[0])
+    if len(closed) != 1 or not sums:
+        return None
+    (side,) = closed
+    return product_of(eqn, side, facts[side].source or "(closed over)", CLOSED)
+
+
+def _size_of(role: str, found: Factors, view: View) -> int:
+    """Return the number of entries along the atoms of a role."""
+    return math.prod(view.sizes[atom] for atom in _with_role(role, found.roles))
+
+
+def _refusal(eqn: Equation, side: int, view: View | None) -> str:
+    """Return why no operands give a product a low-precision form, or ""."""
     # A function that differentiates itself multiplies by parameters backward, too: not
     # its forward products.
-    if {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack} & {
-        "jvp",
-        "transpose",
-    }:
+    scopes = {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack}
+    if scopes & {"jvp", "transpose"}:
         return (
             "inside jax.grad or jax.jvp; transform the function that is differentiated,"
             " and differentiate that"
         )
-    if eqn.primitive.name not in ("dot_general", GROUPED):
-        return {"conv_general_dilated": "a convolution"}.get(
-            eqn.primitive.name, f"a {eqn.primitive.name}"
-        )
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        return "a convolution"
+    if name not in ("dot_general", GROUPED):
+        return f"a {name}"
     types = [jnp.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)]
-    if view is None or all(
-        jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in types
-    ):
+    if view is None or all(map(_is_float, types)):
         return ""
     return f"a product of {types[1 - side]} by {types[side]}"
 
 
+def _is_float(dtype: jnp.dtype) -> bool:
+    """Return whether numbers of a dtype can be quantized: floats of 16 bits or more."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+
+
 def _precision(eqn: Equation) -> str:
-    """Return the precision that a product's author asked for beyond the default, or
-    "".
-    """
+    """Return the precision that an author asked for beyond the default, or ""."""
     asked = eqn.params.get("precision")
-    names = [
-        getattr(one, "name", one)
-        for one in (asked if isinstance(asked, tuple | list) else (asked,))
-    ]
-    return (
-        ""
-        if all(name is None or str(name).upper() == "DEFAULT" for name in names)
-        else str(names[0])
-    )
+    both = asked if isinstance(asked, tuple | list) else (asked,)
+    names = [getattr(one, "name", one) for one in both]
+    if all(name is None or str(name).upper() == "DEFAULT" for name in names):
+        return ""
+    return str(names[0])
 
 
 def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product:
-    """Return the product that a layer of this library is about to compute with the
-    kernel that it marked.
+    """Return the product that a layer of this library computes with its marked kernel.
+
+    The mark has the layout of the array that the layer multiplies. The weight is stored
+    by the parameter's layout.
     """
     shape = eqn.invars[0].aval.shape
     layout = mark.layout.stacked(len(shape))
-    size = lambda axes: math.prod(shape[axis] for axis in axes)
-    # The mark has the layout of the array that the layer multiplies; the weight is
-    # stored by the parameter's layout.
     roles = ["o"] * len(view.sizes)
-    for role, axes in (("i", layout.inputs), ("b", layout.stack)):
-        for atom in (atom for axis in axes for atom in view.axes[axis]):
-            roles[atom] = role
+    for axis in layout.inputs:
+        _set_role(roles, view.axes[axis], "i")
+    for axis in layout.stack:
+        _set_role(roles, view.axes[axis], "b")
     return Product(
         path,
         view.shape,
         "dot_general",
-        k=size(layout.inputs),
-        n=size(layout.outputs),
+        k=math.prod(shape[axis] for axis in layout.inputs),
+        n=math.prod(shape[axis] for axis in layout.outputs),
         rows=mark.rows,
         scope=str(eqn.source_info.name_stack),
-        layout=_layout_of(view, tuple(roles)),
+        layout=_layout_of(view, roles),
         recipe=mark.recipe,
     )
 
 
 def head_of_loss(eqn: Equation) -> Equation:
-    """Return the product `x[t, k] @ w[k, n]` inside a `losses.cross_entropy`, as an
-    equation of its own.
-    """
+    """Return `x[t, k] @ w[k, n]` inside a `losses.cross_entropy` as an equation."""
     x, w = (jax.ShapeDtypeStruct(var.aval.shape, jnp.float32) for var in eqn.invars[:2])
     program = jax.make_jaxpr(lambda x, w: lax.dot_general(x, w, MATRIX))(x, w)
     return program.eqns[0].replace(source_info=eqn.source_info)
 
 
 def lookup_of(eqn: Equation, path: str, view: View, inside: str) -> Product:
-    """Return a gather from a view as a product of one-hot rows: it contracts the first
-    axis that is looked up.
+    """Return a gather from a view as a product of one-hot rows.
+
+    It contracts the first axis that is looked up.
     """
-    fill = eqn.params["fill_value"]
-    reason = inside or (
-        ""
-        if view.whole
-        else "a part of the table is looked up, which has no stored form"
-    )
-    if fill is not None and fill == fill and fill != 0:
-        reason = (
-            reason or f"rows out of range are {fill}, which is neither NaN nor zero"
-        )
-    wanted = [
-        view.origin[atom]
-        for axis in eqn.params["dimension_numbers"].start_index_map
-        for atom in view.axes[axis]
-    ]
+    wanted: list[int] = []
+    for axis in eqn.params["dimension_numbers"].start_index_map:
+        wanted += [view.origin[atom] for atom in view.axes[axis]]
     rest = [axis for axis in range(len(view.shape)) if axis not in view.taken]
     first = wanted[0] if wanted else rest[0]
     rest.remove(first)
-    k, layout = (
-        view.shape[first],
-        Layout((first,), tuple(rest), view.taken) if rest else None,
-    )
+    layout = Layout((first,), tuple(rest), view.taken) if rest else None
     return Product(
         path,
         view.shape,
         "gather",
-        k=k,
+        k=view.shape[first],
         n=math.prod(view.shape[axis] for axis in rest),
         rows=math.prod(eqn.invars[1].aval.shape[:-1]),
         scope=str(eqn.source_info.name_stack),
-        reason=reason or ("" if layout else "numbers are looked up, not rows"),
+        reason=inside or _lookup_refusal(eqn, view, layout),
         layout=layout,
     )
+
+
+def _lookup_refusal(eqn: Equation, view: View, layout: Layout | None) -> str:
+    """Return why rows cannot come from the stored form of their table, or ""."""
+    if not view.whole:
+        return "a part of the table is looked up, which has no stored form"
+    fill = eqn.params["fill_value"]
+    is_number = fill is not None and fill == fill  # not NaN
+    if is_number and fill != 0:
+        return f"rows out of range are {fill}, which is neither NaN nor zero"
+    return "" if layout else "numbers are looked up, not rows"

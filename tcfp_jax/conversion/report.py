@@ -11,8 +11,10 @@ import jax
 from jax.extend import core
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import CLOSED, Census
-from tcfp_jax.conversion.evaluate import LOOKUP, Plan
+from tcfp_jax.conversion.bodies import Plan
+from tcfp_jax.conversion.census import Census
+from tcfp_jax.conversion.evaluate import LOOKUP
+from tcfp_jax.conversion.factors import CLOSED
 from tcfp_jax.conversion.policy import Policy, Record
 from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree

@@ -43,6 +43,9 @@ _static: Any = functools.partial(field, metadata=dict(static=True))
 # The root and the stored form; inside `shard_map` a device's parts of them.
 Parts = tuple[jax.Array | None, Stored | None]
 Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], "Shown"]]
+# Values of variables: a `Shown`, or an array (or another value of JAX's, such as a
+# token).
+Values = list[Any]
 
 
 @jax.tree_util.register_dataclass
@@ -378,6 +381,18 @@ class Shown:
             view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None
         )
         return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
+
+
+def bare(values: Values, variables: Values) -> list[jax.Array]:
+    """Return the arrays of the values of some variables.
+
+    A view becomes the array that it shows.
+    """
+    arrays = []
+    for value, var in zip(values, variables, strict=True):
+        shown = isinstance(value, Shown)
+        arrays.append(value.array(var.aval.shape) if shown else value)
+    return arrays
 
 
 def _here(x: jax.Array) -> jax.Array:

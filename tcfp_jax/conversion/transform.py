@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.census import census
-from tcfp_jax.conversion.evaluate import Machine, bare
+from tcfp_jax.conversion.evaluate import Machine
 from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Program, judge
 from tcfp_jax.conversion.shown import SHAPES, Shown
@@ -261,10 +261,9 @@ class Transformed:
         key: jax.Array | None = None,
     ) -> list[jax.Array]:
         jaxpr, (before, after) = found.program.jaxpr, self._others(args, kwargs)
-        outputs = machine.run(
+        return machine.arrays(
             (jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key
         )
-        return bare(outputs, jaxpr.jaxpr.outvars)
 
     def _others(
         self, args: _Args, kwargs: _Tree

@@ -18,14 +18,8 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from tcfp_jax.conversion.evaluate import (
-    Body,
-    bind,
-    bodies_of,
-    eval_jaxpr,
-    is_inlined,
-    opened,
-)
+from tcfp_jax.conversion.bodies import Body, opened
+from tcfp_jax.conversion.evaluate import bind, bodies_of, eval_jaxpr, is_inlined
 from tcfp_jax.conversion.views import Equation, Place
 
 # By the place of each marked equation, which operand is the weight; -1 for a product of

@@ -15,9 +15,10 @@ therefore moves by the same rules as the census.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
@@ -53,8 +54,9 @@ Start = jax.Array | int  # where a slice begins
 
 
 class Equation(Protocol):
-    """An equation of a jaxpr. Its variables are Any, because JAX's type of an abstract
-    value has no shape.
+    """An equation of a jaxpr.
+
+    Its variables are Any, because JAX's type of an abstract value has no shape.
     """
 
     primitive: core.Primitive
@@ -68,9 +70,7 @@ class Equation(Protocol):
 
 
 class _Movable(Protocol):
-    """The methods that `move` needs; each returns the moved view, or None if there is
-    none.
-    """
+    """The methods that `move` needs; each returns the moved view or None."""
 
     @property
     def axes(self) -> Axes: ...
@@ -118,92 +118,83 @@ class View:
         >>> View.of((8, 1, 4)).axes
         ((0,), (), (1,))
         """
-        wide = [axis for axis, size in enumerate(shape) if size > 1]
-        axes = tuple(
-            (wide.index(axis),) if axis in wide else () for axis in range(len(shape))
-        )
-        return View(
-            tuple(shape), tuple(shape[axis] for axis in wide), tuple(wide), axes
-        )
+        wide = tuple(axis for axis, size in enumerate(shape) if size > 1)
+        axes: list[Shape] = [()] * len(shape)
+        for atom, axis in enumerate(wide):
+            axes[axis] = (atom,)
+        sizes = tuple(shape[axis] for axis in wide)
+        return View(tuple(shape), sizes, wide, tuple(axes))
 
     def arrange(self, axes: Sequence[int | None]) -> "View":
-        """Return the view whose axis i is axis `axes[i]` of this one; None is a new
-        axis of one entry or of copies.
+        """Return the view whose axis i is axis `axes[i]` of this one.
+
+        None is a new axis of one entry or of copies.
 
         >>> View.of((8, 4)).arrange([1, None, 0]).axes
         ((1,), (), (0,))
         """
-        return dataclasses.replace(
-            self, axes=tuple(() if axis is None else self.axes[axis] for axis in axes)
-        )
+        moved: list[Shape] = []
+        for axis in axes:
+            moved.append(() if axis is None else self.axes[axis])
+        return dataclasses.replace(self, axes=tuple(moved))
 
     def cast(self, dtype: DTypeLike) -> "View":
         """Return the view in another dtype."""
         name = jnp.dtype(dtype).name
-        return (
-            self
-            if self.casts[-1:] == (name,)
-            else dataclasses.replace(self, casts=(*self.casts, name))
-        )
+        if self.casts[-1:] == (name,):
+            return self
+        return dataclasses.replace(self, casts=(*self.casts, name))
 
     def reshape(self, old: Shape, new: Shape) -> "View | None":
-        """Return the view in another shape; None if the new axes cut across old ones,
-        or an axis holds copies.
+        """Return the view in another shape, or None if there is no such view.
+
+        None: the new axes cut across old ones, or an axis holds copies.
 
         >>> View.of((8, 4)).reshape((8, 4), (2, 4, 4)).sizes
         (2, 4, 4)
         """
         if any(
-            size > 1 and not axes for size, axes in zip(old, self.axes, strict=True)
+            size > 1 and not atoms for size, atoms in zip(old, self.axes, strict=True)
         ):
             return None
-        flat = [(atom, self.sizes[atom]) for axes in self.axes for atom in axes]
-        parts: list[tuple[int, int]] = []
+        order = itertools.chain(*self.axes)
+        left = [(atom, self.sizes[atom]) for atom in order]
+        pieces: list[tuple[int, int]] = []  # the atom that each piece is cut from, size
         axes: list[list[int]] = []
         for size in new:
-            axes.append([])
-            # Fill the new axis with atoms; the last one may be cut, and its rest
-            # belongs to the next axis.
-            while size > 1:
-                if not flat:
-                    return None
-                atom, have = flat.pop(0)
-                take = have if size % have == 0 else size
-                if have % take:
-                    return None
-                flat[:0] = [(atom, have // take)] if take < have else []
-                axes[-1].append(len(parts))
-                parts.append((atom, take))
-                size //= take
+            taken = _take(left, size)
+            if taken is None:
+                return None
+            axes.append(list(range(len(pieces), len(pieces) + len(taken))))
+            pieces += taken
         # Atoms are numbered in the parameter's order, which may not be the order of the
         # array's axes.
-        order = sorted(range(len(parts)), key=lambda i: (parts[i][0], i))
+        by_atom = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], i))
+        number = {piece: atom for atom, piece in enumerate(by_atom)}
         return dataclasses.replace(
             self,
-            sizes=tuple(parts[i][1] for i in order),
-            origin=tuple(self.origin[parts[i][0]] for i in order),
-            axes=tuple(tuple(order.index(i) for i in group) for group in axes),
+            sizes=tuple(pieces[i][1] for i in by_atom),
+            origin=tuple(self.origin[pieces[i][0]] for i in by_atom),
+            axes=tuple(tuple(map(number.__getitem__, group)) for group in axes),
         )
 
     def drop(self, axis: int) -> "View":
-        """Return the view of one entry of an axis of one atom, without the axis: a loop
-        takes entry after entry.
+        """Return the view of one entry of an axis of one atom, without the axis.
+
+        A loop takes entry after entry.
         """
         (atom,) = self.axes[axis]
         lost = self.origin[atom]
-        keep = lambda values: values[:atom] + values[atom + 1 :]
-        rest = tuple(
-            tuple(a - (a > atom) for a in axes)
-            for i, axes in enumerate(self.axes)
-            if i != axis
-        )
+        axes = []
+        for atoms in (*self.axes[:axis], *self.axes[axis + 1 :]):
+            axes.append(tuple(one - (one > atom) for one in atoms))
         # Otherwise a reshape cut the axis: an entry is a part of a parameter
         alone = self.origin.count(lost) == 1
         return dataclasses.replace(
             self,
-            sizes=keep(self.sizes),
-            origin=keep(self.origin),
-            axes=rest,
+            sizes=self.sizes[:atom] + self.sizes[atom + 1 :],
+            origin=self.origin[:atom] + self.origin[atom + 1 :],
+            axes=tuple(axes),
             taken=(*self.taken, lost) if alone else self.taken,
             whole=self.whole and alone,
         )
@@ -222,27 +213,29 @@ class View:
         return self._resized(axis, size, whole=False) if self.axes[axis] else self
 
     def gather(self, axis: int, name: Hashable, devices: int) -> "View | None":
-        """Return the view of all devices' parts of an axis, joined in order; None if
-        the axis has several atoms.
+        """Return the view of all devices' parts of an axis, joined in order.
+
+        None: the axis has several atoms.
         """
         if len(self.axes[axis]) != 1:
             return None
-        return self._resized(
-            axis, self.sizes[self.axes[axis][0]] * devices, whole=False
-        )
+        (atom,) = self.axes[axis]
+        return self._resized(axis, self.sizes[atom] * devices, whole=False)
 
     def _resized(self, axis: int, size: int, *, whole: bool) -> "View":
         (atom,) = self.axes[axis]
-        return dataclasses.replace(
-            self, sizes=(*self.sizes[:atom], size, *self.sizes[atom + 1 :]), whole=whole
-        )
+        sizes = (*self.sizes[:atom], size, *self.sizes[atom + 1 :])
+        return dataclasses.replace(self, sizes=sizes, whole=whole)
 
     def local(self, shape: Shape) -> "View | None":
-        """Return one device's part of the array, of this shape, inside `shard_map`;
-        None if it cuts merged axes.
+        """Return one device's part of the array, of this shape, inside `shard_map`.
 
-        >>> View.of((8, 4, 2)).local((2, 4, 2)).split, View.of((2, 4, 2)).local((1, 4, 2)).taken
-        ((0,), (0,))
+        None: the part cuts merged axes.
+
+        >>> View.of((8, 4, 2)).local((2, 4, 2)).split
+        (0,)
+        >>> View.of((2, 4, 2)).local((1, 4, 2)).taken
+        (0,)
         """
         view = self
         for axis, (atoms, size) in enumerate(zip(self.axes, shape, strict=True)):
@@ -260,10 +253,32 @@ class View:
         return view
 
     def same(self, eqn: Equation) -> "View":
-        """Return the view itself: the equation may place the numbers or stop their
-        gradient, but does not move them.
+        """Return the view itself: the equation does not move the numbers.
+
+        It may place them or stop their gradient.
         """
         return self
+
+
+def _take(left: list[tuple[int, int]], size: int) -> list[tuple[int, int]] | None:
+    """Take (atom, size) pieces off the front until they fill an axis of this size.
+
+    The last atom may be cut, and its rest stays in front for the next axis. None: an
+    atom would have to be cut unevenly.
+    """
+    taken: list[tuple[int, int]] = []
+    while size > 1:
+        if not left:
+            return None
+        atom, have = left.pop(0)
+        piece = have if size % have == 0 else size
+        if have % piece:
+            return None
+        if piece < have:
+            left.insert(0, (atom, have // piece))
+        taken.append((atom, piece))
+        size //= piece
+    return taken
 
 
 def without_ones(shape: Shape) -> list[list[int]]:
@@ -272,18 +287,20 @@ def without_ones(shape: Shape) -> list[list[int]]:
     >>> without_ones((1, 8, 1, 4))
     [[1, 8, 1], [4]]
     """
-    groups: list[list[int]] = []
+    if max(shape, default=1) == 1:
+        return []
+    groups: list[list[int]] = [[]]
     for size in shape:
-        if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
-            groups[-1].append(size)
-        else:
-            groups.append([size])
-    return groups if max(shape, default=1) > 1 else []
+        if size > 1 and max(groups[-1], default=1) > 1:
+            groups.append([])
+        groups[-1].append(size)
+    return groups
 
 
 def operand_number(eqn: Equation, number: int) -> int | None:
-    """Return which operand output `number` may be a view of; None for an equation that
-    mixes its operands.
+    """Return which operand output `number` may be a view of.
+
+    None: the equation mixes its operands.
 
     >>> import jax
     >>> add, neg = jax.make_jaxpr(lambda x, y: -(x + y))(1.0, 1.0).eqns
@@ -297,8 +314,7 @@ def operand_number(eqn: Equation, number: int) -> int | None:
 
 
 def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | None:
-    """Return the view that output `number` of an equation is, or None if it shows no
-    parameter.
+    """Return the view that output `number` of an equation is, or None if it is none.
 
     Args:
       view: the view that operand `operand_number(eqn, number)` is.
@@ -306,36 +322,29 @@ def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | 
       number: number of the output.
       starts: the start indices of a dynamic slice or a gather.
     """
-    name, params = eqn.primitive.name, eqn.params
-    old, out = eqn.invars[0].aval.shape, eqn.outvars[number].aval
+    name = eqn.primitive.name
+    params = eqn.params
+    old = eqn.invars[0].aval.shape
+    out = eqn.outvars[number].aval
     if name in _SAME:
-        return (
-            view.same(eqn).cast(out.dtype)
-            if jnp.issubdtype(out.dtype, jnp.floating)
-            else None
-        )
+        is_float = jnp.issubdtype(out.dtype, jnp.floating)
+        return view.same(eqn).cast(out.dtype) if is_float else None
     if name == "transpose":
         return view.arrange(params["permutation"])
     if name == "squeeze":
-        return view.arrange(
-            [axis for axis in range(len(old)) if axis not in params["dimensions"]]
-        )
+        lost = params["dimensions"]
+        return view.arrange([axis for axis in range(len(old)) if axis not in lost])
     if name == "broadcast_in_dim":
         place = {new: axis for axis, new in enumerate(params["broadcast_dimensions"])}
         return view.arrange([place.get(axis) for axis in range(len(out.shape))])
     if name == "reshape":
-        return (
-            view.reshape(old, out.shape) if params.get("dimensions") is None else None
-        )
+        in_order = params.get("dimensions") is None
+        return view.reshape(old, out.shape) if in_order else None
     if name in ("all_gather", "all_gather_invariant"):
-        whole = params["tiled"] and params["axis_index_groups"] is None
-        return (
-            view.gather(
-                params["all_gather_dimension"], params["axis_name"], params["axis_size"]
-            )
-            if whole
-            else None
-        )
+        if not params["tiled"] or params["axis_index_groups"] is not None:
+            return None
+        axis = params["all_gather_dimension"]
+        return view.gather(axis, params["axis_name"], params["axis_size"])
     if name == "gather":
         return _gathered(view, eqn, starts)
     if name == "slice" and params["strides"] in (None, (1,) * len(old)):
@@ -343,47 +352,43 @@ def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | 
     if name == "dynamic_slice":
         return _sliced(view, old, out.shape, starts)
     if name == "split":
-        before = sum(params["sizes"][:number])
-        return _sliced(
-            view,
-            old,
-            out.shape,
-            [before if axis == params["axis"] else 0 for axis in range(len(old))],
-        )
+        first = [0] * len(old)
+        first[params["axis"]] = sum(params["sizes"][:number])
+        return _sliced(view, old, out.shape, first)
     return None
 
 
 def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Start]) -> _V | None:
     for axis, (before, after) in enumerate(zip(old, new, strict=True)):
-        if before != after:
-            if len(view.axes[axis]) > 1:
-                return None
-            view = (
-                view.at(axis, starts[axis])
-                if after == 1
-                else view.part(axis, starts[axis], after)
-            )
+        if before == after:
+            continue
+        if len(view.axes[axis]) > 1:
+            return None
+        if after == 1:
+            view = view.at(axis, starts[axis])
+        else:
+            view = view.part(axis, starts[axis], after)
     return view
 
 
 def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
-    """Return the view of `w[i]` with a single index; a gather of several rows is a
-    lookup and not a view.
+    """Return the view of `w[i]` with a single index.
+
+    A gather of several rows is a lookup and not a view.
     """
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    collapsed, old = tuple(numbers.collapsed_slice_dims), eqn.invars[0].aval.shape
-    one = (
-        len(collapsed) == 1
-        and numbers.start_index_map == collapsed
-        and eqn.invars[1].aval.shape == (1,)
-    )
-    if not one or numbers.operand_batching_dims or len(view.axes[collapsed[0]]) > 1:
+    numbers = eqn.params["dimension_numbers"]
+    collapsed = tuple(numbers.collapsed_slice_dims)
+    one_axis = len(collapsed) == 1 and numbers.start_index_map == collapsed
+    one_index = eqn.invars[1].aval.shape == (1,)
+    if not one_axis or not one_index or numbers.operand_batching_dims:
         return None
-    axis = collapsed[0]
-    if any(size != old[i] for i, size in enumerate(sizes) if i != axis):
+    (axis,) = collapsed
+    old = eqn.invars[0].aval.shape
+    rest = [other for other in range(len(old)) if other != axis]
+    sizes = eqn.params["slice_sizes"]
+    if len(view.axes[axis]) > 1 or any(sizes[other] != old[other] for other in rest):
         return None
-    moved = view.at(axis, starts[0])
-    return moved.arrange([i for i in range(len(old)) if i != axis])
+    return view.at(axis, starts[0]).arrange(rest)
 
 
 @dataclass(frozen=True)
@@ -405,6 +410,7 @@ class Fact:
         or not known here.
       uniform: "zero" or "number" if the value is one number, which may be spread over
         an array.
+      is_weight: whether the value was computed from parameters alone.
     """
 
     params: frozenset[str] = frozenset()
@@ -416,6 +422,23 @@ class Fact:
     follows: frozenset[Place] = frozenset()
     linear: str = ""
     uniform: str = ""
+    is_weight: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_weight", bool(self.params) and not self.input)
+
+    @staticmethod
+    def join(facts: Sequence["Fact"]) -> "Fact":
+        """Return the fact of a value that was computed from all of these."""
+        inputs = [fact for fact in facts if fact.input]
+        reasons = [fact.why for fact in facts if fact.why]
+        return Fact(
+            params=frozenset().union(*(fact.params for fact in facts)),
+            input=bool(inputs),
+            closed=bool(inputs) and all(fact.closed for fact in inputs),
+            why=reasons[0] if reasons else "",
+            follows=frozenset().union(*(fact.follows for fact in facts)),
+        )
 
     @property
     def source(self) -> str:
@@ -429,10 +452,8 @@ class Fact:
         )
 
     def computed(self) -> "Fact":
-        """Return the fact of a value that leaves a body: a weight is not a view any
-        more.
-        """
-        return self.opaque(COMPUTED if self.params and not self.input else "")
+        """Return the fact of a value that leaves a body; a weight has no view then."""
+        return self.opaque(COMPUTED if self.is_weight else "")
 
     def entry(self) -> "Fact":
         """Return the fact of one entry of an array that a scan runs over."""
@@ -444,3 +465,26 @@ class Fact:
         if view.axes[0]:  # several atoms: the layers of two stacks in one axis
             return self.opaque(COMPUTED)
         return dataclasses.replace(self, view=view.arrange(range(1, len(view.axes))))
+
+    def local(self, shape: Shape) -> "Fact":
+        """Return the fact of one device's part, of this shape, inside `shard_map`."""
+        view = None if self.view is None else self.view.local(shape)
+        if view is None and self.is_weight:
+            return self.opaque(COMPUTED)
+        return dataclasses.replace(self, view=view)
+
+    def carried(self) -> "Fact":
+        """Return the fact of a value that a loop carries and changes."""
+        why = "its weight is carried, and changed, by a loop" if self.is_weight else ""
+        return self.opaque(why)
+
+    def grown(self, other: "Fact") -> "Fact":
+        """Return the fact of a carried value after one more round."""
+        joined = Fact.join([self, other])
+        why = self.why or other.why
+        if self.is_weight and joined.input and self.view is None:
+            why = "its weight is carried by a loop, which mixes it with an input"
+        return dataclasses.replace(joined, why=why)
+
+
+Facts = list[Fact]  # of the operands or the outputs of an equation

@@ -24,9 +24,9 @@ from jax import lax
 
 from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion import linen_models
-from tcfp_jax.conversion.evaluate import Machine, bare, bind
+from tcfp_jax.conversion.evaluate import Machine, bind
 from tcfp_jax.conversion.factors import GROUPED, Factors, factors_of
-from tcfp_jax.conversion.shown import Shown
+from tcfp_jax.conversion.shown import Shown, bare
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.conversion.views import Equation
 from tcfp_jax.layers.linen import switched_off

@@ -27,6 +27,7 @@ from jax.sharding import Sharding
 
 from tcfp_jax import paths
 from tcfp_jax.conversion import evaluate as programs
+from tcfp_jax.conversion.bodies import Body, Scan, opened
 from tcfp_jax.conversion.transform import arrays_in, trace
 from tcfp_jax.conversion.views import Equation
 from tcfp_jax.monitor.readings import (
@@ -160,7 +161,7 @@ def _origins(
 
 
 def _find(
-    body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]
+    body: Body, origins: list[_Origin], axes: tuple[int, ...]
 ) -> tuple[list[_Origin], _Plan]:
     """Return the origins of a program's outputs, and its products; `axes` are the
     lengths of the loops around it.
@@ -206,8 +207,7 @@ def _look(
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
         looked = [
-            _find(programs.opened(closed), inputs[1:], axes)
-            for closed in params["branches"]
+            _find(opened(closed), inputs[1:], axes) for closed in params["branches"]
         ]
         plans: _Plan = {number: plan for number, (_, plan) in enumerate(looked) if plan}
         return [
@@ -229,15 +229,12 @@ def _look(
 def _look_into_scan(
     eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]
 ) -> tuple[list[_Origin], _Plan]:
-    body, (first, count) = (
-        programs.opened(eqn.params["jaxpr"]),
-        programs.scan_counts(eqn.params),
-    )
-    carry = inputs[first : first + count]
+    loop = Scan.of(eqn)
+    consts, carry, arrays = loop.groups(inputs)
     while True:  # a carry may have more origins in the second round; origins only grow
-        given = [*inputs[:first], *carry, *inputs[first + count :]]
-        outputs, plan = _find(body, given, (*axes, eqn.params["length"]))
-        grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
+        given = [*consts, *carry, *arrays]
+        outputs, plan = _find(loop.body, given, (*axes, eqn.params["length"]))
+        grown = [a | b for a, b in zip(carry, outputs, strict=False)]
         if grown == carry:
             return outputs, plan
         carry = grown
@@ -386,7 +383,7 @@ def _rows(readings: Sequence[Reading]) -> jax.Array:
 
 
 def _run(
-    body: programs.Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree
+    body: Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree
 ) -> list[jax.Array]:
     """Return the outputs of a program with a probe at each product of its plan."""
     jaxpr, consts = body
@@ -417,7 +414,7 @@ def _evaluate(
         def branch(
             number: int, inputs: list[jax.Array], probes: PyTree
         ) -> list[jax.Array]:
-            body = programs.opened(params["branches"][number])
+            body = opened(params["branches"][number])
             return _run(body, inputs, step.get(number, {}), probes.get(number, {}))  # type: ignore[arg-type]
 
         branches = [
@@ -442,25 +439,17 @@ def _evaluate(
 def _scan(
     eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree
 ) -> list[jax.Array]:
-    body, (first, count) = (
-        programs.opened(eqn.params["jaxpr"]),
-        programs.scan_counts(eqn.params),
-    )
-    fixed, xs = inputs[:first], inputs[first + count :]
+    loop = Scan.of(eqn)
+    consts, carry, arrays = loop.groups(inputs)
 
     def one(
         carry: list[jax.Array], items: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         own, own_probes = items
-        outputs = _run(body, [*fixed, *carry, *own], plan, own_probes)
-        return outputs[:count], outputs[count:]
+        outputs = _run(loop.body, [*consts, *carry, *own], plan, own_probes)
+        return outputs[: loop.carried], outputs[loop.carried :]
 
-    last, ys = lax.scan(
-        one,
-        inputs[first : first + count],
-        (xs, probes),
-        **programs.scan_options(eqn.params),
-    )
+    last, ys = lax.scan(one, carry, (arrays, probes), **loop.options)
     return [*last, *ys]
 
 
