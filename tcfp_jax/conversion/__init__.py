@@ -1,9 +1,10 @@
-"""Conversion of existing models: convert, see what happened, switch layers off and on,
-take it back.
+"""Conversion of existing models: convert, see what happened, switch layers, go back.
 
-    model = convert_to_tcfp(model, "tcfp12_fast", tokens)                    # Linen: a new model; NNX: in place
+    # Linen: a new model; NNX: in place
+    model = convert_to_tcfp(model, "tcfp12_fast", tokens)
     tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(model)))
-    model.apply({"params": params, "tcfp": layer_state(opt_state)}, tokens)  # Linen; NNX: tcfp_jax.nnx.Optimizer
+    # Linen; for NNX use tcfp_jax.nnx.Optimizer
+    model.apply({"params": params, "tcfp": layer_state(opt_state)}, tokens)
 
 Parameters keep their names, shapes and values: a float checkpoint loads before and
 after.
@@ -14,12 +15,11 @@ from tcfp_jax.conversion.convert import (
     detach,
     export,
     find_weights,
-    restore,
     survey,
-    to_bf16,
 )
 from tcfp_jax.conversion.diagnosis import diagnose
 from tcfp_jax.conversion.policy import last_blocks
+from tcfp_jax.conversion.switch import restore, to_bf16
 
 __all__ = [
     "convert_to_tcfp",

@@ -1,14 +1,18 @@
-"""Every way in and out for a model: convert it, see the report, switch layers off and
-on, take it back.
+"""Every way in and out for a model: convert it, see the report, take it back.
 
 The same functions serve models written with this library's own layers, and functions
 from `transform`.
+
+Left out: convolutions, and products whose operands are both activations, such as
+attention scores. They run as they were written. Nothing here trains or stores a weight:
+give `find_weights(model)` to `tcfp_jax.error_feedback`, or make stored parameters with
+`tcfp_jax.store`. A model that is a plain function is for `tcfp_jax.transform`.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 from flax import linen as nn
@@ -17,7 +21,7 @@ from flax import nnx as flax_nnx
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.linen_models import Conversion
-from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, finds, policy
+from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Report
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import linen, nnx
@@ -27,6 +31,7 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 
 _Model = TypeVar("_Model")
+_Sample = tuple[tuple[PyTree, ...], dict[str, PyTree]]  # arguments and options
 
 
 def convert_to_tcfp(
@@ -39,10 +44,11 @@ def convert_to_tcfp(
     options: Mapping[str, PyTree] | None = None,
     rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
 ) -> _Model:
-    """Return the model with every product of a parameter and an input computed by
-    `recipe`.
+    """Return the model with its products of parameters computed by `recipe`.
 
-    It converts any Linen or NNX model, including ones that you import. An NNX model
+    Use this for any Linen or NNX model, including ones that you import. Use the layers
+    of `tcfp_jax.linen` and `tcfp_jax.nnx` instead to write a model with recipes of its
+    own, and `transform` for a model that is a plain function. An NNX model
     changes in place. A Linen model stays as it is, and the result is another model of
     the same class. Parameters keep their names, shapes and values.
 
@@ -75,7 +81,9 @@ def convert_to_tcfp(
         advise against it, it runs unchanged), or a product that `strict` forbids. Then
         nothing changes.
 
-    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
+    >>> x = jax.numpy.ones((2, 3))
+    >>> every = ("linear", "small")
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", x, include=every)
     >>> isinstance(model, nn.Dense)
     True
     """
@@ -97,51 +105,53 @@ def convert_to_tcfp(
             "strict=True looks for products in a trace; pass sample inputs after the"
             " recipe"
         )
-    name, found = type(model).__name__, None
+    sample = (inputs, options) if sampled else None
     if isinstance(model, nn.Module):
-        if model.scope is not None:
-            raise ValueError(
-                f"{name} is bound to variables; convert it before bind, or unbind it"
-            )
         if rngs is not None:
             raise ValueError(
                 "rngs= is for NNX models; a Linen model gets them at apply, as"
                 ' rngs={"tcfp": key}'
             )
-        base, shapes = linen_models.plain(model), None
-        if sampled:
-            found, shapes = linen_models.examine(base, chosen, inputs, options)
-            chosen, found = _settled(name, found, chosen, strict=strict)
-        return linen_models.converted(
-            base, Conversion(type(base), chosen, found, shapes)
+        return _converted_linen(model, chosen, sample, strict=strict)
+    if not isinstance(model, flax_nnx.Module):
+        raise _not_a_model(model)
+    # Without sample inputs, the recipes that rules will choose are unknown.
+    draws = rngs is not None or named_recipe(recipe).draws
+    held = None
+    if sample is not None:
+        found = nnx_models.examine(model, chosen, *sample)
+        chosen, found = _settled(model, found, chosen, strict=strict)
+        records = found.report.converted
+        held = [record.weight_path for record in records]
+        draws = any(record.recipe and record.recipe.draws for record in records)
+    keys = nnx.stream_of(model, rngs, draws=draws)
+    nnx_models.convert(model, chosen, held, sample, keys)
+    return model
+
+
+def _converted_linen(
+    model: nn.Module, chosen: Policy, sample: _Sample | None, *, strict: bool
+) -> Any:
+    if model.scope is not None:
+        raise ValueError(
+            f"{type(model).__name__} is bound to variables; convert it before bind, or"
+            " unbind it"
         )
-    if isinstance(model, flax_nnx.Module):
-        sample = held = None
-        # Without sample inputs, the recipes that rules will choose are unknown.
-        draws = rngs is not None or named_recipe(recipe).draws
-        if sampled:
-            found, sample = (
-                nnx_models.examine(model, chosen, inputs, options),
-                (inputs, options),
-            )
-            chosen, found = _settled(name, found, chosen, strict=strict)
-            held = [record.weight_path for record in found.report.converted]
-            draws = any(
-                record.recipe is not None and record.recipe.draws
-                for record in found.report.converted
-            )
-        nnx_models.convert(
-            model, chosen, held, sample, nnx.stream_of(model, rngs, draws=draws)
-        )
-        return model
-    raise _not_a_model(model)
+    base = linen_models.plain(model)
+    found = shapes = None
+    if sample is not None:
+        found, shapes = linen_models.examine(base, chosen, *sample)
+        chosen, found = _settled(model, found, chosen, strict=strict)
+    return linen_models.converted(base, Conversion(type(base), chosen, found, shapes))
 
 
 def survey(
     model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None
 ) -> Report:
-    """Return the report of every product of a parameter: its recipe, or the reason why
-    it was left alone.
+    """Return the report of every product of a parameter.
+
+    Use this when you want to know which layers were converted, to which recipe, and why
+    others were left alone. `diagnose` answers before a conversion.
 
     Args:
       model: from `convert_to_tcfp` or `transform`, or a model written with this
@@ -155,10 +165,12 @@ def survey(
       ValueError: nothing in the model is low-precision, or there are no inputs, neither
         now nor at conversion.
 
-    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
-    >>> print(survey(model))
+    >>> x = jax.numpy.ones((2, 3))
+    >>> every = ("linear", "small")
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", x, include=every)
+    >>> print(survey(model))  # doctest: +NORMALIZE_WHITESPACE
     1 products converted, 0 skipped
-    kernel                                   [3, 4]               ca,ab->cb                tcfp12
+    kernel                        [3, 4]               ca,ab->cb                tcfp12
     """
     return _examined(model, inputs, options, "survey")[0].report
 
@@ -166,8 +178,10 @@ def survey(
 def find_weights(
     model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None
 ) -> dict[str, Weight]:
-    """Return the weights of a converted model by parameter path, for
-    `tcfp_jax.error_feedback` and `quantize_params`.
+    """Return the weights of a converted model by parameter path.
+
+    Use this for `tcfp_jax.error_feedback`, which keeps them in the optimizer's state,
+    and for `quantize_params`. Without it each product quantizes its weight at each use.
 
     Each weight has its own recipe, and the axes that its first converted product
     contracts; layers of a loop are a stack. A product that reads the weight in another
@@ -179,37 +193,40 @@ def find_weights(
       TypeError: neither a Flax module nor from `transform`.
       ValueError: nothing in the model is low-precision, or no inputs.
 
-    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
+    >>> x = jax.numpy.ones((2, 3))
+    >>> every = ("linear", "small")
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", x, include=every)
     >>> find_weights(model)["kernel"].layout
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
     found, chosen = _examined(model, inputs, options, "find_weights")
-    if (
-        found.weights
-        and isinstance(model, flax_nnx.Module)
-        and nnx_models.conversion_of(model) is not None
-    ):
-        nnx_models.AWAITED.add(chosen)
-    if found.weights and (conversion := linen_models.conversion_of(model)) is not None:
+    if not found.weights:
+        return {}
+    if isinstance(model, flax_nnx.Module):
+        if nnx_models.conversion_of(model) is not None:
+            nnx_models.AWAITED.add(chosen)
+        return found.weights
+    conversion = linen_models.conversion_of(model)
+    if conversion is not None:
         conversion.awaited = True
     return found.weights
 
 
 def detach(model: flax_nnx.Module) -> None:
-    """Let an NNX model quantize its own parameters at each use, instead of reading an
-    optimizer's quantized weights.
+    """Let an NNX model quantize its own parameters at each use.
 
-    Those fit the parameters that the optimizer has just updated. To evaluate others,
-    such as averages, call it for a copy: `detach(copy := nnx.clone(model))`, and give
-    the copy its parameters by `nnx.update`.
+    Use this to evaluate other parameters than the optimizer's, such as averages. The
+    optimizer's quantized weights fit only the parameters that it has just updated. Call
+    it for a copy, `detach(copy := nnx.clone(model))`, and give the copy its parameters
+    by `nnx.update`.
 
     Raises:
       ValueError: the model holds no quantized weights, or no float parameters.
 
     >>> from tcfp_jax.optim.feedback import error_feedback, layer_state
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
-    >>> weights = layer_state(error_feedback("tcfp12").init(flax_nnx.state(model, flax_nnx.Param)))
-    >>> hand_out(model, weights)
+    >>> params = flax_nnx.state(model, flax_nnx.Param)
+    >>> hand_out(model, layer_state(error_feedback("tcfp12").init(params)))
     1
     >>> detach(model)
     >>> nnx.stored_weight(model) is None
@@ -234,8 +251,10 @@ def export(model: Transformed) -> Callable[..., PyTree]: ...
 @overload
 def export(model: _Model) -> _Model: ...
 def export(model: Any) -> Any:
-    """Return the original model or function: an NNX model in place, with its parameters
-    as they are now.
+    """Return the original model or function, with its parameters as they are now.
+
+    Use this to save or hand on a model without this library. An NNX model changes in
+    place. Use `to_bf16` instead to switch layers off for a while.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
@@ -248,16 +267,7 @@ def export(model: Any) -> Any:
     if isinstance(model, Transformed):
         return model.function
     if isinstance(model, nn.Module):
-        conversion, own = linen_models.conversion_of(model), linen.OWN.get(type(model))
-        if own is not None:
-            return linen_models.plain(model, own)
-        if conversion is None or conversion.policy.recipe is None:
-            raise ValueError(
-                f"{type(model).__name__} was not converted; if it has low-precision"
-                " layers, write Flax's own instead (the parameters fit unchanged), or"
-                ' run Flax\'s code in them by to_bf16(model, "")'
-            )
-        return linen_models.plain(model)
+        return _exported_linen(model)
     if not isinstance(model, flax_nnx.Module):
         raise _not_a_model(model)
     if nnx_models.absent_of(model):
@@ -265,148 +275,44 @@ def export(model: Any) -> Any:
             "the model holds quantized kernels only; export a model with the float"
             " parameters"
         )
-    by_hand_layers = [
-        module
-        for module in nnx_models.modules_of(model).values()
-        if isinstance(module, nnx.OWN)
-    ]
-    if not nnx_models.export(model) + len(by_hand_layers):
+    modules = nnx_models.modules_of(model).values()
+    by_hand = [module for module in modules if isinstance(module, nnx.OWN)]
+    if not nnx_models.export(model) + len(by_hand):
         raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
-    for layer in by_hand_layers:
-        base = next(
-            kind for kind in type(layer).__mro__ if kind.__module__.startswith("flax.")
-        )
+    for layer in by_hand:
+        kinds = type(layer).__mro__
+        base = next(kind for kind in kinds if kind.__module__.startswith("flax."))
         for name in {"recipe", "products", "stored", "keys"} & set(vars(layer)):
             delattr(layer, name)
         object.__setattr__(layer, "__class__", base)
     return model
 
 
-def to_bf16(model: _Model, *patterns: str) -> _Model:
-    """Let layers whose path a pattern finds run the model's own code, in their own
-    dtype, until `restore`.
-
-    Use it to find the layer that a recipe harms. It returns a new Linen model or
-    function and changes an NNX model in place; state and parameters stay. Models
-    written with this library's layers are switched in the same way.
-
-    Raises:
-      TypeError: neither a Flax module nor from `transform`.
-      ValueError: no pattern, one that is not a regex, or one that finds no product (if
-        there were sample inputs).
-
-    >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
-    >>> x = jax.numpy.ones((2, 3))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> bool((model.apply(variables, x) == nn.Dense(4).apply(variables, x)).all())
-    True
-    """
-    return _switch(model, patterns, "off")
-
-
-def restore(model: _Model, *patterns: str) -> _Model:
-    """Undo `to_bf16` for the patterns that were given to it.
-
-    Raises:
-      TypeError: neither a Flax module nor from `transform`.
-      ValueError: no pattern, one that is not a regex, or one that was not switched off.
-
-    >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12"), "mlp")
-    >>> linen_models.conversion_of(restore(model, "mlp")).policy.off
-    ()
-    """
-    return _switch(model, patterns, "on")
-
-
-def _switch(model: Any, patterns: tuple[str, ...], how: Literal["off", "on"]) -> Any:
-    if not patterns:
+def _exported_linen(model: nn.Module) -> nn.Module:
+    own = linen.OWN.get(type(model))
+    if own is not None:
+        return linen_models.plain(model, own)
+    conversion = linen_models.conversion_of(model)
+    if conversion is None or conversion.policy.recipe is None:
         raise ValueError(
-            'name layers by patterns over their paths, such as "block_0/.*"; "" is all'
-            " of them"
+            f"{type(model).__name__} was not converted; if it has low-precision layers,"
+            " write Flax's own instead (the parameters fit unchanged), or run Flax's"
+            ' code in them by to_bf16(model, "")'
         )
-    for pattern in patterns:
-        finds(pattern, "")
-    if isinstance(model, Transformed):
-        return dataclasses.replace(
-            model, policy=_switched(model.policy, patterns, how, None)
-        )
-    if not isinstance(model, flax_nnx.Module):
-        base, conversion = _linen_conversion(model)
-        chosen = _switched(conversion.policy, patterns, how, conversion.found)
-        found = conversion.found and conversion.found.by(chosen)
-        return linen_models.converted(
-            base, dataclasses.replace(conversion, policy=chosen, found=found)
-        )
-    converted, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
-    own = {
-        path: module
-        for path, module in nnx_models.modules_of(model).items()
-        if hasattr(module, "products")
-    }
-    wanted, by_hand_layers = "flax" if how == "off" else "recipe", []
-    for pattern in patterns:
-        layers = [
-            module
-            for path, module in own.items()
-            if finds(pattern, paths.join(path, "kernel"))
-        ]
-        if any(layer.products != wanted for layer in layers):
-            by_hand_layers += layers
-        elif converted is None:
-            state = "switched off" if how == "off" else "on"
-            raise ValueError(
-                f"{pattern!r} finds no low-precision layer that is not {state} already"
-            )
-    if converted is not None:
-        found = (
-            None
-            if sample is None
-            else nnx_models.examine(model, converted, sample.args, sample.options)
-        )
-        nnx_models.rename(model, _switched(converted, patterns, how, found))
-    for layer in by_hand_layers:
-        layer.products = wanted
-    return model
-
-
-def _switched(
-    chosen: Policy,
-    patterns: tuple[str, ...],
-    how: Literal["off", "on"],
-    found: Examined | None,
-) -> Policy:
-    if how == "off":
-        records = None if found is None else found.report.converted
-        for pattern in patterns:
-            if records is not None and not any(
-                finds(pattern, record.weight_path) for record in records
-            ):
-                raise ValueError(
-                    f"{pattern!r} finds no low-precision product; survey(model) lists"
-                    " them"
-                )
-        return dataclasses.replace(
-            chosen, off=tuple(dict.fromkeys((*chosen.off, *patterns)))
-        )
-    unknown = [pattern for pattern in patterns if pattern not in chosen.off]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]!r} was not switched off; to_bf16 was given {list(chosen.off)}"
-        )
-    return dataclasses.replace(
-        chosen, off=tuple(pattern for pattern in chosen.off if pattern not in patterns)
-    )
+    return linen_models.plain(model)
 
 
 def _settled(
-    name: str, found: Examined, chosen: Policy, *, strict: bool
+    model: object, found: Examined, chosen: Policy, *, strict: bool
 ) -> tuple[Policy, Examined]:
-    """Return the policy with its choices by measured times settled, and its decisions;
-    raise if these are nothing.
+    """Return the policy with its choices by measured times settled, and its decisions.
+
+    Raises:
+      ValueError: nothing is converted, or a product that `strict` forbids.
     """
     chosen = chosen.settle(found.census.products.values())
     found = found.by(chosen)
-    found.check_converted(name)
+    found.check_converted(type(model).__name__)
     if strict:
         found.report.check_strict()
     return chosen, found
@@ -419,93 +325,86 @@ def _examined(
     asked: str,
 ) -> tuple[Examined, Policy]:
     """Return the decisions about a call of a model, and the policy of the model."""
-    options, sampled = dict(options or {}), bool(inputs or options)
     _check_inputs(inputs)
-    needs = ValueError(
-        f"{asked} needs sample inputs: {asked}(model, *inputs), or pass them to"
-        " convert_to_tcfp"
-    )
+    sample = (inputs, dict(options or {}))
+    sampled = any(sample)
     if isinstance(model, Transformed):
-        return model.examine(*inputs, **options), model.policy
+        return model.examine(*inputs, **sample[1]), model.policy
+    found: Examined | None = None
     if isinstance(model, flax_nnx.Module):
-        chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
-        if not sampled and sample is not None:
-            inputs, options, sampled = sample.args, sample.options, True
-        if not sampled:
-            raise (
-                _not_converted(model)
-                if chosen is None and not _own_layers(model)
-                else needs
-            )
-        found = nnx_models.examine(model, chosen or BY_HAND, inputs, options)
-    else:
-        base, conversion = _linen_conversion(model)
-        chosen, known = conversion.policy, conversion.found
+        chosen = nnx_models.conversion_of(model) or BY_HAND
+        known = nnx_models.sample_of(model)
+        if known is not None and not sampled:
+            sample = (known.args, known.options)
+            sampled = True
+        if not sampled and chosen is BY_HAND and not _own_layers(model):
+            raise _not_converted(model)
         if sampled:
-            known, _ = linen_models.examine(base, chosen, inputs, options)
-        if known is None:
-            raise needs
-        found = known
-    if (
-        not found.report.converted
-        and (chosen is None or chosen.recipe is None)
-        and not found.weights
-    ):
+            found = nnx_models.examine(model, chosen, *sample)
+    else:
+        base, conversion = linen_conversion(model)
+        chosen = conversion.policy
+        found = conversion.found
+        if sampled:
+            found, _ = linen_models.examine(base, chosen, *sample)
+    if found is None:
+        raise ValueError(
+            f"{asked} needs sample inputs: {asked}(model, *inputs), or pass them to"
+            " convert_to_tcfp"
+        )
+    if chosen.recipe is None and not found.report.converted and not found.weights:
         raise _not_converted(model)
-    return found, chosen or BY_HAND
+    return found, chosen
 
 
-def _linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
-    """Return the unconverted model, and its conversion; a model that is not converted
-    may have layers of ours.
+def linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
+    """Return the unconverted model, and its conversion.
+
+    A model that is not converted may have layers of ours.
     """
     if not isinstance(model, nn.Module):
         raise _not_a_model(model)
-    return linen_models.plain(model), linen_models.conversion_of(model) or Conversion(
-        type(model), BY_HAND
-    )
+    by_hand = Conversion(type(model), BY_HAND)
+    return linen_models.plain(model), linen_models.conversion_of(model) or by_hand
 
 
 def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
-    """Give stored weights to the layers written by hand and to the converted modules;
-    return how many were taken.
+    """Give stored weights to the layers of an NNX model; return how many were taken.
+
+    They go to layers written by hand and to converted modules.
     """
-    kernel = lambda layer: "embedding" if isinstance(layer, nnx.TCFPEmbed) else "kernel"
-    own = {
-        paths.join(path, kernel(layer)): layer
-        for path, layer in _own_layers(model).items()
-    }
-    for path in set(weights) & set(own):
-        nnx.store(own[path], weights[path])
-    rest = {path: weight for path, weight in weights.items() if path not in own}
+    rest = dict(weights)
+    for path, layer in _own_layers(model).items():
+        name = "embedding" if isinstance(layer, nnx.TCFPEmbed) else "kernel"
+        weight = rest.pop(paths.join(path, name), None)
+        if weight is not None:
+            nnx.store(layer, weight)
     taken = len(weights) - len(rest)
-    return taken + (
-        nnx_models.store(model, rest)
-        if nnx_models.conversion_of(model) is not None
-        else 0
-    )
+    if nnx_models.conversion_of(model) is not None:
+        taken += nnx_models.store(model, rest)
+    return taken
 
 
 def _own_layers(model: flax_nnx.Module) -> dict[str, Any]:
-    return {
-        p: m
-        for p, m in nnx_models.modules_of(model).items()
-        if isinstance(m, nnx.MULTIPLYING)
-    }
+    own = {}
+    for path, module in nnx_models.modules_of(model).items():
+        if isinstance(module, nnx.MULTIPLYING):
+            own[path] = module
+    return own
 
 
 def _devices_of(tree: PyTree) -> int:
-    """Return the largest number of shards of any array in the tree; an array without a
-    sharding counts as one.
+    """Return the largest number of shards of any array in the tree.
+
+    An array without a sharding counts as one.
     """
-    is_placed = lambda leaf: isinstance(
-        getattr(leaf, "sharding", None), jax.sharding.Sharding
-    )
-    shards = lambda leaf: (
-        math.prod(leaf.shape)
-        // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
-    )
-    return max(map(shards, filter(is_placed, jax.tree.leaves(tree))), default=1)
+    devices = 1
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            shard = math.prod(sharding.shard_shape(leaf.shape))
+            devices = max(devices, math.prod(leaf.shape) // max(1, shard))
+    return devices
 
 
 def _check_inputs(inputs: tuple[PyTree, ...]) -> None:
@@ -526,10 +425,8 @@ def _not_converted(model: object) -> ValueError:
 
 def _not_a_model(model: object) -> TypeError:
     """Return the error of an object that is not a Flax module."""
-    kind, repair = (
-        f"{type(model).__module__}.{type(model).__qualname__}",
-        "pass the model itself",
-    )
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    repair = "pass the model itself"
     if isinstance(getattr(model, "module", None), nn.Module):
         repair = "pass its .module, which is one"
     elif callable(model) or hasattr(model, "apply"):

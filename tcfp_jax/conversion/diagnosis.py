@@ -1,11 +1,13 @@
-"""`diagnose`: a table of the effect of a recipe on each layer of a model, before
-anything is converted.
+"""`diagnose`: a table of the effect of a recipe on each layer of a model.
+
+It is made before anything is converted, and without a GPU.
 """
 
+import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.factors import GROUPED
-from tcfp_jax.conversion.policy import WORTHWHILE, Policy, Record, policy
+from tcfp_jax.conversion.policy import WORTHWHILE, Include, Policy, Record, policy
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
@@ -34,6 +36,7 @@ from tcfp_jax.weights.stored import quantize_weight
 # `python -m benchmarks.report`.
 MEASURED = Path(__file__).with_name("measured.json")
 _DEVICE, _CARD = "NVIDIA H100 80GB HBM3", "NVIDIA H100"
+_BYTES = ("bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
 _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
 
 
@@ -68,39 +71,34 @@ class Line:
     parameters: int
     bytes_bf16: int
     bytes_fp32: int
-    bytes_stored: int
-    bytes_with_error: int
-    snr_db: float | None
-    speed_up: float | None
+    bytes_stored: int = 0
+    bytes_with_error: int = 0
+    snr_db: float | None = None
+    speed_up: float | None = None
     extrapolated: bool = False
     exact: float | None = None
 
     def __str__(self) -> str:
         """One line of the table."""
-        numbers = (
-            self.bytes_bf16,
-            self.bytes_fp32,
-            self.bytes_stored,
-            self.bytes_with_error,
-        )
-        text = (
-            f"{self.path or '(root)':36} {list(self.shape)!s:20} {self.parameters:>12,}"
-        )
-        text += "".join(f" {number:>13,}" for number in numbers)
-        text += f" {'-' if self.snr_db is None else format(self.snr_db, '.1f'):>6}"
-        text += f" {'-' if self.speed_up is None else format(self.speed_up, '.2f') + '*' * self.extrapolated:>6}"
-        notes = (
-            ""
-            if self.exact is None
-            else f" (E4M3 holds {self.exact:.1%} of its blocks)"
-        )
-        return f"{text}  {'yes' if self.eligible else f'no: {self.reason}'}{notes}"
+        path = self.path or "(root)"
+        numbers = "".join(f" {getattr(self, column):>13,}" for column in _BYTES)
+        snr = "-" if self.snr_db is None else f"{self.snr_db:.1f}"
+        speed = "-" if self.speed_up is None else f"{self.speed_up:.2f}"
+        if self.speed_up is not None and self.extrapolated:
+            speed += "*"
+        text = f"{path:36} {list(self.shape)!s:20} {self.parameters:>12,}{numbers}"
+        text += f" {snr:>6} {speed:>6}"
+        text += "  yes" if self.eligible else f"  no: {self.reason}"
+        if self.exact is not None:
+            text += f" (E4M3 holds {self.exact:.1%} of its blocks)"
+        return text
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A line for each product. Print it to see a table with totals, which count a
-    weight of several products once.
+    """A line for each product. Print it to see a table with totals.
+
+    The totals count a weight of several products once.
     """
 
     recipe: Recipe
@@ -109,40 +107,15 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """A header, one line per product, totals, and the break-even."""
-        head = (
-            f"{'parameter':36} {'kernel':20} {'parameters':>12} {'BF16':>13}"
-            f" {'FP32':>13}"
-        )
-        head += f" {'stored':>13} {'+ error':>13}"
-        lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
-        columns = (
-            "parameters",
-            "bytes_bf16",
-            "bytes_fp32",
-            "bytes_stored",
-            "bytes_with_error",
-        )
-        for name, chosen in (
-            ("all", self.lines),
-            ("eligible", [line for line in self.lines if line.eligible]),
-        ):
-            # A weight is kept in its stored form if any of its products reads that
-            # form.
-            weights = {
-                line.path: [other for other in chosen if other.path == line.path]
-                for line in chosen
-            }
-            sums = [
-                sum(
-                    max(getattr(each, column) for each in of) for of in weights.values()
-                )
-                for column in columns
-            ]
-            label = f"total, {name}: {len(chosen)} products of {len(weights)} weights"
-            lines.append(
-                f"{label:57} {sums[0]:>12,}"
-                + "".join(f" {number:>13,}" for number in sums[1:])
-            )
+        head = f"{'parameter':36} {'kernel':20} {'parameters':>12} {'BF16':>13}"
+        head += f" {'FP32':>13} {'stored':>13} {'+ error':>13} {'SNR dB':>6}"
+        eligible = [line for line in self.lines if line.eligible]
+        lines = [
+            f"{head} {'speed':>6}  eligible",
+            *map(str, self.lines),
+            _total("all", self.lines),
+            _total("eligible", eligible),
+        ]
         if any(line.extrapolated for line in self.lines):
             lines.append(
                 "* smaller than the smallest product that was measured: that one's"
@@ -152,6 +125,21 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+def _total(name: str, lines: Sequence[Line]) -> str:
+    """Return the row of sums over the weights of some products."""
+    sums = dict.fromkeys(("parameters", *_BYTES), 0)
+    paths_of_weights = {line.path for line in lines}
+    for path in paths_of_weights:
+        products = [line for line in lines if line.path == path]
+        # A weight is kept in its stored form if any of its products reads that form.
+        for column in sums:
+            sums[column] += max(getattr(line, column) for line in products)
+    parameters, *numbers = sums.values()
+    label = f"total, {name}: {len(lines)} products of {len(paths_of_weights)} weights"
+    columns = "".join(f" {number:>13,}" for number in numbers)
+    return f"{label:57} {parameters:>12,}{columns}"
+
+
 def diagnose(
     model: nn.Module | flax_nnx.Module | Callable[..., PyTree],
     *inputs: PyTree,
@@ -159,12 +147,15 @@ def diagnose(
     params: PyTree = None,
     options: dict[str, PyTree] | None = None,
 ) -> Diagnosis:
-    """Print and return the effect of `recipe` on every layer: eligibility, bytes,
-    signal-to-noise ratio and speed.
+    """Print and return the effect of `recipe` on every layer.
 
-    Use it before a conversion. It converts nothing, and traces the model without
-    running it. Speed is interpolated in the number of operations between measured
-    shapes on an H100 (`measured.json`); beyond them, the nearest one counts.
+    Use this before a conversion, to see which layers a recipe would convert, their
+    bytes, signal-to-noise ratio and speed. Use `tcfp_jax.explain` for the kernels that
+    one layer runs on the device in use, and `survey` after a conversion. It converts
+    nothing, and traces the model without running it.
+
+    Speed is interpolated in the number of operations between shapes that were measured
+    on an H100 (`measured.json`); beyond them, the nearest one counts.
 
     Args:
       model: a Linen or NNX model, or a function of parameters and inputs, which are
@@ -183,7 +174,8 @@ def diagnose(
       TypeError: neither a Flax module nor a function.
       ValueError: no inputs, or an unknown recipe.
 
-    >>> found = diagnose(nn.Dense(4096), jax.ShapeDtypeStruct((8192, 1024), jnp.float32))  # doctest: +ELLIPSIS
+    >>> x = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    >>> found = diagnose(nn.Dense(4096), x)  # doctest: +ELLIPSIS
     parameter ...
     >>> found.lines[0].eligible, round(found.lines[0].speed_up, 1)
     (True, 1.0)
@@ -192,68 +184,58 @@ def diagnose(
         raise ValueError(
             "diagnose needs sample inputs: diagnose(model, *inputs, recipe=...)"
         )
-    chosen = policy(recipe, None, ("linear", "small", "head"))
+    everything: tuple[Include, ...] = ("linear", "small", "head")
+    named = named_recipe(recipe)
+    chosen = policy(named, None, everything)
+    options = options or {}
     if isinstance(model, flax_nnx.Module):
-        found = nnx_models.examine(model, chosen, inputs, options or {})
+        found = nnx_models.examine(model, chosen, inputs, options)
         params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
     elif isinstance(model, nn.Module):
-        found, _ = linen_models.examine(
-            linen_models.plain(model), chosen, inputs, options or {}
-        )
+        plain = linen_models.plain(model)
+        found, _ = linen_models.examine(plain, chosen, inputs, options)
     else:
-        found = transform(model, recipe, include=("linear", "small", "head")).examine(
-            *inputs, **(options or {})
-        )
+        low = transform(model, named, include=everything)
+        found = low.examine(*inputs, **options)
         params = inputs[0] if params is None else params
     values = {} if params is None else paths.leaves(params)
-    kernels = {
-        path: leaf
-        for path, leaf in values.items()
-        if not isinstance(leaf, jax.ShapeDtypeStruct)
-    }
-    usual = policy(recipe, include="measured")
-    records, named = (
-        (*found.report.converted, *found.report.skipped),
-        named_recipe(recipe),
-    )
-    if wrapped := {f"params/{record.weight_path}" for record in records} & set(kernels):
-        raise ValueError(
-            f'params have {min(wrapped)}, as variables do; pass variables["params"]'
-        )
-    lines = tuple(
+    kernels = {}
+    for path, leaf in values.items():
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            kernels[path] = leaf
+    records = found.report.records
+    for record in records:
+        if f"params/{record.weight_path}" in kernels:
+            raise ValueError(
+                f"params have params/{record.weight_path}, as variables do; pass"
+                ' variables["params"]'
+            )
+    usual = policy(named, include="measured")
+    lines = [
         _line(record, usual, kernels.get(record.weight_path)) for record in records
-    )
-    diagnosis = Diagnosis(
-        named,
-        lines,
-        next((size for size, speed in _points(named) if speed >= WORTHWHILE), None),
-    )
+    ]
+    faster = [size for size, speed in _points(named) if speed >= WORTHWHILE]
+    diagnosis = Diagnosis(named, tuple(lines), faster[0] if faster else None)
     print(diagnosis)
     return diagnosis
 
 
 def _measured_speed(recipe: Recipe, at: float | None) -> str:
-    """Return the size from which a recipe was measured to be faster than BF16, in
-    words.
-    """
+    """Return from which size a recipe was measured to be faster than BF16, in words."""
     points = _points(recipe)
     if not points:
         return f"{describe(recipe)} was not measured against BF16 on an {_CARD}"
+    faster = f"{describe(recipe)} is faster than BF16 on an {_CARD}"
     if at is None:
-        return (
-            f"{describe(recipe)} is faster than BF16 on an {_CARD} at none of the sizes"
-            " that were measured"
-        )
+        return f"{faster} at none of the sizes that were measured"
     note = ", the smallest that was measured" if at == points[0][0] else ""
-    return (
-        f"{describe(recipe)} is faster than BF16 on an {_CARD} from {at:.1e} operations"
-        f" a product (2 m k n){note}"
-    )
+    return f"{faster} from {at:.1e} operations a product (2 m k n){note}"
 
 
 def predict(recipe: Recipe, operations: float) -> float | None:
-    """Return the speed over BF16 of products of this many operations; None for a recipe
-    that was not measured.
+    """Return the speed over BF16 of products of this many operations.
+
+    None: the recipe was not measured.
 
     >>> round(predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384), 1)
     1.7
@@ -269,122 +251,119 @@ def predict(recipe: Recipe, operations: float) -> float | None:
 
 @functools.cache
 def _points(recipe: Recipe) -> list[tuple[float, float]]:
-    """Return the measured operations of a product and its speed over BF16, by size;
-    none for other recipes.
+    """Return the measured operations of products and their speed over BF16, by size.
+
+    There are none for a recipe that was not measured.
     """
-    rows = json.loads(MEASURED.read_text(encoding="utf-8"))[_DEVICE].get(
-        describe(recipe), []
-    )
+    by_recipe = json.loads(MEASURED.read_text(encoding="utf-8"))[_DEVICE]
+    rows = by_recipe.get(describe(recipe), [])
     return sorted(
         (2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows
     )
 
 
 def _line(record: Record, usual: Policy, kernel: jax.Array | None) -> Line:
-    product, recipe, size = (
-        record.product,
-        record.recipe,
-        math.prod(record.product.shape),
+    product = record.product
+    recipe = record.recipe
+    size = math.prod(product.shape)
+    line = Line(
+        product.path,
+        product.equation,
+        product.shape,
+        eligible=False,
+        reason=record.reason,
+        parameters=size,
+        bytes_bf16=2 * size,
+        bytes_fp32=4 * size,
     )
-    of = (product.path, product.equation, product.shape)
     if recipe is None:
-        return Line(
-            *of, False, record.reason, size, 2 * size, 4 * size, 0, 0, None, None
-        )
-    choice, (stored, error) = usual.choose(product), _state_bytes(record, recipe)
-    operations, points = 2.0 * product.rows * product.k * product.n, _points(recipe)
-    snr, exact = (
-        (None, None)
-        if kernel is None or recipe.fp4 is not None
-        else _rounded(kernel, record, recipe)
-    )
-    return Line(
-        *of,
-        choice.recipe is not None,
-        choice.reason,
-        size,
-        2 * size,
-        4 * size,
-        stored,
-        stored + error,
-        snr,
-        None if product.primitive == GROUPED else predict(recipe, operations),
-        bool(points) and operations < points[0][0],
-        exact,
+        return line
+    choice = usual.choose(product)
+    stored, error = _state_bytes(record, recipe)
+    snr = exact = speed = None
+    if kernel is not None and recipe.fp4 is None:
+        snr, exact = _rounded(kernel, record, recipe)
+    operations = 2.0 * product.rows * product.k * product.n
+    if product.primitive != GROUPED:
+        speed = predict(recipe, operations)
+    points = _points(recipe)
+    return dataclasses.replace(
+        line,
+        eligible=choice.recipe is not None,
+        reason=choice.reason,
+        bytes_stored=stored,
+        bytes_with_error=stored + error,
+        snr_db=snr,
+        speed_up=speed,
+        extrapolated=bool(points) and operations < points[0][0],
+        exact=exact,
     )
 
 
 def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the stored weight and of its error buffer, as
-    `error_feedback` would make them.
-    """
-    shape, layout = record.product.shape, record.product.layout
+    """Return the bytes of a weight and its error in the state of `error_feedback`."""
+    layout = record.product.layout
     if layout is None or recipe.stored is None:
         return 0, 0
-    tx = error_feedback(
-        {"kernel": Weight(recipe, layout)},
-        key=jax.random.key(0) if recipe.stochastic else None,
-    )
-    state = jax.eval_shape(
-        tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    )
-    weight, error = (
-        sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-        for tree in (state.weights, state.errors)
-    )
-    return weight, error
+    key = jax.random.key(0) if recipe.stochastic else None
+    tx = error_feedback({"kernel": Weight(recipe, layout)}, key=key)
+    kernel = jax.ShapeDtypeStruct(record.product.shape, jnp.float32)
+    state = jax.eval_shape(tx.init, {"kernel": kernel})
+    return _bytes_of(state.weights), _bytes_of(state.errors)
+
+
+def _bytes_of(tree: PyTree) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _rounded(
     kernel: jax.Array, record: Record, recipe: Recipe
 ) -> tuple[float, float | None]:
-    """Return the signal over rounding noise in dB of a part of a kernel, and
-    `Line.exact` of it.
+    """Return the signal over rounding noise of a kernel in dB, and its `Line.exact`.
 
-    The part is the first values, as one tensor; for FP4 whole rows of the first matrix
-    `[n, k]`, where blocks lie.
+    They are taken from a part of the kernel: its first values as one tensor, and for
+    FP4 whole rows of the first matrix `[n, k]`, which hold whole blocks.
     """
-    w, layout = jnp.asarray(kernel), record.product.layout
+    w = jnp.asarray(kernel)
+    layout = record.product.layout
     if isinstance(recipe.scaling, Fp4) and layout is not None:
-        first = w[
-            tuple(
-                slice(0, 1) if axis in layout.stack else slice(None)
-                for axis in range(w.ndim)
-            )
-        ]
-        matrix = layout.matrix(first).reshape(layout.matrix_shape(first.shape)[-2:])
+        for axis in layout.stack:
+            w = jax.lax.slice_in_dim(w, 0, 1, axis=axis)
+        matrix = layout.matrix(w).reshape(layout.matrix_shape(w.shape)[-2:])
         w = matrix if layout.transposed else matrix.T
         w = w[: max(recipe.scaling.block, _SAMPLE // max(1, w.shape[-1]))]
     else:
         w = w.reshape(-1)[:_SAMPLE][None]
-    powers, exact = _powers(w, recipe=recipe)
-    signal, noise = map(float, powers)
-    snr = 10 * math.log10(signal / noise) if noise and signal else math.inf
+    signal, noise, exact = _powers(w, recipe=recipe)
+    snr = math.inf
+    if signal and noise:
+        snr = 10 * math.log10(float(signal) / float(noise))
     return snr, None if exact is None else float(exact)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _powers(
     w: jax.Array, *, recipe: Recipe
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """Return the powers of signal and noise, and for NVFP4 the share of blocks that are
-    exact in E4M3.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the powers of signal and noise, and the share of exact blocks in E4M3.
+
+    Only NVFP4 has such a share.
     """
-    w, exact = w.astype(jnp.float32), None
+    w = w.astype(jnp.float32)
+    exact = None
     if recipe.stored is None:
         # Round by arithmetic: XLA on a GPU deletes a cast to bfloat16 and back.
-        error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+        rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     elif isinstance(recipe.scaling, Fp4):
         codes = quantize_weight(w, recipe, contracts="last")[0].for_dgrad()
         # packed codes of an odd k have a zero at their end
-        error = w - codes.dequantize()[:, : w.shape[1]]
-        exact = exact_share(codes.scale) if recipe.scaling.format == "nvfp4" else None
+        rounded = codes.dequantize()[:, : w.shape[1]]
+        if recipe.scaling.format == "nvfp4":
+            exact = exact_share(codes.scale)
     else:
-        nearest = (
-            named_recipe(recipe, remainder="dropped") if recipe.stochastic else recipe
-        )
-        error = w - quantize_weight(w, nearest)[0].dequantize()
-    return (jnp.sum(w * w), jnp.sum(error * error)), exact
+        if recipe.stochastic:
+            recipe = named_recipe(recipe, remainder="dropped")
+        rounded = quantize_weight(w, recipe)[0].dequantize()
+    error = w - rounded
+    return jnp.sum(w * w), jnp.sum(error * error), exact

@@ -1,5 +1,6 @@
-"""`Policy`: the recipe of each product and why it was chosen: by rules first, then by
-known losses and harm.
+"""`Policy`: the recipe of each product and why it was chosen.
+
+Rules come first, then known losses of time and known harm.
 
 A product of a small matrix loses to BF16. With "measured", times decide if they are
 known: the three products of a layer and the quantization around them, at the layer's
@@ -12,7 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pallas_kernels.dispatch import device_kind, surroundings
 from pallas_kernels.operands import Tensor
@@ -77,9 +78,7 @@ class Record:
 
     @property
     def path(self) -> str:
-        """Path of the layer: the path of the parameter without the parameter's own
-        name.
-        """
+        """Path of the layer, without the parameter's own name."""
         return self.product.path.rpartition("/")[0]
 
     def __str__(self) -> str:
@@ -95,9 +94,8 @@ class Record:
                     " shard_map) without a stored form"
                 )
             notes.append(f"quantized at each use: {why}")
-        return f"{self.product} {describe(self.recipe)}" + (
-            f" ({'; '.join(notes)})" if notes else ""
-        )
+        line = f"{self.product} {describe(self.recipe)}"
+        return f"{line} ({'; '.join(notes)})" if notes else line
 
 
 @dataclass(frozen=True)
@@ -130,79 +128,81 @@ class Policy:
     def choose(self, product: Product) -> Record:
         """Return the choice for one product.
 
-        >>> big = Product("block/mlp/kernel", (4096, 4096), "dot_general", k=4096, n=4096)
+        >>> side = 4096
+        >>> path = "block/mlp/kernel"
+        >>> big = Product(path, (side, side), "dot_general", k=side, n=side)
         >>> policy("tcfp12").choose(big).recipe == Recipe()
         True
         >>> policy("tcfp12").choose(dataclasses.replace(big, head=True)).reason
         'output head; include=("linear", "head"), or name it in rules'
         """
+        off = Record(product, None, _SWITCHED_OFF)
         if product.recipe is not None:  # a layer that the model's author gave a recipe
-            by_hand = Record(product, product.recipe, "low-precision by hand")
-            return (
-                Record(product, None, _SWITCHED_OFF)
-                if self.is_off(product.path)
-                else by_hand
-            )
+            if self.is_off(product.path):
+                return off
+            return Record(product, product.recipe, "low-precision by hand")
         if self.recipe is None:
             return Record(product, None, "float, in a model that is not converted")
         number, chosen = self._rule(product)
         if product.reason:
             return Record(product, None, product.reason, number)
         if self.is_off(product.path):
-            return Record(product, None, _SWITCHED_OFF)
+            return off
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
-            return _storable(
-                Record(
-                    product, recipe, f"rule {_rule_name(self.rules[number])}", number
-                )
-            )
+            reason = f"rule {_rule_name(self.rules[number])}"
+            return _storable(Record(product, recipe, reason, number))
         if product.primitive == "gather":
             return _storable(Record(product, self.recipe))
-        if reason := self._left(product):
+        reason = self._left(product)
+        if reason:
             return Record(product, None, reason)
         settled = dict(self.settled).get(product.path)
         if settled is not None:
             return dataclasses.replace(settled, product=product)
-        measured = "measured" in self.include and is_timed(device_kind())
-        return _storable(self._weighed(product) if measured else self._sized(product))
+        decide = self._weighed if self._measures else self._sized
+        return _storable(decide(product))
+
+    @property
+    def _measures(self) -> bool:
+        """True if measured times decide on this device."""
+        return "measured" in self.include and is_timed(device_kind())
 
     def _rule(self, product: Product) -> tuple[int | None, Recipe | str | None]:
+        """Return the number of the rule that decides, and its recipe."""
         for number, rule in enumerate(self.rules):
-            if callable(rule):
-                if (chosen := rule(product.path, product)) is not None:
-                    return number, chosen
-            elif finds(rule[0], product.path) or re.search(rule[0], product.scope):
-                return number, rule[1]
+            if not callable(rule):
+                if _matches(rule[0], product.path, product.scope):
+                    return number, rule[1]
+                continue
+            chosen = rule(product.path, product)
+            if chosen is not None:
+                return number, chosen
         return None, None
 
     def _left(self, product: Product) -> str:
-        """Return why a product that could be converted is left alone without a rule, or
-        "".
-        """
+        """Return why a product is left alone unless a rule names it, or ""."""
         if product.precision:
             return (
                 f"precision={product.precision!r}, which a recipe would override; name"
                 " it in rules"
             )
-        group, kind = ("head", "output head") if product.head else ("linear", "linear")
-        return "" if group in self.include else f"{kind}; {self._with(group)}"
+        group = "head" if product.head else "linear"
+        if group in self.include:
+            return ""
+        kind = "output head" if product.head else "linear"
+        return f"{kind}; {self._with(group)}"
 
     def _with(self, group: str) -> str:
-        """Return the repair of a product that is left alone: the whole `include` that
-        converts it.
-        """
-        groups = tuple(
-            name for name in get_args(Include) if name in self.include or name == group
-        )
+        """Return the whole `include` that converts a product that is left alone."""
+        wanted = {*self.include, group}
+        groups = tuple(name for name in get_args(Include) if name in wanted)
         return f"include={groups!r}, or name it in rules".replace("'", '"')
 
     def _sized(self, product: Product) -> Record:
         """Choose by the sides of the matrix."""
-        side, least = (
-            min(product.k, product.n),
-            _SMALL_OF_EXPERTS if product.primitive == GROUPED else _SMALL,
-        )
+        side = min(product.k, product.n)
+        least = _SMALL_OF_EXPERTS if product.primitive == GROUPED else _SMALL
         if "small" in self.include or side >= least:
             return Record(product, self.recipe)
         return Record(
@@ -212,68 +212,56 @@ class Policy:
         )
 
     def _weighed(self, product: Product) -> Record:
-        """Choose by measured times of the layer at its own shape; the reason says so if
-        size decides instead.
+        """Choose by measured times of the layer at its own shape.
+
+        The reason says so if its size decides instead.
         """
-        assert self.recipe is not None, "a model that is converted has one"
+        sized = self._sized(product)
         if product.primitive == GROUPED:  # its times are not those of one matrix
-            return self._sized(product)
+            return sized
+        assert self.recipe is not None, "a model that is converted has one"
         rows = max(1, product.rows // self.devices)
         around = (surroundings(), load(), has_explicit_axes())
         found = _weighed(rows, product.k, product.n, self.recipe, around)
         speed = found.speed_over_bf16
-        if speed is None:
-            sized = self._sized(product)
-            return (
-                sized
-                if sized.recipe is None
-                else Record(product, self.recipe, f"{found.summary}: its size decided")
-            )
-        why = f"{found.summary} at {rows}x{product.k}x{product.n}"
-        return Record(
-            product, self.recipe if speed >= WORTHWHILE else None, why, speed=speed
-        )
+        if speed is not None:
+            recipe = self.recipe if speed >= WORTHWHILE else None
+            why = f"{found.summary} at {rows}x{product.k}x{product.n}"
+            return Record(product, recipe, why, speed=speed)
+        if sized.recipe is None:
+            return sized
+        why = f"{found.summary}: its size decided"
+        return dataclasses.replace(sized, reason=why)
 
     def settle(self, products: Iterable[Product]) -> "Policy":
-        """Return the policy with its choices by measured times settled; a path's first
-        product decides.
+        """Return the policy with its choices by measured times settled.
 
-        Calls with other numbers of rows then choose alike: a weight stays stored as its
-        product reads it.
+        A path's first product decides. Calls with other numbers of rows then choose
+        alike: a weight stays stored as its product reads it.
         """
-        if "measured" not in self.include or not is_timed(device_kind()):
+        if not self._measures:
             return self
-        weighed = [
-            p
-            for p in products
-            if p.recipe is None and not p.reason and not self._left(p)
-        ]
-        found = {product.path: self._weighed(product) for product in reversed(weighed)}
-        return dataclasses.replace(self, settled=tuple(found.items()))
+        settled: dict[str, Record] = {}
+        for product in products:
+            free = product.recipe is None and not product.reason
+            if free and product.path not in settled and not self._left(product):
+                settled[product.path] = self._weighed(product)
+        return dataclasses.replace(self, settled=tuple(settled.items()))
 
     def opens(self, path: str, scope: str) -> str | None:
-        """Return the first pattern of `inline` that finds a weight or a scope, or
-        None.
-        """
-        return next(
-            (
-                pattern
-                for pattern in self.inline
-                if finds(pattern, path) or re.search(pattern, scope)
-            ),
-            None,
-        )
+        """Return the first pattern of `inline` that finds a weight or a scope."""
+        for pattern in self.inline:
+            if _matches(pattern, path, scope):
+                return pattern
+        return None
 
     def unmatched(self, choices: Iterable[Record]) -> tuple[str, ...]:
-        """Return the rules, as reports show them, that decided none of these
-        choices.
-        """
-        matched = {choice.rule for choice in choices}
-        return tuple(
-            _rule_name(rule)
-            for number, rule in enumerate(self.rules)
-            if number not in matched
-        )
+        """Return the rules, as reports show them, that decided none of the choices."""
+        rules = dict(enumerate(self.rules))
+        for choice in choices:
+            if choice.rule is not None:
+                rules.pop(choice.rule, None)
+        return tuple(map(_rule_name, rules.values()))
 
     def is_off(self, path: str) -> bool:
         """Return whether `to_bf16` switched off the layer."""
@@ -281,28 +269,23 @@ class Policy:
 
 
 def _storable(record: Record) -> Record:
-    """Return the choice for rows that are looked up, experts or a head with its loss,
-    if its recipe can serve it.
-    """
-    recipe, primitive = record.recipe, record.product.primitive
-    if recipe is not None and primitive == GROUPED and (why := unsupported(recipe)):
-        return dataclasses.replace(record, recipe=None, reason=why)
-    if recipe is None or primitive not in ("gather", "cross_entropy"):
+    """Return the choice, or none if the recipe cannot serve such a product."""
+    if record.recipe is None:
         return record
-    if primitive == "gather":
-        fits, why = (
-            recipe.stored and isinstance(recipe.scaling, Tensor),
-            "stores no table with one scale",
-        )
-    else:
-        fits, why = recipe.fp4 is None, "has no head with its loss"
-    return (
-        record
-        if fits
-        else dataclasses.replace(
-            record, recipe=None, reason=f"{describe(recipe)} {why}"
-        )
-    )
+    why = _refusal(record.recipe, record.product.primitive)
+    return dataclasses.replace(record, recipe=None, reason=why) if why else record
+
+
+def _refusal(recipe: Recipe, primitive: str) -> str:
+    """Return why a recipe cannot serve lookups, experts or a head with its loss."""
+    if primitive == GROUPED:
+        return unsupported(recipe)
+    one_scale = recipe.stored and isinstance(recipe.scaling, Tensor)
+    if primitive == "gather" and not one_scale:
+        return f"{describe(recipe)} stores no table with one scale"
+    if primitive == "cross_entropy" and recipe.fp4 is not None:
+        return f"{describe(recipe)} has no head with its loss"
+    return ""
 
 
 # The policy of a model whose author wrote low-precision layers: nothing else takes a
@@ -316,18 +299,23 @@ def finds(pattern: str, path: str) -> bool:
     Raises:
       ValueError: the pattern is not a regular expression.
 
-    >>> finds("mlp$", "block/mlp/kernel"), finds("mlp/kernel", "block/mlp/kernel"), finds("norm", "block/mlp/kernel")
+    >>> path = "block/mlp/kernel"
+    >>> finds("mlp$", path), finds("mlp/kernel", path), finds("norm", path)
     (True, True, False)
     """
+    layer, _, _ = path.rpartition("/")
     try:
-        return bool(
-            re.search(pattern, path) or re.search(pattern, path.rpartition("/")[0])
-        )
+        return bool(re.search(pattern, path) or re.search(pattern, layer))
     except (re.error, TypeError) as error:
         raise ValueError(
             f"{pattern!r} is not a regular expression over paths like 'block_0/mlp':"
             f" {error}"
         ) from error
+
+
+def _matches(pattern: str, path: str, scope: str) -> bool:
+    """Return whether a pattern finds a parameter or the named scope of its product."""
+    return finds(pattern, path) or re.search(pattern, scope) is not None
 
 
 def policy(
@@ -342,33 +330,38 @@ def policy(
     >>> policy("tcfp12", {"mlp": "tensorwise"}).rules
     (('mlp', 'tensorwise'),)
     """
-    pairs: Iterable[Any] = (
-        rules.items() if isinstance(rules, Mapping) else (rules or ())
-    )
-    if callable(rules) or isinstance(rules, str):
+    pairs: Iterable[object] = rules or ()
+    if isinstance(rules, Mapping):
+        pairs = rules.items()
+    elif callable(rules) or isinstance(rules, str):
         pairs = (rules,)
-    wanted = (include,) if isinstance(include, str) else tuple(include)
-    unknown = sorted(set(wanted) - set(get_args(Include)))
+    groups = {include} if isinstance(include, str) else set(include)
+    unknown = sorted(groups.difference(get_args(Include)))
     if unknown:
         raise ValueError(
             f"include={unknown[0]!r} is unknown; use some of {list(get_args(Include))}"
         )
-    groups = frozenset(wanted) | ({"linear"} if "measured" in wanted else set())
-    checked = [_checked(rule) for rule in pairs]
-    inline = tuple(
-        str(rule[0]) for rule in checked if not callable(rule) and rule[1] == "inline"
+    if "measured" in groups:
+        groups.add("linear")
+    chosen: list[Rule] = []
+    inline: list[str] = []
+    for rule in map(_checked, pairs):
+        if not callable(rule) and rule[1] == "inline":
+            inline.append(rule[0])
+        else:
+            chosen.append(rule)
+    return Policy(
+        named_recipe(recipe), tuple(chosen), frozenset(groups), inline=tuple(inline)
     )
-    rules = tuple(rule for rule in checked if callable(rule) or rule[1] != "inline")
-    return Policy(named_recipe(recipe), rules, groups, inline=inline)
 
 
 def last_blocks(
     count: int, blocks: int, recipe: Recipe | str | None = "bf16"
 ) -> Callable[..., Recipe | str | None]:
-    """Return a rule by depth: products of the last `count` of a model's `blocks` take
-    another recipe.
+    """Return a rule that gives a model's last blocks another recipe.
 
-    Use it for FP4 training, which needs its last blocks in a higher precision.
+    Use this for FP4 training, which needs its last blocks in a higher precision. The
+    rule finds the products of the last `count` of `blocks`.
 
         convert_to_tcfp(model, "nvfp4_training", tokens, rules=[last_blocks(2, 12)])
 
@@ -398,15 +391,15 @@ def last_blocks(
 
 @functools.lru_cache(maxsize=1024)
 def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: object) -> Explanation:
-    """Return `explain` of a layer with bfloat16 activations and a float32 weight
-    `[k, n]`.
-    """
+    """Return `explain` of bfloat16 activations and a float32 weight `[k, n]`."""
     return explain((rows, k), (k, n), recipe)
 
 
 def _rule_name(rule: Rule) -> str:
     """Return a rule as reports show it."""
-    return getattr(rule, "__name__", repr(rule)) if callable(rule) else repr(rule[0])
+    if callable(rule):
+        return getattr(rule, "__name__", repr(rule))
+    return repr(rule[0])
 
 
 def _checked(rule: object) -> Rule:

@@ -1,11 +1,12 @@
-"""`judge` applies a policy to a census: the plan of the evaluation, the weights to
-store, and the `Report`.
+"""`judge` applies a policy to a census.
+
+It makes the plan of the evaluation, the weights to store, and the `Report`.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend import core
@@ -14,7 +15,7 @@ from tcfp_jax import paths
 from tcfp_jax.conversion.bodies import Plan
 from tcfp_jax.conversion.census import Census
 from tcfp_jax.conversion.evaluate import LOOKUP
-from tcfp_jax.conversion.factors import CLOSED
+from tcfp_jax.conversion.factors import CLOSED, Product
 from tcfp_jax.conversion.policy import Policy, Record
 from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree
@@ -53,53 +54,47 @@ class Report:
 
     @property
     def weighed(self) -> bool:
-        """True if measured times decided about a product: a model in which nothing pays
-        runs unchanged.
+        """True if measured times decided about a product.
+
+        A model in which nothing pays then runs unchanged.
         """
-        return any(
-            record.speed is not None for record in (*self.converted, *self.skipped)
-        )
+        return any(record.speed is not None for record in self.records)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The converted products, then the skipped ones."""
+        return self.converted + self.skipped
 
     def __str__(self) -> str:
         """The table."""
-        lines = [
-            f"{len(self.converted)} products converted, {len(self.skipped)} skipped"
-        ]
-        if not (
-            self.converted
-            or self.rounded
-            or self.weighed
-            or any(r.is_off for r in self.skipped)
-        ):
-            lines[0] += ": nothing is converted, and a call raises"
-        lines += [
-            *map(str, self.converted),
-            *(f"skipped: {record}" for record in self.skipped),
-        ]
-        for head in (
-            record.product
-            for record in (*self.converted, *self.skipped)
-            if record.product.softmax
-        ):
-            size = 2 * head.rows * head.n / 1e6
-            lines += [
+        count = f"{len(self.converted)} products converted, {len(self.skipped)} skipped"
+        runs = self.converted or self.rounded or self.weighed
+        if not runs and not any(record.is_off for record in self.skipped):
+            count += ": nothing is converted, and a call raises"
+        lines = [count, *map(str, self.converted)]
+        lines += [f"skipped: {record}" for record in self.skipped]
+        heads = [one.product for one in self.records if one.product.softmax]
+        for head in heads:
+            megabytes = 2 * head.rows * head.n / 1e6
+            lines.append(
                 f"a softmax follows {head.path}: losses.cross_entropy saves its logits,"
-                f" {size:,.3g} MB in BF16"
-            ]
+                f" {megabytes:,.3g} MB in BF16"
+            )
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)
 
     def check_strict(self) -> None:
-        """Raise a ValueError if a product was left alone that no rule names, or if a
-        rule matches nothing.
+        """Raise a ValueError if a product was left alone without a rule.
+
+        A rule that matches nothing raises, too.
         """
         if self.impossible:
             raise ValueError(
                 f"strict=True: {len(self.impossible)} products of parameters have no"
-                " low-precision form; leave them "
-                'alone by rules, such as {"patch":'
-                f" None}}:{_by_reason(self.impossible)}"
+                f"strict=True: {len(self.impossible)} products of parameters have no"
+                " low-precision form; leave them alone by rules, such as"
+                f' {{"patch": None}}:{_by_reason(self.impossible)}'
             )
         if self.unmatched_rules:
             raise ValueError(
@@ -109,8 +104,10 @@ class Report:
 
 
 class Program(NamedTuple):
-    """A traced function: `rebuild` makes its result from arrays like `outputs` and the
-    Python values of the trace.
+    """A traced function.
+
+    `rebuild` makes its result from arrays like `outputs` and the Python values of the
+    trace.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -148,8 +145,9 @@ class Examined:
         return judge(self.program, self.census, self.leaves, chosen, self.prefix)
 
     def check_converted(self, name: str) -> None:
-        """Raise a ValueError if nothing is converted, although no measured time advised
-        against it.
+        """Raise a ValueError if nothing is converted.
+
+        It is no error if measured times advised against it.
         """
         report = self.report
         if report.converted or report.rounded or report.weighed:
@@ -169,103 +167,57 @@ class Examined:
 
 
 def _by_reason(records: Sequence[Record]) -> str:
-    """Return lines for a message: each reason, and below it a product a line."""
-    text = ""
+    """Return lines for a message: each reason, and below it a product per line."""
+    lines = [""]
     for reason in dict.fromkeys(record.reason for record in records):
-        of = [
-            f"{r.product.path or '(root)'} {list(r.product.shape)}"
-            for r in records
-            if r.reason == reason
-        ]
-        text += f"\n  {reason}" + "".join(f"\n    {one}" for one in of[:8])
-        text += f"\n    and {len(of) - 8} more" if len(of) > 8 else ""
-    return text
+        lines.append(f"  {reason}")
+        products = [record.product for record in records if record.reason == reason]
+        for product in products[:8]:
+            lines.append(f"    {product.path or '(root)'} {list(product.shape)}")
+        if len(products) > 8:
+            lines.append(f"    and {len(products) - 8} more")
+    return "\n".join(lines)
 
 
 def judge(
     program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = ""
 ) -> Examined:
-    """Return the decisions of a policy about a program, from the census of the
-    program.
-    """
-    # Rules know a parameter by its path in the whole model, also if a part of the model
-    # is called by itself.
-    products = found.products | (found.lookups if "embed" in chosen.include else {})
-    named = products
-    if prefix:
-        named = {
-            place: dataclasses.replace(p, path=paths.join(prefix, p.path))
-            for place, p in named.items()
-        }
-    choices = {place: chosen.choose(product) for place, product in named.items()}
+    """Return the decisions of a policy about a program, from the program's census."""
+    products = dict(found.products)
+    if "embed" in chosen.include:
+        products |= found.lookups
+    choices = _choices(chosen, products, prefix)
     # a layer that is switched off keeps its state
-    on = dataclasses.replace(chosen, off=())
-    recipes = {
-        place: (on.choose(product) if chosen.off else choices[place]).recipe
-        for place, product in named.items()
-    }
-    weights: dict[str, Weight] = {}
-    # A weight is stored as its first converted product reads it. Products that stay
-    # float read the float weight, too.
-    float_reads = {path for path, primitives in found.reads.items() if primitives}
-    float_reads |= {
-        product.path for place, product in products.items() if recipes[place] is None
-    }
-    if "embed" not in chosen.include:
-        float_reads |= {lookup.path for lookup in found.lookups.values()}
-    for place, product in products.items():
-        recipe = recipes[place]
-        table = weights.get(product.path) if place in found.lookups else None
-        if (
-            table is not None
-            and product.layout is not None
-            and table.layout.stack != product.layout.stack
-        ):
-            weights[product.path] = dataclasses.replace(table, float_reads="lookup")
-        elif place in found.lookups and product.path in float_reads:
-            continue  # nothing would read its stored form
-        elif (
-            recipe is not None
-            and recipe.stored is not None
-            and product.layout is not None
-        ):
-            reads: Literal["lookup", "none"] = (
-                "lookup" if product.path in float_reads else "none"
-            )
-            weights.setdefault(product.path, Weight(recipe, product.layout, reads))
-
+    kept = choices
+    if chosen.off:
+        kept = _choices(dataclasses.replace(chosen, off=()), products, prefix)
+    weights = _weights_of(found, products, kept)
     steps: dict[Place, Recipe | str] = {}
     converted: list[Record] = []
     skipped: list[Record] = []
     for place, product in products.items():
-        choice, weight = choices[place], weights.get(product.path)
-        if place in found.lookups and choice.recipe is not None:
-            if weight is None or weight.float_reads == "lookup":
-                choice = dataclasses.replace(
-                    choice,
-                    recipe=None,
-                    reason="float: other code reads the table's floats",
-                )
-            else:
+        choice = dataclasses.replace(choices[place], product=product)
+        weight = weights.get(product.path)
+        if choice.recipe is not None and place in found.lookups:
+            if weight is not None and weight.float_reads != "lookup":
                 steps[place] = LOOKUP
                 converted.append(choice)
                 continue
-        stored = weight is not None and (weight.recipe, weight.layout) == (
-            choice.recipe,
-            product.layout,
-        )
-        record = dataclasses.replace(choice, product=product, stored=stored)
-        (skipped if choice.recipe is None else converted).append(record)
+            why = "float: other code reads the table's floats"
+            choice = dataclasses.replace(choice, recipe=None, reason=why)
+        here = (choice.recipe, product.layout)
+        stored = weight is not None and (weight.recipe, weight.layout) == here
+        choice = dataclasses.replace(choice, stored=stored)
+        (skipped if choice.recipe is None else converted).append(choice)
         if choice.recipe is not None and product.recipe is None:
             steps[place] = choice.recipe
     gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
-    unused = tuple(
-        repr(pattern) for pattern in chosen.inline if pattern not in found.opened
-    )
+    unmatched = chosen.unmatched(choices.values())
+    unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
     report = Report(
         tuple(converted),
         tuple(skipped),
-        chosen.unmatched(choices.values()) + unused,
+        (*unmatched, *unused),
         tuple(sorted(gains)),
     )
     return Examined(
@@ -273,33 +225,74 @@ def judge(
     )
 
 
+def _choices(
+    chosen: Policy, products: Mapping[Place, Product], prefix: str
+) -> dict[Place, Record]:
+    """Return the choices of a policy.
+
+    Rules know a parameter by its path in the whole model, also if a part of the model
+    is called by itself.
+    """
+    choices = {}
+    for place, product in products.items():
+        path = paths.join(prefix, product.path) if prefix else product.path
+        choices[place] = chosen.choose(dataclasses.replace(product, path=path))
+    return choices
+
+
+def _weights_of(
+    found: Census, products: Mapping[Place, Product], choices: Mapping[Place, Record]
+) -> dict[str, Weight]:
+    """Return the weights to store, each as its first converted product reads it."""
+    # Products that stay float read the float weight, too.
+    float_reads = set(found.reads)
+    for place, product in (found.products | found.lookups).items():
+        if place not in choices or choices[place].recipe is None:
+            float_reads.add(product.path)
+    weights: dict[str, Weight] = {}
+    for place, product in products.items():
+        recipe = choices[place].recipe
+        layout = product.layout
+        if layout is None:
+            continue
+        is_lookup = place in found.lookups
+        reads: Literal["lookup", "none"] = "none"
+        if product.path in float_reads:
+            reads = "lookup"
+        weight = weights.get(product.path)
+        if is_lookup and weight is not None and weight.layout.stack != layout.stack:
+            weights[product.path] = dataclasses.replace(weight, float_reads="lookup")
+        elif is_lookup and reads == "lookup":
+            continue  # nothing would read its stored form
+        elif recipe is not None and recipe.stored is not None:
+            weights.setdefault(product.path, Weight(recipe, layout, reads))
+    return weights
+
+
 def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
-    """Return vectors that multiply an input, and the other vectors of their layers,
-    which are added to one.
+    """Return vectors that multiply an input, and the other vectors of their layers.
+
+    The others are added to one.
     """
     vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
     gains = {path for path in vectors if "mul" in found.reads.get(path, ())}
-    layers = {path.rpartition("/")[0] for path in gains}
-    return frozenset(
-        gains
-        | {
-            path
-            for path in vectors
-            if path.rpartition("/")[0] in layers and "/" in path
-        }
-    )
+    layers = {path.rpartition("/")[0] for path in gains} - {""}
+    beside = {path for path in vectors if path.rpartition("/")[0] in layers}
+    return frozenset(gains | beside)
 
 
-def _plan_of(steps: Mapping[tuple[int, ...], Recipe | str]) -> Plan:
+def _plan_of(steps: Mapping[Place, Recipe | str]) -> Plan:
     """Return the plan for steps by place.
 
     >>> _plan_of({(3,): "packed", (1, 0): "packed"})
     ((1, ((0, 'packed'),)), (3, 'packed'))
     """
-    numbers = sorted({place[0] for place in steps})
-    inner = lambda number: {
-        place[1:]: step for place, step in steps.items() if place[0] == number
-    }
-    return tuple(
-        (n, steps[n,] if (n,) in steps else _plan_of(inner(n))) for n in numbers
-    )
+    own: dict[int, Any] = {}
+    bodies: dict[int, dict[Place, Recipe | str]] = {}
+    for (number, *inner), step in steps.items():
+        if inner:
+            bodies.setdefault(number, {})[tuple(inner)] = step
+        else:
+            own[number] = step
+    plans = {number: _plan_of(below) for number, below in bodies.items()} | own
+    return tuple(sorted(plans.items()))

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import (
+from tcfp_jax.conversion import (
     convert_to_tcfp,
     export,
     find_weights,

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import (
+from tcfp_jax.conversion import (
     convert_to_tcfp,
     export,
     find_weights,

@@ -14,7 +14,7 @@ from flax import nnx as flax_nnx
 
 import tcfp_jax
 from tcfp_jax import paths
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, to_bf16
+from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.layers import Absent
 from tcfp_jax.linen import TCFPDense

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 import tcfp_jax
-from tcfp_jax.conversion.convert import (
+from tcfp_jax.conversion import (
     convert_to_tcfp,
     export,
     find_weights,
