@@ -1,8 +1,11 @@
 """List the catalog, or show one datatype.
 
-    python -m tcfp_jax.formats                     every datatype: bits, range, eps, SNR on N(0, 1)
-    python -m tcfp_jax.formats mxfp4e2             one, with its number line
-    python -m tcfp_jax.formats --table             the best known as a Markdown table, for docs/formats.md
+    python -m tcfp_jax.formats
+        every datatype: bits, range, eps, SNR on N(0, 1)
+    python -m tcfp_jax.formats mxfp4e2
+        one, with its number line
+    python -m tcfp_jax.formats --table
+        the best known as a Markdown table, for docs/formats.md
 
 A name outside the catalog is read as the code of a number, such as e3m4, or of a number
 and a scale, such as e2m1f_e8m0_t16. SNR is the signal-to-noise ratio of a cast of 128 x
@@ -45,12 +48,14 @@ _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
 def _snr_db(made: DataType) -> float:
-    """Return 10 log10(sum x^2 / sum (x - cast(x))^2) for 128 x 1024 values from N(0,
-    1), or inf if nothing is lost.
+    """Return 10 log10(sum x^2 / sum (x - cast(x))^2) of 128 x 1024 normal values.
+
+    It is inf if nothing is lost.
     """
     x = jax.random.normal(jax.random.key(0), _SHAPE)
-    exact, rounded = (np.asarray(v, np.float64) for v in (x, cast(x, made)))
-    noise = float(np.sum((exact - rounded) ** 2))
+    exact = np.asarray(x, np.float64)
+    lost = exact - np.asarray(cast(x, made), np.float64)
+    noise = float(np.sum(lost**2))
     return math.inf if noise == 0 else 10 * math.log10(float(np.sum(exact**2)) / noise)
 
 
@@ -87,19 +92,15 @@ def _content(made: DataType) -> str:
 
 def _show(made: DataType) -> str:
     """Describe a datatype in words, with its number line if that is short."""
-    number, scale = made.number, made.scale
+    number = made.number
+    scale = made.scale.name if made.scale else "none"
+    bits = f"{made.bits_per_value(_SHAPE):.6g}"
     lines = [
-        f"{made.name}: number {number.name}, scale {scale.name if scale else 'none'},"
-        f" in all {_content(made)}"
-    ]
-    lines.append(
-        f"bits per value {made.bits_per_value(_SHAPE):.6g} ({_SHAPE[0]} x {_SHAPE[1]}"
-        " values)"
-    )
-    lines.append(
+        f"{made.name}: number {number.name}, scale {scale}, in all {_content(made)}",
+        f"bits per value {bits} ({_SHAPE[0]} x {_SHAPE[1]} values)",
         f"bits {number.bits}, min {number.min:.8g}, max {number.max:.8g}, eps"
-        f" {number.eps:.8g}"
-    )
+        f" {number.eps:.8g}",
+    ]
     for attribute in (
         "ebits",
         "mbits",
@@ -116,10 +117,8 @@ def _show(made: DataType) -> str:
     lines.append(f"SNR on N(0, 1) {_snr_db(made):.2f} dB")
     if number.bits <= 8:
         values = number.number_line()
-        lines += [
-            f"number line, {len(values)} values:",
-            " ".join(f"{value:.6g}" for value in values),
-        ]
+        lines.append(f"number line, {len(values)} values:")
+        lines.append(" ".join(f"{value:.6g}" for value in values))
     return "\n".join(lines)
 
 
@@ -143,10 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
     elif options.name is not None:
         try:
-            known = options.name in CATALOG or "_" not in options.name
-            made = CATALOG.get(options.name) or datatype(
-                *options.name.split("_", 0 if known else 1)
-            )
+            made = _named(options.name)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
@@ -156,6 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for made in CATALOG.values():
             print(_describe(made), flush=True)
     return 0
+
+
+def _named(name: str) -> DataType:
+    """Return the datatype of a name of the catalog, or of codes joined by "_"."""
+    if name in CATALOG:
+        return CATALOG[name]
+    number, _, scale = name.partition("_")
+    return datatype(number, scale or None)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The catalog: datatypes of TensorCast, OCP's MX, NVFP4, TCFP-12 and NF4 by name,
-`CATALOG[name]` or `formats.<name>`.
+"""The catalog: datatypes of TensorCast, OCP's MX, NVFP4, TCFP-12 and NF4 by name.
 
-A name begins with a number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a
-trailing `n` or `z` stands for fnuz). After an underscore, one letter is the number
-format of the scale and one is the format of the zero point: `F` float32, `f` float16
-(or e5m3, if it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i`
-int8. Digits after them are the size of a tile, `c` is a channel, and a final `s` makes
-tiles square.
+Read one as `CATALOG[name]` or `formats.<name>`. A name begins with a number (`int8`,
+`e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a trailing `n` or `z` stands for fnuz). After
+an underscore, one letter is the number format of the scale and one is the format of the
+zero point: `F` float32, `f` float16 (or e5m3, if it scales tiles of signed numbers),
+`b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after them are the size of a tile,
+`c` is a channel, and a final `s` makes tiles square.
 
 Some names of TensorCast contradict its definitions; here the name is right. `uint8_*`
 have 8 bits (16 there), `bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` has a
@@ -32,6 +31,14 @@ def _add(
     CATALOG[name] = datatype(number, scale, name, residual=residual)
 
 
+_FP8 = {
+    "bf8": "e5m2",
+    "fp8": "e4m3fn",
+    "bf8n": "e5m2b16fnuz",
+    "fp8n": "e4m3b8fnuz",
+}
+
+
 def _add_unscaled() -> None:
     codes = (
         "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz"
@@ -43,12 +50,7 @@ def _add_unscaled() -> None:
     )
     for code in codes.split():
         _add(code, code)
-    for alias, code in {
-        "bf8": "e5m2",
-        "fp8": "e4m3fn",
-        "bf8n": "e5m2b16fnuz",
-        "fp8n": "e4m3b8fnuz",
-    }.items():
+    for alias, code in _FP8.items():
         _add(alias, code)
     for precision in range(1, 8):
         _add(f"binary8p{precision}", f"binary8p{precision}")
@@ -76,12 +78,7 @@ def _add_tensor_and_channel_scaled() -> None:
     _add("uint16_bb", "uint16", "bfloat16_bfloat16")
     for letter in "Ffbne":
         shared = _LETTERS[letter]
-        for name, code in {
-            "bf8": "e5m2",
-            "bf8n": "e5m2b16fnuz",
-            "fp8": "e4m3fn",
-            "fp8n": "e4m3b8fnuz",
-        }.items():
+        for name, code in _FP8.items():
             _add(f"{name}_{letter}", code, shared)
             if name.startswith("fp8"):
                 _add(f"{name}_{letter}c", code, f"{shared}_t0")

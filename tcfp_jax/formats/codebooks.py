@@ -1,8 +1,8 @@
-"""Codebooks, numbers that are looked up in tables: NF4, linear4, your own tables,
-TensorCast's implicit codebooks.
+"""Codebooks, numbers that are looked up in tables.
 
-A codebook has one or several tables of 2**index_bits values. If there are several, each
-tile (or subtile) selects the table that fits it best, and stores its index.
+There are NF4, linear4, your own tables, and TensorCast's implicit codebooks. A codebook
+has one or several tables of 2**index_bits values. If there are several, each tile (or
+subtile) selects the table that fits it best, and stores its index.
 
 `nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8
 to 7, for the residual of TCFP-12: int4 does not use -8, and a scale maps the largest
@@ -10,18 +10,17 @@ magnitude to 7 in both.
 """
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tcfp_jax.formats.float_bits import RoundMode, sum_squares
+from tcfp_jax.formats.float_bits import RoundMode, is_smaller, sum_squares, uniform
 from tcfp_jax.formats.numbers import NumberSpec, number
 
 CODEBOOK_GRAMMAR = (
@@ -30,10 +29,23 @@ CODEBOOK_GRAMMAR = (
 )
 
 _NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,9 @@ class CodebookSpec:
     kind = "codebook"
     is_integer = False
     fixed_point = 0
-    has_nan = has_inf = has_negative_zero = False
+    has_nan = False
+    has_inf = False
+    has_negative_zero = False
     signed = True
 
     @property
@@ -63,9 +77,7 @@ class CodebookSpec:
 
     @property
     def selector_bits(self) -> int:
-        """The bits with which a tile or subtile selects its table; 0 if there is one
-        table.
-        """
+        """The bits that select a table for a tile or subtile; 0 if there is one."""
         return (len(self.tables) - 1).bit_length()
 
     @property
@@ -90,18 +102,9 @@ class CodebookSpec:
 
     @property
     def eps(self) -> float:
-        """The smallest distance between two neighbours of a table, divided by
-        `maxfloat`.
-        """
-        return (
-            min(
-                b - a
-                for table in self.tables
-                for a, b in itertools.pairwise(table)
-                if b > a
-            )
-            / self.maxfloat
-        )
+        """The smallest distance between two values of a table, over `maxfloat`."""
+        steps = np.diff(self.tables)
+        return float(steps[steps > 0].min()) / self.maxfloat
 
     def levels(self) -> jax.Array:
         """Return the tables as float32 `[tables, values]`."""
@@ -109,7 +112,7 @@ class CodebookSpec:
 
     def number_line(self) -> tuple[float, ...]:
         """Return all values of all tables, ascending, each once."""
-        return tuple(sorted({value for table in self.tables for value in table}))
+        return tuple(np.unique(self.tables).tolist())
 
 
 def codebook(
@@ -117,6 +120,10 @@ def codebook(
     name: str | None = None,
 ) -> CodebookSpec:
     """Return the codebook with this code, or make one of these tables.
+
+    Use this for values that no float or integer has, such as quantiles of your own
+    weights; `datatype` takes the result as its number. Use `number` for formats that
+    hardware computes with.
 
     Args:
       tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of
@@ -130,8 +137,10 @@ def codebook(
     Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit
     codebooks).
 
-    >>> codebook([-1.0, 0.0, 0.5, 1.0]).bits, codebook("nf4").bits, codebook("icb44fi_e2m3fnuz").selector_bits
-    (2, 4, 4)
+    >>> codebook([-1.0, 0.0, 0.5, 1.0]).bits, codebook("nf4").bits
+    (2, 4)
+    >>> codebook("icb44fi_e2m3fnuz").selector_bits
+    4
     """
     if isinstance(tables, str):
         return _by_code(tables.lower())
@@ -140,133 +149,130 @@ def codebook(
             f"name= is a {type(name).__name__}; give text, such as name='mine'"
         )
     values = _values(tables)
-    size = len(values[0])
-    if (
-        not 2 <= size <= 256
-        or size & (size - 1)
-        or {len(table) for table in values} != {size}
-    ):
+    size = values.shape[1]
+    if not 2 <= size <= 256 or size & (size - 1):
         raise ValueError(
-            f"tables hold {[len(table) for table in values]} values; use one power of"
-            " two from 2 to 256"
+            f"tables hold {size} values each; use a power of two from 2 to 256"
         )
     for table in values:
-        if any(not a <= b for a, b in itertools.pairwise(table)):
-            raise ValueError(f"table {table} does not ascend, or has a NaN; sort it")
-        if not all(float(np.float32(v)) == v for v in table):
+        if not np.all(table[:-1] <= table[1:]):
             raise ValueError(
-                f"table {table} is not finite and exact in float32; pass"
+                f"table {table.tolist()} does not ascend, or has a NaN; sort it"
+            )
+        if not np.array_equal(table.astype(np.float32), table):
+            raise ValueError(
+                f"table {table.tolist()} is not finite and exact in float32; pass"
                 " np.float32(table)"
             )
-    largest = max(abs(value) for table in values for value in table)
+    largest = float(np.abs(values).max())
     if not 2.0**-60 <= largest <= 2.0**60:
         raise ValueError(
             f"the largest magnitude {largest} of the tables is not within 2**-60 to"
             " 2**60; rescale them"
         )
-    return CodebookSpec(name or "codebook", values, largest)
+    return CodebookSpec(name or "codebook", tuple(map(tuple, values.tolist())), largest)
 
 
-def _values(tables: object) -> tuple[tuple[float, ...], ...]:
-    """Return the values of each table, from lists or arrays."""
-    plain = lambda values: values.tolist() if hasattr(values, "tolist") else values
+def _values(tables: object) -> np.ndarray:
+    """Return tables as float64 `[tables, values]`."""
     try:
-        if not isinstance(plain(tables), Sequence):
+        array = np.asarray(tables)
+        if array.dtype.kind in "cSU" or array.ndim not in (1, 2):
             raise TypeError
-        rows = [plain(row) for row in plain(tables)]
-        nested = rows if rows and isinstance(rows[0], Sequence) else [rows]
-        return tuple(tuple(float(plain(value)) for value in table) for table in nested)
-    except (TypeError, ValueError, OverflowError) as error:
+        return np.atleast_2d(array.astype(np.float64))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"tables= is a {type(tables).__name__} that does not hold the real numbers"
-            " of one table or several; give [values] or [tables, values], or a code:"
-            f" {CODEBOOK_GRAMMAR}"
+            " of one table or several of one length; give [values] or [tables, values],"
+            f" or a code: {CODEBOOK_GRAMMAR}"
         ) from error
 
 
 @functools.cache
 def _by_code(code: str) -> CodebookSpec:
     if code == "nf4":
-        return CodebookSpec("nf4", (tuple(float(np.float32(v)) for v in _NF4),), 1.0)
+        return CodebookSpec("nf4", (tuple(np.array(_NF4, np.float32).tolist()),), 1.0)
     if code == "linear4":
-        return CodebookSpec("linear4", (tuple(float(v) for v in range(-8, 8)),), 7.0)
+        return CodebookSpec("linear4", (tuple(map(float, range(-8, 8))),), 7.0)
     found = re.fullmatch(r"icb4([0-9])(f|i|fi)_(\w+)", code)
     if not found:
         raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")
-    compute = number(found[3])
+    shift_bits, letters, compute_code = found.groups()
+    compute = number(compute_code)
     if compute.kind != "float" or not 5 <= compute.bits <= 8:
         raise ValueError(
             f"{code!r}: {compute.name} is not a float of 5 to 8 bits, in whose steps"
             " patterns shift"
         )
     patterns = {"f": number("e2m1fnuz"), "i": number("e1m2b1fnuz")}
-    tables = [
-        t
-        for letter in found[2]
-        for t in _shifted(patterns[letter], compute, 1 << int(found[1]))
-    ]
+    tables: list[tuple[float, ...]] = []
+    for letter in letters:
+        tables += _shifted(patterns[letter], compute, 1 << int(shift_bits))
     return CodebookSpec(code, tuple(tables), compute.max)
 
 
 def _shifted(
     pattern: NumberSpec, compute: NumberSpec, shifts: int
 ) -> list[tuple[float, ...]]:
-    """Return tables with the positive values of a 4-bit number, moved down the number
-    line of `compute` code by code.
+    """Return tables with the positive values of a 4-bit number, moved down code by code
+    on the number line of `compute`.
 
     Tables are mirrored, with 0 in the middle twice, so that they have 16 entries.
     """
     # Codes of `compute` for the pattern's values at the top binade. Every table keeps
     # their distances from the top.
-    widened = [
-        _code_of(value, pattern, compute)
-        for value in pattern.number_line()
-        if value > 0
-    ]
-    top = compute.largest_code
-    codes = [top - (widened[-1] - code) for code in widened]
+    positive = [value for value in pattern.number_line() if value > 0]
+    widened = [_code_of(value, pattern, compute) for value in positive]
+    down = widened[-1] - compute.largest_code
+    codes = [code - down for code in widened]
     tables = []
     for shift in range(min(shifts, codes[0])):
-        positive = [compute.magnitude(code - shift) for code in codes]
-        tables.append((*(-v for v in reversed(positive)), 0.0, 0.0, *positive))
+        moved = [compute.magnitude(code - shift) for code in codes]
+        mirrored = [-value for value in reversed(moved)]
+        tables.append((*mirrored, 0.0, 0.0, *moved))
     return tables
 
 
 def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
     mantissa, exponent = math.frexp(math.ldexp(value, compute.emax - pattern.emax))
-    field = exponent - 1 - compute.emin + 1
+    field = exponent - compute.emin
     return (field << compute.mbits) + int((2 * mantissa - 1) * (1 << compute.mbits))
 
 
 def _nearest_index(
     value: jax.Array,
-    book: CodebookSpec,
-    table: int | jax.Array,
+    levels: jax.Array,
     mode: RoundMode,
     bits: jax.Array | None,
 ) -> jax.Array:
-    """Return the index of the entry that `value` rounds to; values beyond the ends
-    round to the ends.
+    """Return the index of the level that `value` rounds to.
+
+    Values beyond the ends round to the ends.
     """
-    levels = book.levels()[table]
     target = jnp.clip(value, levels[0], levels[-1])
     # One comparison at a time: with an axis of levels, XLA would compute the target
     # once for each level.
     lower = jnp.zeros_like(target, jnp.int32)
     for i in range(1, levels.shape[0] - 1):
         lower = lower + (target >= levels[i]).astype(jnp.int32)
-    below, above = target - levels[lower], levels[lower + 1] - target
+    below = target - levels[lower]
+    above = levels[lower + 1] - target
     if mode == "zero":
-        up = (target < 0) & (below > 0)
-        up = up | (above == 0)
+        up = ((target < 0) & (below > 0)) | (above == 0)
     elif mode == "stochastic":
-        assert bits is not None
-        uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-        up = uniform * (below + above) < below
+        up = uniform(bits) * (below + above) < below
     else:
         tie = (lower & 1) == 1 if mode == "even" else target > 0
         up = (below > above) | ((below == above) & tie)
     return lower + up.astype(jnp.int32)
+
+
+class _Fit(NamedTuple):
+    """Values rounded to a table: codes, the sum of squared errors, the table."""
+
+    codes: jax.Array
+    error: tuple[jax.Array, jax.Array]
+    table: jax.Array
 
 
 def search(
@@ -276,40 +282,34 @@ def search(
     mode: RoundMode,
     bits: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (indices of the entries that values round to, the index of each tile's
-    table or None if there is one).
+    """Return (indices of the entries that values round to, the table of each tile).
 
     Values are float32, divided by their scale; those beyond the ends round to the ends.
-    "even" sends ties to the even index. A tile gets the table with the least squared
-    error, the first one among equals. Errors are summed over `axes`, those of a tile,
-    as integers, so the choice does not depend on the order of the sum.
+    "even" sends ties to the even index. A tile gets the index of the table with the
+    least squared error, the first one among equals, or None if there is one table.
+    Errors are summed over `axes`, those of a tile, as integers, so the choice does not
+    depend on the order of the sum.
     """
+    levels = book.levels()
     if not book.selector_bits:
-        return _nearest_index(value, book, 0, mode, bits), None
-    count = int(np.prod([value.shape[axis] for axis in axes]))
+        return _nearest_index(value, levels[0], mode, bits), None
+    count = math.prod(value.shape[axis] for axis in axes)
     # Errors are at most 2 maxfloat. A sum of up to 256 squares stays below 2**31; more
     # are added in two parts.
     limit = int((2**31 / (count if count <= 256 else 1)) ** 0.5 / 1.005)
     steps = jnp.float32(np.float32(limit // 2 / book.maxfloat))
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
-    def fit(table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        index = _nearest_index(value, book, table, mode, bits)
-        error = jnp.round((book.levels()[table][index] - clipped) * steps).astype(
-            jnp.int32
-        )
-        return index, sum_squares(error, axes, limit)
+    def fit(table: jax.Array) -> _Fit:
+        index = _nearest_index(value, levels[table], mode, bits)
+        error = jnp.round((levels[table][index] - clipped) * steps)
+        squares = sum_squares(error.astype(jnp.int32), axes, limit)
+        return _Fit(index, squares, jnp.full_like(squares[0], table))
 
-    def better(table: jax.Array, best: Any) -> Any:
-        index, error = fit(table)
-        less = (error[0] < best[1][0]) | (
-            (error[0] == best[1][0]) & (error[1] < best[1][1])
-        )
-        return jax.tree.map(
-            lambda new, old: jnp.where(less, new, old), (index, error, table), best
-        )
+    def better(table: jax.Array, best: _Fit) -> _Fit:
+        other = fit(table)
+        less = is_smaller(other.error, best.error)
+        return jax.tree.map(functools.partial(jnp.where, less), other, best)
 
-    index, error = fit(jnp.int32(0))
-    start = (index, error, jnp.zeros_like(error[1]))
-    index, _, selector = jax.lax.fori_loop(1, len(book.tables), better, start)
-    return index, selector
+    best = jax.lax.fori_loop(1, len(book.tables), better, fit(jnp.int32(0)))
+    return best.codes, best.table

@@ -1,6 +1,4 @@
-"""Datatypes: `datatype(number, scale)` is a number format and the rule by which its
-values share scales.
-"""
+"""Datatypes: `datatype(number, scale)` is a number and the rule that shares scales."""
 
 import math
 import numbers
@@ -18,8 +16,9 @@ from tcfp_jax.formats.scales import scale as parse_scale
 
 @dataclass(frozen=True)
 class DataType:
-    """A format that arrays are cast to and packed in, made by `datatype`: frozen,
-    hashable, equal by content.
+    """A format that arrays are cast to and packed in, made by `datatype`.
+
+    It is frozen, hashable and equal by content.
 
     Attributes:
       number: the format of a value.
@@ -36,71 +35,65 @@ class DataType:
     name: str = field(compare=False)
 
     def bits_per_value(self, shape: Sequence[int] | None = None) -> float:
-        """Return the stored bits per value, with scales: exact for a `shape`, otherwise
-        the limit of large arrays.
+        """Return the stored bits per value, with scales.
 
-        Scales of a tensor or a channel count only if the shape is known. Tables of a
-        codebook never count.
+        They are exact for a `shape`, otherwise the limit of large arrays. Scales of a
+        tensor or a channel count only if the shape is known. Tables of a codebook never
+        count.
 
         Raises:
           ValueError: `stored_bits` refuses the shape.
 
-        >>> datatype("e2m1f", "e8m0_t32").bits_per_value(), datatype("int8", "float32").bits_per_value((4, 4))
-        (4.25, 10.0)
+        >>> datatype("e2m1f", "e8m0_t32").bits_per_value()
+        4.25
+        >>> datatype("int8", "float32").bits_per_value((4, 4))
+        10.0
         """
         if shape is not None:
-            stored, size = (
-                sum(self.stored_bits(shape).values()),
-                math.prod(_sizes(shape)),
-            )
+            size = math.prod(_sizes(shape))
+            stored = sum(self.stored_bits(shape).values())
             return float(Fraction(stored, size)) if size else 0.0
         bits = Fraction(self.number.bits)
-        if (
-            self.scale is not None
-            and self.scale.is_tile
-            and all(tile.size for tile in self.scale.tiles)
-        ):
-            tile = math.prod(tile.size for tile in self.scale.tiles)
-            subtile = math.prod(tile.subtile or tile.size for tile in self.scale.tiles)
-            bits += Fraction(
-                self.scale.number.bits
-                + (self.scale.zero.bits if self.scale.zero else 0),
-                tile,
-            )
-            bits += Fraction(self.scale.offset + self.number.selector_bits, subtile)
-        return float(bits) + (self.residual.bits_per_value() if self.residual else 0.0)
+        scale = self.scale
+        if scale is not None and scale.tiles and all(t.size for t in scale.tiles):
+            tile = math.prod(tile.size for tile in scale.tiles)
+            subtile = math.prod(tile.subtile or tile.size for tile in scale.tiles)
+            shared = scale.number.bits + (scale.zero.bits if scale.zero else 0)
+            bits += Fraction(shared, tile)
+            bits += Fraction(scale.offset + self.number.selector_bits, subtile)
+        if self.residual is None:
+            return float(bits)
+        return float(bits) + self.residual.bits_per_value()
 
     def layout(self, shape: tuple[int, ...]) -> Tiling:
         """Return how an array of this shape splits into tiles."""
-        return (
-            Tiling(shape, shape, shape, (), ())
-            if self.scale is None
-            else self.scale.tiling(shape)
-        )
+        if self.scale is None:
+            return Tiling(shape, shape, shape, (), ())
+        return self.scale.tiling(shape)
 
     def fields(self, shape: Sequence[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return (bits of a code, shape of the codes) of the values, and of each kind
-        of scale that there is.
-        """
+        """Return (bits of a code, shape of the codes) of values and kinds of scales."""
         sizes = _sizes(shape)
         found = {"values": (self.number.bits, sizes)}
-        if self.scale is not None:
-            layout = self.scale.tiling(sizes)
-            found |= {
-                "scales": (self.scale.number.bits, layout.scale_shape),
-                "zeros": (
-                    self.scale.zero.bits if self.scale.zero else 0,
-                    layout.scale_shape,
-                ),
-                "offsets": (self.scale.offset, layout.subscale_shape),
-                "selectors": (self.number.selector_bits, layout.subscale_shape),
-                "outer": (self.scale.outer.bits if self.scale.outer else 0, ()),
-            }
-        return {name: field for name, field in found.items() if field[0]}
+        scale = self.scale
+        if scale is None:
+            return found
+        layout = scale.tiling(sizes)
+        found["scales"] = (scale.number.bits, layout.scale_shape)
+        if scale.zero:
+            found["zeros"] = (scale.zero.bits, layout.scale_shape)
+        if scale.offset:
+            found["offsets"] = (scale.offset, layout.subscale_shape)
+        if self.number.selector_bits:
+            found["selectors"] = (self.number.selector_bits, layout.subscale_shape)
+        if scale.outer:
+            found["outer"] = (scale.outer.bits, ())
+        return found
 
     def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
-        """Return the bits of each part: values, scales, zeros, offsets, selectors,
-        outer, residual.
+        """Return the bits of each part that there is.
+
+        Parts are values, scales, zeros, offsets, selectors, outer and residual.
 
         Raises:
           ValueError: this is not a shape, or a tile does not fit it.
@@ -108,10 +101,9 @@ class DataType:
         >>> datatype("e2m1f", "e8m0_t32").stored_bits((2, 40))
         {'values': 320, 'scales': 32}
         """
-        found = {
-            name: bits * math.prod(codes)
-            for name, (bits, codes) in self.fields(shape).items()
-        }
+        found = {}
+        for name, (bits, codes) in self.fields(shape).items():
+            found[name] = bits * math.prod(codes)
         if self.residual is not None:
             found["residual"] = sum(self.residual.stored_bits(shape).values())
         return {name: bits for name, bits in found.items() if bits}
@@ -134,8 +126,10 @@ def datatype(
     *,
     residual: DataType | None = None,
 ) -> DataType:
-    """Make a datatype of a number format and, optionally, a rule by which its values
-    share scales.
+    """Make a datatype of a number format and, optionally, a rule that shares scales.
+
+    Use this for a format that the catalog does not have. The catalog's are attributes,
+    such as `formats.mxfp4e2`.
 
     Args:
       number: the code or spec of a number, or a codebook or its code.
@@ -164,12 +158,9 @@ def datatype(
             f" {type(residual).__name__}; give text, and a DataType such as"
             ' datatype("linear4", "e8m0_t32_mse")'
         )
-    made = DataType(
-        spec,
-        shared,
-        residual,
-        name or (spec.name if shared is None else f"{spec.name}_{shared.name}"),
-    )
+    if not name:
+        name = spec.name if shared is None else f"{spec.name}_{shared.name}"
+    made = DataType(spec, shared, residual, name)
     if residual is not None and residual.residual is not None:
         raise ValueError(
             f"{made.name}: its residual {residual.name} has a residual of its own; use"
@@ -190,8 +181,11 @@ def _number(
 
 
 def _check(made: DataType) -> None:
-    spec, shared, name = made.number, made.scale, made.name
-    if isinstance(spec, NumberSpec) and spec.is_integer and spec.mbits > 24:
+    """Raise a ValueError if number and scale contradict each other."""
+    name = made.name
+    spec = made.number
+    shared = made.scale
+    if spec.is_integer and spec.bits - spec.signed > 24:
         raise ValueError(
             f"{name}: {spec.name} has more digits than float32's 24, in which casts"
             " work; use int25"
@@ -202,41 +196,29 @@ def _check(made: DataType) -> None:
                 f"{name}: a tile selects among a codebook's tables, so there must be"
                 " tiles; add a scale"
             )
-        return
-    if isinstance(spec, CodebookSpec):
-        if shared.offset or shared.zero:
-            raise ValueError(
-                f"{name}: a codebook takes neither subtile offsets nor a zero point"
-            )
-        if shared.is_subtile and not spec.selector_bits:
-            raise ValueError(
-                f"{name}: subtiles select among tables, and {spec.name} has one;"
-                " drop sS"
-            )
-        return
+    elif isinstance(spec, CodebookSpec):
+        _check_codebook(name, spec, shared)
+    else:
+        _check_zero_point(name, spec, shared)
+        _check_number(name, spec, shared)
+
+
+def _check_codebook(name: str, spec: CodebookSpec, shared: ScaleSpec) -> None:
+    if shared.offset or shared.zero:
+        raise ValueError(
+            f"{name}: a codebook takes neither subtile offsets nor a zero point"
+        )
+    if shared.is_subtile and not spec.selector_bits:
+        raise ValueError(
+            f"{name}: subtiles select among tables, and {spec.name} has one; drop sS"
+        )
+
+
+def _check_number(name: str, spec: NumberSpec, shared: ScaleSpec) -> None:
     if spec.kind == "exponent":
         raise ValueError(
             f"{name}: an exponent is a scale, not a scaled value; use a float or"
             " integer number"
-        )
-    if spec.kind == "uint" and shared.zero is None:
-        raise ValueError(
-            f"{name}: unsigned integers need a zero point; add one, such as"
-            " float16_int8"
-        )
-    if spec.kind != "uint" and shared.zero is not None:
-        raise ValueError(
-            f"{name}: a zero point shifts unsigned integers, not {spec.name}; drop it,"
-            " or use uint"
-        )
-    if (
-        shared.zero is not None
-        and shared.zero.is_integer
-        and shared.zero.bits < spec.bits
-    ):
-        raise ValueError(
-            f"{name}: zero point {shared.zero.name} is narrower than {spec.name}; use"
-            f" int{spec.bits}"
         )
     if shared.is_subtile and not shared.offset:
         raise ValueError(
@@ -246,4 +228,25 @@ def _check(made: DataType) -> None:
     if spec.kind == "float" and spec.smallest_subnormal < 2.0**-100:
         raise ValueError(
             f"{name}: {spec.name} has float32's range, so a scale does nothing; drop it"
+        )
+
+
+def _check_zero_point(name: str, spec: NumberSpec, shared: ScaleSpec) -> None:
+    zero = shared.zero
+    if zero is None:
+        if spec.kind == "uint":
+            raise ValueError(
+                f"{name}: unsigned integers need a zero point; add one, such as"
+                " float16_int8"
+            )
+        return
+    if spec.kind != "uint":
+        raise ValueError(
+            f"{name}: a zero point shifts unsigned integers, not {spec.name}; drop it,"
+            " or use uint"
+        )
+    if zero.is_integer and zero.bits < spec.bits:
+        raise ValueError(
+            f"{name}: zero point {zero.name} is narrower than {spec.name}; use"
+            f" int{spec.bits}"
         )

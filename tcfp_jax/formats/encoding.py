@@ -11,49 +11,55 @@ import jax.numpy as jnp
 from jax import lax
 
 from tcfp_jax.formats import float_bits
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN, SIGN
+from tcfp_jax.formats.float_bits import (
+    HIDDEN,
+    INFINITY,
+    MANTISSA_BITS,
+    NAN,
+    from_bits,
+    magnitude_of,
+    to_bits,
+)
 from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.scale_rules import finite_magnitude
 
 
 def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
-    """Return the uint32 codes of float32 values that a number holds; NaN becomes 0 if
-    it has no code.
+    """Return the uint32 codes of float32 values that a number holds.
 
-    The lowest code of a signed integer, which no value has, stands for NaN.
+    NaN becomes 0 if it has no code. The lowest code of a signed integer, which no value
+    has, stands for NaN.
     """
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    magnitude = bits & ~jnp.int32(SIGN)
+    bits = to_bits(value)
+    magnitude = magnitude_of(bits)
     nan = magnitude > INFINITY
+    ones = (1 << number.bits) - 1
     if number.is_integer:
         lost = 1 << (number.bits - 1) if number.kind == "int" else 0
-        whole = jnp.where(nan, jnp.float32(0), value).astype(jnp.int32) & (
-            (1 << number.bits) - 1
-        )
-        return jnp.where(nan, lost, whole).astype(jnp.uint32)
+        whole = jnp.where(nan, jnp.float32(0), value).astype(jnp.int32)
+        return jnp.where(nan, lost, whole & ones).astype(jnp.uint32)
     if number.kind == "exponent":
         exponent, _ = float_bits.normalize(magnitude)
-        return jnp.where(nan, (1 << number.bits) - 1, exponent + number.bias).astype(
-            jnp.uint32
-        )
+        return jnp.where(nan, ones, exponent + number.bias).astype(jnp.uint32)
     if number.is_wide:
         code = magnitude >> (MANTISSA_BITS - number.mbits)
     else:
-        shift = number.unit_shift
-        units = float_bits.scale_down(
-            jnp.where(magnitude < INFINITY, magnitude, 0), jnp.int32(shift)
-        )
-        exponent = (lax.bitcast_convert_type(units, jnp.int32) >> MANTISSA_BITS) - 127
-        emin = number.emin - shift
-        steps = units * float_bits.power_of_two(
-            number.mbits - jnp.maximum(exponent, emin)
-        )
-        code = steps.astype(jnp.int32) + (
-            jnp.maximum(exponent - emin, 0) << number.mbits
-        )
+        code = _float_code(finite_magnitude(magnitude), number)
     inf_code, nan_code = _special_codes(number)
     code = jnp.where(magnitude == INFINITY, inf_code, code).astype(jnp.uint32)
     code = code | ((bits < 0).astype(jnp.uint32) << (number.bits - 1))
     return jnp.where(nan, jnp.uint32(nan_code), code)
+
+
+def _float_code(magnitude: jax.Array, number: NumberSpec) -> jax.Array:
+    """Return the int32 codes of finite magnitudes of a float narrower than float32."""
+    shift = number.unit_shift
+    emin = number.emin - shift
+    units = float_bits.scale_down(magnitude, jnp.int32(shift))
+    exponent = (to_bits(units) >> MANTISSA_BITS) - 127
+    step = number.mbits - jnp.maximum(exponent, emin)
+    steps = (units * float_bits.power_of_two(step)).astype(jnp.int32)
+    return steps + (jnp.maximum(exponent - emin, 0) << number.mbits)
 
 
 def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
@@ -61,45 +67,50 @@ def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
     if number.kind == "uint":
         return code.astype(jnp.float32)
     if number.kind == "int":
-        unused = 32 - number.bits
-        whole = lax.bitcast_convert_type(code << unused, jnp.int32) >> unused
-        lowest = jnp.int32(-(1 << (number.bits - 1)))
-        return jnp.where(
-            whole == lowest, jnp.float32(jnp.nan), whole.astype(jnp.float32)
-        )
+        whole = signed_integers(code, number.bits)
+        lost = whole == -(1 << (number.bits - 1))
+        return jnp.where(lost, jnp.float32(jnp.nan), whole.astype(jnp.float32))
     if number.kind == "exponent":
         exponent = code.astype(jnp.int32) - number.bias
-        bits = jnp.where(
-            exponent < -126, HIDDEN >> 1, (exponent + 127) << MANTISSA_BITS
-        )
-        bits = jnp.where(code == (1 << number.bits) - 1, NAN, bits)
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        power = (exponent + 127) << MANTISSA_BITS
+        power = jnp.where(exponent < -126, HIDDEN >> 1, power)
+        return from_bits(jnp.where(code == (1 << number.bits) - 1, NAN, power))
     magnitude = (code & ((1 << (number.bits - 1)) - 1)).astype(jnp.int32)
     if number.is_wide:
         bits = magnitude << (MANTISSA_BITS - number.mbits)
     else:
-        shift = number.unit_shift
-        field, mantissa = (
-            magnitude >> number.mbits,
-            magnitude & ((1 << number.mbits) - 1),
-        )
-        steps = mantissa + ((field > 0).astype(jnp.int32) << number.mbits)
-        step = float_bits.power_of_two(
-            jnp.maximum(field, 1) - 1 + number.emin - shift - number.mbits
-        )
-        bits = float_bits.scale_up(steps.astype(jnp.float32) * step, jnp.int32(shift))
+        bits = _bits_of_float(magnitude, number)
     inf_code, nan_code = _special_codes(number)
     if number.has_inf:
         bits = jnp.where(magnitude == inf_code, INFINITY, bits)
-    nan = jnp.zeros_like(magnitude, bool)
     if number.infnan == "ieee":
         nan = magnitude > inf_code
     elif number.infnan == "fn":
         nan = magnitude == nan_code
-    elif number.infnan in ("fnuz", "inuz"):
+    elif number.infnan == "f":
+        nan = jnp.zeros_like(magnitude, bool)
+    else:
         nan = code == nan_code
-    sign = lax.bitcast_convert_type((code >> (number.bits - 1)) << 31, jnp.int32)
-    return lax.bitcast_convert_type(jnp.where(nan, NAN, bits | sign), jnp.float32)
+    sign = (code >> (number.bits - 1)) << 31
+    bits = bits | lax.bitcast_convert_type(sign, jnp.int32)
+    return from_bits(jnp.where(nan, NAN, bits))
+
+
+def signed_integers(code: jax.Array, bits: int) -> jax.Array:
+    """Return the int32 values of uint32 codes in two's complement of `bits` bits."""
+    unused = 32 - bits
+    return lax.bitcast_convert_type(code << unused, jnp.int32) >> unused
+
+
+def _bits_of_float(code: jax.Array, number: NumberSpec) -> jax.Array:
+    """Return the float32 bits of finite int32 codes without their sign."""
+    shift = number.unit_shift
+    field = code >> number.mbits
+    mantissa = code & ((1 << number.mbits) - 1)
+    steps = mantissa + ((field > 0).astype(jnp.int32) << number.mbits)
+    exponent = jnp.maximum(field, 1) - 1 + number.emin - shift - number.mbits
+    units = steps.astype(jnp.float32) * float_bits.power_of_two(exponent)
+    return float_bits.scale_up(units, jnp.int32(shift))
 
 
 def _special_codes(number: NumberSpec) -> tuple[int, int]:
@@ -119,46 +130,43 @@ def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
     """Return the codes of any shape as uint8, without gaps."""
     pieces = codes.reshape(-1).astype(jnp.uint32)
     if bits in _WHOLE:
-        return lax.bitcast_convert_type(pieces.astype(_WHOLE[bits]), jnp.uint8).reshape(
-            -1
-        )
+        whole = pieces.astype(_WHOLE[bits])
+        return lax.bitcast_convert_type(whole, jnp.uint8).reshape(-1)
     width = _piece(bits)
     if width < bits:
-        pieces = ((pieces[:, None] >> jnp.arange(bits, dtype=jnp.uint32)) & 1).reshape(
-            -1
-        )
+        single = (pieces[:, None] >> jnp.arange(bits, dtype=jnp.uint32)) & 1
+        pieces = single.reshape(-1)
     places = jnp.arange(0, 8, width, dtype=jnp.uint32)
-    pieces = jnp.pad(pieces, (0, -pieces.size % places.size)).reshape(-1, places.size)
-    return jnp.sum(pieces << places, axis=-1, dtype=jnp.uint32).astype(jnp.uint8)
+    pieces = jnp.pad(pieces, (0, -pieces.size % places.size))
+    return _joined(pieces.reshape(-1, places.size), places).astype(jnp.uint8)
 
 
 def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
     """Return the uint32 codes that `to_bytes` wrote, `[count]`."""
     if bits in _WHOLE:
-        whole = (
-            data
-            if bits == 8
-            else lax.bitcast_convert_type(data.reshape(count, bits // 8), _WHOLE[bits])
-        )
-        return whole.astype(jnp.uint32)
+        # A cast to another width adds an axis, a cast to the same one does not
+        groups = data if bits == 8 else data.reshape(count, bits // 8)
+        return lax.bitcast_convert_type(groups, _WHOLE[bits]).astype(jnp.uint32)
     width = _piece(bits)
     places = jnp.arange(0, 8, width, dtype=jnp.uint32)
     pieces = (data[:, None].astype(jnp.uint32) >> places) & jnp.uint32((1 << width) - 1)
     pieces = pieces.reshape(-1)[: count * bits // width]
     if width == bits:
         return pieces
-    return jnp.sum(
-        pieces.reshape(count, bits) << jnp.arange(bits, dtype=jnp.uint32),
-        axis=-1,
-        dtype=jnp.uint32,
-    )
+    return _joined(pieces.reshape(count, bits), jnp.arange(bits, dtype=jnp.uint32))
+
+
+def _joined(pieces: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the sum of pieces on the last axis, each moved to its place."""
+    return jnp.sum(pieces << places, axis=-1, dtype=jnp.uint32)
 
 
 _WHOLE = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
 def _piece(bits: int) -> int:
-    """Return the bits that enter a byte at once: a whole code, or one bit if codes
-    straddle bytes.
+    """Return the bits that enter a byte at once.
+
+    That is a whole code, or one bit if codes straddle bytes.
     """
     return bits if 8 % bits == 0 else 1

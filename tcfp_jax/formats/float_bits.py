@@ -1,5 +1,4 @@
-"""Arithmetic on the bits of float32: powers of two, exact division, and rounding to any
-grid.
+"""Arithmetic on the bits of float32: powers of two, exact division, rounding to grids.
 
 Casts are made of these functions. They share no code with `pallas_kernels.numerics` on
 purpose: each is the other's oracle in tests. Magnitudes are int32 with the bits of |x|,
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 RoundMode = Literal["nearest", "even", "zero", "stochastic"]
 # "up" is for scales that must cover; no cast offers it.
@@ -34,8 +34,9 @@ _DIGITS_AT_ONCE = 12
 
 
 class Grid(NamedTuple):
-    """The values of a number in its own units: steps of 2**(max(exponent, emin) -
-    mbits), up to `largest`.
+    """The values of a number in its own units.
+
+    Steps are 2**(max(exponent, emin) - mbits), up to `largest`.
     """
 
     emin: int
@@ -46,49 +47,66 @@ class Grid(NamedTuple):
 def sum_squares(
     x: jax.Array, axes: tuple[int, ...], limit: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the upper and the lower part of the exact sum of squares of int32 values
-    up to `limit`, below 2**15.5.
+    """Return the exact sum of squares over `axes` in two parts, (upper, lower).
+
+    The values are int32 of at most `limit`, which is below 2**15.5. Parts of equal
+    shapes compare like numbers: the upper ones first, then the lower ones.
     """
-    count, square = math.prod(x.shape[axis] for axis in axes), jnp.square(x)
+    count = math.prod(x.shape[axis] for axis in axes)
+    squares = jnp.square(x)
+
+    def total(terms: jax.Array) -> jax.Array:
+        return jnp.sum(terms, axis=axes, keepdims=True, dtype=jnp.int32)
+
     if count * limit**2 < 2**31:
-        total = jnp.sum(square, axis=axes, keepdims=True)
-        return jnp.zeros_like(total), total
-    # bits of a digit, whose sum fits with its carry
-    width = 8 if count < 2**23 else 4 if count < 2**27 else 2
-    mask, places = 2**width - 1, range(0, 32, width)
-    sums = [jnp.sum((square >> at) & mask, axis=axes, keepdims=True) for at in places]
-    for i in range(1, len(sums)):
-        sums[i - 1], sums[i] = sums[i - 1] & mask, sums[i] + (sums[i - 1] >> width)
-    return sums[-1], sum(
-        (digit << at for digit, at in zip(sums[:-1], places)),
-        start=jnp.zeros_like(sums[0]),
-    )
+        lower = total(squares)
+        return jnp.zeros_like(lower), lower
+    width = _digit_width(count)
+    mask = 2**width - 1
+    *places, last = range(0, 32, width)
+    lower = jnp.int32(0)
+    carry = jnp.int32(0)
+    for place in places:
+        digit = carry + total((squares >> place) & mask)
+        lower = lower + ((digit & mask) << place)
+        carry = digit >> width
+    return carry + total((squares >> last) & mask), lower
+
+
+def is_smaller(
+    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Return whether the first of two results of `sum_squares` is smaller."""
+    return (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+
+
+def _digit_width(count: int) -> int:
+    """Return the bits of a digit, such that a sum of `count` of them fits int32."""
+    if count < 2**23:
+        return 8
+    return 4 if count < 2**27 else 2
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Return the int32 bits of float32(x) for any float dtype; only float64 is
-    rounded.
-    """
+    """Return the int32 bits of float32(x) for any float dtype; only float64 rounds."""
     if x.dtype == jnp.bfloat16:  # by integers: a conversion flushes subnormals on a CPU
         half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return lax.bitcast_convert_type(half << 16, jnp.int32)
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return float32 bits as an array of `dtype`, rounded to nearest even; a finite
-    value stays finite.
+def from_bits(bits: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Return the values of float32 bits in `dtype`, rounded to nearest even.
+
+    A finite value stays finite.
     """
     if dtype == jnp.bfloat16:
-        magnitude = bits & ~jnp.int32(SIGN)
+        magnitude = magnitude_of(bits)
         rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
-        rounded = jnp.where(
-            magnitude < INFINITY, jnp.minimum(rounded, 0x7F7FFFFF), magnitude
-        )
-        half = (
-            lax.bitcast_convert_type(rounded | (bits & jnp.int32(SIGN)), jnp.uint32)
-            >> 16
-        )
+        finite = jnp.minimum(rounded, 0x7F7FFFFF)
+        rounded = jnp.where(magnitude < INFINITY, finite, magnitude)
+        signed = rounded | sign_of(bits)
+        half = lax.bitcast_convert_type(signed, jnp.uint32) >> 16
         return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
     values = lax.bitcast_convert_type(bits, jnp.float32)
     if dtype in (jnp.float32, jnp.float64):
@@ -98,68 +116,71 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(values), clipped, values).astype(dtype)
 
 
+def magnitude_of(bits: jax.Array) -> jax.Array:
+    """Return the bits of |x|."""
+    return bits & ~jnp.int32(SIGN)
+
+
+def sign_of(bits: jax.Array) -> jax.Array:
+    """Return the sign bit of x alone."""
+    return bits & jnp.int32(SIGN)
+
+
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above
-    127.
-    """
+    """Return float32 2**exponent for int32; 0 below -126, and 2**127 above 127."""
     biased = jnp.clip(exponent + 127, 0, 254)
-    return lax.bitcast_convert_type(biased << MANTISSA_BITS, jnp.float32)
+    return from_bits(biased << MANTISSA_BITS)
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (floor(log2), the 23 mantissa bits) of magnitudes, subnormals included;
-    -150 for zero.
+    """Return (floor(log2), the 23 mantissa bits) of magnitudes; -150 for zero.
+
+    Subnormals are exact, too.
     """
     # A subnormal counts in steps of 2**-149, as an integer; Mosaic has no instruction
     # for leading zeros.
-    steps = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
+    steps = to_bits(magnitude.astype(jnp.float32))
     tiny = jnp.maximum((steps >> MANTISSA_BITS) - 276, -150)
     exponent = jnp.where(magnitude < HIDDEN, tiny, (magnitude >> MANTISSA_BITS) - 127)
     return exponent, jnp.where(magnitude < HIDDEN, steps, magnitude) & _MANTISSA
 
 
 def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Return |x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from
-    2**128 on the largest float32.
+    """Return |x| * 2**-exponent in float32, exact within the range of normal numbers.
+
+    Below 2**-126 it is 0, and from 2**128 on the largest float32.
     """
     shifted = magnitude - (exponent << MANTISSA_BITS)
     shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
     # The exponent alone decides, because the difference may leave int32: a narrow scale
     # may lie far below x.
-    shifted = jnp.where(
-        (magnitude >> MANTISSA_BITS) - exponent > 254, INFINITY - 1, shifted
-    )
+    beyond = (magnitude >> MANTISSA_BITS) - exponent > 254
+    shifted = jnp.where(beyond, INFINITY - 1, shifted)
     # A subnormal counts in steps of 2**-149, as an integer: XLA multiplies the factors
     # of a product first, which may be subnormal as well. The difference fits int32 if
     # the exponent does, though its terms may not.
-    steps = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
+    steps = to_bits(magnitude.astype(jnp.float32))
     subnormal = steps - ((149 + exponent) << MANTISSA_BITS)
-    subnormal = jnp.where(
-        (steps >> MANTISSA_BITS) - (149 + exponent) < 1,
-        jnp.zeros_like(subnormal),
-        subnormal,
-    )
-    return lax.bitcast_convert_type(
-        jnp.where(magnitude < HIDDEN, subnormal, shifted), jnp.float32
-    )
+    nothing = (steps >> MANTISSA_BITS) - (149 + exponent) < 1
+    subnormal = jnp.where(nothing, jnp.zeros_like(subnormal), subnormal)
+    return from_bits(jnp.where(magnitude < HIDDEN, subnormal, shifted))
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Return the bits of value * 2**exponent: exact, or a subnormal rounded to nearest
-    even; inf and NaN stay.
+    """Return the bits of value * 2**exponent; inf and NaN stay.
+
+    The product is exact, or a subnormal that is rounded to nearest even.
     """
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    magnitude, moved = (
-        bits & ~jnp.int32(SIGN),
-        (bits & ~jnp.int32(SIGN)) + (exponent << MANTISSA_BITS),
-    )
-    steps = (jnp.abs(value) * power_of_two(126 + exponent)) * jnp.float32(
-        2.0**MANTISSA_BITS
-    )
+    bits = to_bits(value)
+    magnitude = magnitude_of(bits)
+    moved = magnitude + (exponent << MANTISSA_BITS)
+    steps = jnp.abs(value) * power_of_two(126 + exponent)
+    steps = steps * jnp.float32(2.0**MANTISSA_BITS)
     steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
     subnormal = jnp.minimum(steps, jnp.float32(HIDDEN)).astype(jnp.int32)
-    scaled = jnp.where(value == 0, 0, jnp.where(moved < HIDDEN, subnormal, moved))
-    return jnp.where(magnitude >= INFINITY, bits, scaled | (bits & jnp.int32(SIGN)))
+    scaled = jnp.where(moved < HIDDEN, subnormal, moved)
+    scaled = jnp.where(value == 0, 0, scaled)
+    return jnp.where(magnitude >= INFINITY, bits, scaled | sign_of(bits))
 
 
 def flushed(bits: jax.Array) -> jax.Array:
@@ -167,26 +188,23 @@ def flushed(bits: jax.Array) -> jax.Array:
 
     CPUs drop some subnormals that GPUs keep, and a code has the sign of its zero.
     """
-    return lax.bitcast_convert_type(
-        jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32
-    )
+    return from_bits(jnp.where(magnitude_of(bits) < HIDDEN, 0, bits))
 
 
 def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
-    """Return |x| / |y| in float32 with `digits` mantissa bits, and the last bit set if
-    that is not exact.
+    """Return |x| / |y| in float32 with `digits` mantissa bits, rounded to odd.
 
-    A quotient that is rounded so ("to odd"), and then to fewer bits, is rounded once.
-    This is a long division in integers, 12 bits at a time, because a GPU's float32
-    division is not correctly rounded. Subnormals and x / 0 are 0.
+    The last bit is set if the quotient is not exact. A quotient that is rounded so, and
+    then to fewer bits, is rounded once. This is a long division in integers, 12 bits at
+    a time, because a GPU's float32 division is not correctly rounded. Subnormals and
+    x / 0 are 0.
 
     Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums:
     proved algorithms using rounding to odd".
     """
     exponent, quotient, remainder, _ = _divide(magnitude, divisor, digits)
-    quotient = (quotient << (MANTISSA_BITS - digits)) | (remainder != 0).astype(
-        jnp.int32
-    )
+    sticky = (remainder != 0).astype(jnp.int32)
+    quotient = (quotient << (MANTISSA_BITS - digits)) | sticky
     return _quotient(magnitude, divisor, exponent, quotient)
 
 
@@ -203,10 +221,10 @@ def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
 
 def _divide(
     magnitude: jax.Array, divisor: jax.Array, digits: int
-) -> tuple[jax.Array, ...]:
-    numerator, denominator = (
-        (bits & _MANTISSA) | HIDDEN for bits in (magnitude, divisor)
-    )
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return (biased exponent, quotient, remainder, denominator) of a long division."""
+    numerator = (magnitude & _MANTISSA) | HIDDEN
+    denominator = (divisor & _MANTISSA) | HIDDEN
     smaller = (numerator < denominator).astype(jnp.int32)
     exponent = (magnitude >> MANTISSA_BITS) - (divisor >> MANTISSA_BITS) - smaller + 127
     remainder = (numerator << smaller) - denominator
@@ -216,12 +234,11 @@ def _divide(
         count = min(digits - place, _DIGITS_AT_ONCE)
         # The guess may be off by one. Products may wrap around; their small difference
         # is right.
-        guess = (
-            remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)
-        ).astype(jnp.int32)
-        rest = (remainder << count) - guess * denominator
+        guess = remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)
+        digit = guess.astype(jnp.int32)
+        rest = (remainder << count) - digit * denominator
         change = (rest >= denominator).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
-        quotient = (quotient << count) + (guess + change)
+        quotient = (quotient << count) + (digit + change)
         remainder = rest - change * denominator
     return exponent, quotient, remainder, denominator
 
@@ -229,34 +246,38 @@ def _divide(
 def _quotient(
     magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quotient: jax.Array
 ) -> jax.Array:
+    """Return the float32 of a quotient's exponent and digits."""
     # No float32 has an exponent field above 254; capping it keeps the sum within int32.
     bits = (jnp.minimum(exponent, 254) << MANTISSA_BITS) + (quotient - HIDDEN)
-    bits = jnp.where(exponent > 254, INFINITY - 1, jnp.minimum(bits, INFINITY - 1))
+    largest = INFINITY - 1
+    bits = jnp.where(exponent > 254, largest, jnp.minimum(bits, largest))
     nothing = (magnitude < HIDDEN) | (divisor < HIDDEN) | (exponent < 1)
-    return lax.bitcast_convert_type(jnp.where(nothing, 0, bits), jnp.float32)
+    return from_bits(jnp.where(nothing, 0, bits))
+
+
+def uniform(bits: jax.Array | None) -> jax.Array:
+    """Return uniform float32 values from 0 to 1, exact to 2**-24, of uniform uint32."""
+    assert bits is not None, "stochastic rounding has random bits"
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def round_to_grid(
-    value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None
+    value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None = None
 ) -> jax.Array:
-    """Round values >= 0 to a grid whose steps are normal float32; the grid continues
-    beyond `largest`.
+    """Round values >= 0 to a grid whose steps are normal float32.
 
-    `bits` are uniform uint32 for "stochastic": it rounds up with probability (value -
-    lower) / step, exact to 2**-24.
+    The grid continues beyond `largest`. `bits` are uniform uint32 for "stochastic": it
+    rounds up with probability (value - lower) / step, exact to 2**-24.
     """
     emax = int(np.frexp(grid.largest)[1]) - 1
     # A value of twice the largest binade is beyond the grid whatever its digits are;
     # the cap keeps its step finite.
     capped = jnp.minimum(value, jnp.float32(2.0 ** min(emax + 1, 127)))
-    exponent = lax.bitcast_convert_type(capped, jnp.int32) & INFINITY
-    step_bits = jnp.maximum(exponent, (grid.emin + 127) << MANTISSA_BITS) - (
-        grid.mbits << MANTISSA_BITS
-    )
-    step = lax.bitcast_convert_type(step_bits, jnp.float32)
-    units = capped * lax.bitcast_convert_type(
-        (254 << MANTISSA_BITS) - step_bits, jnp.float32
-    )
+    exponent = to_bits(capped) & INFINITY
+    step_bits = jnp.maximum(exponent, (grid.emin + 127) << MANTISSA_BITS)
+    step_bits = step_bits - (grid.mbits << MANTISSA_BITS)
+    step = from_bits(step_bits)
+    units = capped * from_bits((254 << MANTISSA_BITS) - step_bits)
     if mode == "even":
         return lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN) * step
     if mode == "nearest":
@@ -265,22 +286,19 @@ def round_to_grid(
         return jnp.ceil(units) * step
     lower = jnp.floor(units)
     if mode == "stochastic":
-        assert bits is not None
-        uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-        lower = lower + (uniform < units - lower).astype(jnp.float32)
+        lower = lower + (uniform(bits) < units - lower).astype(jnp.float32)
     return lower * step
 
 
 def round_bits(
-    magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None
+    magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None = None
 ) -> jax.Array:
-    """Round magnitudes to `mbits` bits of mantissa, for numbers with the exponents of
-    float32.
-    """
+    """Round magnitudes to `mbits` bits of mantissa, with the exponents of float32."""
     drop = MANTISSA_BITS - mbits
     if drop == 0:
         return magnitude
-    ones, half = (1 << drop) - 1, 1 << (drop - 1)
+    ones = (1 << drop) - 1
+    half = 1 << (drop - 1)
     added: jax.Array | int
     if mode == "stochastic":  # a carry if the draw is below the dropped bits
         assert bits is not None

@@ -1,13 +1,19 @@
-"""Numbers: `number(code)` describes a float, an integer or an exponent by its bits,
-without arrays and casts.
+"""Numbers: `number(code)` describes a float, an integer or an exponent by its bits.
 
-Grammar of codes:
+There are neither arrays nor casts here. Grammar of codes:
 
-    eXmY[bZ][f|fn|fnuz|inuz]   floats: a sign, X in 1..8 exponent bits, Y in 0..23 mantissa bits, bias Z
-    eXm0[bZ]                   exponents: unsigned powers of two, 2**(code - bias), the last code is NaN
-    intK, uintK                integers of K in 2..32 bits; signed ones are symmetric, -(2**(K-1) - 1) is the smallest
-    floatN, bfloatN            IEEE-like: N in 9..32 for float (e5 up to 16 bits, e8 above), N in 10..32 for bfloat (e8)
-    binary8pP                  IEEE P3109 with precision P in 1..7
+    eXmY[bZ][f|fn|fnuz|inuz]
+        floats: a sign, X in 1..8 exponent bits, Y in 0..23 mantissa bits, bias Z
+    eXm0[bZ]
+        exponents: unsigned powers of two, 2**(code - bias), the last code is NaN
+    intK, uintK
+        integers of K in 2..32 bits; signed ones are symmetric, -(2**(K-1) - 1) is the
+        smallest
+    floatN, bfloatN
+        IEEE-like: N in 9..32 for float (e5 up to 16 bits, e8 above), N in 10..32 for
+        bfloat (e8)
+    binary8pP
+        IEEE P3109 with precision P in 1..7
     a jax or numpy dtype, or its name
 
 The bias defaults to 2**(X-1) - 1, also after `fnuz`. The name of a *dtype* has the bias
@@ -18,12 +24,14 @@ not finite numbers:
     fn      no inf; the one code with all ones is NaN
     fnuz    no inf, no -0; the code of -0 is NaN
     inuz    no -0; the code of -0 is NaN, and all ones are inf
-    f       every code is a finite number (OCP's FP4 and FP6, which ml_dtypes calls `float4_e2m1fn` and so on)
+    f       every code is a finite number (OCP's FP4 and FP6, which ml_dtypes calls
+            `float4_e2m1fn` and so on)
 """
 
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,19 +62,16 @@ _DTYPE_CODES = {
     "float6_e2m3fn": "e2m3f",
     "float6_e3m2fn": "e3m2f",
     "float4_e2m1fn": "e2m1f",
-    **{
-        f"{sign}int{bits}": f"{sign}int{bits}"
-        for sign in ("", "u")
-        for bits in (2, 4, 8, 16, 32)
-    },
 }
 _CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
+for _bits in (2, 4, 8, 16, 32):
+    _CODE_DTYPES[f"int{_bits}"] = f"int{_bits}"
+    _CODE_DTYPES[f"uint{_bits}"] = f"uint{_bits}"
 
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number format, made by `number`: frozen and hashable, equal if the bits mean
-    the same.
+    """A number format, made by `number`: frozen, hashable, equal by content.
 
     Attributes:
       name: the canonical code, such as "e4m3fn".
@@ -133,11 +138,11 @@ class NumberSpec:
             return float(code)
         if self.kind == "exponent":
             return math.ldexp(1.0, code - self.bias)
-        field, mantissa = code >> self.mbits, code & ((1 << self.mbits) - 1)
-        return math.ldexp(
-            mantissa + (field > 0) * (1 << self.mbits),
-            max(field, 1) - self.bias - self.mbits,
-        )
+        field = code >> self.mbits
+        significand = code & ((1 << self.mbits) - 1)
+        if field > 0:
+            significand += 1 << self.mbits
+        return math.ldexp(significand, max(field, 1) - self.bias - self.mbits)
 
     @functools.cached_property
     def max(self) -> float:
@@ -146,8 +151,9 @@ class NumberSpec:
 
     @property
     def min(self) -> float:
-        """The smallest finite value: -max, 0 for unsigned integers, the smallest power
-        of two for exponents.
+        """The smallest finite value.
+
+        It is -max, 0 for unsigned integers, or the smallest power of two for exponents.
         """
         if self.kind == "exponent":
             return self.magnitude(0)
@@ -155,22 +161,25 @@ class NumberSpec:
 
     @functools.cached_property
     def maxfloat(self) -> float:
-        """`max`, but for integers in fixed point: below 2, as a shared power of two
-        scales them (127/64 for int8).
+        """`max`, but for integers in fixed point, below 2.
+
+        A shared power of two scales them: it is 127/64 for int8.
         """
         return math.ldexp(self.max, -self.fixed_point)
 
     @property
     def fixed_point(self) -> int:
-        """The bits behind the point of an integer under an exponent scale: OCP's MXINT8
-        is a number below 2.
+        """The bits behind the point of an integer under an exponent scale.
+
+        OCP's MXINT8 is a number below 2.
         """
         return self.mbits - 1 if self.is_integer else 0
 
     @property
     def is_wide(self) -> bool:
-        """True if it has the exponents of float32, so that rounding to it only drops
-        bits of the mantissa.
+        """True if it has the exponents of float32.
+
+        Rounding to it only drops bits of the mantissa.
         """
         return self.kind == "float" and self.emin == -126
 
@@ -184,8 +193,9 @@ class NumberSpec:
 
     @property
     def unit_shift(self) -> int:
-        """log2 of the unit, at most 0, in which the smallest values without a scale are
-        normal float32.
+        """log2 of the unit in which the smallest values are normal float32.
+
+        It is at most 0 and serves values without a scale.
         """
         return 0 if self.is_integer else min(0, self.emin - self.mbits + 100)
 
@@ -203,19 +213,17 @@ class NumberSpec:
 
     @property
     def eps(self) -> float:
-        """The distance from 1 to the next value above, 2**-mbits; integers count in
-        fixed point.
+        """The distance from 1 to the next value above, 2**-mbits.
+
+        Integers count in fixed point.
         """
         return math.ldexp(1.0, self.is_integer - self.mbits)
 
     @property
     def midmax(self) -> float:
-        """`maxfloat` plus half a step: values above it would not round to
-        `maxfloat`.
-        """
-        return self.maxfloat + math.ldexp(
-            1.0, self.emax - self.mbits + self.is_integer - 1
-        )
+        """`maxfloat` plus half a step; values above it would not round to it."""
+        half_step = self.emax - self.mbits + self.is_integer - 1
+        return self.maxfloat + math.ldexp(1.0, half_step)
 
     @property
     def smallest_normal(self) -> float:
@@ -225,23 +233,23 @@ class NumberSpec:
     @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value; integers count in fixed point."""
-        return math.ldexp(
-            1.0,
-            self.emin
-            - (0 if self.kind == "exponent" else self.mbits - self.is_integer),
-        )
+        if self.kind == "exponent":
+            return self.smallest_normal
+        return math.ldexp(1.0, self.emin - self.mbits + self.is_integer)
 
     @property
     def dtype(self) -> np.dtype | None:
-        """The jax or ml_dtypes dtype with these values and codes, or None; integers do
-        not use the lowest code.
+        """The jax or ml_dtypes dtype with these values and codes, or None.
+
+        Integers do not use its lowest code.
         """
         name = _CODE_DTYPES.get(self.name)
         return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
 
     def number_line(self) -> tuple[float, ...]:
-        """Return all finite values of a number of up to 16 bits, ascending, with one
-        zero.
+        """Return all finite values of a number of up to 16 bits, ascending.
+
+        There is one zero.
 
         Raises:
           ValueError: it has more than 16 bits.
@@ -255,11 +263,16 @@ class NumberSpec:
                 " bits or fewer"
             )
         line = [self.magnitude(code) for code in range(self.largest_code + 1)]
-        return tuple([-v for v in reversed(line[1:])] + line if self.signed else line)
+        if self.signed:
+            line = [-value for value in reversed(line[1:])] + line
+        return tuple(line)
 
 
 def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
     """Return the number that a code describes; the module's docstring has the grammar.
+
+    Use this to look at a format: its range, its step, all its values. `datatype` takes
+    the code itself.
 
     Args:
       code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec,
@@ -271,65 +284,86 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
 
     Source: TensorCast (AMD); IEEE P3109; OCP Microscaling Formats 1.0; ml_dtypes.
 
-    >>> number("e4m3fn").max, number("float8_e4m3fnuz").bias, number("int8").maxfloat
-    (448.0, 8, 1.984375)
+    >>> number("e4m3fn").max, number("int8").maxfloat
+    (448.0, 1.984375)
+    >>> number("float8_e4m3fnuz").bias
+    8
     """
     if isinstance(code, NumberSpec):
         return code
-    if isinstance(code, str):
-        name = code.lower()
-    else:
-        try:
-            # np.dtype(None) is float64, and np.dtype of an array is that of its values,
-            # such as those of a codebook.
-            if code is None or (
-                hasattr(code, "shape") and not isinstance(code, type | np.dtype)
-            ):
-                raise TypeError
-            name = np.dtype(code).name
-        except TypeError as error:
-            raise ValueError(
-                f"a {type(code).__name__} is not a number code; use {GRAMMAR}"
-            ) from error
+    name = code.lower() if isinstance(code, str) else _dtype_name(code)
     return _parse(_DTYPE_CODES.get(name, name), name)
+
+
+def _dtype_name(dtype: "DTypeLike") -> str:
+    # np.dtype(None) is float64, and np.dtype of an array is that of its values, such as
+    # those of a codebook.
+    is_array = hasattr(dtype, "shape") and not isinstance(dtype, type | np.dtype)
+    try:
+        if dtype is None or is_array:
+            raise TypeError
+        return np.dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(
+            f"a {type(dtype).__name__} is not a number code; use {GRAMMAR}"
+        ) from error
 
 
 @functools.cache
 def _parse(code: str, given: str) -> NumberSpec:
-    if found := re.fullmatch(
-        r"e([0-9]{1,3})m([0-9]{1,3})(?:b([0-9]{1,3}))?(f|fn|fnuz|inuz)?", code
-    ):
-        ebits, mbits = int(found[1]), int(found[2])
-        return _float(
-            ebits,
-            mbits,
-            None if found[3] is None else int(found[3]),
-            found[4] or "ieee",
-            given,
-        )
-    if found := re.fullmatch(r"(u?)int([0-9]{1,3})", code):
-        bits = int(found[2])
-        if not 2 <= bits <= 32:
-            raise ValueError(
-                f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}"
-            )
-        if found[1]:
-            return NumberSpec(f"uint{bits}", "uint", 0, bits, 0, "f")
-        return NumberSpec(f"int{bits}", "int", 0, bits - 1, 0, "f")
-    if found := re.fullmatch(r"(b?)float([0-9]{1,3})", code):
-        bits = int(found[2])
-        if not (10 if found[1] else 9) <= bits <= 32:
-            raise ValueError(
-                f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide;"
-                f" use {GRAMMAR}"
-            )
-        ebits = 8 if found[1] or bits > 16 else 5
-        return _float(ebits, bits - 1 - ebits, None, "ieee", given)
-    if found := re.fullmatch(r"binary8p([1-7])", code):
-        precision = int(found[1])
-        bias = 63 if precision == 1 else 1 << (7 - precision)
-        return _float(8 - precision, precision - 1, bias, "inuz", given)
+    """Return the number of a code; `given` is its name in error messages."""
+    for pattern, read in _FORMS.items():
+        found = re.fullmatch(pattern, code)
+        if found:
+            return read(found, given)
     raise ValueError(f"{given!r} is not a number code; use {GRAMMAR}")
+
+
+def _read_float(found: re.Match[str], given: str) -> NumberSpec:
+    ebits, mbits, bias, suffix = found.groups()
+    return _float(
+        int(ebits),
+        int(mbits),
+        None if bias is None else int(bias),
+        suffix or "ieee",
+        given,
+    )
+
+
+def _read_integer(found: re.Match[str], given: str) -> NumberSpec:
+    bits = int(found[2])
+    if not 2 <= bits <= 32:
+        raise ValueError(
+            f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}"
+        )
+    if found[1]:
+        return NumberSpec(f"uint{bits}", "uint", 0, bits, 0, "f")
+    return NumberSpec(f"int{bits}", "int", 0, bits - 1, 0, "f")
+
+
+def _read_ieee(found: re.Match[str], given: str) -> NumberSpec:
+    bits = int(found[2])
+    if not (10 if found[1] else 9) <= bits <= 32:
+        raise ValueError(
+            f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide;"
+            f" use {GRAMMAR}"
+        )
+    ebits = 8 if found[1] or bits > 16 else 5
+    return _float(ebits, bits - 1 - ebits, None, "ieee", given)
+
+
+def _read_p3109(found: re.Match[str], given: str) -> NumberSpec:
+    precision = int(found[1])
+    bias = 63 if precision == 1 else 1 << (7 - precision)
+    return _float(8 - precision, precision - 1, bias, "inuz", given)
+
+
+_FORMS: dict[str, Callable[[re.Match[str], str], NumberSpec]] = {
+    r"e([0-9]{1,3})m([0-9]{1,3})(?:b([0-9]{1,3}))?(f|fn|fnuz|inuz)?": _read_float,
+    r"(u?)int([0-9]{1,3})": _read_integer,
+    r"(b?)float([0-9]{1,3})": _read_ieee,
+    r"binary8p([1-7])": _read_p3109,
+}
 
 
 def _float(
@@ -343,7 +377,8 @@ def _float(
     bias = default if bias is None else bias
     kind = "exponent" if mbits == 0 and infnan == "ieee" else "float"
     suffix = "" if infnan == "ieee" else infnan
-    name = f"e{ebits}m{mbits}{'' if bias == default else f'b{bias}'}{suffix}"
+    own_bias = "" if bias == default else f"b{bias}"
+    name = f"e{ebits}m{mbits}{own_bias}{suffix}"
     spec = NumberSpec(name, kind, ebits, mbits, bias, infnan)  # type: ignore[arg-type]
     if kind == "exponent":
         if ebits < 2 or spec.largest_code - bias > 127 or bias > 127:

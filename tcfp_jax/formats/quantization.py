@@ -1,5 +1,4 @@
-"""Quantized arrays: values on the grid of their number, the scales of tiles, and the
-remainder.
+"""Quantized arrays: values on the grid of their number, scales of tiles, the remainder.
 
 `quantize` makes them, `assemble` multiplies them out, `packing` stores them; for
 subnormals, NaN and inf see `casting`.
@@ -7,8 +6,7 @@ subnormals, NaN and inf see `casting`.
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -19,10 +17,22 @@ from jax import lax
 from tcfp_jax.formats import codebooks, float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
-from tcfp_jax.formats.float_bits import INFINITY, NAN, SIGN, TINY, RoundMode, flushed
+from tcfp_jax.formats.float_bits import (
+    INFINITY,
+    NAN,
+    TINY,
+    Rounding,
+    RoundMode,
+    flushed,
+    from_bits,
+    magnitude_of,
+    sign_of,
+    to_bits,
+)
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.rounding import Modes, round_values
-from tcfp_jax.formats.scales import ScaleMode, Tiling
+from tcfp_jax.formats.rounding import Modes, round_units, round_values
+from tcfp_jax.formats.scale_rules import finite_magnitude
+from tcfp_jax.formats.scales import ScaleMode, ScaleSpec, Tiling
 
 _STEPS_OF_ERROR = 256.0
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -67,321 +77,317 @@ def quantize(
     random: jax.Array | None,
     amax: jax.Array | None = None,
 ) -> QuantizedArray:
-    """Quantize an array that is given by its float32 bits, with uniform uint32 `random`
-    for stochastic rounding.
+    """Quantize an array that is given by its float32 bits.
 
-    If there is a residual, only the residual is rounded stochastically, which makes the
-    sum unbiased. `amax` are the bits of the largest magnitude of the whole tensor, for
-    two levels; None computes it from `bits`.
+    `random` are uniform uint32 for stochastic rounding. If there is a residual, only
+    the residual is rounded stochastically, which makes the sum unbiased. `amax` are the
+    bits of the largest magnitude of the whole tensor, for two levels; None computes it
+    from `bits`.
     """
-    layout = datatype.layout(bits.shape)
     if datatype.residual is None:
-        return _quantize_value(bits, datatype, layout, modes, random, amax)
-    nearest = (
-        replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
-    )
-    parts = _quantize_value(bits, datatype, layout, nearest, None)
-    rest = layout.join(
-        _rest_of(layout.split(bits), _assemble_value(parts, datatype), _unit(parts))
-    )
+        return _quantize_value(bits, datatype, modes, random, amax)
+    nearest = modes
+    if modes.roundmode == "stochastic":
+        nearest = replace(modes, roundmode="even")
+    parts = _quantize_value(bits, datatype, nearest, None, None)
+    layout = datatype.layout(bits.shape)
+    rounded = _assemble_value(parts, datatype)
+    rest = layout.join(_rest_of(layout.split(bits), rounded, _unit(parts)))
     return parts._replace(residual=quantize(rest, datatype.residual, modes, random))
 
 
 def _quantize_value(
     bits: jax.Array,
     datatype: DataType,
-    layout: Tiling,
     modes: Modes,
     random: jax.Array | None,
-    amax_tensor: jax.Array | None = None,
+    amax: jax.Array | None,
 ) -> QuantizedArray:
-    bits = layout.split(bits)
-    random = None if random is None else layout.split(random)
-    magnitude = bits & ~jnp.int32(SIGN)
-    number, scale = datatype.number, datatype.scale
+    """Return the parts of an array without a residual."""
+    number = datatype.number
+    scale = datatype.scale
     if scale is None:
-        if isinstance(number, CodebookSpec):
-            # no index means NaN; `pack` stores the index of 0
-            nan = magnitude > INFINITY
-            value = jnp.where(nan, jnp.float32(0), flushed(bits))
-            return QuantizedArray(
-                codebooks.search(value, number, (), modes.roundmode, random)[0], nan=nan
-            )
-        return QuantizedArray(round_values(bits, number, modes, random))
+        return _quantize_unscaled(bits, number, modes, random)
+    layout = datatype.layout(bits.shape)
+    if random is not None:
+        random = layout.split(random)
+    tiles = _Tiles(layout.split(bits), number, scale, layout, modes, random)
     if scale.zero is not None:
-        assert isinstance(number, NumberSpec)
-        return _quantize_asymmetric(bits, number, datatype, layout, modes, random)
-    amax = jnp.max(
-        scale_rules.finite_magnitude(magnitude),
-        axis=layout.tile_axes,
-        keepdims=True,
-        initial=0,
-    )
-    lost = None
-    if not number.has_nan:
-        lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
-
-    def rounded(parts: QuantizedArray, units: jax.Array) -> QuantizedArray:
-        if isinstance(number, NumberSpec):
-            return parts._replace(
-                value=round_values(bits, number, modes, random, units)
-            )
-        signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
-        signed = jnp.where(bits < 0, -signed, signed)
-        index, selector = codebooks.search(
-            signed, number, layout.subtile_axes, modes.roundmode, random
-        )
-        return parts._replace(value=index, selector=selector)
-
+        return tiles.with_zero_points(scale.zero)
     if scale.number.kind == "exponent":
-        parts = _exponent_scales(
-            magnitude, amax, datatype, layout, modes.of_scale(scale)
-        )
-        parts = parts._replace(nan=jnp.zeros_like(amax, bool) if lost is None else lost)
-        at = lambda parts: rounded(
-            parts,
-            float_bits.scale_down(magnitude, _exponent_of(parts) - number.fixed_point),
-        )
-        if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
-            return at(parts)
-        return _better_half(at, parts, bits, datatype, layout)
-    candidates = _float_scales(magnitude, amax, amax_tensor, datatype, modes)
-
-    def over(parts: QuantizedArray) -> QuantizedArray:
-        divisor = lax.bitcast_convert_type(_factor_of(parts), jnp.int32)
-        return rounded(
-            parts, float_bits.divide_to_odd(magnitude, divisor, modes.digits(number))
-        )
-
-    parts = functools.reduce(
-        functools.partial(_better_scale, magnitude, layout), map(over, candidates)
-    )
-    assert parts.scale is not None
-    return (
-        parts
-        if lost is None
-        else parts._replace(scale=jnp.where(lost, jnp.float32(jnp.nan), parts.scale))
-    )
+        return tiles.with_powers_of_two()
+    return tiles.with_float_scales(amax)
 
 
-def _exponent_scales(
-    magnitude: jax.Array,
-    amax: jax.Array,
-    datatype: DataType,
-    layout: Tiling,
-    mode: ScaleMode,
-) -> QuantizedArray:
-    scale, number = datatype.scale, datatype.number
-    assert scale is not None
-    exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, mode)
-    parts = QuantizedArray(magnitude, exponent=exponent)
-    if not scale.offset:
-        return parts
-    sub = jnp.max(
-        scale_rules.finite_magnitude(magnitude),
-        axis=layout.subtile_axes,
-        keepdims=True,
-        initial=0,
-    )
-    _, sub_wanted = scale_rules.choose_exponent(sub, number, scale.number, mode)
-    return parts._replace(
-        offset=jnp.clip(exponent - sub_wanted, 0, (1 << scale.offset) - 1)
-    )
-
-
-def _exponent_of(parts: QuantizedArray) -> jax.Array:
-    """Return the exponent of a value's scale: the exponent of its tile minus the offset
-    of its subtile.
-    """
-    assert parts.exponent is not None
-    return parts.exponent if parts.offset is None else parts.exponent - parts.offset
-
-
-def _better_half(
-    at: Callable[[QuantizedArray], QuantizedArray],
-    parts: QuantizedArray,
+def _quantize_unscaled(
     bits: jax.Array,
-    datatype: DataType,
-    layout: Tiling,
-) -> QuantizedArray:
-    """Return `at` with each tile's exponent, or with one less if that leaves the
-    smaller squared error.
-    """
-    scale, number = datatype.scale, datatype.number
-    assert scale is not None and parts.exponent is not None
-    covering, finite = parts.exponent, (bits & ~jnp.int32(SIGN)) < INFINITY
-    x = _in_units(jnp.where(finite, bits, 0), covering - number.fixed_point)
-    largest = (
-        number.maxfloat if isinstance(number, CodebookSpec) else number.grid.largest
-    )
-    # Errors count in 1/256 of a unit, or the power of two above it that keeps the sum
-    # of their squares below 2**31. That holds for errors of at most largest / 2, as
-    # half the scale makes them; a larger error counts as the limit. Where that leaves
-    # less than 64 steps between the largest values, each square has 31 bits, and their
-    # sum 64.
-    count = math.prod(x.shape[axis] for axis in layout.tile_axes)
-    steps_of = lambda limit: min(
-        _STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2)))
-    )
-    limit = math.isqrt((2**31 - 1) // max(count, 1))
-    top = math.frexp(largest)[1] - 1
-    apart = (
-        largest / 16
-        if isinstance(number, CodebookSpec)
-        else 2.0 ** (top - number.grid.mbits)
-    )
-    limit = 46340 if steps_of(limit) < min(_STEPS_OF_ERROR, 64 / apart) else limit
-    steps = steps_of(limit)
-
-    def error(rounded: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-        value = _look_up(rounded, number) * float_bits.power_of_two(
-            _exponent_of(rounded) - covering
-        )
-        steps_off = jnp.where(finite, x - value, 0) * jnp.float32(steps)
-        whole = jnp.clip(
-            lax.round(steps_off, lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit
-        )
-        return float_bits.sum_squares(whole.astype(jnp.int32), layout.tile_axes, limit)
-
-    wide = at(parts)
-    # Only tiles of zeros have the smallest exponent.
-    narrow = at(
-        parts._replace(exponent=jnp.maximum(covering - 1, scale.number.emin + 1))
-    )
-    (high, low), (other, rest) = error(narrow), error(wide)
-    better = (high < other) | ((high == other) & (low < rest))
-    return jax.tree.map(
-        lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide
-    )
-
-
-def _unit(parts: QuantizedArray) -> jax.Array:
-    return jnp.int32(0) if parts.exponent is None else parts.exponent
-
-
-def _float_scales(
-    magnitude: jax.Array,
-    amax: jax.Array,
-    amax_tensor: jax.Array | None,
-    datatype: DataType,
+    number: NumberSpec | CodebookSpec,
     modes: Modes,
-) -> list[QuantizedArray]:
-    """Return parts with each of the scales among which tiles choose, without rounded
-    values.
-    """
-    scale, number = datatype.scale, datatype.number
-    assert scale is not None
-    largest = number.maxfloat if isinstance(number, CodebookSpec) else number.max
-    covers = modes.roundmode == "stochastic"
-    if scale.outer is None:
-        chosen = scale_rules.choose_scale(
-            amax, largest, scale.number, "up" if covers else "even"
-        )
-        return [QuantizedArray(magnitude, scale=chosen)]
-    rule = modes.of_scale(scale) if number.name == "e2m1f" else "max"
-    whole = jnp.max(amax, initial=0) if amax_tensor is None else amax_tensor
-    outer = scale_rules.choose_outer(whole, largest, scale.number, scale.outer, rule)
-    tiles = scale_rules.tile_scales(amax, outer, largest, scale.number, rule, covers)
-    return [QuantizedArray(magnitude, scale=tile, outer=outer) for tile in tiles]
-
-
-def _better_scale(
-    magnitude: jax.Array, layout: Tiling, best: QuantizedArray, other: QuantizedArray
+    random: jax.Array | None,
 ) -> QuantizedArray:
-    """Return the parts with the smaller squared error for each tile, `best` if both are
-    equal.
+    if isinstance(number, NumberSpec):
+        return QuantizedArray(round_values(bits, number, modes, random))
+    # No index means NaN; `pack` stores the index of 0.
+    nan = magnitude_of(bits) > INFINITY
+    value = jnp.where(nan, jnp.float32(0), flushed(bits))
+    index, _ = codebooks.search(value, number, (), modes.roundmode, random)
+    return QuantizedArray(index, nan=nan)
 
-    The error of a tile is the sum of (round(256 |x| / scale) - 256 value)**2, an
-    integer, times scale**2.
-    """
-    one, finite = float_bits.to_bits(jnp.float32(1)), magnitude < INFINITY
-    x = flushed(jnp.where(finite, magnitude, 0))
 
-    def error(parts: QuantizedArray) -> jax.Array:
-        assert parts.scale is not None
+@dataclass(frozen=True)
+class _Tiles:
+    """The bits of an array, split into tiles, and all that decides their rounding."""
+
+    bits: jax.Array
+    number: NumberSpec | CodebookSpec
+    scale: ScaleSpec
+    layout: Tiling
+    modes: Modes
+    random: jax.Array | None
+
+    @functools.cached_property
+    def magnitude(self) -> jax.Array:
+        """The bits of |x|."""
+        return magnitude_of(self.bits)
+
+    def amax(self, axes: tuple[int, ...]) -> jax.Array:
+        """Return the bits of the largest finite magnitude over `axes`."""
+        finite = finite_magnitude(self.magnitude)
+        return jnp.max(finite, axis=axes, keepdims=True, initial=0)
+
+    def lost(self) -> jax.Array:
+        """Return the tiles that a NaN makes NaN, because the number has none."""
+        nan = self.magnitude > INFINITY
+        if self.number.has_nan:
+            nan = jnp.zeros_like(nan)
+        return jnp.any(nan, axis=self.layout.tile_axes, keepdims=True)
+
+    def rounded(self, units: jax.Array) -> QuantizedArray:
+        """Return the values of |x| / scale, without their scales."""
+        number = self.number
+        if isinstance(number, NumberSpec):
+            return QuantizedArray(
+                round_units(units, self.bits, number, self.modes, self.random)
+            )
+        largest = jnp.float32(number.max)
+        units = jnp.where(self.magnitude >= INFINITY, largest, units)
+        signed = jnp.where(self.bits < 0, -units, units)
+        axes = self.layout.subtile_axes
+        index, selector = codebooks.search(
+            signed, number, axes, self.modes.roundmode, self.random
+        )
+        return QuantizedArray(index, selector=selector)
+
+    def with_powers_of_two(self) -> QuantizedArray:
+        """Return values with exponent scales."""
+        number = self.number
+        mode = self.modes.of_scale(self.scale)
+        amax = self.amax(self.layout.tile_axes)
+        exponent, _ = scale_rules.choose_exponent(amax, number, self.scale.number, mode)
+        offset = None
+        if self.scale.offset:
+            amax = self.amax(self.layout.subtile_axes)
+            _, wanted = scale_rules.choose_exponent(
+                amax, number, self.scale.number, mode
+            )
+            offset = jnp.clip(exponent - wanted, 0, (1 << self.scale.offset) - 1)
+        nan = self.lost()
+
+        def at(exponent: jax.Array) -> QuantizedArray:
+            unit = _without(exponent, offset) - number.fixed_point
+            parts = self.rounded(float_bits.scale_down(self.magnitude, unit))
+            return parts._replace(exponent=exponent, offset=offset, nan=nan)
+
+        covering = at(exponent)
+        if mode != "mse" or self.modes.roundmode == "stochastic":
+            return covering
+        # Only tiles of zeros have the smallest exponent.
+        half = jnp.maximum(exponent - 1, self.scale.number.emin + 1)
+        narrow = at(half)
+        unit = exponent - number.fixed_point
+        better = float_bits.is_smaller(
+            self._error_of_power(narrow, _without(half, offset) - exponent, unit),
+            self._error_of_power(covering, _without(exponent, offset) - exponent, unit),
+        )
+        return jax.tree.map(functools.partial(jnp.where, better), narrow, covering)
+
+    def _error_of_power(
+        self, parts: QuantizedArray, shift: jax.Array, unit: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the squared error of each tile, in units of 2**unit.
+
+        Values are those of the parts, times 2**shift.
+        """
+        axes = self.layout.tile_axes
+        count = math.prod(self.bits.shape[axis] for axis in axes)
+        limit, steps = _error_steps(self.number, count)
+        finite = self.magnitude < INFINITY
+        x = _in_units(jnp.where(finite, self.bits, 0), unit)
+        value = _look_up(parts, self.number) * float_bits.power_of_two(shift)
+        error = jnp.where(finite, x - value, 0) * jnp.float32(steps)
+        error = lax.round(error, lax.RoundingMethod.TO_NEAREST_EVEN)
+        whole = jnp.clip(error, -limit, limit).astype(jnp.int32)
+        return float_bits.sum_squares(whole, axes, limit)
+
+    def with_float_scales(self, amax_tensor: jax.Array | None) -> QuantizedArray:
+        """Return values with float scales, by two levels if the scale has them."""
+        outer, candidates = self._float_scales(amax_tensor)
+        digits = self.modes.digits(self.number)
+
+        def at(scale: jax.Array) -> QuantizedArray:
+            divisor = to_bits(_factor(scale, outer))
+            units = float_bits.divide_to_odd(self.magnitude, divisor, digits)
+            return self.rounded(units)
+
+        scale, *others = candidates
+        parts = at(scale)
+        for other_scale in others:
+            other = at(other_scale)
+            better = self._error_of_scale(other, other_scale, outer) < (
+                self._error_of_scale(parts, scale, outer)
+            )
+            scale = jnp.where(better, other_scale, scale)
+            value = jnp.where(better, other.value, parts.value)
+            parts = parts._replace(value=value)
+        scale = jnp.where(self.lost(), jnp.float32(jnp.nan), scale)
+        return parts._replace(scale=scale, outer=outer)
+
+    def _float_scales(
+        self, amax_tensor: jax.Array | None
+    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        """Return (the tensor's scale or None, those among which tiles choose)."""
+        scale = self.scale
+        amax = self.amax(self.layout.tile_axes)
+        largest = _largest(self.number)
+        covers = self.modes.roundmode == "stochastic"
+        if scale.outer is None:
+            mode: Rounding = "up" if covers else "even"
+            return None, [scale_rules.choose_scale(amax, largest, scale.number, mode)]
+        rule: ScaleMode = "max"
+        if self.number.name == "e2m1f":
+            rule = self.modes.of_scale(scale)
+        if amax_tensor is None:
+            amax_tensor = jnp.max(amax, initial=0)
+        outer = scale_rules.choose_outer(
+            amax_tensor, largest, scale.number, scale.outer, rule
+        )
+        return outer, scale_rules.tile_scales(
+            amax, outer, largest, scale.number, rule, covers
+        )
+
+    def _error_of_scale(
+        self, parts: QuantizedArray, scale: jax.Array, outer: jax.Array | None
+    ) -> jax.Array:
+        """Return the squared error of each tile.
+
+        It is the sum of (round(256 |x| / scale) - 256 value)**2, an integer, times
+        scale**2.
+        """
+        finite = self.magnitude < INFINITY
+        x = flushed(jnp.where(finite, self.magnitude, 0))
         # The kernel rounds this quotient twice; here it only has to be the same on
         # every backend.
-        inverse = float_bits.divide(
-            one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32)
-        )
+        one = to_bits(jnp.float32(1))
+        inverse = float_bits.divide(one, to_bits(_factor(scale, outer)))
         value = jnp.where(finite, jnp.abs(parts.value), 0)
         # Units beyond 8, under an amax that is too small, count as 8: then 256 squares
         # fit int32.
         steps = jnp.minimum(x * inverse * jnp.float32(_STEPS_OF_ERROR), 2048.0)
         steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
         errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
-        total = jnp.sum(jnp.square(errors), axis=layout.tile_axes, keepdims=True)
-        return total.astype(jnp.float32) * jnp.square(parts.scale)
+        total = jnp.sum(jnp.square(errors), axis=self.layout.tile_axes, keepdims=True)
+        return total.astype(jnp.float32) * jnp.square(scale)
 
-    better = error(other) < error(best)
-    chosen = lambda a, b: jnp.where(better, a, b)
-    return best._replace(
-        value=chosen(other.value, best.value), scale=chosen(other.scale, best.scale)
-    )
+    def with_zero_points(self, zero_number: NumberSpec) -> QuantizedArray:
+        """Return unsigned integers with float scales and zero points.
+
+        A value is `round((x + zero) / scale)` with a float zero, and
+        `round(x / scale) + zero` otherwise.
+        """
+        number = self.number
+        assert isinstance(number, NumberSpec), "datatypes refuse codebooks with zeros"
+        largest = jnp.float32(number.max)
+        axes = self.layout.tile_axes
+        x = flushed(jnp.where(self.magnitude < INFINITY, self.bits, 0))
+        low = jnp.min(x, axis=axes, keepdims=True, initial=0)
+        high = jnp.max(x, axis=axes, keepdims=True, initial=0)
+        span = jnp.minimum(high - low, jnp.float32(_LARGEST_FLOAT))
+        factor = scale_rules.choose_scale(to_bits(span), number.max, self.scale.number)
+        digits = self.modes.digits(number)
+
+        def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
+            units = float_bits.divide_to_odd(
+                to_bits(jnp.abs(values)), to_bits(factor), digits
+            )
+            steps = float_bits.round_to_grid(units, number.grid, mode, self.random)
+            return jnp.minimum(steps, 2 * largest)
+
+        if zero_number.is_integer:
+            zero = jnp.minimum(divided(low, "even"), largest)
+            steps = divided(x, self.modes.roundmode)
+            codes = jnp.where(x < 0, -steps, steps) + zero
+        else:
+            zero = scale_rules.round_scale(-low, zero_number)
+            shifted = x + zero
+            steps = divided(shifted, self.modes.roundmode)
+            codes = jnp.where(shifted < 0, jnp.float32(0), steps)
+        infinite = jnp.where(self.bits < 0, jnp.float32(0), largest)
+        codes = jnp.clip(codes, 0, number.max)
+        codes = jnp.where(self.magnitude == INFINITY, infinite, codes)
+        factor = jnp.where(self.lost(), jnp.float32(jnp.nan), factor)
+        return QuantizedArray(codes, scale=factor, zero=zero)
 
 
-def _factor_of(parts: QuantizedArray) -> jax.Array:
+def _largest(number: NumberSpec | CodebookSpec) -> float:
+    """Return the value that scales map the largest magnitude of a tile to."""
+    return number.maxfloat if isinstance(number, CodebookSpec) else number.max
+
+
+def _error_steps(number: NumberSpec | CodebookSpec, count: int) -> tuple[int, float]:
+    """Return (the largest error that counts, the steps in a unit) for tiles of `count`.
+
+    Errors count in 1/256 of a unit, or the power of two above it that keeps the sum of
+    their squares below 2**31. That holds for errors of at most largest / 2, as half the
+    scale makes them; a larger error counts as the limit. If that leaves less than 64
+    steps between the largest values, each square has 31 bits, and their sum 64.
+    """
+    largest = _largest(number)
+    if isinstance(number, CodebookSpec):
+        apart = largest / 16
+    else:
+        apart = 2.0 ** (math.frexp(largest)[1] - 1 - number.grid.mbits)
+    limit = math.isqrt((2**31 - 1) // max(count, 1))
+    steps = _steps_within(limit, largest)
+    if steps < min(_STEPS_OF_ERROR, 64 / apart):
+        limit = math.isqrt(2**31 - 1)
+        steps = _steps_within(limit, largest)
+    return limit, steps
+
+
+def _steps_within(limit: int, largest: float) -> float:
+    """Return the most steps in a unit, such that largest / 2 is within `limit`."""
+    steps = 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2)))
+    return min(_STEPS_OF_ERROR, steps)
+
+
+def _without(exponent: jax.Array, offset: jax.Array | None) -> jax.Array:
+    """Return the exponent of a value: that of its tile minus its subtile's offset."""
+    return exponent if offset is None else exponent - offset
+
+
+def _factor(scale: jax.Array, outer: jax.Array | None) -> jax.Array:
     """Return the factor of the values of each tile."""
-    assert parts.scale is not None
-    return parts.scale if parts.outer is None else _settled(parts.scale * parts.outer)
+    return scale if outer is None else _settled(scale * outer)
 
 
 def _settled(values: jax.Array) -> jax.Array:
-    """Return products with subnormals as zero and inf as the largest float32; NaN and
-    the sign of zero stay.
+    """Return products with subnormals as zero and inf as the largest float32.
+
+    NaN and the sign of zero stay.
     """
     small = jnp.abs(values) < TINY
     clipped = jnp.clip(values, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     return jnp.where(small, jnp.copysign(jnp.float32(0), values), clipped)
-
-
-def _quantize_asymmetric(
-    bits: jax.Array,
-    number: NumberSpec,
-    datatype: DataType,
-    layout: Tiling,
-    modes: Modes,
-    random: jax.Array | None,
-) -> QuantizedArray:
-    """Return unsigned integers: `round((x + zero) / scale)` with a float zero,
-    `round(x / scale) + zero` otherwise.
-    """
-    scale = datatype.scale
-    assert scale is not None and scale.zero is not None
-    magnitude = bits & ~jnp.int32(SIGN)
-    x = jnp.where(magnitude < INFINITY, flushed(bits), jnp.float32(0))
-    low = jnp.min(x, axis=layout.tile_axes, keepdims=True, initial=0)
-    high = jnp.max(x, axis=layout.tile_axes, keepdims=True, initial=0)
-    span = jnp.minimum(high - low, jnp.float32(_LARGEST_FLOAT))
-    factor = scale_rules.choose_scale(
-        lax.bitcast_convert_type(span, jnp.int32), number.max, scale.number
-    )
-    divisor, grid = lax.bitcast_convert_type(factor, jnp.int32), number.grid
-
-    def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
-        as_bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-        units = float_bits.divide_to_odd(as_bits, divisor, modes.digits(number))
-        return jnp.minimum(
-            float_bits.round_to_grid(units, grid, mode, random),
-            2 * jnp.float32(number.max),
-        )
-
-    if scale.zero.is_integer:
-        zero = jnp.minimum(divided(low, "even"), jnp.float32(number.max))
-        steps = divided(x, modes.roundmode)
-        codes = jnp.where(x < 0, -steps, steps) + zero
-    else:
-        zero = scale_rules.round_scale(-low, scale.zero)
-        shifted = x + zero
-        codes = jnp.where(
-            shifted < 0, jnp.float32(0), divided(shifted, modes.roundmode)
-        )
-    infinite = jnp.where(bits < 0, jnp.float32(0), jnp.float32(number.max))
-    codes = jnp.where(magnitude == INFINITY, infinite, jnp.clip(codes, 0, number.max))
-    lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
-    return QuantizedArray(
-        codes, scale=jnp.where(lost, jnp.float32(jnp.nan), factor), zero=zero
-    )
 
 
 # Assemble
@@ -394,52 +400,55 @@ def assemble(
     """Return the float32 bits of the array of `shape` that parts stand for."""
     layout = datatype.layout(shape)
     bits = _assemble_value(parts, datatype)
-    if datatype.residual is not None:
-        assert parts.residual is not None
-        rest = layout.split(assemble(parts.residual, datatype.residual, shape))
-        bits = _add_rest(bits, rest, _unit(parts))
+    if parts.residual is not None and datatype.residual is not None:
+        rest = assemble(parts.residual, datatype.residual, shape)
+        bits = _add_rest(bits, layout.split(rest), _unit(parts))
     return layout.join(bits)
 
 
 def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> jax.Array:
     """Return the float32 values of a number in its own units."""
-    if isinstance(number, CodebookSpec):
-        tables = number.levels()
-        if parts.selector is None:
-            return tables[0][parts.value]
-        # A damaged selector may name a table that does not exist.
-        index = parts.value + parts.selector * tables.shape[1]
-        return tables.reshape(-1).at[index].get(mode="fill", fill_value=jnp.nan)
-    return parts.value
+    if isinstance(number, NumberSpec):
+        return parts.value
+    tables = number.levels()
+    if parts.selector is None:
+        return tables[0][parts.value]
+    # A damaged selector may name a table that does not exist.
+    index = parts.value + parts.selector * tables.shape[1]
+    return tables.reshape(-1).at[index].get(mode="fill", fill_value=jnp.nan)
 
 
 def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
-    """Return the float32 bits of values without their residual, still split into
-    tiles.
-    """
-    number, scale = datatype.number, datatype.scale
+    """Return the float32 bits of values without their residual, split into tiles."""
+    number = datatype.number
     value = _look_up(parts, number)
-    if scale is None:
-        bits = lax.bitcast_convert_type(value, jnp.int32)
-        return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
-    if parts.exponent is not None:
-        exponent = _exponent_of(parts)
+    if parts.scale is not None:
+        zero = None if datatype.scale is None else datatype.scale.zero
+        result = _multiplied(value, parts.scale, parts, zero)
+        if not number.has_negative_zero:
+            result = jnp.where(result == 0, jnp.float32(0), result)
+        return jnp.where(jnp.isnan(result), NAN, to_bits(result))
+    if parts.exponent is None:
+        bits = to_bits(value)
+    else:
+        exponent = _without(parts.exponent, parts.offset)
         bits = float_bits.scale_up(value, exponent - number.fixed_point)
-        return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
-    assert parts.scale is not None
-    if parts.zero is None:
+    return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
+
+
+def _multiplied(
+    value: jax.Array, scale: jax.Array, parts: QuantizedArray, zero: NumberSpec | None
+) -> jax.Array:
+    """Return values times their float scales, without their zero points."""
+    if parts.zero is None or zero is None:
+        product = _settled(value * _factor(scale, parts.outer))
         # An inf stays inf under every scale, even 0, which is the scale of a tile
         # without other values.
-        result = jnp.where(jnp.isinf(value), value, _settled(value * _factor_of(parts)))
-    elif scale.zero is not None and scale.zero.is_integer:
-        result = _settled((value - parts.zero) * parts.scale)
-    else:
-        # abs keeps the compiler from fusing product and difference into one rounding.
-        result = _settled(jnp.abs(value * parts.scale) - parts.zero)
-    if not number.has_negative_zero:
-        result = jnp.where(result == 0, jnp.float32(0), result)
-    bits = lax.bitcast_convert_type(result, jnp.int32)
-    return jnp.where(jnp.isnan(result), NAN, bits)
+        return jnp.where(jnp.isinf(value), value, product)
+    if zero.is_integer:
+        return _settled((value - parts.zero) * scale)
+    # abs keeps the compiler from fusing product and difference into one rounding.
+    return _settled(jnp.abs(value * scale) - parts.zero)
 
 
 # Remainder
@@ -450,36 +459,37 @@ def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
 # is, and the sum is rounded to float32 once.
 
 
+def _unit(parts: QuantizedArray) -> jax.Array:
+    return jnp.int32(0) if parts.exponent is None else parts.exponent
+
+
 def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
-    """Return the bits of (x - rounded) / 2**unit; 0 for a subnormal, and if `x` or
-    `rounded` is not finite.
+    """Return the bits of (x - rounded) / 2**unit.
+
+    They are 0 for a subnormal, and if `x` or `rounded` is not finite.
     """
     difference = _in_units(bits, unit) - _in_units(rounded, unit)
-    infinite = (
-        jnp.maximum(bits & ~jnp.int32(SIGN), rounded & ~jnp.int32(SIGN)) >= INFINITY
-    )
-    keep = ~infinite & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
-    return lax.bitcast_convert_type(
-        jnp.where(keep, difference, jnp.float32(0)), jnp.int32
-    )
+    larger = jnp.maximum(magnitude_of(bits), magnitude_of(rounded))
+    keep = larger < INFINITY
+    keep = keep & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
+    return to_bits(jnp.where(keep, difference, jnp.float32(0)))
 
 
 def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
-    """Return the bits of rounded + rest * 2**unit, at most the largest float32; only
-    `rounded` if it is not finite.
+    """Return the bits of rounded + rest * 2**unit, at most the largest float32.
+
+    They are those of `rounded` if it is not finite.
     """
     total = _in_units(rounded, unit) + flushed(rest)
     total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
     bits = float_bits.scale_up(total, unit)
-    largest = jnp.int32(INFINITY - 1) | (bits & jnp.int32(SIGN))
-    bits = jnp.where(
-        jnp.isfinite(total) & ((bits & ~jnp.int32(SIGN)) >= INFINITY), largest, bits
-    )
-    return jnp.where((rounded & ~jnp.int32(SIGN)) >= INFINITY, rounded, bits)
+    overflow = jnp.isfinite(total) & (magnitude_of(bits) >= INFINITY)
+    largest = jnp.int32(INFINITY - 1) | sign_of(bits)
+    bits = jnp.where(overflow, largest, bits)
+    return jnp.where(magnitude_of(rounded) >= INFINITY, rounded, bits)
 
 
 def _in_units(bits: jax.Array, unit: jax.Array) -> jax.Array:
     """Return the signed float32 values of bits, divided by 2**unit."""
-    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
-    units = lax.bitcast_convert_type(float_bits.scale_down(magnitude, unit), jnp.int32)
-    return lax.bitcast_convert_type(units | sign, jnp.float32)
+    units = to_bits(float_bits.scale_down(magnitude_of(bits), unit))
+    return from_bits(units | sign_of(bits))

@@ -1,20 +1,23 @@
-"""Hadamard rotations: an orthonormal mix of neighbours, which spreads outliers before a
-cast and can be undone.
+"""Hadamard rotations: an orthonormal mix of neighbours that can be undone.
 
-`rotate` defines them. `rotate_arrays` computes the same sums in the same order, with
-one array for each value.
+A rotation spreads outliers before a cast. `rotate` defines it. `rotate_arrays` computes
+the same sums in the same order, with one array for each value.
 """
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_kernels.checks import check_choice
 from tcfp_jax.formats.float_bits import TINY
+
+Direction = Literal["forward", "inverse"]
+_SIZES = tuple(1 << power for power in range(1, 11))
 
 
 def rotate(
@@ -23,16 +26,19 @@ def rotate(
     *,
     signs: ArrayLike | None = None,
     dim: int = -1,
-    direction: Literal["forward", "inverse"] = "forward",
+    direction: Direction = "forward",
 ) -> jax.Array:
-    """Multiply every `size` values along `dim` by a Hadamard matrix over sqrt(size),
-    optionally with random signs.
+    """Multiply every `size` values along `dim` by a Hadamard matrix over sqrt(size).
 
-        forward: y = (x * signs) H / sqrt(size)        inverse: x = (y H / sqrt(size)) * signs
+        forward: y = (x * signs) H / sqrt(size)
+        inverse: x = (y H / sqrt(size)) * signs
 
     H is Sylvester's matrix, symmetric, with entries 1 and -1. If both operands of a
     product are rotated along the contraction, the product does not change: NVFP4
     training rotates both operands of weight gradients.
+
+    Use this before a cast to few bits if single values are much larger than their
+    neighbours, and choose random `signs` if they may be alike.
 
     Args:
       x: real floats of any shape; arithmetic is float32, where subnormal numbers count
@@ -62,13 +68,8 @@ def rotate(
         raise TypeError(
             f"x is {array.dtype}; rotations take real floats, such as x.astype(float32)"
         )
-    if not isinstance(direction, str) or direction not in ("forward", "inverse"):
-        raise ValueError(
-            f'direction={direction!r} is unknown; use "forward" or "inverse"'
-        )
-    if not isinstance(size, int | np.integer) or size not in [
-        1 << power for power in range(1, 11)
-    ]:
+    check_choice("direction", direction, get_args(Direction))
+    if not isinstance(size, int | np.integer) or size not in _SIZES:
         raise ValueError(f"size={size!r} is not a power of two from 2 to 1024; use 16")
     check_axis(dim, array.shape)
     if array.shape[dim] % size:
@@ -79,20 +80,16 @@ def rotate(
     rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
     flips = jnp.ones(size, jnp.float32) if signs is None else checked_signs(signs, size)
     groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
-    groups = (
-        _hadamard(groups * flips, size)
-        if direction == "forward"
-        else _hadamard(groups, size) * flips
-    )
-    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(
-        array.dtype
-    )
+    if direction == "forward":
+        groups = _hadamard(groups * flips, size)
+    else:
+        groups = _hadamard(groups, size) * flips
+    rotated = _flushed(groups).reshape(rows.shape)
+    return jnp.moveaxis(rotated, -1, dim).astype(array.dtype)
 
 
 def check_axis(dim: object, shape: tuple[int, ...], name: str = "dim") -> None:
-    """Raise a ValueError unless `dim` is an axis of an array of this shape, negative or
-    not.
-    """
+    """Raise a ValueError unless `dim`, negative or not, is an axis of this shape."""
     if not shape:
         raise ValueError(
             f"{name}={dim!r} of a number, which has no axis; pass an array"
@@ -105,17 +102,18 @@ def check_axis(dim: object, shape: tuple[int, ...], name: str = "dim") -> None:
 
 
 def checked_signs(signs: ArrayLike, size: int) -> jax.Array:
-    """Return `signs` in float32; a ValueError unless they are `size` of 1 and -1, as
-    far as they are not traced.
+    """Return `signs` in float32.
+
+    Raises:
+      ValueError: they are not `size` of 1 and -1, as far as they are not traced.
     """
     flips = jnp.asarray(signs)
     if flips.shape != (size,):
         raise ValueError(
             f"signs have shape {flips.shape}; give {size} of them, each 1 or -1"
         )
-    if not isinstance(flips, jax.core.Tracer) and not bool(
-        jnp.all(jnp.abs(flips) == 1)
-    ):
+    known = not isinstance(flips, jax.core.Tracer)
+    if known and not bool(jnp.all(jnp.abs(flips) == 1)):
         raise ValueError(
             "signs hold something else than 1 and -1; use jax.random.rademacher(key,"
             " (size,))"
@@ -133,30 +131,37 @@ def rotate_arrays(
     signs: list[jax.Array],
     flush: Callable[[jax.Array], jax.Array] = _flushed,
 ) -> list[jax.Array]:
-    """Return the bits of `rotate` for values in float32 arrays of their own; a kernel
-    passes its own `flush`.
+    """Return the bits of `rotate` for values in float32 arrays of their own.
+
+    A kernel passes its own `flush`.
     """
-    values, half = (
-        [flush(value) * sign for value, sign in zip(values, signs, strict=True)],
-        1,
-    )
-    while half < len(values):
-        values = [
-            values[i ^ half] - v if i & half else v + values[i ^ half]
-            for i, v in enumerate(values)
-        ]
+    mixed = []
+    for value, sign in zip(values, signs, strict=True):
+        mixed.append(flush(value) * sign)
+    half = 1
+    while half < len(mixed):
+        mixed = _butterflies(mixed, half)
         half *= 2
-    return [flush(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
+    norm = jnp.float32(1 / math.sqrt(len(mixed)))
+    return [flush(value * norm) for value in mixed]
+
+
+def _butterflies(values: list[jax.Array], half: int) -> list[jax.Array]:
+    """Return the sums and differences of values that are `half` apart."""
+    mixed = []
+    for i, value in enumerate(values):
+        other = values[i ^ half]
+        mixed.append(other - value if i & half else value + other)
+    return mixed
 
 
 def _hadamard(x: jax.Array, size: int) -> jax.Array:
-    """Compute butterflies along the last axis: log2(size) sums and differences in a
-    fixed order, then the norm.
-    """
+    """Compute butterflies along the last axis in a fixed order, then the norm."""
     half = 1
     while half < size:
         pairs = x.reshape(*x.shape[:-1], size // (2 * half), 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        a = pairs[..., 0, :]
+        b = pairs[..., 1, :]
         x = jnp.stack([a + b, a - b], axis=-2).reshape(x.shape)
         half *= 2
     return x * jnp.float32(1 / math.sqrt(size))

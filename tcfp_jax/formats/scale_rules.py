@@ -1,14 +1,18 @@
-"""The rules that choose the scale of a tile: powers of two from the bits of max |x|,
-float scales by exact division.
+"""The rules that choose the scale of a tile.
 
-For an exponent scale s = 2**e, with amax = max |x| over the finite values of the tile
-and a number's emax and maxfloat:
+Powers of two follow from the bits of max |x|, float scales from exact division. For an
+exponent scale s = 2**e, with amax = max |x| over the finite values of the tile and a
+number's emax and maxfloat:
 
-    "max"       e = floor(log2(amax)) - emax                         OCP; the largest values of a tile may saturate
-    "midmax"    the same, + 1 if amax / s > midmax                   avoids only values that round beyond maxfloat
+    "max"       e = floor(log2(amax)) - emax
+                OCP; the largest values of a tile may saturate
+    "midmax"    the same, + 1 if amax / s > midmax
+                avoids only values that round beyond maxfloat
     "auto"      "midmax", as in TensorCast
-    "ceil"      the smallest e with amax / 2**e <= maxfloat          nothing saturates; JAX, TE, DeepGEMM
-    "mse"       that e, or e - 1 if that leaves a smaller sum of squared errors in the tile
+    "ceil"      the smallest e with amax / 2**e <= maxfloat
+                nothing saturates; JAX, TE, DeepGEMM
+    "mse"       that e, or e - 1 if that leaves a smaller sum of squared errors in the
+                tile
 
 e is clipped to the range of the scale's number, and from above so that every value of
 the number is a float32. A tile of zeros gets the smallest e, which "mse" gives to no
@@ -19,13 +23,15 @@ NVFP4 has two levels, float scales of tiles below one of the tensor, and two mor
 `a` is amax / tensor. Among several candidates each tile takes the one with the smallest
 sum of squared errors, the first one among equals:
 
-    "max"            tensor = amax / (6 * 448)    a / 6
-    "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so a tile with large values may gain
-                                                  by ending at 4 (Cook et al. 2025, "Four Over Six")
-    "fold_exact"     tensor = amax / (6 * 256)    the scales are 1, 1.25 and 1.5 times a power of two, from 2**-3 on:
-                                                  the smallest that is not below a / 6.375, and the next two. Their
-                                                  products with E2M1, over 2**3, are E4M3 numbers (`exact_share`), and
-                                                  they clip no more than "max" does
+    "max"            tensor = amax / (6 * 448), and a / 6
+    "four_over_six"  tensor = amax / (6 * 256), and a / 6 or a / 4: E2M1 has no 5, so a
+                     tile with large values may gain by ending at 4 (Cook et al. 2025,
+                     "Four Over Six")
+    "fold_exact"     tensor = amax / (6 * 256), and scales of 1, 1.25 and 1.5 times a
+                     power of two, from 2**-3 on: the smallest that is not below
+                     a / 6.375, and the next two. Their products with E2M1, over 2**3,
+                     are E4M3 numbers (`exact_share`), and they clip no more than "max"
+                     does
 
 The 256 leaves room above the tile with the largest value: its amax / 4 needs the scale
 384, and "fold_exact" needs its candidates above 256. FP8 tensor cores have one factor
@@ -44,11 +50,17 @@ order of the sum changes nothing.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Rounding
+from tcfp_jax.formats.float_bits import (
+    HIDDEN,
+    INFINITY,
+    TINY,
+    Rounding,
+    from_bits,
+    to_bits,
+)
 from tcfp_jax.formats.numbers import NumberSpec, number
 from tcfp_jax.formats.scales import ScaleMode
 
@@ -56,7 +68,8 @@ _MANTISSA = HIDDEN - 1
 # The largest E4M3 scale for which the candidates of "four_over_six" and "fold_exact"
 # are E4M3 numbers as well.
 _LARGEST_BELOW = 256.0
-LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
+LEAST_FOLDED = 2.0**-3
+LARGEST_FOLDED = 384.0
 # This factor brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its
 # last digit.
 IN_E4M3 = 2.0**-3
@@ -77,60 +90,57 @@ def choose_exponent(
     scale: NumberSpec,
     mode: ScaleMode,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`; the
-    module has the formulas.
+    """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`.
 
-    For "mse" it is the larger candidate; only the values of a tile can decide between
-    the two.
+    The module has the formulas. For "mse" it is the larger candidate; only the values
+    of a tile can decide between the two.
     """
     exponent, mantissa = float_bits.normalize(amax)
     wanted = exponent - number.emax
     if mode != "max":
         limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
-        wanted = wanted + (
-            mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)
-        ).astype(jnp.int32)
-    smallest = (
-        jnp.where(amax == 0, scale.emin, scale.emin + 1)
-        if mode == "mse"
-        else scale.emin
-    )
+        limit_mantissa = _bits_of(limit) & _MANTISSA
+        wanted = wanted + (mantissa > limit_mantissa).astype(jnp.int32)
+    smallest: jax.Array | int = scale.emin
+    if mode == "mse":
+        smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1)
     # The largest value of the number, times the scale, must be a float32.
     return jnp.clip(wanted, smallest, min(scale.emax, 127 - number.emax)), wanted
+
+
+def _bits_of(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
 
 
 def round_scale(
     quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even"
 ) -> jax.Array:
-    """Round a float32 scale >= 0 to its number: 0 stays 0, and a positive scale stays
-    positive.
+    """Round a float32 scale >= 0 to its number.
+
+    0 stays 0, and a positive scale stays positive.
     """
     if scale.is_wide:
-        bits = float_bits.round_bits(
-            lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None
-        )
-        rounded = lax.bitcast_convert_type(bits, jnp.float32)
+        bits = float_bits.round_bits(to_bits(quotient), scale.mbits, mode)
+        rounded = from_bits(bits)
     else:
-        rounded = float_bits.round_to_grid(quotient, scale.grid, mode, None)
+        rounded = float_bits.round_to_grid(quotient, scale.grid, mode)
     smallest = max(scale.smallest_subnormal, TINY)
-    return jnp.where(
-        quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0)
-    )
+    clipped = jnp.clip(rounded, smallest, scale.max)
+    return jnp.where(quotient > 0, clipped, jnp.float32(0))
 
 
 def choose_scale(
     amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even"
 ) -> jax.Array:
-    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0
-    if amax is 0 or subnormal.
+    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`.
+
+    It is 0 if amax is 0 or subnormal.
     """
-    divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
-    quotient = float_bits.divide(amax, divisor)
+    quotient = float_bits.divide(amax, jnp.int32(_bits_of(largest)))
     # `divide` gives 0 for a quotient below the smallest normal, but a nonzero tile
     # needs a positive scale.
-    quotient = jnp.where(
-        (amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient
-    )
+    lost = (amax >= HIDDEN) & (quotient == 0)
+    quotient = jnp.where(lost, jnp.float32(TINY), quotient)
     return round_scale(quotient, scale, mode)
 
 
@@ -141,12 +151,12 @@ def choose_outer(
     outer: NumberSpec,
     rule: ScaleMode,
 ) -> jax.Array:
-    """Return the scale of a tensor above the scales of its tiles, for the bits of its
-    largest magnitude.
+    """Return the scale of a tensor above the scales of its tiles.
+
+    `amax` are the bits of its largest magnitude.
     """
-    return choose_scale(
-        amax, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer
-    )
+    largest_below = scale.max if rule == "max" else _LARGEST_BELOW
+    return choose_scale(amax, largest * largest_below, outer)
 
 
 def tile_scales(
@@ -157,8 +167,7 @@ def tile_scales(
     rule: ScaleMode,
     covers: bool,
 ) -> list[jax.Array]:
-    """Return the scales among which each tile chooses, below the scale `whole` of the
-    tensor.
+    """Return the scales among which each tile chooses, below the tensor's, `whole`.
 
     `amax` are int32 bits, `largest` is the number's largest value. With `covers` the
     one candidate clips nothing.
@@ -168,64 +177,58 @@ def tile_scales(
     """
 
     def over(largest: float, mode: Rounding) -> jax.Array:
-        divisor = lax.bitcast_convert_type(whole * jnp.float32(largest), jnp.int32)
+        divisor = to_bits(whole * jnp.float32(largest))
         quotient = float_bits.divide_to_odd(amax, divisor, float_bits.MANTISSA_BITS)
-        return round_scale(
-            jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient), scale, mode
-        )
+        quotient = jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient)
+        return round_scale(quotient, scale, mode)
 
     if rule == "fold_exact":
         first = _folded(over(largest if covers else CLIPPED_FROM, "up"))
+        if covers:
+            return [first]
         second = _next_folded(first)
-        return [first] if covers else [first, second, _next_folded(second)]
-    first = over(largest, "up" if covers else "even")
-    return (
-        [first, over(4.0, "even")]
-        if rule == "four_over_six" and not covers
-        else [first]
-    )
+        return [first, second, _next_folded(second)]
+    if covers:
+        return [over(largest, "up")]
+    first = over(largest, "even")
+    return [first, over(4.0, "even")] if rule == "four_over_six" else [first]
 
 
 def _folded(value: jax.Array) -> jax.Array:
-    """Return the smallest scale of "fold_exact" that is not below `value`, at most the
-    largest; 0 stays 0.
+    """Return the smallest scale of "fold_exact" that is not below `value`.
+
+    It is at most the largest one; 0 stays 0.
     """
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    mantissa, quarter = bits & _MANTISSA, HIDDEN >> 2
-    up = jnp.where(
-        mantissa > 2 * quarter,
-        HIDDEN,
-        jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0),
-    )
-    found = lax.bitcast_convert_type(bits - mantissa + up, jnp.float32)
-    return jnp.where(
-        value > 0, jnp.clip(found, LEAST_FOLDED, LARGEST_FOLDED), jnp.float32(0)
-    )
+    bits = to_bits(value)
+    mantissa = bits & _MANTISSA
+    quarter = HIDDEN >> 2
+    up = jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0)
+    up = jnp.where(mantissa > 2 * quarter, HIDDEN, up)
+    found = from_bits(bits - mantissa + up)
+    clipped = jnp.clip(found, LEAST_FOLDED, LARGEST_FOLDED)
+    return jnp.where(value > 0, clipped, jnp.float32(0))
 
 
 def _next_folded(value: jax.Array) -> jax.Array:
-    """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the
-    largest.
-    """
-    binade = lax.bitcast_convert_type(
-        lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32
-    )
+    """Return the next scale of "fold_exact"; 0 and the largest one stay."""
+    binade = from_bits(to_bits(value) & INFINITY)
     return _folded(value + binade * jnp.float32(0.125))
 
 
 def exact_share(scales: jax.Array) -> jax.Array:
-    """Return the share of tiles whose products code * scale / 2**e are all E4M3
-    numbers.
+    """Return the share of tiles whose products code * scale / 2**e are E4M3 numbers.
 
-        2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
+    2**e brings the largest scale into the binade of 32, so that six times any scale is
+    at most 448. FP8 tensor cores multiply such tiles without rounding. All tiles of
+    "fold_exact" are such, and zeros; NaN is not.
 
-    FP8 tensor cores multiply such tiles without rounding. All tiles of "fold_exact" are
-    such, and zeros; NaN is not.
+    Use this on the scales of `quantize_nvfp4` to see how much FP8 products would round.
 
     Raises:
       ValueError: scales are not a float8_e4m3fn array, or an empty one.
 
-    >>> float(exact_share(jnp.array([384.0, 1.25, 1.125, 0.015625], jnp.float8_e4m3fn)))
+    >>> scales = jnp.array([384.0, 1.25, 1.125, 0.015625], jnp.float8_e4m3fn)
+    >>> float(exact_share(scales))
     0.5
     """
     if getattr(scales, "dtype", None) != jnp.float8_e4m3fn or scales.size == 0:
@@ -234,7 +237,7 @@ def exact_share(scales: jax.Array) -> jax.Array:
             " quantize_nvfp4(x).scales is"
         )
     values = scales.astype(jnp.float32)
-    largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
+    largest = to_bits(jnp.max(jnp.where(values > 0, values, 0)))
     exponent, _ = float_bits.normalize(largest)
     scaled = values * float_bits.power_of_two(5 - exponent)
     grid = number("e4m3fn").grid
@@ -242,7 +245,6 @@ def exact_share(scales: jax.Array) -> jax.Array:
     # The other codes are these times powers of two, and only the smallest products can
     # fall between E4M3's steps.
     for code in (0.5, 1.5):
-        exact &= (
-            float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
-        )
+        product = scaled * code
+        exact &= float_bits.round_to_grid(product, grid, "even") == product
     return jnp.mean(exact.astype(jnp.float32))

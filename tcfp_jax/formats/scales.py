@@ -1,14 +1,19 @@
-"""Scales: `scale(code)` describes which values share a scale, and its number;
-`ScaleSpec.tiling` splits an array.
+"""Scales: `scale(code)` describes which values share a scale, and its number.
 
-Grammar: segments joined by underscores, in this order.
+`ScaleSpec.tiling` splits an array. Grammar of codes: segments joined by underscores, in
+this order.
 
     NUMBER              the scale: an exponent (powers of two) or a float
-    [NUMBER]            a zero point, an integer or a float: asymmetric, for unsigned integers
-    [tX[sS][oO][dY]]    a tile of X values, X = 2, 4, ... 1024, or 0 for a whole channel, along axis Y (-1 without it)
-    [tX...]             the other side of a 2-D block; without dY the two are the axes -2 and -1
-    [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' scales (two levels)
-    [MODE]              the rule that chooses an exponent: "max", "midmax", "ceil" or "mse"
+    [NUMBER]            a zero point, an integer or a float: asymmetric, for unsigned
+                        integers
+    [tX[sS][oO][dY]]    a tile of X values, X = 2, 4, ... 1024, or 0 for a whole
+                        channel, along axis Y (-1 without it)
+    [tX...]             the other side of a 2-D block; without dY the two are the axes
+                        -2 and -1
+    [NUMBER]            after the tiles: a float scale of the whole tensor above the
+                        tiles' scales (two levels)
+    [MODE]              the rule that chooses an exponent: "max", "midmax", "ceil" or
+                        "mse"
 
 Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and
 `oO` gives each an offset of O bits by which its power of two is smaller than the
@@ -44,8 +49,9 @@ _TILES = (0, *(1 << power for power in range(1, 11)))
 
 @dataclass(frozen=True)
 class BlockAxis:
-    """One side of a block: `size` values along axis `dim` (0: all of them), in subtiles
-    of `subtile` (0: none).
+    """One side of a block: `size` values along axis `dim`, in subtiles of `subtile`.
+
+    A size of 0 is the whole axis, and a subtile of 0 is none.
     """
 
     size: int
@@ -55,12 +61,11 @@ class BlockAxis:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The split of an array into tiles, made by `ScaleSpec.tiling`; the last tiles are
-    filled with zeros.
+    """The split of an array into tiles, made by `ScaleSpec.tiling`.
 
-    An axis of n values becomes three axes, `[count, subtiles, subtile]`, so nothing is
-    transposed, and a reduction over a tile that keeps its axes broadcasts over the
-    tile.
+    The last tiles are filled with zeros. An axis of n values becomes three axes,
+    `[count, subtiles, subtile]`, so nothing is transposed, and a reduction over a tile
+    that keeps its axes broadcasts over the tile.
 
     Attributes:
       shape: the shape of the array.
@@ -79,39 +84,32 @@ class Tiling:
     def split(self, x: jax.Array) -> jax.Array:
         """Return `x` in `split_shape`, with its last tiles filled with zeros."""
         if self.padded != self.shape:
-            x = jnp.pad(
-                x,
-                [
-                    (0, full - size)
-                    for full, size in zip(self.padded, self.shape, strict=True)
-                ],
-            )
+            sizes = zip(self.padded, self.shape, strict=True)
+            x = jnp.pad(x, [(0, full - size) for full, size in sizes])
         return x.reshape(self.split_shape)
 
     def join(self, x: jax.Array) -> jax.Array:
         """Return the array of `shape` that was split."""
         x = x.reshape(self.padded)
-        return (
-            x[tuple(slice(size) for size in self.shape)]
-            if self.padded != self.shape
-            else x
-        )
+        if self.padded == self.shape:
+            return x
+        return x[tuple(slice(size) for size in self.shape)]
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of an array with one value per tile."""
-        return tuple(
-            1 if axis in self.tile_axes else size
-            for axis, size in enumerate(self.split_shape)
-        )
+        return self._reduced(self.tile_axes)
 
     @property
     def subscale_shape(self) -> tuple[int, ...]:
         """The shape of an array with one value per subtile."""
-        return tuple(
-            1 if axis in self.subtile_axes else size
-            for axis, size in enumerate(self.split_shape)
-        )
+        return self._reduced(self.subtile_axes)
+
+    def _reduced(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = list(self.split_shape)
+        for axis in axes:
+            sizes[axis] = 1
+        return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,7 @@ class ScaleSpec:
 
     @property
     def is_nvfp4(self) -> bool:
-        """True if tiles have e4m3fn scales, as in NVFP4, and the tensor has a scale
-        above them.
-        """
+        """True if tiles have e4m3fn scales below one of the tensor, as in NVFP4."""
         return self.outer is not None and self.number.name == "e4m3fn"
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
@@ -168,7 +164,31 @@ class ScaleSpec:
         if self.is_tensor:
             axes = tuple(range(len(shape)))
             return Tiling(shape, shape, shape, axes, axes)
-        by_axis = {}
+        by_axis = self._tiles_by_axis(shape)
+        padded: list[int] = []
+        split: list[int] = []
+        tile_axes: list[int] = []
+        subtile_axes: list[int] = []
+        for axis, size in enumerate(shape):
+            tile = by_axis.get(axis)
+            if tile is None:
+                padded.append(size)
+                split.append(size)
+                continue
+            length = tile.size or max(size, 1)
+            subtile = tile.subtile or length
+            count = -(-size // length)
+            padded.append(count * length)
+            tile_axes += [len(split) + 1, len(split) + 2]
+            subtile_axes.append(len(split) + 2)
+            split += [count, length // subtile, subtile]
+        return Tiling(
+            shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes)
+        )
+
+    def _tiles_by_axis(self, shape: tuple[int, ...]) -> dict[int, BlockAxis]:
+        """Return the tile of each tiled axis, or raise the errors of `tiling`."""
+        by_axis: dict[int, BlockAxis] = {}
         for tile in self.tiles:
             if not -len(shape) <= tile.dim < len(shape):
                 raise ValueError(
@@ -188,27 +208,13 @@ class ScaleSpec:
                     " axis"
                 )
             by_axis[axis] = tile
-        padded, split = list(shape), list[int]()
-        tile_axes, subtile_axes = list[int](), list[int]()
-        for axis, size in enumerate(shape):
-            if axis not in by_axis:
-                split.append(size)
-                continue
-            tile = by_axis[axis]
-            length = tile.size or max(size, 1)
-            subtile = tile.subtile or length
-            count = -(-size // length)
-            padded[axis] = count * length
-            tile_axes += [len(split) + 1, len(split) + 2]
-            subtile_axes.append(len(split) + 2)
-            split += [count, length // subtile, subtile]
-        return Tiling(
-            shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes)
-        )
+        return by_axis
 
 
 def scale(code: str) -> ScaleSpec:
     """Return the scale that a code describes; the module's docstring has the grammar.
+
+    Use this to look at a rule of sharing. `datatype` takes the code itself.
 
     Raises:
       ValueError: the code is outside the grammar, or its parts contradict each other.
@@ -227,72 +233,79 @@ def scale(code: str) -> ScaleSpec:
     return _parse(code)
 
 
+_TILE = re.compile(r"t([0-9]{1,4})(?:s([0-9]{1,4}))?(?:o([0-9]))?(?:d(-?[0-9]{1,3}))?")
+
+
 @functools.cache
 def _parse(code: str) -> ScaleSpec:
-    text = code.lower()
-    for name in sorted((n for n in _DTYPE_CODES if "_" in n), key=len, reverse=True):
-        text = text.replace(name, _DTYPE_CODES[name])
+    text = _with_number_codes(code.lower())
+    segments = text.split("_")
+    mode = next((mode for mode in _MODES if mode == segments[-1]), None)
+    if mode is not None:
+        segments.pop()
     numbers: list[NumberSpec] = []
     found_tiles: list[re.Match[str]] = []
     outer = None
-    *segments, last = text.split("_")
-    mode = next((mode for mode in _MODES if mode == last), None)
-    for segment in segments if mode else [*segments, last]:
-        if found := re.fullmatch(
-            r"t([0-9]{1,4})(?:s([0-9]{1,4}))?(?:o([0-9]))?(?:d(-?[0-9]{1,3}))?", segment
-        ):
-            if outer is not None:
-                raise ValueError(
-                    f"{code!r}: tile {segment!r} follows the tensor's scale; use"
-                    f" {SCALE_GRAMMAR}"
-                )
-            found_tiles.append(found)
-            continue
-        try:
-            parsed = number(segment)
-        except ValueError as error:
+    for segment in segments:
+        tile = _TILE.fullmatch(segment)
+        if tile and outer is not None:
             raise ValueError(
-                f"{code!r}: {segment!r} is neither a number nor a tile; use"
+                f"{code!r}: tile {segment!r} follows the tensor's scale; use"
                 f" {SCALE_GRAMMAR}"
-            ) from error
-        if found_tiles and numbers:
-            if outer is not None:
-                raise ValueError(
-                    f"{code!r} has two numbers after its tiles; use {SCALE_GRAMMAR}"
-                )
+            )
+        if tile:
+            found_tiles.append(tile)
+            continue
+        parsed = _number(segment, code)
+        if not (found_tiles and numbers):
+            numbers.append(parsed)
+        elif outer is None:
             outer = parsed
         else:
-            numbers.append(parsed)
+            raise ValueError(
+                f"{code!r} has two numbers after its tiles; use {SCALE_GRAMMAR}"
+            )
     if not 1 <= len(numbers) <= 2 or len(found_tiles) > 2:
         raise ValueError(
             f"{code!r} needs one scale, at most one zero point and two tiles; use"
             f" {SCALE_GRAMMAR}"
         )
-    tiles, offset = _tiles(code, found_tiles)
-    spec = ScaleSpec(
-        text,
-        numbers[0],
-        numbers[1] if len(numbers) == 2 else None,
-        tiles,
-        offset,
-        outer,
-        mode,
-    )
+    first, *zeros = numbers
+    zero = zeros[0] if zeros else None
+    tiles = _tiles(code, found_tiles)
+    offset = _offset(code, found_tiles)
+    spec = ScaleSpec(text, first, zero, tiles, offset, outer, mode)
     _check(spec)
     return spec
 
 
-def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[BlockAxis, ...], int]:
-    dims = [None if match[4] is None else int(match[4]) for match in found]
-    free = (
-        [dim for dim in (-2, -1) if dim not in dims][-dims.count(None) :]
-        if None in dims
-        else []
-    )
-    offsets = {int(match[3]) for match in found if match[3]}
-    tiles = []
-    for match, dim in zip(found, dims, strict=True):
-        size, subtile = int(match[1]), int(match[2] or 0)
+def _with_number_codes(text: str) -> str:
+    """Return a code with number codes instead of names of dtypes with underscores."""
+    names = [name for name in _DTYPE_CODES if "_" in name]
+    # A longer name first, because it may begin with another one
+    for name in sorted(names, key=len, reverse=True):
+        text = text.replace(name, _DTYPE_CODES[name])
+    return text
+
+
+def _number(segment: str, code: str) -> NumberSpec:
+    try:
+        return number(segment)
+    except ValueError as error:
+        raise ValueError(
+            f"{code!r}: {segment!r} is neither a number nor a tile; use {SCALE_GRAMMAR}"
+        ) from error
+
+
+def _tiles(code: str, found: list[re.Match[str]]) -> tuple[BlockAxis, ...]:
+    """Return the tiles that were found; those without an axis take the last axes."""
+    given = [int(match[4]) for match in found if match[4] is not None]
+    free = [dim for dim in (-2, -1) if dim not in given]
+    free = free[len(given) - len(found) :]
+    tiles: list[BlockAxis] = []
+    for match in found:
+        size = int(match[1])
+        subtile = int(match[2] or 0)
         if size not in _TILES:
             raise ValueError(
                 f"{code!r}: a tile of {size} is not a power of two from 2 to 1024, nor"
@@ -303,22 +316,31 @@ def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[BlockAxis, ...]
                 f"{code!r}: subtiles of {subtile} do not divide a tile of {size}; use a"
                 " smaller power of two"
             )
-        tiles.append(BlockAxis(size, free.pop(0) if dim is None else dim, subtile))
+        dim = free.pop(0) if match[4] is None else int(match[4])
+        tiles.append(BlockAxis(size, dim, subtile))
     if len({tile.dim for tile in tiles}) < len(tiles):
         raise ValueError(
             f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second"
             " another, such as d-2"
         )
+    return tuple(tiles)
+
+
+def _offset(code: str, found: list[re.Match[str]]) -> int:
+    """Return the bits of the offsets of subtiles, 0 for none."""
+    offsets = {int(match[3]) for match in found if match[3]}
+    if not offsets:
+        return 0
     if len(offsets) > 1 or not offsets <= {1, 2}:
         raise ValueError(
             f"{code!r}: an offset has 1 or 2 bits and is given once, not"
             f" {sorted(offsets)}"
         )
-    if offsets and not any(tile.subtile for tile in tiles):
+    if not any(match[2] for match in found):
         raise ValueError(
             f"{code!r}: an offset belongs to subtiles; add sS, such as t16s2o1"
         )
-    return tuple(tiles), offsets.pop() if offsets else 0
+    return offsets.pop()
 
 
 def _check(spec: ScaleSpec) -> None:
@@ -344,11 +366,8 @@ def _check(spec: ScaleSpec) -> None:
                 f" {spec.zero.name}"
             )
     if spec.outer is not None:
-        if (
-            spec.number.kind != "float"
-            or spec.outer.kind != "float"
-            or spec.zero is not None
-        ):
+        kinds = {spec.number.kind, spec.outer.kind}
+        if kinds != {"float"} or spec.zero is not None:
             raise ValueError(
                 f"{spec.name!r}: two levels are a float scale above float scales,"
                 " without zero point"

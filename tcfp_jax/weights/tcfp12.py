@@ -1,10 +1,10 @@
-"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales per
-block; 12.5 bits per value.
+"""The packed TCFP-12 format, 12.5 bits per value: E4M3, a 4-bit residual, two scales.
 
-    x ~ (value + level[code] * residual_scale) * scale            per block of `block` values on the last axis
+    x ~ (value + level[code] * residual_scale) * scale
 
-`value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to
-one of 16 levels times a power of two. There are two tables of levels: "linear", the
+A block of `block` values on the last axis shares two scales. `value = round(x / scale)`
+in E4M3, and the residual `x / scale - value` is rounded to one of 16 levels times a
+power of two. There are two tables of levels: "linear", the
 integers -8 to 7, and "nf4", the quantiles of a normal distribution (QLoRA), which are
 denser around zero. Both hold an exact zero, so a residual of zero comes back as zero.
 At block 32 that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte
@@ -21,6 +21,10 @@ type whose fields products and checkpoints read directly. For finite `x` without
 subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
 `quantize_tcfp12(x).dequantize()` is `formats.cast(x, formats.tcfp12)` bit for bit.
 
+`formats.pack(x, formats.tcfp12)` stores the same codes as bytes without axes. Here each
+array keeps the leading axes of `x`, which a mesh may split, and dtypes that products
+read.
+
 Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP
 Microscaling Formats 1.0, 2023.
 """
@@ -29,7 +33,7 @@ import functools
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +43,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels.checks import check_choice
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
-from pallas_kernels.specs import entries_of, moved, regrouped, sharding_of
+from pallas_kernels.specs import entries_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import datatype
@@ -53,9 +58,9 @@ from tcfp_jax.paths import serialize_with_flax
 Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
 
-VALUE_DTYPE = jnp.float8_e4m3fn
-SIGMA = 3.0
-LARGEST_BLOCK = 1024  # keeps sums of squares in steps of 1/256 below 2**31
+_VALUE_DTYPE = jnp.float8_e4m3fn
+_SIGMA = 3.0
+_LARGEST_BLOCK = 1024  # keeps sums of squares in steps of 1/256 below 2**31
 _FIXED_POINT = 256.0
 _BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
 LEVELS: dict[str, np.ndarray] = {
@@ -100,33 +105,28 @@ class PackedTCFP12:
         )
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return `(value + level * residual_scale) * scale`, in float32 and then
-        `dtype`.
+        """Return `(value + level * residual_scale) * scale`, in float32 and `dtype`.
 
         Raises:
           ValueError: an array does not fit the format, as in a damaged file.
         """
         _check_parts(self)
-        *outer, block = self.values.shape
-        leading = [[size] for size in outer]
-        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
-        places = regrouped(pairs, [*leading, [block // 2, 2]])
-        levels = (
-            jnp.asarray(LEVELS[self.residual])
-            .at[places]
-            .get(out_sharding=sharding_of(places))
-        )
-        residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
-        # The values were rounded before they were cast (`round_to`), so XLA changes
-        # nothing if it cancels this cast.
-        total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(
-            self.scale
-        )[..., None]
-        flat = regrouped(total, [*leading[:-1], [outer[-1], block]])
-        # A device would have more of the padding than others
-        if flat.shape[-1] != self.length:
-            flat = moved(flat, (*entries_of(flat)[:-1], None))[..., : self.length]
-        return flat.astype(dtype)
+        leading = PartitionSpec(*entries_of(self.values)[:-2])
+        unpacked = functools.partial(_unpacked, dtype=dtype)
+        return with_automatic_axes(unpacked, lambda _: leading, self)
+
+
+def _unpacked(packed: PackedTCFP12, dtype: DTypeLike) -> jax.Array:
+    *outer, blocks, block = packed.values.shape
+    codes = jnp.stack([packed.codes & 15, packed.codes >> 4], axis=-1).astype(jnp.int32)
+    levels = jnp.asarray(LEVELS[packed.residual])[codes.reshape(packed.values.shape)]
+    residual = levels * numerics.decode_e8m0(packed.residual_scale)[..., None]
+    # The values were rounded before they were cast (`round_to`), so XLA changes nothing
+    # if it cancels this cast.
+    total = packed.values.astype(jnp.float32) + residual
+    total = total * numerics.decode_e8m0(packed.scale)[..., None]
+    flat = total.reshape(*outer, blocks * block)
+    return flat[..., : packed.length].astype(dtype)
 
 
 serialize_with_flax(PackedTCFP12)
@@ -138,11 +138,13 @@ def quantize_tcfp12(
     *,
     residual: Residual = "linear",
     scale: BlockScale = "amax",
-    sigma: float = SIGMA,
+    sigma: float = _SIGMA,
     key: jax.Array | None = None,
 ) -> PackedTCFP12:
-    """Return `x` in the packed TCFP-12 format; see the module's docstring for the
-    formula.
+    """Return `x` in the packed TCFP-12 format; the module's docstring has the formula.
+
+    Use this to store weights in 12.5 bits per value, for example to serve them.
+    Products read them as floats: use `quantize` or `split` for FP8 operands.
 
     Args:
       x: real floats `[..., length]`; a short last block is padded, and arithmetic is
@@ -189,17 +191,13 @@ def _packed(
     key: jax.Array | None,
 ) -> PackedTCFP12:
     count = -(-x.shape[-1] // block)
-    padded = jnp.pad(
-        x.astype(jnp.float32),
-        [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])],
-    )
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])]
+    padded = jnp.pad(x.astype(jnp.float32), padding)
     blocks = padded.reshape(*x.shape[:-1], count, block)
-    factor = numerics.pow2_cover(
-        _bound(blocks, scale, sigma), numerics.largest(VALUE_DTYPE)
-    )
-    scaled = (
-        numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
-    )
+    bound = _bound(blocks, scale, sigma)
+    factor = numerics.pow2_cover(bound, numerics.largest(_VALUE_DTYPE))
+    inverse = numerics.reciprocal_pow2(factor)[..., None]
+    scaled = numerics.flush_subnormal(blocks) * inverse
     random = None
     # The numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its
     # results
@@ -209,7 +207,7 @@ def _packed(
     values, codes, residual_scale = _round(scaled, residual, random)
     pairs = codes.reshape(*codes.shape[:-1], block // 2, 2).astype(jnp.uint8)
     return PackedTCFP12(
-        values=values.astype(VALUE_DTYPE),
+        values=values.astype(_VALUE_DTYPE),
         codes=pairs[..., 0] | (pairs[..., 1] << 4),
         scale=numerics.encode_e8m0(factor),
         residual_scale=residual_scale,
@@ -222,6 +220,8 @@ def dequantize_tcfp12(
     packed: PackedTCFP12, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Return the unpacked tensor, in `dtype`.
+
+    Use this on what `quantize_tcfp12` returned; it is `packed.dequantize(dtype)`.
 
     Raises:
       TypeError: `packed` is not a `PackedTCFP12`.
@@ -236,13 +236,7 @@ def dequantize_tcfp12(
             f"packed is a {type(packed).__name__}; make a PackedTCFP12 with"
             " tcfp_jax.quantize_tcfp12 first"
         )
-    _check_parts(packed)
-    leading = entries_of(packed.values)[:-2]
-    return with_automatic_axes(
-        lambda packed: packed.dequantize(dtype),
-        lambda _: PartitionSpec(*leading),
-        packed,
-    )
+    return packed.dequantize(dtype)
 
 
 def fake_quantize(
@@ -251,40 +245,43 @@ def fake_quantize(
     *,
     residual: Residual = "linear",
     scale: BlockScale = "amax",
-    sigma: float = SIGMA,
+    sigma: float = _SIGMA,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Return `x` rounded to the packed TCFP-12 format, in its own dtype, with the
-    straight-through gradient.
+    """Return `x` rounded to the packed TCFP-12 format, in its own dtype.
 
-    It has the arguments and errors of `quantize_tcfp12`.
+    The gradient is that of the identity. Arguments and errors are those of
+    `quantize_tcfp12`. Use this to simulate the format in training, on any device; use a
+    recipe for products that are faster, too.
 
     >>> float(jax.grad(lambda x: fake_quantize(x[None])[0])(0.3))
     1.0
     """
     x = jnp.asarray(x)
-    options: Any = dict(residual=residual, scale=scale, sigma=sigma)
-    rounded = lambda x, key: quantize_tcfp12(x, block, key=key, **options).dequantize(
-        x.dtype
-    )
+
+    def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
+        packed = quantize_tcfp12(
+            x, block, residual=residual, scale=scale, sigma=sigma, key=key
+        )
+        return packed.dequantize(x.dtype)
+
     same = PartitionSpec(*entries_of(x))
+    fixed = lax.stop_gradient(x)
     # x - stop_gradient(x) is 0 with gradient 1, so the value stays exactly the
     # dequantized one.
-    return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (
-        x - lax.stop_gradient(x)
-    )
+    return with_automatic_axes(rounded, lambda _: same, fixed, key) + (x - fixed)
 
 
 def _check_parts(packed: PackedTCFP12) -> None:
     """Raise a ValueError unless arrays, length and residual fit one packed tensor."""
-    shape: tuple[int, ...] = getattr(packed.values, "shape", ())
-    if len(shape) < 2 or shape[-1] % 2:
+    shape = getattr(packed.values, "shape", ())
+    if not isinstance(shape, tuple) or len(shape) < 2 or shape[-1] % 2:
         raise ValueError(
             f"values of the packed tensor have shape {shape}, not [..., blocks, block]"
             " of an even block"
         )
     wanted = {
-        "values": (VALUE_DTYPE, shape),
+        "values": (_VALUE_DTYPE, shape),
         "codes": (jnp.uint8, (*shape[:-1], shape[-1] // 2)),
         "scale": (jnp.float8_e8m0fnu, shape[:-1]),
         "residual_scale": (jnp.float8_e8m0fnu, shape[:-1]),
@@ -298,16 +295,14 @@ def _check_parts(packed: PackedTCFP12) -> None:
                 f" of shape {shape} it is {jnp.dtype(dtype)}{expected}; restore it into"
                 " what quantize_tcfp12 made"
             )
-    (*_, blocks, block), length = shape, packed.length
+    *_, blocks, block = shape
+    length = packed.length
     if not isinstance(length, numbers.Integral) or -(-length // block) != blocks:
         raise ValueError(
             f"length={length!r} does not end in the last of {blocks} blocks of {block}"
             " values"
         )
-    if not isinstance(packed.residual, str) or packed.residual not in LEVELS:
-        raise ValueError(
-            f"residual={packed.residual!r} is unknown; use one of {list(LEVELS)}"
-        )
+    check_choice("residual", packed.residual, LEVELS)
 
 
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
@@ -322,13 +317,10 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     # backend.
     scaled = blocks * numerics.reciprocal_pow2(unit)[..., None]
     steps = lax.round(scaled * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
-    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(
-        jnp.int32
-    )
-    squares = jnp.sum(steps * steps, axis=-1)
-    root_mean_square = (
-        unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
-    )
+    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps))
+    squares = jnp.sum(jnp.square(steps.astype(jnp.int32)), axis=-1)
+    mean_square = squares.astype(jnp.float32) / blocks.shape[-1]
+    root_mean_square = unit * jnp.sqrt(mean_square) / _FIXED_POINT
     bound = jnp.minimum(amax, jnp.float32(sigma) * root_mean_square)
     return jnp.where(jnp.isfinite(amax), bound, amax)
 
@@ -336,9 +328,10 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="residual")
 def _round(
     scaled: jax.Array, residual: Residual, random: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Return (float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of
-    scaled blocks.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (values of E4M3, codes of the residual, its E8M0 scales) of scaled blocks.
+
+    Values are float32 and codes int32.
     """
     finite = jnp.isfinite(scaled)
     # The format library saturates an inf, which must stay visible.
@@ -346,16 +339,16 @@ def _round(
     modes = Modes() if random is None else Modes(roundmode="stochastic")
     # `formats.tcfp12` for values that are scaled already, with one block of any size in
     # each row.
-    format = datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
+    rest = datatype(_BOOKS[residual], "e8m0_t0_mse")
+    format = datatype(_VALUE_DTYPE, residual=rest)
     parts = quantize(to_bits(scaled), format, modes, random)
     left = parts.residual
     assert left is not None and left.exponent is not None
     lost = ~jnp.all(finite, axis=-1)
     codes = jnp.where(lost[..., None], 0, left.value.reshape(scaled.shape))
-    code = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127).astype(
-        jnp.uint8
-    )
-    return parts.value, codes, lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
+    scales = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127)
+    e8m0 = lax.bitcast_convert_type(scales.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return parts.value, codes, e8m0
 
 
 def _check(
@@ -373,20 +366,18 @@ def _check(
         )
     if (
         not isinstance(block, numbers.Integral)
-        or not 2 <= block <= LARGEST_BLOCK
+        or not 2 <= block <= _LARGEST_BLOCK
         or block % 2
     ):
         raise ValueError(
             f"block={block!r} must be even (two codes share a byte) and from 2 to"
-            f" {LARGEST_BLOCK}; use 32"
+            f" {_LARGEST_BLOCK}; use 32"
         )
-    if not isinstance(residual, str) or residual not in LEVELS:
-        raise ValueError(f"residual={residual!r} is unknown; use one of {list(LEVELS)}")
-    if not isinstance(scale, str) or scale not in ("amax", "sigma"):
-        raise ValueError(f'scale={scale!r} is unknown; use "amax" or "sigma"')
+    check_choice("residual", residual, get_args(Residual))
+    check_choice("scale", scale, get_args(BlockScale))
     if not isinstance(sigma, numbers.Real) or not 0 < sigma < math.inf:
         raise ValueError(f"sigma={sigma!r} must be positive and finite; use 3.0")
-    if sigma != SIGMA and scale != "sigma":
+    if sigma != _SIGMA and scale != "sigma":
         raise ValueError(
             f"sigma={sigma} with scale={scale!r}, which does not read it; use"
             ' scale="sigma", or leave sigma'
