@@ -1,8 +1,8 @@
-"""An optimizer's moment in its format: encode, decode, and the arrays that a state
-keeps of it.
+"""An optimizer's moment in its format: encode, decode, and the arrays in a state.
 
     "float8_e4m3fn"   first moments: E4M3, with one E8M0 scale for each 128 values
-    "ue5m3"           second moments: 5 bits of exponent, 3 of mantissa, no sign, one offset for each 128 values
+    "ue5m3"           second moments: 5 bits of exponent, 3 of mantissa, no sign, and
+                      one offset for each 128 values
     "bfloat16"        either
     "float32"         either; nothing is rounded
 
@@ -15,7 +15,7 @@ adds arrays with any number of axes, and meshes.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
@@ -33,6 +34,7 @@ from tcfp_jax.weights.placement import Placement, known_placement
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
+Scales: TypeAlias = dict[str, PyTree]  # of 8-bit moments, in nested dicts by name
 
 _SMALLEST = 4096  # a leaf with fewer values keeps float32: it has little to save
 
@@ -63,7 +65,7 @@ def encode(form: Format, x: jax.Array, keys: Keys | None) -> Moment:
 
 def decode(form: Format, x: Moment) -> jax.Array:
     """Return a moment in float32."""
-    return _decode(x) if isinstance(x, Blocks) or form != "float32" else x
+    return x if form == "float32" and not isinstance(x, Blocks) else _decode(x)
 
 
 def zeros(form: Format, like: jax.Array) -> Moment:
@@ -78,12 +80,15 @@ def zeros(form: Format, like: jax.Array) -> Moment:
 
 
 def check_moment(name: str, form: Format, x: jax.Array) -> None:
-    """Raise a ValueError if the sharding of `x` is known and cuts a block of a moment
-    of this format.
-    """
-    parts = known_placement(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
+    """Raise a ValueError if `x` is known to be sharded through blocks of its moment."""
+    parts = known_placement(name, x) if has_blocks(form) else None
     if parts is not None:
         block_parts(parts)
+
+
+def has_blocks(form: Format) -> bool:
+    """Return whether a format has eight bits and scales."""
+    return form in ("float8_e4m3fn", "ue5m3")
 
 
 def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
@@ -103,8 +108,8 @@ def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
 def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape whose last axis is cut into blocks.
 
-    >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64)), _blocked_shape((64, 200))
-    ((512, 768), (4096,), (64, 200))
+    >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64))
+    ((512, 768), (4096,))
     """
     merged = [math.prod(shape[i] for i in group) for group in _blocked_axes(shape)]
     return tuple(merged)
@@ -132,23 +137,21 @@ def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
     x = x.astype(jnp.float32)
     if form == "bfloat16":
         return _to_bfloat16(x, hashed)
-    return _under_mesh(functools.partial(_in_blocks, form), x, like=Blocks)(x, hashed)
+    in_blocks = functools.partial(_in_blocks, form)
+    return _under_mesh(in_blocks, x, makes_blocks=True)(x, hashed)
 
 
 @jax.jit
 def _decode(x: Moment) -> jax.Array:
-    return (
-        _under_mesh(_of_blocks, x.values)(x)
-        if isinstance(x, Blocks)
-        else x.astype(jnp.float32)
-    )
+    if not isinstance(x, Blocks):
+        return x.astype(jnp.float32)
+    return _under_mesh(_of_blocks, x.values, makes_blocks=False)(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _zeros(form: Format, values: jax.Array) -> Blocks:
-    return _under_mesh(functools.partial(_zeros_in_blocks, form), values, like=Blocks)(
-        values
-    )
+    in_blocks = functools.partial(_zeros_in_blocks, form)
+    return _under_mesh(in_blocks, values, makes_blocks=True)(values)
 
 
 def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
@@ -171,53 +174,53 @@ def _of_blocks(x: Blocks) -> jax.Array:
 def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
     # Take one code of each block, so that scales are sharded as the values are. Zeros
     # have base 0 in v, scale 1 in m.
-    scale = values.reshape(_blocked_shape(values.shape))[..., :: codes.BLOCK]
+    blocked = values.reshape(_blocked_shape(values.shape))
+    scale = blocked[..., :: codes.BLOCK]
     if form == "ue5m3":
         return Blocks(values, scale)
     m = lax.bitcast_convert_type(values, codes.E4M3)
-    return Blocks(
-        m, lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE)
-    )
+    one = scale + jnp.uint8(127)
+    return Blocks(m, lax.bitcast_convert_type(one, codes.SCALE_DTYPE))
 
 
 def _under_mesh(
-    function: Callable[..., Any], x: jax.Array, like: type[Blocks] | None = None
+    function: Callable[..., Any], x: jax.Array, *, makes_blocks: bool
 ) -> Callable[..., Any]:
-    """Return `function`, which reshapes to blocks, for a mesh with explicit axes; its
-    results lie as `x` does.
+    """Return `function`, which reshapes to blocks, for a mesh with explicit axes.
 
-    JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the
-    axes are automatic inside.
+    Its results are sharded as `x`. JAX's sharding types cannot follow an axis into
+    blocks and back. XLA can, so the axes are automatic inside.
     """
     given = sharding_of(x)
     if given is None:
         return function
     parts = Placement.of("a moment", x.shape, given)
-    sharding = parts.sharding
-    out = sharding if like is None else Blocks(sharding, block_parts(parts).sharding)  # type: ignore[arg-type]
+    out: PyTree = parts.sharding
+    if makes_blocks:
+        scale: PyTree = block_parts(parts).sharding
+        out = Blocks(out, scale)
     return jax.sharding.auto_axes(function, out_sharding=out)
 
 
 def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
-    """Round float32 stochastically to bfloat16; inf and NaN stay, and no finite value
-    becomes infinite.
+    """Round float32 stochastically to bfloat16.
+
+    An inf or NaN stays, and no finite value becomes infinite.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     largest = np.float32(jnp.finfo(jnp.bfloat16).max)
     # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of
     # two.
-    rounded = lax.bitcast_convert_type(
-        (bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32
-    )
+    upper = (bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000)
+    rounded = lax.bitcast_convert_type(upper, jnp.float32)
     finite = jnp.clip(rounded, -largest, largest)
     # The value is a bfloat16 number already, so the cast rounds nothing, even if XLA
     # deletes it.
     return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
 
 
-def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:
-    """Return the array that a state keeps in the moment's place, and put the scales of
-    its blocks into `scales`.
+def kept(moment: Moment, names: list[str], scales: Scales) -> jax.Array:
+    """Return the array that a state keeps, and put scales of blocks into `scales`.
 
     Two arrays in one place do not work: a holder of boxed parameters such as
     `nnx.Optimizer` takes them apart.
@@ -228,17 +231,14 @@ def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:
     return moment.values
 
 
-def found(
-    form: Format, values: jax.Array, names: list[str], scales: Mapping[str, Any]
-) -> Moment:
+def found(form: Format, values: jax.Array, names: list[str], scales: Scales) -> Moment:
     """Undo `kept`: return the moment of this format."""
-    eight_bits = form in ("float8_e4m3fn", "ue5m3")
-    return (
-        Blocks(values, find(scales, names or ["parameter"])) if eight_bits else values
-    )
+    if not has_blocks(form):
+        return values
+    return Blocks(values, find(scales, names or ["parameter"]))
 
 
-def by_name(entries: dict[str, Any], params: PyTree) -> Any:
+def by_name(entries: Scales, params: PyTree) -> PyTree:
     """Return the nested dicts of a state, or one number if there are no parameters.
 
     `optax.tree.map_params` compares a state with the state of no parameters. Dicts that
@@ -252,67 +252,61 @@ def narrow_leaves(
     params: PyTree,
     mask: PyTree | Callable[[PyTree], PyTree] = None,
     *,
-    is_leaf: Callable[[Any], bool] | None = None,
-    sizes: Callable[[Any], tuple[int, ...]] = jnp.shape,
+    is_leaf: Callable[[object], bool] | None = None,
+    sizes: Callable[[PyTree], tuple[int, ...]] = jnp.shape,
 ) -> list[bool]:
-    """Return for each parameter whether its moments may be narrow; only its path and
-    its global shape decide.
+    """Return for each parameter whether its moments may be narrow.
 
-    `mask` chooses those that may: a tree of bools, or a function of `params` that
-    returns one. `is_leaf` finds nodes that are parameters too, such as stored weights,
-    and `sizes` returns the shape of a parameter. Float tables may not.
+    Only its path and its global shape decide. `mask` chooses those that may: a tree of
+    bools, or a function of `params` that returns one. `is_leaf` finds nodes that are
+    parameters too, such as stored weights, and `sizes` returns the shape of a
+    parameter. Float tables may not.
 
-    >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
+    >>> table = jnp.ones((64, 64))
+    >>> narrow_leaves({"embed": table, "kernel": table, "scale": jnp.ones(4096)})
     [False, True, False]
     """
     leaves, _ = named_leaves(params, is_leaf)
-    allowed = (
-        spread(mask, params, is_leaf=is_leaf)
-        if mask is not None
-        else [True] * len(leaves)
-    )
-    large = [
-        len(shape := sizes(leaf)) >= 2 and math.prod(shape) >= _SMALLEST
-        for _, leaf in leaves
-    ]
-    whole = is_leaf if is_leaf is not None else lambda leaf: False
-    embeds = [
-        "embed" in "/".join(names).lower() and not whole(leaf) for names, leaf in leaves
-    ]
-    return [
-        bool(may) and big and not table
-        for may, big, table in zip(allowed, large, embeds, strict=True)
-    ]
+    allowed = [True] * len(leaves)
+    if mask is not None:
+        allowed = spread(mask, params, is_leaf=is_leaf)
+    narrow = []
+    for (names, leaf), may in zip(leaves, allowed, strict=True):
+        shape = sizes(leaf)
+        is_large = len(shape) >= 2 and math.prod(shape) >= _SMALLEST
+        is_table = "embed" in "/".join(names).lower()
+        if is_leaf is not None and is_leaf(leaf):
+            is_table = False
+        narrow.append(bool(may) and is_large and not is_table)
+    return narrow
 
 
 def spread(
     mask: PyTree | Callable[[PyTree], PyTree],
     params: PyTree,
     *,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> list[Any]:
-    """Return one value of a mask for each parameter; the mask may be a function of the
-    parameters.
+    is_leaf: Callable[[object], bool] | None = None,
+) -> list[bool]:
+    """Return one value of a mask for each parameter.
+
+    The mask may be a function of the parameters.
     """
     tree = mask(params) if callable(mask) else mask
+    every: list[bool] = []
+
+    def add(keep: bool, part: PyTree) -> None:
+        every.extend([keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)))
+
     try:
-        filled = jax.tree.map(
-            lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)),
-            tree,
-            params,
-        )
+        jax.tree.map(add, tree, params)
     except ValueError as error:
         raise ValueError(
             "mask must be a tree of bools for the parameters or for whole branches of"
             " them, or a function that returns one, but its structure is another:"
             f" {error}"
         ) from error
-    every = [
-        keep
-        for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list))
-        for keep in part
-    ]
-    if len(every) != (count := len(jax.tree.leaves(params, is_leaf=is_leaf))):
+    count = len(jax.tree.leaves(params, is_leaf=is_leaf))
+    if len(every) != count:
         raise ValueError(
             f"mask has {len(every)} values for {count} parameters, because it was"
             " mapped over the arrays of stored weights; map over"
@@ -324,8 +318,10 @@ def spread(
 def checked_key(
     name: str, key: jax.Array | None, rounds: bool, setting: str
 ) -> jax.Array | None:
-    """Return the uint32 words of a random key, or None if nothing is rounded; a missing
-    or useless key raises.
+    """Return the uint32 words of a random key, or None if nothing is rounded.
+
+    Raises:
+      ValueError: the key is missing, or would not be used.
     """
     if key is None and rounds:
         raise ValueError(
@@ -345,12 +341,12 @@ def checked_key(
     return key.astype(jnp.uint32).reshape(-1)
 
 
-def stream(key: jax.Array | None, *words: Any) -> Keys | None:
-    """Return the keys of the counter hash for these integers, such as a step and a
-    leaf; None without a key.
+def stream(key: jax.Array | None, *words: ArrayLike) -> Keys | None:
+    """Return the keys of the counter hash for integers such as a step and a leaf.
+
+    None without a key.
     """
-    return (
-        None
-        if key is None
-        else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
-    )
+    if key is None:
+        return None
+    seed = [key[i] for i in range(key.shape[0])]
+    return counter.keys(*seed, *words)

@@ -2,14 +2,14 @@
 bytes between its steps.
 
 optax marks the copies of the parameter tree in a state (`optax.tree.map_params`), but
-only the name of a field tells their meaning. The tables below name the fields of
-optax's own states. An unknown field is an error, not a guess: a signed average in a
-format without a sign, or a copy of the parameters in eight bits, would train, and
-badly.
+only the name of a field tells their meaning. `mu` is an average of gradients and `nu`
+one of squares, in optax and far beyond it. Every other field stays float32 until you
+name its role: a signed average in a format without a sign, or a copy of the parameters
+in eight bits, would train, and badly.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tcfp_jax.optim import encoding
-from tcfp_jax.optim.encoding import Format
+from tcfp_jax.optim.encoding import Format, Scales
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import PyTree, named_leaves, path_names
 
@@ -38,64 +38,7 @@ _NEEDS = {
         " float has, and a code for zero would divide by zero"
     ),
 }
-# Averages of gradients and of updates.
-_SIGNED = ("mu", "m", "m1", "m2", "trace", "ema", "exp_avg")
-# Averages and sums of squares and magnitudes.
-_NONNEGATIVE = ("nu", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq")
-# Rounding defeats the purpose of these: sums of few gradients, values that are
-# subtracted from others of nearly their size, running maxima (which noise drives up),
-# step sizes that are multiplied, and copies of the parameters.
-_KEPT = (
-    "acc_grads",
-    "avg_grad",
-    "g",
-    "previous_gradient",
-    "prev_updates",
-    "nu_max",
-    "step_sizes",
-    "s",
-    "grad_sum",
-    "grad_sum_sq",
-    "z",
-    "x0",
-    "params",
-    "params0",
-    "updates",
-    "init_params",
-    "init_particles",
-    "cumulative_gradients",
-    "subgradients",
-    "scale",
-    "reward",
-    "cache",
-    "measurement",
-    "measurements",
-    "grad",
-    "found_nan",
-    "v_row",
-    "v_col",
-    "mean_grads",
-    "sum_sq_diff_grads",
-    "mean_grads_ema",
-    "variance_grads_ema",
-    "diff_params_memory",
-    "diff_updates_memory",
-    "projector",
-)
-_ROLES: dict[str, Role] = {
-    **dict.fromkeys(_SIGNED, "mu"),
-    **dict.fromkeys(_NONNEGATIVE, "nu"),
-    **dict.fromkeys(_KEPT, "float32"),
-}
-# Adan's v is an average of differences, an estimate of Sophia's Hessian may be
-# negative, and SM3 calls its momentum nu.
-_OF_STATES: dict[tuple[str, str], Role] = {
-    ("ScaleByAdanState", "v"): "mu",
-    ("SophiaState", "nu"): "mu",
-    ("ScaleBySM3State", "nu"): "mu",
-}
-# These two names mean the same far beyond optax.
-_COMMON = ("mu", "nu")
+_KNOWN: dict[str, Role] = {"mu": "mu", "nu": "nu"}
 
 
 class LowPrecisionState(NamedTuple):
@@ -109,10 +52,25 @@ class LowPrecisionState(NamedTuple):
         in `inner`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it; tuples have a method of that name
+    # optax's name for it; tuples have a method of that name
+    count: jax.Array  # type: ignore[assignment]
     key: jax.Array | None
     inner: PyTree
-    scales: dict[str, Any]
+    scales: Scales
+
+
+class _Place(NamedTuple):
+    """A leaf of a state that is a copy of a parameter.
+
+    Attributes:
+      field: name of the state's field.
+      parameter: place of the parameter among the leaves of the parameters.
+      is_whole: whether it has the parameter's shape.
+    """
+
+    field: str
+    parameter: int
+    is_whole: bool
 
 
 def low_precision_moments(
@@ -126,18 +84,20 @@ def low_precision_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """Store the moments of `tx` in narrow formats between its steps.
 
-    Use it for any optax transformation whose moments do not fit in memory; for AdamW,
-    `tcfp_jax.optim.adamw` is faster. A step decodes, runs `tx.update` in float32, and
-    encodes. The fields of optax's own states are known, also inside `chain`, `masked`,
-    `partition`, `MultiSteps` and `inject_hyperparams`. An unknown field is an error.
+    Use this for any optax transformation whose moments do not fit in memory. For AdamW
+    use `tcfp_jax.optim.adamw`, which is faster. A step decodes, runs `tx.update` in
+    float32, and encodes. Fields `mu` and `nu` are found inside `chain`, `masked`,
+    `partition`, `MultiSteps` and `inject_hyperparams`, too. Name other moments by
+    `fields`: `{"trace": "mu"}` for `optax.sgd(momentum=...)`, `{"v": "nu"}` for
+    `optax.adafactor`, and `{"nu": "mu"}` where `nu` has a sign, as in `optax.sm3`.
 
     Write `on_stored(low_precision_moments(tx))`, for stored parameters and for others:
     it skips a step whose gradients or their squares are not finite. Without it, or in
     `optax.apply_if_finite`, such a moment makes its whole block NaN.
 
-    These stay float32: leaves with fewer than 4096 values or two axes, embeddings (a
-    name of the path has "embed"), gradients that `MultiSteps` accumulates, copies of
-    parameters, and other shapes, such as factored moments.
+    These stay float32: fields that nothing names, leaves with fewer than 4096 values or
+    two axes, embeddings (a name of the path has "embed"), and moments of another shape
+    than their parameter, such as factored ones.
 
     Args:
       tx: any optax transformation.
@@ -148,71 +108,70 @@ def low_precision_moments(
       mask: parameters that may have narrow moments: a tree of bools, or a function of
         the parameters (or of the updates, if `update` gets no parameters) that returns
         one.
-      fields: "mu", "nu" or "float32" by name of field, for fields that optax does not
-        define or that you know better.
+      fields: "mu", "nu" or "float32" by name of field, besides `mu` and `nu`.
 
     Raises:
       ValueError: a format that cannot hold these moments; no key, or one that would not
-        be used; an unknown field; a transformation without moments; `init` with
+        be used; a name that is no field; a transformation without moments; `init` with
         parameters on a mesh that cuts a block of a moment.
 
     >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
     >>> tx = low_precision_moments(optax.adamw(1e-3), key=jax.random.key(0))
     >>> state = tx.init(params)
-    >>> adam = state.inner[0]
-    >>> adam.mu["kernel"].dtype, adam.nu["kernel"].dtype, adam.mu["bias"].dtype, state.scales["0"]["nu"]["kernel"].shape
-    (dtype(float8_e4m3fn), dtype('uint8'), dtype('float32'), (64, 1))
+    >>> state.inner[0].mu["kernel"].dtype, state.inner[0].mu["bias"].dtype
+    (dtype(float8_e4m3fn), dtype('float32'))
+    >>> state.scales["0"]["nu"]["kernel"].shape
+    (64, 1)
     """
-    formats: dict[str, Format] = {
-        "mu": _format_of("mu", mu),
-        "nu": _format_of("nu", nu),
-        "float32": "float32",
-    }
-    rounds = formats["mu"] != "float32" or formats["nu"] != "float32"
-    words = encoding.checked_key(
-        "low_precision_moments",
-        key,
-        rounds,
-        f"mu={formats['mu']!r}, nu={formats['nu']!r}",
-    )
-    roles_by_field = dict(fields or {})
-    for name, role in roles_by_field.items():
+    roles = {**_KNOWN, **(fields or {})}
+    for name, role in roles.items():
         if role not in get_args(Role):
             raise ValueError(
                 f"fields={{{name!r}: {role!r}}}: the role is unknown; use one of"
                 f" {list(get_args(Role))}"
             )
+    formats: dict[Role, Format] = {
+        "mu": _format_of("mu", mu),
+        "nu": _format_of("nu", nu),
+        "float32": "float32",
+    }
+    rounds = formats["mu"] != "float32" or formats["nu"] != "float32"
+    setting = f"mu={formats['mu']!r}, nu={formats['nu']!r}"
+    words = encoding.checked_key("low_precision_moments", key, rounds, setting)
     inner_tx = optax.with_extra_args_support(
         optax.GradientTransformation(tx.init, tx.update)
     )
 
-    def plan(like: PyTree) -> list[Format]:
+    def plan(params: PyTree) -> list[Format]:
+        """Return the format of every leaf of the state."""
         # Floats instead of stored weights, as `on_stored` shows them
-        like = jax.eval_shape(dequantize, like)
-        state = jax.eval_shape(inner_tx.init, like)
-        allowed = encoding.narrow_leaves(like, mask)
-        places = _roles(inner_tx, state, like, roles_by_field)
-        return [
-            "float32" if of is None or not allowed[of[1]] else formats[of[0]]
-            for of in places
-        ]
+        params = jax.eval_shape(dequantize, params)
+        state = jax.eval_shape(inner_tx.init, params)
+        allowed = encoding.narrow_leaves(params, mask)
+        places = _places(inner_tx, state, params)
+        if jax.tree.leaves(params):  # optax's placeholder has none
+            _check_fields(places, roles, fields or {})
+        chosen: list[Format] = ["float32"] * len(jax.tree.leaves(state))
+        for index, place in places.items():
+            if place.is_whole and allowed[place.parameter]:
+                chosen[index] = formats[roles.get(place.field, "float32")]
+        return chosen
 
     def encoded(
         state: PyTree,
         chosen: list[Format],
         count: jax.Array,
         key: jax.Array | None,
-        like: PyTree,
+        params: PyTree,
     ) -> LowPrecisionState:
-        scales: dict[str, Any] = {}
+        scales: Scales = {}
         leaves, treedef = named_leaves(state)
         moments = []
         for i, (form, (names, leaf)) in enumerate(zip(chosen, leaves, strict=True)):
             moment = encoding.encode(form, leaf, encoding.stream(key, count, i))
             moments.append(encoding.kept(moment, names, scales))
-        return LowPrecisionState(
-            count, key, treedef.unflatten(moments), encoding.by_name(scales, like)
-        )
+        inner = treedef.unflatten(moments)
+        return LowPrecisionState(count, key, inner, encoding.by_name(scales, params))
 
     def init(params: PyTree) -> LowPrecisionState:
         chosen = plan(params)
@@ -221,32 +180,26 @@ def low_precision_moments(
             encoding.check_moment("/".join(names), form, leaf)
         # Without the barrier XLA rounds the zeros at compile time, which takes seconds.
         first = lax.optimization_barrier(first)
-        return encoded(
-            first,
-            chosen,
-            jnp.zeros((), jnp.int32),
-            None if words is None else jnp.copy(words),
-            params,
-        )
+        own_words = None if words is None else jnp.copy(words)
+        return encoded(first, chosen, jnp.zeros((), jnp.int32), own_words, params)
 
     def update(
-        updates: PyTree, state: LowPrecisionState, params: PyTree = None, **extra: Any
+        updates: PyTree,
+        state: LowPrecisionState,
+        params: PyTree = None,
+        **extra: object,
     ) -> tuple[PyTree, LowPrecisionState]:
         like = updates if params is None else params
         chosen = plan(like)
         leaves, treedef = named_leaves(state.inner)
-        pairs = zip(chosen, leaves, strict=True)
-        held = [
-            (form, encoding.found(form, leaf, names, state.scales))
-            for form, (names, leaf) in pairs
-        ]
-        moments = [encoding.decode(form, moment) for form, moment in held]
-        updates, inner = inner_tx.update(
-            updates, treedef.unflatten(moments), params, **extra
-        )
-        return updates, encoded(
-            inner, chosen, optax.safe_increment(state.count), state.key, like
-        )
+        moments = []
+        for form, (names, leaf) in zip(chosen, leaves, strict=True):
+            moment = encoding.found(form, leaf, names, state.scales)
+            moments.append(encoding.decode(form, moment))
+        wide = treedef.unflatten(moments)
+        updates, inner = inner_tx.update(updates, wide, params, **extra)
+        count = optax.safe_increment(state.count)
+        return updates, encoded(inner, chosen, count, state.key, like)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -262,68 +215,66 @@ def _format_of(role: str, dtype: DTypeLike) -> Format:
     )
 
 
-def _roles(
-    tx: optax.GradientTransformation,
-    state: PyTree,
-    params: PyTree,
-    fields: Mapping[str, Role],
-) -> list[tuple[Role, int] | None]:
-    """Return, for every leaf of `tx`'s state, its role and the place of its parameter
-    among the leaves of `params`.
-
-    None stands for a leaf that is not a copy of a parameter: a count, a key, or
-    statistics of another shape.
-    """
-    places = {
-        path: i
-        for i, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0])
-    }
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    roles: list[tuple[Role, int] | None] = [None] * len(leaves)
-    seen = set()
-    for index in _copies(tx, state):
-        path, leaf = leaves[index]
-        # The longest end of the path that is a parameter's; the rest leads to the
-        # field.
-        start = next(
-            (start for start in range(len(path) + 1) if path[start:] in places), None
+def _check_fields(
+    places: Mapping[int, _Place],
+    roles: Mapping[str, Role],
+    named: Mapping[str, Role],
+) -> None:
+    """Raise unless the state has a moment, and every field that the user named."""
+    there = {place.field for place in places.values()}
+    unknown = sorted(set(named) - there)
+    if unknown:
+        raise ValueError(
+            f"fields= names {unknown}, but the state has the fields {sorted(there)};"
+            " drop or rename them"
         )
-        if start is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        place = places[path[start:]]
-        owner, field = _field(state, path[:start])
-        seen.add(field)
-        role = _role(owner, field, fields)
-        if leaf.shape == shapes[place]:
-            roles[index] = role, place
-    if not places:  # optax's placeholder, or all parameters are masked
-        return roles
-    if not seen:
+    if there and not there & set(roles):
+        field = min(there)
+        raise ValueError(
+            f"no field is named mu or nu among {sorted(there)}, so there is no moment"
+            f' to store in another format; say fields={{{field!r}: "mu"}} (an average'
+            ' with a sign), "nu" (never negative) or "float32" (not rounded)'
+        )
+    if not there:
         raise ValueError(
             "this transformation keeps nothing that mirrors the parameters, so there is"
             " no moment to store in another format; use it without"
             " low_precision_moments"
         )
-    unknown = sorted(set(fields) - seen)
-    if unknown:
-        raise ValueError(
-            f"fields= names {unknown}, but the state has the fields {sorted(seen)};"
-            " drop or rename them"
-        )
-    return roles
+
+
+def _places(
+    tx: optax.GradientTransformation, state: PyTree, params: PyTree
+) -> dict[int, _Place]:
+    """Return the float leaves of `tx`'s state that are copies of a parameter.
+
+    The keys are places among the leaves of the state. A count or a key is no copy.
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    parameters = {path: i for i, (path, _) in enumerate(paths)}
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    places = {}
+    for index in _copies(tx, state):
+        path, leaf = leaves[index]
+        # The longest end of the path that is a parameter's; the rest leads to the
+        # field.
+        ends = [start for start in range(len(path) + 1) if path[start:] in parameters]
+        if ends and jnp.issubdtype(leaf.dtype, jnp.floating):
+            parameter = parameters[path[ends[0] :]]
+            is_whole = leaf.shape == shapes[parameter]
+            places[index] = _Place(_field(path[: ends[0]]), parameter, is_whole)
+    return places
 
 
 def _copies(tx: optax.GradientTransformation, state: PyTree) -> list[int]:
-    """Return the places of the leaves that are in copies of the parameter tree, as
-    optax finds them.
-    """
-    treedef: Any = jax.tree.structure(state)
-    found: list[object] = []
+    """Return the places of the leaves that optax finds in copies of the parameters."""
     # no pytrees, so optax takes them for leaves
-    marks = [object() for _ in range(treedef.num_leaves)]
+    marks = [object() for _ in jax.tree.leaves(state)]
+    found: list[object] = []
+    marked = jax.tree.unflatten(jax.tree.structure(state), marks)
     try:
-        optax.tree_utils.tree_map_params(tx, found.append, treedef.unflatten(marks))
+        optax.tree_utils.tree_map_params(tx, found.append, marked)
     except Exception as error:
         raise ValueError(
             "optax.tree.map_params cannot find the copies of the parameters in the"
@@ -335,39 +286,9 @@ def _copies(tx: optax.GradientTransformation, state: PyTree) -> list[int]:
     return [places[id(mark)] for mark in found if id(mark) in places]
 
 
-def _field(state: PyTree, prefix: tuple[object, ...]) -> tuple[type, str]:
-    """Return the class of a state and the name of its field that a path leads to."""
-    named = [
-        (i, entry.name)
-        for i, entry in enumerate(prefix)
-        if isinstance(entry, jax.tree_util.GetAttrKey)
-    ]
-    if not named:
-        return type(state), "/".join(path_names(prefix))
-    last, field = named[-1]
-    node = state
-    for entry in prefix[:last]:
-        match entry:
-            case jax.tree_util.GetAttrKey(name=name):
-                node = getattr(node, name)
-            case jax.tree_util.DictKey(key=key) | jax.tree_util.SequenceKey(idx=key):
-                node = node[key]
-            case _:
-                break
-    return type(node), field
-
-
-def _role(owner: type, field: str, fields: Mapping[str, Role]) -> Role:
-    if field in fields:
-        return fields[field]
-    of_optax = owner.__module__.split(".")[0] == "optax"
-    if of_optax and (owner.__name__, field) in _OF_STATES:
-        return _OF_STATES[owner.__name__, field]
-    if field in _ROLES and (of_optax or field in _COMMON):
-        return _ROLES[field]
-    raise ValueError(
-        f"{owner.__name__}.{field} mirrors the parameters, but its meaning is unknown;"
-        " say it with "
-        f'fields={{{field!r}: "mu"}} (an average with a sign), "nu" (never negative) or'
-        ' "float32" (not rounded)'
-    )
+def _field(prefix: tuple[object, ...]) -> str:
+    """Return the name of the state's field that a path leads to."""
+    for entry in reversed(prefix):
+        if isinstance(entry, jax.tree_util.GetAttrKey):
+            return entry.name
+    return "/".join(path_names(prefix))
