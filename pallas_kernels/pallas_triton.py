@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from pallas_kernels.arithmetic import Instructions, Portable
+
 if TYPE_CHECKING:
     from jax.experimental.pallas.triton import CompilerParams as CompilerParams
     from jax.experimental.pallas.triton import (
@@ -105,3 +107,8 @@ def instruct(assembly: str, *values: ArrayLike) -> jax.Array:
         constraints="=f" + ",f" * len(values),
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )[0]
+
+
+def operations(interpret: bool) -> Portable:
+    """Return the operations of a kernel, compiled by instructions."""
+    return Portable() if interpret else Instructions(instruct)

@@ -1,37 +1,45 @@
-"""One pass over matrices that writes each result in both orientations, for the
-quantizers.
+"""One pass over matrices that writes each result in both orientations.
 
-A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it
-that reads the input once but stores the transposed bytes one at a time (2.2 TB/s on an
-H200). A Triton program holds a square tile in registers, turns it around through shared
-memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
+Quantizers and casts are such passes. A quantizer is elementwise, so its cost is memory
+traffic. XLA makes one fusion of it that reads the input once but stores the transposed
+bytes one at a time (2.2 TB/s on an H200). A kernel holds a tile, turns it around
+through shared memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
 
-`map_tiles` runs a function of tiles over matrices of one shape `[m, k]`: compiled on
+`map_tiles` runs a `Body` over matrices of one shape `[m, k]` by an engine: compiled on
 CUDA, interpreted on CPUs, and under a mesh on each device's own part (see
-`partition.py`). The engine is Pallas-Triton, or the one that it is given.
+`partition.py`). The engines are `triton_passes.TRITON` and `hopper.engine.MOSAIC`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
-from pallas_kernels import pallas_triton as plgpu
+from pallas_kernels.arithmetic import Portable
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.partition import BlocksOf, Letters, partitioned
-from pallas_kernels.specs import has_explicit_axes, varying
+from pallas_kernels.specs import has_explicit_axes
 
-Body = Callable[..., tuple[jax.Array, ...]]
-Engine = Callable[..., list[jax.Array] | None]
+T = TypeVar("T")
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Form = Literal["tile", "transposed", "rows", "columns", "one"]
+# The values of a tile that share a maximum: all, or those of a column (0) or row (1).
+Axis: TypeAlias = int | None
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 _SMALLEST_SIDE = 16
+# Letters of the axes of a result for `partition`: i and j count rows and columns of
+# values, p and q of tiles.
+_LETTERS: dict[Form, str] = {
+    "tile": "i j",
+    "transposed": "j i",
+    "rows": "i q",
+    "columns": "j p",
+    "one": "p q",
+}
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,15 @@ class Tiling:
         return Tiling((size,), (size,), values_per_thread)
 
     def fit(self, m: int, k: int) -> tuple[int, int, int] | None:
-        """Return (rows, columns, warps of 32 threads) of a tile of a matrix `[m, k]`,
-        or None if no tile divides it.
+        """Return (rows, columns, warps of 32 threads) of a tile, or None.
+
+        A matrix `[m, k]` has none if no tile divides it.
 
         >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
         ((64, 16, 2), None)
         """
-        pairs = ((m, self.rows), (k, self.columns))
-        rows, columns = (
-            next((side for side in sides if size and size % side == 0), 0)
-            for size, sides in pairs
-        )
+        rows = _largest_divisor(m, self.rows)
+        columns = _largest_divisor(k, self.columns)
         if not rows or not columns:
             return None
         return rows, columns, max(1, rows * columns // (32 * self.values_per_thread))
@@ -87,12 +93,20 @@ class Tiling:
         )
 
 
+def _largest_divisor(size: int, sides: tuple[int, ...]) -> int:
+    """Return the first of the sides that divides `size`, or 0."""
+    for side in sides:
+        if size and size % side == 0:
+            return side
+    return 0
+
+
 WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
 
 
 @dataclass(frozen=True)
 class Output:
-    """One result of a tile function.
+    """One result of a pass.
 
     Attributes:
       dtype: dtype of the result.
@@ -104,248 +118,204 @@ class Output:
         "transposed" is its transpose; "rows" has one for each row of a tile,
         `[m, k / columns]`; "columns" one for each column, `[k, m / rows]`; "one" has
         one for each tile.
+      zero_with: index of a result of form "tile", for form "one": the number of a tile
+        becomes 0 if all values of that result in the tile are zero.
     """
 
     dtype: DTypeLike
     transposed: bool = False
     replaces: int | None = None
-    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
+    form: Form = "tile"
+    zero_with: int | None = None
 
     @property
-    def rule(self) -> str:
-        """Letters of its axes for `partition`: i and j count rows and columns of
-        values, p and q of tiles.
+    def is_matrix(self) -> bool:
+        """Whether it has a value for each value of the inputs."""
+        return self.form in ("tile", "transposed")
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Forms of the arrays that are written: its own, then that of the transpose."""
+        return (self.form, "transposed") if self.transposed else (self.form,)
+
+
+def shape_of(form: Form, m: int, k: int, rows: int, columns: int) -> tuple[int, int]:
+    """Return the shape of a result for matrices `[m, k]` in tiles `[rows, columns]`."""
+    shapes: dict[Form, tuple[int, int]] = {
+        "tile": (m, k),
+        "transposed": (k, m),
+        "rows": (m, k // columns),
+        "columns": (k, m // rows),
+        "one": (m // rows, k // columns),
+    }
+    return shapes[form]
+
+
+class Body:
+    """The computation of a tile, in two functions.
+
+    Operands of both are tiles, vectors of rows `[rows, 1]`, vectors of columns
+    `[1, columns]` and scalars. An engine calls `measured` if there are `axes`, finds
+    the largest magnitudes of its array, and calls `values` with them. Either may be
+    called for a few rows of a tile at a time.
+
+    Attributes:
+      axes: for each maximum the values that share it.
+    """
+
+    axes: tuple[Axis, ...] = ()
+
+    def measured(self, *operands: jax.Array) -> jax.Array:
+        """Return the float32 array whose largest magnitudes `values` needs."""
+        raise NotImplementedError
+
+    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+        """Return a value for each output, in its form.
+
+        Args:
+          do: the operations in which engines differ.
+          maxima: for each of `axes` the largest magnitudes, as arrays that broadcast to
+            the tile. A NaN is the largest.
+          operands: as above.
         """
-        axes = {
-            "tile": "i j",
-            "transposed": "j i",
-            "rows": "i q",
-            "columns": "j p",
-            "one": "p q",
-        }[self.form]
-        return f"{axes}, j i" if self.transposed else axes
+        raise NotImplementedError
 
+    def whole(self, *operands: jax.Array) -> Arrays:
+        """Return the results for whole matrices, in the shapes that are written.
 
-class Operations:
-    """The operations of a body in which engines differ; these are Triton's."""
-
-    scaled = staticmethod(numerics.scaled_for_rounding)
-
-    def floor(self, x: jax.Array) -> jax.Array:
-        """Return the largest integers up to x."""
-        return jnp.floor(x)
-
-    def largest(
-        self, x: jax.Array, axes: Sequence[int | None] = (None,)
-    ) -> list[jax.Array]:
-        """Return the largest magnitudes of a tile (None), its columns (0) or rows (1)
-        as arrays that broadcast to it.
-
-        A NaN is the largest. All results may depend on those that a body asks for
-        first, and on second ones only results of form "one".
+        It runs without a kernel, for matrices that no tile divides.
         """
-        top: Callable[..., jax.Array] = functools.partial(
-            numerics.amax_by_bits, keepdims=True
-        )
-        return [top(top(x, 1), 0) if axis is None else top(x, axis) for axis in axes]
+        return self.values(Portable(), (), *operands)
+
+
+class Operands(NamedTuple, Generic[T]):
+    """The operands of a pass by kind."""
+
+    matrices: Sequence[T]
+    rows: Sequence[T]
+    columns: Sequence[T]
+    scalars: Sequence[T]
+
+    def shaped(self: "Operands[jax.Array]") -> list[jax.Array]:
+        """Return them as a body takes them."""
+        rows = [x[:, None] for x in self.rows]
+        columns = [x[None, :] for x in self.columns]
+        return [*self.matrices, *rows, *columns, *(x[0] for x in self.scalars)]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The static arguments of `map_tiles`, and the numbers of its matrices and of its
-    vectors of rows and columns.
-    """
+    """The static arguments of `map_tiles`, and the numbers of its operands by kind."""
 
     body: Body
     outputs: tuple[Output, ...]
     name: str
     tiling: Tiling
-    count: int
-    vectors: tuple[int, int]
+    matrices: int
+    rows: int = 0
+    columns: int = 0
+
+    def sort(self, operands: Sequence[T]) -> Operands[T]:
+        """Return the operands by kind; scalars come last."""
+        first = self.matrices + self.rows
+        last = first + self.columns
+        return Operands(
+            operands[: self.matrices],
+            operands[self.matrices : first],
+            operands[first:last],
+            operands[last:],
+        )
 
 
-def by_triton(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
-    """Run a pass over a device's part by Pallas-Triton; return None if no tile divides
-    it or it is too large.
+@dataclass(frozen=True)
+class Engine:
+    """One way to run a `Pass` by a kernel.
+
+    Attributes:
+      run: takes a pass and a device's part of its operands, and returns the results, or
+        None if its kernel cannot take the part.
+      calls_back: whether its interpreter calls back into Python, which a partitioned
+        function cannot do.
     """
-    results = [
-        jax.ShapeDtypeStruct(operands[0].shape, output.dtype) for output in one.outputs
-    ]
-    if one.tiling.fit(*operands[0].shape) is None or plgpu.unreachable(
-        *operands[: one.count], *results
-    ):
-        return None
-    return plgpu.on_platform(functools.partial(_call, one), *operands)
+
+    run: Callable[..., list[jax.Array] | None]
+    calls_back: bool = False
+
+    def calls_back_here(self) -> bool:
+        """Return whether it would call back into Python where it now runs."""
+        return self.calls_back and device_kind() == "cpu" and not has_explicit_axes()
 
 
 def map_tiles(
     body: Body,
     inputs: Sequence[jax.Array],
-    scalars: Sequence[jax.Array],
     outputs: Sequence[Output],
     *,
     name: str,
-    reference: Body | None = None,
+    engine: Engine | None,
+    scalars: Sequence[jax.Array] = (),
     tiling: Tiling = Tiling(),
-    vectors: tuple[Sequence[jax.Array], Sequence[jax.Array]] = ((), ()),
-    engine: Engine | None = by_triton,
+    rows: Sequence[jax.Array] = (),
+    columns: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Run `body(operations, *tiles, *rows, *columns, *scalars)` over every tile of
-    matrices `[*m, k]`, m several axes.
+    """Run a body over every tile of matrices `[*m, k]`, m several axes.
 
     Args:
-      body: computes one tile by `Operations`; it returns a value for each of `outputs`,
-        in its form.
+      body: computes one tile.
       inputs: matrices of one shape.
-      scalars: arrays of one value each, which `body` gets as scalars.
       outputs: the results.
       name: name of the kernel in profiles.
-      reference: the same computation on whole matrices, without a kernel, with results
-        in the shapes that are written; None for the body. It runs on devices whose part
-        no tile divides.
-      engine: runs a `Pass` over a device's part, or returns None. Without one, tiles
-        only say what must not be cut.
+      engine: runs the pass. Without one, or where it cannot take a device's part,
+        `body.whole` runs, and tiles only say what must not be cut.
+      scalars: arrays of one value each.
       tiling: cut of the matrices.
-      vectors: rows `[*m]` with a value for each row, and columns `[k]`; `body` gets
-        `[rows, 1]` and `[1, columns]`.
+      rows: vectors `[*m]` with a value for each row.
+      columns: vectors `[k]`.
 
     Returns:
       For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is
         wanted.
     """
-    rows, columns = vectors
-    one = Pass(
-        body, tuple(outputs), name, tiling, len(inputs), (len(rows), len(columns))
-    )
+    one = Pass(body, tuple(outputs), name, tiling, len(inputs), len(rows), len(columns))
 
     def local(
         *operands: jax.Array, summed_over: tuple[str, ...] = ()
     ) -> list[jax.Array]:
-        if engine is not None and (results := engine(one, *operands)) is not None:
-            return results
-        whole = reference or functools.partial(body, Operations())
-        found = whole(
-            *operands[: one.count], *_shaped(operands[one.count :], one.vectors)
-        )
-        pairs = zip(outputs, found, strict=True)
-        return [
-            x
-            for output, y in pairs
-            for x in (
-                [y, y.T]
-                if output.transposed
-                else [y.T]
-                if output.form == "transposed"
-                else [y]
-            )
-        ]
+        found = None if engine is None else engine.run(one, *operands)
+        return _whole(one, *operands) if found is None else found
 
-    letters = (
-        ["i j"] * one.count
-        + ["i"] * len(rows)
-        + ["j"] * len(columns)
-        + ["u"] * len(scalars)
-    )
-    rule = ", ".join(letters) + " -> " + ", ".join(output.rule for output in outputs)
+    rule = _rule(one, len(scalars))
     *leading, k = inputs[0].shape
-    m = math.prod(leading)
-    sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
-    blocks = {
-        count: BlocksOf(axis, fixed[0], size)
-        for count, axis, size, fixed in sides
-        if len(fixed) == 1
-    }
-    run: Callable[..., list[jax.Array]] = partitioned(
-        local, rule, blocks, merged={"i": tuple(leading)}
+    merged = {"i": tuple(leading)}
+    if engine is not None and engine.calls_back_here():
+        run = Letters.read(rule, merged).over_arrays(local)
+    else:
+        blocks = {}
+        if len(tiling.rows) == 1:
+            blocks["p"] = BlocksOf("i", tiling.rows[0], math.prod(leading))
+        if len(tiling.columns) == 1:
+            blocks["q"] = BlocksOf("j", tiling.columns[0], k)
+        run = partitioned(local, rule, blocks, merged=merged)
+    results: list[jax.Array] = run(
+        *inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars)
     )
-    if (
-        engine not in (None, by_triton)
-        and device_kind() == "cpu"
-        and not has_explicit_axes()
-    ):
-        # Mosaic's interpreter calls back into Python, which a partitioned function
-        # cannot do.
-        run = Letters.read(rule, {"i": tuple(leading)}).over_arrays(local)
-    return run(*inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars))
+    return results
 
 
-def _shaped(operands: Sequence[jax.Array], vectors: tuple[int, int]) -> list[jax.Array]:
-    """Return vectors of rows as `[m, 1]`, of columns as `[1, k]`, and scalars."""
-    first, last = vectors[0], sum(vectors)
-    of_rows, of_columns = (
-        (x[:, None] for x in operands[:first]),
-        (x[None, :] for x in operands[first:last]),
-    )
-    return [*of_rows, *of_columns, *(x[0] for x in operands[last:])]
+def _rule(one: Pass, scalars: int) -> str:
+    """Return the letters of the axes of all operands and results for `partition`."""
+    operands = ["i j"] * one.matrices + ["i"] * one.rows + ["j"] * one.columns
+    operands += ["u"] * scalars
+    results = [_LETTERS[form] for output in one.outputs for form in output.forms]
+    return f"{', '.join(operands)} -> {', '.join(results)}"
 
 
-def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
-    # Imported where it is used: half a second that a program without kernels need not
-    # pay.
-    from jax.experimental import pallas as pl
-
-    count, vectors = one.count, one.vectors
-    m, k = operands[0].shape
-    tile = one.tiling.fit(m, k)
-    assert tile is not None, "the caller checked"
-    rows, columns, warps = tile
-    # (shape, block, whether the grid's first axis runs along the second axis of the
-    # matrix)
-    forms = {
-        "tile": ((m, k), (rows, columns), False),
-        "rows": ((m, k // columns), (rows, 1), False),
-        "columns": ((k, m // rows), (columns, 1), True),
-        "one": ((m // rows, k // columns), (1, 1), False),
-        "transposed": ((k, m), (columns, rows), True),
-    }
-    shapes: list[jax.ShapeDtypeStruct] = []
-    specs, aliases = [], {}
-    for output in one.outputs:
-        if output.replaces is not None:
-            aliases[output.replaces] = len(shapes)
-        for form in (output.form, "transposed")[: 1 + output.transposed]:
-            shape, block, turned = forms[form]
-            shapes.append(jax.ShapeDtypeStruct(shape, output.dtype))
-            specs.append(
-                pl.BlockSpec(
-                    block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))
-                )
-            )
-
-    def kernel(*refs: Any) -> None:
-        tiles = [ref[...] for ref in refs[:count]]
-        rest = _shaped([ref[...] for ref in refs[count:last]], vectors) + [
-            ref[0] for ref in refs[last : len(operands)]
-        ]
-        targets = iter(refs[len(operands) :])
-        for output, result in zip(
-            one.outputs, one.body(Operations(), *tiles, *rest), strict=True
-        ):
-            target = next(targets)
-            target[...] = (
-                result.T
-                if output.form == "transposed"
-                else result.reshape(target.shape)
-            )
-            if output.transposed:
-                next(targets)[...] = result.T
-
-    last = count + sum(vectors)
-    of_rows, of_columns = (
-        pl.BlockSpec((rows,), lambda i, j: (i,)),
-        pl.BlockSpec((columns,), lambda i, j: (j,)),
-    )
-    specs_in = [pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count
-    specs_in += [of_rows] * vectors[0] + [of_columns] * vectors[1]
-    specs_in += [pl.BlockSpec((1,), lambda i, j: (0,))] * (len(operands) - last)
-    return plgpu.pallas_call(
-        kernel,
-        out_shape=varying(shapes, *operands),
-        grid=(m // rows, k // columns),
-        in_specs=specs_in,
-        out_specs=specs,
-        input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name=one.name,
-    )(*varying(operands, *operands))  # a result in place has the type of its input
+def _whole(one: Pass, *operands: jax.Array) -> list[jax.Array]:
+    """Return the results without a kernel."""
+    results = []
+    found = one.body.whole(*one.sort(operands).shaped())
+    for output, x in zip(one.outputs, found, strict=True):
+        results.append(x.T if output.form == "transposed" else x)
+        if output.transposed:
+            results.append(x.T)
+    return results

@@ -25,7 +25,7 @@ from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize import api as quantizers
 from pallas_kernels.quantize import computed
 from tcfp_jax import formats, recipes
-from tcfp_jax.formats import nvfp4_arrays
+from tcfp_jax.formats import casting, nvfp4_arrays
 from tests import density, walk
 
 ROOT = Path(__file__).parents[1]
@@ -42,12 +42,14 @@ DOORS = {
         "moments",
         "wire",
         "operands",
+        "arithmetic",
         "pallas_triton",
         "tuning",
         "dispatch",
         "explicit",
         "partition",
         "tiled",
+        "triton_passes",
         "hopper",
         "quantize",
         "adamw",
@@ -145,8 +147,10 @@ PLUMBING = {
     "tcfp_jax.paths",
     "pallas_kernels.hopper.registers",
     "pallas_kernels.tiled",
+    "pallas_kernels.triton_passes",
+    "pallas_kernels.arithmetic",
     "pallas_kernels.hopper.plan",
-    "pallas_kernels.hopper.passes",
+    "pallas_kernels.hopper.engine",
 }
 
 
@@ -243,6 +247,7 @@ def test_the_page_of_backends_lists_every_table():
         "`unpack_fp4`": unpacked.UNPACK_IMPLEMENTATIONS,
         "`ordered_rows`": fp4_mosaic.ROWS_IMPLEMENTATIONS,
         "`quantize_nvfp4`": nvfp4_arrays.IMPLEMENTATIONS,
+        "`cast`": casting.IMPLEMENTATIONS,
     }
     page = (ROOT / "docs" / "backends.md").read_text().split("## ")[1]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE)

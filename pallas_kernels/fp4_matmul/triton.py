@@ -24,12 +24,7 @@ from pallas_kernels.fp4_matmul.devices import blocks_of, scale_letters
 from pallas_kernels.fp4_matmul.reference import scaling_of
 from pallas_kernels.operands import Operand
 from pallas_kernels.partition import partitioned
-from pallas_kernels.quantize.triton_rows import (
-    LONGEST_ROW,
-    multiplied,
-    scale_and_inverse,
-    warps_of,
-)
+from pallas_kernels.quantize.triton_rows import LONGEST_ROW, scales_of, warps_of
 from pallas_kernels.specs import varying
 
 # (rows, blocks of 16 values of each) of a program that unpacks; transposed, its rows
@@ -194,6 +189,7 @@ def _ordered_rows(
     # Four values lie side by side before and after: with an axis of their own they are
     # loaded and stored at once.
     sides = (width // 4, 4)
+    do = plgpu.operations(interpret)
 
     def kernel(
         x_ref: jax.Ref, outer_ref: jax.Ref, values_ref: jax.Ref, factor_ref: jax.Ref
@@ -208,8 +204,9 @@ def _ordered_rows(
         wide = jnp.where(row < m, found, 0)
         of_words = numerics.amax_by_bits(wide, 1)
         amax = numerics.amax_by_bits(of_words, 0, keepdims=True)
-        scale, inverse = scale_and_inverse(reference.ROWS, amax, interpret)
-        values = multiplied(wide, inverse, interpret).astype(values_ref.dtype)
+        scale, inverse = scales_of(reference.ROWS, amax, do)
+        dtype = values_ref.dtype
+        values = do.scaled(wide, inverse, dtype).astype(dtype)
         plgpu.store(values_ref.at[row, 4 * word + value], values, mask=mask)
         factor = outer_ref[...] * jnp.float32(1 / reference.E4M3_FACTOR) * scale
         one = row + lax.broadcasted_iota(jnp.int32, (1,), 0)

@@ -1,16 +1,13 @@
-"""One pass over matrices on Hopper in Pallas Mosaic GPU, which writes FP8 results in
-both orientations.
+"""The kernel of passes of `tiled.py` on Hopper, in Pallas Mosaic GPU.
 
 A block takes one tile, and a multiprocessor holds several blocks: one waits for its
 copy while others compute. A pass whose blocks walk tiles takes 6 % longer. Bulk copies
 bring a tile into shared memory and take the results from there. The body of a pass gets
-a few rows at a time. If it asks for the largest value of a square, row or column, all
-rows run up to there first and then anew, from shared memory.
+a few rows at a time. If it needs the largest values of squares, rows or columns, they
+are found first, and the rows are then read anew from shared memory.
 """
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -18,63 +15,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
+from pallas_kernels.arithmetic import Instructions, Portable
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.hopper.plan import COLUMNS, ROWS
+from pallas_kernels.hopper.engine import columns_of
+from pallas_kernels.hopper.plan import ROWS
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
-from pallas_kernels.tiled import Operations, Pass
+from pallas_kernels.tiled import Arrays, Axis, Form, Operands, Pass, shape_of
 
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
-    """Return the outputs of a pass over matrices `[m, k]`; scalars are float32
-    `[1]`.
-    """
-    matrices, rest, size = (
-        operands[: one.count],
-        operands[one.count :],
-        one.tiling.rows[0],
-    )
-    (m, k), columns = matrices[0].shape, max(COLUMNS, size)
-    written = [output for output in one.outputs if output.replaces is None]
-    coded = [output for output in written if output.form in ("tile", "transposed")]
-    # Maxima that a body asks for, those of rows aside: each gives results of one of
-    # these forms.
-    sides = [
-        {"one": size, "columns": 1}[output.form]
-        for output in written
-        if output.form in ("one", "columns")
-    ]
-    forms = {"tile": (m, k), "transposed": (k, m), "one": (m // size, k // size)}
-    forms |= {"rows": (m, k // size), "columns": (k, m // size)}
-    shape = lambda form, x: jax.ShapeDtypeStruct(forms[form], x.dtype)
+    """Return the outputs of a pass over matrices `[m, k]`."""
+    given = one.sort(operands)
+    m, k = given.matrices[0].shape
+    size = one.tiling.rows[0]
+    columns = columns_of(size)
+    written = []
+    for output in one.outputs:
+        if output.replaces is None:
+            for form in output.forms:
+                shape = shape_of(form, m, k, size, size)
+                written.append(jax.ShapeDtypeStruct(shape, output.dtype))
     kernel = plgpu.kernel(
         functools.partial(_kernel, one),
-        out_type=[
-            shape(form, x)
-            for x in written
-            for form in (x.form, "transposed")[: 1 + x.transposed]
-        ],
+        out_type=written,
         grid=((m // ROWS) * (k // columns),),
         grid_names=("tile",),
-        scratch_types=dict(
-            tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
-            codes=[
-                plgpu.SMEM((ROWS, columns), jnp.dtype(output.dtype)) for output in coded
-            ],
-            memory=[
-                Registers.turned(ROWS, columns, x.dtype)
-                for x in coded
-                if x.transposed or x.form == "transposed"
-            ],
-            tops=[
-                plgpu.SMEM((4, ROWS // size * columns // side), jnp.int32)
-                for side in sides
-            ],
-            filled=plgpu.Barrier(num_arrivals=len(matrices)),
-        ),
+        scratch_types=_memory(one, given.matrices),
         interpret=plgpu.InterpretGPUParams() if device_kind() == "cpu" else None,
         kernel_name=one.name,
         compiler_params=plgpu.CompilerParams(
@@ -83,195 +51,228 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     )
     # A reference, so that the matrix is replaced where it lies if its buffer is
     # donated.
-    places = {
-        i: jax.new_ref(matrices[i])
-        for i in (output.replaces for output in one.outputs)
-        if i is not None
-    }
-    results = kernel(
-        *(places.get(i, matrix) for i, matrix in enumerate(matrices)), *rest
+    arguments: list[Ref] = list(operands)
+    replaced = []
+    for output in one.outputs:
+        if output.replaces is not None:
+            place = jax.new_ref(operands[output.replaces])
+            arguments[output.replaces] = place
+            replaced.append(place)
+    results = kernel(*arguments)
+    found: list[jax.Array] = varying([*results, *map(jax.freeze, replaced)], *operands)
+    return found
+
+
+def _memory(one: Pass, matrices: Sequence[jax.Array]) -> dict[str, object]:
+    """Return the shared memory of a block."""
+    size = one.tiling.rows[0]
+    columns = columns_of(size)
+    codes = []
+    turned = []
+    for output in one.outputs:
+        if output.is_matrix and output.replaces is None:
+            codes.append(plgpu.SMEM((ROWS, columns), jnp.dtype(output.dtype)))
+            if "transposed" in output.forms:
+                turned.append(Registers.turned(ROWS, columns, output.dtype))
+    # Warps exchange the maxima of squares and columns; a row lies in one warp.
+    sides = [size if axis is None else 1 for axis in one.body.axes if axis != 1]
+    sides += [size for output in one.outputs if output.zero_with is not None]
+    return dict(
+        tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
+        codes=codes,
+        memory=turned,
+        tops=[
+            plgpu.SMEM((4, ROWS // size * columns // side), jnp.int32) for side in sides
+        ],
+        filled=plgpu.Barrier(num_arrivals=len(matrices)),
     )
-    return varying([*results, *map(jax.freeze, places.values())], *operands)
 
 
 def _kernel(
-    one: Pass, *refs: Ref, tiles: Ref, codes: Ref, memory: Ref, tops: Ref, filled: Ref
+    one: Pass,
+    *refs: Ref,
+    tiles: list[Ref],
+    codes: list[Ref],
+    memory: list[Ref],
+    tops: list[Ref],
+    filled: Ref,
 ) -> None:
     """Compute one tile."""
-    matrices, size, columns, tile = (
-        refs[: one.count],
-        one.tiling.rows[0],
-        tiles[0].shape[1],
-        lax.axis_index("tile"),
-    )
-    place = (
-        lax.div(tile, refs[0].shape[1] // columns),
-        lax.rem(tile, refs[0].shape[1] // columns),
-    )
+    columns = tiles[0].shape[1]
+    tile = lax.axis_index("tile")
+    across = refs[0].shape[1] // columns
+    place = lax.div(tile, across), lax.rem(tile, across)
     at = pl.ds(place[0] * ROWS, ROWS), pl.ds(place[1] * columns, columns)
-    for matrix, here in zip(matrices, tiles, strict=True):
+    written = sum(len(x.forms) for x in one.outputs if x.replaces is None)
+    given = one.sort(refs[: len(refs) - written])
+    for matrix, here in zip(given.matrices, tiles, strict=True):
         plgpu.copy_gmem_to_smem(matrix.at[at], here, filled)
-    first_out = len(refs) - sum(
-        1 + x.transposed for x in one.outputs if x.replaces is None
-    )
-    starts = (
-        one.count,
-        one.count + one.vectors[0],
-        one.count + sum(one.vectors),
-        first_out,
-    )
-    of_rows, of_columns, scalars = (
-        refs[first:last] for first, last in itertools.pairwise(starts)
-    )
-    registers, outs = Registers((512 // columns, columns)), iter(refs[first_out:])
+    registers = Registers((512 // columns, columns))
     # Read before the tile is there.
-    rest = [
-        *(registers.read_vector(ref.at[at[1]], 1) for ref in of_columns),
-        *(ref[0] for ref in scalars),
-    ]
-    numbers = [
-        [*(registers.read_vector(ref.at[at[0]], 0, first) for ref in of_rows), *rest]
-        for first in range(0, ROWS, registers.shape[0])
-    ]
-    free, targets, results, transposes, of_blocks = (
-        (iter(codes), iter(memory)),
-        [],
-        [],
-        [],
-        [],
-    )
+    numbers = _numbers(registers, given, at)
+
+    outs = iter(refs[len(refs) - written :])
+    free_codes = iter(codes)
+    free_memory = iter(memory)
+    targets = []
+    results = []
+    transposes = []
+    of_blocks = []
     for output in one.outputs:
-        if output.form in ("one", "rows", "columns"):
-            each = (
-                1 if output.form == "rows" else size,
-                1 if output.form == "columns" else size,
-            )
-            counts = ROWS // each[0], columns // each[1]
-            few = [
-                pl.ds(i * count, count) for i, count in zip(place, counts, strict=True)
-            ]
-            of_blocks.append(
-                (
-                    output.form,
-                    next(outs).at[tuple(few[:: -1 if output.form == "columns" else 1])],
-                )
-            )
-        elif output.replaces is not None:
-            targets.append(tiles[output.replaces])
-            results.append((targets[-1], matrices[output.replaces].at[at]))
+        if output.replaces is not None:
+            target = tiles[output.replaces]
+            results.append((target, given.matrices[output.replaces].at[at]))
+            targets.append(target)
+        elif output.is_matrix:
+            target = next(free_codes)
+            for form in output.forms:
+                if form == "tile":
+                    results.append((target, next(outs).at[at]))
+                else:
+                    turned = next(outs).at[at[::-1]]
+                    transposes.append((target, next(free_memory), turned))
+            targets.append(target)
         else:
-            targets.append(next(free[0]))
-            if output.form == "tile":
-                results.append((targets[-1], next(outs).at[at]))
-            if output.transposed or output.form == "transposed":
-                transposes.append((targets[-1], next(free[1]), next(outs).at[at[::-1]]))
+            few = _few(output.form, one.tiling.rows[0], place, columns)
+            of_blocks.append(next(outs).at[few])
     plgpu.barrier_wait(filled)
-    _compute(one, tiles, numbers, targets, of_blocks, tops)
+    _Tile(one, registers, tiles, numbers, tops).compute(targets, of_blocks)
     write_back(results, transposes)
 
 
-def _compute(
-    one: Pass,
-    tiles: Ref,
-    numbers: list[list[jax.Array]],
-    targets: list[Ref],
-    of_blocks: Sequence[tuple[str, Ref]],
-    memory: Ref,
-) -> None:
-    """Compute a tile: matrices in `targets`, and a number for each of its squares, or
-    of their rows or columns.
-    """
-    (rows, columns), size = tiles[0].shape, one.tiling.rows[0]
-    registers, turn = Registers((512 // columns, columns)), 512 // columns
-    is_few = [output.form not in ("tile", "transposed") for output in one.outputs]
-    # The ones that the body has asked for, for each step
-    maxima: list[list[tuple[jax.Array, ...]]] = []
-    while True:
-        found, seen, do = [], [], _Operations(registers, [])
-        for band in range(0, rows, size):
-            values, of_band, tops = tuple[jax.Array, ...](), [], []
-            # Matrices are written once the first maximum is known, if there is one;
-            # then only numbers are left.
-            for first in range(band, band + (size if len(maxima) < 2 else turn), turn):
-                do, at = (
-                    _Operations(registers, [known[first // turn] for known in maxima]),
-                    pl.ds(first, turn),
-                )
-                with contextlib.suppress(StopIteration):
-                    values = one.body(
-                        do,
-                        *(registers.load(tile.at[at]) for tile in tiles),
-                        *numbers[first // turn],
-                    )
-                if len(do.asked) > len(maxima):
-                    tops.append(do.asked[-1][0])
-                if len(maxima) == min(1, len(do.asked)):
-                    matrices = [
-                        x for x, skip in zip(values, is_few, strict=True) if not skip
-                    ]
-                    registers.store(matrices, [ref.at[at] for ref in targets])
-                of_band.append(list(itertools.compress(values, is_few)))
-            found.append(of_band)
-            seen.append(tops)
-        if len(do.asked) == len(maxima):
-            for i, (form, ref) in enumerate(of_blocks):
-                few = [
-                    x[i]
-                    for of_band in found
-                    for x in (of_band if form == "rows" else of_band[-1:])
-                ]
-                registers.write_of_blocks(size, form, few, ref)
-            return
-        known = []
-        for axis in do.asked[-1][1]:
-            bits = [
-                x
-                for tops in seen
-                for x in (tops if axis == 1 else [functools.reduce(jnp.maximum, tops)])
-            ]
-            tops = registers.largest_of_blocks(
-                size, axis, bits, None if axis == 1 else memory[len(maxima)]
-            )
-            known.append([x for x in tops for _ in range(rows // turn // len(tops))])
-        maxima.append(list(zip(*known, strict=True)))
+def _numbers(
+    registers: Registers, given: Operands[Ref], at: tuple[pl.Slice, pl.Slice]
+) -> list[list[jax.Array]]:
+    """Return the vectors and scalars of a tile for each few rows."""
+    rest = [registers.read_vector(ref.at[at[1]], 1) for ref in given.columns]
+    rest += [ref[0] for ref in given.scalars]
+    numbers = []
+    for first in range(0, ROWS, registers.shape[0]):
+        of_rows = [registers.read_vector(ref.at[at[0]], 0, first) for ref in given.rows]
+        numbers.append([*of_rows, *rest])
+    return numbers
 
 
-class _Operations(Operations):
-    """The operations on some rows of a tile, with the maxima of their squares and lines
-    as far as they are known.
+def _few(
+    form: Form, size: int, place: tuple[jax.Array, jax.Array], columns: int
+) -> tuple[pl.Slice, ...]:
+    """Return where the numbers of a tile lie in a result of one number a block."""
+    height = ROWS if form == "rows" else ROWS // size
+    width = columns if form == "columns" else columns // size
+    at = pl.ds(place[0] * height, height), pl.ds(place[1] * width, width)
+    return at[::-1] if form == "columns" else at
+
+
+class _Tile:
+    """A tile in shared memory, of which registers hold a few rows at a time.
+
+    Args:
+      one: the pass.
+      registers: the few rows, of a step.
+      tiles: the matrices of the tile.
+      numbers: vectors and scalars for each step.
+      memory: for each maximum, memory by which warps exchange it.
     """
 
     def __init__(
-        self, registers: Registers, known: list[tuple[jax.Array, ...]]
+        self,
+        one: Pass,
+        registers: Registers,
+        tiles: list[Ref],
+        numbers: list[list[jax.Array]],
+        memory: list[Ref],
     ) -> None:
-        self.registers, self.known, self.asked = (
-            registers,
-            known,
-            list[tuple[jax.Array, Sequence[int | None]]](),
-        )
+        self.one = one
+        self.registers = registers
+        self.tiles = tiles
+        self.numbers = numbers
+        self.memory = iter(memory)
+        self.size = one.tiling.rows[0]
+        self.steps = len(numbers)
+        self.of_band = self.size // registers.shape[0]  # steps of a band of squares
 
-    def floor(self, x: jax.Array) -> jax.Array:
-        return (
-            jnp.floor(x)
-            if device_kind() == "cpu"
-            else self.registers.instruct("cvt.rmi.f32.f32 $0, $1;", x)
-        )
+    def compute(self, targets: list[Ref], of_blocks: list[Ref]) -> None:
+        """Write matrices to `targets`, and a number for each block or line of one."""
+        do = _operations(self.registers)
+        maxima = self._maxima()
+        found: list[list[jax.Array]] = []
+        zeros: list[list[jax.Array]] = []
+        for step in range(self.steps):
+            values = self.one.body.values(do, maxima[step], *self._load(step))
+            at = self._at(step)
+            matrices = []
+            few = []
+            measured = []
+            for output, x in zip(self.one.outputs, values, strict=True):
+                (matrices if output.is_matrix else few).append(x)
+                if output.zero_with is not None:
+                    wide = values[output.zero_with].astype(jnp.float32)
+                    measured.append(_magnitude(wide))
+            self.registers.store(matrices, [target.at[at] for target in targets])
+            found.append(few)
+            zeros.append(measured)
+        outputs = [output for output in self.one.outputs if not output.is_matrix]
+        tops = iter(zip(*zeros, strict=True))
+        for i, (output, ref) in enumerate(zip(outputs, of_blocks, strict=True)):
+            numbers = [few[i] for few in found]
+            if output.form != "rows":
+                numbers = numbers[self.of_band - 1 :: self.of_band]
+            if output.zero_with is not None:
+                largest = self._largest(None, next(tops))
+                numbers = [
+                    jnp.where(top == 0, 0, x.astype(jnp.int32)).astype(output.dtype)
+                    for top, x in zip(largest, numbers, strict=True)
+                ]
+            self.registers.write_of_blocks(self.size, output.form, numbers, ref)
 
-    def scaled(self, x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
-        if device_kind() == "cpu":
-            return numerics.flush_subnormal(x) * inverse
-        return self.registers.instruct("mul.rn.ftz.f32 $0, $1, $2;", x, inverse)
+    def _maxima(self) -> list[Arrays]:
+        """Return the maxima of the body for each step."""
+        body = self.one.body
+        if not body.axes:
+            return [()] * self.steps
+        bits = []
+        for step in range(self.steps):
+            bits.append(_magnitude(body.measured(*self._load(step))))
+        known = []
+        for axis in body.axes:
+            tops = self._largest(axis, bits)
+            steps = self.steps // len(tops)
+            known.append([top for top in tops for _ in range(steps)])
+        return list(zip(*known, strict=True))
 
-    def largest(
-        self, x: jax.Array, axes: Sequence[int | None] = (None,)
-    ) -> list[jax.Array]:
-        # Bits without their sign are ordered like magnitudes, and NaN is the largest.
-        self.asked.append((lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF, axes))
-        if not self.known:
-            raise StopIteration  # the rest of the body needs these maxima
-        is_known = len(self.asked) <= len(self.known)
-        return (
-            list(self.known[len(self.asked) - 1])
-            if is_known
-            else [self.registers.spread(0)] * len(axes)
-        )
+    def _largest(self, axis: Axis, bits: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the largest of the values that share a maximum, from bits.
+
+        There is an array for each step if rows share them, else for each band.
+        """
+        if axis == 1:
+            return self.registers.largest_of_blocks(self.size, axis, bits, None)
+        bands = []
+        for first in range(0, self.steps, self.of_band):
+            band = bits[first : first + self.of_band]
+            bands.append(functools.reduce(jnp.maximum, band))
+        memory = next(self.memory)
+        return self.registers.largest_of_blocks(self.size, axis, bands, memory)
+
+    def _load(self, step: int) -> list[jax.Array]:
+        """Return the operands of the body."""
+        at = self._at(step)
+        tiles = [self.registers.load(tile.at[at]) for tile in self.tiles]
+        return [*tiles, *self.numbers[step]]
+
+    def _at(self, step: int) -> pl.Slice:
+        rows = self.registers.shape[0]
+        return pl.ds(step * rows, rows)
+
+
+def _operations(registers: Registers) -> Portable:
+    """Return the operations in which engines differ."""
+    return Portable() if device_kind() == "cpu" else Instructions(registers.instruct)
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Return bits without their sign, which are ordered like magnitudes.
+
+    NaN is the largest.
+    """
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF

@@ -4,7 +4,6 @@ Both can return the result for products over either side from one pass over the 
 """
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.hopper.engine import MOSAIC
 from pallas_kernels.operands import (
     Block,
     Orientation,
@@ -23,7 +23,8 @@ from pallas_kernels.operands import (
     check_quantizer,
     check_real,
 )
-from pallas_kernels.quantize import dual_tiles, mosaic, reference, tiles, triton_rows
+from pallas_kernels.quantize import dual_tiles, mosaic, tiles, triton_rows
+from pallas_kernels.triton_passes import TRITON
 from pallas_kernels.tuning import Key
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -67,39 +68,51 @@ def _dual_key(
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
-def _tiled(
-    run: Callable[..., Quantized],
-    reject: Callable[..., str | None],
-    key: Callable[..., Key | None],
-) -> tuple[Implementation, ...]:
-    """Return the table of a quantizer of tiles, which has two engines and the
-    definition.
-    """
-    by_mosaic, by_definition = (
-        functools.partial(run, engine=engine) for engine in (mosaic.by_mosaic, None)
-    )
-    return (
-        Implementation(
-            "mosaic", by_mosaic, mosaic.reject, timed=True, replaces="triton"
-        ),
-        Implementation("triton", run, reject, timed=True),
-        Implementation("xla", by_definition, key=key),
-    )
-
-
-_TILES = _tiled(tiles.quantize, tiles.reject, _key)
-_DUAL_TILES = _tiled(dual_tiles.dual_quantize, dual_tiles.reject, _dual_key)
-_XLA = Implementation("xla", reference.quantize, key=_key)
-_DUAL_XLA = Implementation("xla", reference.dual_quantize, key=_dual_key)
-_ROWS = (
-    Implementation(
-        "mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"
-    ),
-    Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True),
-    _XLA,
+_MOSAIC_TILES = Implementation(
+    "mosaic",
+    functools.partial(tiles.quantize, engine=MOSAIC),
+    mosaic.reject,
+    timed=True,
+    replaces="triton",
 )
-IMPLEMENTATIONS = {Tensor: (*_TILES[:2], _XLA), Row: _ROWS, Block: _TILES}
-DUAL_IMPLEMENTATIONS = {Tensor: (*_DUAL_TILES[:2], _DUAL_XLA), Block: _DUAL_TILES}
+_MOSAIC_ROWS = Implementation(
+    "mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"
+)
+_TRITON_TILES = Implementation(
+    "triton",
+    functools.partial(tiles.quantize, engine=TRITON),
+    tiles.reject,
+    timed=True,
+)
+_TRITON_ROWS = Implementation(
+    "triton", triton_rows.quantize, triton_rows.reject, timed=True
+)
+_XLA = Implementation("xla", functools.partial(tiles.quantize, engine=None), key=_key)
+_MOSAIC_DUAL = Implementation(
+    "mosaic",
+    functools.partial(dual_tiles.dual_quantize, engine=MOSAIC),
+    mosaic.reject_dual,
+    timed=True,
+    replaces="triton",
+)
+_TRITON_DUAL = Implementation(
+    "triton",
+    functools.partial(dual_tiles.dual_quantize, engine=TRITON),
+    dual_tiles.reject,
+    timed=True,
+)
+_XLA_DUAL = Implementation(
+    "xla", functools.partial(dual_tiles.dual_quantize, engine=None), key=_dual_key
+)
+IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
+    Tensor: (_MOSAIC_TILES, _TRITON_TILES, _XLA),
+    Row: (_MOSAIC_ROWS, _TRITON_ROWS, _XLA),
+    Block: (_MOSAIC_TILES, _TRITON_TILES, _XLA),
+}
+DUAL_IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
+    Tensor: (_MOSAIC_DUAL, _TRITON_DUAL, _XLA_DUAL),
+    Block: (_MOSAIC_DUAL, _TRITON_DUAL, _XLA_DUAL),
+}
 
 
 def quantize(

@@ -1,5 +1,6 @@
-"""`quantize_computed`: a function of a matrix, value by value, in FP8 and in both
-orientations by one pass.
+"""`quantize_computed`: a function of a matrix, value by value, in FP8.
+
+One pass writes both orientations:
 
     values[i, j] = round(compute(x[i, j], rows[i], columns[j]))
 
@@ -19,94 +20,104 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.arithmetic import Portable
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
-from pallas_kernels.quantize import mosaic
-from pallas_kernels.tiled import (
-    Engine,
-    Operations,
-    Output,
-    Tiling,
-    by_triton,
-    map_tiles,
-)
+from pallas_kernels.hopper import engine as hopper
+from pallas_kernels.tiled import Arrays, Body, Engine, Output, Tiling, map_tiles
+from pallas_kernels.triton_passes import TRITON
 
-Vectors = tuple[jax.Array, ...]
 # Fewer values a thread than a plain quantizer, because each of them has several numbers
 # at a time.
 _TILING = Tiling(columns=(128, 64, 32, 16))
 
 
 @dataclass(frozen=True)
-class Computed:
-    """The static options. Functions that are equal must compare equal, so that their
-    kernel is traced once.
+class Computed(Body):
+    """The static options, which are the body of the pass.
+
+    Functions that are equal must compare equal, so that their kernel is traced once.
     """
 
-    compute: Callable[..., tuple[jax.Array, ...]]
+    compute: Callable[..., Arrays]
     dtype: DTypeLike
     results: int
 
-    def tile(self, do: Operations, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the values of a tile."""
+    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+        """Return the values of a tile, see `Body`."""
         return tuple(wide.astype(self.dtype) for wide in self.compute(*operands))
 
 
-def _reject(
-    options: Computed, x: jax.Array, rows: Vectors, columns: Vectors
+def _by_kernel(
+    engine: Engine, options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
+) -> list[jax.Array]:
+    if options.results == 2:
+        outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
+    else:
+        outputs = [Output(options.dtype, transposed=True)]
+    return map_tiles(
+        options,
+        [x],
+        outputs,
+        name="quantize_computed",
+        engine=engine,
+        tiling=_TILING,
+        rows=rows,
+        columns=columns,
+    )
+
+
+def _by_xla(
+    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
+) -> list[jax.Array]:
+    of_rows = [vector[:, None] for vector in rows]
+    of_columns = [vector[None, :] for vector in columns]
+    values = options.whole(x, *of_rows, *of_columns)
+    return [values[0], values[-1].T]
+
+
+def _reject_triton(
+    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
 ) -> str | None:
     return _TILING.misfit("x", *x.shape)
 
 
-def _kernel(
-    options: Computed,
-    x: jax.Array,
-    rows: Vectors,
-    columns: Vectors,
-    engine: Engine = by_triton,
-) -> list[jax.Array]:
-    outputs = [Output(options.dtype, transposed=True)]
-    if options.results == 2:
-        outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
-    run = functools.partial(
-        map_tiles,
-        name="quantize_computed",
-        tiling=_TILING,
-        vectors=(rows, columns),
-        engine=engine,
-    )
-    return run(options.tile, [x], [], outputs)
+def _reject_mosaic(
+    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
+) -> str | None:
+    return hopper.reject([x])
 
 
-def _reference(
-    options: Computed, x: jax.Array, rows: Vectors, columns: Vectors
-) -> list[jax.Array]:
-    values = options.tile(
-        Operations(), x, *(v[:, None] for v in rows), *(v[None] for v in columns)
-    )
-    return [values[0], values[-1].T]
+def _decline_triton(*call: object) -> str | None:
+    return lacks_fp8()
 
 
 # No shape needs to be timed: for 8192 x 128256 logits on an H100 XLA takes 2.4 times as
 # long.
-_KERNEL = Implementation("triton", _kernel, _reject, lambda *_: lacks_fp8())
-_BY_MOSAIC = functools.partial(_kernel, engine=mosaic.by_mosaic)
-_MOSAIC = Implementation(
-    "mosaic", _BY_MOSAIC, lambda options, x, *_: mosaic.reject_pass([x])
+IMPLEMENTATIONS = (
+    Implementation(
+        "triton", functools.partial(_by_kernel, TRITON), _reject_triton, _decline_triton
+    ),
+    Implementation(
+        "mosaic", functools.partial(_by_kernel, hopper.MOSAIC), _reject_mosaic
+    ),
+    Implementation("xla", _by_xla),
 )
-IMPLEMENTATIONS = (_KERNEL, _MOSAIC, Implementation("xla", _reference))
 
 
 def quantize_computed(
-    compute: Callable[..., tuple[jax.Array, ...]],
+    compute: Callable[..., Arrays],
     x: jax.Array,
     dtype: DTypeLike,
     *,
-    rows: Vectors = (),
-    columns: Vectors = (),
+    rows: Arrays = (),
+    columns: Arrays = (),
     results: int = 1,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return FP8 values `[m, k]` and `[k, m]` of `compute(x, *rows, *columns)`.
+
+    Use it instead of `quantize` if the values are computed anyway and their scale is
+    known before: the float values are then never written to memory.
 
     Args:
       compute: elementwise function of x `[m, k]`, of rows as `[m, 1]` and of columns as

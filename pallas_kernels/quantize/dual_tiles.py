@@ -5,29 +5,25 @@ residual (see `numerics`), but XLA never sees the body of a compiled kernel. It 
 the interpreter's on CPUs, where it has no such rule.
 """
 
-import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import (
-    SCALE_DTYPE,
-    ZERO_BLOCK,
-    Block,
-    Operand,
-    Quantization,
-    Quantized,
-)
+from pallas_kernels.arithmetic import Portable
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tiled import (
+    Arrays,
+    Axis,
+    Body,
     Engine,
-    Operations,
     Output,
     Tiling,
-    by_triton,
     map_tiles,
 )
 
@@ -35,7 +31,7 @@ from pallas_kernels.tiled import (
 def reject(
     options: Quantization, w: jax.Array, *arrays: jax.Array | None
 ) -> str | None:
-    """Return the reason why this kernel cannot split w, or None."""
+    """Return the reason why no tile divides w, or None."""
     scaling = options.scaling
     if isinstance(scaling, Block) and scaling.tile != "square":
         return (
@@ -44,9 +40,8 @@ def reject(
         )
     if w.ndim != 2:
         return f'w{list(w.shape)} is not a matrix; use backend="xla" or jax.vmap'
-    return (
-        Tiling.of_blocks(scaling.size) if isinstance(scaling, Block) else Tiling()
-    ).misfit("w", *w.shape)
+    tiling = Tiling.of_blocks(scaling.size) if isinstance(scaling, Block) else Tiling()
+    return tiling.misfit("w", *w.shape)
 
 
 def dual_quantize(
@@ -55,141 +50,153 @@ def dual_quantize(
     error: jax.Array | None,
     bits: jax.Array | None,
     amax: jax.Array | None,
-    engine: Engine | None = by_triton,
+    engine: Engine | None,
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`; without an engine the definition."""
-    if engine is None and not (
-        has_explicit_axes() and isinstance(options.scaling, Block)
-    ):
-        return reference.dual_quantize(options, w, error, bits, amax)
-    dtype, scaling, both = options.dtype, options.scaling, options.orientation == "both"
+    dtype = options.dtype
+    scaling = options.scaling
     block = scaling if isinstance(scaling, Block) else None
-    has_error, has_bits, scalars = (
-        error is not None,
-        bits is not None,
-        list[jax.Array](),
-    )
-    inputs = [operand for operand in (w, error, bits) if operand is not None]
+    if engine is None and (block is None or not has_explicit_axes()):
+        return reference.dual_quantize(options, w, error, bits, amax)
+    scale = inverse = None
     if block is None:
-        amax = numerics.amax(reference.target(w, error)) if amax is None else amax
-        scalars = [*numerics.scale_and_inverse(amax, dtype, "pow2")][::-1]
-
-    def body(do: Operations, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        tiles, numbers = operands[: len(inputs)], operands[len(inputs) :]
-        wanted = reference.target(tiles[0], tiles[1] if has_error else None)
-        inverse, scale = (
-            numbers
-            or numerics.scale_and_inverse(do.largest(wanted)[0], dtype, "pow2")[::-1]
-        )
-        is_exact = block or has_error or has_bits
-        scaled = (
-            numerics.flush_subnormal(wanted) * inverse
-            if is_exact
-            else do.scaled(wanted, inverse, dtype)
-        )
-        # In a block nothing is to be clipped: its scale covers its largest value, and
-        # is NaN if that is not finite.
-        cast = (
-            (lambda x: x.astype(dtype))
-            if block
-            else functools.partial(numerics.saturating_cast, dtype=dtype)
-        )
-        hi = cast(scaled)
-        rest = numerics.residual(scaled, hi.astype(jnp.float32))
-        lo = (
-            numerics.stochastic_round_to(rest, dtype, tiles[-1], do.floor).astype(dtype)
-            if has_bits
-            else cast(rest)
-        )
-        results = [hi, lo]
-        if block:
-            code = numerics.e8m0_code(scale)
-            # NaN is not zero: the comparison is false, and the block keeps its scale.
-            is_zero = do.largest(lo.astype(jnp.float32))[0] == 0
-            results += [
-                code,
-                jnp.where(is_zero, ZERO_BLOCK, code.astype(jnp.int32)).astype(
-                    jnp.uint8
-                ),
-            ]
-        if has_error:
-            results.append(
-                (numerics.residual(rest, lo.astype(jnp.float32)) * scale).astype(
-                    tiles[1].dtype
-                )
-            )
-        return tuple(results)
-
-    def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        tiles, numbers = operands[: len(inputs)], operands[len(inputs) :]
-        given = (
-            tiles[0],
-            tiles[1] if has_error else None,
-            tiles[-1] if has_bits else None,
-        )
-        if block is None:
-            hi, lo, left = reference.split(
-                reference.target(*given[:2]), numbers[0], numbers[1], dtype, given[2]
-            )
-            return (hi, lo, left.astype(tiles[1].dtype)) if has_error else (hi, lo)
-        rows, _, error = reference.dual_quantize(
-            Quantization(dtype, block), *given, None
-        )
-        assert rows.lo is not None and rows.lo_scale is not None
-        codes = [
-            lax.bitcast_convert_type(s, jnp.uint8) for s in (rows.scale, rows.lo_scale)
-        ]
-        return (
-            (rows.values, rows.lo, *codes)
-            if error is None
-            else (rows.values, rows.lo, *codes, error)
-        )
-
-    # Stochastic rounding computes more a value, and wants more threads (`Tiling`).
-    tiling, codes = Tiling(values_per_thread=8 if has_bits else 16), list[Output]()
-    if block:
-        # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128
-        # values a thread, and at 2.8 with
-        # 32. With an error they run out of registers at 128, 1.9 TB/s, and 64 values
-        #   give 2.6.
-        tiling = Tiling.of_blocks(
-            block.size, 32 if block.size < 128 else 64 if has_error or has_bits else 128
-        )
-        codes = [
-            Output(jnp.uint8, form="one" if block.tile == "square" else "rows")
-        ] * 2
-    # The new error is written over the old one, tile by tile.
-    outputs = [
-        *[Output(dtype, both)] * 2,
-        *codes,
-        *([] if error is None else [Output(error.dtype, replaces=1)]),
-    ]
-    name = f"{'block_' if block else ''}dual_quantize"
+        if amax is None:
+            amax = numerics.amax(reference.target(w, error))
+        scale, inverse = numerics.scale_and_inverse(amax, dtype, "pow2")
+    body = _Split(dtype, block, error is not None, bits is not None)
     results = map_tiles(
         body,
-        inputs,
-        scalars,
-        outputs,
-        name=name,
-        reference=whole,
-        tiling=tiling,
+        [operand for operand in (w, error, bits) if operand is not None],
+        body.outputs(options.orientation == "both", error),
+        name="dual_quantize" if block is None else "block_dual_quantize",
         engine=engine,
+        scalars=[] if inverse is None or scale is None else [inverse, scale],
+        tiling=_tiling(block, error is not None, bits is not None),
     )
-    hi, lo, rest = (
-        results[: 1 + both],
-        results[1 + both : 2 + 2 * both],
-        results[2 + 2 * both :],
-    )
-    scales = (
-        [lax.bitcast_convert_type(x, SCALE_DTYPE) for x in rest[:2]]
-        if block
-        else scalars[1:]
-    )
-    of_both = (scales, [scale.T for scale in scales])
-    parts = zip(hi, lo, of_both, strict=False)
-    rows, *columns = (
-        Operand(h, s[0], l, s[1] if block else None, scaling) for h, l, s in parts
-    )
-    return Quantized(
-        rows, columns[0] if both else None, rest[-1] if has_error else None
-    )
+    found = iter(results)
+    hi = next(found)
+    hi_turned = next(found) if options.orientation == "both" else None
+    lo = next(found)
+    lo_turned = next(found) if options.orientation == "both" else None
+    lo_scale = None
+    if block is not None:
+        scale = lax.bitcast_convert_type(next(found), SCALE_DTYPE)
+        lo_scale = lax.bitcast_convert_type(next(found), SCALE_DTYPE)
+    assert scale is not None
+    rows = Operand(hi, scale, lo, lo_scale, scaling)
+    columns = None
+    if hi_turned is not None:
+        lo_scale = None if lo_scale is None else lo_scale.T
+        columns = Operand(hi_turned, scale.T, lo_turned, lo_scale, scaling)
+    return Quantized(rows, columns, next(found, None))
+
+
+def _tiling(block: Block | None, has_error: bool, has_bits: bool) -> Tiling:
+    """Return the tiles; a block is one."""
+    if block is None:
+        # Stochastic rounding computes more a value, and wants more threads (`Tiling`).
+        return Tiling(values_per_thread=8 if has_bits else 16)
+    # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128
+    # values a thread, and at 2.8 with 32. With an error they run out of registers at
+    # 128, 1.9 TB/s, and 64 values give 2.6.
+    if block.size < 128:
+        return Tiling.of_blocks(block.size, 32)
+    return Tiling.of_blocks(block.size, 64 if has_error or has_bits else 128)
+
+
+@dataclass(frozen=True)
+class _Split(Body):
+    """Both halves of w, the codes of a block, and the new error.
+
+    Operands are w, the error and random bits if there are any, and without blocks the
+    inverse scale and the scale.
+    """
+
+    dtype: DTypeLike
+    block: Block | None
+    has_error: bool
+    has_bits: bool
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return () if self.block is None else (None,)
+
+    def outputs(self, both: bool, error: jax.Array | None) -> list[Output]:
+        """Return the results of a pass."""
+        outputs = [Output(self.dtype, both), Output(self.dtype, both)]
+        if self.block is not None:
+            if self.block.tile == "square":
+                outputs.append(Output(jnp.uint8, form="one"))
+                # A product skips blocks whose `lo` is zero (`ZERO_BLOCK` is code 0).
+                outputs.append(Output(jnp.uint8, form="one", zero_with=1))
+            else:  # which no kernel takes
+                outputs += [Output(jnp.uint8, form="rows")] * 2
+        if error is not None:
+            # The new error is written over the old one, tile by tile.
+            outputs.append(Output(error.dtype, replaces=1))
+        return outputs
+
+    def measured(self, *operands: jax.Array) -> jax.Array:
+        w, error, *_ = self._sort(operands)
+        return reference.target(w, error)
+
+    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+        w, error, bits, scalars = self._sort(operands)
+        wanted = reference.target(w, error)
+        if maxima:
+            scale, inverse = numerics.scale_and_inverse(maxima[0], self.dtype, "pow2")
+        else:
+            inverse, scale = scalars
+        if self.block is None and error is None and bits is None:
+            scaled = do.scaled(wanted, inverse, self.dtype)
+        else:  # more of a value counts than its nearest neighbour
+            scaled = numerics.flush_subnormal(wanted) * inverse
+        hi = self._cast(scaled)
+        rest = numerics.residual(scaled, hi.astype(jnp.float32))
+        if bits is None:
+            lo = self._cast(rest)
+        else:
+            rounded = numerics.stochastic_round_to(rest, self.dtype, bits, do.floor)
+            lo = rounded.astype(self.dtype)
+        results = [hi, lo]
+        if self.block is not None:
+            results += [numerics.e8m0_code(scale)] * 2
+        if error is not None:
+            left = numerics.residual(rest, lo.astype(jnp.float32)) * scale
+            results.append(left.astype(error.dtype))
+        return tuple(results)
+
+    def whole(self, *operands: jax.Array) -> Arrays:
+        w, error, bits, scalars = self._sort(operands)
+        left: jax.Array | None
+        if self.block is None:
+            inverse, scale = scalars
+            wanted = reference.target(w, error)
+            hi, lo, left = reference.split(wanted, inverse, scale, self.dtype, bits)
+            results = [hi, lo]
+        else:
+            options = Quantization(self.dtype, self.block)
+            rows, _, left = reference.dual_quantize(options, w, error, bits, None)
+            assert rows.lo is not None and rows.lo_scale is not None
+            results = [rows.values, rows.lo]
+            for scale in (rows.scale, rows.lo_scale):
+                results.append(lax.bitcast_convert_type(scale, jnp.uint8))
+        if error is not None and left is not None:
+            results.append(left.astype(error.dtype))
+        return tuple(results)
+
+    def _sort(
+        self, operands: Arrays
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, list[jax.Array]]:
+        """Return (w, error, random bits, scalars)."""
+        w, *rest = operands
+        error = rest.pop(0) if self.has_error else None
+        bits = rest.pop(0) if self.has_bits else None
+        return w, error, bits, rest
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        if self.block is None:
+            return numerics.saturating_cast(x, self.dtype)
+        # In a block nothing is to be clipped: its scale covers its largest value, and
+        # is NaN if that is not finite.
+        return x.astype(self.dtype)

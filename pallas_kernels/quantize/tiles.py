@@ -1,134 +1,161 @@
-"""`quantize` with one scale or in blocks as one pass over tiles: x is read once, both
-orientations are written.
+"""`quantize` with one scale or in blocks as one pass over tiles.
+
+x is read once, and both orientations are written.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels.arithmetic import Portable
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tiled import (
     WIDE,
+    Arrays,
+    Axis,
+    Body,
     Engine,
-    Operations,
     Output,
     Tiling,
-    by_triton,
     map_tiles,
 )
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
-    """Return the reason why this kernel cannot quantize x, or None."""
+    """Return the reason why no tile divides x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
-    tiling = (
-        Tiling.of_blocks(options.scaling.size)
-        if isinstance(options.scaling, Block)
-        else Tiling()
-    )
+    scaling = options.scaling
+    tiling = Tiling.of_blocks(scaling.size) if isinstance(scaling, Block) else Tiling()
     return tiling.misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1])
 
 
 def quantize(
-    options: Quantization,
-    x: jax.Array,
-    amax: jax.Array | None,
-    engine: Engine | None = by_triton,
+    options: Quantization, x: jax.Array, amax: jax.Array | None, engine: Engine | None
 ) -> Quantized:
-    """Return the quantized tensor, see `api.quantize`; without an engine the
-    definition.
+    """Return the quantized tensor, see `api.quantize`.
+
+    Without an engine it is the definition.
     """
-    dtype, scaling = options.dtype, options.scaling
+    scaling = options.scaling
     # JAX does not cut explicit axes into blocks, so there each device computes the
     # definition of its part.
-    if engine is None and not (has_explicit_axes() and isinstance(scaling, Block)):
-        return reference.quantize(options, x, amax)
-    if isinstance(scaling, Block):
+    if isinstance(scaling, Block) and (engine is not None or has_explicit_axes()):
         return _in_blocks(options, scaling, x, engine)
-    scale, inverse = scaling.find(x, dtype, amax)
-
-    def body(do: Operations, x: jax.Array, inverse: jax.Array) -> tuple[jax.Array]:
-        return (
-            numerics.saturating_cast(
-                do.scaled(x.astype(jnp.float32), inverse, dtype), dtype
-            ),
-        )
-
-    outputs = [Output(dtype, transposed=options.orientation == "both")]
-    values = map_tiles(
-        body, [x], [inverse], outputs, name="quantize", tiling=WIDE, engine=engine
+    if engine is None:
+        return reference.quantize(options, x, amax)
+    scale, inverse = scaling.find(x, options.dtype, amax)
+    rows, *columns = map_tiles(
+        Scaled(options.dtype),
+        [x],
+        [Output(options.dtype, transposed=options.orientation == "both")],
+        name="quantize",
+        engine=engine,
+        scalars=[inverse],
+        tiling=WIDE,
     )
-    rows, *columns = (Operand(x, scale, scaling=scaling) for x in values)
-    return Quantized(rows, columns[0] if columns else None)
+    of_columns = [Operand(turned, scale, scaling=scaling) for turned in columns]
+    return Quantized(Operand(rows, scale, scaling=scaling), *of_columns)
+
+
+@dataclass(frozen=True)
+class Scaled(Body):
+    """Values of x in FP8 under inverse scales that are known.
+
+    There is a result for each inverse scale.
+    """
+
+    dtype: DTypeLike
+
+    def values(
+        self, do: Portable, maxima: Arrays, x: jax.Array, *inverses: jax.Array
+    ) -> Arrays:
+        """Return the values of a tile, see `Body`."""
+        wide = x.astype(jnp.float32)
+        results = []
+        for inverse in inverses:
+            scaled = do.scaled(wide, inverse, self.dtype)
+            results.append(numerics.saturating_cast(scaled, self.dtype))
+        return tuple(results)
+
+
+@dataclass(frozen=True)
+class _Blocks(Body):
+    """Values of x in FP8 and the E8M0 codes of its blocks.
+
+    Blocks are squares, or rows and, for both orientations, columns. Values and scales of a tile, which is a block, stay in registers.
+    """
+
+    options: Quantization
+    squares: bool
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        if self.squares:
+            return (None,)
+        return (1, 0) if self.options.orientation == "both" else (1,)
+
+    def measured(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    def values(self, do: Portable, maxima: Arrays, x: jax.Array) -> Arrays:
+        dtype = self.options.dtype
+        wide = x.astype(jnp.float32)
+        results = []
+        for amax in maxima:
+            scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
+            # Nothing to clip: the scale of a block covers its largest value, and is NaN
+            # if that is not finite.
+            results.append(do.scaled(wide, inverses, dtype).astype(dtype))
+            results.append(numerics.e8m0_code(scales))
+        return tuple(results)
+
+    def whole(self, x: jax.Array) -> Arrays:
+        rows, columns, _ = reference.quantize(self.options, x, None)
+        results = (rows.values, lax.bitcast_convert_type(rows.scale, jnp.uint8))
+        if self.squares or columns is None:
+            return results
+        codes = lax.bitcast_convert_type(columns.scale, jnp.uint8)
+        return (*results, columns.values.T, codes)
 
 
 def _in_blocks(
     options: Quantization, block: Block, x: jax.Array, engine: Engine | None
 ) -> Quantized:
-    """Return the quantized tensor from tiles that are blocks, whose values and scales
-    stay in registers.
-    """
-    dtype, both, squares = (
-        options.dtype,
-        options.orientation == "both",
-        block.tile == "square",
-    )
-    axes: tuple[int | None, ...] = (None,) if squares else (1, 0) if both else (1,)
-
-    def body(do: Operations, x: jax.Array) -> tuple[jax.Array, ...]:
-        wide, results = x.astype(jnp.float32), list[jax.Array]()
-        for amax in do.largest(wide, axes):
-            scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
-            # Nothing to clip: the scale of a block covers its largest value, and is NaN
-            # if that is not finite.
-            results += [
-                do.scaled(wide, inverses, dtype).astype(dtype),
-                numerics.e8m0_code(scales),
-            ]
-        return tuple(results)
-
-    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        rows, columns, _ = reference.quantize(options, x, None)
-        vectors = (
-            () if squares or columns is None else (columns.values.T, columns.scale)
-        )
-        results = (rows.values, rows.scale, *vectors)
-        return tuple(
-            x if x.dtype == dtype else lax.bitcast_convert_type(x, jnp.uint8)
-            for x in results
-        )
-
+    """Return the quantized tensor from tiles that are blocks."""
+    dtype = options.dtype
+    both = options.orientation == "both"
+    squares = block.tile == "square"
     outputs = [
         Output(dtype, transposed=both and squares),
         Output(jnp.uint8, form="one" if squares else "rows"),
     ]
     if both and not squares:
-        outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
-    # Few warps, because each thread finds the scales of all rows and columns that it
-    # touches. Measured on an H200, both orientations of vectors of 128 and 64: 2.7
-    # TB/s; with 16 values a thread 1.1 and 1.5.
-    tiling = Tiling.of_blocks(block.size, block.size)
+        outputs.append(Output(dtype, form="transposed"))
+        outputs.append(Output(jnp.uint8, form="columns"))
     results = map_tiles(
-        body,
+        _Blocks(options, squares),
         [x],
-        [],
         outputs,
         name="block_quantize",
-        reference=whole,
-        tiling=tiling,
         engine=engine,
+        # Few warps, because each thread finds the scales of all rows and columns that
+        # it touches. Measured on an H200, both orientations of vectors of 128 and 64:
+        # 2.7 TB/s; with 16 values a thread 1.1 and 1.5.
+        tiling=Tiling.of_blocks(block.size, block.size),
     )
-    scales = [
-        lax.bitcast_convert_type(r, SCALE_DTYPE)
-        for r in results
-        if r.dtype == jnp.uint8
-    ]
-    values = [r for r in results if r.dtype != jnp.uint8]
+    values = [x for x in results if x.dtype != jnp.uint8]
+    codes = [x for x in results if x.dtype == jnp.uint8]
+    scales = [lax.bitcast_convert_type(x, SCALE_DTYPE) for x in codes]
+    rows = Operand(values[0], scales[0], scaling=block)
+    if not both:
+        return Quantized(rows)
     # Squares have no scales of columns, but those of the rows serve them.
-    pairs = zip(values, [*scales, scales[0].T], strict=False)
-    rows, *columns = (Operand(x, scale, scaling=block) for x, scale in pairs)
-    return Quantized(rows, columns[0] if columns else None)
+    of_columns = scales[0].T if squares else scales[1]
+    return Quantized(rows, Operand(values[1], of_columns, scaling=block))

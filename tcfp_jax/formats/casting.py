@@ -28,12 +28,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from pallas_kernels import pallas_triton
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.dispatch import Implementation, device_kind, dispatch
 from pallas_kernels.explicit import with_automatic_axes
-from pallas_kernels.hopper import plan
 from pallas_kernels.specs import entries_of
+from pallas_kernels.tiled import Engine
+from pallas_kernels.triton_passes import TRITON
 from tcfp_jax.formats import cast_kernel, float_bits
+from tcfp_jax.formats.cast_kernel import Cast
 from tcfp_jax.formats.catalog import named
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
@@ -120,12 +121,9 @@ def cast(
         return jnp.moveaxis(made, -1, axis)
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        has_kernel = cast_kernel.serves(
-            x.shape, x.dtype, datatype, modes
-        ) and device_kind().startswith("NVIDIA")
-        if has_kernel and not (pallas_triton.missing() and plan.reject(x.dtype)):
-            return _in_one_pass(x, datatype, modes)
-        return _define(x, datatype, modes, key)
+        options = Cast(datatype, modes)
+        made: jax.Array = dispatch("cast", IMPLEMENTATIONS, None, options, x, key)
+        return made
 
     # Tables are looked up and tiles are cut, which explicit axes refuse.
     same = PartitionSpec(*entries_of(array))
@@ -147,30 +145,51 @@ def _(
     return primals[1], tangents[0]
 
 
-@functools.partial(jax.jit, static_argnames=("datatype", "modes"))
-def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
-    """Return the cast, by the kernel on NVIDIA GPUs: XLA decides, because a program may
-    run on another device.
-    """
-    assert datatype.scale is not None, "the kernel serves scaled numbers only"
-    kernel = functools.partial(
-        cast_kernel.cast_tiles,
-        datatype=datatype,
-        scalemode=modes.of_scale(datatype.scale),
-    )
-    by_definition = functools.partial(_define, datatype=datatype, modes=modes)
-    return lax.platform_dependent(x, cuda=kernel, default=by_definition)
-
-
 # Jitted here, so that a call outside jit is one program per datatype and shape.
 # Otherwise the few hundred operations of a long division would be compiled one by one.
-@functools.partial(jax.jit, static_argnames=("datatype", "modes"))
-def _define(
-    x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _define(options: Cast, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Return the cast by its definition."""
     random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
-    parts = quantize(float_bits.to_bits(x), datatype, modes, random)
-    return float_bits.from_bits(assemble(parts, datatype, x.shape), x.dtype)
+    bits = float_bits.to_bits(x)
+    parts = quantize(bits, options.datatype, options.modes, random)
+    made = assemble(parts, options.datatype, x.shape)
+    return float_bits.from_bits(made, x.dtype)
+
+
+def _by_kernel(
+    engine: Engine, options: Cast, x: jax.Array, key: jax.Array | None
+) -> jax.Array:
+    """Return the cast by a kernel."""
+    kernel = functools.partial(cast_kernel.cast_tiles, engine, options)
+    if device_kind() == "cpu":  # in its interpreter
+        return kernel(x)
+    # XLA decides, because a program may run on another device.
+    made: jax.Array = lax.platform_dependent(
+        x, cuda=kernel, default=functools.partial(_define, options, key=None)
+    )
+    return made
+
+
+def _decline_triton(*call: object) -> str | None:
+    kind = device_kind()
+    return None if kind.startswith("NVIDIA") else f"{kind} is not an NVIDIA GPU"
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        "triton",
+        functools.partial(_by_kernel, TRITON),
+        cast_kernel.reject,
+        _decline_triton,
+    ),
+    Implementation(
+        "mosaic",
+        functools.partial(_by_kernel, cast_kernel.MOSAIC),
+        cast_kernel.reject_mosaic,
+    ),
+    Implementation("xla", _define),
+)
 
 
 def check_key(key: object) -> None:

@@ -2,15 +2,18 @@
 GPU with `-m gpu`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.hopper import plan
+from pallas_kernels.triton_passes import TRITON
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
-from tcfp_jax.formats.cast_kernel import cast_tiles, serves
+from tcfp_jax.formats.cast_kernel import Cast, CastBody, cast_tiles
 from tcfp_jax.formats.rounding import Modes
 from tests.formats_oracles import same
 
@@ -53,28 +56,29 @@ def test_blocks_are_the_definition(name):
     dtype = ("float32", "bfloat16")[SERVED.index(name) % 4 // 2]
     made, x = getattr(formats, name), awkward((-60, 60), dtype)
     scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
-    assert serves(x.shape, x.dtype, made, Modes())
-    block = jax.jit(cast_kernel._cast_block, static_argnums=(1, 2))
-    got = block(x.reshape(-1, made.scale.tiles[0].size), made, scalemode)
-    assert same(got.reshape(x.shape), expected := cast(x, made, scalemode=scalemode))
+    options = Cast(made, Modes(scalemode=scalemode))
+    expected = cast(x, made, scalemode=scalemode)
+    assert cast_kernel.reject(options, x, None) is None
+    tiles = x.reshape(-1, made.scale.tiles[0].size)
+    (got,) = jax.jit(CastBody(made, scalemode).whole)(tiles)
+    assert same(got.reshape(x.shape), expected)
     if plan.reject(x.dtype) is None:  # Mosaic's interpreter needs a new jax
-        assert same(
-            cast_kernel._by_mosaic(x.reshape(got.shape), made, scalemode).reshape(
-                x.shape
-            ),
-            expected,
-        )
+        assert same(cast_tiles(cast_kernel.MOSAIC, options, x), expected)
 
 
 def test_the_kernel_runs_blocks_and_maps():
     x = awkward((-60, 60), "bfloat16")
     made = formats.mxfp8e4
     expected = cast(x, made)
-    assert same(cast_tiles(x, made, "max", interpret=True), expected)
-    mapped = jax.vmap(
-        lambda x: cast_tiles(x, made, "max", interpret=True), in_axes=1, out_axes=1
-    )
+    call = functools.partial(cast_tiles, TRITON, Cast(made, Modes()))
+    assert same(call(x), expected)
+    mapped = jax.vmap(call, in_axes=1, out_axes=1)
     assert same(mapped(x.reshape(8, 16, 64)), expected.reshape(8, 16, 64))
+
+
+def reason(shape, dtype, made, modes):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return cast_kernel.reject(Cast(made, modes), x, None)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +116,8 @@ def test_what_is_not_served(change):
         "made": formats.mxfp8e4,
         "modes": Modes(),
     }
-    assert serves(*usual.values())
-    assert not serves(*(usual | change).values())
+    assert reason(**usual) is None
+    assert reason(**usual | change)
 
 
 NAMES = sorted({made: name for name, made in CATALOG.items()}.values())

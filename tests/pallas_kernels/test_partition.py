@@ -22,7 +22,9 @@ from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tiled import Tiling
+from pallas_kernels.triton_passes import TRITON
 from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_arrays
+from tcfp_jax.formats.rounding import Modes
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
@@ -299,7 +301,9 @@ KERNELS = {
         backend="triton",
     ),
     "ordered rows": lambda x: mosaic.ordered_rows(128, x, ONE, backend="triton"),
-    "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
+    "cast": lambda x: cast_kernel.cast_tiles(
+        TRITON, cast_kernel.Cast(CATALOG["mxfp8e4"], Modes()), x
+    ),
     "nvfp4": lambda x: nvfp4_arrays.quantize_values(x, 0, WORDS).values,
 }
 

@@ -17,6 +17,8 @@ from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.quantize.computed import quantize_computed
 from tcfp_jax.formats import CATALOG, cast_kernel
+from tcfp_jax.formats.cast_kernel import Cast
+from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.helpers import same_bits
@@ -108,9 +110,9 @@ def test_blocks_are_the_reference_bit_for_bit(size, with_error):
     ):
         call = functools.partial(quantize, x, E4M3, block, orientation=orientation)
         assert same_bits(call(backend="mosaic"), call(backend="xla"))
-    assert "of shared memory" in mosaic.reject(
-        Quantization(E4M3, Block(128), "both"), x, x, x.astype(jnp.uint32), None
-    )
+    options = Quantization(E4M3, Block(128), "both")
+    reason = mosaic.reject_dual(options, x, x, x.astype(jnp.uint32), None)
+    assert "of shared memory" in reason
 
 
 def computed(x, *vectors, results=2, backend="mosaic"):
@@ -158,8 +160,10 @@ def test_passes_with_vectors_compile_without_spills_and_devices_take_their_parts
         (functools.partial(rows, scaling=Block(size, "vector")), x)
         for size in (128, 64, 32)
     ]
-    cast = lambda x: cast_kernel._by_mosaic(
-        x.reshape(-1, 32), CATALOG["mxfp4e2"], "midmax"
+    cast = functools.partial(
+        cast_kernel.cast_tiles,
+        cast_kernel.MOSAIC,
+        Cast(CATALOG["mxfp4e2"], Modes(scalemode="midmax")),
     )
     for call, *operands in ((rows, x), (computed, x, *vectors), *blocks, (cast, x)):
         assert compile_for(mesh, call, *operands).targets == ["mosaic_gpu_v2"]
