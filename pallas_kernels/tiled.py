@@ -25,6 +25,7 @@ from pallas_kernels.specs import has_explicit_axes
 
 T = TypeVar("T")
 Arrays: TypeAlias = tuple[jax.Array, ...]
+Operands: TypeAlias = Sequence[jax.Array]
 Form = Literal["tile", "transposed", "rows", "columns", "one"]
 # The values of a tile that share a maximum: all, or those of a column (0) or row (1).
 Axis: TypeAlias = int | None
@@ -158,37 +159,37 @@ class Body:
     `[1, columns]` and scalars. An engine calls `measured` if there are `axes`, finds
     the largest magnitudes of its array, and calls `values` with them. Either may be
     called for a few rows of a tile at a time.
-
-    Attributes:
-      axes: for each maximum the values that share it.
     """
 
-    axes: tuple[Axis, ...] = ()
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """For each maximum the values that share it."""
+        return ()
 
-    def measured(self, *operands: jax.Array) -> jax.Array:
+    def measured(self, operands: Operands) -> jax.Array:
         """Return the float32 array whose largest magnitudes `values` needs."""
         raise NotImplementedError
 
-    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         """Return a value for each output, in its form.
 
         Args:
           do: the operations in which engines differ.
+          operands: as above.
           maxima: for each of `axes` the largest magnitudes, as arrays that broadcast to
             the tile. A NaN is the largest.
-          operands: as above.
         """
         raise NotImplementedError
 
-    def whole(self, *operands: jax.Array) -> Arrays:
+    def whole(self, operands: Operands) -> Arrays:
         """Return the results for whole matrices, in the shapes that are written.
 
         It runs without a kernel, for matrices that no tile divides.
         """
-        return self.values(Portable(), (), *operands)
+        return self.values(Portable(), operands, ())
 
 
-class Operands(NamedTuple, Generic[T]):
+class Sorted(NamedTuple, Generic[T]):
     """The operands of a pass by kind."""
 
     matrices: Sequence[T]
@@ -196,7 +197,7 @@ class Operands(NamedTuple, Generic[T]):
     columns: Sequence[T]
     scalars: Sequence[T]
 
-    def shaped(self: "Operands[jax.Array]") -> list[jax.Array]:
+    def shaped(self: "Sorted[jax.Array]") -> Operands:
         """Return them as a body takes them."""
         rows = [x[:, None] for x in self.rows]
         columns = [x[None, :] for x in self.columns]
@@ -215,11 +216,11 @@ class Pass:
     rows: int = 0
     columns: int = 0
 
-    def sort(self, operands: Sequence[T]) -> Operands[T]:
+    def sort(self, operands: Sequence[T]) -> Sorted[T]:
         """Return the operands by kind; scalars come last."""
         first = self.matrices + self.rows
         last = first + self.columns
-        return Operands(
+        return Sorted(
             operands[: self.matrices],
             operands[self.matrices : first],
             operands[first:last],
@@ -313,7 +314,7 @@ def _rule(one: Pass, scalars: int) -> str:
 def _whole(one: Pass, *operands: jax.Array) -> list[jax.Array]:
     """Return the results without a kernel."""
     results = []
-    found = one.body.whole(*one.sort(operands).shaped())
+    found = one.body.whole(one.sort(operands).shaped())
     for output, x in zip(one.outputs, found, strict=True):
         results.append(x.T if output.form == "transposed" else x)
         if output.transposed:

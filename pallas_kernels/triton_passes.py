@@ -15,9 +15,9 @@ from pallas_kernels.tiled import (
     Axis,
     Engine,
     Form,
-    Operands,
     Output,
     Pass,
+    Sorted,
     shape_of,
 )
 
@@ -63,7 +63,7 @@ def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
             return pl.BlockSpec(block, lambda i, j: (j, i))
         return pl.BlockSpec(block, lambda i, j: (i, j))
 
-    shapes = []
+    shapes: list[jax.ShapeDtypeStruct] = []
     specs = []
     aliases = {}
     for output in one.outputs:
@@ -97,7 +97,7 @@ def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
 def _kernel(one: Pass, count: int, *refs: jax.Ref) -> None:
     """Compute one tile from `count` operands."""
     given = one.sort(refs[:count])
-    operands = Operands(
+    operands = Sorted(
         [ref[...] for ref in given.matrices],
         [ref[...] for ref in given.rows],
         [ref[...] for ref in given.columns],
@@ -105,9 +105,9 @@ def _kernel(one: Pass, count: int, *refs: jax.Ref) -> None:
     ).shaped()
     maxima: Arrays = ()
     if one.body.axes:
-        measured = one.body.measured(*operands)
+        measured = one.body.measured(operands)
         maxima = tuple(_largest(measured, axis) for axis in one.body.axes)
-    results = one.body.values(_Operations(), maxima, *operands)
+    results = one.body.values(_Operations(), operands, maxima)
     targets = iter(refs[count:])
     for output, x in zip(one.outputs, results, strict=True):
         target = next(targets)

@@ -14,7 +14,9 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.tiled import Engine, Pass
 
 
-def reject(matrices: Sequence[jax.Array], columns: int = plan.COLUMNS) -> str | None:
+def reject(
+    matrices: Sequence[jax.Array | jax.ShapeDtypeStruct], columns: int = plan.COLUMNS
+) -> str | None:
     """Return the reason why no pass over these matrices can run here, or None.
 
     Args:

@@ -22,7 +22,7 @@ from pallas_kernels.hopper.engine import columns_of
 from pallas_kernels.hopper.plan import ROWS
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
-from pallas_kernels.tiled import Arrays, Axis, Form, Operands, Pass, shape_of
+from pallas_kernels.tiled import Arrays, Axis, Form, Pass, Sorted, shape_of
 
 
 def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
@@ -141,7 +141,7 @@ def _kernel(
 
 
 def _numbers(
-    registers: Registers, given: Operands[Ref], at: tuple[pl.Slice, pl.Slice]
+    registers: Registers, given: Sorted[Ref], at: tuple[pl.Slice, pl.Slice]
 ) -> list[list[jax.Array]]:
     """Return the vectors and scalars of a tile for each few rows."""
     rest = [registers.read_vector(ref.at[at[1]], 1) for ref in given.columns]
@@ -198,10 +198,10 @@ class _Tile:
         found: list[list[jax.Array]] = []
         zeros: list[list[jax.Array]] = []
         for step in range(self.steps):
-            values = self.one.body.values(do, maxima[step], *self._load(step))
+            values = self.one.body.values(do, self._load(step), maxima[step])
             at = self._at(step)
-            matrices = []
-            few = []
+            matrices: list[jax.Array] = []
+            few: list[jax.Array] = []
             measured = []
             for output, x in zip(self.one.outputs, values, strict=True):
                 (matrices if output.is_matrix else few).append(x)
@@ -232,7 +232,7 @@ class _Tile:
             return [()] * self.steps
         bits = []
         for step in range(self.steps):
-            bits.append(_magnitude(body.measured(*self._load(step))))
+            bits.append(_magnitude(body.measured(self._load(step))))
         known = []
         for axis in body.axes:
             tops = self._largest(axis, bits)

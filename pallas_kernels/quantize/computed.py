@@ -23,7 +23,15 @@ from jax.typing import DTypeLike
 from pallas_kernels.arithmetic import Portable
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
 from pallas_kernels.hopper import engine as hopper
-from pallas_kernels.tiled import Arrays, Body, Engine, Output, Tiling, map_tiles
+from pallas_kernels.tiled import (
+    Arrays,
+    Body,
+    Engine,
+    Operands,
+    Output,
+    Tiling,
+    map_tiles,
+)
 from pallas_kernels.triton_passes import TRITON
 
 # Fewer values a thread than a plain quantizer, because each of them has several numbers
@@ -42,7 +50,7 @@ class Computed(Body):
     dtype: DTypeLike
     results: int
 
-    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         """Return the values of a tile, see `Body`."""
         return tuple(wide.astype(self.dtype) for wide in self.compute(*operands))
 
@@ -71,7 +79,7 @@ def _by_xla(
 ) -> list[jax.Array]:
     of_rows = [vector[:, None] for vector in rows]
     of_columns = [vector[None, :] for vector in columns]
-    values = options.whole(x, *of_rows, *of_columns)
+    values = options.whole([x, *of_rows, *of_columns])
     return [values[0], values[-1].T]
 
 

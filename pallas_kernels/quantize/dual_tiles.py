@@ -22,6 +22,7 @@ from pallas_kernels.tiled import (
     Axis,
     Body,
     Engine,
+    Operands,
     Output,
     Tiling,
     map_tiles,
@@ -136,11 +137,11 @@ class _Split(Body):
             outputs.append(Output(error.dtype, replaces=1))
         return outputs
 
-    def measured(self, *operands: jax.Array) -> jax.Array:
+    def measured(self, operands: Operands) -> jax.Array:
         w, error, *_ = self._sort(operands)
         return reference.target(w, error)
 
-    def values(self, do: Portable, maxima: Arrays, *operands: jax.Array) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         w, error, bits, scalars = self._sort(operands)
         wanted = reference.target(w, error)
         if maxima:
@@ -166,7 +167,7 @@ class _Split(Body):
             results.append(left.astype(error.dtype))
         return tuple(results)
 
-    def whole(self, *operands: jax.Array) -> Arrays:
+    def whole(self, operands: Operands) -> Arrays:
         w, error, bits, scalars = self._sort(operands)
         left: jax.Array | None
         if self.block is None:
@@ -186,7 +187,7 @@ class _Split(Body):
         return tuple(results)
 
     def _sort(
-        self, operands: Arrays
+        self, operands: Operands
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, list[jax.Array]]:
         """Return (w, error, random bits, scalars)."""
         w, *rest = operands

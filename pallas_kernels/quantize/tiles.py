@@ -21,6 +21,7 @@ from pallas_kernels.tiled import (
     Axis,
     Body,
     Engine,
+    Operands,
     Output,
     Tiling,
     map_tiles,
@@ -60,8 +61,10 @@ def quantize(
         scalars=[inverse],
         tiling=WIDE,
     )
-    of_columns = [Operand(turned, scale, scaling=scaling) for turned in columns]
-    return Quantized(Operand(rows, scale, scaling=scaling), *of_columns)
+    of_rows = Operand(rows, scale, scaling=scaling)
+    if not columns:
+        return Quantized(of_rows)
+    return Quantized(of_rows, Operand(columns[0], scale, scaling=scaling))
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,9 @@ class Scaled(Body):
 
     dtype: DTypeLike
 
-    def values(
-        self, do: Portable, maxima: Arrays, x: jax.Array, *inverses: jax.Array
-    ) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         """Return the values of a tile, see `Body`."""
+        x, *inverses = operands
         wide = x.astype(jnp.float32)
         results = []
         for inverse in inverses:
@@ -89,7 +91,8 @@ class Scaled(Body):
 class _Blocks(Body):
     """Values of x in FP8 and the E8M0 codes of its blocks.
 
-    Blocks are squares, or rows and, for both orientations, columns. Values and scales of a tile, which is a block, stay in registers.
+    Blocks are squares, or rows and, for both orientations, columns. Values and scales
+    of a tile, which is a block, stay in registers.
     """
 
     options: Quantization
@@ -101,12 +104,13 @@ class _Blocks(Body):
             return (None,)
         return (1, 0) if self.options.orientation == "both" else (1,)
 
-    def measured(self, x: jax.Array) -> jax.Array:
+    def measured(self, operands: Operands) -> jax.Array:
+        (x,) = operands
         return x.astype(jnp.float32)
 
-    def values(self, do: Portable, maxima: Arrays, x: jax.Array) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         dtype = self.options.dtype
-        wide = x.astype(jnp.float32)
+        wide = self.measured(operands)
         results = []
         for amax in maxima:
             scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
@@ -116,7 +120,8 @@ class _Blocks(Body):
             results.append(numerics.e8m0_code(scales))
         return tuple(results)
 
-    def whole(self, x: jax.Array) -> Arrays:
+    def whole(self, operands: Operands) -> Arrays:
+        (x,) = operands
         rows, columns, _ = reference.quantize(self.options, x, None)
         results = (rows.values, lax.bitcast_convert_type(rows.scale, jnp.uint8))
         if self.squares or columns is None:

@@ -359,11 +359,12 @@ def _inside(
 
     Return None if its sides divide the array.
     """
-    mask = None
+    mask: jax.Array | None = None
     for axis, (size, side, index) in enumerate(zip(whole, sides, place, strict=True)):
         if size % side:
-            within = index * side + lax.broadcasted_iota(jnp.int32, sides, axis) < size
-            mask = within if mask is None else mask & within
+            within = index * side + lax.broadcasted_iota(jnp.int32, sides, axis)
+            is_inside = jnp.less(within, size)
+            mask = is_inside if mask is None else mask & is_inside
     return mask
 
 

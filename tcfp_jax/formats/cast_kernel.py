@@ -25,7 +25,16 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.arithmetic import Portable
 from pallas_kernels.hopper import engine as hopper
 from pallas_kernels.partition import partitioned
-from pallas_kernels.tiled import Arrays, Axis, Body, Engine, Output, Pass, Tiling
+from pallas_kernels.tiled import (
+    Arrays,
+    Axis,
+    Body,
+    Engine,
+    Operands,
+    Output,
+    Pass,
+    Tiling,
+)
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, SIGN
@@ -128,7 +137,7 @@ def _by_tiles(engine: Engine, options: Cast) -> Callable[[jax.Array], jax.Array]
         rows = tiles.reshape(-1, size)
         one = Pass(body, (Output(rows.dtype),), "cast", _tiling(size), matrices=1)
         found = engine.run(one, rows)
-        made = body.whole(rows) if found is None else found
+        made = body.whole([rows]) if found is None else found
         return made[0].reshape(tiles.shape)
 
     @custom_vmap
@@ -202,8 +211,9 @@ class CastBody(Body):
         assert isinstance(self.datatype.number, NumberSpec)
         return self.datatype.number
 
-    def measured(self, x: jax.Array) -> jax.Array:
+    def measured(self, operands: Operands) -> jax.Array:
         """Return the values that count for the scales."""
+        (x,) = operands
         value = x.astype(jnp.float32)
         magnitude = _magnitude(value)
         # Without a code for NaN, one makes the whole tile NaN, whatever its scale.
@@ -211,8 +221,9 @@ class CastBody(Body):
             return jnp.where(magnitude >= INFINITY, 0, value)
         return jnp.where(magnitude == INFINITY, 0, value)
 
-    def values(self, do: Portable, maxima: Arrays, x: jax.Array) -> Arrays:
+    def values(self, do: Portable, operands: Operands, maxima: Arrays) -> Arrays:
         """Return the cast of rows, see `Body`."""
+        (x,) = operands
         number = self.number
         value = x.astype(jnp.float32)
         magnitude = _magnitude(value)
@@ -237,11 +248,11 @@ class CastBody(Body):
         result = jnp.where(magnitude > INFINITY, jnp.float32(jnp.nan), result)
         return (result.astype(x.dtype),)
 
-    def whole(self, x: jax.Array) -> Arrays:
+    def whole(self, operands: Operands) -> Arrays:
         """Return the cast of all tiles by XLA."""
-        bits = jnp.max(_magnitude(self.measured(x)), axis=1, keepdims=True)
+        bits = jnp.max(_magnitude(self.measured(operands)), axis=1, keepdims=True)
         amax = lax.bitcast_convert_type(bits, jnp.float32)
-        return self.values(Portable(), (amax,), x)
+        return self.values(Portable(), operands, (amax,))
 
     def _exponent(self, amax: jax.Array) -> jax.Array:
         """Return the exponents of scales, from the bits of largest magnitudes."""

@@ -60,7 +60,7 @@ def test_blocks_are_the_definition(name):
     expected = cast(x, made, scalemode=scalemode)
     assert cast_kernel.reject(options, x, None) is None
     tiles = x.reshape(-1, made.scale.tiles[0].size)
-    (got,) = jax.jit(CastBody(made, scalemode).whole)(tiles)
+    (got,) = jax.jit(CastBody(made, scalemode).whole)([tiles])
     assert same(got.reshape(x.shape), expected)
     if plan.reject(x.dtype) is None:  # Mosaic's interpreter needs a new jax
         assert same(cast_tiles(cast_kernel.MOSAIC, options, x), expected)
