@@ -41,13 +41,8 @@ def reject(
     )
 
 
-def columns_of(size: int) -> int:
-    """Return the columns of a tile that holds whole blocks of this size."""
-    return max(plan.COLUMNS, size)
-
-
 def _run(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
-    columns = columns_of(one.tiling.rows[0])
+    columns = plan.columns_of(one.tiling.rows[0])
     if reject(operands[: one.matrices], columns) is not None:
         return None
     from pallas_kernels.hopper import passes

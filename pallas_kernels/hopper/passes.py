@@ -18,8 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arithmetic import Instructions, Portable
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.hopper.engine import columns_of
-from pallas_kernels.hopper.plan import ROWS
+from pallas_kernels.hopper.plan import ROWS, columns_of
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.specs import varying
 from pallas_kernels.tiled import Arrays, Axis, Form, Pass, Sorted, shape_of

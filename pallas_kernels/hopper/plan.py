@@ -156,6 +156,11 @@ class Problem:
         )
 
 
+def columns_of(size: int) -> int:
+    """Return the columns of a tile of passes.py that holds whole blocks of this size."""
+    return max(COLUMNS, size)
+
+
 def candidates(problem: Problem, accumulation: Accumulation) -> list[Config]:
     """Return the configs that fit a product, the best guess first."""
     guesses = (

@@ -56,7 +56,7 @@ def _reject(
       results: tiles of FP8 values in shared memory, transposes included.
     """
     scaling = options.scaling
-    columns = engine.columns_of(scaling.size if isinstance(scaling, Block) else 0)
+    columns = plan.columns_of(scaling.size if isinstance(scaling, Block) else 0)
     bytes_of_values = sum(matrix.dtype.itemsize for matrix in matrices) + results
     used = plan.ROWS * columns * bytes_of_values
     if used > _MEMORY:

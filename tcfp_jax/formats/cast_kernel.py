@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels.arithmetic import Portable
 from pallas_kernels.hopper import engine as hopper
+from pallas_kernels.hopper import plan
 from pallas_kernels.partition import partitioned
 from pallas_kernels.tiled import (
     Arrays,
@@ -104,9 +105,9 @@ def reject_mosaic(options: Cast, x: jax.Array, key: jax.Array | None) -> str | N
     if (reason := reject(options, x, key)) is not None:
         return reason
     size = _tile_size(options.datatype)
-    if size < 4 or hopper.plan.ROWS % size:
-        return f"tiles of {size} do not divide {hopper.plan.ROWS}"
-    columns = hopper.columns_of(size)
+    if size < 4 or plan.ROWS % size:
+        return f"tiles of {size} do not divide {plan.ROWS}"
+    columns = plan.columns_of(size)
     view = jax.ShapeDtypeStruct((x.size // columns, columns), x.dtype)
     return hopper.reject([view], columns)
 
@@ -177,7 +178,7 @@ def _tiling(size: int) -> Tiling:
 def _by_mosaic(one: Pass, rows: jax.Array) -> list[jax.Array] | None:
     """Run a pass over `[tiles, size]`, with several tiles in a row of the matrix."""
     size = rows.shape[1]
-    columns = hopper.columns_of(size)
+    columns = plan.columns_of(size)
     if rows.size % columns:
         return None
     of_blocks = replace(one, tiling=Tiling.of_blocks(size))
