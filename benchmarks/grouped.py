@@ -38,7 +38,8 @@ from pallas_kernels.operands import Accumulation, Block, Operand
 from tcfp_jax.products import grouped_matmul as layer
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe, recipe
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 NAME = "grouped"
 Part = Literal["forward", "dgrad", "wgrad", "layer", "layer, weights too"]

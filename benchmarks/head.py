@@ -23,7 +23,7 @@ import tcfp_jax
 from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
 from tcfp_jax.losses import Loss, loss_of
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 NAME = "head"
 KEPT = "bf16, logits kept"

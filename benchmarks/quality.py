@@ -26,7 +26,7 @@ from benchmarks.common import Result, compare, markdown_table
 from pallas_kernels.operands import BLOCK_SIZES
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.recipes import recipe
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 NAME = "quality"
 OUTLIER_FACTOR = 1000.0

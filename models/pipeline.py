@@ -50,7 +50,7 @@ from tcfp_jax.paths import named_leaves
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 
 STAGE = "stage"
 
@@ -132,7 +132,7 @@ class Pipeline:
 
         With `init`, it returns the shardings of the state `init(params)`.
         """
-        found, treedef = named_leaves(params, is_stored)
+        found, treedef = named_leaves(params, is_quantized)
         at = functools.partial(NamedSharding, self.mesh)
         specs = [P(STAGE) if names[0] == "layers" else P() for names, _ in found]
         return state_shardings(treedef.unflatten(map(at, specs)), params, init)
@@ -316,7 +316,7 @@ def main() -> None:
         )
         state, value = step(state, windows)
         print(f"step {i}: {float(value):.3f} nats a byte", flush=True)
-    kernel = state[0]["layers"]["query"]["kernel"].backward.values
+    kernel = state[0]["layers"]["query"]["kernel"].rows.values
     for shard in kernel.addressable_shards:
         print(
             f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values"

@@ -47,7 +47,7 @@ from models.starting import read_parameters
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes
 # every run.
@@ -176,7 +176,7 @@ def float_parameters(params: Any, quantized: Any = None) -> Any:
     """
     if any(is_adapter(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
         return _merged(params, quantized)
-    stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+    stored = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     return _dequantize(params) if stored else params
 
 
@@ -251,7 +251,7 @@ def _optimizer(
 
 def _is_matrix(params: Any) -> Any:
     return jax.tree.map(
-        lambda leaf: is_stored(leaf) or leaf.ndim >= 2, params, is_leaf=is_stored
+        lambda leaf: is_quantized(leaf) or leaf.ndim >= 2, params, is_leaf=is_quantized
     )
 
 

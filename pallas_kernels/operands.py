@@ -104,6 +104,13 @@ class Operand:
         return self.values
 
     @property
+    def residual(self) -> jax.Array:
+        """The second half, `lo`, of an operand that must have one."""
+        if self.lo is None:
+            raise ValueError("the operand has no residual; make it by dual_quantize")
+        return self.lo
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor for which the operand stands."""
         if isinstance(self.scaling, Fp4):

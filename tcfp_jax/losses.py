@@ -47,6 +47,7 @@ from tcfp_jax.products.matmul import (
 )
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -65,7 +66,7 @@ _INT = int | np.integer
 
 def cross_entropy(
     x: "Float[jax.Array, '*tokens k']",
-    kernel: "Float[jax.Array, 'k vocabulary'] | Stored",
+    kernel: "Float[jax.Array, 'k vocabulary'] | Stored | Parameter",
     targets: "Int[jax.Array, '*tokens']",
     *,
     recipe: Recipe | str = "bf16",
@@ -126,7 +127,9 @@ def cross_entropy(
     (True, 0.0)
     """
     recipe = named_recipe(recipe)
-    quantized, w = opened(kernel) if isinstance(kernel, Stored) else (None, kernel)
+    quantized, w = (
+        opened(kernel) if isinstance(kernel, Stored | Parameter) else (None, kernel)
+    )
     asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
     targets, weights = _checked(np.shape(x), targets, weights)
     shares = (

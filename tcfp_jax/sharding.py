@@ -35,8 +35,9 @@ from pallas_kernels.specs import shards
 from tcfp_jax.optim.encoding import block_parts, narrow_leaves
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.paths import PyTree, entries, leaves, named_leaves
+from tcfp_jax.weights.parameter import is_quantized, parameter_of
 from tcfp_jax.weights.placement import AnyMesh, Placement, shortest
-from tcfp_jax.weights.training import is_stored, kernel_shape, train, training_of
+from tcfp_jax.weights.rounding import make_parameter
 
 __all__ = ["fsdp", "state_shardings"]
 
@@ -86,8 +87,8 @@ def state_shardings(
     >>> found.count.spec == PartitionSpec()
     True
     """
-    found, treedef = named_leaves(params, is_stored)
-    given = leaves(params_shardings, is_stored)
+    found, treedef = named_leaves(params, is_quantized)
+    given = leaves(params_shardings, is_quantized)
     mesh = _one_mesh(given)
     types = (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
@@ -149,8 +150,8 @@ def fsdp(params: PyTree, mesh: AnyMesh, axis: str = "fsdp") -> PyTree:
             f"axis={axis!r}, but the mesh has the axes {list(mesh.axis_names)}; name"
             " one of them"
         )
-    found, treedef = named_leaves(params, is_stored)
-    narrow = narrow_leaves(params, is_leaf=is_stored, sizes=_kernel_shape)
+    found, treedef = named_leaves(params, is_quantized)
+    narrow = narrow_leaves(params, is_leaf=is_quantized, sizes=_kernel_shape)
     chosen = []
     for (_, leaf), small in zip(found, narrow, strict=True):
         places = _axes_by_size(leaf)
@@ -173,7 +174,7 @@ def shardings_of(params: PyTree) -> PyTree | None:
 
 
 def _kernel_shape(leaf: PyTree) -> tuple[int, ...]:
-    return kernel_shape(leaf) if is_stored(leaf) else jnp.shape(leaf)
+    return parameter_of(leaf).kernel_shape if is_quantized(leaf) else jnp.shape(leaf)
 
 
 def _axes_by_size(leaf: PyTree) -> list[int]:
@@ -182,8 +183,8 @@ def _axes_by_size(leaf: PyTree) -> list[int]:
     if len(shape) < 2:
         return []
     layers = 0
-    if is_stored(leaf):
-        layers = len(shape) - training_of(leaf).weight.layout.ndim
+    if is_quantized(leaf):
+        layers = len(shape) - len(parameter_of(leaf).state.shape)
     return sorted(range(layers, len(shape)), key=lambda axis: -shape[axis])
 
 
@@ -205,11 +206,11 @@ def _matrix(name: str, leaf: PyTree, sharding: NamedSharding) -> Placement:
       ValueError: the stored form cannot be split so.
     """
     parts = Placement.of(name, _kernel_shape(leaf), sharding)
-    if is_stored(leaf):
-        weight = training_of(leaf).weight
-        parts = parts.merged(weight.layout.stacked(len(parts.shape)).groups)
-        turned = weight.recipe.copies == "both"
-        parts.check_blocks(weight.recipe.scaling, turned=turned)
+    if is_quantized(leaf):
+        parameter = parameter_of(leaf)
+        recipe = parameter.state.weight.recipe
+        parts = parts.merged(parameter.layout.groups)
+        parts.check_blocks(recipe.scaling, turned=recipe.copies == "both")
     return parts
 
 
@@ -220,20 +221,21 @@ def _typed(name: str, leaf: PyTree, sharding: PyTree, mesh: AbstractMesh) -> PyT
         own = NamedSharding(mesh, sharding.spec)
         return _Typed(array.shape, array.dtype, sharding=own)
 
-    if is_stored(sharding):
+    if is_quantized(sharding):
         return jax.tree.map(typed, leaf, sharding)
     _matrix(name, leaf, sharding)
-    if not is_stored(leaf):
+    if not is_quantized(leaf):
         return typed(leaf, sharding)
-    training = training_of(leaf)
+    parameter = parameter_of(leaf)
+    state = parameter.state
     made = functools.partial(
-        train,
-        weight=training.weight,
-        remainder=training.remainder,
-        gradient_dtype=training.gradient_dtype,
+        make_parameter,
+        weight=state.weight,
+        remainder=state.remainder,
+        gradient_dtype=state.gradient_dtype,
     )
-    kernel = typed(_Typed(kernel_shape(leaf), training.dtype), sharding)
-    has_key = training.rounding is not None
+    kernel = typed(_Typed(parameter.kernel_shape, state.dtype), sharding)
+    has_key = state.rounding is not None
     key = jax.eval_shape(jax.random.key, 0) if has_key else None
     stored = jax.eval_shape(made, kernel, key=key)
     return jax.tree.unflatten(jax.tree.structure(leaf), jax.tree.leaves(stored))

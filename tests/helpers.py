@@ -71,11 +71,10 @@ def unwatched(state):
     It shows which of the two a product reads, the stored weight or the parameter beside
     it.
     """
-    is_stored = lambda node: isinstance(node, Stored)
     return jax.tree.map(
         lambda weight: dataclasses.replace(weight, sample=None),
         state,
-        is_leaf=is_stored,
+        is_leaf=lambda node: isinstance(node, Stored),
     )
 
 

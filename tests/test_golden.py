@@ -146,7 +146,7 @@ def product(name, **overrides):
     )
     key = jax.random.key(5)
     if recipe.mode == tcfp_jax.TCFPMode.FP4:
-        from tcfp_jax.weights.stored import quantize_weight
+        from tcfp_jax.weights.quantization import quantize_weight
 
         stored, _ = quantize_weight(w, recipe)
         y, back = jax.vjp(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe), x)

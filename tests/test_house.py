@@ -109,6 +109,7 @@ CROSSED = {
     "a product of a stored weight": (12, 70),
     "`TCFPDense`": (17, 95),
     "a converted model of two layers": (24, 170),
+    "`grad` of a stored converted model": (29, 234),
 }
 # Signatures that users know from optax and from the original's layers.
 LONG_SIGNATURES = {"adamw": 12, "from_flags": 10, "cross_entropy": 10}

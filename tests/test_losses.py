@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from tcfp_jax import losses
 from tcfp_jax.losses import cross_entropy
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import decibels, float64_of, mesh_of
 
 T, K, V = 21, 32, 50

@@ -15,7 +15,7 @@ from pallas_kernels.adamw.api import adamw
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 NAMES = {"Float": jaxtyping.Float, "UInt32": jaxtyping.UInt32}
 X, W = jnp.ones((2, 3, 16)), jnp.ones((16, 32))

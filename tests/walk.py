@@ -19,8 +19,8 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.weights.stored import quantize_weight
-from tests.helpers import variables_of
+from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import store_at_once, variables_of
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tuple(str(ROOT / name) for name in ("tcfp_jax", "pallas_kernels"))
@@ -116,10 +116,25 @@ def converted() -> Walk:
     )
 
 
+def stored_model() -> Walk:
+    """`grad` of a converted model of two layers whose parameters are stored."""
+    plain = nn.Sequential(
+        [nn.Dense(32, use_bias=False), nn.relu, nn.Dense(32, use_bias=False)]
+    )
+    x = jnp.ones((32, 32))
+    params = variables_of(plain, x)
+    model = convert_to_tcfp(plain, "tcfp12_single", x, include=("linear", "small"))
+    stored = store_at_once(params, "tcfp12_single", key=jax.random.key(0))
+    return walk_of(
+        tcfp_jax.grad(lambda params: jnp.sum(model.apply(params, x))), stored
+    )
+
+
 WALKS = {
     "a product of a stored weight": matmul,
     "`TCFPDense`": layer,
     "a converted model of two layers": converted,
+    "`grad` of a stored converted model": stored_model,
 }
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 # Speed over jitted BF16 of an MLP's forward and backward pass, by device, recipe and
 # shape [m, k, n]: part "mlp" of `python -m benchmarks.train_step`, written by

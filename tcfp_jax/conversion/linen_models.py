@@ -30,8 +30,8 @@ from tcfp_jax.conversion.report import Examined
 from tcfp_jax.conversion.transform import Transformed, trace
 from tcfp_jax.layers.linen import COLLECTION, OFF, RNG, switched_off
 from tcfp_jax.paths import PyTree
+from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored
 
 # Nested mappings, of arrays or of shapes.
 _Tree = Mapping[str, PyTree]
@@ -277,12 +277,12 @@ def _warn_if_forgotten(
     """
     if not conversion.awaited:
         return
-    leaves = jax.tree.leaves(params, is_leaf=is_stored)
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     # A tracer of a derivative is the one sign of training that a call can see.
     trains = any(
         type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") for leaf in leaves
     )
-    if state or any(map(is_stored, leaves)):
+    if state or any(map(is_quantized, leaves)):
         conversion.awaited = False
     elif trains:
         conversion.awaited = False

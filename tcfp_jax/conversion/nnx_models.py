@@ -23,7 +23,7 @@ from tcfp_jax.conversion.report import Examined
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 
 # The attributes that conversion adds to a module. They are gone inside of a call, and
 # after `export`.
@@ -363,7 +363,7 @@ class _Call:
             trains
             and chosen in AWAITED
             and not stored
-            and not any(map(is_stored, params.values()))
+            and not any(map(is_quantized, params.values()))
         ):
             AWAITED.discard(chosen)
             warnings.warn(

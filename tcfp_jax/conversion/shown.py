@@ -35,7 +35,8 @@ from tcfp_jax.products.grouped import grouped_matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.lookup import gathered, with_gradient
-from tcfp_jax.weights.stored import Stored, constant, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored, constant
 
 # Shapes that stand for arrays without values.
 SHAPES = (jax.ShapeDtypeStruct, Absent)

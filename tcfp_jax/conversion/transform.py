@@ -34,9 +34,10 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.parameter import is_quantized, parameter_of
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.training import kernel_of, training_of
 
 _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
@@ -216,9 +217,11 @@ class Transformed:
         stored: _Tree | None,
         key: jax.Array | None,
     ) -> PyTree:
-        leaves = paths.leaves(args[self.params], lambda node: isinstance(node, Stored))
+        leaves = paths.leaves(args[self.params], is_quantized)
         trained = {
-            path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)
+            path: parameter_of(leaf)
+            for path, leaf in leaves.items()
+            if is_quantized(leaf)
         }
         state = paths.entries(stored or {})
         if twice := sorted(set(trained) & set(state)):
@@ -234,9 +237,7 @@ class Transformed:
         _check_state(kept, found.leaves, absent)
         own = []
         for path, leaf in found.leaves.items():
-            dtype = (
-                training_of(trained[path]).gradient_dtype if path in trained else None
-            )
+            dtype = trained[path].state.gradient_dtype if path in trained else None
             rounded = path in found.rounded
             own.append(
                 _parameter(
@@ -286,11 +287,10 @@ class Transformed:
                 f"params={self.params}, but the function was called with {len(args)}"
                 " positional arguments; pass the parameters by position"
             )
-        stored = lambda leaf: isinstance(leaf, Stored)
         floats = jax.tree.map(
-            lambda leaf: kernel_of(leaf) if stored(leaf) else leaf,
+            lambda leaf: parameter_of(leaf).kernel() if is_quantized(leaf) else leaf,
             args[self.params],
-            is_leaf=stored,
+            is_leaf=is_quantized,
         )
         return (*args[: self.params], floats, *args[self.params + 1 :])
 

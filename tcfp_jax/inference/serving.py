@@ -24,9 +24,9 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, quantize_tcfp12
-from tcfp_jax.weights.training import is_stored
 
 
 def quantize_params(
@@ -93,7 +93,7 @@ def quantize_params(
         }
     else:
         chosen, looked_up = _plain(named_recipe(recipe)), set()
-    if any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))):
+    if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         raise ValueError(
             "params hold stored weights: apply the model to them, or pass"
             " tcfp_jax.dequantize(params)"

@@ -24,9 +24,9 @@ from tcfp_jax.products.annotations import mark
 from tcfp_jax.products.einsum import Contraction, contract, matrix_product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.parameter import Parameter, parameter_of
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.training import kernel_shape, training_of
 
 serialize_with_flax()  # classes that were defined before Flax was imported
 
@@ -57,14 +57,15 @@ class Absent:
 
     shape: tuple[int, ...]
     dtype: DTypeLike
-    parameter: Stored | None = field(default=None, repr=False)
+    parameter: Parameter | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(kernel: "jax.Array | Absent | Stored") -> "jax.Array | Absent":
+    def of(kernel: "jax.Array | Absent | Stored | Parameter") -> "jax.Array | Absent":
         """Return the placeholder of a stored parameter, or another kernel itself."""
-        if not isinstance(kernel, Stored):
+        if not isinstance(kernel, Stored | Parameter):
             return kernel
-        return Absent(kernel_shape(kernel), training_of(kernel).dtype, kernel)
+        parameter = parameter_of(kernel)
+        return Absent(parameter.kernel_shape, parameter.state.dtype, parameter)
 
     def __getitem__(self, index: object) -> "Absent":
         """Return the placeholder itself, for `kernel[...]`."""
@@ -120,7 +121,7 @@ def product(
                 )
             # The slot takes the gradient; outside value_and_grad there is none.
             stored = kernel.parameter.read()
-            floats = training_of(kernel.parameter).slot
+            floats = kernel.parameter.state.slot
     else:
         floats = kernel
     if isinstance(stored, PackedTCFP12):

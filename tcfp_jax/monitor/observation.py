@@ -41,7 +41,7 @@ from tcfp_jax.optim.gradients import with_slots
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 
 Readings = dict[str, dict[OperandName, Reading]]
 _FIELDS = len(Reading._fields) + 1  # the last one says that the product ran
@@ -152,7 +152,7 @@ def _origins(
     found: list[_Origin] = []
     for i, tree in enumerate([*args, kwargs]):
         kind = int(i not in chosen)
-        for path, leaf in paths.leaves(tree, is_stored).items():
+        for path, leaf in paths.leaves(tree, is_quantized).items():
             # A leaf that is an argument itself has no path.
             found += [
                 frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)

@@ -18,8 +18,8 @@ from tcfp_jax.optim.moments import LowPrecisionState
 from tcfp_jax.optim.steps import Quality
 from tcfp_jax.paths import PyTree, leaves, path_names
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.parameter import Parameter, is_quantized
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored
 
 
 def update_quality(
@@ -51,18 +51,18 @@ def update_quality(
     (1.0, 1.0)
     """
     old, new, wanted = (
-        leaves(before, is_stored),
-        leaves(after, is_stored),
+        leaves(before, is_quantized),
+        leaves(after, is_quantized),
         leaves(updates),
     )
     qualities = {}
-    if not any(isinstance(weight, Stored) for weight in old.values()):
+    if not any(map(is_quantized, old.values())):
         raise ValueError(
             "before holds no stored weight; pass stored parameters, or layer_state of"
             " the optimizer's state"
         )
     for path, weight in old.items():
-        if not isinstance(weight, Stored):
+        if not is_quantized(weight):
             continue
         if path not in new or path not in wanted:
             raise ValueError(
@@ -72,8 +72,8 @@ def update_quality(
                 " numbers"
             )
         made_of = (
-            weight.training.weight
-            if weight.training is not None
+            weight.state.weight
+            if isinstance(weight, Parameter)
             else (weights or {}).get(path)
         )
         layout = Layout((0,), (1,)) if made_of is None else made_of.layout
@@ -86,8 +86,12 @@ def update_quality(
                 f" stored as {list(weight.shape)}; pass weights=find_weights(model,"
                 " *inputs)"
             )
-        qualities[path] = Quality.of(weight.read(), new[path].read(), change)
+        qualities[path] = Quality.of(_values(weight), _values(new[path]), change)
     return qualities
+
+
+def _values(weight: Parameter | Stored) -> Stored:
+    return weight.read() if isinstance(weight, Parameter) else weight
 
 
 def stale_moments(before: PyTree, after: PyTree) -> dict[str, jax.Array]:

@@ -29,8 +29,13 @@ from tcfp_jax.optim.encoding import Format, Keys, Moment
 from tcfp_jax.optim.steps import Quality, Scalars, Step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves, put
-from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of
+from tcfp_jax.weights.parameter import (
+    intact,
+    is_parameter,
+    is_quantized,
+    parameter_of,
+)
+from tcfp_jax.weights.rewritten import Rewritten
 
 _FORMATS: dict[str, tuple[Format, Format]] = {
     "8bit": ("float8_e4m3fn", "ue5m3"),
@@ -164,15 +169,7 @@ def adamw(
                 f"the state is a {type(state).__name__}, not adamw's; pass the one that"
                 " this tx.init made"
             )
-        intact = lambda leaf: (
-            training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
-        )
-        tree = _Tree(
-            jax.tree.map(intact, params, is_leaf=is_stored),
-            moments,
-            mask,
-            quality == "on",
-        )
+        tree = _Tree(intact(params), moments, mask, quality == "on")
         gradients = list(
             map(_Leaf.gradient, tree.leaves, tree.treedef.flatten_up_to(grads))
         )
@@ -198,13 +195,13 @@ class _Leaf(NamedTuple):
     """
 
     names: list[str]
-    parameter: Any  # jax.Array | Stored
+    parameter: Any  # jax.Array | Parameter
     forms: tuple[Format, Format]
     decays: bool
 
     @property
     def is_stored(self) -> bool:
-        return is_stored(self.parameter)
+        return is_parameter(self.parameter)
 
     @property
     def is_fused(self) -> bool:
@@ -215,16 +212,16 @@ class _Leaf(NamedTuple):
             or self.parameter.shape[-1] < codes.BLOCK
         ):
             return False
-        training = training_of(self.parameter)
+        state = self.parameter.state
         is_format = (
             self.parameter.dtype == jnp.float8_e4m3fn
-            and training.weight.recipe.scaling == Tensor()
+            and state.weight.recipe.scaling == Tensor()
         )
-        return is_format and training.remainder != "feedback"
+        return is_format and state.remainder != "feedback"
 
     def zeros(self, i: int) -> Moment:
         """Return zeros for the i-th moment, sharded as the parameter is."""
-        like = self.parameter.backward.values if self.is_stored else self.parameter
+        like = self.parameter.rows.values if self.is_stored else self.parameter
         encoding.check_moment("/".join(self.names), self.forms[i], like)
         return encoding.zeros(self.forms[i], like)
 
@@ -243,26 +240,18 @@ class _Leaf(NamedTuple):
         matrix.
         """
         path = "/".join(self.names)
-        if isinstance(g, Stored):
+        if is_quantized(g):
             raise ValueError(
                 f"the gradient of {path} is a stored weight, not floats; take it with"
                 " tcfp_jax.value_and_grad"
             )
-        shape = (
-            kernel_shape(self.parameter)
-            if self.is_stored
-            else jnp.shape(self.parameter)
-        )
+        shape = _float_shape(self.parameter)
         if jnp.shape(g) != shape:
             raise ValueError(
                 f"the gradient of {path} is {list(jnp.shape(g))}, but the parameter is"
                 f" {list(shape)}; pass the gradients of these very parameters"
             )
-        return (
-            training_of(self.parameter).weight.layout.stacked(g.ndim).matrix(g)
-            if self.is_stored
-            else g
-        )
+        return self.parameter.layout.matrix(g) if self.is_stored else g
 
 
 class _Tree:
@@ -272,21 +261,20 @@ class _Tree:
         self, params: PyTree, moments: str, mask: PyTree, quality: bool
     ) -> None:
         self.params, self.quality = params, quality
-        found, self.treedef = named_leaves(params, is_stored)
+        found, self.treedef = named_leaves(params, is_quantized)
         for names, leaf in found:
-            if is_stored(leaf):
-                if leaf.backward is not None and isinstance(
-                    leaf.backward.values, optax.MaskedNode
-                ):
+            if is_quantized(leaf):
+                # Raises for a copy of a parameter that is not the parameter itself
+                rows = parameter_of(leaf).stored.backward
+                if rows is not None and isinstance(rows.values, optax.MaskedNode):
                     raise ValueError(
                         "a mask or labels choose among the arrays of the stored weight"
                         f" {'/'.join(names)}; map over tcfp_jax.dequantize(params), or"
                         " write on_stored(optax.multi_transform(...))"
                     )
-                # Raises for a copy of a parameter that is not the parameter itself
-                training_of(leaf)
-        sizes = lambda leaf: leaf.shape if is_stored(leaf) else jnp.shape(leaf)
-        narrow = encoding.narrow_leaves(params, is_leaf=is_stored, sizes=sizes)
+        narrow = encoding.narrow_leaves(
+            params, is_leaf=is_quantized, sizes=_matrix_shape
+        )
         decays = [True] * len(found) if mask is None else _decays(mask, params)
         forms = (_FORMATS["float32"], _FORMATS[moments])
         self.leaves = [
@@ -357,17 +345,23 @@ class _Tree:
 
 def _decays(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[Any]:
     if callable(mask):
-        seen = lambda leaf: jax.ShapeDtypeStruct(
-            kernel_shape(leaf), training_of(leaf).dtype
-        )
-        mask = mask(
-            jax.tree.map(
-                lambda leaf: seen(leaf) if is_stored(leaf) else leaf,
-                params,
-                is_leaf=is_stored,
-            )
-        )
-    return encoding.spread(mask, params, is_leaf=is_stored)
+        mask = mask(jax.tree.map(_seen, params, is_leaf=is_quantized))
+    return encoding.spread(mask, params, is_leaf=is_quantized)
+
+
+def _seen(leaf: Any) -> Any:
+    """Return a parameter as a mask sees it: a stored one has the kernel's shape."""
+    if not is_parameter(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.state.dtype)
+
+
+def _matrix_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.shape if is_parameter(leaf) else jnp.shape(leaf)
+
+
+def _float_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.kernel_shape if is_parameter(leaf) else jnp.shape(leaf)
 
 
 def _finite(

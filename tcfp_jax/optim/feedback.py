@@ -32,8 +32,9 @@ from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.placement import check_blocks
+from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.sampling import sample_of
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 _AMAX_DECAY = 0.999
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")

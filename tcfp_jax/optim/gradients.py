@@ -17,8 +17,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.specs import Sharding, sharding_of
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
+from tcfp_jax.weights.parameter import (
+    Parameter,
+    intact,
+    is_parameter,
+)
 
 
 def value_and_grad(
@@ -97,46 +100,43 @@ def with_slots(
     >>> places, slots, given((5.0, 6.0))
     ([0, 2], (1.0, 3.0), (5.0, 2.0, 6.0))
     """
-    intact = lambda leaf: training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not all(-len(args) <= place < len(args) for place in wanted):
         raise ValueError(
             f"argnums={argnums}, but the function was called with {len(args)} arguments"
         )
     places = [place % len(args) for place in wanted]
-    own = [jax.tree.map(intact, args[place], is_leaf=is_stored) for place in places]
+    own = [intact(args[place]) for place in places]
 
     def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
         arguments = list(args)
         for place, tree, slot in zip(places, own, slots, strict=True):
-            arguments[place] = jax.tree.map(_filled, tree, slot, is_leaf=is_stored)
+            arguments[place] = jax.tree.map(_filled, tree, slot, is_leaf=is_parameter)
         return tuple(arguments)
 
-    slots = tuple(
-        jax.tree.map(_slot, args[place], is_leaf=is_stored) for place in places
-    )
+    slots = tuple(jax.tree.map(_slot, tree, is_leaf=is_parameter) for tree in own)
     return places, slots, given
 
 
 def _slot(leaf: Any) -> Any:
-    if not is_stored(leaf):
+    if not isinstance(leaf, Parameter):
         return leaf
     return jnp.zeros(
-        kernel_shape(leaf),
-        training_of(leaf).gradient_dtype,
+        leaf.kernel_shape,
+        leaf.state.gradient_dtype,
         out_sharding=_sharding_of_kernel(leaf),
     )
 
 
 def _filled(leaf: Any, slot: Any) -> Any:
-    if not is_stored(leaf):
+    if not isinstance(leaf, Parameter):
         return slot
     codes = _codes(leaf, slot)
-    return replace(codes, training=replace(codes.training, slot=slot))
+    return replace(codes, state=replace(codes.state, slot=slot))
 
 
 @jax.custom_vjp
-def _codes(leaf: Stored, slot: jax.Array) -> Stored:
+def _codes(leaf: Parameter, slot: jax.Array) -> Parameter:
     """Return a stored weight whose arrays depend on its slot, so that a gradient that
     reaches the arrays is seen.
     """
@@ -157,16 +157,11 @@ _values = lambda leaf, slot: (jax.tree.map(lambda given: given.value, leaf), Non
 _codes.defvjp(_values, _codes_backward, symbolic_zeros=True)
 
 
-def _sharding_of_kernel(stored: Stored) -> Sharding:
-    """Return how the kernel of a stored weight lies on a mesh with explicit axes; None
-    on any other mesh.
+def _sharding_of_kernel(parameter: Parameter) -> Sharding:
+    """Return how the kernel lies on a mesh with explicit axes; None on any other
+    mesh.
     """
-    assert stored.backward is not None, "a stored parameter has its own orientation"
-    sharding, shape = sharding_of(stored.backward.values), kernel_shape(stored)
+    sharding = sharding_of(parameter.rows.values)
     if sharding is None:
         return None
-    return (
-        training_of(stored)
-        .weight.layout.stacked(len(shape))
-        .kernel_sharding(sharding, shape)
-    )
+    return parameter.layout.kernel_sharding(sharding, parameter.kernel_shape)

@@ -20,8 +20,9 @@ from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.operands import Operand
 from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
 from tcfp_jax.paths import PyTree
+from tcfp_jax.weights.parameter import Parameter, is_parameter
+from tcfp_jax.weights.rounding import next_scale, rewrite
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, next_scale, rewrite, training_of
 
 
 class Quality(NamedTuple):
@@ -41,8 +42,7 @@ class Quality(NamedTuple):
         """Return the effect of an update of a stored weight; `wanted` is float32, in
         the matrix's shape.
         """
-        values = lambda stored: dataclasses.replace(stored, training=None).dequantize()
-        applied = values(after) - values(before)
+        applied = after.dequantize() - before.dequantize()
         moved = jnp.mean((applied != 0).astype(jnp.float32))
         energy = jnp.sum(wanted * wanted)
         return Quality(
@@ -149,7 +149,7 @@ def _float_step(
     keep: jax.Array,
 ) -> tuple[Any, Moment, Moment, Quality | None]:
     # the caller has looked
-    values = dataclasses.replace(w, training=None).dequantize() if is_stored(w) else w
+    values = w.stored.dequantize() if is_parameter(w) else w
     old = [
         decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)
     ]
@@ -161,36 +161,33 @@ def _float_step(
         encoded = encode(form, after, None if keys is None else counter.keys(*keys, i))
         moments.append(_either(keep, encoded, before))
     change = jnp.where(keep, change, jnp.zeros_like(change))
-    if not is_stored(w):
+    if not is_parameter(w):
         return change, moments[0], moments[1], None
     written = _either(keep, rewrite(w, values + change), w)
     return (
         written,
         moments[0],
         moments[1],
-        Quality.of(w, written, change) if step.quality else None,
+        Quality.of(w.stored, written.stored, change) if step.quality else None,
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fused_step(
     step: Step,
-    w: Stored,
+    w: Parameter,
     g: jax.Array,
     m: Blocks,
     v: Blocks,
     s: Scalars,
     keys: Keys,
     keep: jax.Array,
-) -> tuple[Stored, Blocks, Blocks, Quality | None]:
-    training, old = training_of(w), w.backward
-    assert old is not None and old.lo is not None, (
-        "a stored parameter has two halves and its own orientation"
-    )
-    scale = next_scale(old.scale, training.amax)
+) -> tuple[Parameter, Blocks, Blocks, Quality | None]:
+    state, old, copy = w.state, w.rows, w.stored.forward
+    scale = next_scale(old.scale, state.amax)
     # The pass writes values before it has seen them all, so their scale must cover the
     # largest that it can write.
-    reach = jnp.minimum(_reach(step, s, training.amax), jnp.finfo(jnp.float32).max / 2)
+    reach = jnp.minimum(_reach(step, s, state.amax), jnp.finfo(jnp.float32).max / 2)
     largest = numerics.largest(old.dtype)
     scale = jnp.where(
         reach > largest * scale, numerics.pow2_cover(reach, largest), scale
@@ -200,34 +197,34 @@ def _fused_step(
     one: Any = functools.partial(
         adamw,
         momentum="nesterov" if step.nesterov else "classic",
-        orientation="rows" if w.forward is None else "both",
-        remainder="stochastic" if training.remainder == "stochastic" else "nearest",
+        orientation="rows" if copy is None else "both",
+        remainder="stochastic" if state.remainder == "stochastic" else "nearest",
     )
-    for _ in w.stack:
+    for _ in w.stored.stack:
         one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
     done = one(
         g,
         old.values,
-        old.lo,
+        old.residual,
         Moments(m.values, m.scale, v.values, v.scale),
         rates,
         jnp.stack(keys, axis=-1),
     )
     rows = Operand(done.hi, scale, done.lo)
     columns = None
-    if w.forward is not None:
+    if copy is not None:
         columns = Operand(
             done.columns,
             scale,
-            None if w.forward.lo is None else jnp.swapaxes(done.lo, -1, -2),
+            None if copy.lo is None else jnp.swapaxes(done.lo, -1, -2),
         )
-    training = dataclasses.replace(
-        training,
-        amax=jnp.where(keep, done.amax, training.amax),
-        rounding=_either(keep, training.next_rounding(), training.rounding),
-        sample=training.sampled(rows),
+    state = dataclasses.replace(
+        state,
+        amax=jnp.where(keep, done.amax, state.amax),
+        rounding=_either(keep, state.next_rounding(), state.rounding),
+        sample=state.sampled(rows),
     )
-    written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
+    written = Parameter(Stored(columns, rows), state)
     moments = (
         Blocks(done.moments.m, done.moments.m_scale),
         Blocks(done.moments.v, done.moments.v_scale),
@@ -237,12 +234,14 @@ def _fused_step(
     before = [
         decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)
     ]
-    values = dataclasses.replace(w, training=None).dequantize()
+    values = w.stored.dequantize()
     wanted, *_ = _wanted(step, values, g, before[0], before[1], s)
     return (
         written,
         *moments,
-        Quality.of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted))),
+        Quality.of(
+            w.stored, written.stored, jnp.where(keep, wanted, jnp.zeros_like(wanted))
+        ),
     )
 
 

@@ -8,7 +8,6 @@ params = apply_updates(params, updates)                            # rounded int
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,17 +23,12 @@ from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights import training
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.parameter import is_parameter, is_quantized, parameter_of
 from tcfp_jax.weights.placement import check_blocks
-from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import (
-    Remainder,
-    Rewritten,
-    is_stored,
-    kernel_shape,
-    training_of,
-)
+from tcfp_jax.weights.rewritten import Rewritten
+from tcfp_jax.weights.rounding import make_parameter, rewrite
+from tcfp_jax.weights.training import Remainder
 
 _MATRIX = Layout((0,), (1,))
 
@@ -93,8 +87,8 @@ def store(
         else None
     )
     tree = params if program is None else program.shapes
-    found, treedef = named_leaves(tree, is_stored)
-    if any(is_stored(leaf) for _, leaf in found):
+    found, treedef = named_leaves(tree, is_quantized)
+    if any(is_quantized(leaf) for _, leaf in found):
         raise ValueError(
             "parameters are stored already; store(dequantize(params), ...) stores them"
             " anew"
@@ -116,7 +110,7 @@ def store(
                     "/".join(names), matrix, weight.recipe.scaling, turned=turned
                 )
             own = None if key is None else jax.random.fold_in(key, place)
-            made = training.train(
+            made = make_parameter(
                 made,
                 weight,
                 key=own,
@@ -143,18 +137,18 @@ def dequantize(params: PyTree) -> PyTree:
     """
 
     def floats(leaf: Any) -> Any:
-        if not is_stored(leaf):
-            return leaf
-        if leaf.training is None:
+        if is_parameter(leaf):
+            return leaf.kernel()
+        if is_quantized(leaf):
             raise TypeError(
                 f"a {leaf.describe()} was not made by tcfp_jax.store: it has no"
                 " optimizer and does not know the shape of its kernel; take its float"
                 " matrix [..., k, n] with weight.dequantize(), or train adapters"
                 " beside it (LoRA, see docs/fp4.md)"
             )
-        return training.kernel_of(leaf)
+        return leaf
 
-    return jax.tree.map(floats, params, is_leaf=is_stored)
+    return jax.tree.map(floats, params, is_leaf=is_quantized)
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -177,7 +171,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     >>> dequantize(apply_updates(params, {"kernel": jnp.full((2, 2), 0.25)}))["kernel"].tolist()
     [[0.75, 0.75], [0.75, 0.75]]
     """
-    empty = lambda node: node is None or is_stored(node)
+    empty = lambda node: node is None or is_quantized(node)
     found, treedef = named_leaves(params, empty)
     pairs = zip(found, treedef.flatten_up_to(updates), strict=True)
     return treedef.unflatten(
@@ -367,33 +361,29 @@ def _nothing_to_store(
 
 
 def _updated(path: str, leaf: Any, update: Any) -> Any:
-    if not is_stored(leaf):
+    if not is_quantized(leaf):
         return optax.apply_updates(leaf, update)
     if isinstance(update, Rewritten):
         return update.onto(leaf)
     if update is None:
         return leaf
-    if isinstance(update, Stored):
+    if is_quantized(update):
         raise ValueError(
             f"the update of {path} is a stored weight, which optimizers do not return;"
             " take gradients with tcfp_jax.value_and_grad, and use"
             " tcfp_jax.optim.on_stored(tx) instead of tx"
         )
-    if tuple(update.shape) != kernel_shape(leaf):
+    parameter = parameter_of(leaf)
+    if tuple(update.shape) != parameter.kernel_shape:
         raise ValueError(
             f"the update of {path} is {list(update.shape)}, but the parameter is"
-            f" {list(kernel_shape(leaf))}; pass the updates of these very parameters"
+            f" {list(parameter.kernel_shape)}; pass the updates of these very"
+            " parameters"
         )
-    change = (
-        training_of(leaf)
-        .weight.layout.stacked(update.ndim)
-        .matrix(update)
-        .astype(jnp.float32)
-    )
-    leaf = training_of(leaf).intact(leaf)
-    values = replace(leaf, training=None)
+    change = parameter.layout.matrix(update).astype(jnp.float32)
+    parameter = parameter.intact()
     return lax.cond(
         jnp.any(change != 0),
-        lambda: training.rewrite(leaf, values.dequantize() + change),
-        lambda: leaf,
+        lambda: rewrite(parameter, parameter.stored.dequantize() + change),
+        lambda: parameter,
     )

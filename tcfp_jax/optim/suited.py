@@ -18,7 +18,7 @@ from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback
 from tcfp_jax.optim.stored import OnStoredState, dequantize, on_stored
 from tcfp_jax.paths import PyTree, leaves
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 
 _Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 _State: TypeAlias = tuple[PyTree, ErrorFeedbackState]
@@ -45,7 +45,7 @@ def suited(
     'OnStoredState'
     """
     tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    stored = _has(params, is_stored)
+    stored = _has(params, is_quantized)
     # The state tells which transformations the chain has. All of them take floats, and
     # not all take stored weights.
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)

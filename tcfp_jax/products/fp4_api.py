@@ -15,7 +15,8 @@ from pallas_kernels.specs import Sharding
 from tcfp_jax.products.matmul import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 
 def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:

@@ -38,6 +38,7 @@ from tcfp_jax.products.matmul import (
 )
 from tcfp_jax.recipes import Arithmetic, Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
 
 def grouped_matmul(
     x: "Float[jax.Array, 'm k']",
-    w: "Float[jax.Array, 'e k n'] | Stored | Operand | None",
+    w: "Float[jax.Array, 'e k n'] | Stored | Parameter | Operand | None",
     group_sizes: "Int[jax.Array, ' e']",
     *,
     recipe: Recipe | str,

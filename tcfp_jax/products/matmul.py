@@ -52,7 +52,9 @@ from tcfp_jax.products.annotations import (
 )
 from tcfp_jax.recipes import Arithmetic, Dual, Recipe, Single, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.stored import Stored, constant, quantize_weight
+from tcfp_jax.weights.parameter import Parameter
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored, constant
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
@@ -60,7 +62,7 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
 
 def matmul(
     x: "Float[jax.Array, '*rows k']",
-    w: "Float[jax.Array, 'k n'] | Stored | Operand | None",
+    w: "Float[jax.Array, 'k n'] | Stored | Parameter | Operand | None",
     *,
     recipe: Recipe | str,
     quantized: Stored | Operand | None = None,
@@ -123,14 +125,15 @@ def matmul(
 
 
 def weight_of(
-    w: jax.Array | Stored | Operand | None, quantized: Stored | Operand | None
+    w: jax.Array | Stored | Parameter | Operand | None,
+    quantized: Stored | Operand | None,
 ) -> tuple[jax.Array | None, Stored | None]:
     """Return (the floats or zeros that take the gradient, the stored form) of a weight,
     either of which may be None.
     """
     if isinstance(w, Operand):
         w = Stored.of(w)
-    if isinstance(w, Stored):
+    if isinstance(w, Stored | Parameter):
         # A stored weight is the parameter; with quantized= there would be two answers
         # to which one is multiplied.
         if quantized is not None:
@@ -141,22 +144,11 @@ def weight_of(
     return w, Stored.of(quantized) if isinstance(quantized, Operand) else quantized
 
 
-def opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
+def opened(weight: Stored | Parameter) -> tuple[Stored, jax.Array | None]:
     """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its
     gradient, or None).
     """
-    if stored.training is None:
-        return stored, None
-    layout, slot, values = (
-        stored.training.weight.layout,
-        stored.training.slot,
-        stored.read(),
-    )
-    matrix = None if slot is None else layout.stacked(slot.ndim).matrix(slot)
-    if not layout.transposed:
-        return values, matrix
-    # Its layer stores the matrix [n, k].
-    return values.swap(), None if matrix is None else matrix.swapaxes(-1, -2)
+    return weight.opened() if isinstance(weight, Parameter) else (weight, None)
 
 
 @dataclass(frozen=True)

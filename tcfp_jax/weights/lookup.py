@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Tensor
 from pallas_kernels.specs import Sharding
+from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored, constant
 
 # `(array, indices)` to the entries of the array at the indices; linear in the array.
@@ -21,7 +22,7 @@ Gather = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def lookup(
-    table: Stored, ids: jax.Array, *, out_sharding: Sharding = None
+    table: Stored | Parameter, ids: jax.Array, *, out_sharding: Sharding = None
 ) -> jax.Array:
     """Return rows of a stored table: `jnp.take(table.dequantize(), ids, axis=0)`,
     without the float table.
@@ -54,7 +55,7 @@ def lookup(
     >>> lookup(params["kernel"], jnp.array([1, -2])).tolist()
     [[3.0, 4.0], [1.0, 2.0]]
     """
-    if not isinstance(table, Stored):
+    if not isinstance(table, Stored | Parameter):
         raise TypeError(
             f"table is a {type(table).__name__}, not a stored weight; use"
             " jnp.take(table, ids, axis=0)"
@@ -65,17 +66,26 @@ def lookup(
             f"ids have dtype {ids.dtype}; a lookup takes integers, use"
             " ids.astype(jnp.int32)"
         )
-    if len(table.shape) != 2 or not isinstance(table.scaling, Tensor):
+    values, slot, dtype = _opened(table)
+    if len(table.shape) != 2 or not isinstance(values.scaling, Tensor):
         raise ValueError(
-            f"the table is {list(table.shape)} with {table.scaling}, but rows are"
+            f"the table is {list(table.shape)} with {values.scaling}, but rows are"
             " looked up in a matrix [rows, n] with one scale; look up in one entry of"
             " a stack, or take floats with dequantize()"
         )
-    dtype = jnp.float32 if table.training is None else table.training.dtype
     take = lambda matrix, ids: matrix.at[ids].get(
         mode="fill", fill_value=0x7F, out_sharding=out_sharding
     )
-    return gathered(constant(table.read()).for_dgrad(), take, ids, dtype, table._slot)
+    return gathered(constant(values).for_dgrad(), take, ids, dtype, slot)
+
+
+def _opened(
+    table: Stored | Parameter,
+) -> tuple[Stored, jax.Array | None, DTypeLike]:
+    """Return (the values, the zeros that take the gradient, the dtype of the rows)."""
+    if isinstance(table, Parameter):
+        return table.read(), table.slot, table.state.dtype
+    return table, None, jnp.float32
 
 
 def gathered(

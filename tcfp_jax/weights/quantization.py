@@ -1,14 +1,39 @@
-"""`quantize` and `split`: arrays as FP8 operands. The arithmetic is that of
-`pallas_kernels`, with defaults.
+"""`quantize` and `split`, arrays as FP8 operands, and `quantize_weight`, a weight as
+its recipe stores it.
+
+The arithmetic is that of `pallas_kernels`, with defaults.
 """
+
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.operands import Block, Operand, Scale, Scaling, Tensor, Tile
+from pallas_kernels import numerics
+from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.operands import (
+    Block,
+    Contracts,
+    Fp4,
+    Operand,
+    Orientation,
+    Scale,
+    Scaling,
+    Tensor,
+    Tile,
+    check_real,
+)
 from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize as quantize_values
+from pallas_kernels.specs import entries_of, shards
+from tcfp_jax.recipes import Copies, Dual, Recipe
+from tcfp_jax.weights.fp4_packing import quantize_fp4
+from tcfp_jax.weights.stored import Stored
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
 
 
 def quantize(
@@ -124,3 +149,104 @@ def split(
     amax = None if amax is None else jnp.asarray(amax, jnp.float32)
     scaling: Scaling = Tensor() if block is None else Block(block, tile)
     return dual_quantize(w, scaling, error=error, bits=bits, amax=amax).rows
+
+
+def quantize_weight(
+    w: "Float[jax.Array, '*stack k n']",
+    recipe: Recipe,
+    *,
+    error: "Float[jax.Array, '*stack k n'] | None" = None,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    copies: Copies = "both",
+    contracts: Contracts = "first",
+) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
+    """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype
+    of `error`, or None).
+
+    Args:
+      w: the weight, real floats.
+      recipe: how to store it; a stochastic residual needs a `key`.
+      error: the rounding error of earlier steps, of the shape of `w`.
+      key: random key.
+      amax: the magnitude to scale by instead of max |w + error|.
+      copies: "both" orientations, or "one", `[k, n]`. FP4 codes exist once, `[n, k]`.
+      contracts: the axis of `w` that the forward product contracts. Use "last" for the
+        `[n, k]` of a transposed layout, whose layer multiplies by `Stored.swap()` of
+        the result. FP4 packs along that axis.
+    """
+    check_real("w", w)
+    form = recipe.stored
+    if form is None:
+        raise ValueError(
+            "this recipe keeps weights in BF16; there is nothing to quantize, use"
+            ' recipe("tcfp12")'
+        )
+    orientation: Orientation = "both" if copies == "both" else "rows"
+    options: Any = dict(
+        amax=amax, orientation=orientation, backend=recipe.quantize_backend
+    )
+    if isinstance(form, Dual):
+        bits = None
+        if form.remainder == "stochastic":
+            if key is None:
+                raise ValueError(
+                    'remainder="stochastic" needs key=jax.random.key(seed) for its'
+                    " random bits"
+                )
+            bits = jax.random.bits(key, w.shape, jnp.uint32)
+        parts = dual_quantize(
+            w, recipe.scaling, dtype=form.dtype, error=error, bits=bits, **options
+        )
+        # Dgrad contracts rows of `[k, n]` along n, and the forward product reads
+        # columns.
+        return Stored(parts.columns, parts.rows), parts.error
+    target = w.astype(jnp.float32)
+    if error is not None:
+        target = target + error.astype(jnp.float32)
+    if isinstance(recipe.scaling, Fp4):
+        if amax is not None:
+            raise ValueError(
+                f"amax= scales a whole tensor, but scaling={recipe.scaling} has blocks;"
+                " drop one of them"
+            )
+        stored = _packed(target, recipe.scaling, contracts)
+    else:
+        one = quantize_values(target, form.dtype, recipe.scaling, **options)
+        stored = Stored(one.columns, one.rows)
+    if error is None:
+        return stored, None
+    return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
+
+
+def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
+    """Return the codes `[n, k]` of a matrix, which serve both products; an odd k gets a
+    row of zeros.
+    """
+    n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
+    rows, columns = w.shape if contracts == "last" else w.shape[::-1]
+    mesh = jax.typeof(w).sharding.mesh
+    # A device holds whole blocks, or all of an axis.
+    n = (
+        n
+        if rows % (shards(mesh, n) * (scaling.block if scaling.tile == "square" else 1))
+        == 0
+        else None
+    )
+    k = k if columns % (shards(mesh, k) * scaling.block) == 0 else None
+
+    def pack(w: jax.Array) -> Operand:
+        w = w if contracts == "last" else w.T
+        return quantize_fp4(jnp.pad(w, ((0, 0), (0, w.shape[-1] % 2))), scaling)
+
+    # Blocks merge and cut axes, which explicit types refuse; XLA does it with automatic
+    # ones.
+    operand = with_automatic_axes(
+        pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w
+    )
+    odd = columns % 2
+    return (
+        Stored(operand, None, padding=odd)
+        if contracts == "first"
+        else Stored(None, operand, padding=odd)
+    )

@@ -51,6 +51,13 @@ def sample_of_codes(rows: Operand) -> jax.Array:
     return _unknown(rows.values) if is_part(rows.values) else _sample_of_codes(rows)
 
 
+def sample_of_transpose(sample: jax.Array | None) -> jax.Array | None:
+    """Return the sample of the transposed matrix: its two halves change places."""
+    if sample is None:
+        return None
+    return jnp.roll(sample, sample.shape[-1] // 2, axis=-1)
+
+
 def agree(
     found: jax.Array, sample: jax.Array, tolerance: jax.Array, w: jax.Array
 ) -> jax.Array:
@@ -93,7 +100,6 @@ def _sample(w: jax.Array) -> jax.Array:
 
 @jax.jit
 def _sample_of_codes(rows: Operand) -> jax.Array:
-    assert rows.lo is not None, "a stored parameter has two halves"
     # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib 0.10
     # to 0.12) takes the bytes of a constant stack in another order.
     taken = lambda codes: lax.optimization_barrier(
@@ -105,7 +111,8 @@ def _sample_of_codes(rows: Operand) -> jax.Array:
         scale = _taken(jnp.broadcast_to(rows.scale_of_values(), rows.values.shape))
     # hi + lo has 18 bits, and the scale is a power of two: nothing is rounded.
     return (
-        number(rows.values).astype(jnp.float32) + number(rows.lo).astype(jnp.float32)
+        number(rows.values).astype(jnp.float32)
+        + number(rows.residual).astype(jnp.float32)
     ) * scale
 
 

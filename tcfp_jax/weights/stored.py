@@ -1,51 +1,32 @@
-"""`Stored`: a quantized weight as the operands of its two products, and
-`quantize_weight`, which makes it.
+"""`Stored`: a quantized weight as the operands of its two products.
 
     forward     the operand of y = x W, `[..., n, k]`, contracted along k
     backward    the operand of dx = g Wᵀ, `[..., k, n]`, contracted along n
 
-With one scale, or with square blocks, both hold the same numbers, and one may be
-absent: it is then the transpose of the other. With rows and vectors they are two
-quantizations of one weight. FP4 codes are one operand, packed along k, which serves
-both products. A stack of weights has leading axes and a scale for each entry.
-
 A weight from an optimizer carries a sample of its parameter, so that it never
 multiplies in another parameter's place (`tcfp_jax.weights.freshness`). A weight that is
-the parameter itself has a `Training` (`tcfp_jax.weights.training`).
+the parameter itself is a `Parameter` (`tcfp_jax.weights.parameter`).
 """
 
-import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
-from pallas_kernels.explicit import with_automatic_axes
-from pallas_kernels.operands import (
-    Contracts,
-    Fp4,
-    Operand,
-    Orientation,
-    Scaling,
-    check_real,
-)
-from pallas_kernels.quantize.api import dual_quantize, quantize
-from pallas_kernels.specs import device_count, entries_of, shards
+from pallas_kernels.operands import Fp4, Operand, Scaling
+from pallas_kernels.specs import device_count
 from tcfp_jax.paths import serialize_with_flax
-from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
-from tcfp_jax.weights.fp4_packing import quantize_fp4
+from tcfp_jax.recipes import Dual, Halves, Single
+from tcfp_jax.weights.sampling import sample_of_transpose
 
-if TYPE_CHECKING:  # shapes for readers, editors and tests
-    from jaxtyping import Float
-
-_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+_E5M2 = jnp.dtype(jnp.float8_e5m2)
 NO_GRADIENT = (
     "a gradient with respect to packed FP4 codes is asked for, which have none: train"
     " float adapters next to the frozen weight (LoRA, see docs/fp4.md), or float"
@@ -53,9 +34,59 @@ NO_GRADIENT = (
 )
 
 
+class NotAnArray:
+    """A weight that other code may take for a float array; each such use raises.
+
+    Attributes:
+      instead: what to do instead, the end of the message.
+    """
+
+    instead = "or take its float matrix [..., k, n] with weight.dequantize()"
+
+    def describe(self) -> str:
+        """Return a description for messages."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: object) -> "NotAnArray":
+        """Return the weight itself, for `kernel[...]`, because NNX layers read
+        parameters so; a part raises.
+        """
+        if index is not Ellipsis:
+            self._refuse("indexes")
+        return self
+
+    def _refuse(self, use: str = "reads") -> NoReturn:
+        raise TypeError(
+            f"the parameter is a stored {self.describe()}, but code {use} it as a"
+            " float array; multiply by it with a layer of tcfp_jax or a converted"
+            f" model, {self.instead}"
+        )
+
+    def _operator(self, *args: object, **options: object) -> NoReturn:
+        self._refuse()
+
+    __jax_array__ = __array__ = _operator
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = (
+        __rtruediv__
+    ) = _operator
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
+
+
 @dataclass(frozen=True)
-class Stored:
-    """A quantized weight `[..., k, n]`.
+class Stored(NotAnArray):
+    """A quantized weight `[..., k, n]`: values without a gradient.
+
+    Use it as `w` or `quantized=` of a product, for weights that an optimizer keeps next
+    to float parameters, or that do not change (inference, frozen weights under LoRA). A
+    weight that is trained itself is a `Parameter`.
+
+    * One operand at least is there. An absent one is the transpose of the other.
+    * With one scale, or with square blocks, both hold the same numbers. With rows and
+      vectors they are two quantizations of one weight.
+    * A residual may be in one operand alone: a product that reads both halves then
+      reads the transpose of that one.
+    * FP4 codes are one operand, packed along k, which serves both products.
+    * Leading axes are a stack, and each entry has scales of its own.
 
     Attributes:
       forward: `[..., n, k]`, or None if it is the transpose of `backward`.
@@ -63,7 +94,6 @@ class Stored:
       sample: float32 `[..., 16]`, values of the parameter that the weight was made of
         (`sampling.sample_of`). None if no parameter exists to compare with, as in
         inference.
-      training: state of a weight that is the parameter (`training.Training`), or None.
       padding: the number of zero codes behind k in packed codes: one if k is odd,
         because a byte holds two.
       e5m2: whether the codes are E5M2. Arrays say so by their dtype; other leaves in
@@ -75,35 +105,42 @@ class Stored:
     forward: Operand | None
     backward: Operand | None
     sample: jax.Array | None = None
-    training: Any = None
     padding: int = 0
     e5m2: bool = False
+
+    _state = None  # an empty place in trees, see `CHILDREN`
+
+    def __post_init__(self) -> None:
+        # A step flattens hundreds of weights, so this compares two objects instead of
+        # asking NumPy.
+        one = self.forward if self.backward is None else self.backward
+        dtype = getattr(getattr(one, "values", None), "dtype", None)
+        e5m2 = dtype is _E5M2 or (self.e5m2 and dtype is not _E4M3)
+        object.__setattr__(self, "e5m2", e5m2)
 
     @staticmethod
     def of(operand: Operand) -> "Stored":
         """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of
         `split` and `quantize` `[k, n]`.
         """
-        return (
-            Stored(operand, None)
-            if isinstance(operand.scaling, Fp4)
-            else Stored(None, operand)
-        )
+        if isinstance(operand.scaling, Fp4):
+            return Stored(operand, None)
+        return Stored(None, operand)
 
-    @property
+    @functools.cached_property
     def _one(self) -> Operand:
         """The operand that has all halves of the weight; `backward` if both have."""
-        present = [
-            operand for operand in (self.backward, self.forward) if operand is not None
-        ]
-        if not present:
+        forward, backward = self.forward, self.backward
+        if backward is None and forward is None:
             raise ValueError(
                 "Stored(None, None) holds no weight; give it the operand of one product"
                 " at least"
             )
-        return next(
-            (operand for operand in present if operand.lo is not None), present[0]
-        )
+        if backward is None:
+            return forward  # type: ignore[return-value]
+        if forward is not None and backward.lo is None and forward.lo is not None:
+            return forward
+        return backward
 
     @property
     def scaling(self) -> Scaling:
@@ -121,38 +158,36 @@ class Stored:
         return self._one.lo is not None
 
     @property
+    def has_both(self) -> bool:
+        """True if each product has its own operand."""
+        return self.forward is not None and self.backward is not None
+
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, `[..., k, n]`."""
-        shape = self._one.shape
-        if self.padding:
-            shape = (*shape[:-1], shape[-1] - self.padding)
-        return (
-            shape if self._one is self.backward else (*shape[:-2], shape[-1], shape[-2])
-        )
+        *stack, first, second = self._one.shape
+        second -= self.padding
+        if self._one is self.backward:
+            return (*stack, first, second)
+        return (*stack, second, first)
 
-    @property
+    @functools.cached_property
     def stack(self) -> tuple[int, ...]:
-        """The sizes of the leading axes of a stack, whose entries have scales of their
-        own.
-        """
+        """The sizes of the leading axes, whose entries have scales of their own."""
         operand = self._one
-        inner = len(operand.scaling.scale_shape(operand.shape[-2:]))
-        return operand.scale.shape[: operand.scale.ndim - inner]
+        of_matrix = operand.scaling.scale_shape(operand.shape[-2:])
+        return operand.scale.shape[: operand.scale.ndim - len(of_matrix)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self)
-        )
+        return bytes_of(self)
 
     def serves(self, scaling: Scaling, form: Single | Dual) -> bool:
         """Return whether forward and dgrad of a recipe with this scaling and form of
         weights can read it.
         """
         one = self._one
-        both = self.forward is not None and self.backward is not None
         halves = one.lo is not None if "hi+lo" in (form.forward, form.dgrad) else True
         if isinstance(form, Single):
             halves = one.lo is None
@@ -162,7 +197,8 @@ class Stored:
                 scaling.format,
                 scaling.tile,
             )
-        return one.scaling == scaling and halves and (both or scaling.serves_both)
+        turns = self.has_both or scaling.serves_both
+        return one.scaling == scaling and halves and turns
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Return whether it is a weight of this shape `[..., k, n]`.
@@ -170,19 +206,21 @@ class Stored:
         A checkpoint without a template loses `padding`, so packed codes may hold an odd
         k and a zero code.
         """
+        if self.shape == tuple(shape):
+            return True
+        if not isinstance(self.scaling, Fp4):
+            return False
         padded = list(shape)
-        if isinstance(self.scaling, Fp4):
-            k = -2 if self.backward is None else -1
-            padded[k] += padded[k] % 2
-        return self.shape in (tuple(shape), tuple(padded))
+        k = -2 if self.backward is None else -1
+        padded[k] += padded[k] % 2
+        return self.shape == tuple(padded)
 
     def describe(self) -> str:
         """Return a description for messages."""
         if isinstance(self.scaling, Fp4):
             return f"weight of packed FP4 codes with {self.scaling}"
         halves = "hi + lo" if self.has_residual else "one FP8 tensor"
-        both = self.forward is not None and self.backward is not None
-        orientations = "both orientations" if both else "one orientation"
+        orientations = "both orientations" if self.has_both else "one orientation"
         return (
             f"weight of {halves} in {self.dtype} with {self.scaling}, in {orientations}"
         )
@@ -202,68 +240,29 @@ class Stored:
     def swap(self) -> "Stored":
         """Return the transposed weight `[..., n, k]`, with the two operands exchanged;
         no value moves.
-
-        The places of one half of the sample are the transposes of the other half's, so
-        the halves change places. If the weight is the parameter, its gradient goes
-        through the transposed matrix to the parameter.
         """
-        rolled = lambda sample: (
-            None if sample is None else jnp.roll(sample, sample.shape[-1] // 2, axis=-1)
-        )
-        training = self.training
-        if training is not None:
-            slot, layout = (
-                self._slot,
-                dataclasses.replace(
-                    training.weight.layout, inputs=(0,), outputs=(1,), stack=()
-                ),
-            )
-            training = dataclasses.replace(
-                training,
-                slot=None if slot is None else slot.swapaxes(-1, -2),
-                sample=rolled(training.sample),
-                error=(
-                    None if training.error is None else training.error.swapaxes(-1, -2)
-                ),
-                weight=dataclasses.replace(training.weight, layout=layout),
-                shape=(self.shape[-1], self.shape[-2]),
-            )
-        sides: Any = dict(forward=self.backward, backward=self.forward)
-        return dataclasses.replace(
-            self, **sides, sample=rolled(self.sample), training=training
+        return replace(
+            self,
+            forward=self.backward,
+            backward=self.forward,
+            sample=sample_of_transpose(self.sample),
         )
 
     def drop_residual(self) -> "Stored":
-        """Return W_hi alone, which is not a parameter."""
-        only = lambda operand: None if operand is None else operand.drop_residual()
-        one = self.read()
-        return dataclasses.replace(
-            one, forward=only(one.forward), backward=only(one.backward)
-        )
+        """Return W_hi alone."""
+        return self._each(Operand.drop_residual)
 
     def poisoned_unless(self, sound: jax.Array) -> "Stored":
         """Return the weight with NaN scales for matrices that are not `sound`, bool
         `[]` or `[*stack]`.
         """
-        poisoned = lambda operand: (
-            None if operand is None else _poisoned_unless(operand, sound)
-        )
-        return dataclasses.replace(
-            self, forward=poisoned(self.forward), backward=poisoned(self.backward)
-        )
+        return self._each(functools.partial(_poisoned_unless, sound=sound))
 
-    def read(self) -> "Stored":
-        """Return the weight as products read it: without its training state, and as it
-        was written.
-
-        Codes of a parameter that other code changed raise, or become NaN in a traced
-        program (`Training.intact`).
-        """
-        return (
-            self
-            if self.training is None
-            else dataclasses.replace(self.training.intact(self), training=None)
-        )
+    def _each(self, change: Callable[[Operand], Operand]) -> "Stored":
+        """Return the weight with each of its operands changed."""
+        forward = None if self.forward is None else change(self.forward)
+        backward = None if self.backward is None else change(self.backward)
+        return replace(self, forward=forward, backward=backward)
 
     def scale_of_values(self) -> jax.Array:
         """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors
@@ -274,110 +273,68 @@ class Stored:
         return self.for_dgrad().scale_of_values()
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return the weight `[..., k, n]`, in float32 and then `dtype`; for rows and
-        vectors the values of dgrad.
+        """Return the weight `[..., k, n]`, in float32 and then `dtype`.
 
-        The result has a gradient under `tcfp_jax.grad` if `tcfp_jax.store` made the
-        weight.
+        For rows and vectors these are the values of dgrad.
 
         Raises:
           TypeError: jax's own `grad` asks for a gradient with respect to the weight.
 
         >>> from tcfp_jax.recipes import recipe
-        >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
+        >>> from tcfp_jax.weights.quantization import quantize_weight
+        >>> stored, _ = quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))
+        >>> stored.dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        values, slot = (
-            self._unpadded(constant(self.read())._one.dequantize(dtype)),
-            self._slot,
-        )
-        return values if slot is None else values + slot.astype(dtype)
-
-    @property
-    def _slot(self) -> jax.Array | None:
-        """The zeros `[..., k, n]` that take the gradient of a weight that is the
-        parameter, or None.
-        """
-        slot = None if self.training is None else self.training.slot
-        return (
-            None
-            if slot is None
-            else self.training.weight.layout.stacked(slot.ndim).matrix(slot)
-        )
+        return self._unpadded(constant(self)._one.dequantize(dtype))
 
     def _unpadded(self, values: jax.Array) -> jax.Array:
-        """Return values of the present operand as values of the weight
-        `[..., k, n]`.
-        """
+        """Return values of the present operand as values of the weight `[..., k, n]`."""
         if self.padding:
             values = values[..., : -self.padding]
         return values if self._one is self.backward else values.swapaxes(-1, -2)
 
-    def __getitem__(self, index: object) -> "Stored":
-        """Return the weight itself, for `kernel[...]`, because NNX layers read
-        parameters so; a part raises.
-        """
-        if index is not Ellipsis:
-            self._refuse("indexes")
-        return self
 
-    def _refuse(self, what: str = "reads") -> NoReturn:
-        floats = (
-            "give tcfp_jax.optim.on_stored(tx) to optax, or take the float parameters"
-            " with tcfp_jax.dequantize(params)"
-            if self.training is not None
-            else "or take its float matrix [..., k, n] with weight.dequantize()"
-        )
-        raise TypeError(
-            f"the parameter is a stored {self.describe()}, but code {what} it as a"
-            " float array; multiply by it with a layer of tcfp_jax or a converted"
-            f" model, {floats}"
-        )
-
-    def _operator(self, *args: object, **options: object) -> NoReturn:
-        self._refuse()
-
-    __jax_array__ = __array__ = _operator
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = (
-        __rtruediv__
-    ) = _operator
-    __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
-
-
-def is_e5m2(stored: Stored) -> bool:
-    """Return whether the codes of a stored weight are E5M2; see `Stored.e5m2`."""
-    # A step flattens hundreds of weights, so this compares two objects instead of
-    # asking NumPy.
-    one = stored.forward if stored.backward is None else stored.backward
-    dtype = getattr(getattr(one, "values", None), "dtype", None)
-    return dtype is _E5M2 or (stored.e5m2 and dtype is not _E4M3)
-
-
-def _children(stored: Stored) -> tuple[tuple[Any, ...], tuple[int, bool]]:
-    return (stored.forward, stored.backward, stored.sample, stored.training), (
-        stored.padding,
-        is_e5m2(stored),
+def bytes_of(tree: object) -> int:
+    """Return the bytes of all arrays of a tree."""
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
     )
 
 
-def _named_children(
-    stored: Stored,
-) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, bool]]:
+Children = tuple[Any, ...]
+Static = tuple[int, bool]
+
+
+def _keys(format: str) -> list[jax.tree_util.GetAttrKey]:
+    names = [f"forward{format}", f"backward{format}", "sample", "training"]
+    return [jax.tree_util.GetAttrKey(name) for name in names]
+
+
+# Names of the children in a tree, by which checkpoints know them, by whether the codes
+# are E5M2. The last is the state of a `Parameter`, and None in a `Stored`: checkpoints
+# have an entry for it, and Orbax puts names in the places of children, of None too.
+CHILDREN = {False: _keys(""), True: _keys("_float8_e5m2")}
+
+
+def _children(stored: Stored) -> tuple[Children, Static]:
+    children = (stored.forward, stored.backward, stored.sample, stored._state)
+    return children, (stored.padding, stored.e5m2)
+
+
+def _named_children(stored: Stored) -> tuple[Children, Static]:
     children, static = _children(stored)
-    format = "_float8_e5m2" if static[1] else ""
-    names = (f"forward{format}", f"backward{format}", "sample", "training")
-    return (
-        tuple(zip(map(jax.tree_util.GetAttrKey, names), children, strict=True)),
-        static,
-    )
+    return tuple(zip(CHILDREN[stored.e5m2], children, strict=True)), static
 
 
-def _joined(static: tuple[int, bool], children: Iterable[Any]) -> Stored:
-    forward, backward, sample, training = children
-    return Stored(forward, backward, sample, training, *static)
+def _stored_of(static: Static, children: Iterable[Any]) -> Stored:
+    forward, backward, sample, state = children
+    stored = Stored(forward, backward, sample, *static)
+    object.__setattr__(stored, "_state", state)
+    return stored
 
 
-jax.tree_util.register_pytree_with_keys(Stored, _named_children, _joined, _children)
+jax.tree_util.register_pytree_with_keys(Stored, _named_children, _stored_of, _children)
 serialize_with_flax(Stored, Operand)
 
 
@@ -404,13 +361,12 @@ def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
 
 
 def constant(stored: Stored) -> Stored:
-    """Return the values of a stored weight without its sample and training state; they
-    cannot be differentiated.
+    """Return a stored weight without its sample, as a constant.
 
-    Differentiating them, as `jax.grad` with respect to the weight does, raises a
+    Differentiating it, as `jax.grad` with respect to the weight does, raises a
     TypeError.
     """
-    return _constant(dataclasses.replace(stored, sample=None, training=None))
+    return _constant(replace(stored, sample=None))
 
 
 def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
@@ -419,139 +375,31 @@ def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
     if scale.dtype == jnp.float32:
         # A product instead of jnp.where, which refuses a sharded and an unsharded
         # operand under explicit axes.
-        return dataclasses.replace(
-            operand,
-            scale=scale * jnp.where(sound, jnp.float32(1), jnp.float32(jnp.nan)),
-        )
-    code = lax.bitcast_convert_type(scale, jnp.uint8) | jnp.where(
-        sound, jnp.uint8(0), jnp.uint8(0xFF)
-    )
-    return dataclasses.replace(
-        operand, scale=lax.bitcast_convert_type(code, scale.dtype)
-    )
+        factor = jnp.where(sound, jnp.float32(1), jnp.float32(jnp.nan))
+        return replace(operand, scale=scale * factor)
+    nan = jnp.where(sound, jnp.uint8(0), jnp.uint8(0xFF))
+    code = lax.bitcast_convert_type(scale, jnp.uint8) | nan
+    return replace(operand, scale=lax.bitcast_convert_type(code, scale.dtype))
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
-    """Return the halves of an operand, or of the transpose of the other one if a half
-    is absent.
+    """Return the halves of an operand, or of the transpose of the other one.
+
+    The transpose is read if the operand is absent, or if it lacks a half that is asked
+    for.
     """
-    if (
-        operand is not None
-        and halves == "hi+lo"
-        and operand.lo is None
-        and other.lo is not None
-    ):
-        operand = None
-    chosen = other if operand is None else operand
-    if halves == "hi" and chosen.lo is not None:
-        chosen = chosen.drop_residual()
-    if operand is not None:
-        return chosen
+    wants_residual = halves == "hi+lo" and other.lo is not None
+    if operand is not None and (operand.lo is not None or not wants_residual):
+        return _halves_of(operand, halves)
+    other = _halves_of(other, halves)
     # With a late transpose, devices that hold parts of a weight gather it once for both
     # products.
-    return (
-        chosen.turn_late()
-        if chosen.values.ndim == 2 and device_count() > 1
-        else chosen.turn()
-    )
+    if other.values.ndim == 2 and device_count() > 1:
+        return other.turn_late()
+    return other.turn()
 
 
-def quantize_weight(
-    w: "Float[jax.Array, '*stack k n']",
-    recipe: Recipe,
-    *,
-    error: "Float[jax.Array, '*stack k n'] | None" = None,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
-    copies: Copies = "both",
-    contracts: Contracts = "first",
-) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
-    """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype
-    of `error`, or None).
-
-    Args:
-      w: the weight, real floats.
-      recipe: how to store it; a stochastic residual needs a `key`.
-      error: the rounding error of earlier steps, of the shape of `w`.
-      key: random key.
-      amax: the magnitude to scale by instead of max |w + error|.
-      copies: "both" orientations, or "one", `[k, n]`. FP4 codes exist once, `[n, k]`.
-      contracts: the axis of `w` that the forward product contracts. Use "last" for the
-        `[n, k]` of a transposed layout, whose layer multiplies by `Stored.swap()` of
-        the result. FP4 packs along that axis.
-    """
-    check_real("w", w)
-    form = recipe.stored
-    if form is None:
-        raise ValueError(
-            "this recipe keeps weights in BF16; there is nothing to quantize, use"
-            ' recipe("tcfp12")'
-        )
-    orientation: Orientation = "both" if copies == "both" else "rows"
-    options: Any = dict(
-        amax=amax, orientation=orientation, backend=recipe.quantize_backend
-    )
-    if isinstance(form, Dual):
-        bits = None
-        if form.remainder == "stochastic":
-            if key is None:
-                raise ValueError(
-                    'remainder="stochastic" needs key=jax.random.key(seed) for its'
-                    " random bits"
-                )
-            bits = jax.random.bits(key, w.shape, jnp.uint32)
-        parts = dual_quantize(
-            w, recipe.scaling, dtype=form.dtype, error=error, bits=bits, **options
-        )
-        # Dgrad contracts rows of `[k, n]` along n, and the forward product reads
-        # columns.
-        return Stored(parts.columns, parts.rows), parts.error
-    target = w.astype(jnp.float32)
-    if error is not None:
-        target = target + error.astype(jnp.float32)
-    if isinstance(recipe.scaling, Fp4):
-        if amax is not None:
-            raise ValueError(
-                f"amax= scales a whole tensor, but scaling={recipe.scaling} has blocks;"
-                " drop one of them"
-            )
-        stored = _packed(target, recipe.scaling, contracts)
-    else:
-        one = quantize(target, form.dtype, recipe.scaling, **options)
-        stored = Stored(one.columns, one.rows)
-    if error is None:
-        return stored, None
-    return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
-
-
-def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
-    """Return the codes `[n, k]` of a matrix, which serve both products; an odd k gets a
-    row of zeros.
-    """
-    n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
-    rows, columns = w.shape if contracts == "last" else w.shape[::-1]
-    mesh = jax.typeof(w).sharding.mesh
-    # A device holds whole blocks, or all of an axis.
-    n = (
-        n
-        if rows % (shards(mesh, n) * (scaling.block if scaling.tile == "square" else 1))
-        == 0
-        else None
-    )
-    k = k if columns % (shards(mesh, k) * scaling.block) == 0 else None
-
-    def pack(w: jax.Array) -> Operand:
-        w = w if contracts == "last" else w.T
-        return quantize_fp4(jnp.pad(w, ((0, 0), (0, w.shape[-1] % 2))), scaling)
-
-    # Blocks merge and cut axes, which explicit types refuse; XLA does it with automatic
-    # ones.
-    operand = with_automatic_axes(
-        pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w
-    )
-    odd = columns % 2
-    return (
-        Stored(operand, None, padding=odd)
-        if contracts == "first"
-        else Stored(None, operand, padding=odd)
-    )
+def _halves_of(operand: Operand, halves: Halves) -> Operand:
+    if halves == "hi" and operand.lo is not None:
+        return operand.drop_residual()
+    return operand

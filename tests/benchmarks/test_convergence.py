@@ -26,7 +26,7 @@ from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.recipes import NAMES
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 from tests.helpers import decibels
 
 NAMES_OF_SMOKE = (BASELINE, RERUN, OTHER_BATCHES, "stored")
@@ -265,9 +265,10 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     assert losses == expected and len(losses) == 8
     assert all(map(jnp.array_equal, jax.tree.leaves(state), jax.tree.leaves(whole)))
     kinds = [
-        is_stored(leaf) for leaf in jax.tree.leaves(whole.params, is_leaf=is_stored)
+        is_quantized(leaf)
+        for leaf in jax.tree.leaves(whole.params, is_leaf=is_quantized)
     ]
-    assert any(kinds) == (name != BASELINE) and not is_stored(
+    assert any(kinds) == (name != BASELINE) and not is_quantized(
         whole.params["embedding"]["embedding"]
     )
 
@@ -438,7 +439,9 @@ def test_a_llama_forks_with_every_layer():
     start = lambda base, key: forks.start_fork(config, VARIANTS["stored"], base, key)
     state = jax.eval_shape(start, base, jax.random.key(0))
     # and the table
-    assert sum(map(is_stored, jax.tree.leaves(state.params, is_leaf=is_stored))) == 8
+    assert (
+        sum(map(is_quantized, jax.tree.leaves(state.params, is_leaf=is_quantized))) == 8
+    )
 
 
 def test_the_rate_rises_stays_and_falls_to_zero():

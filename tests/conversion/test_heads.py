@@ -12,7 +12,7 @@ import tcfp_jax
 from tcfp_jax import transform
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.losses import cross_entropy
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 from tests.helpers import store_at_once
 
 K, V = 32, 48
@@ -120,7 +120,7 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     )
     weights = find_weights(converted, PARAMS, IDS)
     params = store_at_once(PARAMS, weights, key=jax.random.key(0))
-    assert is_stored(params[path])
+    assert is_quantized(params[path])
     value, gradients = jax.jit(tcfp_jax.value_and_grad(converted))(params, IDS)
     floats = tcfp_jax.dequantize(params)
     # The same head by hand, of W_hi, and rows of hi + lo.

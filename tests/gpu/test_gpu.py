@@ -27,7 +27,7 @@ from pallas_kernels.matmul.api import matmul as matmul_fp8
 from pallas_kernels.operands import Operand, Product, Tensor
 from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize as quantize_values
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import float64_of, same_bits
 
 pytestmark = pytest.mark.gpu

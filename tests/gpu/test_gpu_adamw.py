@@ -189,4 +189,4 @@ def test_errors_beside_stored_weights_have_the_bits_of_a_cpu():
 
     got = jax.device_get(jax.jit(run)(w, change))
     assert same_bits(got, jax.device_get(on_cpu(run, w, change)))
-    assert np.mean(np.asarray(got["kernel"].training.error, np.float32) != 0) > 0.9
+    assert np.mean(np.asarray(got["kernel"].state.error, np.float32) != 0) > 0.9

@@ -13,7 +13,7 @@ import tcfp_jax
 from pallas_kernels.quantize.computed import quantize_computed
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.remat import checkpoint_in_fp8
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 pytestmark = pytest.mark.gpu
 TOKENS, WIDTH = 640, 512  # two and a half chunks of 256

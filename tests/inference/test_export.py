@@ -35,7 +35,8 @@ from tcfp_jax.inference.compressed_tensors import (
 )
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 from tests.formats_oracles import QUICK
 from tests.helpers import same_bits, variables_of
 

@@ -16,7 +16,7 @@ from tcfp_jax.linen import TCFPDense, TCFPEmbed
 from tcfp_jax.products.einsum import contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, unwatched
 
 QUANTIZED = sorted(name for name in NAMES if tcfp_jax.recipe(name).stored is not None)

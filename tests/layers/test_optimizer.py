@@ -14,7 +14,7 @@ import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
 from tcfp_jax.linen import TrainState
 from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.parameter import is_quantized
 from tests.helpers import store_at_once
 
 # optax raises a float to an integer power
@@ -59,8 +59,8 @@ def stored(recipe="tcfp12_single"):
 def kernels(model):
     return [
         leaf
-        for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_stored)
-        if is_stored(leaf)
+        for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_quantized)
+        if is_quantized(leaf)
     ]
 
 
@@ -98,7 +98,7 @@ def test_stored_weights_train_as_floats_do(tx, exact_tx, state):
     wanted = steps(exact, nnx.Optimizer(exact, exact_tx, wrt=nnx.Param), 6)
     np.testing.assert_allclose(low, wanted, rtol=0.05)
     assert low[-1] < low[0] and len(kernels(model)) == 2 and int(model.calls[...]) == 6
-    assert all(leaf.training.slot is None for leaf in kernels(model))
+    assert all(leaf.state.slot is None for leaf in kernels(model))
     assert int(optimizer.step[...]) == 6
 
 
@@ -160,7 +160,7 @@ def test_the_state_lies_as_the_parameters_do():
     nnx.update(model, jax.device_put(params, lie))
     optimizer = Optimizer(model, optax.adam(1e-2))
     mu = optimizer.opt_state.inner[0].mu
-    kernel = kernels(model)[0].backward.values
+    kernel = kernels(model)[0].rows.values
     assert (
         mu["down"]["kernel"][...].sharding.spec
         == kernel.sharding.spec

@@ -2,7 +2,6 @@
 skipped steps, bits.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -183,7 +182,7 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     exact = optax.apply_updates(floats, updates)
     ours = optim.dequantize(after)
     for path in ("up", "small"):
-        stored = after[path]["kernel"].backward
+        stored = after[path]["kernel"].rows
         units = np.asarray(stored.scale_of_values())
         # Below 448 units hi is within 16, and stochastic rounding of 16 within one.
         assert (
@@ -245,13 +244,13 @@ def test_every_way_to_store_a_weight(recipe, remainder):
     exact, _ = stepped(optax.adamw(1e-2), floats, grads=STACK_GRADS)
     assert distance(exact, optim.dequantize(after), floats, "layers", "kernel") < 0.05
     weight = after["layers"]["kernel"]
-    if weight.forward is not None:  # the copy that the forward product reads
-        turned = weight.forward.turn()
+    if weight.stored.forward is not None:  # the copy that the forward product reads
+        turned = weight.stored.forward.turn()
         assert same_bits(
             (turned.values, turned.scale),
-            (weight.backward.values, weight.backward.scale),
+            (weight.rows.values, weight.rows.scale),
         )
-        assert turned.lo is None or same_bits(turned.lo, weight.backward.lo)
+        assert turned.lo is None or same_bits(turned.lo, weight.rows.lo)
     assert jax.tree.structure(after) == jax.tree.structure(params)
     assert state.nu["layers"]["kernel"].dtype == jnp.uint8
 
@@ -310,7 +309,7 @@ def test_a_step_that_is_left_out_moves_no_scale():
     _, update = _skipping()
     params, state = stepped(adamw(2.0, quality="on"), STORED, 1)
     weight = params["up"]["kernel"]
-    assert float(weight.training.amax) > 112 * float(weight.backward.scale)
+    assert float(weight.state.amax) > 112 * float(weight.rows.scale)
     broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), GRADS)
     updates, after = update(broken, state, params)
     assert same_bits(optim.apply_updates(params, updates), params)
@@ -422,11 +421,8 @@ def test_scales_follow_weights_that_grow(growth, steps, moments):
     )
     assert abs(b / a / growth - 1) < 2e-3
     weight = after["kernel"]
-    assert 0.02 < float(weight.training.amax / weight.backward.scale) / 448 <= 1
-    assert (
-        float(weight.training.rounding[2] - stored["kernel"].training.rounding[2])
-        == steps
-    )
+    assert 0.02 < float(weight.state.amax / weight.rows.scale) / 448 <= 1
+    assert float(weight.state.rounding[2] - stored["kernel"].state.rounding[2]) == steps
 
 
 @functools.cache
@@ -620,9 +616,7 @@ def test_mistakes():
         tx.update({**GRADS, "small": STORED["small"]}, state, STORED)
     with pytest.raises(ValueError, match=r"mask must be a tree of bools"):
         adamw(0.1, mask={"up": True}).init(STORED)
-    copy = {
-        "up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}
-    }
+    copy = {"up": {"kernel": STORED["up"]["kernel"].stored}}
     with pytest.raises(TypeError, match=r"cannot be trained.*tcfp_jax.store"):
         adamw(0.1).init(copy)
 
@@ -639,7 +633,7 @@ def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
     twice = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), tree)
     params, grads = store_at_once(twice(STACK), recipe, key=KEY), twice(STACK_GRADS)
     params, state = stepped(adamw(1e-3), params, 1, grads)
-    mu, values = state.mu["layers"]["kernel"], params["layers"]["kernel"].backward
+    mu, values = state.mu["layers"]["kernel"], params["layers"]["kernel"].rows
     for pair in (
         mu.view(jnp.uint8),
         state.nu["layers"]["kernel"],

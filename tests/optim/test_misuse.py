@@ -225,14 +225,14 @@ def test_averages_of_stored_weights_follow_those_of_floats():
 
 LEAVES = {
     "all": lambda params: jax.tree.leaves(params),
-    "codes": lambda params: [params["kernel"].backward.values],
-    "residual": lambda params: [params["kernel"].backward.lo],
-    "scale": lambda params: [params["kernel"].backward.scale],
+    "codes": lambda params: [params["kernel"].rows.values],
+    "residual": lambda params: [params["kernel"].rows.lo],
+    "scale": lambda params: [params["kernel"].rows.scale],
     "in a scan": lambda params: [
         jax.lax.scan(
             lambda c, x: (c + jnp.sum(x.astype(jnp.float32)), None),
             0.0,
-            params["kernel"].backward.values,
+            params["kernel"].rows.values,
         )[0]
     ],
 }
@@ -268,7 +268,7 @@ def test_a_loss_over_floats_and_reads_without_a_gradient_are_right():
         tcfp_jax.grad(square)(params)["kernel"], 2 * kernel(params), rtol=1e-6
     )
     both = lambda params: (
-        SQUARE(params) + jax.lax.stop_gradient(jnp.sum(params["kernel"].training.amax))
+        SQUARE(params) + jax.lax.stop_gradient(jnp.sum(params["kernel"].state.amax))
     )
     assert same_bits(tcfp_jax.grad(both)(params), tcfp_jax.grad(SQUARE)(params))
 
@@ -376,13 +376,13 @@ def test_optax_on_the_arrays_of_weights_and_states_of_others_are_named(name):
 def test_a_checkpoint_of_another_remainder_is_named(remainder, restored):
     into, of = (stored(remainder=name)["kernel"] for name in (restored, remainder))
     arrays = dataclasses.replace(
-        into.training, rounding=of.training.rounding, error=of.training.error
+        into.state, rounding=of.state.rounding, error=of.state.error
     )
     with pytest.raises(ValueError, match="arrays of another: restore"):
         ADAMW.update(
             floats((64, 64)),
             ADAMW.init(stored()),
-            {"kernel": dataclasses.replace(into, training=arrays)},
+            {"kernel": dataclasses.replace(into, state=arrays)},
         )
 
 

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import tcfp_jax
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 from tests.helpers import same_bits, unwatched
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -25,8 +25,9 @@ from tcfp_jax.conversion.convert import hand_out
 from tcfp_jax.optim import on_stored
 from tcfp_jax.paths import entries, leaves, put
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, rewrite
+from tcfp_jax.weights.parameter import Parameter, is_parameter
+from tcfp_jax.weights.rewritten import Rewritten
+from tcfp_jax.weights.rounding import rewrite
 from tests.helpers import (
     decibels,
     filled,
@@ -38,6 +39,7 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+kernel_of = Parameter.kernel
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(7)
 RNG = np.random.default_rng(0)
@@ -218,16 +220,16 @@ def test_every_kind_of_model_is_multiplied_and_differentiated_as_with_float_para
 ):
     apply, params, weights = MODELS[name]()
     stored = stored_of(params, weights)
-    count = sum(map(is_stored, jax.tree.leaves(stored, is_leaf=is_stored)))
+    count = sum(map(is_parameter, jax.tree.leaves(stored, is_leaf=is_parameter)))
     assert count == len(weights) > 0
     floats = tcfp_jax.dequantize(stored)
     assert jax.tree.map(jnp.shape, floats) == jax.tree.map(jnp.shape, params)
     # The same FP8 values next to float parameters, as an optimizer with masters would
     # hold them
     copies = {}
-    for path, leaf in leaves(stored, is_stored).items():
-        if is_stored(leaf):
-            put(copies, path.split("/"), replace(leaf, training=None))
+    for path, leaf in leaves(stored, is_parameter).items():
+        if is_parameter(leaf):
+            put(copies, path.split("/"), leaf.stored)
     mean = lambda params, copies=None: jnp.mean((apply(params, copies) - 1) ** 2)
     found = jax.jit(tcfp_jax.value_and_grad(mean))(stored)
     wanted = jax.jit(jax.value_and_grad(mean))(floats, copies)
@@ -259,12 +261,12 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
             np.testing.assert_allclose(one, other, rtol=2**-6, atol=1e-5)
     kernels = [
         leaf
-        for leaf in jax.tree.leaves(made(KEY), is_leaf=is_stored)
-        if isinstance(leaf, Stored)
+        for leaf in jax.tree.leaves(made(KEY), is_leaf=is_parameter)
+        if is_parameter(leaf)
     ]
     assert sorted(kernel.shape for kernel in kernels) == [(3, 16, 32), (3, 32, 16)]
     assert all(
-        kernel.backward.scale.shape == (3,) and kernel.nbytes < 2.1 * 3 * 16 * 32
+        kernel.rows.scale.shape == (3,) and kernel.nbytes < 2.1 * 3 * 16 * 32
         for kernel in kernels
     )
 
@@ -293,15 +295,15 @@ def test_storage_is_a_choice_apart_from_the_recipe(recipe, remainder):
     tx = on_stored(optax.sgd(0.5))
     params, _, losses = train(tx, params, 8, functools.partial(loss, recipe=chosen))
     assert losses[-1] < 0.9 * losses[0]
-    assert (params["up"]["kernel"].training.error is not None) == (
-        remainder == "feedback"
-    )
+    assert (params["up"]["kernel"].state.error is not None) == (remainder == "feedback")
     both = chosen.copies == "both"
     kernel = params["up"]["kernel"]
-    assert (kernel.forward is not None) == both
+    assert (kernel.stored.forward is not None) == both
     if both:  # the copies hold the new weight
-        assert same_bits(kernel.forward.values, kernel.backward.values.T)
-        assert (kernel.forward.lo is not None) == (chosen.weight.forward == "hi+lo")
+        assert same_bits(kernel.stored.forward.values, kernel.rows.values.T)
+        assert (kernel.stored.forward.lo is not None) == (
+            chosen.weight.forward == "hi+lo"
+        )
 
 
 # Optimizers
@@ -455,9 +457,10 @@ def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
     )
     update = jnp.asarray(wanted).at[0, 0].add(-unit)
     stored = jax.jit(tcfp_jax.apply_updates)(old, {"kernel": update})["kernel"]
-    rows, scale = stored.backward, np.asarray(stored.scale_of_values(), np.float64)
+    rows = stored.rows
+    scale = np.asarray(rows.scale_of_values(), np.float64)
     hi, lo, error = (
-        np.asarray(x, np.float64) for x in (rows.values, rows.lo, stored.training.error)
+        np.asarray(x, np.float64) for x in (rows.values, rows.lo, stored.state.error)
     )
     step = 2.0 ** (
         np.maximum(np.floor(np.log2(np.where(lo == 0, 1e-9, np.abs(lo)))), -6) - 3
@@ -472,7 +475,7 @@ def test_errors_of_the_smallest_weights_are_numbers():
     params = stored_of({"kernel": jnp.full((4, 4), 2.0**-124)}, remainder="feedback")
     params = tcfp_jax.apply_updates(params, {"kernel": jnp.full((4, 4), 2.0**-126)})
     assert float(kernel_of(params["kernel"])[0, 0]) == 1.25 * 2.0**-124
-    assert jnp.all(jnp.isfinite(params["kernel"].training.error.astype(jnp.float32)))
+    assert jnp.all(jnp.isfinite(params["kernel"].state.error.astype(jnp.float32)))
 
 
 def test_weights_near_the_largest_float_are_stored():
@@ -646,10 +649,10 @@ def test_code_that_does_not_know_stored_weights_says_what_to_use():
         jax.grad(loss)(params, X)
     with pytest.raises(TypeError, match=r"tcfp_jax\.dequantize"):
         nn.Dense(32).apply({"params": params["up"]}, X)
-    with pytest.raises((TypeError, ValueError), match="Stored"):
+    with pytest.raises((TypeError, ValueError), match="Parameter"):
         optax.apply_updates(params, tcfp_jax.dequantize(params))
     tx = optax.adamw(1e-2)
-    with pytest.raises((TypeError, ValueError), match=r"on_stored|Stored"):
+    with pytest.raises((TypeError, ValueError), match=r"on_stored|Parameter"):
         tx.update(tcfp_jax.grad(loss)(params, X), tx.init(params), params)
     with pytest.raises(TypeError, match=r"tcfp_jax\.dequantize"):
         params["up"]["kernel"] * 2
@@ -739,7 +742,7 @@ def test_what_scales_a_rewritten_weight_is_seen(factor, scaling):
     made = replace(made, witness=jnp.asarray(made.witness) * factor)
     scaled = jax.jit(lambda made: made.onto(old))(made)
     if factor == 0.5:
-        assert np.isnan(scaled.backward.dequantize()).all()
+        assert np.isnan(scaled.rows.dequantize()).all()
         with pytest.raises(ValueError, match="put that part before adamw"):
             made.onto(old)
     else:
@@ -757,14 +760,13 @@ def test_a_copy_holds_the_halves_that_its_product_reads():
             "kernel"
         ]
         for weight in (kernel, rewrite(kernel, kernel.dequantize())):
-            assert (weight.forward.lo is not None) == (
-                halves == "hi+lo"
-            ) and weight.backward.lo is not None
+            assert (weight.stored.forward.lo is not None) == (halves == "hi+lo")
+            assert weight.rows.lo is not None
 
 
 def test_the_count_of_roundings_stays_an_integer_of_a_float():
     last = jnp.asarray([1.0, 2.0, 2.0**24 - 1])
-    training = stored_of()["up"]["kernel"].training
+    training = stored_of()["up"]["kernel"].state
     advanced = lambda rounding: (
         replace(training, rounding=rounding).next_rounding().tolist()
     )
@@ -787,7 +789,7 @@ def test_kernels_of_a_tree_have_seeds_of_their_own():
         {name: {"kernel": jnp.ones((16, 32))} for name in ("first", "second")}
     )
     first, second = (
-        np.asarray(leaf["kernel"].training.rounding) for leaf in params.values()
+        np.asarray(leaf["kernel"].state.rounding) for leaf in params.values()
     )
     assert not np.any(first[:2] == second[:2]) and first[2] == second[2] == 0
 
@@ -796,13 +798,13 @@ def test_filled_kernels_of_stacks_have_seeds_of_their_own():
     params = stored_of(
         filled({"kernel": jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)})
     )
-    seeds = np.asarray(params["kernel"].training.rounding)
+    seeds = np.asarray(params["kernel"].state.rounding)
     assert seeds.shape == (3, 3) and len({tuple(row) for row in seeds}) == 3
 
 
 def test_equal_kernels_are_stored_with_bits_of_their_own():
     params = stored_of({name: PARAMS["up"] for name in ("a", "b")})
-    lows = [params[name]["kernel"].backward.lo.view(jnp.uint8) for name in ("a", "b")]
+    lows = [params[name]["kernel"].rows.lo.view(jnp.uint8) for name in ("a", "b")]
     assert float((lows[0] != lows[1]).mean()) > 0.1
 
 
@@ -811,20 +813,18 @@ def test_a_swapped_parameter_is_the_transposed_kernel(shape):
     kernel = jnp.asarray(RNG.standard_normal(shape), jnp.float32)
     weight = stored_of({"kernel": kernel})["kernel"]
     assert jnp.array_equal(kernel_of(weight.swap()), kernel_of(weight).swapaxes(-1, -2))
-    assert same_bits(
-        replace(weight.swap().swap(), training=None), replace(weight, training=None)
-    )
+    assert same_bits(weight.swap().swap().stored, weight.stored)
 
 
 TURNED = {
     "swap": lambda w: w.swap().dequantize().T,
-    "for_forward": lambda w: w.for_forward().dequantize().T,
-    "for_dgrad of a swap": lambda w: w.swap().for_dgrad().dequantize().T,
+    "for_forward": lambda w: w.stored.for_forward().dequantize().T,
+    "for_dgrad of a swap": lambda w: w.swap().stored.for_dgrad().dequantize().T,
     "matmul": lambda w: tcfp_jax.matmul(X, w, recipe="tcfp12"),
     "matmul of a swap": lambda w: tcfp_jax.matmul(
         jnp.ones((4, 32)), w.swap(), recipe="tcfp12_fast"
     ),
-    "drop_residual": lambda w: w.swap().drop_residual().dequantize().T,
+    "drop_residual": lambda w: w.swap().stored.drop_residual().dequantize().T,
 }
 
 
@@ -834,6 +834,6 @@ def test_a_forward_copy_of_w_hi_alone_is_never_read_for_both_halves(name):
         stored_of(recipe=tcfp_jax.recipe(RECIPE, copies=n))["up"]["kernel"]
         for n in ("both", "one")
     )
-    assert both.forward.lo is None and one.forward is None
-    assert both.swap().has_residual and both.swap().shape == (32, 16)
+    assert both.stored.forward.lo is None and one.stored.forward is None
+    assert both.swap().stored.has_residual and both.swap().shape == (32, 16)
     assert same_bits(TURNED[name](both), TURNED[name](one))

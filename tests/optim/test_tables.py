@@ -21,8 +21,8 @@ from tcfp_jax.inference import quantize_params
 from tcfp_jax.optim import adamw
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored
 from tests.helpers import mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
@@ -184,7 +184,7 @@ def test_a_table_that_is_head_and_lookup_adds_both_gradients_in_the_slot():
     params = variables_of(Tied(), INSIDE)["params"]
     low = convert_to_tcfp(Tied(), RECIPE, INSIDE, include=ALL, strict=True)
     stored = stored_of(params, find_weights(low))
-    assert is_stored(stored["embed"]["embedding"])
+    assert is_quantized(stored["embed"]["embedding"])
     check_against_float(
         lambda p: low.apply({"params": p}, INSIDE),
         lambda p: Tied().apply({"params": p}, INSIDE),
@@ -469,7 +469,7 @@ def test_a_stored_table_learns_as_a_float_one():
             Llama(size, "float32"), RECIPE, ids[0, :, :-1], include=include
         )
         params = stored_of(floats, find_weights(model), gradient_dtype=jnp.bfloat16)
-        assert is_stored(params["embedding"]["embedding"]) == ("embed" in include)
+        assert is_quantized(params["embedding"]["embedding"]) == ("embed" in include)
         loss = lambda params, ids: model.apply(
             {"params": params}, ids[:, :-1], ids[:, 1:]
         ).mean()

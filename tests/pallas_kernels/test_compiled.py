@@ -16,7 +16,7 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import GATHERS, compile_for, h200s, on, on_blocks, on_once
 

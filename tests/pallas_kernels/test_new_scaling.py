@@ -17,7 +17,7 @@ from pallas_kernels.matmul import reference as product
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as rounding
 from tcfp_jax.recipes import Single, definition
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pallas_kernels.matmul.api import matmul
 from tcfp_jax.products import matmul as products_matmul
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.products.matmul import Asked, product
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
 
 RECIPES = {

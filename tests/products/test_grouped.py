@@ -19,7 +19,7 @@ from tcfp_jax import monitor
 from tcfp_jax.products import grouped_matmul
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests import grouped
 from tests.helpers import float64_of, mesh_of, store_at_once
 

@@ -17,7 +17,7 @@ from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.products.matmul import quantize_operand
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 RECIPES = {
     "blockwise": tcfp_jax.recipe("blockwise", block=32),

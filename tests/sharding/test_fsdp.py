@@ -48,7 +48,7 @@ def test_kernels_of_attention(heads, width, query, out):
     assert found["out"]["kernel"].spec == out
     # raises for a placement that is not legal
     assert state_shardings(found, params, tcfp_jax.optim.adamw(1e-3, key=KEY).init)
-    arrays = state_shardings(found, params)["out"]["kernel"].backward
+    arrays = state_shardings(found, params)["out"]["kernel"].rows
     assert arrays.values.spec == (WHOLE if out == WHOLE else P(None, "fsdp"))
 
 

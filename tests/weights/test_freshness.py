@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tcfp_jax
 from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.sampling import SIZE, _places, sample_of
-from tcfp_jax.weights.stored import quantize_weight
 from tests.helpers import mesh_of, same_bits
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), jnp.float32)

@@ -7,7 +7,7 @@ import pytest
 
 import tcfp_jax
 from tcfp_jax.products import pack_fp4
-from tcfp_jax.weights.stored import quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import decibels, same_bits
 
 W = jax.random.normal(jax.random.key(0), (1024, 1024))
