@@ -1,22 +1,24 @@
-"""`explain`: backend, tile sizes and time of each operation of a layer on this device,
-and why others do not run.
+"""`explain`: backend, tile sizes and time of each operation of a layer, and why others
+do not run.
 
 `explain` traces the real training step: `tcfp_jax.matmul`, its backward pass and the
 optimizer's update. `pallas_kernels.dispatch` records each call, `pallas_kernels.tuning`
 has the times, and `include="measured"` reads them.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Call, Verdict, recording
-from pallas_kernels.tuning import estimate, is_timed, timed_device
+from pallas_kernels.tuning import estimate, is_timed, load, timed_device
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.matmul import matmul
@@ -53,12 +55,8 @@ class Explanation:
     @property
     def speed_over_bf16(self) -> float | None:
         """BF16's time over this one; None if an operation was not timed."""
-        if (
-            self.emulated
-            or not self.times
-            or not self.bf16_times
-            or None in (*self.times, *self.bf16_times)
-        ):
+        times = (*self.times, *self.bf16_times)
+        if self.emulated or not self.times or not self.bf16_times or None in times:
             return None
         return self.bf16_milliseconds / self.milliseconds
 
@@ -77,19 +75,11 @@ class Explanation:
         """The comparison with BF16 in words; "" on a device without times."""
         if not self.times:
             return ""
-        calls, times = (*self.steps, *self.bf16), (*self.times, *self.bf16_times)
-        missing = next(
-            (call for call, time in zip(calls, times, strict=True) if time is None),
-            None,
-        )
-        if missing is not None:
-            key = missing.key
-            operation = (
-                missing.op
-                if key is None
-                else f"{key.op} ({key.variant}) near {'x'.join(map(str, key.shape))}"
-            )
-            return f"{operation} was not timed on {self.timed_on}"
+        calls = (*self.steps, *self.bf16)
+        times = (*self.times, *self.bf16_times)
+        for call, time in zip(calls, times, strict=True):
+            if time is None:
+                return f"{_named(call)} was not timed on {self.timed_on}"
         if self.emulated:
             return f"the quantizers of FP4 training were not timed on {self.timed_on}"
         in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
@@ -99,46 +89,44 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        """Return a table: the device, the emulation, each operation with its backends,
-        and the sum.
-        """
+        """Return a table of the operations with their backends, and the sum."""
+        lines = [f"on {self.device}"]
+        if self.emulated:
+            lines.append(f"emulated    {self.emulated}")
         times = self.times or (None,) * len(self.steps)
-        lines = [
-            line
-            for call, time in zip(self.steps, times, strict=True)
-            for line in _lines(call, time)
-        ]
-        first = [
-            f"on {self.device}",
-            *([f"emulated    {self.emulated}"] if self.emulated else []),
-        ]
-        return "\n".join(
-            [*first, *lines, *([f"in all      {self.summary}"] if self.summary else [])]
-        )
+        for call, time in zip(self.steps, times, strict=True):
+            lines += _lines(call, time)
+        if self.summary:
+            lines.append(f"in all      {self.summary}")
+        return "\n".join(lines)
+
+
+def _named(call: Call) -> str:
+    """Return the name of an operation in `tuned.json`, in words."""
+    if call.key is None:
+        return call.op
+    shape = "x".join(map(str, call.key.shape))
+    return f"{call.key.op} ({call.key.variant}) near {shape}"
 
 
 def _runs(call: Call) -> Verdict:
-    return call.chosen or (
-        Verdict("xla", None)
-        if not call.verdicts
-        else Verdict("xla", "nothing can run it")
-    )
+    if call.chosen is not None:
+        return call.chosen
+    return Verdict("xla", "nothing can run it" if call.verdicts else None)
 
 
 def _lines(call: Call, time: float | None) -> list[str]:
     runs = _runs(call)
-    notes = ("" if runs.config is None else f" {runs.config}") + (
-        "" if time is None else f", {time:.3g} ms"
-    )
-    lines = [
-        f"{call.step:12}{call.operands:70}"
-        f" {runs.backend if runs.reason is None else runs.reason}{notes}"
-    ]
-    return lines + [
-        f"{'':12}not {v.backend}: {v.reason}"
-        for v in call.verdicts
-        if v.reason is not None
-    ]
+    line = f"{call.step:12}{call.operands:70} {runs.reason or runs.backend}"
+    if runs.config is not None:
+        line += f" {runs.config}"
+    if time is not None:
+        line += f", {time:.3g} ms"
+    lines = [line]
+    for verdict in call.verdicts:
+        if verdict.reason is not None:
+            lines.append(f"{'':12}not {verdict.backend}: {verdict.reason}")
+    return lines
 
 
 def explain(
@@ -149,19 +137,21 @@ def explain(
     dtype: DTypeLike = jnp.bfloat16,
     w_dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """Return the operations of a training step of `matmul` of x `[..., k]` and w
-    `[k, n]` on the device in use.
+    `[k, n]`, with the backend of each.
 
-    Use it to see which kernels run, and whether a layer is worth converting. The step
+    Use this to see which kernels run, and whether a layer is worth converting. The step
     is traced and nothing is computed. Shapes are those of one device. If a named
-    backend cannot run, its reason is shown and nothing raises.
+    backend cannot run, its reason is shown and nothing raises. For a whole model use
+    `tcfp_jax.conversion.diagnose`.
 
     On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every
     operation has its time, and their sum is compared with BF16's three products. The
-    sum counts the quantization of the weight, once a step. It ignores that layers share
-    a quantized activation and that BF16 casts a float32 weight, so it errs to BF16's
-    advantage.
+    sum counts the quantization of the weight, once per step. It ignores that layers
+    share a quantized activation and that BF16 casts a float32 weight, so it errs to
+    BF16's advantage.
 
     Args:
       x_shape: shape of x.
@@ -173,16 +163,45 @@ def explain(
         `optax.chain(optax.adamw(3e-4), error_feedback(recipe,
         error_dtype="bfloat16"))`; None means `error_feedback(recipe)`. A weight that
         its state does not hold is quantized in the forward pass.
+      device: kind of a GPU that was timed, such as "NVIDIA H200", which this machine
+        need not have; None means the device in use.
 
     Raises:
-      ValueError: the shapes are not `[..., k]` and `[k, n]`, or the recipe is unknown.
+      ValueError: the shapes are not `[..., k]` and `[k, n]`, the recipe is unknown, or
+        the device was not timed.
 
+    >>> found = explain((8192, 4096), (4096, 4096), "tensorwise", device="NVIDIA H200")
+    >>> found.device, [call.step for call in found.steps][:2]
+    ('NVIDIA H200', ['quantize x', 'forward'])
     >>> print(explain((8, 32), (32, 64), "bf16"))  # doctest: +ELLIPSIS
     on ...
-    forward     bfloat16[8, 32] x bfloat16[32, 64]                                     xla
-    dgrad       bfloat16[8, 64] x bfloat16[32, 64]                                     xla
-    wgrad       bfloat16[8, 32] x bfloat16[8, 64]                                      xla
+    forward     bfloat16[8, 32] x bfloat16[32, 64] ... xla
+    dgrad       bfloat16[8, 64] x bfloat16[32, 64] ... xla
+    wgrad       bfloat16[8, 32] x bfloat16[8, 64] ... xla
     """
+    if device is None:
+        return _explained(x_shape, w_shape, recipe, dtype, w_dtype, optimizer)
+    if not is_timed(device):
+        raise ValueError(
+            f"device={device!r} was not timed; use one of {sorted(load())}, or None for"
+            " the device in use"
+        )
+    described = AbstractDevice(device_kind=device, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("device",), abstract_device=described)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # of a JAX without the fast kernels: the table has it as a reason
+        warnings.simplefilter("ignore")
+        return _explained(x_shape, w_shape, recipe, dtype, w_dtype, optimizer)
+
+
+def _explained(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    recipe: Recipe | str,
+    dtype: DTypeLike,
+    w_dtype: DTypeLike,
+    optimizer: optax.GradientTransformation | None,
+) -> Explanation:
     recipe = named_recipe(recipe)
     if not all(isinstance(shape, Sequence) for shape in (x_shape, w_shape)):
         raise ValueError(
@@ -198,18 +217,22 @@ def explain(
     g = jax.ShapeDtypeStruct((*x.shape[:-1], w_shape[1]), dtype)
     params = {"kernel": jax.ShapeDtypeStruct(tuple(w_shape), w_dtype)}
     if optimizer is None:
-        optimizer = error_feedback(
-            recipe, key=jax.random.key(0) if recipe.stochastic else None
-        )
+        key = jax.random.key(0) if recipe.stochastic else None
+        optimizer = error_feedback(recipe, key=key)
     steps = _traced(recipe, optimizer, params, x, g)
     emulated = _emulated(recipe)
     device = dispatch.device_kind()
     if not is_timed(device):
         return Explanation(device, steps, emulated=emulated)
     bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
-    times, bf16_times = (tuple(map(_time, calls)) for calls in (steps, bf16))
     return Explanation(
-        device, steps, bf16, times, bf16_times, emulated, timed_device(device)
+        device,
+        steps,
+        bf16,
+        tuple(map(_time, steps)),
+        tuple(map(_time, bf16)),
+        emulated,
+        timed_device(device),
     )
 
 
@@ -217,11 +240,9 @@ def _emulated(recipe: Recipe) -> str:
     """Return a note on the operands of FP4 training; "" for other recipes."""
     if recipe.fp4 is None:
         return ""
-    which = (
-        "operands"
-        if recipe.fp4.forward_operands == "fp4"
-        else "operands of dgrad and wgrad"
-    )
+    which = "operands"
+    if recipe.fp4.forward_operands != "fp4":
+        which = "operands of dgrad and wgrad"
     return (
         f"{which} are NVFP4 values, which BF16 holds exactly and multiplies: no FP4"
         " tensor core runs"
@@ -250,9 +271,11 @@ def _traced(
         stored = layer_state(state).get("kernel")
         drawn = recipe.stochastic or recipe.draws
         key = jax.random.key(0) if stored is None and drawn else None
-        multiply = lambda x, params: matmul(
-            x, params["kernel"], recipe=recipe, quantized=stored, key=key
-        )
+
+        def multiply(x: jax.Array, params: PyTree) -> jax.Array:
+            w = params["kernel"]
+            return matmul(x, w, recipe=recipe, quantized=stored, key=key)
+
         _, vjp = jax.vjp(multiply, x, params)
         dx, gradients = vjp(g)
         return dx, tx.update(gradients, state, params)

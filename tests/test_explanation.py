@@ -94,9 +94,8 @@ def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(
 ):
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
-    assert calls((8192, 4096), (4096, 16384), "tcfp12")[
-        "forward"
-    ].chosen == dispatch.Verdict("mosaic", None, measured)
+    forward = calls((8192, 4096), (4096, 16384), "tcfp12")["forward"]
+    assert forward.chosen == dispatch.Verdict("mosaic", None, measured)
     single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
     assert single.verdicts[0].reason.startswith(
         "xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic"
@@ -119,13 +118,10 @@ def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(
         json.dumps({**content, "NVIDIA H100 80GB HBM3": {"matmul": [own]}})
     )
     tuning.load.cache_clear()
-    assert (
-        calls((8192, 4096), (4096, 16384), "tensorwise")["forward"].chosen.backend
-        == "mosaic"
-    )
-    assert calls((8192, 4096), (4096, 16384), "tcfp12")[
-        "forward"
-    ].chosen == dispatch.Verdict("mosaic", None, measured)
+    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
+    assert single.chosen.backend == "mosaic"
+    forward = calls((8192, 4096), (4096, 16384), "tcfp12")["forward"]
+    assert forward.chosen == dispatch.Verdict("mosaic", None, measured)
     assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
 
 
@@ -259,6 +255,27 @@ def test_what_a_cpu_says_of_the_fp4_kernel_is_true():
     )
 
 
-def test_shapes_that_do_not_multiply():
-    with pytest.raises(ValueError, match=r"x\[8, 32\] @ w\[16, 64\]"):
-        tcfp_jax.explain((8, 32), (16, 64), "tcfp12")
+def test_a_timed_device_that_this_machine_lacks():
+    shapes = ((8192, 4096), (4096, 16384))
+    found = tcfp_jax.explain(*shapes, "tensorwise", device="NVIDIA H200")
+    assert found.device == found.timed_on == "NVIDIA H200"
+    assert found.speed_over_bf16 > 1
+    assert {call.step: call for call in found.steps}["quantize g"].chosen
+    assert tcfp_jax.explain(*shapes, "tensorwise").device == dispatch.device_kind()
+
+
+MISTAKES = [
+    (((8, 32), (16, 64), "tcfp12"), {}, r"x\[8, 32\] @ w\[16, 64\]"),
+    (((8, 32), 64, "tcfp12"), {}, "must be shapes"),
+    (
+        ((8, 32), (32, 64), "tcfp12"),
+        {"device": "NVIDIA L4"},
+        r"device='NVIDIA L4' was not timed; use one of .*'NVIDIA H200'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), MISTAKES, ids=str)
+def test_mistakes(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        tcfp_jax.explain(*arguments, **options)
