@@ -46,6 +46,7 @@ DOORS = {
         "pallas_triton",
         "tuning",
         "dispatch",
+        "parts",
         "explicit",
         "partition",
         "tiled",
