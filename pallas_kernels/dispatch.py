@@ -1,5 +1,4 @@
-"""The choice of an implementation of an op, the record of each choice, and one trace
-for equal calls.
+"""The choice of an op's implementation, its record, and one trace for equal calls.
 
 Every op has a table of implementations, the best first and XLA last. Each can say that
 it cannot serve given arguments (`reject`), or that it could but is not the first choice
@@ -23,19 +22,21 @@ import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 from jax.extend import source_info_util
 
 from pallas_kernels import pallas_triton, tuning
+from pallas_kernels.checks import check_choice
 from pallas_kernels.tuning import Key
 
 Backend = Literal["xla", "triton", "mosaic"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+T = TypeVar("T")
 
 
-def _no_objection(*args: Any) -> None:
+def _no_objection(*args: object) -> None:
     return None
 
 
@@ -68,13 +69,17 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one implementation: `reason` is None for the one that runs, with
-    its `config`.
+    """The judgement of one implementation.
+
+    Attributes:
+      backend: its name.
+      reason: the reason why it does not run; None for the one that runs.
+      config: tile sizes of the one that runs.
     """
 
     backend: Backend
     reason: str | None
-    config: Any = None
+    config: object = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,10 @@ class Call:
     @property
     def chosen(self) -> Verdict | None:
         """The verdict of the implementation that runs, or None."""
-        return next(
-            (verdict for verdict in self.verdicts if verdict.reason is None), None
-        )
+        for verdict in self.verdicts:
+            if verdict.reason is None:
+                return verdict
+        return None
 
 
 _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar(
@@ -131,7 +137,7 @@ def recording() -> Iterator[list[Call]]:
         _CALLS.reset(token)
 
 
-def note(key: Key, *arrays: Any) -> None:
+def note(key: Key, *arrays: object) -> None:
     """Record a call of an op without a table, which XLA alone computes."""
     calls = _CALLS.get()
     if calls is not None:
@@ -145,31 +151,28 @@ def _scope() -> str:
     return names[-1].replace("_", " ") if names else ""
 
 
-def _describe(*arrays: Any) -> str:
+def _describe(*arrays: object) -> str:
     """Return dtypes and shapes of arrays and pytrees of them, in words.
 
     >>> import jax.numpy as jnp
     >>> _describe(jnp.ones((2, 3)), None, jnp.ones(4))
     'float32[2, 3] x float32[4]'
     """
-    leaves = [
-        leaf for leaf in jax.tree.leaves(arrays) if hasattr(leaf, "shape") and leaf.ndim
-    ]
-    return " x ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    words = []
+    for leaf in jax.tree.leaves(arrays):
+        if getattr(leaf, "shape", ()):
+            words.append(f"{leaf.dtype}{list(leaf.shape)}")
+    return " x ".join(words)
 
 
 def check_backend(backend: Backend | None) -> None:
     """Raise a ValueError unless `backend` is None or a known name."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(
-            f"backend={backend!r} is unknown; use None or one of"
-            f" {', '.join(map(repr, BACKENDS))}"
-        )
+    if backend is not None:
+        check_choice("backend", backend, BACKENDS, " or None")
 
 
 def device_kind() -> str:
-    """Return the kind of device for which programs are traced, such as "NVIDIA H200" or
-    "cpu".
+    """Return the kind of device for which programs are traced, such as "NVIDIA H200".
 
     The mesh in use decides (it may describe a device that this machine lacks), else
     JAX's default device.
@@ -178,43 +181,46 @@ def device_kind() -> str:
 
 
 def device_cores(otherwise: int) -> int:
-    """Return the number of multiprocessors of that device, or `otherwise` if it does
-    not say.
+    """Return the number of multiprocessors of that device.
+
+    It is `otherwise` if the device does not say.
     """
     device = _device()
-    return (
-        getattr(device, "num_cores", None)
-        or getattr(device, "core_count", None)
-        or otherwise
-    )
+    for name in ("num_cores", "core_count"):
+        count = getattr(device, name, None)
+        if count:
+            return int(count)
+    return otherwise
 
 
 def compute_capability() -> float:
-    """Return the compute capability of that device, such as 9.0 for Hopper, or 0 unless
-    it is an NVIDIA GPU.
+    """Return the compute capability of that device, such as 9.0 for Hopper.
+
+    It is 0 unless the device is an NVIDIA GPU.
     """
     try:
-        return float(_device().compute_capability)
-    except (AttributeError, ValueError):
+        return float(getattr(_device(), "compute_capability", 0))
+    except ValueError:
         return 0.0
 
 
 def lacks_fp8() -> str | None:
-    """Return the reason why that device cannot convert to FP8 in a kernel, or None:
-    NVIDIA GPUs can from 8.9 on.
+    """Return the reason why that device cannot convert to FP8 in a kernel, or None.
 
-    A device that is only described, for a program that is compiled elsewhere, has a
-    name but no capability.
+    NVIDIA GPUs can from 8.9 on. A device that is only described, for a program that is
+    compiled elsewhere, has a name but no capability.
     """
-    kind, capability = device_kind(), compute_capability()
-    return (
-        f"{kind} has no instructions for FP8"
-        if "NVIDIA" not in kind or 0 < capability < 8.9
-        else None
-    )
+    kind = device_kind()
+    if "NVIDIA" in kind and not 0 < compute_capability() < 8.9:
+        return None
+    return f"{kind} has no instructions for FP8"
 
 
-def _device() -> Any:
+class _Device(Protocol):
+    device_kind: str
+
+
+def _device() -> _Device:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return described
@@ -226,10 +232,11 @@ def judge(
     table: Sequence[Implementation],
     backend: Backend | None,
     options: Hashable,
-    *arrays: Any,
+    *arrays: object,
 ) -> tuple[Verdict, ...]:
-    """Return for each implementation the reason why it does not run, and None for the
-    first that does.
+    """Return for each implementation the reason why it does not run.
+
+    The reason is None for the first one that does.
 
     Raises:
       ValueError: `backend` is not a backend.
@@ -237,49 +244,57 @@ def judge(
     check_backend(backend)
     verdicts: list[Verdict] = []
     chosen: Backend | None = None
-    device = device_kind()
     for implementation in table:
-        kernel, reason, config = implementation.backend != "xla", None, None
-        if backend not in (None, implementation.backend):
-            reason = f"backend={backend!r} was asked for"
-        elif kernel and backend is None and device == "cpu":
-            reason = (
-                "a CPU runs a kernel only where it is named, in its interpreter if it"
-                " has one"
-            )
-        else:
-            reason = _reject(implementation, options, *arrays)
-            if reason is None and backend is None:
-                reason = implementation.decline(options, *arrays)
-                if reason is None and implementation.timed:
-                    able = {
-                        other.backend
-                        for other in table
-                        if _reject(other, options, *arrays) is None
-                    }
-                    key, name = table[-1].key(options, *arrays), implementation.backend
-                    if implementation.replaces in {None, *able} or (
-                        key and tuning.find(device, key, name)
-                    ):
-                        reason = tuning.decline(device, key, name, able)
+        reason = _objection(table, implementation, backend, options, *arrays)
         if reason is None and chosen is not None:
             reason = f"{chosen} comes first"
+        config = None
         if reason is None:
-            chosen, config = (
-                implementation.backend,
-                implementation.configure(options, *arrays),
-            )
+            chosen = implementation.backend
+            config = implementation.configure(options, *arrays)
         verdicts.append(Verdict(implementation.backend, reason, config))
     return tuple(verdicts)
 
 
-def _reject(
-    implementation: Implementation, options: Hashable, *arrays: Any
+def _objection(
+    table: Sequence[Implementation],
+    implementation: Implementation,
+    backend: Backend | None,
+    options: Hashable,
+    *arrays: object,
 ) -> str | None:
-    lacks_engine = (
-        pallas_triton.missing() if implementation.backend == "triton" else None
-    )
-    return lacks_engine or implementation.reject(options, *arrays)
+    """Return the reason why an implementation would not run in the first place."""
+    name = implementation.backend
+    if backend not in (None, name):
+        return f"backend={backend!r} was asked for"
+    device = device_kind()
+    if backend is None and name != "xla" and device == "cpu":
+        return (
+            "a CPU runs a kernel only where it is named, in its interpreter if it has"
+            " one"
+        )
+    reason = _reject(implementation, options, *arrays)
+    if reason is None and backend is None:
+        reason = implementation.decline(options, *arrays)
+    if reason is not None or backend is not None or not implementation.timed:
+        return reason
+    able = {
+        other.backend for other in table if _reject(other, options, *arrays) is None
+    }
+    key = table[-1].key(options, *arrays)
+    replaces = implementation.replaces not in {None, *able}
+    if replaces and not (key and tuning.find(device, key, name)):
+        return None
+    return tuning.decline(device, key, name, able)
+
+
+def _reject(
+    implementation: Implementation, options: Hashable, *arrays: object
+) -> str | None:
+    reason = None
+    if implementation.backend == "triton":
+        reason = pallas_triton.missing()
+    return reason or implementation.reject(options, *arrays)
 
 
 def dispatch(
@@ -287,7 +302,7 @@ def dispatch(
     table: Sequence[Implementation],
     backend: Backend | None,
     options: Hashable,
-    *arrays: Any,
+    *arrays: object,
 ) -> Any:
     """Choose an implementation and run it.
 
@@ -301,30 +316,19 @@ def dispatch(
         message says why.
     """
     verdicts = judge(table, backend, options, *arrays)
-    chosen = next(
-        (
-            i
-            for i, verdict in zip(table, verdicts, strict=True)
-            if verdict.reason is None
-        ),
-        None,
-    )
+    chosen: Implementation | None = None
+    for implementation, verdict in zip(table, verdicts, strict=True):
+        if verdict.reason is None:
+            chosen = implementation
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(
-            Call(
-                _scope(),
-                op,
-                _describe(*arrays),
-                verdicts,
-                table[-1].key(options, *arrays),
-            )
-        )
+        key = table[-1].key(options, *arrays)
+        calls.append(Call(_scope(), op, _describe(*arrays), verdicts, key))
         chosen = chosen or table[-1]
     if chosen is None:
+        reasons = _reasons(op, table, backend, verdicts)
         raise NotImplementedError(
-            f"{op} cannot run with backend={backend!r}:"
-            f" {_reasons(op, table, backend, verdicts)}"
+            f"{op} cannot run with backend={backend!r}: {reasons}"
         )
     if chosen.backend == "xla":
         return chosen.run(options, *arrays)
@@ -352,11 +356,11 @@ def _reasons(
 
 
 @functools.cache
-def _jitted(run: Callable[..., Any]) -> Callable[..., Any]:
+def _jitted(run: Callable[..., T]) -> Callable[..., T]:
     return jax.jit(run, static_argnums=0)
 
 
-def shared(function: Callable[..., Any]) -> Callable[..., Any]:
+def shared(function: Callable[..., T]) -> Callable[..., T]:
     """Return `function(options, *arguments)`, traced once for options and arguments
     that agree.
 
@@ -375,13 +379,13 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def on_device(options: Hashable, around: Hashable, *arguments: Any) -> Any:
+    def on_device(options: Hashable, around: Hashable, *arguments: object) -> T:
         return function(options, *arguments)
 
     traced = jax.jit(on_device, static_argnums=(0, 1))
 
     @functools.wraps(function)
-    def call(options: Hashable, *arguments: Any) -> Any:
+    def call(options: Hashable, *arguments: object) -> T:
         if _CALLS.get() is not None:
             return function(options, *arguments)
         return traced(options, surroundings(), *arguments)
@@ -390,14 +394,11 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def surroundings() -> Hashable:
-    """Return the inputs of the choice besides its arguments, which JAX does not know:
-    the device and the times.
+    """Return the inputs of the choice that JAX does not know.
+
+    They are the device and the times.
     """
     kind = device_kind()
     # A CPU runs no kernel that is not named, so times decide nothing there.
-    return (
-        kind,
-        compute_capability(),
-        device_cores(0),
-        None if kind == "cpu" else tuning.load(),
-    )
+    times = None if kind == "cpu" else tuning.load()
+    return kind, compute_capability(), device_cores(0), times

@@ -89,7 +89,8 @@ def on_parts(
     if AxisType.Auto in mesh.axis_types and _PARTITIONS_INSIDE:
         specs = _partition_specs(finals)
         run = jax.sharding.auto_axes(by_xla, axes=explicit, out_sharding=specs)
-        return jax.tree.unflatten(trees[0], run(*operands))
+        made = run(*operands)
+        return jax.tree.unflatten(trees[0], made)
     # Axes are not named if all are explicit: under `vmap` a `shard_map` lacks those
     # that split the stack.
     every = set(mesh.axis_types) == {AxisType.Explicit}
@@ -100,8 +101,8 @@ def on_parts(
         axis_names=set() if every else set(explicit),
         check_vma=False,
     )
-    made = run(*map(moved, operands, parts.inputs))
-    return jax.tree.unflatten(trees[0], map(moved, made, finals))
+    made = map(moved, run(*map(moved, operands, parts.inputs)), finals)
+    return jax.tree.unflatten(trees[0], made)
 
 
 def _explicit_axes(mesh: jax.sharding.AbstractMesh) -> tuple[str, ...]:

@@ -1,8 +1,10 @@
-"""E2M1 codes, two a byte: the values of `Fp4` weights, NVFP4 and MXFP4, whose blocks
-have a scale each.
+"""E2M1 codes, two a byte: the values of `Fp4` weights, NVFP4 and MXFP4.
 
-    x ~ E2M1[code] * scale * outer        NVFP4: 16 values share an E4M3 scale, the matrix a float32 `outer`
-    x ~ E2M1[code] * scale                MXFP4: 32 values share a power of two, E8M0 (OCP MX, 2023)
+    x ~ E2M1[code] * scale * outer    NVFP4
+    x ~ E2M1[code] * scale            MXFP4 (OCP MX, 2023)
+
+In NVFP4 16 values share an E4M3 scale, and the matrix a float32 `outer`. In MXFP4 32
+values share a power of two, E8M0.
 
 Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as in
 files of compressed-tensors. E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times
@@ -47,9 +49,9 @@ def unpack(packed: jax.Array) -> jax.Array:
     [1, 2, 3, 15]
     """
     both = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return regrouped(
-        both, [*([size] for size in packed.shape[:-1]), [packed.shape[-1], 2]]
-    )
+    groups = [[size] for size in packed.shape]
+    groups[-1].append(2)
+    return regrouped(both, groups)
 
 
 def numbers(codes: jax.Array) -> jax.Array:
@@ -59,9 +61,11 @@ def numbers(codes: jax.Array) -> jax.Array:
     [0.5, 6.0, -6.0]
     """
     code = codes.astype(jnp.int32)
-    exponent, half = (code >> 1) & 3, code & 1
+    exponent = (code >> 1) & 3
+    half = code & 1
     # 0 and 0.5 are E2M1's subnormals. Bit work, because a table would cost a gather for
     # every value.
     normal = ((exponent + 126) << 23) | (half << 22)
-    bits = jnp.where(exponent == 0, half * (126 << 23), normal) | ((code >> 3) << 31)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    magnitude = jnp.where(exponent == 0, half * (126 << 23), normal)
+    sign = (code >> 3) << 31
+    return jax.lax.bitcast_convert_type(magnitude | sign, jnp.float32)

@@ -1,5 +1,6 @@
-"""Moments of an optimizer in 8 bits: a code for each value, a byte for each block of
-128, rounded stochastically.
+"""Moments of an optimizer in 8 bits, rounded stochastically.
+
+There is a code for each value, and a byte for each block of 128.
 
 Two formats, for blocks along the last axis (the last block may be shorter):
 
@@ -46,7 +47,8 @@ _SMALLEST_NORMAL = 0x00800000
 # Exponents of m's scales. A device multiplies by 2**-120 / scale, and 2**-149 is the
 # smallest number of float32. Values that are subnormal on one backend and zero on
 # another are then below the last random bit of the smallest one.
-_SMALLEST_SCALE, _LARGEST_SCALE = -87, 29
+_SMALLEST_SCALE = -87
+_LARGEST_SCALE = 29
 # Smallest base of v: b2 * v is not subnormal for any b2 from 2**-7 on
 _SMALLEST_BASE = 8
 _SPAN = 31  # binades from the largest v to the floor
@@ -58,11 +60,11 @@ _GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 
 
 def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (E4M3 codes [..., n], E8M0 scales [..., ceil(n / 128)]) of float32 m,
-    rounded stochastically by `bits`.
+    """Return (E4M3 codes `[..., n]`, E8M0 scales `[..., ceil(n / 128)]`) of float32 m.
 
-    `E[decode_m(*encode_m(m, bits))] = m` to 2**-20 of the distance between neighbours.
-    A block with a NaN or inf is NaN throughout. `bits` are uint32.
+    They are rounded stochastically by `bits`: `E[decode_m(*encode_m(m, bits))] = m` to
+    2**-20 of the distance between neighbours. A block with a NaN or inf is NaN
+    throughout. `bits` are uint32.
 
     >>> codes, scale = encode_m(jnp.array([1.0, -896.0, 0.0]), jnp.zeros(3, jnp.uint32))
     >>> decode_m(codes, scale).tolist(), scale.astype(jnp.float32).tolist()
@@ -71,28 +73,28 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     blocks = to_blocks(m.astype(jnp.float32))
     amax_bits = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
     scale, inverse = m_scale(amax_bits, amax_bits < INFINITY)
-    codes = stochastic_e4m3(
-        blocks * inverse, (to_blocks(bits) & jnp.uint32(LOW_20)).astype(jnp.int32)
-    )
+    random = (to_blocks(bits) & jnp.uint32(LOW_20)).astype(jnp.int32)
+    codes = stochastic_e4m3(blocks * inverse, random)
     stored = lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
     return from_blocks(codes, m.shape[-1]), stored[..., 0]
 
 
 def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the values of the codes, float32 [..., n]: code * scale, exactly."""
+    """Return the values of the codes, float32 `[..., n]`: code * scale, exactly."""
     spread = numerics.decode_e8m0(scale)[..., None]
     return from_blocks(to_blocks(codes).astype(jnp.float32) * spread, codes.shape[-1])
 
 
 def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (uint8 codes [..., n], bases [..., ceil(n / 128)]) of float32 v >= 0,
-    rounded stochastically by `bits`.
+    """Return (uint8 codes `[..., n]`, bases `[..., ceil(n / 128)]`) of float32 v >= 0.
 
-    `E[decode_v(*encode_v(v, bits))] = v` to 2**-20 of the distance between neighbours,
-    for a v above its block's floor, 2**-32 to 2**-30 of the largest; subnormal v count
-    as zero. A block with a NaN or inf is NaN throughout.
+    They are rounded stochastically by `bits`: `E[decode_v(*encode_v(v, bits))] = v` to
+    2**-20 of the distance between neighbours, for a v above its block's floor, 2**-32
+    to 2**-30 of the largest; subnormal v count as zero. A block with a NaN or inf is
+    NaN throughout.
 
-    >>> codes, base = encode_v(jnp.array([1.0, 2.0**-40, 0.0]), jnp.zeros(3, jnp.uint32))
+    >>> v = jnp.array([1.0, 2.0**-40, 0.0])
+    >>> codes, base = encode_v(v, jnp.zeros(3, jnp.uint32))
     >>> codes.tolist(), base.tolist(), decode_v(codes, base).tolist()
     ([247, 0, 0], [96], [1.0, 5.238689482212067e-10, 5.238689482212067e-10])
     """
@@ -100,23 +102,19 @@ def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     amax_bits = jnp.max(blocks, axis=-1, keepdims=True)
     base = v_base(amax_bits, amax_bits < INFINITY)
     codes = v_code(blocks + v_bits(to_blocks(bits)), base)
-    return from_blocks(codes.astype(jnp.uint8), v.shape[-1]), base[..., 0].astype(
-        jnp.uint8
-    )
+    stored = base[..., 0].astype(jnp.uint8)
+    return from_blocks(codes.astype(jnp.uint8), v.shape[-1]), stored
 
 
 def decode_v(codes: jax.Array, base: jax.Array) -> jax.Array:
-    """Return the values of the codes, float32 [..., n]."""
-    values = v_value(
-        to_blocks(codes).astype(jnp.int32), base[..., None].astype(jnp.int32)
-    )
+    """Return the values of the codes, float32 `[..., n]`."""
+    blocks = to_blocks(codes).astype(jnp.int32)
+    values = v_value(blocks, base[..., None].astype(jnp.int32))
     return from_blocks(values, codes.shape[-1])
 
 
 def to_blocks(x: jax.Array) -> jax.Array:
-    """Return [..., n] as [..., blocks, 128], with the last block filled up with
-    zeros.
-    """
+    """Return `[..., n]` as `[..., blocks, 128]`; zeros fill up the last block."""
     *leading, n = x.shape
     short = -n % BLOCK
     if short:
@@ -125,7 +123,7 @@ def to_blocks(x: jax.Array) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
-    """Return the array [..., n] that `to_blocks` cut."""
+    """Return the array `[..., n]` that `to_blocks` cut."""
     *leading, count, size = blocks.shape
     return blocks.reshape(*leading, count * size)[..., :n]
 
@@ -135,8 +133,9 @@ def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of |x| as int32, ordered like magnitudes: zero for subnormals,
-    and one NaN, the largest.
+    """Return the bits of |x| as int32, ordered like magnitudes.
+
+    They are zero for subnormals. There is one NaN, the largest.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
@@ -146,10 +145,10 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def v_bits(bits: jax.Array) -> jax.Array:
-    """Return 20 bits of a hash that round v: the highest bits of a product, each of
-    which depends on all lower ones.
+    """Return 20 bits of a hash that round v.
 
-    20 bits are needed, although the hash has only 12 that m does not use: with b2 =
+    They are the highest bits of a product, each of which depends on all lower ones. 20
+    bits are needed, although the hash has only 12 that m does not use: with b2 =
     0.999 a v falls by a hundredth of a spacing a step, and with 10 bits it would fall
     faster by 5 %.
     """
@@ -157,21 +156,19 @@ def v_bits(bits: jax.Array) -> jax.Array:
 
 
 def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (E8M0 code of the scale of a block as int32, 1 / scale as float32) from
-    the bits of its largest |m|.
+    """Return (E8M0 code of the scale of a block, 1 / scale) from its largest |m|.
 
-    If the block is not finite, the code is 255 and the inverse NaN.
+    The code is int32 and the inverse float32, and `amax_bits` are the bits of |m|. If
+    the block is not finite, the code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
     exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
-    exponent = jnp.minimum(
-        jnp.maximum(exponent, 127 + _SMALLEST_SCALE), 127 + _LARGEST_SCALE
-    )
+    exponent = jnp.maximum(exponent, 127 + _SMALLEST_SCALE)
+    exponent = jnp.minimum(exponent, 127 + _LARGEST_SCALE)
     exponent = jnp.where(amax_bits == 0, 127, exponent)
     inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
-    return jnp.where(finite, exponent, NOT_FINITE), lax.bitcast_convert_type(
-        inverse, jnp.float32
-    )
+    code = jnp.where(finite, exponent, NOT_FINITE)
+    return code, _from_bits(inverse)
 
 
 def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
@@ -182,10 +179,10 @@ def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
 
 
 def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
-    """Return the codes of values of v, int32, from the sums of their bits and 20 random
-    bits.
+    """Return the codes of values of v, int32.
 
-    A NaN's sum overflows or ends at code 6: with base 255 every code up to 6 is a NaN.
+    `rounded` are the sums of their bits and 20 random bits. A NaN's sum overflows or
+    ends at code 6: with base 255 every code up to 6 is a NaN.
     """
     return jnp.maximum((rounded >> _DROPPED) - ((base << 3) + 1), 0)
 
@@ -193,35 +190,33 @@ def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
 def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
     """Return the float32 values of int32 codes; in a block of zeros all are zero."""
     floor = jnp.where(base == 0, 0, (base << _MANTISSA_BITS) + (1 << _DROPPED))
-    return lax.bitcast_convert_type((code << _DROPPED) + floor, jnp.float32)
+    return _from_bits((code << _DROPPED) + floor)
 
 
 def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
-    """Return x in E4M3, rounded to one of its two neighbours by 20 random bits,
-    saturating.
+    """Return x in E4M3, rounded to one of its two neighbours by 20 random bits.
 
-    The result is `k * spacing` with the sign of x and `k = (round(|x| / spacing *
-    2**20) + random) >> 20`. Normal values are whole multiples before the rounding, so k
-    is unbiased to the last of the 20 bits. A device computes the same bits by adding
-    below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and
-    truncating. For a NaN that sum is minus zero unless the random bits are zero; a
-    scale or a weight's other half records the NaN.
+    It saturates. The result is `k * spacing` with the sign of x and `k = (round(|x| /
+    spacing * 2**20) + random) >> 20`. Normal values are whole multiples before the
+    rounding, so k is unbiased to the last of the 20 bits. A device computes the same
+    bits by adding below the mantissa of x * 2**-120, whose subnormals have E4M3's
+    spacing, and truncating. For a NaN that sum is minus zero unless the random bits are
+    zero; a scale or a weight's other half records the NaN.
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
     bits = lax.bitcast_convert_type(clipped, jnp.int32)
     exponent = jnp.maximum((bits & INFINITY) >> _MANTISSA_BITS, 121) - 3
-    spacing, inverse = (
-        lax.bitcast_convert_type(power << _MANTISSA_BITS, jnp.float32)
-        for power in (exponent, 254 - exponent)
-    )
+    spacing = _from_bits(exponent << _MANTISSA_BITS)
+    inverse = _from_bits((254 - exponent) << _MANTISSA_BITS)
     # Two exact products, because 2**20 / spacing is beyond float32 for the smallest
     # spacing.
-    whole = lax.round(
-        jnp.abs(clipped) * inverse * 2.0**20, lax.RoundingMethod.TO_NEAREST_EVEN
-    )
-    rounded = ((whole.astype(jnp.int32) + random) >> RANDOM_BITS).astype(
-        jnp.float32
-    ) * spacing
+    units = jnp.abs(clipped) * inverse * 2.0**20
+    whole = lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    rounded = ((whole + random) >> RANDOM_BITS).astype(jnp.float32) * spacing
     sign = jnp.where(bits < 0, -1.0, 1.0)
     nan = jnp.where(random == 0, jnp.nan, -0.0)
     return jnp.where(jnp.isnan(x), nan, rounded * sign).astype(E4M3)
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,5 +1,4 @@
-"""The nouns of the library: an `Operand` of a product, the options of quantizers and
-products, and their checks.
+"""The nouns of the library: an `Operand` of a product, options, and their checks.
 
 An operand is FP8 values, contracted along their last axis, with their scale and an
 optional residual: a second FP8 tensor that shares the scale,
@@ -70,8 +69,7 @@ Contracts = Literal["last", "first"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operand:
-    """FP8 values with their scales, and perhaps a residual:
-    `x ~ (values + lo) * scale`.
+    """FP8 values with scales and perhaps a residual: `x ~ (values + lo) * scale`.
 
     Attributes:
       values: FP8 `[..., c]`; products contract c (or, in a weight gradient, all axes
@@ -113,26 +111,22 @@ class Operand:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor for which the operand stands."""
-        if isinstance(self.scaling, Fp4):
-            return (*self.values.shape[:-1], 2 * self.values.shape[-1])
-        return (
-            self.values.shape if self.contracts == "last" else self.values.shape[::-1]
-        )
+        shape = self.values.shape
+        if self.scaling.packed:
+            return (*shape[:-1], 2 * shape[-1])
+        return shape if self.contracts == "last" else shape[::-1]
 
     @property
     def dtype(self) -> jnp.dtype:
         """Format of the values."""
-        return jnp.dtype(
-            jnp.float4_e2m1fn if isinstance(self.scaling, Fp4) else self.values.dtype
-        )
+        packed = self.scaling.packed
+        return jnp.dtype(jnp.float4_e2m1fn if packed else self.values.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self)
-        )
+        leaves = jax.tree.leaves(self)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     def scale_of_values(self) -> jax.Array:
         """Return the scales in float32, shaped to multiply the values."""
@@ -150,28 +144,23 @@ class Operand:
           NotImplementedError: the scales are rows or vectors, which the transpose does
             not have.
         """
-        swap = lambda x: jnp.swapaxes(x, -1, -2)
         lo_scale = None if self.lo_scale is None else self.scaling.turn(self.lo_scale)
-        values, scale = swap(self.values), self.scaling.turn(self.scale)
         return Operand(
-            values,
-            scale,
-            None if self.lo is None else swap(self.lo),
+            jnp.swapaxes(self.values, -1, -2),
+            self.scaling.turn(self.scale),
+            None if self.lo is None else jnp.swapaxes(self.lo, -1, -2),
             lo_scale,
             self.scaling,
         )
 
     def turn_late(self) -> "Operand":
-        """Return `turn()` of a matrix whose values stay where they are until a product
-        transposes them.
+        """Return `turn()` of a matrix whose values a product transposes later.
 
         Use it for a matrix that devices hold in parts. Its transpose and itself are
         then gathered in the same layout, and XLA gathers it once for both products.
         """
         turned = self.turn()
-        return Operand(
-            self.values, turned.scale, self.lo, turned.lo_scale, self.scaling, "first"
-        )
+        return replace(turned, values=self.values, lo=self.lo, contracts="first")
 
     def settled(self) -> "Operand":
         """Return the same operand with its values contracted along their last axis."""
@@ -181,17 +170,18 @@ class Operand:
         return Operand(self.values.T, self.scale, lo, self.lo_scale, self.scaling)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return `(values + lo) * scale` in float32, where the sum is exact, cast to
-        `dtype`.
+        """Return `(values + lo) * scale` in float32, cast to `dtype`.
 
-        With `Fp4` it is `number * (scale * outer)`, in the order of the format library.
+        The sum is exact. With `Fp4` it is `number * (scale * outer)`, in the order of
+        the format library.
 
-        >>> Operand(jnp.ones(2, jnp.float8_e4m3fn), jnp.float32(0.5)).dequantize().tolist()
+        >>> ones = jnp.ones(2, jnp.float8_e4m3fn)
+        >>> Operand(ones, jnp.float32(0.5)).dequantize().tolist()
         [0.5, 0.5]
         """
         if self.contracts == "first":
             return self.settled().dequantize(dtype)
-        if isinstance(self.scaling, Fp4):
+        if self.scaling.packed:
             total = numbers(unpack(self.values))
         elif self.lo is None:
             # Without the barrier XLA on a GPU would cancel the cast against the one
@@ -290,7 +280,7 @@ def check_real(name: str, x: jax.Array) -> None:
 def check_quantizer(
     name: str, x: jax.Array, options: Quantization, amax: jax.Array | None
 ) -> Quantization:
-    """Return the options of a quantizer with a NumPy dtype, if `x` may be quantized so.
+    """Return the options of a quantizer with a NumPy dtype, or raise if x does not fit.
 
     Raises:
       TypeError: `x` is not real floating point, or the dtype is not FP8.
@@ -313,18 +303,15 @@ def check_quantizer(
             raise ValueError(
                 f"{name} is a scalar, which has no rows or blocks; use scaling=Tensor()"
             )
-        if isinstance(scaling, Block) and scaling.tile == "square" and x.ndim != 2:
+        if scaling.squares and x.ndim != 2:
             raise ValueError(
                 f"{name}{list(x.shape)} has no square blocks, which are cut from a"
                 ' matrix; use jax.vmap over a stack, or tile="vector"'
             )
     dtype = jnp.dtype(options.dtype)
-    return replace(
-        options,
-        dtype=(
-            dtype if dtype in numerics.FLOAT8_DTYPES else numerics.float8_dtype(dtype)
-        ),
-    )
+    if dtype not in numerics.FLOAT8_DTYPES:
+        numerics.float8_dtype(dtype)
+    return replace(options, dtype=dtype)
 
 
 def check_operands(x: Operand, w: Operand) -> None:
@@ -337,10 +324,8 @@ def check_operands(x: Operand, w: Operand) -> None:
       NotImplementedError: E5M2 x E5M2, two scalings that no product combines, or an x
         with a residual.
     """
-    a, b = (
-        x.values.shape,
-        w.values.shape if w.contracts == "last" else w.values.shape[::-1],
-    )
+    a = x.values.shape
+    b = w.values.shape if w.contracts == "last" else w.values.shape[::-1]
     contracted = len(b) - 1
     if contracted < 1 or len(a) < contracted or a[len(a) - contracted :] != b[1:]:
         raise ValueError(
@@ -348,7 +333,8 @@ def check_operands(x: Operand, w: Operand) -> None:
             " transpose or reshape one of them"
         )
     for name, operand in (("x", x), ("w", w)):
-        values, lo = operand.values, operand.lo
+        values = operand.values
+        lo = operand.lo
         if values.dtype not in numerics.FLOAT8_DTYPES:
             numerics.float8_dtype(values.dtype)
         if lo is not None and (lo.shape != values.shape or lo.dtype != values.dtype):
@@ -366,13 +352,12 @@ def check_operands(x: Operand, w: Operand) -> None:
             "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand"
             " float8_e4m3fn"
         )
-    fitting = w.scaling.along_rows if isinstance(w.scaling, Block) else w.scaling
-    if x.scaling != fitting:
+    if x.scaling != w.scaling.along_rows:
         raise NotImplementedError(
             f"x has the scaling {x.scaling} and w {w.scaling}: no product combines"
             f" them; quantize x with scaling={w.scaling.along_rows}"
         )
-    if isinstance(w.scaling, Block):
+    if w.scaling.in_blocks:
         for name, operand in (("x", x), ("w", w)):
             _check_block_scales(name, operand, contracted)
 

@@ -1,9 +1,9 @@
-"""The one reader of `PartitionSpec`: which mesh axes split each axis of an array, and
-how that follows a reshape.
+"""The one reader of `PartitionSpec`: which mesh axes split each axis of an array.
 
 A spec has an entry for each axis of an array: None, a name of a mesh axis, or a tuple
 of names. Trailing entries may be missing. The functions here hide these spellings.
-`names` turns an entry into a tuple, `entries` fills up the rest.
+`names` turns an entry into a tuple, `entries` fills up the rest, and others follow a
+reshape.
 
 Axes of a mesh are automatic or explicit. With explicit ones the sharding is part of an
 array's type, and JAX asks for a sharding if an operation is ambiguous. Merging axes is:
@@ -12,9 +12,10 @@ one that is split. `regrouped` and `ungrouped` keep that one where it is, and ga
 others.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -22,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
 Entry: TypeAlias = str | tuple[str, ...] | None
+T = TypeVar("T")
 
 
 def names(entry: Entry) -> tuple[str, ...]:
@@ -30,7 +32,9 @@ def names(entry: Entry) -> tuple[str, ...]:
     >>> names(None), names("data"), names(("data", "fsdp"))
     ((), ('data',), ('data', 'fsdp'))
     """
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def shards(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
@@ -47,9 +51,10 @@ def entries(sharding: Sharding, ndim: int) -> tuple[Entry, ...]:
     >>> entries(PartitionSpec("data"), 3)
     ('data', None, None)
     """
-    spec = tuple(
-        sharding.spec if isinstance(sharding, NamedSharding) else sharding or ()
-    )
+    if isinstance(sharding, NamedSharding):
+        spec = tuple(sharding.spec)
+    else:
+        spec = tuple(sharding or ())
     if len(spec) > ndim:
         raise ValueError(
             f"{sharding} describes {len(spec)} axes, but the array has {ndim}; drop the"
@@ -59,8 +64,9 @@ def entries(sharding: Sharding, ndim: int) -> tuple[Entry, ...]:
 
 
 def entries_of(x: jax.Array) -> tuple[Entry, ...]:
-    """Return the entries of the spec in the type of x; all None unless its mesh has
-    explicit axes.
+    """Return the entries of the spec in the type of x.
+
+    All are None unless its mesh has explicit axes.
     """
     return entries(jax.typeof(x).sharding, x.ndim)
 
@@ -68,7 +74,8 @@ def entries_of(x: jax.Array) -> tuple[Entry, ...]:
 def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
     """Return a sharding of the same kind and mesh with another spec; None stays None.
 
-    >>> with_entries(PartitionSpec("data"), (None, "data")) == PartitionSpec(None, "data")
+    >>> changed = with_entries(PartitionSpec("data"), (None, "data"))
+    >>> changed == PartitionSpec(None, "data")
     True
     """
     if isinstance(sharding, NamedSharding):
@@ -77,10 +84,9 @@ def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
 
 
 def sharding_of(x: jax.Array | jax.core.ShapedArray) -> NamedSharding | None:
-    """Return the sharding in the type of x, or in a type, if its mesh has explicit
-    axes, else None.
-    """
-    sharding = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
+    """Return the sharding in the type of x, or in a type, if axes are explicit."""
+    kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    sharding = kind.sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
@@ -90,26 +96,27 @@ def has_explicit_axes() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices of the mesh in use, or of this program without a
-    mesh.
-    """
+    """Return the number of devices of the mesh in use, or of this program."""
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
 def hidden_shards() -> int:
-    """Return into how many parts XLA may cut an axis that its type shows as whole: one
-    if axes are explicit.
+    """Return into how many parts XLA may cut an axis that its type shows as whole.
+
+    It is one part if axes are explicit.
     """
     return 1 if has_explicit_axes() else device_count()
 
 
 def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
-    """Return x with this spec in its type, moved only if it has another one; without
-    explicit axes nothing moves.
+    """Return x with this spec in its type, moved only if it has another one.
+
+    Without explicit axes nothing moves.
     """
     sharding = sharding_of(x)
-    same = [names(entry) for entry in entries_of(x)] == [names(entry) for entry in spec]
-    if same or (sharding is None and not has_explicit_axes()):
+    own = [names(entry) for entry in entries_of(x)]
+    wanted = [names(entry) for entry in spec]
+    if own == wanted or (sharding is None and not has_explicit_axes()):
         return x
     return jax.sharding.reshard(x, with_entries(sharding or PartitionSpec(), spec))
 
@@ -126,9 +133,8 @@ def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
     if sharding is None:
         return x.reshape(shape)
     kept, merged = merged_entries(entries_of(x), groups)
-    return lax.reshape(
-        moved(x, kept), shape, out_sharding=with_entries(sharding, merged)
-    )
+    out_sharding = with_entries(sharding, merged)
+    return lax.reshape(moved(x, kept), shape, out_sharding=out_sharding)
 
 
 def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
@@ -137,7 +143,7 @@ def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
     >>> ungrouped(jax.numpy.ones((2, 12)), [[2], [3, 4]]).shape
     (2, 3, 4)
     """
-    shape = tuple(size for group in groups for size in group)
+    shape = tuple(itertools.chain(*groups))
     sharding = sharding_of(x)
     if sharding is None:
         return x.reshape(shape)
@@ -148,8 +154,7 @@ def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
 def merged_entries(
     spec: Sequence[Entry], groups: Sequence[Sequence[int]]
 ) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Return (the entries that may stay when each group is merged, the entries of the
-    merged axes).
+    """Return (the entries that stay when groups are merged, those of merged axes).
 
     >>> merged_entries(("a", "b", "c"), [[2], [3, 4]])
     (('a', 'b', None), ('a', 'b'))
@@ -157,57 +162,62 @@ def merged_entries(
     kept: list[Entry] = []
     merged: list[Entry] = []
     for group in groups:
-        start, first = len(kept), first_long(group)
-        kept += [spec[start + i] if i == first else None for i in range(len(group))]
-        merged.append(kept[start + first] if group else None)
+        first = len(kept) + first_long(group)
+        kept += [None] * len(group)
+        if group:
+            kept[first] = spec[first]
+        merged.append(spec[first] if group else None)
     return tuple(kept), tuple(merged)
 
 
 def split_entries(
     sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Sequence[int]]
 ) -> tuple[Entry, ...]:
-    """Return the entries of axes that are split into groups; an entry that does not
-    divide its axis becomes None.
+    """Return the entries of axes that are split into groups.
+
+    An entry that does not divide its axis becomes None.
 
     >>> split_entries(None, ("a", "b"), [[2], [1, 4]])
     ('a', None, 'b')
     """
     split: list[Entry] = []
     for entry, group in zip(spec, groups, strict=True):
+        parts = 1
+        if isinstance(sharding, NamedSharding):
+            parts = shards(sharding.mesh, entry)
+        of_group: list[Entry] = [None] * len(group)
         first = first_long(group)
-        parts = (
-            shards(sharding.mesh, entry) if isinstance(sharding, NamedSharding) else 1
-        )
-        fits = bool(group) and group[first] % parts == 0
-        split += [entry if fits and i == first else None for i in range(len(group))]
+        if group and group[first] % parts == 0:
+            of_group[first] = entry
+        split += of_group
     return tuple(split)
 
 
 def first_long(sizes: Sequence[int]) -> int:
-    """Return the index of the first size above one, else 0: the axis of a merged one
-    whose parts are contiguous.
+    """Return the index of the first size above one, else 0.
+
+    It is the axis of a merged one whose parts are contiguous.
     """
     return next((i for i, size in enumerate(sizes) if size > 1), 0)
 
 
-def varying(results: Any, *operands: Any) -> Any:
-    """Return a kernel's results in types that vary between devices of a `jax.shard_map`
-    wherever an operand does.
+def varying(results: T, *operands: jax.Array) -> T:
+    """Return a kernel's results, which vary between devices wherever an operand does.
 
-    JAX infers this for its own operations but cannot look into a kernel. Where it
-    checks (`check_vma=True`), Pallas reads it from the shapes of results, and the
-    results of Mosaic's `kernel` vary nowhere.
+    "Vary" is a part of types inside of a `jax.shard_map`. JAX infers this for its own
+    operations but cannot look into a kernel. Where it checks (`check_vma=True`), Pallas
+    reads it from the shapes of results, and the results of Mosaic's `kernel` vary
+    nowhere.
 
     Args:
       results: a tree of `jax.ShapeDtypeStruct` before the kernel runs, or of arrays
         after it.
       operands: arrays that the kernel reads.
     """
-    axes = frozenset[str]().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in operands)
-    )
+    of_operands = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    axes = frozenset[str]().union(*of_operands)
 
-    def vary(result: Any) -> Any:
+    def vary(result: jax.Array | jax.ShapeDtypeStruct) -> object:
         if isinstance(result, jax.ShapeDtypeStruct):
             kind = jax.sharding.ManualAxisType(varying=axes)
             return jax.ShapeDtypeStruct(
@@ -221,10 +231,8 @@ def varying(results: Any, *operands: Any) -> Any:
     return jax.tree.map(vary, results)
 
 
-def varying_alike(operands: Any) -> Any:
-    """Return a tree of operands that vary over all axes of a `jax.shard_map` over which
-    one of them varies.
-    """
+def varying_alike(operands: T) -> T:
+    """Return a tree of operands that vary over the same axes of a `jax.shard_map`."""
     # A custom_vjp must return gradients that vary as its operands do. Outside of it
     # JAX's own pcast sums the gradient of an operand that was the same on every device.
     return varying(operands, *jax.tree.leaves(operands))

@@ -32,9 +32,7 @@ _ALIKE = {"NVIDIA H200": ("H100", "H200", "H800", "GH200")}
 
 
 class Key(NamedTuple):
-    """Name of a call in `tuned.json`: its op, its variant such as "dual fast bfloat16",
-    and its shape.
-    """
+    """Name of a call in `tuned.json`; a variant is such as "dual fast bfloat16"."""
 
     op: str
     variant: str
@@ -64,8 +62,10 @@ class Entry:
 
 
 class _Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
-    """Entries by device kind and op; compared by identity, so that it can be part of
-    the key of a traced function.
+    """Entries by device kind and op.
+
+    They are compared by identity, so that they can be part of the key of a traced
+    function.
     """
 
     __eq__ = object.__eq__
@@ -77,48 +77,41 @@ class _Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
 def load() -> _Tuned:
     """Return the entries of `tuned.json` by device kind and op."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
-    return _Tuned(
-        {
-            device: {
-                op: tuple(Entry(**entry) for entry in entries)
-                for op, entries in ops.items()
-            }
-            for device, ops in content.items()
-        }
-    )
+    found = _Tuned()
+    for device, ops in content.items():
+        found[device] = {}
+        for op, entries in ops.items():
+            found[device][op] = tuple(Entry(**entry) for entry in entries)
+    return found
 
 
 def find(device: str, key: Key, backend: str) -> Entry | None:
-    """Return the measurement of a backend on a device nearest to the shape of `key`, or
-    None.
-    """
+    """Return the measurement of a backend on a device nearest to a shape, or None."""
     return _find(device, key, backend)[1]
 
 
 def _find(device: str, key: Key, backend: str) -> tuple[str, Entry | None]:
     """Return the device of a measurement, and the measurement."""
     for name in (device, _alike(device)):
-        if entries := _entries(name, key, backend):
-            return name, min(
-                entries, key=lambda entry: _distance(entry.shape, key.shape)
-            )
+        entries = _entries(name, key, backend)
+        if entries:
+            nearest = min(entries, key=lambda entry: _distance(entry.shape, key.shape))
+            return name, nearest
     return device, None
 
 
 def _alike(device: str) -> str:
-    return next(
-        (
-            other
-            for other, names in _ALIKE.items()
-            if any(name in device for name in names)
-        ),
-        device,
-    )
+    """Return a timed device with the same multiprocessors, or the device itself."""
+    for other, names in _ALIKE.items():
+        if any(name in device for name in names):
+            return other
+    return device
 
 
 def timed_device(device: str) -> str:
-    """Return the device whose times are estimates for this one: itself if BF16 was
-    timed on it, else one like it.
+    """Return the device whose times are estimates for this one.
+
+    It is the device itself if BF16 was timed on it, else one like it.
     """
     return device if "dot_general" in load().get(device, {}) else _alike(device)
 
@@ -139,82 +132,72 @@ def is_near(entry: Entry, key: Key) -> bool:
 
 def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     # A pass over a matrix takes as long as one over its transpose.
-    return (
-        _distance(tuple(sorted(a)), tuple(sorted(b)))
-        if len(a) == 2
-        else _distance(a, b)
-    )
+    if len(a) == 2:
+        return _distance(tuple(sorted(a)), tuple(sorted(b)))
+    return _distance(a, b)
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    return sum(abs(math.log2(max(1, x) / max(1, y))) for x, y in zip(a, b, strict=True))
+    ratios = [max(1, x) / max(1, y) for x, y in zip(a, b, strict=True)]
+    return sum(abs(math.log2(ratio)) for ratio in ratios)
 
 
 def decline(
     device: str, key: Key | None, backend: str, able: Collection[str] | None = None
 ) -> str | None:
-    """Return the reason why a backend is not the first choice on a device, or None if
-    it was measured to be fastest.
+    """Return the reason why a backend is not the first choice on a device, or None.
 
-    Backends that are not among those `able` to run the call do not count; None counts
-    all.
+    There is no reason if it was measured to be fastest. Backends that are not among
+    those `able` to run the call do not count; None counts all.
     """
-    timed, entry = (device, None) if key is None else _find(device, key, backend)
-    if key is None or entry is None:
-        call = "this" if key is None else f"{key.op} ({key.variant})"
-        return f"{call} was not timed on {device}; run python -m benchmarks.gemm --tune"
+    advice = f"was not timed on {device}; run python -m benchmarks.gemm --tune"
+    if key is None:
+        return f"this {advice}"
+    timed, entry = _find(device, key, backend)
+    if entry is None:
+        return f"{key.op} ({key.variant}) {advice}"
     fastest = entry.backend
+    milliseconds = entry.milliseconds
     if able is not None and fastest not in able:
-        fastest = min(
-            (name for name in entry.milliseconds if name in able),
-            key=entry.milliseconds.__getitem__,
-        )
+        ran = [name for name in milliseconds if name in able]
+        fastest = min(ran, key=milliseconds.__getitem__)
     if fastest == backend:
         return None
-    times = ", ".join(
-        f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items())
-    )
+    times = [f"{name} {milliseconds[name]:.4g} ms" for name in sorted(milliseconds)]
     where = "" if timed == device else f" on {timed}"
-    return (
-        f"{fastest} was fastest at {'x'.join(map(str, entry.shape))}{where} ({times})"
-    )
+    shape = "x".join(map(str, entry.shape))
+    return f"{fastest} was fastest at {shape}{where} ({', '.join(times)})"
 
 
 def is_timed(device: str) -> bool:
-    """Return whether BF16 products were timed on a device, so that other estimates have
-    a comparison.
-    """
+    """Return whether BF16 was timed on a device, so that estimates can be compared."""
     return "dot_general" in load().get(timed_device(device), {})
 
 
 def estimate(device: str, key: Key, backend: str) -> float | None:
-    """Return the milliseconds that a call takes on a device, or None if no shape near
-    it was measured.
+    """Return the milliseconds of a call on a device, or None if none is near.
 
     The rate, which is the product of the sizes over the time, is interpolated over the
     measurements within two octaves:
 
-        log rate = sum_i log rate_i / d_i^2  /  sum_i 1 / d_i^2,   d = sum over axes of |log2 of the sizes' ratio|
+        log rate = sum_i log rate_i / d_i^2  /  sum_i 1 / d_i^2
+        d_i      = sum over axes of |log2 of the ratio of sizes|
 
     The estimate is exact at a measured shape, and elsewhere between the slowest and the
     fastest of its neighbours. The order of two axes does not count.
     """
-    near = [
-        (_apart(entry.shape, key.shape), entry)
-        for entry in _entries(timed_device(device), key, backend)
-    ]
-    near = [(distance, entry) for distance, entry in near if distance <= _NEAR]
-    if not near or 0 in key.shape:
+    if 0 in key.shape:
         return None
-    nearest, entry = min(near, key=lambda pair: pair[0])
-    if nearest == 0:
-        return entry.milliseconds[backend]
-    weights = [distance**-2 for distance, _ in near]
-    rates = [
-        math.log(math.prod(entry.shape) / entry.milliseconds[backend])
-        for _, entry in near
-    ]
-    log_rate = sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(
-        weights
-    )
-    return math.prod(key.shape) / math.exp(log_rate)
+    total = 0.0
+    weights = 0.0
+    for entry in _entries(timed_device(device), key, backend):
+        distance = _apart(entry.shape, key.shape)
+        milliseconds = entry.milliseconds[backend]
+        if distance == 0:
+            return milliseconds
+        if distance <= _NEAR:
+            total += math.log(math.prod(entry.shape) / milliseconds) / distance**2
+            weights += 1 / distance**2
+    if not weights:
+        return None
+    return math.prod(key.shape) / math.exp(total / weights)

@@ -5,12 +5,13 @@ bytes below; `p_i` is the partial sum of device i:
 
     "float32"          4 N (d - 1) / d    sum_i p_i, float32
     "bfloat16"         2 N (d - 1) / d    added in bfloat16: every addition rounds
-    "bfloat16_parts"   2 N (d - 1) / d    sum_i bfloat16(p_i), added in float32: |error| <= 2**-8 sum_i |p_i|
+    "bfloat16_parts"   2 N (d - 1) / d    sum_i bfloat16(p_i), added in float32
 
-The last one is an all-to-all and a sum on each device. If every device keeps the whole
-sum, it is then gathered in bfloat16. None takes the dtype of the result: a bfloat16
-gradient is added in bfloat16, as JAX adds its own. Sums in FP8 are not offered, because
-NCCL would add three bits of mantissa to three bits.
+The error of the last one is at most 2**-8 sum_i |p_i|. It is an all-to-all and a sum on
+each device. If every device keeps the whole sum, it is then gathered in bfloat16. None
+takes the dtype of the result: a bfloat16 gradient is added in bfloat16, as JAX adds its
+own. Sums in FP8 are not offered, because NCCL would add three bits of mantissa to three
+bits.
 """
 
 import math
@@ -21,12 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.checks import check_choice
+
 Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
 
 
 class Scatter(NamedTuple):
-    """An axis of a result that is handed out over the mesh axes that split its partial
-    sums.
+    """An axis of a result that is handed out over the mesh axes of its partial sums.
 
     Attributes:
       axes: names of the mesh axes.
@@ -41,21 +43,15 @@ class Scatter(NamedTuple):
 
 
 def check_wire(wire: str | None) -> None:
-    """Raise a ValueError unless `wire` is None, the dtype of the result, or one of the
-    choices.
-    """
-    if wire is None or wire in get_args(Wire):
-        return
+    """Raise a ValueError unless `wire` is one of the choices, or None."""
     if "float8" in str(wire):
         raise ValueError(
             f"wire={wire!r} would add gradients in FP8, three bits of mantissa at most,"
             ' and lose all but the largest partial sums; use wire="bfloat16_parts",'
             " which sends two bytes a value and adds in float32"
         )
-    raise ValueError(
-        f"wire={wire!r} is unknown; use one of {', '.join(map(repr, get_args(Wire)))},"
-        " or None"
-    )
+    if wire is not None:
+        check_choice("wire", wire, get_args(Wire), ", or None")
 
 
 def reduced(
@@ -73,7 +69,8 @@ def reduced(
       wire: dtype that is sent; None is the dtype of `partial`.
     """
     for axes, dimension, shape in scattered:
-        partial = partial if shape is None else partial.reshape(shape)
+        if shape is not None:
+            partial = partial.reshape(shape)
         partial = _handed_out(partial, axes, dimension, wire)
     return _everywhere(partial, tuple(summed_over), wire) if summed_over else partial
 
@@ -81,33 +78,30 @@ def reduced(
 def _handed_out(
     partial: jax.Array, axes: tuple[str, ...], dimension: int, wire: Wire | None
 ) -> jax.Array:
-    if wire == "bfloat16_parts":
-        parts = lax.all_to_all(
-            partial.astype(jnp.bfloat16), axes, dimension, dimension, tiled=True
-        )
-        size = lax.axis_size(axes)
-        shape = parts.shape
-        parts = parts.reshape(
-            *shape[:dimension], size, shape[dimension] // size, *shape[dimension + 1 :]
-        )
-        return jnp.sum(parts.astype(jnp.float32), axis=dimension)
-    sent = partial.astype(jnp.bfloat16) if wire == "bfloat16" else partial
-    return lax.psum_scatter(sent, axes, scatter_dimension=dimension, tiled=True)
+    """Return this device's part of the sum, cut along a dimension."""
+    if wire is not None and wire != "float32":
+        partial = partial.astype(jnp.bfloat16)
+    if wire != "bfloat16_parts":
+        return lax.psum_scatter(partial, axes, scatter_dimension=dimension, tiled=True)
+    parts = lax.all_to_all(partial, axes, dimension, dimension, tiled=True)
+    devices = lax.axis_size(axes)
+    shape = list(parts.shape)
+    shape[dimension : dimension + 1] = [devices, shape[dimension] // devices]
+    return jnp.sum(parts.reshape(shape).astype(jnp.float32), axis=dimension)
 
 
 def _everywhere(
     partial: jax.Array, axes: tuple[str, ...], wire: Wire | None
 ) -> jax.Array:
+    """Return the whole sum on every device."""
+    if wire == "bfloat16":
+        return lax.psum(partial.astype(jnp.bfloat16), axes)
     if wire != "bfloat16_parts":
-        return lax.psum(
-            partial.astype(jnp.bfloat16) if wire == "bfloat16" else partial, axes
-        )
+        return lax.psum(partial, axes)
     devices = math.prod(lax.axis_size(axis) for axis in axes)
-    dimension = next(
-        (i for i, size in enumerate(partial.shape) if size % devices == 0), None
-    )
-    if dimension is None:
-        parts = lax.all_gather(partial.astype(jnp.bfloat16), axes)
-        return jnp.sum(parts.astype(jnp.float32), axis=0)
-    own = _handed_out(partial, axes, dimension, wire).astype(jnp.bfloat16)
-    return lax.all_gather(own, axes, axis=dimension, tiled=True)
+    for dimension, size in enumerate(partial.shape):
+        if size % devices == 0:
+            own = _handed_out(partial, axes, dimension, wire).astype(jnp.bfloat16)
+            return lax.all_gather(own, axes, axis=dimension, tiled=True)
+    parts = lax.all_gather(partial.astype(jnp.bfloat16), axes)
+    return jnp.sum(parts.astype(jnp.float32), axis=0)
