@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import common, products, timing
-from benchmarks.common import Result, markdown_table, times
+from benchmarks import products, timing
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table, times
 from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.api import Moments, Rates, Step, adamw
 from pallas_kernels.dispatch import Backend
@@ -340,5 +342,13 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

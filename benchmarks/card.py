@@ -24,7 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import common
+from benchmarks.options import chosen_of
+from benchmarks.records import RESULTS, ROOT, library_digest
 from models.progress import shown
 
 
@@ -94,8 +95,7 @@ RUNS = {
         250,
     ),
     "quality": Run("quality", 60),
-    "gemm": Run("gemm --measure products", 60),
-    "scaled_products": Run("gemm --measure scales", 60),
+    "gemm": Run("gemm", 60),
     "grouped": Run(
         "grouped --shapes 'olmoe w13,olmoe w2' --recipes"
         " tcfp12_single,tcfp12_single_both",
@@ -106,8 +106,7 @@ RUNS = {
     "grouped-blocks": Run(
         "grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125
     ),
-    "routing": Run("routing --batch 16 --base-steps 600 --steps 200", 230),
-    "quantizers": Run("gemm --measure quantizers", 190),
+    "quantizers": Run("quantizers", 190),
     "adamw": Run("adamw", 20),
     "casts": Run("casts", 20),
     "fp4": Run("fp4", 120),
@@ -123,7 +122,7 @@ def wanted(
     >>> wanted(Path("/nowhere"), "head,casts,adamw", (1, 2), 1)
     ['head', 'casts']
     """
-    names = [*(common.chosen_of("only", only, tuple(RUNS)) or RUNS)]
+    names = [*(chosen_of("only", only, tuple(RUNS)) or RUNS)]
     if only is None:
         names = [name for name in names if not is_current(results / f"{name}.json")]
     names = [name for name in names if RUNS[name].gpus <= gpus]
@@ -136,7 +135,7 @@ def is_current(path: Path) -> bool:
         return False
     return bool(
         json.loads(path.read_text(encoding="utf-8"))["header"].get("library")
-        == common.library_digest()
+        == library_digest()
     )
 
 
@@ -154,7 +153,7 @@ def make(name: str, results: Path) -> bool:
             variables = os.environ | {"XLA_FLAGS": RUNS[name].flags}
             done = subprocess.run(
                 command,
-                cwd=common.ROOT,
+                cwd=ROOT,
                 env=variables,
                 capture_output=True,
                 text=True,
@@ -207,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     device, gpus = _device()
     results, started, failed = (
-        (options.out or common.RESULTS) / device,
+        (options.out or RESULTS) / device,
         time.monotonic(),
         [],
     )
@@ -235,12 +234,12 @@ def _device() -> tuple[str, int]:
     and frees their memory.
     """
     code = (
-        "import jax; from benchmarks import common; print(common.device_slug(),"
-        " jax.device_count())"
+        "import jax; from benchmarks.records import device_slug;"
+        " print(device_slug(), jax.device_count())"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=common.ROOT,
+        cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table, times
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table, times
 from benchmarks.timing import Timing
 from tcfp_jax import formats
 
@@ -149,5 +151,13 @@ def table(result: Result) -> str:
     return markdown_table(["cast", "of", "time", "speed over a copy"], lines)
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks import common
 from benchmarks.convergence_tables import Row, ratios_of, read_row, summarize, table
 from benchmarks.forks import (
     Base,
@@ -51,7 +50,11 @@ from benchmarks.forks import (
     train_config,
     whole_run,
 )
+from benchmarks.harness import Benchmark
 from benchmarks.memory import bytes_of_kernels
+from benchmarks.options import positive
+from benchmarks.records import ROOT, origin_of_row, rows_to_resume
+from benchmarks.tables import print_rows
 from benchmarks.variants import (
     BASELINE,
     GROUPS,
@@ -120,7 +123,7 @@ def measure_text(
         milliseconds=milliseconds,
         seconds=time.perf_counter() - started,
         curve=() if config.base_steps else curve_of(losses),
-        **common.origin_of_row(),
+        **origin_of_row(),
     )
 
 
@@ -257,7 +260,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    return [*map(read_row, common.rows_to_resume(path, config.settings))]
+    return [*map(read_row, rows_to_resume(path, config.settings))]
 
 
 # The command
@@ -266,7 +269,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add protocol, variants, seeds, sizes, and the budget."""
-    add, count = parser.add_argument, common.positive
+    add, count = parser.add_argument, positive
     add(
         "--protocol",
         choices=PROTOCOLS,
@@ -482,7 +485,7 @@ def configure(options: argparse.Namespace) -> Config:
             f"--variants fake_quantization of --model {model}, which has no TCFPDense;"
             " use a GPT"
         )
-    bases = options.bases or common.ROOT / "runs" / NAME / model
+    bases = options.bases or ROOT / "runs" / NAME / model
     if options.smoke:
         options.seeds, bases = 1, options.bases or options.out / "bases"
         config = Config(
@@ -559,8 +562,20 @@ def show(rows: list[Row]) -> None:
         "standard_error",
         "mean_ratio_bf16",
     )
-    common.print_rows(summarize(rows), *columns, "bytes_per_weight", "milliseconds")
+    print_rows(summarize(rows), *columns, "bytes_per_weight", "milliseconds")
 
+
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    file=json_name,
+    joined=joined,
+    show=show,
+)
 
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

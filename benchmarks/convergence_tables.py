@@ -6,12 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Result, markdown_table
-from benchmarks.variants import BASELINE, OTHER_BATCHES, RERUN, VARIANTS
-from models.text import HELDOUT_PARTS, bits_per_byte
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
+from benchmarks.variants import BASELINE, RERUN, VARIANTS
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 
@@ -102,11 +101,9 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
     >>> perplexity_ratio(1.0, 1.0), perplexity_ratio(math.nan, 1.0)
     (1.0, inf)
     """
-    return (
-        math.exp(loss - baseline)
-        if math.isfinite(loss) and math.isfinite(baseline)
-        else math.inf
-    )
+    if not (math.isfinite(loss) and math.isfinite(baseline)):
+        return math.inf
+    return math.exp(loss - baseline)
 
 
 def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str, float]:
@@ -116,9 +113,8 @@ def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str,
     single baseline would move every variant of its base alike. These two are compared
     with BF16's run alone.
     """
-    own, again = (
-        {r.base: getattr(r, of) for r in rows if r.name == n} for n in (BASELINE, RERUN)
-    )
+    own = {row.base: getattr(row, of) for row in rows if row.name == BASELINE}
+    again = {row.base: getattr(row, of) for row in rows if row.name == RERUN}
     if name in (BASELINE, RERUN):
         return own
     found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
@@ -150,41 +146,41 @@ def summarize(rows: list[Row]) -> list[Summary]:
     """Return a summary of every variant that shares a base with the baseline, in the
     order of `VARIANTS`.
     """
-    found, device = [], timed_on(rows)
-    for name in VARIANTS:
-        baseline = baselines(rows, name)
-        paired = [row for row in rows if row.name == name and row.base in baseline]
-        if not paired:
-            continue
-        values = list(ratios(rows, name).values())
-        in_bf16 = [
-            perplexity_ratio(row.heldout_loss_bf16, baseline[row.base])
-            for row in paired
-        ]
-        of_train = baselines(rows, name, "train_loss")
-        in_training = [
-            perplexity_ratio(row.train_loss, of_train[row.base]) for row in paired
-        ]
-        times = [
-            row.milliseconds
-            for row in paired
-            if row.milliseconds is not None and row.device == device
-        ]
-        found.append(
-            Summary(
-                name=name,
-                pairs=len(paired),
-                bytes_per_weight=paired[0].bytes_per_weight,
-                mean_ratio=statistics.fmean(values),
-                min_ratio=min(values),
-                max_ratio=max(values),
-                standard_error=standard_error(values),
-                mean_ratio_bf16=statistics.fmean(in_bf16),
-                mean_ratio_train=statistics.fmean(in_training),
-                milliseconds=min(times) if times else None,
-            )
-        )
-    return found
+    found = (_summary(rows, name) for name in VARIANTS)
+    return [summary for summary in found if summary is not None]
+
+
+def _summary(rows: list[Row], name: str) -> Summary | None:
+    baseline = baselines(rows, name)
+    of_train = baselines(rows, name, "train_loss")
+    paired = [row for row in rows if row.name == name and row.base in baseline]
+    if not paired:
+        return None
+    held = list(ratios(rows, name).values())
+    in_bf16 = [
+        perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired
+    ]
+    in_training = [
+        perplexity_ratio(row.train_loss, of_train[row.base]) for row in paired
+    ]
+    device = timed_on(rows)
+    times = [
+        row.milliseconds
+        for row in paired
+        if row.milliseconds is not None and row.device == device
+    ]
+    return Summary(
+        name=name,
+        pairs=len(paired),
+        bytes_per_weight=paired[0].bytes_per_weight,
+        mean_ratio=statistics.fmean(held),
+        min_ratio=min(held),
+        max_ratio=max(held),
+        standard_error=standard_error(held),
+        mean_ratio_bf16=statistics.fmean(in_bf16),
+        mean_ratio_train=statistics.fmean(in_training),
+        milliseconds=min(times, default=None),
+    )
 
 
 def standard_error(values: list[float]) -> float:
@@ -208,182 +204,102 @@ def noise_floor(rows: list[Row], name: str = RERUN) -> float:
 
 
 def ratios_of(result: Result) -> dict[str, str]:
-    """Return the ratio on text, or nats a token of ids, and its standard error by
+    """Return the ratio on text, or nats per token of ids, and its standard error by
     variant, as tables show them.
     """
-    nats = result.config.get("tokens") == "bpe"
-    return {s.name: _ratio_cell(s, nats) for s in summarize(rows_of(result))}
+    show = _scale_of(result)
+    return {one.name: _ratio(one, show) for one in summarize(rows_of(result))}
 
 
 def table(result: Result) -> str:
-    """Return the page's table, one line per variant, without columns of which nothing
-    is known.
-    """
+    """Return the page's table: one line per variant."""
     rows = rows_of(result)
-    found = {s.name: s for s in summarize(rows)}
-    nats = result.config.get("tokens") == "bpe"
-    over = (
-        "held-out loss over BF16's, nats a token"
-        if nats
-        else "held-out perplexity over BF16's"
-    )
+    show = _scale_of(result)
     titles = [
         "variant",
-        "bytes a weight",
-        over,
+        "bytes per weight",
+        f"held-out {show.quantity}",
         "range, runs",
         "evaluated in BF16",
         "in training",
         "ms",
     ]
-    lines = [
-        _line(summary, nats, nats and not result.config.get("base_steps"))
-        for summary in found.values()
-    ]
-    shown = [i for i in range(len(titles)) if any(line[i] != "–" for line in lines)]
-    said = [*_described(result.config, rows), *_floors(rows, nats)]
-    cells = [[line[i] for i in shown] for line in lines]
-    return f"{markdown_table([titles[i] for i in shown], cells)}\n\n{' '.join(said)}"
+    lines = [_line(summary, show) for summary in summarize(rows)]
+    return f"{markdown_table(titles, lines)}\n\n{_described(result, rows)}"
 
 
-def _line(text: Summary, nats: bool, whole: bool) -> list[str]:
-    number = lambda value, digits: "–" if value is None else f"{value:.{digits}f}"
-    spread = (
-        f"{_shown(text.min_ratio, nats)} to {_shown(text.max_ratio, nats)},"
-        f" {text.pairs}"
-    )
-    shown = lambda ratio: _shown(ratio, nats) if math.isfinite(ratio) else "–"
+@dataclass(frozen=True)
+class _Scale:
+    """How a ratio of perplexities is shown: itself, or its logarithm in nats."""
+
+    quantity: str
+    in_nats: bool
+
+    def __call__(self, ratio: float) -> str:
+        if not math.isfinite(ratio):
+            return "–"
+        return f"{math.log(ratio):+.4f}" if self.in_nats else f"{ratio:.4f}"
+
+
+def _scale_of(result: Result) -> _Scale:
+    if result.config.get("tokens") == "bpe":
+        return _Scale("loss above BF16's, nats per token", in_nats=True)
+    return _Scale("perplexity divided by BF16's", in_nats=False)
+
+
+def _line(summary: Summary, show: _Scale) -> list[str]:
+    spread = f"{show(summary.min_ratio)} to {show(summary.max_ratio)}"
     return [
-        f"`{text.name}`: {VARIANTS[text.name].meaning}",
-        number(text.bytes_per_weight, 2),
-        _ratio_cell(text, nats),
-        spread,
-        shown(text.mean_ratio_bf16),
-        shown(text.mean_ratio_train) if whole else "–",
-        number(text.milliseconds, 1),
+        f"`{summary.name}`: {VARIANTS[summary.name].meaning}",
+        _number(summary.bytes_per_weight, 2),
+        _ratio(summary, show),
+        f"{spread}, {summary.pairs}",
+        show(summary.mean_ratio_bf16),
+        show(summary.mean_ratio_train),
+        _number(summary.milliseconds, 1),
     ]
 
 
-def _ratio_cell(summary: Summary, nats: bool = False) -> str:
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(summary: Summary, show: _Scale) -> str:
     if summary.name == BASELINE:
-        return "0" if nats else "1"
+        return "0" if show.in_nats else "1"
     if not math.isfinite(summary.mean_ratio):
         return "diverged"
+    if not math.isfinite(summary.standard_error):
+        return show(summary.mean_ratio)
     # The error of a logarithm near zero is that of its number.
-    error = (
-        f" ± {summary.standard_error:.4f}"
-        if math.isfinite(summary.standard_error)
-        else ""
-    )
-    return f"{_shown(summary.mean_ratio, nats)}{error}"
+    return f"{show(summary.mean_ratio)} ± {summary.standard_error:.4f}"
 
 
-def _shown(ratio: float, nats: bool) -> str:
-    return f"{math.log(ratio):+.4f}" if nats else f"{ratio:.4f}"
-
-
-def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
-    """Return sentences on what was run; files of older versions lack some of the
-    settings.
-    """
+def _described(result: Result, rows: list[Row]) -> str:
+    """Return sentences on the run; files of older versions lack some settings."""
+    config = result.config
     losses = [row.heldout_loss for row in rows if row.name == BASELINE]
-    found = []
+    said = [f"Model `{config['model']}`: {_protocol(config)}."]
+    if "batch" in config:
+        said.append(f"A step has {config['batch']} × {config['sequence']} tokens.")
+    if "text_read" in config:
+        size = f"{config['text_read'] / 1e6:,.0f} MB"
+        said.append(f"The text has {size} (digest {config['text']}).")
     if losses:
-        unit = "tokens" if config.get("tokens") == "bpe" else "bytes"
-        size = (
-            f", {config['batch']} × {config['sequence']} {unit} a step"
-            if "batch" in config
-            else ""
+        said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
+    if any(row.name == RERUN for row in rows):
+        noise = noise_floor(rows)
+        said.append(
+            "Other variants are compared with the mean of BF16's run and its rerun,"
+            f" which differ by up to {noise:.4f}."
         )
-        if config.get("base_steps"):
-            rate = config["learning_rate"]
-            way = (
-                f"{config['base_steps']} steps in BF16 at a rate of {rate:g}, then"
-                f" {config['steps']} to zero"
-            )
-        else:
-            rate = (
-                f"{config['learning_rate']:g}"
-                if config.get("learning_rate")
-                else "its peak"
-            )
-            way = (
-                f"{config['steps']} steps from scratch, the rate up to {rate} and down"
-                " to zero"
-            )
-        found.append(f"Model `{config['model']}`{size}{_text_of(config)}: {way}.")
-        if "batch" in config:
-            tokens = (
-                (config.get("base_steps", 0) + config["steps"])
-                * config["batch"]
-                * config["sequence"]
-            )
-            of_each = (
-                f", {tokens / config['parameters']:.1f} a parameter"
-                if config.get("parameters")
-                else ""
-            )
-            found.append(
-                f"That is {tokens / 1e6:,.1f} million"
-                f" {unit}{of_each}{_passes(config, tokens)}."
-            )
-        mean = statistics.fmean(losses)
-        bits = (
-            bits_per_byte(mean, config["bytes_per_token"])
-            if config.get("tokens") == "bpe"
-            else None
+    return " ".join([*said, "± is a standard error over bases or seeds."])
+
+
+def _protocol(config: dict[str, Any]) -> str:
+    if config.get("base_steps"):
+        return (
+            f"{config['base_steps']} steps in BF16 at a constant rate, then"
+            f" {config['steps']} to a rate of zero"
         )
-        unit = "" if bits is None else f" per token of 32,768, {bits:.4f} bits per byte"
-        found.append(f"BF16's runs end at {mean:.4f} nats{unit} (mean).")
-    if len({row.device for row in rows}) > 1:
-        found.append(f"Times are those of one {timed_on(rows)}.")
-    bases, again = (
-        {row.base for row in rows if row.name == n} for n in (BASELINE, RERUN)
-    )
-    if both := len(bases & again):
-        alone = len(bases) - both
-        some = (
-            f", or BF16's run alone if there is none ({alone} of {len(bases)}),"
-            if alone
-            else ""
-        )
-        found.append(
-            "The other variants are compared with the mean of BF16's run and its"
-            f" rerun{some}.".replace(",.", ".")
-        )
-    kind = "Differences" if config.get("tokens") == "bpe" else "Ratios"
-    return [*found, f"{kind} are means ± standard error over bases or seeds."]
-
-
-def _passes(config: dict[str, Any], tokens: int) -> str:
-    """Say how often a run on ids read its text, of which a tenth is held out."""
-    if config.get("tokens") != "bpe":
-        return ""
-    # Older files do not count tokens.
-    text = (
-        config.get("tokens_read")
-        or config["text_read"] * (1 - 1 / HELDOUT_PARTS) / config["bytes_per_token"]
-    )
-    return f" and {tokens / text:.1f} passes over the text"
-
-
-def _text_of(config: dict[str, Any]) -> str:
-    """Describe the text, its size, and its digest, by which another machine can tell if
-    it has the same.
-    """
-    if "text_read" not in config:
-        return ""
-    data = ", ".join(Path(path).name for path in config.get("data") or ())
-    named = data or "the Python sources of every installed package and of Python"
-    return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
-
-
-def _floors(rows: list[Row], nats: bool) -> list[str]:
-    """Return a sentence on the noise of BF16's own other runs."""
-    said = [
-        f"`{name}` within {noise_floor(rows, name):.4f}"
-        for name in (RERUN, OTHER_BATCHES)
-        if ratios(rows, name)
-    ]
-    of = "nats of BF16" if nats else "of 1"
-    return [f"Noise floors, of single runs: {', '.join(said)} {of}."] if said else []
+    return f"{config['steps']} steps from scratch, to a rate of zero"

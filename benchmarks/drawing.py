@@ -3,10 +3,8 @@ show.
 """
 
 import hashlib
-import math
 import re
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import large, memory
-from benchmarks.common import RESULTS, Result, read_result
-from benchmarks.convergence_tables import ratios, rows_of, standard_error
-from benchmarks.variants import BASELINE, OTHER_BATCHES, RECOMMENDED, RERUN
+from benchmarks.convergence_tables import Row, rows_of
+from benchmarks.records import RESULTS, Result, read_result
+from benchmarks.variants import BASELINE
 
-INK, BLUE, ORANGE, GRAY = "#808080", "#3b82c4", "#e08214", "#a0a0a0"
+INK = "#808080"
+BLUE = "#3b82c4"
+ORANGE = "#e08214"
+GRAY = "#a0a0a0"
 # Text is drawn as paths, so that it looks alike everywhere, and ids are the same in
 # every run.
 STYLE: dict[Any, Any] = {
@@ -38,32 +39,6 @@ STYLE: dict[Any, Any] = {
     "grid.color": INK,
     "grid.alpha": 0.25,
 }
-# Rows of the plot of forks. The table has the others; emulated FP4 training, at 1.003,
-# would squeeze these.
-FORKED = {
-    "BF16 again": {
-        RERUN: "from almost equal weights",
-        OTHER_BATCHES: "on other batches",
-    },
-    "Stored weights": {
-        RECOMMENDED: "weights' gradients in BF16 (default)",
-        "stored": "weights' gradients in float32",
-        "stored_e5m2": "incoming gradients in E5M2",
-        "stored_float32_moments": "moments in float32",
-        "stored_feedback": "FP8 error, no random bits",
-    },
-    "Float32 weights": {
-        "tcfp12_single": "tcfp12_single",
-        "tensorwise": "tensorwise",
-        "rowwise": "rowwise",
-        "blockwise": "blockwise",
-        "mxfp8": "mxfp8",
-        "tcfp12_fast": "tcfp12_fast",
-        "tcfp12": "tcfp12",
-    },
-}
-
-
 WHOLE_RUNS = ("6x640",)  # layers and width of Llamas from scratch
 
 
@@ -82,31 +57,26 @@ def draw_whole_model(figure: Any, counted: Result, timed: Result) -> None:
     """Draw the bytes of Llama-3-8B's state and the time of a step of its layers, stored
     and in BF16.
     """
-    sizes, steps = counted.by("name"), timed.by("recipe")
-    names = ["stored", "BF16, float32\nmaster weights"]
-    card = timed.header["device"].removeprefix("NVIDIA ").split()[0]
+    sizes = counted.by("name")
+    steps = timed.by("recipe")
+    gigabytes = [sizes[name]["state_bytes"] / 1e9 for name in (memory.STORED, BASELINE)]
+    milliseconds = [steps[name]["median_ms"] for name in ("stored", BASELINE)]
     figure.set_size_inches(7.2, 1.9)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, title, values in (
-        (
-            panels[0],
-            "state of Llama-3-8B, GB",
-            [sizes[n]["state_bytes"] / 1e9 for n in (memory.STORED, BASELINE)],
-        ),
-        (
-            panels[1],
-            f"step of 8 of its layers, ms ({card})",
-            [steps[n]["median_ms"] for n in ("stored", BASELINE)],
-        ),
-    ):
-        bars = axes.barh(names, values, color=[BLUE, GRAY], height=0.62)
-        axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
-        axes.set_title(title, loc="left")
-        axes.set_xlim(0, 1.25 * max(values))
-        axes.tick_params(left=False)
-        axes.spines["left"].set_visible(False)
-    panels[0].axvline(80, color=ORANGE, linewidth=1.2, linestyle="--")
-    panels[0].text(82, 0.5, "one 80 GB card", color=ORANGE, va="center")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_bars(left, "state of Llama-3-8B, GB", gigabytes)
+    _draw_bars(right, f"step of 8 of its layers, ms ({timed.card})", milliseconds)
+    left.axvline(80, color=ORANGE, linewidth=1.2, linestyle="--")
+    left.text(82, 0.5, "one 80 GB card", color=ORANGE, va="center")
+
+
+def _draw_bars(axes: Any, title: str, values: Sequence[float]) -> None:
+    names = ["stored", "BF16, float32\nmaster weights"]
+    bars = axes.barh(names, values, color=[BLUE, GRAY], height=0.62)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
+    axes.set_title(title, loc="left")
+    axes.set_xlim(0, 1.25 * max(values))
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
 
 
 def draw_curves(figure: Any, result: Result) -> None:
@@ -117,22 +87,17 @@ def draw_curves(figure: Any, result: Result) -> None:
     axes = figure.add_subplot()
     for row, color in zip(result.rows, (GRAY, BLUE, ORANGE), strict=False):
         losses = np.asarray(row["losses"])
-        axes.plot(
-            np.arange(1, len(losses) + 1), losses, color=color, linewidth=0.7, alpha=0.3
-        )
+        steps = np.arange(1, len(losses) + 1)
+        axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
         means = np.convolve(losses, np.full(10, 0.1), "valid")
-        label = (
-            f"{row['recipe']}, last {large.LAST} steps"
-            f" {losses[-large.LAST :].mean():.3f}"
-        )
-        # BF16's line is wide, so that a curve that lies on it leaves it visible.
-        width = 4.0 if row["recipe"] == BASELINE else 1.4
+        last = losses[-large.LAST :].mean()
         axes.plot(
             np.arange(len(means)) + 5.5,
             means,
             color=color,
-            linewidth=width,
-            label=label,
+            # BF16's line is wide, so that a curve on top of it leaves it visible.
+            linewidth=4.0 if row["recipe"] == BASELINE else 1.4,
+            label=f"{row['recipe']}, last {large.LAST} steps {last:.3f}",
         )
     axes.set_xlabel("step")
     axes.set_ylabel("nats per token")
@@ -140,112 +105,64 @@ def draw_curves(figure: Any, result: Result) -> None:
     axes.legend(frameon=False, labelcolor=INK)
 
 
-def draw_forks(figure: Any, result: Result) -> None:
-    """Draw groups of variants: a faint dot per pair of runs, the mean, and its standard
-    error if there are three.
-    """
-    rows, place = rows_of(result), 0.0
-    ticks: list[float] = []
-    labels: list[str] = []
-    figure.set_size_inches(7.2, 5)
-    axes = figure.add_subplot()
-    for (group, members), color in zip(
-        FORKED.items(), (INK, BLUE, ORANGE), strict=True
-    ):
-        axes.text(
-            0.0,
-            place,
-            group,
-            color=color,
-            weight="bold",
-            va="center",
-            transform=axes.get_yaxis_transform(),
-        )
-        for name, label in members.items():
-            values = [
-                value for value in ratios(rows, name).values() if math.isfinite(value)
-            ]
-            place += 1
-            ticks, labels = [*ticks, place], [*labels, label]
-            if not values:
-                continue
-            axes.plot(
-                values,
-                [place] * len(values),
-                "o",
-                color=color,
-                alpha=0.5,
-                markersize=4,
-                markeredgewidth=0,
-            )
-            error = standard_error(values)
-            axes.errorbar(
-                [statistics.fmean(values)],
-                [place],
-                xerr=[error] if math.isfinite(error) else None,
-                fmt="D",
-                color=color,
-                markersize=5,
-                capsize=3,
-                elinewidth=1.4,
-            )
-        place += 1.5
-    axes.axvline(1.0, color=INK, linewidth=0.8)
-    axes.set_yticks(ticks, labels)
-    axes.set_ylim(place - 1, -0.7)
-    axes.tick_params(left=False)
-    axes.spines["left"].set_visible(False)
-    axes.locator_params(axis="x", nbins=6)
-    axes.ticklabel_format(axis="x", useOffset=False)
-    axes.grid(axis="x")
-    axes.set_xlabel(
-        "held-out perplexity over BF16's from the same start:\nruns, their mean and its"
-        " standard error"
-    )
-
-
 def draw_whole_runs(figure: Any, result: Result) -> None:
     """Draw the losses of runs from scratch, and their differences from BF16's of the
     same seed, as means over seeds.
     """
     rows = rows_of(result)
-    bf16 = {row.seed: np.asarray(row.curve) for row in rows if row.name == BASELINE}
-    figure.set_size_inches(7.2, 3.2)
+    bf16 = _curves(rows, BASELINE)
+    figure.set_size_inches(7.2, 3.6)
     losses, gaps = figure.subplots(1, 2)
     for name in dict.fromkeys(row.name for row in rows):
         curves = {
-            row.seed: np.asarray(row.curve)
-            for row in rows
-            if row.name == name and row.seed in bf16
+            seed: curve for seed, curve in _curves(rows, name).items() if seed in bf16
         }
         if not curves:
             continue
-        percent = (
-            100
-            * np.arange(1, len(curve := np.mean([*curves.values()], axis=0)) + 1)
-            / len(curve)
-        )
-        (line,) = losses.plot(
-            percent, curve, linewidth=1.0, color=INK if name == BASELINE else None
-        )
-        gap = np.mean([values - bf16[seed] for seed, values in curves.items()], axis=0)
+        mean = np.mean(list(curves.values()), axis=0)
+        gap = np.mean([curve - bf16[seed] for seed, curve in curves.items()], axis=0)
+        percent = 100 * np.arange(1, len(mean) + 1) / len(mean)
+        color = INK if name == BASELINE else None
+        (line,) = losses.plot(percent, mean, linewidth=1.0, color=color)
         gaps.plot(percent, gap, linewidth=1.2, label=name, color=line.get_color())
-    for axes, title in (
-        (losses, "training loss, nats per token"),
-        (gaps, "over BF16's of the same batches"),
-    ):
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("% of the run")
-        axes.grid(axis="y")
-    gaps.legend(frameon=False, labelcolor=INK, fontsize=7)
-    last = np.asarray([row.curve[-1] for row in rows if row.curve])
-    if len(last):
-        losses.set_ylim(last.min() - 0.1, last.min() + 2.5)
-        # The first twentieth is all noise; without BF16's rows there is no line.
-        later = np.concatenate(
-            [np.zeros(1), *(line.get_ydata()[5:] for line in gaps.get_lines())]
-        )
-        gaps.set_ylim(later.min() - 0.005, later.max() + 0.005)
+    _name_axes(losses, "training loss, nats per token")
+    _name_axes(gaps, "above BF16's of the same batches")
+    # Below the panels, because curves fill them.
+    figure.legend(
+        *gaps.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=7,
+    )
+    _limit_to_later_parts(losses, gaps)
+
+
+def _curves(rows: Sequence[Row], name: str) -> dict[int, np.ndarray]:
+    return {
+        row.seed: np.asarray(row.curve)
+        for row in rows
+        if row.name == name and row.curve
+    }
+
+
+def _name_axes(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("% of the run")
+    axes.grid(axis="y")
+
+
+def _limit_to_later_parts(losses: Any, gaps: Any) -> None:
+    """Leave out the steep start of losses, and the first twentieth of gaps, which is
+    all noise.
+    """
+    ends = [line.get_ydata()[-1] for line in losses.get_lines()]
+    later = [line.get_ydata()[5:] for line in gaps.get_lines()]
+    if ends:
+        losses.set_ylim(min(ends) - 0.1, min(ends) + 1.5)
+        values = np.concatenate([np.zeros(1), *later])
+        gaps.set_ylim(values.min() - 0.005, values.max() + 0.005)
 
 
 PICTURES = {
@@ -270,25 +187,22 @@ PICTURES = {
         )
         for size in WHOLE_RUNS
     },
-    "convergence-fork-llama-124m": Picture(
-        "Dots and error bars: the perplexities of all recipes are about as close to"
-        " BF16's as BF16 is when it runs again",
-        ("convergence-fork-llama-124m",),
-        draw_forks,
-    ),
 }
 
 
 def digest_of(name: str, results: Path = RESULTS) -> str | None:
     """Return the digest of the JSON files of a plot; None if one is missing."""
+    digests = [found.digest for found in _sources(name, results)]
+    if not digests:
+        return None
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _sources(name: str, results: Path) -> list[Result]:
+    """Return the JSON files of a plot, or none of them if one is missing."""
     found = [read_result(source, results) for source in PICTURES[name].sources]
-    return (
-        None
-        if None in found
-        else hashlib.sha256("".join(r.digest for r in found if r).encode()).hexdigest()[
-            :16
-        ]
-    )
+    present = [result for result in found if result is not None]
+    return present if len(present) == len(found) else []
 
 
 def save(name: str, path: Path, results: Path = RESULTS) -> None:
@@ -297,13 +211,12 @@ def save(name: str, path: Path, results: Path = RESULTS) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    if (digest := digest_of(name, results)) is None:
+    digest = digest_of(name, results)
+    if digest is None:
         return
     with rc_context(STYLE):
         figure = Figure(layout="constrained")
-        PICTURES[name].draw(
-            figure, *(read_result(source, results) for source in PICTURES[name].sources)
-        )
+        PICTURES[name].draw(figure, *_sources(name, results))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(
             path,
@@ -317,9 +230,8 @@ def read_source(path: Path) -> str | None:
     """Return the digest that `save` stored in an SVG; None if there is no such file or
     field.
     """
-    found = (
-        re.search(r"<dc:source>(\w+)</dc:source>", path.read_text(encoding="utf-8"))
-        if path.exists()
-        else None
-    )
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r"<dc:source>(\w+)</dc:source>", text)
     return None if found is None else found[1]

@@ -24,8 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.products import compare
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.mosaic import limits
@@ -255,7 +258,7 @@ def _checked(
     """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
     few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
     expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
-    snr, _ = common.compare(expected, y[few])
+    snr, _ = compare(expected, y[few])
     if snr < LEAST_SNR_DB[name.split()[0]]:
         raise ArithmeticError(
             f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB;"
@@ -327,5 +330,14 @@ def table(result: Result) -> str:
     return markdown_table(titles, lines)
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

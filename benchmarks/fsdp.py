@@ -31,9 +31,12 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import common, llama, timing, train_step
-from benchmarks.common import Result, markdown_table
+from benchmarks import llama, timing, train_step
+from benchmarks.harness import Benchmark
+from benchmarks.options import chosen_of
+from benchmarks.records import Result
 from benchmarks.shapes import GemmShape, quick
+from benchmarks.tables import markdown_table
 from benchmarks.train_step import check_outputs
 from models.llama import LLAMAS, LlamaConfig
 from models.meshes import AXES, BATCH, parameter_shardings
@@ -253,11 +256,9 @@ def configure(options: argparse.Namespace) -> Config:
     too many devices.
     """
     recipes = tuple(
-        dict.fromkeys(
-            (BASELINE, *common.chosen_of("recipes", options.recipes, RECIPES))
-        )
+        dict.fromkeys((BASELINE, *chosen_of("recipes", options.recipes, RECIPES)))
     )
-    parts = common.chosen_of("parts", options.parts, PARTS)
+    parts = chosen_of("parts", options.parts, PARTS)
     here = jax.device_count()
     wanted = options.devices or here
     if not 0 < wanted <= here:
@@ -345,5 +346,15 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    smoke=SMOKE_OPTIONS,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -28,9 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.options import chosen_of
 from benchmarks.products import BF16_SUM_BOUND
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
 from benchmarks.train_step import check_outputs
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.matmul.api import SUM_BOUND
@@ -402,16 +405,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` for an unknown name."""
-    parts = common.chosen_of("parts", options.parts, PARTS)
-    wanted = common.chosen_of(
-        "recipes", options.recipes or ",".join(USUAL), tuple(RECIPES)
-    )
+    parts = chosen_of("parts", options.parts, PARTS)
+    wanted = chosen_of("recipes", options.recipes or ",".join(USUAL), tuple(RECIPES))
     recipes = tuple(name for name in RECIPES if name in (BASELINE, *wanted))
     if options.smoke or jax.default_backend() != "gpu":
         return Config(SMOKE, parts, recipes, options.accumulation, rounds=2, calls=2)
     shapes = {
         name: SHAPES[name]
-        for name in common.chosen_of("shapes", options.shapes, tuple(SHAPES))
+        for name in chosen_of("shapes", options.shapes, tuple(SHAPES))
     }
     return Config(shapes, parts, recipes, options.accumulation)
 
@@ -438,5 +439,14 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

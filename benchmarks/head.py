@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 
 import tcfp_jax
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
 from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.weights.quantization import quantize_weight
 
@@ -190,5 +192,13 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -30,10 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import common, fitting, llama, timing
-from benchmarks.common import Result, markdown_table
+from benchmarks import fitting, llama, timing
+from benchmarks.harness import Benchmark
 from benchmarks.llama import BASELINE, CANDIDATES, PEAK_TFLOPS, STORED
+from benchmarks.options import chosen_of, positive
+from benchmarks.records import Result, rows_to_resume
 from benchmarks.shapes import quick
+from benchmarks.tables import markdown_table, print_rows
 from models.llama import LLAMAS, LlamaConfig, Loop
 from models.moe import MOES
 from models.text import load_installed
@@ -144,7 +147,7 @@ def measure(config: Config) -> Iterator[Row]:
     found = (
         []
         if config.resume is None
-        else common.rows_to_resume(Path(config.resume), config.settings)
+        else rows_to_resume(Path(config.resume), config.settings)
     )
     known = [
         {field.name: row[field.name] for field in dataclasses.fields(Row)}
@@ -279,7 +282,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=common.positive,
+        type=positive,
         help=f"before the timed ones (default: {SHORT})",
     )
     parser.add_argument(
@@ -319,7 +322,7 @@ def configure(options: argparse.Namespace) -> Config:
             f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to"
             f" {model.layers}"
         )
-    names = common.chosen_of("recipes", options.recipes, CANDIDATES["step"])
+    names = chosen_of("recipes", options.recipes, CANDIDATES["step"])
     layers = (
         (BASELINE, baseline),
         *((name, model.layers) for name in names if name != BASELINE),
@@ -349,7 +352,7 @@ def show(rows: list[Row]) -> None:
         "mfu",
         "remat",
     )
-    common.print_rows(
+    print_rows(
         rows,
         *columns,
         "compile_seconds",
@@ -428,5 +431,16 @@ def _over(result: Result, row: dict[str, Any]) -> str:
     return f"**{gaps.mean():+.4f}** ± {gaps.std(ddof=1) / math.sqrt(len(gaps)):.4f}"
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    file=json_name,
+    show=show,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

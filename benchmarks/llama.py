@@ -37,11 +37,14 @@ import optax
 from flax import linen as nn
 
 import tcfp_jax
-from benchmarks import breakdown, common, fitting, peers, timing
+from benchmarks import breakdown, fitting, peers, timing
 from benchmarks.breakdown import KINDS
-from benchmarks.common import Result, markdown_table
 from benchmarks.fitting import BASELINE, STORED
+from benchmarks.harness import Benchmark
+from benchmarks.options import chosen_of
 from benchmarks.peers import PEERS
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table, print_rows
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
 from models.families import (
@@ -86,10 +89,8 @@ USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {
 LEAST_SNR_DB: dict[str, float] = {"block": 11.0, "step": 5.0} | dict.fromkeys(
     EMULATED, 0.0
 )
-INCLUDES, SMOKE_OPTIONS = (
-    ("linear", "measured", "measured,head"),
-    {"recipes": "tensorwise", "parts": "block"},
-)
+INCLUDES = ("linear", "measured", "measured,head")
+SMOKE_OPTIONS = {"recipes": "tensorwise", "parts": "block"}
 # Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of
 # operands.
 PEAK_TFLOPS = 989.0
@@ -440,12 +441,12 @@ def configure(options: argparse.Namespace) -> Config:
     or part.
     """
     every = tuple(dict.fromkeys(name for part in PARTS for name in CANDIDATES[part]))
-    wanted = (BASELINE, *common.chosen_of("recipes", options.recipes, every))
+    wanted = (BASELINE, *chosen_of("recipes", options.recipes, every))
     known = CANDIDATES if options.recipes else USUAL
     recipes = {
         part: tuple(name for name in known[part] if name in wanted) for part in PARTS
     }
-    parts = common.chosen_of("parts", options.parts, PARTS)
+    parts = chosen_of("parts", options.parts, PARTS)
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = options.model or ("llama-1b" if on_gpu else "llama-tiny")
     block = LLAMAS["llama-8b" if on_gpu else "llama-tiny"]
@@ -482,7 +483,7 @@ def show(rows: list[Row]) -> None:
         "model_tflops",
         "mfu",
     )
-    common.print_rows(
+    print_rows(
         rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "timer"
     )
     for row in rows:
@@ -546,5 +547,16 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    smoke=SMOKE_OPTIONS,
+    show=show,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 
 import tcfp_jax
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
 from models.families import model_names
 from models.gpt import GPTConfig
 from models.settings import ErrorDtype, Moments, TrainConfig, Weights, preset
@@ -342,5 +344,15 @@ def table(result: Result) -> str:
     return f"{markdown_table(titles, lines)}\n\n{way}"
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    file=json_name,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -7,6 +7,7 @@ Helpers of quantizers are below.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -326,3 +327,21 @@ def same_bits(got: Any, expected: Any) -> bool:
         if not np.asarray(jnp.array_equal(bits_a, bits_b)):
             return False
     return True
+
+
+def compare(reference: Any, value: Any) -> tuple[float, float]:
+    """Return (signal-to-noise ratio in dB, mean squared error) of a value, computed on
+    the host in float64.
+
+    `SNR = 10 log10(sum x^2 / sum (x - y)^2)`; inf if the two are equal.
+
+    >>> snr_db, mean_squared_error = compare(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    >>> round(snr_db, 3), mean_squared_error
+    (20.0, 0.125)
+    """
+    wide = np.asarray(reference).astype(np.float64).reshape(-1)
+    difference = np.asarray(value).astype(np.float64).reshape(-1) - wide
+    noise = float(np.vdot(difference, difference))
+    signal = float(np.vdot(wide, wide))
+    snr_db = math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    return snr_db, noise / wide.size

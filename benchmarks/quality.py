@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import common
-from benchmarks.common import Result, compare, markdown_table
+from benchmarks.harness import Benchmark
+from benchmarks.products import compare
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table
 from pallas_kernels.operands import BLOCK_SIZES
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.recipes import recipe
@@ -448,5 +450,14 @@ def _list(question: str, title: str, result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

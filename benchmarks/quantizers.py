@@ -3,7 +3,7 @@ divided by the kernels' time.
 
     python -m benchmarks.quantizers --json
 
-`python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed
+"apply" is given the amax, as with delayed
 scaling, and makes one pass. "whole" finds the amax first, which reads the input once
 more. Its rate counts that reading, except with scales of rows alone or of blocks, where
 a program can hold what has one scale. Every result is compared with the reference bit
@@ -22,8 +22,10 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from benchmarks import common, gemm, products, timing
-from benchmarks.common import Result, markdown_table, times
+from benchmarks import gemm, products, timing
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
+from benchmarks.tables import markdown_table, times
 from pallas_kernels import counter, operands
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.hopper import plan
@@ -111,7 +113,7 @@ SMOKE: tuple[tuple[str, Amax], ...] = (
     ("x with a float32 scale a row, both orientations", "whole"),
     ("x in NVFP4, stochastic", "apply"),
 )
-add_options = gemm.add_shape_options
+add_options = gemm.add_options
 
 
 @dataclass(frozen=True)
@@ -250,5 +252,14 @@ def table(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

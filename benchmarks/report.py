@@ -1,44 +1,62 @@
-"""Generate README's table, docs/measurements.md, the plots and `measured.json` from the
-committed JSON.
+"""Rewrite the tables and plots of README and docs from the JSON of `benchmarks/results`.
 
-    python -m benchmarks.report            # rewrite the text between the markers, the plots and measured.json
-    python -m benchmarks.report --check    # change nothing; exit with 1 if a page differs from the JSON
+    python -m benchmarks.report             # rewrites the pages
+    python -m benchmarks.report --check     # exits with 1 if that would change something
+    python -m benchmarks.report --full      # prints every table, also those of no page
 
-A section of a page lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. NAME
-is a benchmark's, "choose" for README's table, or "overview" for whole models. A section
-without numbers names the command that writes them. Captions say if the library has
-changed since; `--check` ignores that remark, because every edit of the library would
-change it.
+A page marks its tables by `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A caption
+names the card, the commit, the day and the command, and says if the library has changed
+since; `--check` ignores that remark, because every edit of the library would change it.
 """
 
 import argparse
-import importlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence_tables, memory, train_step
+from benchmarks import convergence, convergence_tables, memory, train_step
 from benchmarks.card import RUNS
-from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
 from benchmarks.drawing import PICTURES, WHOLE_RUNS, digest_of, read_source, save
-from benchmarks.origins import release_of
-from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
+from benchmarks.harness import benchmark
+from benchmarks.records import AGE, RESULTS, ROOT, Result, read_result
+from benchmarks.tables import markdown_table
+from benchmarks.variants import BASELINE, RECOMMENDED
 from tcfp_jax.recipes import NAMES
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-CHOOSE, OVERVIEW = "choose", "overview"
+CHOOSE = "choose"
+OVERVIEW = "overview"
 FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
 FROM_SCRATCH = tuple(f"convergence-bpe-{size}" for size in WHOLE_RUNS)
 LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, *FROM_SCRATCH)
-SECTIONS = (*RUNS, *LEARNED, "fp4_quality")
+SECTIONS = (*RUNS, *LEARNED)
+# Tables that a user decides by; `--full` prints the others, too.
+DECIDING = (
+    "large",
+    "large-8-layers",
+    "large-curves",
+    "large-olmoe",
+    "large-1b",
+    "llama",
+    "llama-124m",
+    "fsdp-llama",
+    "memory-llama-8b",
+    FORKS,
+    *FROM_SCRATCH,
+    "train_step",
+    "gemm",
+    "grouped-large",
+    "fp4",
+)
 PAGES = {
     Path("README.md"): (CHOOSE,),
-    Path("docs/measurements.md"): (OVERVIEW, *SECTIONS),
+    Path("docs/measurements.md"): (OVERVIEW, *DECIDING),
 }
-PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
+PLOTS = Path("docs/plots")
+MEASURED = Path("tcfp_jax/conversion/measured.json")
 STORED = "tcfp12_single"
 # The recipes of README's table, and when to use each.
 USE_IT_WHEN = {
@@ -46,15 +64,16 @@ USE_IT_WHEN = {
     STORED: "memory or speed matters: [no float weights](docs/stored.md)",
     "tensorwise": "weights stay float32, and one FP8 copy is good enough",
     "rowwise": "single rows or channels are much larger than the others",
-    "tcfp12_fast": (
-        "weights stay float32, and layers should multiply by 16 bits of them"
-    ),
+    "tcfp12_fast": "weights stay float32, and layers multiply by 16 bits of them",
 }
-
-
-def benchmark(name: str) -> Any:
-    """Return the module of a benchmark or of a further run."""
-    return importlib.import_module(f"benchmarks.{name.partition('-')[0]}")
+# JSON of whole steps, and its models.
+WHOLE = {
+    "large": "Llama-3-8B",
+    "large-8-layers": "8 layers of Llama-3-8B",
+    "large-1b": "Llama-3.2-1B",
+    "llama-1b-unrolled": "Llama-3.2-1B, unrolled",
+    "large-olmoe": "OLMoE-1B-7B",
+}
 
 
 # Sections
@@ -67,192 +86,131 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     Raises:
       ValueError: no benchmark has this name.
     """
-    if name in (CHOOSE, OVERVIEW):
-        return choose(results) if name == CHOOSE else overview(results)
+    if name == CHOOSE:
+        return choose(results)
+    if name == OVERVIEW:
+        return overview(results)
     if name not in SECTIONS:
         raise ValueError(
             f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or"
             f" one of {SECTIONS}"
         )
-    result, module = read_result(name, results), benchmark(name)
-    if name in RUNS:
-        command = f"python -m benchmarks.{RUNS[name].arguments} --json"
-    else:
-        data = () if result is None else result.config.get("data") or ()
-        command = (
-            module.command_of(name, data)
-            if name in LEARNED
-            else f"python -m benchmarks.{name} --json"
-        )
+    result = read_result(name, results)
+    command = _command_of(name, result)
     if result is None:
         return f"*No numbers yet: `{command}` writes them.*\n"
-    picture = (
-        f"\n![{PICTURES[name].alt}]({PLOTS.name}/{name}.svg)\n"
-        if name in PICTURES
-        else ""
-    )
-    return f"{module.table(result)}\n{picture}\n*`{command}`: {result.origin}.*\n"
+    picture = ""
+    if name in PICTURES:
+        picture = f"\n![{PICTURES[name].alt}]({PLOTS.name}/{name}.svg)\n"
+    table = benchmark(name).table(result)
+    return f"{table}\n{picture}\n*`{command}`: {result.origin}.*\n"
+
+
+def _command_of(name: str, result: Result | None) -> str:
+    if name in RUNS:
+        return f"python -m benchmarks.{RUNS[name].arguments} --json"
+    data = () if result is None else result.config.get("data") or ()
+    return convergence.command_of(name, data)
 
 
 def choose(results: Path = RESULTS) -> str:
-    """Return README's table: speed of whole models, bytes of their state, and the loss,
-    one line per recipe.
-    """
-    titles, columns = ["recipe"], []
-    times: dict[str, None] = {}
-    sources = {
-        "8 layers of Llama-3-8B": ("large-8-layers",),
-        "Llama-3.2-1B": ("large-1b",),
-    }
-    for model, source in sources.items():
-        found = [
-            result
-            for result in (read_result(name, results) for name in source)
-            if result is not None
-        ]
-        titles.append(
-            f"step over BF16, {model}{f', {_card(found[0])}' if found else ''}"
-        )
-        columns.append(_speeds(found))
-        times.update(dict.fromkeys(map(_of, found)))
-    for model in ("llama-8b", "llama-1b"):
-        counted = read_result(f"memory-{model}", results)
-        titles.append(
-            f"bytes of state a weight, {model.removeprefix('llama-').upper()} (of"
-            " kernels alone)"
-        )
-        rows = {} if counted is None else counted.by("name")
-        sizes = {
-            name: (
-                f"{row['state_bytes'] / row['parameters']:.3g}"
-                f" ({row['bytes_per_weight']:.3g})"
-            )
-            for name, row in rows.items()
-        }
-        columns.append({**sizes, STORED: sizes.get(memory.STORED, "–")})
+    """Return README's table: speed, bytes per weight and loss, one line per recipe."""
+    timed = read_result("large-8-layers", results)
+    counted = read_result("memory-llama-8b", results)
     forked = read_result(FORKS, results)
-    losses = {} if forked is None else convergence_tables.ratios_of(forked)
-    titles.append("loss over BF16, nats a token")
-    # The forks' `tcfp12_single` has float32 weights, so README's line is that of stored
-    # ones.
-    columns.append({**losses, STORED: losses.get(RECOMMENDED, "–"), BASELINE: "0"})
+    speeds = {} if timed is None else _speeds(timed)
+    sizes = {} if counted is None else _bytes_per_weight(counted)
+    losses = {} if forked is None else _losses(forked)
+    titles = [
+        "recipe",
+        "speedup over BF16",
+        "bytes per weight",
+        "loss above BF16, nats per token",
+        "use it when",
+    ]
     lines = [
         [
-            f"`{name}`{', stored' if name == STORED else ''}",
-            *(column.get(name, "–") for column in columns),
+            f"`{name}`, stored" if name == STORED else f"`{name}`",
+            speeds.get(name, "–"),
+            sizes.get(name, "–"),
+            losses.get(name, "–"),
             when,
         ]
         for name, when in USE_IT_WHEN.items()
     ]
-    noise = (
-        0.0
-        if forked is None
-        else convergence_tables.noise_floor(convergence_tables.rows_of(forked), RERUN)
+    cards = [found.card for found in (timed, forked) if found is not None]
+    text = (
+        "Speedup of a whole training step of 8 layers of Llama-3-8B by the wall clock,"
+        " and bytes of all that outlives a step of the whole model: weights, copies,"
+        " errors and Adam's moments. Losses are of held-out text after forks of BF16"
+        " runs of `llama-124m` (mean ± standard error); BF16 itself differs by up to"
+        f" 0.0011 when it runs again. {' and '.join(dict.fromkeys(cards)) or 'none'},"
+        " [measurements](docs/measurements.md)."
     )
-    text = [
-        (
-            "Speed is of whole training steps of 4 × 4096 tokens, by the wall clock:"
-            " BF16's time divided by the recipe's. Each step keeps as many values for"
-            " its backward pass as fit, and the head takes the recipe; bytes of recipes"
-            " with float weights count a float head."
-        ),
-        (
-            "State is everything that outlives a step, of the whole model with its"
-            " tables: weights, copies, errors and Adam's moments."
-        ),
-        (
-            "The loss is that of held-out text after forks of BF16 runs of"
-            " `llama-124m` on 32,768 ids (mean ± standard error). Stored weights,"
-            " tables and head included, have 8-bit moments and BF16 gradients there;"
-            f" float weights have a BF16 head. BF16 itself differs by {noise:.4f} when"
-            " it runs again."
-        ),
-        (
-            f"Speeds: {' · '.join(times) or 'none'}. Losses:"
-            f" {'none' if forked is None else _of(forked)}."
-        ),
-        "[Measurements](docs/measurements.md) has every source.",
-    ]
-    return f"{markdown_table([*titles, 'use it when'], lines, last='left')}\n\n{' '.join(text)}\n"
+    return f"{markdown_table(titles, lines, last='left')}\n\n{text}\n"
 
 
-# JSON of the overview, and its models.
-WHOLE = {
-    "large": "Llama-3-8B",
-    "large-8-layers": "8 layers of Llama-3-8B",
-    "large-1b": "Llama-3.2-1B",
-    "llama-1b-unrolled": "Llama-3.2-1B, unrolled",
-    "large-olmoe": "OLMoE-1B-7B",
-}
+def _speeds(timed: Result) -> Mapping[str, str]:
+    """Return the speedup over BF16 by recipe."""
+    names = {"stored": STORED, STORED: f"{STORED}, float"}
+    found = {BASELINE: "1"}
+    for row in timed.rows:
+        name = names.get(row["recipe"], row["recipe"])
+        found.setdefault(name, f"**{row['layer_speed_over_bf16']:.2f}**")
+    return found
+
+
+def _bytes_per_weight(counted: Result) -> Mapping[str, str]:
+    sizes = {
+        name: f"{row['state_bytes'] / row['parameters']:.3g}"
+        for name, row in counted.by("name").items()
+    }
+    return {**sizes, STORED: sizes.get(memory.STORED, "–")}
+
+
+def _losses(forked: Result) -> Mapping[str, str]:
+    """Return losses by recipe; those of `tcfp12_single` are of stored weights."""
+    found = convergence_tables.ratios_of(forked)
+    return {**found, STORED: found.get(RECOMMENDED, "–"), BASELINE: "0"}
 
 
 def overview(results: Path = RESULTS) -> str:
     """Return the table of whole steps, stored against BF16: a line per model."""
-    lines = []
-    for name, model in WHOLE.items():
-        found = read_result(name, results)
-        if found is None:
-            continue
-        stored, bf16 = found.by("recipe")["stored"], found.by("recipe")[BASELINE]
-        size = lambda row: (
-            f"{row['step_bytes'] / 1e9:.1f}" if "step_bytes" in row else "–"
-        )
-        # A BF16 run of fewer layers is of another model: this one does not fit.
-        whole = bf16.get("layers") == stored.get("layers")
-        ours, theirs = stored["median_ms"], bf16["median_ms"]
-        times = [
-            f"{theirs:,.0f}" if whole else "does not fit",
-            f"{ours:,.0f}",
-            f"**{theirs / ours:.2f}**" if whole else "–",
-        ]
-        card = (
-            f"{_of(found)},"
-            f" {'wall clock' if stored['timer'] == 'wall clock' else 'kernels'}"
-        )
-        lines.append([model, card, *times, size(bf16) if whole else "–", size(stored)])
     titles = [
         "whole step, 4 × 4096 tokens",
-        "one",
+        "card",
         "BF16, ms",
         "stored, ms",
-        "BF16's time over stored's",
+        "speedup",
+        "BF16, GB",
+        "stored, GB",
     ]
-    return markdown_table([*titles, "BF16, GB", "stored, GB"], lines) + "\n"
+    found = {model: read_result(name, results) for name, model in WHOLE.items()}
+    lines = [
+        [model, *_whole_step(result)]
+        for model, result in found.items()
+        if result is not None
+    ]
+    return markdown_table(titles, lines) + "\n"
 
 
-def _card(result: Result) -> str:
-    """Return the short name of the card of a result.
+def _whole_step(result: Result) -> list[str]:
+    rows = result.by("recipe")
+    stored = rows["stored"]
+    bf16 = rows[BASELINE]
+    times = [f"{bf16['median_ms']:,.0f}", f"{stored['median_ms']:,.0f}"]
+    speedup = f"**{bf16['median_ms'] / stored['median_ms']:.2f}**"
+    sizes = [_gigabytes(bf16), _gigabytes(stored)]
+    # A BF16 run of fewer layers is of another model: this one does not fit.
+    if bf16.get("layers") != stored.get("layers"):
+        times[0] = "does not fit"
+        speedup = "–"
+        sizes[0] = "–"
+    return [result.card, *times, speedup, *sizes]
 
-    >>> _card(Result("", {"device": "NVIDIA H100 80GB HBM3"}, {}, [], ""))
-    'H100'
-    """
-    return result.header["device"].removeprefix("NVIDIA ").split()[0]
 
-
-def _of(result: Result) -> str:
-    """Return the card of a result, and the releases around its day."""
-    return f"{_card(result)}, {release_of(result.header['date'])}"
-
-
-def _speeds(found: list[Result]) -> Mapping[str, str]:
-    """Return the speed over BF16 by recipe; the first result that has a recipe counts,
-    as each has its own BF16.
-    """
-    speeds = {BASELINE: "1"}
-    for row in (
-        row
-        for result in found
-        if _card(result) == _card(found[0])
-        for row in result.rows
-    ):
-        speed = (
-            row["layer_speed_over_bf16"] if "layers" in row else row["speed_over_bf16"]
-        )
-        name = {"stored": STORED, STORED: f"{STORED}, float"}.get(
-            row["recipe"], row["recipe"]
-        )
-        speeds.setdefault(name, f"**{speed:.2f}**")
-    return speeds
+def _gigabytes(row: Mapping[str, Any]) -> str:
+    return f"{row['step_bytes'] / 1e9:.1f}" if "step_bytes" in row else "–"
 
 
 def render(page: str, results: Path = RESULTS) -> str:
@@ -260,15 +218,24 @@ def render(page: str, results: Path = RESULTS) -> str:
 
     >>> markers = ["<!-- begin: gemm -->", "<!-- end: gemm -->"]
     >>> render(chr(10).join(markers), Path("/nowhere")).splitlines()[1]
-    '*No numbers yet: `python -m benchmarks.gemm --measure products --json` writes them.*'
+    '*No numbers yet: `python -m benchmarks.gemm --json` writes them.*'
     """
-    return SECTION.sub(
-        lambda match: match[1] + render_section(match[2], results) + match[3], page
-    )
+
+    def rewritten(match: re.Match[str]) -> str:
+        return match[1] + render_section(match[2], results) + match[3]
+
+    return SECTION.sub(rewritten, page)
+
+
+def full(results: Path = RESULTS) -> Iterator[str]:
+    """Yield every table that there is JSON for, under the name of its JSON."""
+    for name in SECTIONS:
+        if read_result(name, results) is not None:
+            yield f"## {name}\n\n{render_section(name, results)}"
 
 
 # The file that `diagnose` reads
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def measured(results: Path = RESULTS) -> str:
@@ -280,22 +247,18 @@ def measured(results: Path = RESULTS) -> str:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["header"]["platform"] == "cpu":
             continue
+        of_device = found.setdefault(content["header"]["device"], {})
         for row in content["rows"]:
             # A variant of a recipe has a name that is not a recipe's.
-            if (
-                row["part"] == "mlp"
-                and row["recipe"] in NAMES
-                and row["recipe"] != BASELINE
-            ):
-                shape, speed = (
-                    [*map(int, row["shape"].split("x"))],
-                    round(row["speed_over_bf16"], 4),
-                )
-                of_device = found.setdefault(content["header"]["device"], {})
-                of_device.setdefault(row["recipe"], []).append(
-                    {"shape": shape, "speed_over_bf16": speed}
-                )
+            is_recipe = row["recipe"] in NAMES and row["recipe"] != BASELINE
+            if row["part"] == "mlp" and is_recipe:
+                of_device.setdefault(row["recipe"], []).append(_measured_row(row))
     return json.dumps(found, indent=1) + "\n"
+
+
+def _measured_row(row: Mapping[str, Any]) -> dict[str, object]:
+    shape = [int(size) for size in row["shape"].split("x")]
+    return {"shape": shape, "speed_over_bf16": round(row["speed_over_bf16"], 4)}
 
 
 # The command
@@ -313,24 +276,28 @@ def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
     found = []
     for page, names in PAGES.items():
         text = (root / page).read_text(encoding="utf-8")
-        for match in SECTION.finditer(text):
-            if match[0].replace(AGE, "") != (
-                match[1] + render_section(match[2], results) + match[3]
-            ).replace(AGE, ""):
-                found.append(f"{page}: section {match[2]}")
+        found += [f"{page}: section {name}" for name in _outdated(text, results)]
         found += [
             f"{page}: no section {name}"
             for name in names
             if f"<!-- begin: {name} -->" not in text
         ]
     for name in PICTURES:
-        digest, picture = digest_of(name, results), root / PLOTS / f"{name}.svg"
+        picture = root / PLOTS / f"{name}.svg"
+        digest = digest_of(name, results)
         if digest is not None and read_source(picture) != digest:
             found.append(f"plot {picture}")
     path = root / MEASURED
     if not path.exists() or path.read_text(encoding="utf-8") != measured(results):
         found.append(str(path))
     return found
+
+
+def _outdated(text: str, results: Path) -> Iterator[str]:
+    for match in SECTION.finditer(text):
+        new = match[1] + render_section(match[2], results) + match[3]
+        if match[0].replace(AGE, "") != new.replace(AGE, ""):
+            yield match[2]
 
 
 def write(root: Path = ROOT, results: Path = RESULTS) -> None:
@@ -344,21 +311,24 @@ def write(root: Path = ROOT, results: Path = RESULTS) -> None:
         save(name, root / PLOTS / f"{name}.svg", results)
     (root / MEASURED).parent.mkdir(parents=True, exist_ok=True)
     (root / MEASURED).write_text(measured(results), encoding="utf-8")
-    for found in (read_result(name, results) for name in SECTIONS):
+    for name in SECTIONS:
+        found = read_result(name, results)
         if found is not None and AGE in found.origin:
-            print(f"{found.name}: {found.origin}")
+            print(f"{name}: {found.origin}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report", description=__doc__.split("\n\n")[0]
+        prog="python -m benchmarks.report",
+        description=(__doc__ or "").split("\n\n")[0],
     )
     parser.add_argument(
         "--check",
         action="store_true",
         help="change nothing, exit with 1 if something would change",
     )
+    parser.add_argument("--full", action="store_true", help="print every table")
     parser.add_argument(
         "--root",
         type=Path,
@@ -372,6 +342,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="folder of JSON (default: benchmarks/results)",
     )
     options = parser.parse_args(arguments)
+    if options.full:
+        for section in full(options.results):
+            print(section)
+        return 0
     if not options.check:
         write(options.root, options.results)
         return 0

@@ -21,9 +21,11 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from benchmarks import common, llama, timing, train_step
-from benchmarks.common import Result, markdown_table
+from benchmarks import llama, timing, train_step
+from benchmarks.harness import Benchmark
+from benchmarks.records import Result
 from benchmarks.shapes import MIDDLE, SMOKE_SHAPES, GemmShape
+from benchmarks.tables import markdown_table, times
 from benchmarks.variants import BASELINE
 from models.llama import LLAMAS, LlamaConfig
 from tcfp_jax.recipes import recipe
@@ -197,7 +199,7 @@ def measure(config: Config) -> Iterator[Row]:
             )
 
 
-def check_options(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     """Raise `ValueError` if a package is missing, or there is no GPU."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(
@@ -213,11 +215,10 @@ def check_options(options: argparse.Namespace) -> None:
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
-    return (
-        Config(SMOKE_SHAPES[0], LLAMAS["llama-tiny"], (1, 32), True, 1, 1)
-        if options.smoke
-        else Config()
-    )
+    _check(options)
+    if options.smoke:
+        return Config(SMOKE_SHAPES[0], LLAMAS["llama-tiny"], (1, 32), True, 1, 1)
+    return Config()
 
 
 def table(result: Result) -> str:
@@ -245,12 +246,20 @@ def table(result: Result) -> str:
         " × ".join(map(str, result.config["tokens"])),
     )
     return (
-        f"{markdown_table(titles, lines)}\n\nThe MLP is {common.times(str(shape))}, the"
+        f"{markdown_table(titles, lines)}\n\nThe MLP is {times(str(shape))}, the"
         f" blocks are {result.config['size']['layers']} of Llama-3-8B's width, {tokens}"
         " tokens. dB is the lowest signal-to-noise ratio of a result against PyTorch's"
         " BF16. Times are by the wall clock."
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

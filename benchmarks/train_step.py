@@ -30,9 +30,12 @@ import jax.numpy as jnp
 import optax
 
 import tcfp_jax
-from benchmarks import common, timing
-from benchmarks.common import Result, markdown_table, times
+from benchmarks import timing
+from benchmarks.harness import Benchmark
+from benchmarks.options import chosen_of
+from benchmarks.records import Result
 from benchmarks.shapes import MIDDLE, GemmShape, parse_shapes
+from benchmarks.tables import markdown_table, times
 from models.mlp import MLP
 from models.settings import Moments, Weights
 from models.training import float_parameters
@@ -360,10 +363,10 @@ def configure(options: argparse.Namespace) -> Config:
     recipes = dict.fromkeys(
         (
             BASELINE,
-            *(asked or common.chosen_of("recipes", options.recipes, tuple(VARIANTS))),
+            *(asked or chosen_of("recipes", options.recipes, tuple(VARIANTS))),
         )
     )
-    parts = common.chosen_of("parts", options.parts, PARTS)
+    parts = chosen_of("parts", options.parts, PARTS)
     config = Config(shapes, tuple(recipes), parts, options.backend)
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
@@ -430,5 +433,15 @@ def _table_of_recipes(result: Result) -> str:
     )
 
 
+BENCHMARK = Benchmark(
+    NAME,
+    __doc__,
+    configure,
+    measure,
+    table,
+    options=add_options,
+    smoke=SMOKE_OPTIONS,
+)
+
 if __name__ == "__main__":
-    common.command(NAME)
+    BENCHMARK.command()

@@ -1,16 +1,19 @@
 """Time backends and tile sizes on this device, and write the winners to
 `pallas_kernels/tuned.json`.
 
-`python -m benchmarks.gemm --tune` runs it. The shapes are the products and quantizers
-of Transformer MLPs of three widths, forward and backward. Each candidate is compared
-with XLA's result before it is timed. The file is written after every entry, and entries
-of other devices stay.
+    python -m benchmarks.tune
+    python -m benchmarks.tune --only quantize --budget-seconds 500
+
+The shapes are the products and quantizers of Transformer MLPs of three widths, forward
+and backward. Each candidate is compared with XLA's result before it is timed. The file
+is written after every entry, and entries of other devices stay.
 
 `--cases grid` times the table that `convert_to_tcfp(include="measured")` interpolates:
 products and quantizers of layers from small models up, BF16's products, and kernels
 with the tile sizes that they run with now.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -28,7 +31,7 @@ from jax import lax
 from benchmarks import grouped
 from benchmarks.products import BF16_SUM_BOUND, Form, donating, draw, same_bits
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
-from benchmarks.timing import time_interleaved
+from benchmarks.timing import take_memory_as_needed, time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import BACKENDS, Backend, device_kind
 from pallas_kernels.grouped_matmul import mosaic
@@ -50,6 +53,10 @@ ROUNDS, CALLS = 3, 4
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
 INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
 Cases = Literal["all", "missing", "grid"]
+CASES = (
+    "those not yet timed; those that include='measured' interpolates between, small"
+    " models' among them"
+)
 TOGETHER = 16  # cases that are compiled at once
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
@@ -655,3 +662,29 @@ def _by_xla(function: Callable[..., Any]) -> list[Named]:
 
 def _alone(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
     raise AssertionError(f"{backend} is compared with XLA, which alone does this")
+
+
+def main(arguments: list[str] | None = None) -> list[Entry]:
+    """Run the command, and return what was timed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--only", default="", help="cases whose op and variant contain this text"
+    )
+    parser.add_argument(
+        "--cases", choices=list(get_args(Cases)), default="all", help=CASES
+    )
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=math.inf,
+        help="start nothing after this",
+    )
+    options = parser.parse_args(arguments)
+    return run(options.budget_seconds, options.only, options.cases)
+
+
+if __name__ == "__main__":
+    take_memory_as_needed()
+    main()

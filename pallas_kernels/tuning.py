@@ -1,6 +1,6 @@
 """Measured times: `tuned.json`, by device, op, variant and shape.
 
-`python -m benchmarks.gemm --tune` times every backend and tile config on its device and
+`python -m benchmarks.tune` times every backend and tile config on its device and
 writes the winners; nothing else writes the file. `dispatch` asks here for
 `backend=None`: an implementation declines if it lost near a shape, and a kernel also if
 it was never timed on this device. A variant that was not timed on a device takes the
@@ -150,7 +150,7 @@ def decline(
     There is no reason if it was measured to be fastest. Backends that are not among
     those `able` to run the call do not count; None counts all.
     """
-    advice = f"was not timed on {device}; run python -m benchmarks.gemm --tune"
+    advice = f"was not timed on {device}; run python -m benchmarks.tune"
     if key is None:
         return f"this {advice}"
     timed, entry = _find(device, key, backend)

@@ -147,7 +147,7 @@ def explain(
     backend cannot run, its reason is shown and nothing raises. For a whole model use
     `tcfp_jax.conversion.diagnose`.
 
-    On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every
+    On a device that was timed (`python -m benchmarks.tune --cases grid`) every
     operation has its time, and their sum is compared with BF16's three products. The
     sum counts the quantization of the weight, once per step. It ignores that layers
     share a quantized activation and that BF16 casts a float32 weight, so it errs to

@@ -1,0 +1,188 @@
+"""The harness of all benchmarks: the command line, and JSON after every row.
+
+A benchmark is a module with a `BENCHMARK`, and `python -m benchmarks.NAME` runs it.
+Each row is verified before it is timed. A smoke run never writes among committed
+numbers.
+"""
+
+import argparse
+import contextlib
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import counted
+from benchmarks.records import (
+    RESULTS,
+    Header,
+    Result,
+    alone,
+    device_slug,
+    make_header,
+    write_result,
+)
+from benchmarks.tables import print_rows
+from benchmarks.timing import compile_quickly, take_memory_as_needed
+
+NO_FP8 = (
+    "\na CPU has no FP8 units and multiplies in float32: ratios here mean nothing."
+    " --smoke shows that it runs"
+)
+SMOKE = (
+    "tiny sizes, few steps and one seed, in about ten seconds: its numbers mean nothing"
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What one benchmark measures, and how it is shown.
+
+    Attributes:
+      name: Name of the module, and of its JSON.
+      description: Docstring of the module; its first paragraph is the command's help.
+      config: Returns the settings of a command line, a frozen dataclass; raises
+        `ValueError` for a request that cannot be met.
+      rows: Measures with these settings, and yields frozen dataclasses.
+      table: Returns the Markdown of a JSON file.
+      options: Adds own options to the command line.
+      smoke: Options of a smoke run that the command line does not name.
+      file: Returns the name of the JSON, if options choose one.
+      joined: Returns the rows to write, if other processes add some to the file.
+      show: Prints the rows.
+    """
+
+    name: str
+    description: str | None
+    config: Callable[[argparse.Namespace], Any]
+    rows: Callable[[Any], Iterable[Any]]
+    table: Callable[[Result], str]
+    options: Callable[[argparse.ArgumentParser], None] | None = None
+    smoke: Mapping[str, str] = field(default_factory=dict)
+    file: Callable[[argparse.Namespace], str] | None = None
+    joined: Callable[[Any, list[Any]], list[Any]] | None = None
+    show: Callable[[Sequence[Any]], None] = print_rows
+
+    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        """Return the options of a command line."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.{self.name}",
+            description=(self.description or "").split("\n\n")[0],
+        )
+        written = f"write benchmarks/results/<device>/{self.name}.json"
+        parser.add_argument("--json", action="store_true", help=written)
+        parser.add_argument("--smoke", action="store_true", help=SMOKE)
+        parser.add_argument(
+            "--out",
+            type=Path,
+            default=None,
+            help="folder instead of benchmarks/results; implies --json",
+        )
+        if self.options is not None:
+            self.options(parser)
+        options = parser.parse_args(arguments)
+        if options.smoke:
+            for name, value in self.smoke.items():
+                setattr(options, name, getattr(options, name) or value)
+        return options
+
+    def configured(self, options: argparse.Namespace) -> tuple[Any, Path | None]:
+        """Return the settings of a command line, and the path of its JSON."""
+        name = self.name if self.file is None else self.file(options)
+        options.path = result_path(name, options)
+        return self.config(options), options.path
+
+    def run(self, arguments: list[str] | None = None) -> list[Any]:
+        """Run a command line, and return its rows; JSON is written after every row."""
+        return self._measured(self.parse(arguments), contextlib.nullcontext())
+
+    def command(self) -> None:
+        """Run the process's command line.
+
+        A request that cannot be met prints one line and exits with status 2.
+        """
+        take_memory_as_needed()
+        if "--smoke" in sys.argv:
+            compile_quickly()
+        self._measured(self.parse(None), in_one_line())
+
+    def _measured(
+        self,
+        options: argparse.Namespace,
+        refusals: contextlib.AbstractContextManager[None],
+    ) -> list[Any]:
+        header = make_header()
+        print(_title(self.name, header), flush=True)
+        with refusals:
+            config, path = self.configured(options)
+        print(f"{self.name}: {asdict(config)}", flush=True)
+        rows: list[Any] = []
+        with counted() as count:
+            for row in self.rows(config):
+                rows.append(row)
+                if path is not None:
+                    self._write(path, header, config, rows)
+                count(len(rows))
+        self.show(rows)
+        if path is not None:
+            print(f"written: {path}")
+        return rows
+
+    def _write(self, path: Path, header: Header, config: Any, rows: list[Any]) -> None:
+        with alone(path):
+            written = rows if self.joined is None else self.joined(config, rows)
+            write_result(path, self.name, header, config, written)
+
+
+def benchmark(name: str) -> Benchmark:
+    """Return the benchmark of a JSON's name, such as "large-1b"."""
+    found = importlib.import_module(f"benchmarks.{name.partition('-')[0]}").BENCHMARK
+    assert isinstance(found, Benchmark)
+    return found
+
+
+def _title(name: str, header: Header) -> str:
+    warning = NO_FP8 if header.platform == "cpu" else ""
+    return (
+        f"benchmarks.{name} on {header.device}, jax {header.jax}, Python"
+        f" {header.python}, commit {header.commit or 'unknown'}, library"
+        f" {header.library}, {header.date}{warning}"
+    )
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """End the process with status 2 and one line if a request cannot be met."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def result_path(name: str, options: argparse.Namespace) -> Path | None:
+    """Return the path of a run's rows.
+
+    It is None without --json. A smoke run writes to --out, or to a temporary folder.
+
+    Raises:
+      ValueError: a smoke run would overwrite committed numbers, or no file can be
+        resumed.
+    """
+    kept = options.out is not None or (options.json and not options.smoke)
+    if getattr(options, "resume", False) and not kept:
+        needed = "--out" if options.smoke else "--json or --out"
+        raise ValueError(f"--resume continues a JSON file, so it needs {needed}")
+    if options.smoke and options.out is None:
+        options.out = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
+    if options.smoke and options.out.resolve() == RESULTS:
+        raise ValueError(
+            f"--smoke with --out {options.out} would overwrite committed numbers;"
+            " choose another folder"
+        )
+    if options.out is None and not options.json:
+        return None
+    return (options.out or RESULTS) / device_slug() / f"{name}.json"

@@ -1,0 +1,282 @@
+"""JSON of benchmarks: machine and versions, settings, and rows.
+
+A file lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of
+JAX's name of the chip, as {"benchmark", "header", "config", "rows"}.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+LIBRARIES = ("pallas_kernels", "tcfp_jax")
+AGE = "; the library has changed since"
+
+
+@dataclass(frozen=True)
+class Header:
+    """Machine and versions of a measurement.
+
+    Attributes:
+      device: JAX's name of the chip.
+      platform: "cpu" or "gpu".
+      jax, python: Versions.
+      commit: Commit of the repository, with "+" if the libraries differ from it; None
+        outside a repository.
+      library: First digits of a sha256 over the libraries' Python files and
+        `tuned.json`.
+      date: Day of the run, UTC.
+      xla_flags: XLA_FLAGS of the run; "" is XLA's defaults. Older files lack it.
+    """
+
+    device: str
+    platform: str
+    jax: str
+    python: str
+    commit: str | None
+    library: str
+    date: str
+    xla_flags: str
+
+
+def make_header() -> Header:
+    """Return the header of this process."""
+    device = jax.devices()[0]
+    return Header(
+        device=device.device_kind,
+        platform=device.platform,
+        jax=jax.__version__,
+        python=platform.python_version(),
+        commit=_commit(),
+        library=library_digest(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        xla_flags=os.environ.get("XLA_FLAGS", "").strip(),
+    )
+
+
+def _commit() -> str | None:
+    status = ("status", "--porcelain", "--untracked-files=no", "--", *LIBRARIES)
+    try:
+        commit = _git("rev-parse", "--short", "HEAD").strip()
+        changed = _git(*status)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    ).stdout
+
+
+def library_digest(root: Path = ROOT) -> str:
+    """Return first digits of a sha256 over the libraries' Python files and
+    `tuned.json`.
+    """
+    digest = hashlib.sha256()
+    paths = [path for name in LIBRARIES for path in (root / name).rglob("*")]
+    for path in sorted(paths):
+        if path.suffix == ".py" or path.name == "tuned.json":
+            name = path.relative_to(root).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def origin_of_row() -> dict[str, str]:
+    """Return library and device of a row, which may stand next to rows of other
+    runs.
+    """
+    return {"library": library_digest(), "device": jax.devices()[0].device_kind}
+
+
+# Reading
+# --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One JSON file and its digest."""
+
+    name: str
+    header: dict[str, Any]
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    digest: str
+
+    @property
+    def card(self) -> str:
+        """The short name of the card.
+
+        >>> Result("", {"device": "NVIDIA H100 80GB HBM3"}, {}, [], "").card
+        'H100'
+        """
+        return self.header["device"].removeprefix("NVIDIA ").split()[0]
+
+    @property
+    def origin(self) -> str:
+        """Machine and commit of the numbers, and a remark if the library has changed
+        since.
+
+        The header is of the last run; rows that `--resume` kept may be of other
+        libraries and devices. Older files have a digest of all sources, benchmarks
+        included.
+        """
+        header = self.header
+        devices = self._values("device") or [header["device"]]
+        libraries = self._values("library") or [header.get("library")]
+        commit = f"commit {header['commit'] or 'unknown'}"
+        if len(libraries) > 1:
+            commit = f"last {commit}"
+            source = f"rows of libraries {', '.join(libraries)}"
+        elif "library" in header:
+            source = f"library {header['library']}"
+        else:
+            source = f"sources {header['sources']}"
+        parts = [" and ".join(devices), f"jax {header['jax']}"]
+        if header.get("xla_flags"):
+            parts.append(f"`XLA_FLAGS={header['xla_flags']}`")
+        age = "" if libraries == [library_digest()] else AGE
+        return ", ".join([*parts, commit, source, header["date"]]) + age
+
+    def _values(self, field: str) -> list[str]:
+        """Return the distinct values of a field that some rows lack."""
+        return list(dict.fromkeys(row[field] for row in self.rows if row.get(field)))
+
+    def distinct(self, *fields: str) -> list[Any]:
+        """Return the values of one or several fields, in the order of the rows."""
+        return list(self.by(*fields))
+
+    def by(self, *fields: str) -> dict[Any, dict[str, Any]]:
+        """Return the rows by the values of one or several fields."""
+        if len(fields) == 1:
+            return {row[fields[0]]: row for row in self.rows}
+        return {tuple(row[field] for field in fields): row for row in self.rows}
+
+
+def read_result(name: str, results: Path = RESULTS) -> Result | None:
+    """Return the JSON of a benchmark, from an accelerator if there is one."""
+    paths = sorted(
+        results.glob(f"*/{name}.json"),
+        key=lambda path: (path.parent.name == "cpu", path.parent.name),
+    )
+    if not paths:
+        return None
+    data = paths[0].read_bytes()
+    content = json.loads(data)
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    return Result(name, content["header"], content["config"], content["rows"], digest)
+
+
+def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run with the same settings, each with its device.
+
+    There are none without a file.
+
+    Raises:
+      ValueError: the file is of other settings; the message names the differences.
+    """
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    found = _leaves({name: content["config"].get(name) for name in settings})
+    wanted = _leaves(settings)
+    differences = [
+        f"{name}={found.get(name)!r} in the file but {wanted.get(name)!r} now"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} has rows of other settings: {', '.join(differences)}; ask for the"
+            " same, choose another --out, or drop --resume, which overwrites its"
+            f" {len(content['rows'])} rows"
+        )
+    device = content["header"]["device"]
+    return [{**row, "device": row.get("device") or device} for row in content["rows"]]
+
+
+def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the leaves of nested dicts under names such as "size.layers"."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        settings, is_leaf=lambda node: not isinstance(node, dict)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
+# Writing
+# --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold the folder of a file, so that processes that add rows to it write one after
+    another.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def device_slug() -> str:
+    """Return JAX's name of the default device as a folder name.
+
+    >>> re.fullmatch("[a-z0-9-]+", device_slug()) is not None
+    True
+    """
+    return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
+
+
+def write_result(
+    path: Path, name: str, header: Header, config: Any, rows: Sequence[Any]
+) -> None:
+    """Write dataclasses as JSON in one step. Infinities and NaN become null."""
+    content = {
+        "benchmark": name,
+        "header": asdict(header),
+        "config": asdict(config),
+        "rows": [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    text = json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return None
+    return tree
