@@ -144,7 +144,9 @@ class Result:
         included.
         """
         header = self.header
-        devices = self._values("device") or [header["device"]]
+        devices = dict.fromkeys(
+            row.get("device") or header["device"] for row in self.rows
+        )
         libraries = self._values("library") or [header.get("library")]
         commit = f"commit {header['commit'] or 'unknown'}"
         if len(libraries) > 1:
@@ -154,7 +156,7 @@ class Result:
             source = f"library {header['library']}"
         else:
             source = f"sources {header['sources']}"
-        parts = [" and ".join(devices), f"jax {header['jax']}"]
+        parts = [" and ".join(devices or [header["device"]]), f"jax {header['jax']}"]
         if header.get("xla_flags"):
             parts.append(f"`XLA_FLAGS={header['xla_flags']}`")
         age = "" if libraries == [library_digest()] else AGE

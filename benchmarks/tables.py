@@ -11,14 +11,14 @@ def print_rows(rows: Sequence[Any], *columns: str) -> None:
     Without a choice all fields that have a value are shown, those of the class itself
     before the fields of a timing that it inherits.
     """
+    if not rows:
+        return
     shown = columns or _columns_with_values(rows)
     cells = [[_cell(getattr(row, column)) for column in shown] for row in rows]
     print_table(shown, cells)
 
 
 def _columns_with_values(rows: Sequence[Any]) -> tuple[str, ...]:
-    if not rows:
-        return ()
     inherited_last = sorted(
         (field.name for field in fields(rows[0])),
         key=lambda name: name not in type(rows[0]).__annotations__,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import shlex
@@ -17,17 +16,20 @@ import pytest
 import tcfp_jax
 from benchmarks import (
     card,
-    common,
     gemm,
     grouped,
+    harness,
     memory,
     products,
     quality,
     quantizers,
+    records,
     report,
     timing,
+    torchao,
     tune,
 )
+from benchmarks.harness import benchmark
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference
@@ -39,10 +41,8 @@ DEVICE = jax.devices()[0].device_kind
 SMOKES = (
     "gemm",
     "grouped",
-    "routing",
     "head",
     "quantizers",
-    "scaled_products",
     "quality",
     "memory",
 )
@@ -57,10 +57,7 @@ def smoke(tmp_path_factory):
 
     @functools.cache
     def run(name):
-        # `benchmarks.gemm` runs other benchmarks, too, which have cases of their own
-        # here.
-        more = ["--measure", "products"] if name == "gemm" else []
-        return common.main(name, ["--smoke", "--out", str(out), *more])
+        return benchmark(name).run(["--smoke", "--out", str(out)])
 
     return out, run
 
@@ -70,12 +67,11 @@ def smoke(tmp_path_factory):
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, run = smoke
     rows = run(name)
-    content = json.loads((out / common.device_slug() / f"{name}.json").read_text())
+    content = json.loads((out / records.device_slug() / f"{name}.json").read_text())
     assert content["benchmark"] == name
     assert content["header"]["jax"] == jax.__version__
-    assert content["header"]["library"] == common.library_digest()
-    module = report.benchmark(name)
-    expected = [dataclasses.asdict(r) for r in rows if isinstance(r, module.Row)]
+    assert content["header"]["library"] == records.library_digest()
+    expected = [dataclasses.asdict(row) for row in rows]
     assert content["rows"] == json.loads(json.dumps(expected)) != []
     for row in content["rows"]:
         assert all(
@@ -83,43 +79,23 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
             for value in row.values()
             if isinstance(value, int | float)
         )
-    result = common.read_result(name, out)
-    titles, rule, *lines = module.table(result).split("\n\n")[0].splitlines()
+    result = records.read_result(name, out)
+    titles, rule, *lines = benchmark(name).table(result).split("\n\n")[0].splitlines()
     assert len(lines) > 0 and {line.count("|") for line in lines} == {
         titles.count("|")
     } == {rule.count("|")}
 
 
-@pytest.mark.parametrize(
-    "name", sorted({name.partition("-")[0] for name in report.SECTIONS})
-)
-def test_every_benchmark_has_the_same_shape(name):
-    module = report.benchmark(name)
-    assert name == module.NAME
-    assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(
-        module.Row
-    )
-    assert all(
-        callable(getattr(module, part)) for part in ("configure", "measure", "table")
-    )
-    assert (
-        Path(module.__file__)
-        .read_text()
-        .endswith('if __name__ == "__main__":\n    common.command(NAME)\n')
-    )
-
-
 @pytest.mark.parametrize("name", card.RUNS)
 def test_every_run_of_a_card_is_a_command(name, monkeypatch):
     """The arguments parse, and belong to the benchmark whose table shows the JSON."""
+    monkeypatch.setattr(torchao, "NEEDED", ())
     module, *arguments = shlex.split(card.RUNS[name].arguments)
-    benchmark = importlib.import_module(f"benchmarks.{module}")
-    options = common.parse(benchmark, [*arguments, "--smoke"])
-    (chosen,) = benchmark.beside(options) if hasattr(benchmark, "beside") else (module,)
-    assert chosen == name.partition("-")[0]
-    assert dataclasses.is_dataclass(
-        importlib.import_module(f"benchmarks.{chosen}").configure(options)
-    )
+    assert module == name.partition("-")[0]
+    chosen = benchmark(module)
+    assert chosen.name == module
+    options = chosen.parse([*arguments, "--smoke"])
+    assert dataclasses.is_dataclass(chosen.config(options))
 
 
 def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
@@ -138,7 +114,7 @@ def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
         folder = Path(command[command.index("--out") + 1]) / "a-card"
         folder.mkdir()
         (folder / "any.json").write_text(
-            json.dumps({"header": {"library": common.library_digest()}})
+            json.dumps({"header": {"library": records.library_digest()}})
         )
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
@@ -221,12 +197,10 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     monkeypatch.setattr(
         timing, "time_interleaved", lambda *args, **options: pytest.fail("timed")
     )
+    monkeypatch.setattr(gemm, "_find_products", lambda *_: [right, wrong])
+    config = gemm.Config((GemmShape(16, 32, 16),))
     with pytest.raises(ArithmeticError, match="not timed"):
-        list(
-            gemm.measure_products(
-                gemm.Config((GemmShape(16, 32, 16),)), lambda *_: [right, wrong]
-            )
-        )
+        list(gemm.measure(config))
     with pytest.raises(ValueError, match="MxKxN"):
         GemmShape.parse("8x16")
 
@@ -235,7 +209,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
 def test_quantizers_are_compared_before_they_are_timed(smoke):
     smoke[1]("quantizers")
     content = json.loads(
-        (smoke[0] / common.device_slug() / "quantizers.json").read_text()
+        (smoke[0] / records.device_slug() / "quantizers.json").read_text()
     )
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
@@ -343,10 +317,7 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     tuning.load.cache_clear()
     monkeypatch.setattr(tune, "GRID", (GemmShape(64, 32, 48),))
     monkeypatch.setattr(tune, "H200_SHAPES", ())
-    assert (
-        common.main("gemm", ["--tune", "--cases", "grid", "--only", "dot_general"])
-        == []
-    )
+    assert tune.main(["--cases", "grid", "--only", "dot_general"])
     monkeypatch.setattr(tune, "_ACTIVATIONS", ((64, 32),))
     monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
@@ -362,10 +333,7 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
 def test_tuning_stops_at_its_budget(monkeypatch, capsys):
     monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
     monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
-    assert (
-        common.main("gemm", ["--tune", "--only", "quantize", "--budget-seconds", "-1"])
-        == []
-    )
+    assert tune.main(["--only", "quantize", "--budget-seconds", "-1"]) == []
     assert "stopped before quantize rows bfloat16" in capsys.readouterr().out
 
 
@@ -410,8 +378,8 @@ def test_memory_counts_the_parts(smoke):
 def test_memory_of_a_whole_model_is_counted(tmp_path):
     rows = {
         row.name: row
-        for row in common.main(
-            "memory", ["--model", "llama-tiny", "--out", str(tmp_path)]
+        for row in benchmark("memory").run(
+            ["--model", "llama-tiny", "--out", str(tmp_path)]
         )
     }
     stored = rows[memory.STORED]
@@ -422,55 +390,39 @@ def test_memory_of_a_whole_model_is_counted(tmp_path):
     assert list(rows) == ["bf16", "tensorwise", "rowwise", "tcfp12_fast", memory.STORED]
 
 
-def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
-    monkeypatch.setattr(common, "take_memory_as_needed", lambda: None)
-    for arguments, message in {
-        (
-            "gemm",
-            "--measure",
-            "none",
-        ): "error: --measure has ['none'], which are unknown",
-        (
-            "gemm",
-            "--cases",
-            "grid",
-        ): "error: --cases is an option of --tune; add --tune, or leave it out",
-        (
-            "gemm",
-            "--tune",
-            "--json",
-        ): "error: --json with --tune, which has cases and a file of its own",
-        (
-            "fp4_quality",
-            "--seeds",
-            "0",
-        ): "argument --seeds: 0 is not an integer of at least 1; give one",
-        ("fp4_quality", "--seeds", "-5"): "argument --seeds: -5 is not",
-    }.items():
-        monkeypatch.setattr("sys.argv", list(arguments))
-        with pytest.raises(SystemExit) as status:
-            common.command(arguments[0])
-        assert status.value.code == 2 and message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("gemm --backends none", "error: --backends has ['none'], which are unknown"),
+        ("convergence --protocol fork --seeds 0", "0 is not an integer of at least 1"),
+        ("convergence --protocol fork --seeds -5", "argument --seeds: -5 is not"),
+    ],
+)
+def test_a_program_says_in_one_line_what_it_cannot(
+    command, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(harness, "take_memory_as_needed", lambda: None)
+    name, *arguments = command.split()
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit) as status:
+        benchmark(name).command()
+    assert status.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["fp4_quality", "fsdp", "gemm", "llama", "train_step"])
-def test_a_smoke_run_tries_few_candidates_unless_they_are_named(name):
-    benchmark = importlib.import_module(f"benchmarks.{name}")
-    options = common.parse(benchmark, ["--smoke"])
-    assert {
-        option: getattr(options, option) for option in benchmark.SMOKE_OPTIONS
-    } == benchmark.SMOKE_OPTIONS
-    option, value = next(iter(benchmark.SMOKE_OPTIONS.items()))
-    assert (
-        getattr(common.parse(benchmark, ["--smoke", f"--{option}", "mine"]), option)
-        == "mine"
-        != value
-    )
+@pytest.mark.parametrize("name", ["fsdp", "llama", "train_step"])
+def test_a_smoke_run_tries_few_candidates_unless_named(name):
+    chosen = benchmark(name)
+    options = vars(chosen.parse(["--smoke"]))
+    assert {option: options[option] for option in chosen.smoke} == chosen.smoke
+    option = next(iter(chosen.smoke))
+    named = chosen.parse(["--smoke", f"--{option}", "mine"])
+    assert getattr(named, option) == "mine"
 
 
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
-        common.main("gemm", ["--smoke", "--out", str(common.RESULTS)])
+        benchmark("gemm").run(["--smoke", "--out", str(records.RESULTS)])
 
 
 def test_a_wrong_grouped_product_is_not_timed():

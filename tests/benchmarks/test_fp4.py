@@ -4,13 +4,14 @@ checked products.
 
 import pytest
 
-from benchmarks import common, fp4
+from benchmarks import fp4, records
+from benchmarks.harness import benchmark
 from pallas_kernels.operands import Fp4
 
 
 @pytest.mark.slow
 def test_a_smoke_run_checks_and_times_every_product(tmp_path):
-    rows = common.main(fp4.NAME, ["--smoke", "--out", str(tmp_path)])
+    rows = benchmark(fp4.NAME).run(["--smoke", "--out", str(tmp_path)])
     assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + [
         "dgrad"
     ] * 3
@@ -23,7 +24,7 @@ def test_a_smoke_run_checks_and_times_every_product(tmp_path):
         )
         assert (row.snr_db is None) == (row.kind == fp4.BASELINE) and row.copies > 1
     assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(
-        common.read_result(fp4.NAME, tmp_path)
+        records.read_result(fp4.NAME, tmp_path)
     )
 
 

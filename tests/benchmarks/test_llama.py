@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from benchmarks import breakdown, common, large, llama, report
+from benchmarks import breakdown, large, llama, records, report
 from benchmarks.breakdown import KINDS
+from benchmarks.harness import benchmark
 from models.gpt import GPT, MODELS, GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoeConfig
@@ -92,8 +93,7 @@ def test_a_gpt_steps_as_well():
 
 @pytest.mark.slow
 def test_a_smoke_run_writes_a_table(tmp_path):
-    rows = common.main(
-        "llama",
+    rows = benchmark("llama").run(
         [
             "--smoke",
             "--out",
@@ -114,7 +114,7 @@ def test_a_smoke_run_writes_a_table(tmp_path):
         row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows
     )
     assert np.isclose(rows[1].tokens_per_second, 64e3 / rows[1].median_ms)
-    path = tmp_path / common.device_slug() / "llama.json"
+    path = tmp_path / records.device_slug() / "llama.json"
     page = report.render_section("llama", tmp_path)
     assert "| `tensorwise` |" in page and "2 × 32 tokens" in page
     content = json.loads(path.read_text())
@@ -136,18 +136,19 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
 
     monkeypatch.setitem(llama.MAKE, "block", broken)
     with pytest.raises(ArithmeticError, match="tensorwise: y has"):
-        common.main("llama", ["--smoke", "--parts", "block", "--recipes", "tensorwise"])
+        benchmark("llama").run(
+            ["--smoke", "--parts", "block", "--recipes", "tensorwise"]
+        )
 
 
 def test_bad_names_are_errors():
     with pytest.raises(ValueError, match="unknown"):
-        common.main("llama", ["--smoke", "--recipes", "tensorwize"])
+        benchmark("llama").run(["--smoke", "--recipes", "tensorwize"])
 
 
 @pytest.mark.slow
 def test_a_large_run_compares_losses_on_text(tmp_path):
-    rows = common.main(
-        "large",
+    rows = benchmark("large").run(
         ["--smoke", "--out", str(tmp_path), "--layers", "2", "--bf16-layers", "1"],
     )
     assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [
@@ -161,11 +162,11 @@ def test_a_large_run_compares_losses_on_text(tmp_path):
     assert (
         bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
     )
-    result = common.read_result("large", tmp_path)
+    result = records.read_result("large", tmp_path)
     assert result is not None and "| `stored` | 2 |" in large.table(result)
     more = ["--smoke", "--out", str(tmp_path), "--steps", "32"]
-    (alone,) = common.main("large", [*more, "--recipes", "bf16"])
-    kept, stored = common.main("large", [*more, "--resume"])
+    (alone,) = benchmark("large").run([*more, "--recipes", "bf16"])
+    kept, stored = benchmark("large").run([*more, "--resume"])
     assert kept == alone and len(stored.losses) == 32 and stored.text == kept.text
     gap = np.mean(np.subtract(stored.losses, kept.losses)[-large.LAST :])
     page = report.render_section("large-curves", tmp_path)
@@ -187,4 +188,4 @@ def test_losses_that_are_wrong_are_not_timed(losses, first, message):
 
 def test_bf16_has_no_more_layers_than_the_model():
     with pytest.raises(ValueError, match="--bf16-layers 2 of a model with 1 layers"):
-        common.main("large", ["--smoke", "--bf16-layers", "2"])
+        benchmark("large").run(["--smoke", "--bf16-layers", "2"])

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from benchmarks import common, drawing, origins, report, train_step
+from benchmarks import drawing, records, report, train_step
 
 HEADER = {
     "device": "Chip",
@@ -109,52 +109,44 @@ def test_a_page_has_every_section_and_no_other(root, capsys):
 
 def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsys):
     page = root / "docs" / "measurements.md"
-    assert page.read_text().count(common.AGE) == 2
+    assert page.read_text().count(records.AGE) == 2
     # The same numbers, measured with the library of today.
     rows = [step("mlp", "bf16", 1.0), step("mlp", "rowwise", 1.75)]
-    write(root, "train_step-recipes", rows, library=common.library_digest())
+    write(root, "train_step-recipes", rows, library=records.library_digest())
     assert report.main(options(root)) == 0
-    assert page.read_text().count(common.AGE) == 1
+    assert page.read_text().count(records.AGE) == 1
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "train_step"
     ]
-    page.write_text(page.read_text().replace(common.AGE, ""))
+    page.write_text(page.read_text().replace(records.AGE, ""))
     assert report.main(options(root, "--check")) == 0
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=str)
-def test_a_page_names_card_and_release_of_every_number(page):
-    """Numbers of an older library belong to a release, which the text between the
-    markers names.
-    """
-    found = report.SECTION.findall(text := (common.ROOT / page).read_text())
-    assert found
-    for _, name, _ in found:
-        section = text.split(f"<!-- begin: {name} -->")[1].split(
-            f"<!-- end: {name} -->"
-        )[0]
-        if "No numbers yet" in section:
-            continue
-        assert re.search(
-            r"(about|after|before) release \d+\.\d+\.\d+|between releases ", section
-        ), f"{page}: {name}"
-        assert re.search(r"\b(H100|H200|cpu)\b", section), (
-            f"{page}: {name} names no card"
-        )
+def test_a_page_names_the_card_of_every_number(page):
+    text = (records.ROOT / page).read_text()
+    sections = report.SECTION.finditer(text)
+    nameless = [
+        section[2]
+        for section in sections
+        if not re.search(r"\b(H100|H200|cpu)\b|No numbers yet", section[0])
+    ]
+    assert report.SECTION.search(text)
+    assert nameless == []
 
 
 def test_sentences_repeat_numbers_of_the_tables():
     """Milliseconds, gigabytes and ratios that a person wrote stand in a table that a
     JSON fills.
     """
-    page = (common.ROOT / "docs" / "measurements.md").read_text()
-    tables = "".join(match[0] for match in report.SECTION.finditer(page))
+    page = (records.ROOT / "docs" / "measurements.md").read_text()
+    tables = "".join([report.overview(), *report.full()])
     there = {*re.findall(r"\d[\d,]*(?:\.\d+)?", tables)}
     bullets = page.split("<!-- end: overview -->")[1].split(
         "`python -m benchmarks.report`"
     )[0]
     (headline,) = re.findall(
-        r"^\*\*All of .*", (common.ROOT / "README.md").read_text(), re.MULTILINE
+        r"^\*\*All of .*", (records.ROOT / "README.md").read_text(), re.MULTILINE
     )
     for text in (bullets, headline):
         found = re.findall(r"\b(\d[\d,]*(?:\.\d+)?)(?: ms| GB\b)|\b(\d\.\d\d)\b", text)
@@ -163,75 +155,48 @@ def test_sentences_repeat_numbers_of_the_tables():
         assert not wrong, f"{wrong} of the text stand in no table"
 
 
-def test_a_day_lies_between_releases(tmp_path, monkeypatch):
-    monkeypatch.setattr(origins, "CHANGELOG", tmp_path / "CHANGELOG.md")
-    (tmp_path / "CHANGELOG.md").write_text(
-        "## [0.2.0] - 2026-02-02\n\n## [0.1.0] - 2026-01-01\n"
-    )
-    find = origins.release_of.__wrapped__
-    assert [
-        find(day) for day in ("2025-12-31", "2026-01-01", "2026-01-02", "2026-03-01")
-    ] == [
-        "before release 0.1.0",
-        "about release 0.1.0",
-        "between releases 0.1.0 and 0.2.0",
-        "after release 0.2.0",
-    ]
-
-
 def test_the_digest_is_that_of_the_libraries(tmp_path):
-    for name in (*common.LIBRARIES, "benchmarks"):
+    for name in (*records.LIBRARIES, "benchmarks"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.py").write_text("1")
-    before = common.library_digest(tmp_path)
+    before = records.library_digest(tmp_path)
     (tmp_path / "benchmarks" / "a.py").write_text("2")
     (tmp_path / "tcfp_jax" / "measured.json").write_text("{}")
-    assert common.library_digest(tmp_path) == before
+    assert records.library_digest(tmp_path) == before
     (tmp_path / "pallas_kernels" / "tuned.json").write_text("{}")
-    tuned = common.library_digest(tmp_path)
+    tuned = records.library_digest(tmp_path)
     (tmp_path / "tcfp_jax" / "a.py").write_text("2")
-    assert len({before, tuned, common.library_digest(tmp_path)}) == 3
+    assert len({before, tuned, records.library_digest(tmp_path)}) == 3
 
 
 def test_the_table_to_choose_by_is_of_whole_models():
-    lines = {
-        line.split("|")[1].strip(): line.split("|")[2:]
-        for line in report.choose().splitlines()
-        if "|" in line
-    }
-    assert list(lines)[2:] == [
+    lines = [line.split("|")[1:-1] for line in report.choose().splitlines()[2:7]]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    assert [line[0] for line in cells] == [
         "`bf16`",
         "`tcfp12_single`, stored",
         "`tensorwise`",
         "`rowwise`",
         "`tcfp12_fast`",
     ]
-    assert [cell.strip() for cell in lines["`bf16`"][:5]] == [
-        "1",
-        "1",
-        "12 (12)",
-        "12 (12)",
-        "0",
-    ]
-    stored = [cell.strip() for cell in lines["`tcfp12_single`, stored"][:5]]
-    (whole,) = (
-        row
-        for row in common.read_result("large-8-layers").rows
-        if row["recipe"] == "stored"
-    )
+    assert cells[0][1:4] == ["1", "12", "0"]
+    whole = records.read_result("large-8-layers").by("recipe")["stored"]
+    speedup = f"**{whole['layer_speed_over_bf16']:.2f}**"
     # All of the state, with embeddings and heads.
-    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == [
-        "4.02 (4.02)",
-        "4.02 (4.02)",
-    ]
-    assert all(len(cells) == 7 for cells in lines.values())
+    assert cells[1][1:3] == [speedup, "4.02"]
+
+
+def test_every_table_with_numbers_is_printed(capsys):
+    assert report.main(["--full"]) == 0
+    printed = re.findall(r"^## (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert set(report.DECIDING) < set(printed) <= set(report.SECTIONS)
 
 
 def test_the_overview_compares_whole_models_alone():
     lines = [line.split("|")[1:-1] for line in report.overview().splitlines()[2:]]
     assert len(lines) == len(report.WHOLE)
     for cells, name in zip(lines, report.WHOLE, strict=True):
-        rows = common.read_result(name).by("recipe")
+        rows = records.read_result(name).by("recipe")
         same = rows["bf16"].get("layers") == rows["stored"].get("layers")
         assert ("does not fit" in cells[2]) != same and ("**" in cells[4]) == same
         assert cells[3].strip() == f"{rows['stored']['median_ms']:,.0f}"
@@ -275,9 +240,9 @@ def test_the_pages_agree_with_the_committed_numbers():
 @pytest.mark.parametrize(
     "name",
     [
-        "common",
+        "records",
+        "tables",
         "options",
-        "origins",
         "memory",
         "report",
         "shapes",
@@ -299,6 +264,6 @@ def test_numbers_of_an_accelerator_are_preferred(root):
         chip.read_text().replace('"chip"', '"cpu"')
     )
     assert (
-        common.read_result("train_step-recipes", root / "results").header["device"]
+        records.read_result("train_step-recipes", root / "results").header["device"]
         == "chip"
     )

@@ -13,10 +13,10 @@ def test_it_asks_for_packages_and_a_gpu(monkeypatch):
     with pytest.raises(
         ValueError, match="needs no_such_package; run `pip install no_such_package`"
     ):
-        torchao.check_options(options)
+        torchao.configure(options)
     monkeypatch.setattr(torchao, "NEEDED", ("json",))
     with pytest.raises(ValueError, match="needs a GPU, not cpu; use --smoke"):
-        torchao.check_options(options)
+        torchao.configure(options)
 
 
 @pytest.mark.slow

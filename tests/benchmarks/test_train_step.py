@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import common, timing, train_step
+from benchmarks import records, timing, train_step
+from benchmarks.harness import benchmark
 from benchmarks.shapes import GemmShape
 from tcfp_jax.products import matmul
 
@@ -32,7 +33,7 @@ def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch)
         "--parts",
         ",".join(train_step.PARTS),
     ]
-    rows = common.main("train_step", ["--smoke", "--out", str(tmp_path), *asked])
+    rows = benchmark("train_step").run(["--smoke", "--out", str(tmp_path), *asked])
     gradients = [name for name in VARIANTS if name not in train_step.KEPT]
     expected = [(part, name) for part in train_step.PARTS[:-1] for name in gradients]
     expected += [(train_step.PARTS[-1], name) for name in VARIANTS]
@@ -48,7 +49,7 @@ def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch)
             assert row.speed_over_bf16 > 0
             assert row.worst_snr_db >= train_step.LEAST_SNR_DB
     content = json.loads(
-        (tmp_path / common.device_slug() / "train_step.json").read_text()
+        (tmp_path / records.device_slug() / "train_step.json").read_text()
     )
     assert content["benchmark"] == "train_step"
     assert content["rows"] == [dataclasses.asdict(row) for row in rows]
@@ -104,8 +105,8 @@ def test_stored_weights_are_all_that_is_kept_of_them():
 
 def test_options(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        train_step, "measure", lambda config: asked.append(config) or []
+    chosen = dataclasses.replace(
+        train_step.BENCHMARK, rows=lambda config: asked.append(config) or []
     )
     options = [
         "--parts",
@@ -117,7 +118,7 @@ def test_options(monkeypatch):
         "--backend",
         "xla",
     ]
-    assert common.main("train_step", options) == []
+    assert chosen.run(options) == []
     assert asked == [
         train_step.Config(
             (SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"), "xla"
@@ -125,10 +126,9 @@ def test_options(monkeypatch):
     ]
     for wrong in (["--recipes", "tcfp13"], ["--parts", "layer"], ["--shapes", "8x16"]):
         with pytest.raises(ValueError, match=wrong[1]):
-            common.main("train_step", wrong)
+            chosen.run(wrong)
     # All recipes of one shape are lines.
-    common.main(
-        "train_step",
+    chosen.run(
         ["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"],
     )
     assert asked[1:] == [

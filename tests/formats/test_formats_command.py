@@ -8,10 +8,11 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import casts, common
+from benchmarks import casts, records
+from benchmarks.harness import benchmark
 from tcfp_jax.formats import CATALOG, __main__
 
-DOCS = common.ROOT / "docs" / "formats.md"
+DOCS = records.ROOT / "docs" / "formats.md"
 
 
 def test_one_datatype(capsys):
@@ -28,7 +29,7 @@ def test_one_datatype(capsys):
 def test_a_reader_may_have_enough():
     command = [sys.executable, "-m", "tcfp_jax.formats", "e3m4"]
     with subprocess.Popen(
-        command, cwd=common.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=records.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         assert b"BrokenPipe" not in process.stderr.read() and process.wait() == 0
@@ -54,7 +55,7 @@ def test_docs_say_what_the_code_says(capsys):
 
 
 def test_casts_are_checked_and_timed(tmp_path):
-    rows = common.main("casts", ["--smoke", "--out", str(tmp_path)])
+    rows = benchmark("casts").run(["--smoke", "--out", str(tmp_path)])
     assert [row.name for row in rows] == ["copy", *casts.DATATYPES]
     assert all(row.terabytes_per_second > 0 and row.over_copy > 0 for row in rows)
     with pytest.raises(ArithmeticError, match="not timed"):
