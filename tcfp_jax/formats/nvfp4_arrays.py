@@ -1,7 +1,9 @@
 """NVFP4 in arrays: as codes, which products of stored weights read, and as numbers,
 which FP4 training multiplies.
 
-    x ~ E2M1 code * scale of its tile * outer          16 values share an E4M3 scale, the tensor a float32 scale
+    x ~ E2M1 code * scale of its tile * outer
+
+16 values share an E4M3 scale, and the tensor has a float32 scale.
 
 `quantization.quantize` defines the rounding, as for every cast. `nvfp4_kernel` has the
 same bits, and does all in one pass on NVIDIA GPUs. `observe` has them, too: it makes
@@ -21,12 +23,14 @@ from pallas_kernels.counter import bits_of
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8, shared
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.hopper import plan
+from pallas_kernels.tiled import Engine
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.nvfp4_kernel import Engine, by_triton, reject, run
+from tcfp_jax.formats.nvfp4_kernel import Job, reject, run
 from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options, Place
+from tcfp_jax.formats.nvfp4_triton import TRITON
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rotation import checked_signs, rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
@@ -137,12 +141,15 @@ def quantize_nvfp4(
     return with_automatic_axes(call, lambda _: PartitionSpec(), array, wide, flips, key)
 
 
-def _by_mosaic(*job: Any) -> list[jax.Array]:
+def _by_mosaic(job: Job, *operands: Any) -> list[jax.Array]:
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.
     from tcfp_jax.formats import nvfp4_mosaic
 
-    return nvfp4_mosaic.call(*job)
+    return nvfp4_mosaic.call(job, *operands)
+
+
+_MOSAIC = Engine(_by_mosaic, calls_back=True)
 
 
 def _by_kernel(
@@ -219,22 +226,29 @@ def _by_xla(
     )
 
 
-_reject_mosaic = lambda *call: plan.reject(jnp.bfloat16) or reject(*call)
+def _reject_mosaic(options: Options, x: jax.Array, *arrays: object) -> str | None:
+    return plan.reject(jnp.bfloat16) or reject(options, x)
+
+
+def _decline_triton(*call: object) -> str | None:
+    return lacks_fp8()
+
+
 IMPLEMENTATIONS = (
     Implementation(
-        "triton",
-        functools.partial(_by_kernel, by_triton),
-        reject,
-        lambda *_: lacks_fp8(),
+        "triton", functools.partial(_by_kernel, TRITON), reject, _decline_triton
     ),
-    Implementation("mosaic", functools.partial(_by_kernel, _by_mosaic), _reject_mosaic),
+    Implementation("mosaic", functools.partial(_by_kernel, _MOSAIC), _reject_mosaic),
     Implementation("xla", _by_xla),
 )
-_dispatched = shared(
-    lambda chosen, *arrays: dispatch(
-        "quantize_nvfp4", IMPLEMENTATIONS, chosen[1], chosen[0], *arrays
-    )
-)
+
+
+@shared
+def _dispatched(
+    chosen: tuple[Options, Backend | None], *arrays: Any
+) -> Nvfp4 | Nvfp4Values:
+    options, backend = chosen
+    return dispatch("quantize_nvfp4", IMPLEMENTATIONS, backend, options, *arrays)
 
 
 def _check(
@@ -322,7 +336,8 @@ def quantize_values(
       `Nvfp4Values` of the shape of x, with each axis of a block filled with zeros up to
         whole blocks.
 
-    >>> [jax.eval_shape(lambda: quantize_values(jnp.ones((2, 20)), axis)).values.shape for axis in (-1, 0, None)]
+    >>> x = jnp.ones((2, 20))
+    >>> [quantize_values(x, axis).values.shape for axis in (-1, 0, None)]
     [(2, 32), (16, 20), (16, 32)]
     """
     x, axes = _filled(x, axis)

@@ -1,11 +1,12 @@
 """NVFP4 in one pass on NVIDIA GPUs: x is read once; codes two a byte and scales, or
 numbers, are written once.
 
-A program takes 128 tiles, a thread one or two of them, and exchanges nothing with its
-neighbours. For tiles along the last axis a thread loads 32 bytes of bfloat16 and stores
-8 bytes of codes and one byte of the scale, or 32 bytes of numbers. Down the first axis,
-neighbours hold neighbouring columns. `nvfp4_registers` has the arithmetic. A pass of
-the same kind finds the largest magnitude of a rotated tensor.
+Two engines run it, `nvfp4_triton` and `nvfp4_mosaic`. A program takes 128 tiles, a
+thread one or two of them, and exchanges nothing with its neighbours. For tiles along
+the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one
+byte of the scale, or 32 bytes of numbers. Down the first axis, neighbours hold
+neighbouring columns. `nvfp4_registers` has the arithmetic. A pass of the same kind
+finds the largest magnitude of a rotated tensor.
 
 Under a mesh each device quantizes its own part, and knows where that begins: the random
 bits of a value depend on it.
@@ -13,32 +14,30 @@ bits of a value depend on it.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import pallas_triton as plgpu
-from pallas_kernels.dispatch import device_kind
 from pallas_kernels.partition import partitioned
-from pallas_kernels.specs import device_count, varying
-from tcfp_jax.formats.nvfp4_registers import SIDE, Options, Place, compute
+from pallas_kernels.specs import device_count
+from pallas_kernels.tiled import Engine
+from tcfp_jax.formats.nvfp4_registers import SIDE, Options, compute
 
 TILES = 128
-# Down the first axis the values of a tile lie apart, so a thread takes two columns to
-# load words of 4 bytes.
-_WARPS: dict[Place, int] = {"last": 4, "first": 2}
-
-
 _Shape = tuple[int, ...]
-Engine = Callable[..., list[jax.Array]]
 
 
-class _Job(NamedTuple):
-    """A pass over an array by an engine; `shape` counts its tiles, without the axis of
-    their values.
+class Job(NamedTuple):
+    """A pass over an array.
+
+    Attributes:
+      options: the kind of pass.
+      shape: numbers of tiles, without the axis of their values.
+      engine: its `run` takes the job, the `shape` of a device's part, `Options.words`,
+        tiles, and where the part begins if it is not the whole.
     """
 
     options: Options
@@ -67,13 +66,6 @@ def reject(options: Options, x: jax.Array, *arrays: object) -> str | None:
     )
 
 
-# Return the results for a part of `own` tiles, from words, tiles and places, if it has
-# any.
-by_triton: Engine = lambda job, own, *operands: plgpu.on_platform(
-    functools.partial(_call, job, own), *operands
-)
-
-
 def run(
     x: jax.Array, words: jax.Array, options: Options, engine: Engine
 ) -> list[jax.Array]:
@@ -96,15 +88,13 @@ def run(
     outputs = {"codes": [f"{side} s", side], "amax": ["r"], "bfloat16": [of_values]}[
         options.output
     ]
-    local = functools.partial(_local, _Job(options, shape, engine))
+    local = functools.partial(_local, Job(options, shape, engine))
     whole = ("t", "s") if options.output == "codes" else ("t",)
     spec = f"{', '.join(inputs)} -> {', '.join(outputs)}"
-    # Mosaic's interpreter calls back into Python, which a partitioned function cannot
-    # do.
-    alone = engine is not by_triton and device_kind() == "cpu"
-    first, *others = (local if alone else partitioned(local, spec, whole=whole))(
-        words, tiles, *starts
-    )
+    if engine.calls_back_here():
+        first, *others = local(words, tiles, *starts)
+    else:
+        first, *others = partitioned(local, spec, whole=whole)(words, tiles, *starts)
     return [
         first.reshape(
             {
@@ -118,7 +108,7 @@ def run(
 
 
 def _local(
-    job: _Job,
+    job: Job,
     words: jax.Array,
     tiles: jax.Array,
     *places: jax.Array,
@@ -132,7 +122,9 @@ def _local(
         else []
     )
     fits = (math.prod(own) if job.options.place == "last" else own[-1]) % TILES == 0
-    found = (job.engine if fits else _by_arrays)(job, own, words, tiles, *given)
+    run_part = job.engine.run if fits else _by_arrays
+    found = run_part(job, own, words, tiles, *given)
+    assert found is not None, "the part fits"
     if job.options.output == "amax":
         top = jnp.max(found[0]).reshape(1)
         return [lax.pmax(top, summed_over) if summed_over else top]
@@ -142,7 +134,7 @@ def _local(
 
 
 def _by_arrays(
-    job: _Job, own: _Shape, words: jax.Array, tiles: jax.Array, *given: jax.Array
+    job: Job, own: _Shape, words: jax.Array, tiles: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
     """Return the same without a kernel, for a part that is not made of whole groups."""
     whole = (
@@ -152,9 +144,11 @@ def _by_arrays(
     )
     values = [whole[..., i] for i in range(SIDE)]
     places = lax.iota(jnp.uint32, values[0].size).reshape(values[0].shape)
-    found = _joined(
+    found = joined(
         job.options,
-        compute(job.options, words, values, _first(places, given, (own, job.shape))),
+        compute(
+            job.options, words, values, first_values(places, given, (own, job.shape))
+        ),
     )
     if job.options.output != "bfloat16":
         return found
@@ -167,7 +161,7 @@ def _by_arrays(
     ]
 
 
-def _joined(options: Options, found: list[jax.Array]) -> list[jax.Array]:
+def joined(options: Options, found: list[jax.Array]) -> list[jax.Array]:
     """Return the results of `compute` as they are stored: bytes `[tiles, 8]` and E4M3;
     two `[tiles, 8]` of numbers.
     """
@@ -194,7 +188,7 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
     return parts[0].reshape(shape)
 
 
-def _first(
+def first_values(
     tile: jax.Array, given: Sequence[Any], shapes: tuple[_Shape, _Shape]
 ) -> jax.Array:
     """Return the index in the whole array of the first value of each tile, modulo
@@ -210,92 +204,3 @@ def _first(
         )
         tile, stride = tile // jnp.uint32(own[axis]), stride * whole[axis]
     return found * jnp.uint32(SIDE)
-
-
-def _call(
-    job: _Job,
-    own: _Shape,
-    words: jax.Array,
-    x: jax.Array,
-    *given: jax.Array,
-    interpret: bool,
-) -> list[jax.Array]:
-    from jax.experimental import pallas as pl
-
-    along = job.options.place == "last"
-    x = x.reshape(-1, SIDE if along else own[1])
-
-    def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
-        if along:
-            # Two loads of 16 bytes: with one load, two threads would share a tile.
-            halves = [x_ref[:, start : start + 8] for start in (0, 8)]
-            values = [
-                part.reshape(TILES)
-                for half in halves
-                for part in lax.split(half, (1,) * 8, axis=1)
-            ]
-            place = pl.program_id(0) * TILES
-        else:
-            values = [x_ref[at, :] for at in range(SIDE)]
-            place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
-        place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(
-            jnp.uint32
-        )
-        first = _first(place, refs[: len(given)], (own, job.shape))
-        found = compute(
-            job.options, words_ref, values, first, None if interpret else plgpu.instruct
-        )
-        _store(job, refs[len(given) :], _joined(job.options, found))
-
-    grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
-    block = pl.BlockSpec(
-        (TILES, SIDE) if along else (SIDE, TILES), lambda i, j=0: (i, j)
-    )
-    whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
-    out_shape, out_specs = _results(job, pl, x.shape, grid, block)
-    return plgpu.pallas_call(
-        kernel,
-        out_shape=varying(out_shape, words, x, *given),
-        grid=grid,
-        in_specs=[whole(words.size), block, *(whole(g.size) for g in given)],
-        out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=_WARPS[job.options.place], num_stages=1
-        ),
-        interpret=interpret,
-        name="quantize_nvfp4",
-    )(words, x, *given)
-
-
-def _results(
-    job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any
-) -> tuple[Any, Any]:
-    """Return the shapes and blocks of the results."""
-    if job.options.output == "bfloat16":
-        return [jax.ShapeDtypeStruct(shape, job.options.output)], [block]
-    if job.options.output == "amax":
-        one = pl.BlockSpec((1,) * len(grid), lambda *at: at)
-        return [jax.ShapeDtypeStruct(grid, jnp.int32)], [one]
-    made = [
-        jax.ShapeDtypeStruct((shape[0], SIDE // 2), jnp.uint8),
-        jax.ShapeDtypeStruct(shape[:1], jnp.float8_e4m3fn),
-    ]
-    return made, [
-        pl.BlockSpec((TILES, SIDE // 2), block.index_map),
-        pl.BlockSpec((TILES,), lambda i: (i,)),
-    ]
-
-
-def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
-    """Write the results of `_joined` to the blocks of a program."""
-    if job.options.output == "amax":
-        refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
-    elif job.options.output == "codes":
-        for ref, part in zip(refs, parts, strict=True):
-            ref[...] = part
-    elif job.options.place == "last":
-        for at, part in zip((0, 8), parts, strict=True):
-            refs[0][:, at : at + 8] = part
-    else:
-        for at, part in enumerate(parts):
-            refs[0][at, :] = part

@@ -13,21 +13,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.registers import Ref, Registers
 from pallas_kernels.specs import varying
-from tcfp_jax.formats import nvfp4_kernel
-from tcfp_jax.formats.nvfp4_kernel import TILES
+from tcfp_jax.formats.nvfp4_kernel import TILES, Job, first_values
 from tcfp_jax.formats.nvfp4_registers import SIDE, compute
 
 _REGISTERS = Registers((TILES,), each=1)
 
 
 def call(
-    job: nvfp4_kernel._Job,
+    job: Job,
     own: tuple[int, ...],
     words: jax.Array,
     tiles: jax.Array,
     *given: jax.Array,
 ) -> list[jax.Array]:
-    """Return the results for a part of `own` tiles, see `nvfp4_kernel.by_triton`."""
+    """Return the results for a part of `own` tiles, see `nvfp4_kernel.Job`."""
     x = tiles.reshape(-1, SIDE if job.options.place == "last" else own[1])
     count, shape = x.size // SIDE, jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
@@ -51,9 +50,7 @@ def call(
     return varying(kernel(*varying([words, x, *given], words, x)), words, x)
 
 
-def _kernel(
-    job: nvfp4_kernel._Job, own: tuple[int, ...], words: Ref, x: Ref, *refs: Ref
-) -> None:
+def _kernel(job: Job, own: tuple[int, ...], words: Ref, x: Ref, *refs: Ref) -> None:
     """Compute a block of 128 tiles."""
     block, output, along = (
         lax.axis_index("block"),
@@ -85,7 +82,7 @@ def _kernel(
         (block * TILES).astype(jnp.uint32) + lanes,
         2 if output == "codes" else 1,
     )
-    first, to = nvfp4_kernel._first(tile, refs[:-count], (own, job.shape)), refs[-count]
+    first, to = first_values(tile, refs[:-count], (own, job.shape)), refs[-count]
     found = compute(job.options, words, values, first, instruct)
     if output == "codes":
         _REGISTERS.write_lines(found[:2], to.at[here])

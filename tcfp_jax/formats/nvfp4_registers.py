@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.arithmetic import Instruct
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
@@ -44,7 +45,6 @@ _WORDS = 16
 Place = Literal["last", "first", "squares"]
 Key = tuple[jax.Array, jax.Array]
 Arrays = list[jax.Array]
-Instruct = Callable[..., jax.Array]  # instructions in PTX on float32
 Random = Callable[[int], jax.Array]  # random bits by the place of a value in its tile
 
 

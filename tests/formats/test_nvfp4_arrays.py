@@ -124,10 +124,14 @@ def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
     # A device that holds the lower half knows where it begins: the index of its first
     # tile is 128.
     starts, shapes = jnp.asarray([32, 0], jnp.uint32), ((32, 4), (64, 4))
-    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), [starts], shapes)
+    places = nvfp4_kernel.first_values(
+        jnp.arange(128, dtype=jnp.uint32), [starts], shapes
+    )
     assert np.array_equal(places, 16 * (128 + np.arange(128)))
     starts, shapes = jnp.asarray([0, 2], jnp.uint32), ((64, 2), (64, 4))
-    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), [starts], shapes)
+    places = nvfp4_kernel.first_values(
+        jnp.arange(128, dtype=jnp.uint32), [starts], shapes
+    )
     assert np.array_equal(
         places.reshape(64, 2), 16 * (4 * np.arange(64)[:, None] + [2, 3])
     )
