@@ -76,14 +76,17 @@ def awkward_inputs(name):
     points = np.concatenate([points, -points])
     with np.errstate(all="ignore"):
         single = points.astype(np.float32)
-        every = np.concatenate(
-            [
-                single,
-                np.nextafter(single, np.float32(np.inf)),
-                np.nextafter(single, np.float32(-np.inf)),
-            ]
-        )
-        return np.concatenate([EVERY_BFLOAT16.astype(np.float32), every])
+        up = np.nextafter(single, np.float32(np.inf))
+        down = np.nextafter(single, np.float32(-np.inf))
+        return np.concatenate([EVERY_BFLOAT16.astype(np.float32), single, up, down])
+
+
+def assert_unbiased(draw, x, count=2000):
+    """The mean of `draw(key)` over many keys is `x`, within five standard errors."""
+    keys = jax.random.split(jax.random.key(1), count)
+    samples = np.asarray(jax.jit(jax.vmap(draw))(keys), np.float64)
+    error = np.abs(samples.mean(0) - np.asarray(x))
+    assert np.all(error <= 5 * samples.std(0) / np.sqrt(count) + 1e-7)
 
 
 def float32(x):

@@ -34,41 +34,32 @@ def matrices(shape, block):
     edges of the formats.
     """
     random = np.random.default_rng(block)
-    normal = lambda: random.standard_normal(shape).astype(np.float32)
-    rows = lambda low, high: np.ldexp(
-        normal(), random.integers(low, high, (shape[0], 1))
-    ).astype(np.float32)
+
+    def scaled(values, low, high, sizes=shape):
+        return np.ldexp(values, random.integers(low, high, sizes)).astype(np.float32)
+
+    def normal():
+        return random.standard_normal(shape).astype(np.float32)
+
     yield "normal", normal()
-    yield "a binade to a row", rows(-100, 120)
-    yield (
-        "a binade to a value",
-        np.ldexp(normal(), random.integers(-30, 30, shape)).astype(np.float32),
-    )
+    yield "a binade to a row", scaled(normal(), -100, 120, (shape[0], 1))
+    yield "a binade to a value", scaled(normal(), -30, 30)
     zeros = normal()
     zeros[: shape[0] // 2] = 0.0
     zeros[::3] = -0.0
     yield "zeros", zeros
-    yield (
-        "integers, halves and ties",
-        (random.integers(-897, 898, shape) / 2).astype(np.float32),
-    )
+    halves = random.integers(-897, 898, shape) / 2
+    yield "integers, halves and ties", halves.astype(np.float32)
     # The value from which on a scale doubles, its neighbours, and quotients that round
     # up to the next binade.
-    edges = np.ldexp(np.float32(1.75), random.integers(-3, 3, shape)).astype(np.float32)
-    up, down = (np.nextafter(edges, np.float32(limit)) for limit in (np.inf, 0))
-    yield (
-        "edges of a scale",
-        np.choose(random.integers(0, 3, shape), [edges, up, down]).astype(np.float32),
-    )
-    small = np.ldexp(
-        1 + random.random(shape), random.integers(-126, -110, shape)
-    ).astype(np.float32)
-    yield (
-        "the smallest normal values",
-        small * random.choice([-1, 1], shape).astype(np.float32),
-    )
-    huge = np.ldexp(1 + random.random(shape) * 0.7499, 127).astype(np.float32)
-    yield "the largest values", huge * random.choice([-1, 1], shape).astype(np.float32)
+    edges = scaled(np.float32(1.75), -3, 3)
+    up = np.nextafter(edges, np.float32(np.inf))
+    down = np.nextafter(edges, np.float32(0))
+    yield "edges of a scale", np.choose(random.integers(0, 3, shape), [edges, up, down])
+    signs = random.choice(np.float32([-1, 1]), shape)
+    yield "the smallest values", scaled(1 + random.random(shape), -126, -110) * signs
+    huge = scaled(1 + random.random(shape) * 0.7499, 127, 128)
+    yield "the largest values", huge * signs
 
 
 @pytest.mark.slow_except("float8_e4m3fn-32-square", "float8_e5m2-32-square")
@@ -79,22 +70,16 @@ def test_blocks_are_the_cast_bit_for_bit(dtype, block, tile):
     # whole tiles, and ragged ones on both axes
     for shape in ((2 * block, 256), (block + 5, 2 * block + 31)):
         for what, x in matrices(shape, block):
-            expected = formats.cast(jnp.asarray(x), datatype_of(dtype, block, tile))
-            assert same(quantized(jnp.asarray(x), dtype, block, tile), expected), (
-                what,
-                shape,
-            )
+            expected = formats.cast(x, datatype_of(dtype, block, tile))
+            assert same(quantized(x, dtype, block, tile), expected), (what, shape)
 
 
 @every_dtype
 def test_one_scale_for_a_tensor_is_the_cast_bit_for_bit(dtype):
     for what, x in matrices((48, 67), 32):
         for array in (x, x.reshape(-1)[:1], x.reshape(3, 16, 67)):
-            expected = formats.cast(jnp.asarray(array), datatype_of(dtype))
-            assert same(quantized(jnp.asarray(array), dtype), expected), (
-                what,
-                array.shape,
-            )
+            expected = formats.cast(array, datatype_of(dtype))
+            assert same(quantized(array, dtype), expected), (what, array.shape)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -106,51 +91,56 @@ def test_narrow_inputs_are_the_cast_too(dtype):
 
 @pytest.mark.slow_except("float8_e4m3fn")
 @every_dtype
-def test_float_scales_agree_but_for_the_rounding_of_reciprocals(dtype):
+def test_float_scales_agree_but_for_rounded_reciprocals(dtype):
     """Training multiplies by a float32 `largest / amax` and keeps its reciprocal; casts
     round the exact quotient.
     """
     made = formats.datatype(DTYPES[dtype], "float32")
-    for what, x in [
-        m
-        for m in matrices((48, 67), 32)
-        if m[0] in ("normal", "zeros", "a binade to a value")
-    ]:
+    for what, x in matrices((48, 67), 32):
+        if what not in ("normal", "zeros", "a binade to a value"):
+            continue
         stored = tcfp_jax.quantize(jnp.asarray(x), dtype, scale="float32")
-        scale = np.asarray(formats.pack(jnp.asarray(x), made).scales).view(np.float32)[
-            0
-        ]
+        scale = np.asarray(formats.pack(x, made).scales).view(np.float32)[0]
         assert abs(float(stored.scale) / scale - 1) <= 1.01 * 2.0**-22, what
-        quotient = x.astype(np.float64) / scale
         got = np.asarray(stored.dequantize(), np.float64) / float(stored.scale)
-        cast = np.asarray(formats.cast(jnp.asarray(x), made), np.float64) / scale
+        cast = np.asarray(formats.cast(x, made), np.float64) / scale
         differ = np.abs(got - cast) > 1e-6 * np.abs(cast)
         # Another neighbour is chosen only where the quotient lies halfway between the
         # two, to float32's precision.
-        middle = (got + cast) / 2
-        assert np.all(
-            np.abs(quotient - middle)[differ] <= 2.0**-21 * np.abs(middle[differ])
-        ), what
+        middle = ((got + cast) / 2)[differ]
+        quotient = (x.astype(np.float64) / scale)[differ]
+        assert np.all(np.abs(quotient - middle) <= 2.0**-21 * np.abs(middle)), what
 
 
-def test_where_the_two_differ_by_design():
+def packed(x):
+    return tcfp_jax.quantize_tcfp12(x).dequantize()
+
+
+@pytest.mark.slow_except("quantize")
+@pytest.mark.parametrize(
+    ("training", "made"),
+    [
+        (lambda x: quantized(x, "float8_e4m3fn", 32), datatype_of("float8_e4m3fn", 32)),
+        (packed, formats.tcfp12),
+    ],
+    ids=["quantize", "tcfp12"],
+)
+def test_where_the_two_differ_by_design(training, made):
     """docs/formats.md lists these: NaN and inf, float32 subnormals, scales whose
     largest value leaves float32.
     """
-    made = datatype_of("float8_e4m3fn", 32)
     x = jnp.ones((1, 64))
     for bad, alone in ((jnp.nan, jnp.nan), (jnp.inf, 1.75), (-jnp.inf, -1.75)):
-        loud, quiet = (
-            quantized(x.at[0, 3].set(bad), "float8_e4m3fn", 32),
-            formats.cast(x.at[0, 3].set(bad), made),
-        )
-        assert jnp.isnan(loud[0, :32]).all() and jnp.isfinite(loud[0, 32:]).all()
-        assert same(quiet, x.at[0, 3].set(alone))
+        loud = training(x.at[0, 3].set(bad))
+        assert jnp.isnan(loud[0, :32]).all() and same(loud[0, 32:], x[0, 32:])
+        assert same(formats.cast(x.at[0, 3].set(bad), made), x.at[0, 3].set(alone))
     subnormal = jnp.full((1, 32), TINY / 4)
-    with jax.numpy_dtype_promotion("standard"):
-        bits = np.asarray(formats.cast(subnormal, made)).view(np.uint32)
-    assert np.array_equal(bits, np.asarray(subnormal).view(np.uint32))
-    assert not np.asarray(quantized(subnormal, "float8_e4m3fn", 32)).any()
+    assert same(formats.cast(subnormal, made), subnormal)
+    assert not np.asarray(training(subnormal)).any()
+
+
+def test_scales_that_leave_float32_differ_by_design():
     largest = jnp.full((1, 32), np.finfo(np.float32).max)
     assert jnp.isinf(quantized(largest, "float8_e4m3fn", 32)).all()
-    assert same(formats.cast(largest, made), jnp.full((1, 32), 1.75 * 2.0**127))
+    cast = formats.cast(largest, datatype_of("float8_e4m3fn", 32))
+    assert same(cast, jnp.full((1, 32), 1.75 * 2.0**127))
