@@ -22,7 +22,8 @@ from tcfp_jax.formats.float_bits import (
     scale_down,
 )
 
-TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+TINY = np.finfo(np.float32).tiny
+LARGEST = np.finfo(np.float32).max
 
 
 def pairs():
@@ -30,51 +31,45 @@ def pairs():
     of it.
     """
     rng = np.random.default_rng(0)
-    x, y = (
-        rng.integers(1 << 23, 255 << 23, (2, 20_000)).astype(np.int32).view(np.float32)
-    )
+    bits = rng.integers(1 << 23, 255 << 23, (2, 20_000)).astype(np.int32)
     near = rng.uniform(0.5, 2, 4_000).astype(np.float32)
-    ends = np.float32([2.0**-63, 2.0**63])[:, None] * near
-    x = np.concatenate([x, *ends, near * np.float32(2.0**-60)])
-    return x, np.concatenate(
-        [
-            y,
-            np.float32(2.0**63) / near[::-1],
-            np.float32(2.0**-65) * near[::-1],
-            near * 2**66,
-        ]
-    )
+    x, y = bits.view(np.float32)
+    x = np.concatenate([x, near * 2.0**-63, near * 2.0**63, near * 2.0**-60])
+    ends = [2.0**63 / near[::-1], 2.0**-65 * near[::-1], near * 2.0**66]
+    return x.astype(np.float32), np.concatenate([y, *ends]).astype(np.float32)
+
+
+def assert_same_bits(got, wanted):
+    """Compare bits, because a CPU compares subnormals as zero."""
+    np.testing.assert_array_equal(np.asarray(got).view(np.int32), wanted.view(np.int32))
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["nearest", "odd"])
 def test_quotients_are_rounded_once_and_are_zero_below_the_range(odd):
-    x, y = (values.astype(np.float32) for values in pairs())
+    x, y = pairs()
     # Right to 53 bits, twice the digits of float32 and more
     exact = x.astype(np.float64) / y
     bits = [jnp.asarray(values.view(np.int32)) for values in (x, y)]
-    got = np.asarray(divide_to_odd(*bits, 23) if odd else divide(*bits))
+    got = divide_to_odd(*bits, 23) if odd else divide(*bits)
     wanted = np.minimum(exact, LARGEST).astype(np.float32)
     if odd:
-        truncated = np.where(
-            wanted > exact, np.nextafter(wanted, np.float32(0)), wanted
-        )
-        inexact = truncated.astype(np.float64) != exact
-        wanted = (truncated.view(np.int32) | (inexact & (exact < LARGEST))).view(
-            np.float32
-        )
+        below = np.nextafter(wanted, np.float32(0))
+        truncated = np.where(wanted > exact, below, wanted)
+        inexact = (truncated != exact) & (exact < LARGEST)
+        wanted = (truncated.view(np.int32) | inexact).view(np.float32)
     wanted = np.where(exact < TINY, np.float32(0), wanted)
     assert (wanted == 0).any() and (wanted == LARGEST).any()
-    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+    assert_same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 126, 127])
-def test_a_power_of_two_is_divided_by_exactly_or_to_an_end_of_the_range(exponent):
-    """Compare bits, because a CPU compares subnormals as zero."""
-    powers = np.ldexp(np.float64(1), np.arange(-149, 128)).astype(np.float32)
-    exact = np.ldexp(powers.astype(np.float64), -exponent)
-    got = jax.jit(scale_down)(jnp.asarray(powers.view(np.int32)), jnp.int32(exponent))
+def test_powers_of_two_divide_exactly_or_to_an_end(exponent):
+    powers = np.ldexp(1.0, np.arange(-149, 128))
+    exact = np.ldexp(powers, -exponent)
+    bits = jnp.asarray(powers.astype(np.float32).view(np.int32))
+    got = jax.jit(scale_down)(bits, jnp.int32(exponent))
     wanted = np.where(exact < TINY, 0, np.minimum(exact, LARGEST)).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(got).view(np.int32), wanted.view(np.int32))
+    assert_same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("mbits", [7, 19, 22])
@@ -85,24 +80,23 @@ def test_as_many_draws_go_up_as_the_rest_says(mbits, part):
     rest = int(part * 2**drop) if part == 0.5 else part % 2**drop
     draws = jnp.arange(2**drop, dtype=jnp.uint32) << (32 - drop)
     lower = 0x3F800000
-    got = np.asarray(
-        round_bits(
-            jnp.full(draws.shape, lower + rest, jnp.int32), mbits, "stochastic", draws
-        )
-    )
+    magnitudes = jnp.full(draws.shape, lower + rest, jnp.int32)
+    got = np.asarray(round_bits(magnitudes, mbits, "stochastic", draws))
     assert set(got) <= {lower, lower + 2**drop}
     assert np.count_nonzero(got > lower) == rest
 
 
-@pytest.mark.parametrize("value", [0.0, 0.125, 0.5, 1.0, 1.25, 2.75, 3.0, 5.5])
-def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value):
-    step = 0.5 if value < 2 else 1.0 if value < 4 else 2.0
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [(0.0, 0.5), (0.125, 0.5), (0.5, 0.5), (1.0, 0.5), (1.25, 0.5)]
+    + [(2.75, 1.0), (3.0, 1.0), (5.5, 2.0)],
+)
+def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value, step):
     lower = np.floor(value / step) * step
     count = int((value - lower) / step * 2**24)
     draws = jnp.array([0, max(count - 1, 0), count, 2**24 - 1], jnp.uint32) << 8
-    got = round_to_grid(
-        jnp.full(4, value, jnp.float32), Grid(0, 1, 6.0), "stochastic", draws
-    )
+    values = jnp.full(4, value, jnp.float32)
+    got = round_to_grid(values, Grid(0, 1, 6.0), "stochastic", draws)
     up = np.array([count > 0, count > 0, False, False])
     np.testing.assert_array_equal(got, lower + up * step)
 
@@ -110,9 +104,7 @@ def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value):
 def test_entries_of_a_codebook_stay_whatever_is_drawn():
     book = codebook([-1.0, -0.25, 0.5, 1.0])
     draws = jnp.array([[0], [2**31], [2**32 - 1]], jnp.uint32)
-    index, _ = search(
-        jnp.array(book.tables[0], jnp.float32), book, (), "stochastic", draws
-    )
+    index, _ = search(jnp.float32(book.tables[0]), book, (), "stochastic", draws)
     np.testing.assert_array_equal(index, np.broadcast_to(np.arange(4), (3, 4)))
 
 
@@ -129,7 +121,8 @@ def test_subtiles_below_the_smallest_scale_still_have_their_offset():
     """The tile's scale ends at 2**-3; half of it, by the offset, has steps of
     2**-10.
     """
-    made, x = datatype("int8", "e3m0_t16s2o1"), jnp.full(16, 2.0**-10)
+    made = datatype("int8", "e3m0_t16s2o1")
+    x = jnp.full(16, 2.0**-10)
     assert (cast(x, made) == x).all() and (unpack(pack(x, made)) == x).all()
 
 
@@ -142,9 +135,8 @@ def test_exponents_toward_zero_overflow_from_infinity_alone(roundmode, beyond):
     assert number.number.max == 2.0**7
     got = cast(x, number, roundmode=roundmode, saturate=False)
     np.testing.assert_array_equal(got, [64.0, 64.0, 2.0 * beyond, np.nan])
-    np.testing.assert_array_equal(
-        cast(x, number, roundmode=roundmode)[2:], [128.0, 128.0]
-    )
+    saturated = cast(x, number, roundmode=roundmode)
+    np.testing.assert_array_equal(saturated[2:], [128.0, 128.0])
 
 
 @pytest.mark.parametrize("name", ["int8_F", "nf4", "uint8_FF"])
