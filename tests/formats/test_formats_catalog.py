@@ -1,5 +1,6 @@
 """Scales, datatypes and the catalog: codes, contradictions, exact bits, and names."""
 
+import itertools
 import re
 
 import pytest
@@ -9,29 +10,31 @@ from tcfp_jax.formats import CATALOG, datatype, number, scale
 from tcfp_jax.formats.scales import BlockAxis
 
 
-def test_scale_codes():
-    assert scale("float32").is_tensor and not scale("float32").is_tile
-    assert scale("float16_int8_t0d1").tiles == (BlockAxis(0, 1),)
-    spec = scale("e8m0_t16s2o1")
-    assert (
-        spec.is_subtile and spec.offset == 1 and spec.tiles == (BlockAxis(16, -1, 2),)
-    )
-    assert scale("e8m0_t32_t16").tiles == (BlockAxis(32, -2), BlockAxis(16, -1))
-    assert scale("e8m0_t32d0_t16").tiles == (BlockAxis(32, 0), BlockAxis(16, -1))
-    assert scale("e8m0_t32d-1_t16").tiles == (BlockAxis(32, -1), BlockAxis(16, -2))
+@pytest.mark.parametrize(
+    ("code", "tiles"),
+    [
+        ("float32", ()),
+        ("e8m0_ceil", ()),
+        ("float16_int8_t0d1", (BlockAxis(0, 1),)),
+        ("e8m0_t16s2o1", (BlockAxis(16, -1, 2),)),
+        ("e8m0_t32_t16", (BlockAxis(32, -2), BlockAxis(16, -1))),
+        ("e8m0_t32d0_t16", (BlockAxis(32, 0), BlockAxis(16, -1))),
+        ("e8m0_t32d-1_t16", (BlockAxis(32, -1), BlockAxis(16, -2))),
+    ],
+)
+def test_tiles_of_codes(code, tiles):
+    spec = scale(code)
+    assert spec.tiles == tiles and spec.is_tensor == (not tiles)
+    assert spec.is_tile == any(tile.size for tile in tiles)
+    assert spec.is_subtile == ("s2" in code) == bool(spec.offset)
+
+
+def test_numbers_and_modes_of_codes():
     two = scale("e4m3fn_t16_float32")
-    assert (
-        two.number == number("e4m3fn")
-        and two.outer == number("float32")
-        and two.zero is None
-    )
-    assert (
-        scale("e8m0_t32").mode is None
-        and scale("e8m0_t32_mse").mode == "mse"
-        and scale("e8m0_ceil").is_tensor
-    )
+    assert (two.number, two.outer) == (number("e4m3fn"), number("float32"))
+    assert two.zero is None and hash(two) == hash(scale("e4m3fn_t16_float32"))
+    assert scale("e8m0_t32").mode is None and scale("e8m0_t32_mse").mode == "mse"
     assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
-    assert hash(two) == hash(scale("e4m3fn_t16_float32"))
 
 
 @pytest.mark.parametrize(
@@ -126,27 +129,20 @@ def test_bits_of_a_shape_count_every_scale():
     assert datatype("int8", "float16_t0").bits_per_value((4, 8)) == 8 + 16 / 8
     assert datatype("int8", "float32").bits_per_value((4, 8)) == 8 + 1
     assert formats.mxfp4e2.bits_per_value((40,)) == 4 + 16 / 40
-    assert formats.nvfp4.stored_bits((4, 20)) == {
-        "values": 320,
-        "scales": 64,
-        "outer": 32,
-    }
-    assert formats.nvfp4s.stored_bits((20, 17)) == {
-        "values": 1360,
-        "scales": 32,
-        "outer": 32,
-    }
-    assert (
-        formats.tcfp12.bits_per_value((2, 64)) == 12.5
-        and formats.mxfp4e2.bits_per_value((0, 3)) == 0
-    )
+    assert formats.tcfp12.bits_per_value((2, 64)) == 12.5
+    assert formats.mxfp4e2.bits_per_value((0, 3)) == 0
+    for made, shape, values, scales in (
+        (formats.nvfp4, (4, 20), 320, 64),
+        (formats.nvfp4s, (20, 17), 1360, 32),
+    ):
+        expected = {"values": values, "scales": scales, "outer": 32}
+        assert made.stored_bits(shape) == expected
 
 
 def test_equality_is_content():
-    assert formats.mxfp8 == formats.mxfp8e4 and hash(formats.mxfp8) == hash(
-        formats.mxfp8e4
-    )
-    assert formats.mxfp8 != formats.mxfp8t16 and formats.mxfp8.name == "mxfp8"
+    assert formats.mxfp8 == formats.mxfp8e4 != formats.mxfp8t16
+    assert hash(formats.mxfp8) == hash(formats.mxfp8e4)
+    assert formats.mxfp8.name == "mxfp8"
 
 
 LETTERS = {
@@ -182,23 +178,20 @@ NUMBERS = {
 
 # The names of the catalog, with the number and the scale that they stand for.
 of = NUMBERS.__getitem__
+
+
+def scaled(name, letters, tile):
+    """The codes of a name such as `int8_fc`."""
+    shared = [LETTERS[letter] for letter in letters]
+    if letters == "f" and tile == "32":
+        shared = ["e5m3"]
+    if tile is not None:
+        shared.append({"c": "t0", "32": "t32"}[tile])
+    return NUMBERS.get(name, name), "_".join(shared)
+
+
 RULES = [
-    (
-        r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?",
-        lambda n, letters, tile: (
-            NUMBERS.get(n, n),
-            "_".join(
-                [
-                    *(
-                        ["e5m3"]
-                        if letters == "f" and tile == "32"
-                        else map(LETTERS.get, letters)
-                    ),
-                    *{None: [], "c": ["t0"], "32": ["t32"]}[tile],
-                ]
-            ),
-        ),
-    ),
+    (r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", scaled),
     (
         r"mx(bf|fp)(\d)(t16)?(s16|s)?",
         lambda kind, bits, t16, square: (
@@ -251,29 +244,33 @@ NAMED = ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432")
 def test_a_name_says_what_it_is(name):
     made = CATALOG[name]
     assert made.name == name and getattr(formats, name) is made
-    found = [
-        rule(*match.groups())
-        for pattern, rule in RULES
-        if (match := re.fullmatch(pattern, name))
-    ]
-    assert name in NAMED or made == datatype(
-        *(found[0] if found else [NUMBERS.get(name, name)])
-    )
+    if name in NAMED:
+        return
+    codes = [NUMBERS.get(name, name)]
+    for pattern, rule in RULES:
+        match = re.fullmatch(pattern, name)
+        if match:
+            codes = rule(*match.groups())
+            break
+    assert made == datatype(*codes)
+
+
+TENSORCAST = """
+    float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz
+    e5m2 e5m2fnuz e5m2b16fnuz binary8p3 e4m3fnuz e4m3fn e4m3b8fnuz binary8p4 binary8p5
+    e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz uint16_ff uint16_bb int16_f int16_b int16_e
+    uint8_ff uint8_bb uint8_fi uint8_bi int8_f int8_b int8_e e5m2_e e5m2z_e e4m3_e
+    e4m3z_e e3m2_e e2m3_e mxfp8e5 mxfp8e4 mxfp6e3 mxfp6e2 mxfp4e2 mxfp5e2 mxint8 mxint4
+    bfp16 uint4_ff32 uint4_fi32 uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32
+    e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32 e3m2_f32 e2m3_f32 e4m3_f32 mx9 mx6 mx4
+    e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2
+"""
 
 
 def test_catalog_has_tensorcasts_names():
-    names = """
-        float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz e5m2 e5m2fnuz e5m2b16fnuz
-        binary8p3 e4m3fnuz e4m3fn e4m3b8fnuz binary8p4 binary8p5 e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz uint16_ff uint16_bb
-        int16_f int16_b int16_e uint8_ff uint8_bb uint8_fi uint8_bi int8_f int8_b int8_e e5m2_e e5m2z_e e4m3_e e4m3z_e
-        e3m2_e e2m3_e mxfp8e5 mxfp8e4 mxfp6e3 mxfp6e2 mxfp4e2 mxfp5e2 mxint8 mxint4 bfp16 uint4_ff32 uint4_fi32
-        uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32 e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32 e3m2_f32
-        e2m3_f32 e4m3_f32 mx9 mx6 mx4 e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2
-    """
-    names += "".join(
-        f" icb44fi{d}_{k}32{s}"
-        for d in "432"
-        for k in "ef"
-        for s in ("", "s16", "s8", "s4")
-    )
-    assert not set(names.split()) - set(CATALOG)
+    names = set(TENSORCAST.split())
+    for digit, letter, subtile in itertools.product(
+        "432", "ef", ("", "s16", "s8", "s4")
+    ):
+        names.add(f"icb44fi{digit}_{letter}32{subtile}")
+    assert names <= set(CATALOG)

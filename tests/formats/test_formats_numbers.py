@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from tcfp_jax.formats import codebook, number
+from tests.formats_oracles import FLOATS
 
-FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + [
-    "float16"
-]
 every_float = pytest.mark.parametrize("name", FLOATS)
 
 
@@ -26,82 +24,83 @@ def every_code(name):
 
 @every_float
 def test_derived_values_are_those_of_finfo(name):
-    spec, info = number(name), ml_dtypes.finfo(dtype_of(name))
+    spec = number(name)
+    dtype = dtype_of(name)
+    info = ml_dtypes.finfo(dtype)
     for attribute in ("bits", "max", "eps", "smallest_normal", "smallest_subnormal"):
-        assert float(getattr(spec, attribute)) == float(getattr(info, attribute)), (
-            attribute
-        )
-    assert spec.emin == (info.minexp if spec.kind == "float" else -127)
-    assert spec.min == (float(info.min) if spec.kind == "float" else 2.0**-127)
-    assert (
-        spec.dtype == dtype_of(name)
-        and number(dtype_of(name)) == number(spec.name) == number(spec) == spec
-    )
-    assert hash(spec) == hash(number(spec.name))
+        mine = float(getattr(spec, attribute))
+        assert mine == float(getattr(info, attribute)), attribute
+    is_float = spec.kind == "float"
+    assert spec.emin == (info.minexp if is_float else -127)
+    assert spec.min == (float(info.min) if is_float else 2.0**-127)
+    assert number(dtype) == number(spec.name) == number(spec) == spec
+    assert spec.dtype == dtype and hash(spec) == hash(number(spec.name))
 
 
 @every_float
 def test_number_line_is_every_code(name):
-    spec, values = number(name), every_code(name)
+    spec = number(name)
+    values = every_code(name)
     assert np.array_equal(np.unique(values[np.isfinite(values)]), spec.number_line())
-    magnitudes = values[: len(values) // (2 if spec.signed else 1)]
-    finite = range(spec.largest_code + 1)
-    assert np.array_equal(
-        magnitudes[: len(finite)], [spec.magnitude(code) for code in finite]
-    )
-    assert (
-        np.isinf(values).any() == spec.has_inf
-        and np.isnan(values).any() == spec.has_nan
-    )
+    magnitudes = [spec.magnitude(code) for code in range(spec.largest_code + 1)]
+    assert np.array_equal(values[: len(magnitudes)], magnitudes)
+    positive = len(values) // (2 if spec.signed else 1)
+    assert not np.isfinite(values[len(magnitudes) : positive]).any()
+    assert np.isinf(values).any() == spec.has_inf
+    assert np.isnan(values).any() == spec.has_nan
     assert spec.has_negative_zero == bool(np.any((values == 0) & np.signbit(values)))
 
 
-def test_codes():
-    assert number("e4m3fnuz").bias == 7 and number("float8_e4m3fnuz").bias == 8
-    assert number("e5m2fnuz").bias == 15 and number("float8_e5m2fnuz") == number(
-        "e5m2b16fnuz"
-    )
-    assert (
-        number("e2m1fnuz").max == 6
-        and number("e2m1fn").max == 4
-        and number("e2m1").max == 3
-    )
-    assert number("float32") == number("e8m23") == number(np.float32)
-    assert number("bfloat16") == number("e8m7") == number(ml_dtypes.bfloat16)
-    assert number("float12") == number("e5m6") and number("float24") == number(
-        "e8m15"
-    ) == number("bfloat24")
-    names = [number(f"binary8p{p}").name for p in (1, 3, 4, 7)]
-    assert names == ["e7m0inuz", "e5m2b16inuz", "e4m3b8inuz", "e1m6b1inuz"]
-    assert number("binary8p3").max == 49152 and number("binary8p4").max == 224
+@pytest.mark.parametrize(
+    ("code", "same"),
+    [
+        ("float8_e5m2fnuz", "e5m2b16fnuz"),
+        ("float32", "e8m23"),
+        (np.float32, "e8m23"),
+        ("bfloat16", "e8m7"),
+        (ml_dtypes.bfloat16, "e8m7"),
+        ("float12", "e5m6"),
+        ("float24", "e8m15"),
+        ("bfloat24", "e8m15"),
+        ("binary8p1", "e7m0inuz"),
+        ("binary8p3", "e5m2b16inuz"),
+        ("binary8p4", "e4m3b8inuz"),
+        ("binary8p7", "e1m6b1inuz"),
+    ],
+)
+def test_codes_of_one_number(code, same):
+    assert number(code) == number(same) and number(code).name == same
 
 
-def test_integers_and_exponents():
-    spec = number("int8")
-    assert (spec.bits, spec.max, spec.min, spec.emax, spec.eps) == (
-        8,
-        127,
-        -127,
-        0,
-        2**-6,
-    )
-    assert (
-        spec.maxfloat == 127 / 64
-        and spec.midmax == 127.5 / 64
-        and spec.dtype == np.int8
-    )
+@pytest.mark.parametrize(
+    ("code", "values"),
+    [
+        ("e4m3fnuz", dict(bias=7)),
+        ("float8_e4m3fnuz", dict(bias=8)),
+        ("e5m2fnuz", dict(bias=15)),
+        ("e2m1fnuz", dict(max=6)),
+        ("e2m1fn", dict(max=4)),
+        ("e2m1", dict(max=3)),
+        ("binary8p3", dict(max=49152)),
+        ("binary8p4", dict(max=224)),
+        ("int8", dict(bits=8, max=127, min=-127, emax=0, eps=2**-6, dtype=np.int8)),
+        ("int8", dict(maxfloat=127 / 64, midmax=127.5 / 64)),
+        ("uint12", dict(dtype=None)),
+        ("e1m6b1fnuz", dict(maxfloat=127 / 64)),
+        ("e8m0", dict(kind="exponent", signed=False, bits=8, emin=-127, emax=127)),
+        ("e5m0", dict(max=2.0**15)),
+        ("e5m0fn", dict(kind="float")),
+        ("e4m3fn", dict(midmax=464)),
+        ("e2m1f", dict(midmax=7)),
+    ],
+)
+def test_values_of_numbers(code, values):
+    assert {name: getattr(number(code), name) for name in values} == values
+
+
+def test_number_lines_of_integers():
     assert number("uint4").number_line() == tuple(range(16))
     assert number("int3").number_line() == tuple(range(-3, 4))
-    assert number("uint12").dtype is None and number("e1m6b1fnuz").maxfloat == 127 / 64
-    spec = number("e8m0")
-    assert (spec.kind, spec.signed, spec.bits, spec.emin, spec.emax) == (
-        "exponent",
-        False,
-        8,
-        -127,
-        127,
-    )
-    assert number("e5m0").max == 2.0**15 and number("e5m0fn").kind == "float"
 
 
 def test_midmax_is_where_rounding_leaves_the_range():
@@ -109,7 +108,6 @@ def test_midmax_is_where_rounding_leaves_the_range():
         spec = number(code)
         line = spec.number_line()
         assert spec.midmax - spec.max == (spec.max - line[-2]) / 2 or spec.mbits == 0
-    assert number("e4m3fn").midmax == 464 and number("e2m1f").midmax == 7
 
 
 @pytest.mark.parametrize(
@@ -151,35 +149,23 @@ def test_number_line_of_many_bits_raises():
 
 def test_codebooks():
     nf4 = codebook("nf4")
-    assert (
-        nf4.bits == 4
-        and nf4.selector_bits == 0
-        and nf4.tables[0][7] == 0
-        and nf4.max == 1 == -nf4.min
-    )
+    assert (nf4.bits, nf4.selector_bits, nf4.min, nf4.max) == (4, 0, -1, 1)
+    assert nf4.tables[0][7] == 0
     own = codebook([[-2.0, 0.0, 1.0, 3.0], [-1.0, 0.0, 0.5, 1.0]], name="own")
     assert (own.bits, own.selector_bits, own.maxfloat, own.name) == (2, 1, 3.0, "own")
+    assert own.eps == 0.5 / 3 and own.number_line() == (-2, -1, 0, 0.5, 1, 3)
     tables = np.array(own.tables, np.float32)
-    for arrays in (
-        tables,
-        jnp.asarray(tables),
-        list(tables),
-        tables.astype(np.float64),
-        tables.tolist(),
-    ):
+    double = tables.astype(np.float64)
+    for arrays in (tables, jnp.asarray(tables), list(tables), double, tables.tolist()):
         assert codebook(arrays, name="own") == own
-    assert (
-        codebook(tables[1]) == codebook(list(tables[1])) == codebook(tables[1].tolist())
-    )
-    shifted = codebook("icb44fi_e3m2fnuz")
-    line = set(number("e3m2fnuz").number_line())
-    assert (
-        all(set(table) <= line and len(table) == 16 for table in shifted.tables)
-        and len(shifted.tables) == 32
-    )
+    one = codebook(tables[1])
+    assert one == codebook(list(tables[1])) == codebook(tables[1].tolist())
+    shifted = codebook("icb44fi_e3m2fnuz").tables
+    assert len(shifted) == 32 and {len(table) for table in shifted} == {16}
+    assert set(np.ravel(shifted)) <= set(number("e3m2fnuz").number_line())
     # The pattern of e2m1 itself, and of int4, at some shift.
     doubled = tuple(16 / 4 * v for v in (0.5, 1, 1.5, 2, 3, 4, 6))
-    assert any(table[9:] == doubled for table in shifted.tables)
+    assert doubled in [table[9:] for table in shifted]
 
 
 @pytest.mark.parametrize(

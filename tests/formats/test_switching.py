@@ -15,10 +15,9 @@ from tcfp_jax import formats
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
-X = (
-    np.random.default_rng(0).standard_normal((64, 96))
-    * 2.0 ** np.arange(-32, 32)[:, None]
-).astype(np.float32)
+BINADES = 2.0 ** np.arange(-32, 32)[:, None]
+X = np.random.default_rng(0).standard_normal((64, 96)) * BINADES
+X = X.astype(np.float32)
 # Rows of the table by our call: gfloat's format of a value, its rounding, and the axis
 # of blocks of 32.
 ROWS = {
@@ -43,44 +42,44 @@ def test_rows_of_the_table(call):
     from gfloat import formats as infos
 
     name, rounding, axis = ROWS[call]
-    info, mode = (
-        getattr(infos, f"format_info_{name}"),
-        getattr(gfloat.RoundMode, rounding),
-    )
+    info = getattr(infos, f"format_info_{name}")
+    mode = getattr(gfloat.RoundMode, rounding)
     ours = np.asarray(eval(call, {"cast": formats.cast, "x": jnp.asarray(X)}))
+    exact = X.astype(np.float64)
     if axis is None:
-        expected = gfloat.round_ndarray(info, X.astype(np.float64), mode, sat=True)
-    else:
-        block = lambda values: gfloat.quantize_block(
-            info, values.astype(np.float64), gfloat.compute_scale_amax, mode
-        )
-        tiles = np.moveaxis(X, axis, -1)
-        rows = np.stack([block(values) for values in tiles.reshape(-1, 32)])
-        expected = np.moveaxis(rows.reshape(tiles.shape), -1, axis)
-    assert np.array_equal(ours, expected)
+        assert np.array_equal(ours, gfloat.round_ndarray(info, exact, mode, sat=True))
+        return
+    tiles = np.moveaxis(exact, axis, -1)
+    rows = [
+        gfloat.quantize_block(info, block, gfloat.compute_scale_amax, mode)
+        for block in tiles.reshape(-1, 32)
+    ]
+    expected = np.reshape(rows, tiles.shape)
+    assert np.array_equal(ours, np.moveaxis(expected, -1, axis))
 
 
 def test_names_and_axes():
     x = jnp.asarray(X)
+    small = formats.cast(x, "mxfp4e2")
     assert np.array_equal(formats.cast(x, "nvfp4"), formats.cast(x, formats.nvfp4))
-    assert np.array_equal(
-        formats.unpack(formats.pack(x, "mxfp4e2")), formats.cast(x, "mxfp4e2")
-    )
+    assert np.array_equal(formats.unpack(formats.pack(x, "mxfp4e2")), small)
     cube = x.reshape(64, 4, 24)
-    assert np.array_equal(
-        formats.cast(cube, "mxfp8", axis=-3),
-        jnp.moveaxis(formats.cast(jnp.moveaxis(cube, 0, -1), "mxfp8"), -1, 0),
-    )
-    with pytest.raises(
-        ValueError, match=r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"
-    ):
-        formats.cast(x, "mxfp4e3")
-    with pytest.raises(ValueError, match=r"axis=2 is not an axis"):
-        formats.cast(x, "mxfp4e2", axis=2)
-    with pytest.raises(
-        ValueError, match=r"scalemode='floor' is unknown; .* is \"max\""
-    ):
-        formats.cast(x, "mxfp4e2", scalemode="floor")
+    moved = formats.cast(jnp.moveaxis(cube, 0, -1), "mxfp8")
+    first = formats.cast(cube, "mxfp8", axis=-3)
+    assert np.array_equal(first, jnp.moveaxis(moved, -1, 0))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "options", "match"),
+    [
+        ("mxfp4e3", {}, r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"),
+        ("mxfp4e2", dict(axis=2), "axis=2 is not an axis"),
+        ("mxfp4e2", dict(scalemode="floor"), r"'floor' is unknown; .* is \"max\""),
+    ],
+)
+def test_errors_name_the_repair(datatype, options, match):
+    with pytest.raises(ValueError, match=match):
+        formats.cast(X, datatype, **options)
 
 
 def test_formats_need_no_flax_and_no_optax():
