@@ -81,6 +81,11 @@ def awkward_inputs(name):
         return np.concatenate([EVERY_BFLOAT16.astype(np.float32), single, up, down])
 
 
+def table(text):
+    """The rows of a table of words: (the first word of a line, all others)."""
+    return [line.split(maxsplit=1) for line in text.strip().splitlines()]
+
+
 def assert_unbiased(draw, x, count=2000):
     """The mean of `draw(key)` over many keys is `x`, within five standard errors."""
     keys = jax.random.split(jax.random.key(1), count)

@@ -8,6 +8,7 @@ import pytest
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, datatype, number, scale
 from tcfp_jax.formats.scales import BlockAxis
+from tests.formats_oracles import table
 
 
 @pytest.mark.parametrize(
@@ -37,92 +38,96 @@ def test_numbers_and_modes_of_codes():
     assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
 
 
+BAD_SCALES = """
+    t32                         needs one scale
+    e8m0_t33                    power of two
+    e8m0_t2048                  power of two
+    e8m0_t32s3                  divide
+    e8m0_t0s2                   divide
+    e8m0_t32o1                  subtiles
+    e8m0_t32s4o3                1 or 2 bits
+    e8m0_t32d1_t32d1            both tiles
+    e8m0_int8                   float scale
+    float16_uint8               signed
+    float16_e8m0                signed
+    int8_t32                    exponent or a float
+    float16_t32_t32_t32         two tiles
+    e8m0_t16_float32            two levels
+    float16_int8_t16_float32    two levels
+    float16_float16_float16     needs
+    e4m3fn_t0_float32           tiles below
+    float16_t16s2o1             power of two
+    e8m0_x                      neither
+    e8m0_t32_auto               neither
+    float32_t32_ceil            exponent
+    e8m0_mse_t32                neither
+    e4m3fn_t16_float32_t16      follows
+    e4m3fn_t16_float32_float32  two numbers
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("", "neither"),
-        ("t32", "needs one scale"),
-        ("e8m0_t33", "power of two"),
-        ("e8m0_t2048", "power of two"),
-        ("e8m0_t32s3", "divide"),
-        ("e8m0_t0s2", "divide"),
-        ("e8m0_t32o1", "subtiles"),
-        ("e8m0_t32s4o3", "1 or 2 bits"),
-        ("e8m0_t32d1_t32d1", "both tiles"),
-        ("e8m0_int8", "float scale"),
-        ("float16_uint8", "signed"),
-        ("float16_e8m0", "signed"),
-        ("int8_t32", "exponent or a float"),
-        ("float16_t32_t32_t32", "two tiles"),
-        ("e8m0_t16_float32", "two levels"),
-        ("float16_int8_t16_float32", "two levels"),
-        ("float16_float16_float16", "needs"),
-        ("e4m3fn_t0_float32", "tiles below"),
-        ("float16_t16s2o1", "power of two"),
-        ("e8m0_x", "neither"),
-        (3, "text"),
-        ("e8m0_t32_auto", "neither"),
-        ("float32_t32_ceil", "exponent"),
-        ("e8m0_mse_t32", "neither"),
-        ("e4m3fn_t16_float32_t16", "follows"),
-        ("e4m3fn_t16_float32_float32", "two numbers"),
-    ],
+    ("code", "why"), [*table(BAD_SCALES), ("", "neither"), (3, "text")]
 )
 def test_bad_scales_raise(code, why):
     with pytest.raises(ValueError, match=why):
         scale(code)
 
 
-@pytest.mark.parametrize(
-    ("codes", "why"),
-    [
-        (("uint8", "float16"), "zero point"),
-        (("int8", "float16_int8"), "zero point"),
-        (("e4m3fn", "float16_float16"), "zero point"),
-        (("e8m0", "float16"), "exponent"),
-        (("uint8", "float16_int4"), "narrower"),
-        (("bfloat16", "e8m0_t32"), "range"),
-        (("int32", "float32"), "24"),
-        (("uint32",), "24"),
-        (("e2m1f", "e8m0_t32s4"), "offset"),
-        (("nf4", "e8m0_t32s4"), "has one"),
-        (("nf4", "e8m0_t32s4o1"), "neither"),
-        (("icb44fi_e4m3fn",), "add a scale"),
-        (("e4m3fn", 3), "neither"),
-    ],
-)
+CONTRADICTIONS = """
+    uint8,float16         zero point
+    int8,float16_int8     zero point
+    e4m3fn,float16_float16  zero point
+    e8m0,float16          exponent
+    uint8,float16_int4    narrower
+    bfloat16,e8m0_t32     range
+    int32,float32         24
+    uint32                24
+    e2m1f,e8m0_t32s4      offset
+    nf4,e8m0_t32s4        has one
+    nf4,e8m0_t32s4o1      neither
+    icb44fi_e4m3fn        add a scale
+"""
+
+
+@pytest.mark.parametrize(("codes", "why"), table(CONTRADICTIONS))
 def test_contradictions_raise(codes, why):
     with pytest.raises(ValueError, match=why):
-        datatype(*codes)
+        datatype(*codes.split(","))
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("mxfp8e5", 8.25),
-        ("mxfp8e4", 8.25),
-        ("mxfp6e3", 6.25),
-        ("mxfp6e2", 6.25),
-        ("mxfp4e2", 4.25),
-        ("mxint8", 8.25),
-        ("mxint4", 4.25),
-        ("bfp16", 9),
-        ("mx9", 9),
-        ("mx6", 6),
-        ("mx4", 4),
-        ("nvfp4", 4.5),
-        ("tcfp12", 12.5),
-        ("nf4", 4.5),
-        ("uint8_ff32", 9),
-        ("uint4_bi32", 4.75),
-        ("e4m3fn", 8),
-        ("int8_f", 8),
-        ("mxfp4s", 4 + 8 / 1024),
-        ("icb44fi4_e32s8", 4 + 8 / 32 + 5 / 8),
-    ],
-)
+def test_a_scale_is_text_or_a_spec():
+    with pytest.raises(ValueError, match="neither"):
+        datatype("e4m3fn", 3)
+
+
+BITS = """
+    mxfp8e5     8.25
+    mxfp8e4     8.25
+    mxfp6e3     6.25
+    mxfp6e2     6.25
+    mxfp4e2     4.25
+    mxint8      8.25
+    mxint4      4.25
+    bfp16       9
+    mx9         9
+    mx6         6
+    mx4         4
+    nvfp4       4.5
+    tcfp12      12.5
+    nf4         4.5
+    uint8_ff32  9
+    uint4_bi32  4.75
+    e4m3fn      8
+    int8_f      8
+    mxfp4s      4.0078125
+    icb44fi4_e32s8  4.875
+"""
+
+
+@pytest.mark.parametrize(("name", "bits"), table(BITS))
 def test_bits_per_value(name, bits):
-    assert getattr(formats, name).bits_per_value() == bits
+    assert getattr(formats, name).bits_per_value() == float(bits)
 
 
 def test_bits_of_a_shape_count_every_scale():
@@ -145,35 +150,39 @@ def test_equality_is_content():
     assert formats.mxfp8.name == "mxfp8"
 
 
-LETTERS = {
-    "F": "float32",
-    "f": "float16",
-    "b": "bfloat16",
-    "n": "e4m3",
-    "e": "e8m0",
-    "i": "int8",
-}
-NUMBERS = {
-    "bf8": "e5m2",
-    "fp8": "e4m3fn",
-    "bf8n": "e5m2b16fnuz",
-    "fp8n": "e4m3b8fnuz",
-    "bf6": "e3m2f",
-    "fp6": "e2m3f",
-    "fp4": "e2m1f",
-    "e5m2": "e5m2",
-    "e4m3": "e4m3fn",
-    "e5m2z": "e5m2fnuz",
-    "e4m3z": "e4m3fnuz",
-    "e3m2": "e3m2f",
-    "e2m3": "e2m3f",
-    "e2m1": "e2m1f",
-    "b8": "e5m2",
-    "f8": "e4m3fn",
-    "b6": "e3m2f",
-    "f6": "e2m3f",
-    "f4": "e2m1f",
-}
+LETTERS = dict(
+    table("""
+    F float32
+    f float16
+    b bfloat16
+    n e4m3
+    e e8m0
+    i int8
+""")
+)
+NUMBERS = dict(
+    table("""
+    bf8 e5m2
+    fp8 e4m3fn
+    bf8n e5m2b16fnuz
+    fp8n e4m3b8fnuz
+    bf6 e3m2f
+    fp6 e2m3f
+    fp4 e2m1f
+    e5m2 e5m2
+    e4m3 e4m3fn
+    e5m2z e5m2fnuz
+    e4m3z e4m3fnuz
+    e3m2 e3m2f
+    e2m3 e2m3f
+    e2m1 e2m1f
+    b8 e5m2
+    f8 e4m3fn
+    b6 e3m2f
+    f6 e2m3f
+    f4 e2m1f
+""")
+)
 
 
 # The names of the catalog, with the number and the scale that they stand for.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tcfp_jax.formats import codebook, number
-from tests.formats_oracles import FLOATS
+from tests.formats_oracles import FLOATS, table
 
 every_float = pytest.mark.parametrize("name", FLOATS)
 
@@ -51,23 +51,22 @@ def test_number_line_is_every_code(name):
     assert spec.has_negative_zero == bool(np.any((values == 0) & np.signbit(values)))
 
 
-@pytest.mark.parametrize(
-    ("code", "same"),
-    [
-        ("float8_e5m2fnuz", "e5m2b16fnuz"),
-        ("float32", "e8m23"),
-        (np.float32, "e8m23"),
-        ("bfloat16", "e8m7"),
-        (ml_dtypes.bfloat16, "e8m7"),
-        ("float12", "e5m6"),
-        ("float24", "e8m15"),
-        ("bfloat24", "e8m15"),
-        ("binary8p1", "e7m0inuz"),
-        ("binary8p3", "e5m2b16inuz"),
-        ("binary8p4", "e4m3b8inuz"),
-        ("binary8p7", "e1m6b1inuz"),
-    ],
-)
+SAME = """
+    float8_e5m2fnuz e5m2b16fnuz
+    float32 e8m23
+    bfloat16 e8m7
+    float12 e5m6
+    float24 e8m15
+    bfloat24 e8m15
+    binary8p1 e7m0inuz
+    binary8p3 e5m2b16inuz
+    binary8p4 e4m3b8inuz
+    binary8p7 e1m6b1inuz
+"""
+DTYPES = [(np.float32, "e8m23"), (ml_dtypes.bfloat16, "e8m7")]
+
+
+@pytest.mark.parametrize(("code", "same"), [*table(SAME), *DTYPES])
 def test_codes_of_one_number(code, same):
     assert number(code) == number(same) and number(code).name == same
 
@@ -110,30 +109,28 @@ def test_midmax_is_where_rounding_leaves_the_range():
         assert spec.midmax - spec.max == (spec.max - line[-2]) / 2 or spec.mbits == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("bfloat8", "no mantissa"),
-        ("float8", "no mantissa"),
-        ("bfloat9", "no mantissa"),
-        ("int1", "2 to 32"),
-        ("uint33", "2 to 32"),
-        ("e1m6", "no normal"),
-        ("e9m2", "outside"),
-        ("e4m24", "outside"),
-        ("e0m3", "outside"),
-        ("e8m3fn", "float32"),
-        ("e4m3b200", "float32"),
-        ("e1m0", "2 bits"),
-        ("binary8p8", "not a number"),
-        ("mxfp4", "not a number"),
-        ("", "not a number"),
-        ("float64", "too wide"),
-        (None, "not a number"),
-        (object(), "not a number"),
-        ("e4m3fnu", "not a number"),
-    ],
-)
+BAD = """
+    bfloat8    no mantissa
+    float8     no mantissa
+    bfloat9    no mantissa
+    int1       2 to 32
+    uint33     2 to 32
+    e1m6       no normal
+    e9m2       outside
+    e4m24      outside
+    e0m3       outside
+    e8m3fn     float32
+    e4m3b200   float32
+    e1m0       2 bits
+    binary8p8  not a number
+    mxfp4      not a number
+    float64    too wide
+    e4m3fnu    not a number
+"""
+NO_CODES = [(code, "not a number") for code in ("", None, object())]
+
+
+@pytest.mark.parametrize(("code", "why"), [*table(BAD), *NO_CODES])
 def test_codes_that_describe_nothing_raise(code, why):
     with pytest.raises(ValueError, match=why):
         number(code)
