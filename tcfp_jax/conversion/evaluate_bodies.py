@@ -4,6 +4,7 @@ Each rule gets the function that runs a body, the equation, the values of its op
 the plan of its bodies and a key, and returns the equation's outputs.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tcfp_jax.conversion.bodies import Body, Plan, Scan, While, opened
-from tcfp_jax.conversion.shown import Shown, Values, bare
-from tcfp_jax.conversion.views import Equation
+from tcfp_jax.conversion.shown import Parts, Shown, Values, bare
+from tcfp_jax.conversion.views import Equation, Shape
 
 Key = jax.Array | None
 Run = Callable[[Body, Values, Plan, Key], list[jax.Array]]
 _Entry = Callable[[Any], Any]
+_Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], Shown]]
 
 
 def _scan(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
@@ -118,7 +120,7 @@ def _shard_map(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) ->
         inputs, eqn.invars, variables, params["in_specs"], strict=True
     ):
         shown = isinstance(value, Shown)
-        split = value.split(inner.aval.shape, spec) if shown else None
+        split = _split(value, inner.aval.shape, spec) if shown else None
         arrays, specs, part = split or (bare([value], [outer])[0], spec, _same)
         given.append(arrays)
         in_specs.append(specs)
@@ -138,6 +140,51 @@ def _shard_map(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) ->
         axis_names=params["newly_manual_axes"],
     )
     return list(mapped(*given))
+
+
+def _split(value: Shown, shape: Shape, spec: PartitionSpec) -> _Split | None:
+    """Split a parameter among devices.
+
+    The stored form goes along if the devices split nothing but stacks, whose weights
+    have scales of their own. None: a device's part cuts merged axes.
+
+    Args:
+      value: the parameter.
+      shape: shape of a device's part of the array.
+      spec: the axes of the mesh that split the array.
+
+    Returns:
+      The arrays, their specs, and the function that makes a `Shown` of a device's.
+    """
+    whole = value.view
+    view = whole.local(shape)
+    if view is None:
+        return None
+    by_atom = {}
+    alone: list[int] = []  # atoms of which a device has one entry
+    for atoms, size, one in itertools.zip_longest(value.axes, shape, spec):
+        if len(atoms) == 1:
+            by_atom[atoms[0]] = one
+        if len(atoms) == 1 == size:
+            alone += atoms
+    by_axis = {whole.origin[atom]: one for atom, one in by_atom.items()}
+    cut = {*view.split, *view.taken} - {*whole.taken}
+    stored = value.stored if view.whole and cut <= {*value.stacked} else None
+    root = value.numbers() if stored is None else value.root
+    specs = (
+        PartitionSpec(*map(by_atom.get, range(len(whole.sizes)))),
+        PartitionSpec(*map(by_axis.get, value.stacked)),
+    )
+    kept = tuple(axis for axis in value.stacked if axis not in view.taken)
+    gone = [i for i, axis in enumerate(value.stacked) if axis in view.taken]
+
+    def part(arrays: Parts) -> Shown:
+        root, stored = arrays
+        root = jax.tree.map(lambda leaf: lax.squeeze(leaf, alone), root)
+        stored = jax.tree.map(lambda leaf: lax.squeeze(leaf, gone), stored)
+        return value.seen_as(view, root=root, stored=stored, stacked=kept)
+
+    return (root, stored), specs, part
 
 
 RULES: dict[str, Callable[[Run, Equation, Values, Any, Key], Values]] = {

@@ -1,9 +1,11 @@
-"""`Shown`: a view together with its arrays, as the evaluation of a program holds a
-parameter.
+"""`Shown`: a view together with its arrays, and the products that read it.
+
+The evaluation of a program holds a parameter as a `Shown`.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +17,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
-from pallas_kernels.operands import Operand, Quantized, Tensor
+from pallas_kernels.operands import Quantized
 from pallas_kernels.specs import (
+    Entry,
     entries,
     regrouped,
     sharding_of,
@@ -26,6 +28,7 @@ from pallas_kernels.specs import (
     varying_alike,
     with_entries,
 )
+from tcfp_jax.conversion.device_parts import gathered_weight
 from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View, without_ones
 from tcfp_jax.layers import Absent
@@ -35,15 +38,13 @@ from tcfp_jax.products.grouped import grouped_matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.lookup import gathered, with_gradient
-from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored, constant
 
 # Shapes that stand for arrays without values.
 SHAPES = (jax.ShapeDtypeStruct, Absent)
 _static: Any = functools.partial(field, metadata=dict(static=True))
-# The root and the stored form; inside `shard_map` a device's parts of them.
+# The root and the stored form of a parameter, or a device's parts of them.
 Parts = tuple[jax.Array | None, Stored | None]
-Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], "Shown"]]
 # Values of variables: a `Shown`, or an array (or another value of JAX's, such as a
 # token).
 Values = list[Any]
@@ -52,8 +53,9 @@ Values = list[Any]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shown:
-    """An array of the program that shows a parameter. It moves by the methods of
-    `View`, and its arrays with it.
+    """An array of the program that shows a parameter.
+
+    It moves by the methods of `View`, and its arrays with it.
 
     Attributes:
       root: the parameter's numbers, with an axis for each atom of the view; None if
@@ -83,13 +85,13 @@ class Shown:
         weight: Weight | None,
         gradient_dtype: DTypeLike | None = None,
     ) -> "Shown":
-        """Return a parameter as it comes into the program; the leaf is a shape if only
-        the stored form exists.
+        """Return a parameter as it comes into the program.
 
+        The leaf is a shape if only the stored form exists.
         `gradient_dtype` is the dtype of the gradient, if it is not the dtype of the
         parameter.
         """
-        view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
+        view = View.of(leaf.shape)
         stack = () if stored is None or weight is None else weight.layout.stack
         kept = tuple(axis for axis in stack if leaf.shape[axis] > 1)
         if kept != stack:  # a stack of one layer: its axis has no atom
@@ -100,13 +102,11 @@ class Shown:
         root = None if isinstance(leaf, SHAPES) else leaf
         if root is not None and view.sizes != leaf.shape:
             root = regrouped(root, without_ones(leaf.shape))
-        only_products = (
-            stored is not None and weight is not None and weight.float_reads == "none"
-        )
-        if root is not None and only_products and gradient_dtype is not None:
-            # Nothing reads the numbers, and a loop stacks gradients in their dtype
+        # If nothing reads the numbers, a loop stacks gradients in their dtype
+        reads = "" if stored is None or weight is None else weight.float_reads
+        if root is not None and reads == "none" and gradient_dtype is not None:
             root = root.astype(gradient_dtype)
-        return Shown(root, stored, view, weight, kept, dtype)
+        return Shown(root, stored, view, weight, kept, jnp.dtype(leaf.dtype).name)
 
     @property
     def axes(self) -> Axes:
@@ -115,20 +115,23 @@ class Shown:
 
     def array(self, shape: Shape) -> jax.Array:
         """Return the numbers as an array of this shape."""
-        groups = self.view.axes
-        root = self.numbers().transpose([atom for group in groups for atom in group])
-        out = regrouped(
-            root, [[self.view.sizes[atom] for atom in group] for group in groups]
-        )
-        out = out if out.shape == tuple(shape) else jnp.broadcast_to(out, shape)
+        groups = []
+        for atoms in self.axes:
+            groups.append([self.view.sizes[atom] for atom in atoms])
+        root = self.numbers().transpose(list(itertools.chain(*self.axes)))
+        out = regrouped(root, groups)
+        if out.shape != tuple(shape):
+            out = jnp.broadcast_to(out, shape)
+        return self._cast(out)
+
+    def _cast(self, array: jax.Array) -> jax.Array:
+        """Return numbers of the parameter in the dtypes that they went through."""
         for dtype in self.view.casts:
-            out = out.astype(dtype)
-        return out
+            array = array.astype(dtype)
+        return array
 
     def numbers(self) -> jax.Array:
-        """Return the root; of a weight that exists in its stored form alone, the
-        dequantized weight.
-        """
+        """Return the root, or the dequantized weight if only the stored form exists."""
         # the gradient, in another dtype
         carries = self.root is not None and self.root.dtype.name != self.dtype
         if self.root is not None and not (carries and isinstance(self.stored, Stored)):
@@ -143,73 +146,61 @@ class Shown:
         return values if self.root is None else with_gradient(values, self.root)
 
     def _as_root(self, matrix: jax.Array, layout: Layout) -> jax.Array:
-        """Return values `[*stacked, first, second]` of the stored form with the axes of
-        the root.
-        """
-        view = self.view
-        first, second = (
-            (layout.outputs, layout.inputs)
-            if layout.transposed
-            else (layout.inputs, layout.outputs)
-        )
-        order = [
-            a
-            for a in (*self.stacked, *first, *second)
-            if view.shape[a] > 1 and a not in view.taken
-        ]
-        held = lambda axis: math.prod(
-            size for size, of in zip(view.sizes, view.origin, strict=True) if of == axis
-        )
-        size = lambda axes: math.prod(map(held, axes))
+        """Return values `[*stacked, first, second]` of the stored form as the root."""
+        sizes: dict[int, int] = {}  # of the parameter's axes that the view has
+        for size, axis in zip(self.view.sizes, self.view.origin, strict=True):
+            sizes[axis] = sizes.get(axis, 1) * size
+        first, second = layout.groups[-2:]
+        rows = math.prod(sizes.get(axis, 1) for axis in first)
+        columns = math.prod(sizes.get(axis, 1) for axis in second)
+        order = [axis for axis in (*self.stacked, *first, *second) if axis in sizes]
         # Packed codes of an odd k have a zero at their end.
-        whole = matrix[..., : size(first), : size(second)].reshape(
-            list(map(held, order))
-        )
-        return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(
-            view.sizes
-        )
+        whole = matrix[..., :rows, :columns].reshape([sizes[axis] for axis in order])
+        in_order = whole.transpose([order.index(axis) for axis in sorted(order)])
+        return in_order.reshape(self.view.sizes)
 
     def rows(self, eqn: Equation, indices: jax.Array) -> jax.Array | None:
-        """Return the result of a gather from the stored form; None if only the root has
-        the numbers.
+        """Return the result of a gather from the stored form.
+
+        None: only the root has the numbers.
         """
         if not isinstance(self.stored, Stored) or self.weight is None:
             return None
-        shape, layout = eqn.invars[0].aval.shape, self.weight.layout
-        bare = dataclasses.replace(self.view, casts=())
-        zero = eqn.params["fill_value"] == 0
+        layout = self.weight.layout
+        shape = eqn.invars[0].aval.shape
+        without_casts = dataclasses.replace(self.view, casts=())
 
         def gather(root: jax.Array, indices: jax.Array) -> jax.Array:
-            array = Shown(root, None, bare, None, (), root.dtype.name).array(shape)
-            outside = 0 if zero else 0x7F if root.dtype == jnp.uint8 else jnp.nan
-            return eqn.primitive.bind(
-                *varying_alike((array, indices)),
-                **eqn.params | dict(fill_value=outside),
-            )
+            shown = Shown(root, None, without_casts, None, (), root.dtype.name)
+            outside: float = jnp.nan
+            if eqn.params["fill_value"] == 0:
+                outside = 0
+            elif root.dtype == jnp.uint8:
+                outside = 0x7F  # NaN in FP8
+            operands = varying_alike((shown.array(shape), indices))
+            params = eqn.params | dict(fill_value=outside)
+            return eqn.primitive.bind(*operands, **params)
 
         codes, slot = jax.tree.map(
             _here, (constant(self.stored).for_dgrad(), self.root)
         )
         lo = None if codes.lo is None else self._as_root(codes.lo, layout)
-        codes = dataclasses.replace(
-            codes, values=self._as_root(codes.values, layout), lo=lo
-        )
-        rows = gathered(codes, gather, indices, self.dtype, slot)
-        for dtype in self.view.casts:
-            rows = rows.astype(dtype)
-        return rows
+        values = self._as_root(codes.values, layout)
+        codes = dataclasses.replace(codes, values=values, lo=lo)
+        return self._cast(gathered(codes, gather, indices, self.dtype, slot))
 
-    def seen_as(self, view: View | None, **changes: Any) -> Any:
-        """Return the arrays, or changed ones, under another view; None without one."""
-        return None if view is None else dataclasses.replace(self, view=view, **changes)
+    def seen_as(self, view: View, **changes: Any) -> "Shown":
+        """Return the arrays, or changed ones, under another view."""
+        return dataclasses.replace(self, view=view, **changes)
 
     def arrange(self, axes: Sequence[int | None]) -> "Shown":
         """Return the array with other axes, see `View.arrange`."""
         return self.seen_as(self.view.arrange(axes))
 
     def cast(self, dtype: DTypeLike) -> "Shown":
-        """Return the array in another dtype; the cast itself waits until something
-        reads the numbers.
+        """Return the array in another dtype.
+
+        The cast itself waits until something reads the numbers.
         """
         return self.seen_as(self.view.cast(dtype))
 
@@ -218,38 +209,33 @@ class Shown:
         view = self.view.reshape(old, new)
         if view is None:
             return None
-        kept = self.local is not None and view.sizes == self.view.sizes
         root = None if self.root is None else _split(self.root, view.sizes)
-        return self.seen_as(view, root=root, local=self.local if kept else None)
+        local = self.local if view.sizes == self.view.sizes else None
+        return self.seen_as(view, root=root, local=local)
 
     def at(self, axis: int, index: Start) -> "Shown":
         """Return one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
-        arrays, one = self.leading(axis)
-        entry = one(
-            jax.tree.map(
-                lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays
-            )
+        arrays, entry = self.leading(axis)
+        one = jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays
         )
-        return entry.seen_as(self.view.at(axis, index))
+        return entry(one).seen_as(self.view.at(axis, index))
 
     def part(self, axis: int, start: Start, size: int) -> "Shown":
         """Return some neighbouring entries of an axis; no stored form serves them."""
         if not self.axes[axis]:
             return self
-        root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
-        return self.seen_as(
-            self.view.part(axis, start, size),
-            root=root,
-            stored=None,
-            stacked=(),
-            local=None,
-        )
+        (atom,) = self.axes[axis]
+        root = lax.dynamic_slice_in_dim(self.numbers(), start, size, atom)
+        view = self.view.part(axis, start, size)
+        return self.seen_as(view, root=root, stored=None, stacked=(), local=None)
 
     def gather(self, axis: int, name: Hashable, devices: int) -> "Shown | None":
-        """Return all devices' parts of an axis; XLA gathers the float numbers only if
-        something reads them.
+        """Return all devices' parts of an axis.
+
+        XLA gathers the float numbers only if something reads them.
         """
         view = self.view.gather(axis, name, devices)
         if view is None or (self.gathers and self.local is None):
@@ -262,126 +248,73 @@ class Shown:
             view, root=root, stored=None, stacked=(), local=local, gathers=gathers
         )
 
-    def split(self, shape: Shape, spec: PartitionSpec) -> "Split | None":
-        """Return (arrays, their specs, the function that makes a `Shown` of a device's
-        arrays) for `shard_map`.
-
-        The stored form goes along if the devices split nothing but stacks, whose
-        weights have scales of their own.
-
-        Args:
-          shape: shape of a device's part of the array; None comes back if it cuts
-            merged axes.
-          spec: the axes of the mesh that split the array.
-        """
-        view = self.view.local(shape)
-        if view is None:
-            return None
-        entry = {
-            atoms[0]: one
-            for atoms, one in zip(self.axes, spec, strict=False)
-            if len(atoms) == 1
-        }
-        cut = {*view.split, *view.taken} - {*self.view.taken}
-        stored = self.stored if view.whole and cut <= {*self.stacked} else None
-        root = self.numbers() if stored is None else self.root
-        by_axis = {self.view.origin[atom]: one for atom, one in entry.items()}
-        specs = (
-            PartitionSpec(*map(entry.get, range(len(self.view.sizes)))),
-            (
-                PartitionSpec(*map(by_axis.get, self.stacked))
-                if stored is not None
-                else PartitionSpec()
-            ),
-        )
-        alone = [
-            atoms[0]
-            for atoms, size in zip(self.axes, shape, strict=True)
-            if len(atoms) == 1 == size
-        ]
-        gone = [
-            number for number, axis in enumerate(self.stacked) if axis in view.taken
-        ]
-        stacked = (
-            ()
-            if stored is None
-            else tuple(axis for axis in self.stacked if axis not in view.taken)
-        )
-
-        def part(arrays: Parts) -> "Shown":
-            root = None if arrays[0] is None else lax.squeeze(arrays[0], alone)
-            stored = jax.tree.map(lambda leaf: lax.squeeze(leaf, gone), arrays[1])
-            return self.seen_as(view, root=root, stored=stored, stacked=stacked)
-
-        return (root, stored), specs, part
-
     def same(self, eqn: Equation) -> "Shown":
-        """Apply an equation that does not move the numbers: it may stop their gradient,
-        place them or change a type.
+        """Apply an equation that does not move the numbers.
+
+        It may stop their gradient, place them or change a type.
         """
         name = eqn.primitive.name
         if name == "stop_gradient":
-            return self.seen_as(
-                self.view,
-                root=None if self.root is None else lax.stop_gradient(self.root),
-            )
+            root = jax.tree.map(lax.stop_gradient, self.root)
+            return self.seen_as(self.view, root=root)
         if name in ("pvary", "pcast"):
-            bind = lambda array: (
-                None if array is None else eqn.primitive.bind(array, **eqn.params)
-            )
-            return self.seen_as(self.view, root=bind(self.root), local=bind(self.local))
+            bind = functools.partial(eqn.primitive.bind, **eqn.params)
+            root, local = jax.tree.map(bind, (self.root, self.local))
+            return self.seen_as(self.view, root=root, local=local)
         if name in ("sharding_constraint", "reshard"):
             wanted = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-            return self.constrain(wanted) if isinstance(wanted, NamedSharding) else self
+            if isinstance(wanted, NamedSharding):
+                return self.constrain(wanted)
         return self
 
     def constrain(self, sharding: NamedSharding) -> "Shown":
-        """Place the parameter itself as the array is asked to be placed; views of
-        merged axes stay where they are.
-        """
-        if self.root is None or any(len(axes) > 1 for axes in self.axes):
-            return self
-        if (
-            sharding_of(self.root) is not None
-            and AxisType.Explicit not in sharding.mesh.axis_types
-        ):
-            return self  # readers of the numbers take them there (`_here`)
-        spec = entries(sharding, len(self.axes))
-        place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
-        own = NamedSharding(
-            sharding.mesh,
-            PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))),
-        )
-        return self.seen_as(
-            self.view, root=lax.with_sharding_constraint(self.root, own)
-        )
+        """Place the parameter itself as the array is asked to be placed.
 
-    def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
-        """Return the arrays with an axis of one atom in front, and the function that
-        makes a `Shown` of an entry.
+        Views of merged axes stay where they are.
+        """
+        root = self.root
+        if root is None or any(len(atoms) > 1 for atoms in self.axes):
+            return self
+        explicit = AxisType.Explicit in sharding.mesh.axis_types
+        if sharding_of(root) is not None and not explicit:
+            return self  # readers of the numbers take them there (`_here`)
+        own: list[Entry] = [None] * len(self.view.sizes)
+        for atoms, entry in zip(self.axes, entries(sharding, len(self.axes))):
+            for atom in atoms:
+                own[atom] = entry
+        placed = NamedSharding(sharding.mesh, PartitionSpec(*own))
+        root = lax.with_sharding_constraint(root, placed)
+        return self.seen_as(self.view, root=root)
+
+    def leading(self, axis: int) -> tuple[Parts, Callable[[Parts], "Shown"]]:
+        """Return the arrays with an axis of one atom in front, and a function.
+
+        The function makes a `Shown` of an entry.
         """
         (atom,) = self.axes[axis]
-        lost, stored = self.view.origin[atom], None
-        if (
-            self.stored is not None
-            and lost in self.stacked
-            and self.view.origin.count(lost) == 1
-        ):
+        lost = self.view.origin[atom]
+        alone = self.view.origin.count(lost) == 1
+        stored = None
+        if self.stored is not None and alone and lost in self.stacked:
             place = self.stacked.index(lost)
             stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
-        # A weight that exists in its stored form alone is dequantized only if an entry
-        # of it has no stored form.
-        root = self.numbers() if self.root is None and stored is None else self.root
-        stacked = (
-            ()
-            if stored is None
-            else tuple(axis for axis in self.stacked if axis != lost)
-        )
+        root = self.root
+        if root is None and stored is None:
+            # A weight that exists in its stored form alone is dequantized only if an
+            # entry of it has no stored form.
+            root = self.numbers()
+        if root is not None:
+            root = jnp.moveaxis(root, atom, 0)
         view = self.view.drop(axis)
-        entry = lambda arrays: self.seen_as(
-            view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None
-        )
-        return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
+        stacked = tuple(other for other in self.stacked if other != lost)
+
+        def entry(parts: Parts) -> "Shown":
+            root, stored = parts
+            return self.seen_as(
+                view, root=root, stored=stored, stacked=stacked, local=None
+            )
+
+        return (root, stored), entry
 
 
 def bare(values: Values, variables: Values) -> list[jax.Array]:
@@ -397,73 +330,30 @@ def bare(values: Values, variables: Values) -> list[jax.Array]:
 
 
 def _here(x: jax.Array) -> jax.Array:
-    """Return an array of explicit axes with the automatic ones that a part of the
-    program may have instead.
+    """Return an array of explicit axes with automatic ones, if the program has these.
+
+    A part of a program may have other axes than the parameters.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    was, now = (
-        AxisType.Explicit in of.axis_types for of in (jax.typeof(x).sharding.mesh, mesh)
-    )
-    return (
-        jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
-        if was and not now
-        else x
-    )
+    was_explicit = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    if not was_explicit or AxisType.Explicit in mesh.axis_types:
+        return x
+    whole = NamedSharding(mesh, PartitionSpec(*[None] * x.ndim))
+    return jax.sharding.reshard(x, whole)
 
 
 def _split(x: jax.Array, sizes: Shape) -> jax.Array:
     """Split the axes of an array into these sizes, in order."""
-    rest, groups = list(sizes), []
+    if x.shape == tuple(sizes):
+        return x
+    rest = list(sizes)
+    groups = []
     for size in x.shape:
         group = [rest.pop(0)]
         while math.prod(group) < size:
             group.append(rest.pop(0))
         groups.append(group)
-    return x if x.shape == tuple(sizes) else ungrouped(x, groups)
-
-
-def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
-    """Quantize a weight whose parts were gathered inside `shard_map` before it travels:
-    its FP8 values are gathered.
-
-    All devices share the scale of the whole weight, from one reduction of their amaxes.
-    Returns None if the float weight has to travel: with a scale per row or block, or if
-    the parts of an axis are not neighbours in the matrix.
-    """
-    layout = found.contraction.layout
-    first = {layout.inputs[0]: "k", layout.outputs[0]: "n"}
-    served = recipe.stored is not None and recipe.scaling == Tensor()
-    served = served and recipe.amax == "fresh" and not recipe.stochastic
-    if (
-        not served
-        or layout.stack
-        or any(atom not in first for atom, _ in weight.gathers)
-        or weight.local is None
-    ):
-        return None
-    matrix = lax.stop_gradient(layout.matrix(weight.local))
-    amax = numerics.amax(matrix)
-    for _, name in weight.gathers:
-        amax = lax.pmax(amax, name)
-    stored, _ = quantize_weight(matrix, recipe, amax=amax)
-
-    def whole(values: jax.Array, axes: str) -> jax.Array:
-        # Every backend can send bytes, but not every one FP8
-        codes = lax.bitcast_convert_type(values, jnp.uint8)
-        for atom, name in weight.gathers:
-            codes = lax.all_gather(
-                codes, name, axis=axes.index(first[atom]), tiled=True
-            )
-        return lax.bitcast_convert_type(codes, values.dtype)
-
-    def operand(one: Operand | None, axes: str) -> Operand | None:
-        if one is None:
-            return None
-        lo = None if one.lo is None else whole(one.lo, axes)
-        return dataclasses.replace(one, values=whole(one.values, axes), lo=lo)
-
-    axes = "nk" if layout.transposed else "kn"
-    return Stored(operand(stored.forward, axes[::-1]), operand(stored.backward, axes))
+    return ungrouped(x, groups)
 
 
 def multiply(
@@ -476,19 +366,15 @@ def multiply(
 ) -> jax.Array:
     """Return the product of an equation, computed as the recipe says."""
     side = 0 if isinstance(inputs[0], Shown) else 1
-    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
+    weight = inputs[side]
+    x = inputs[1 - side]
+    out = eqn.outvars[0].aval
     view: View = weight.view
     found, kernel, stored = _taken(weight, factors_of(eqn, side, view), recipe)
-    key = (
-        jax.random.key(0)
-        if _rounds_here(stored, recipe)
-        else drawn
-        if recipe.draws
-        else None
-    )
+    layout = found.contraction.layout
+    key = _key_of(recipe, stored, drawn)
     # X[..., k] by the kernel as a matrix, whatever the kernel's own axes are
     if x_quantized is not None:
-        layout = found.contraction.layout
         return contract(
             matrix_product(x.ndim, transposed=layout.transposed),
             x,
@@ -504,18 +390,16 @@ def multiply(
     with jax.numpy_dtype_promotion("standard"):
         x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     if eqn.primitive.name == GROUPED:
-        matrix, stored = _as_experts(
-            found.contraction.layout, kernel, stored, inputs[2].shape[0]
-        )
-        return grouped_matmul(
-            x, matrix, inputs[2], recipe=recipe, quantized=stored, key=key
-        ).astype(out.dtype)
-    x = ungrouped(x, found.x_groups) if found.x_groups else x
+        sizes = inputs[2]
+        matrix, stored = _as_experts(layout, kernel, stored, sizes.shape[0])
+        y = grouped_matmul(x, matrix, sizes, recipe=recipe, quantized=stored, key=key)
+        return y.astype(out.dtype)
+    if found.x_groups:
+        x = ungrouped(x, found.x_groups)
     asked = eqn.params.get("out_sharding")
     if asked is not None and found.out_groups:
-        asked = with_entries(
-            asked, split_entries(asked, entries(asked, out.ndim), found.out_groups)
-        )
+        spec = split_entries(asked, entries(asked, out.ndim), found.out_groups)
+        asked = with_entries(asked, spec)
     y = contract(
         found.contraction,
         x,
@@ -526,32 +410,32 @@ def multiply(
         shape=view.sizes,
         out_sharding=asked,
     )
-    return (regrouped(y, found.out_groups) if found.out_groups else y).astype(out.dtype)
+    if found.out_groups:
+        y = regrouped(y, found.out_groups)
+    return y.astype(out.dtype)
 
 
 def multiply_head(
     eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss
 ) -> list[jax.Array]:
-    """Return (mean, losses) of a `losses.cross_entropy` with these options, computed as
-    the recipe says.
+    """Return (mean, losses) of a `losses.cross_entropy` with these options.
+
+    Its product is computed as the recipe says.
     """
     x, weight, targets, shares = inputs
     shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
-    found, kernel, stored = _taken(
-        weight, factors(MATRIX, shapes, 1, weight.view), recipe
-    )
+    product = factors(MATRIX, shapes, 1, weight.view)
+    found, kernel, stored = _taken(weight, product, recipe)
     matrix, stored = found.contraction.layout.untransposed(kernel, stored)
-    key = jax.random.key(0) if _rounds_here(stored, recipe) else None
     asked = dataclasses.replace(options, recipe=recipe)
+    key = _key_of(recipe, stored)
     return list(loss_of(asked, x, matrix, stored, targets, shares, key))
 
 
 def _as_experts(
     layout: Layout, kernel: jax.Array | None, stored: Stored | None, count: int
-) -> tuple[jax.Array | None, Stored | None]:
-    """Return the weights of a grouped product as `[e, k, n]`, floats and stored
-    form.
-    """
+) -> Parts:
+    """Return the weights of a grouped product as `[e, k, n]`, floats and stored."""
     matrix, stored = layout.untransposed(kernel, stored)
     # An axis of one expert has no atom, and a reshape may have cut the axis of several.
     if stored is not None:
@@ -559,29 +443,37 @@ def _as_experts(
         stored = jax.tree.map(
             lambda leaf: leaf.reshape(count, *leaf.shape[leading:]), stored
         )
-    return None if matrix is None else matrix.reshape(count, *matrix.shape[-2:]), stored
+    if matrix is not None:
+        matrix = matrix.reshape(count, *matrix.shape[-2:])
+    return matrix, stored
 
 
 def _taken(
     weight: Shown, found: Factors | str, recipe: Recipe
 ) -> tuple[Factors, jax.Array | None, Stored | None]:
-    """Return (a product with a weight over the weight's own axes, its float numbers,
-    its stored form).
-    """
+    """Return a product over the weight's axes, the weight's floats and stored form."""
     assert isinstance(found, Factors), "the census plans no other product"
     # The stored form serves the product that it was made for; another product of the
     # weight quantizes it here.
     how = weight.weight
     fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
-    stored = weight.stored if fits else None
-    kernel = weight.root if stored is not None else weight.numbers()
-    if stored is None and weight.local is not None:
-        stored = _gathered(weight, found, recipe)
-    return found, kernel, stored
+    if fits and weight.stored is not None:
+        return found, weight.root, weight.stored
+    stored = None
+    if weight.local is not None:
+        layout = found.contraction.layout
+        stored = gathered_weight(weight.local, weight.gathers, layout, recipe)
+    return found, weight.numbers(), stored
 
 
-def _rounds_here(stored: Stored | None, recipe: Recipe) -> bool:
-    """Return whether a weight is rounded stochastically at its product: only in
-    evaluation, whose calls repeat.
+def _key_of(
+    recipe: Recipe, stored: Stored | None, drawn: jax.Array | None = None
+) -> jax.Array | None:
+    """Return the key of the random bits of a product, or None.
+
+    A weight is rounded stochastically at its product only in evaluation, whose calls
+    repeat.
     """
-    return stored is None and recipe.stochastic
+    if stored is None and recipe.stochastic:
+        return jax.random.key(0)
+    return drawn if recipe.draws else None
