@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion import linen_models, nnx_calls, nnx_models, nnx_modules
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Report
@@ -203,8 +203,8 @@ def find_weights(
     if not found.weights:
         return {}
     if isinstance(model, flax_nnx.Module):
-        if nnx_models.conversion_of(model) is not None:
-            nnx_models.AWAITED.add(chosen)
+        if nnx_modules.conversion_of(model) is not None:
+            nnx_calls.AWAITED.add(chosen)
         return found.weights
     conversion = linen_models.conversion_of(model)
     if conversion is not None:
@@ -232,7 +232,7 @@ def detach(model: flax_nnx.Module) -> None:
     >>> nnx.stored_weight(model) is None
     True
     """
-    if nnx_models.absent_of(model):
+    if nnx_modules.absent_of(model):
         raise ValueError(
             "the model holds quantized kernels only; load the float parameters into a"
             " new model"
@@ -270,14 +270,14 @@ def export(model: Any) -> Any:
         return _exported_linen(model)
     if not isinstance(model, flax_nnx.Module):
         raise _not_a_model(model)
-    if nnx_models.absent_of(model):
+    if nnx_modules.absent_of(model):
         raise ValueError(
             "the model holds quantized kernels only; export a model with the float"
             " parameters"
         )
-    modules = nnx_models.modules_of(model).values()
+    modules = nnx_modules.modules_of(model).values()
     by_hand = [module for module in modules if isinstance(module, nnx.OWN)]
-    if not nnx_models.export(model) + len(by_hand):
+    if not nnx_modules.strip(model) + len(by_hand):
         raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
     for layer in by_hand:
         kinds = type(layer).__mro__
@@ -332,7 +332,7 @@ def _examined(
         return model.examine(*inputs, **sample[1]), model.policy
     found: Examined | None = None
     if isinstance(model, flax_nnx.Module):
-        chosen = nnx_models.conversion_of(model) or BY_HAND
+        chosen = nnx_modules.conversion_of(model) or BY_HAND
         known = nnx_models.sample_of(model)
         if known is not None and not sampled:
             sample = (known.args, known.options)
@@ -380,14 +380,14 @@ def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
         if weight is not None:
             nnx.store(layer, weight)
     taken = len(weights) - len(rest)
-    if nnx_models.conversion_of(model) is not None:
+    if nnx_modules.conversion_of(model) is not None:
         taken += nnx_models.store(model, rest)
     return taken
 
 
 def _own_layers(model: flax_nnx.Module) -> dict[str, Any]:
     own = {}
-    for path, module in nnx_models.modules_of(model).items():
+    for path, module in nnx_modules.modules_of(model).items():
         if isinstance(module, nnx.MULTIPLYING):
             own[path] = module
     return own

@@ -10,6 +10,7 @@ any other equation is bound unchanged. JAX's own functions (`lax.scan`, `lax.swi
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -108,16 +109,20 @@ def is_head(eqn: Equation, bodies: Sequence[Body]) -> bool:
     return options is not None and options.recipe.stored is None
 
 
+@dataclass(frozen=True)
 class Machine:
-    """Evaluator of programs by plans. It traces equal bodies once."""
+    """Evaluator of programs by plans.
 
-    def __init__(self, product: Callable[..., jax.Array] | None = None) -> None:
-        """Use `product(eqn, inputs, recipe, drawn=key)` for planned products.
+    Attributes:
+      product: `product(eqn, inputs, recipe, drawn=key)` for planned products; None is
+        `multiply`, as the recipe says.
+      traced: traces of jitted blocks, so that equal ones share one.
+    """
 
-        None: `multiply`, as the recipe says.
-        """
-        self.traced: dict[Hashable, tuple[Body, Callable[..., Values]]] = {}
-        self._product = product
+    product: Callable[..., jax.Array] | None = None
+    traced: dict[Hashable, tuple[Body, Callable[..., Values]]] = field(
+        default_factory=dict
+    )
 
     def run(self, body: Body, inputs: Values, plan: Plan, key: Key = None) -> Values:
         """Return the outputs of a program, some of which may be `Shown`.
@@ -127,7 +132,7 @@ class Machine:
         """
         jaxpr, consts = body
         steps = dict(plan)
-        readers = _readers_of_one_x(jaxpr, steps) if self._product is None else {}
+        readers = _readers_of_one_x(jaxpr, steps) if self.product is None else {}
         if readers and has_explicit_axes():
             readers = {}
         x_quantized: dict[Hashable, Quantized] = {}
@@ -152,8 +157,8 @@ class Machine:
             own = jax.random.fold_in(key, number) if step and key is not None else None
             if isinstance(step, Recipe) and name in CUSTOM:  # `is_head`, by the plan
                 return multiply_head(eqn, given, step, head_of(bodies_of(eqn)[0][0]))
-            if isinstance(step, Recipe) and self._product is not None:
-                return [self._product(eqn, given, step, drawn=own)]
+            if isinstance(step, Recipe) and self.product is not None:
+                return [self.product(eqn, given, step, drawn=own)]
             if isinstance(step, Recipe):
                 shared = shared_x(number, given[0], step)
                 return [multiply(eqn, given, step, x_quantized=shared, drawn=own)]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion import linen_models, nnx_models, nnx_modules
 from tcfp_jax.conversion.convert import linen_conversion
 from tcfp_jax.conversion.policy import Policy, finds
 from tcfp_jax.conversion.report import Examined
@@ -85,10 +85,10 @@ def _switch(model: Any, patterns: tuple[str, ...], *, off: bool) -> Any:
 def _switch_nnx(
     model: flax_nnx.Module, patterns: tuple[str, ...], *, off: bool
 ) -> None:
-    chosen = nnx_models.conversion_of(model)
+    chosen = nnx_modules.conversion_of(model)
     products = "flax" if off else "recipe"
     own: dict[str, Any] = {}
-    for path, module in nnx_models.modules_of(model).items():
+    for path, module in nnx_modules.modules_of(model).items():
         if hasattr(module, "products"):
             own[paths.join(path, "kernel")] = module
     by_hand = []

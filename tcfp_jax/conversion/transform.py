@@ -1,14 +1,21 @@
-"""`transform(fn, recipe)`: a JAX function with the products of its parameters in low
-precision.
+"""`transform(fn, recipe)`: a JAX function with its products in low precision.
 
-    low = transform(apply, "tcfp12_fast")                                       # apply(params, x)
+    low = transform(apply, "tcfp12_fast")  # apply(params, x)
     tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(low, params, x)))
-    loss = lambda params, stored: jnp.mean(low(params, x, stored=stored) ** 2)  # stored: layer_state(opt_state)
+
+    def loss(params, opt_state, x):
+        return jnp.mean(low(params, x, stored=layer_state(opt_state)) ** 2)
 
 A call traces the function, the census finds its products, the policy chooses their
 recipes, and the evaluation runs the program again with them. No step looks at types of
 layers, and nothing of JAX is patched. Each call evaluates its own program, so it cannot
 meet the cache of another function.
+
+Left out: convolutions, products of two activations, such as attention scores, and
+products inside a function with a derivative of its own. They run as they were written;
+a rule `(regex, "inline")` opens such a function. `transform` makes no gradient:
+differentiate its result. For a Flax model use `convert_to_tcfp`, which keeps the
+model's methods and state.
 """
 
 import functools
@@ -41,22 +48,22 @@ from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 
 _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
+_Rebuild = Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
 
 
-def trace(
-    function: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: Mapping[str, PyTree],
-) -> Program:
-    """Trace a function whose arguments and result may hold strings, modules and other
-    values besides arrays.
+def trace(function: Callable[..., PyTree], args: _Args, kwargs: _Tree) -> Program:
+    """Trace a function of arrays and other values, such as strings and modules.
 
-    >>> program = trace(lambda x, how: (x + 1, how), (jax.numpy.ones(2), "up"), {})
+    Its result may hold such values, too.
+
+    >>> def apply(x, how):
+    ...     return x + 1, how
+    >>> program = trace(apply, (jax.numpy.ones(2), "up"), {})
     >>> program.rebuild(["the sum"])
     ('the sum', 'up')
     """
     arrays, rebuild_arguments = _split((args, dict(kwargs)))
-    rebuild: Any = None
+    rebuild: _Rebuild = list
 
     # A new function for every call: no cache holds a trace of it, so none can be stale.
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -69,32 +76,26 @@ def trace(
     return Program(jaxpr, outputs, rebuild)
 
 
-def _split(
-    tree: PyTree,
-) -> tuple[
-    list[jax.Array], Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
-]:
-    """Return the arrays of a tree, and the function that puts other arrays in their
-    places.
-    """
+def _split(tree: PyTree) -> tuple[list[jax.Array], _Rebuild]:
+    """Return the arrays of a tree, and the function that replaces them by others."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    others = [None if _is_array(leaf) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = []
+    for place in places:
+        leaf = leaves[place]
+        if isinstance(leaf, Absent):  # make_jaxpr knows shapes by JAX's own class only
+            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        arrays.append(leaf)
+        leaves[place] = None
 
     def rebuild(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> PyTree:
-        filled = list(others)
+        filled = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
         return treedef.unflatten(filled)
 
-    # make_jaxpr knows shapes by JAX's own class only.
-    known: Any = lambda leaf: (
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if isinstance(leaf, Absent)
-        else leaf
-    )
-    return [known(leaves[place]) for place in places], rebuild
+    return arrays, rebuild
 
 
 def arrays_in(tree: PyTree) -> list[jax.Array]:
@@ -104,6 +105,15 @@ def arrays_in(tree: PyTree) -> list[jax.Array]:
 
 def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_differentiated(leaves: Iterable[object]) -> bool:
+    """Return whether a leaf is a tracer of a derivative.
+
+    That is the one sign of training that a call can see.
+    """
+    kinds = {type(leaf).__name__ for leaf in leaves}
+    return not kinds.isdisjoint(("JVPTracer", "LinearizeTracer"))
 
 
 @dataclass(eq=False, repr=False)
@@ -166,31 +176,28 @@ class Transformed:
         return self._run(found, args, kwargs, stored, product_key)
 
     def examine(self, *args: PyTree, **kwargs: PyTree) -> Examined:
-        """Return the function's program and the decisions about it; nothing is
-        computed.
+        """Return the function's program and the decisions about it.
+
+        Nothing is computed.
         """
         args = self._floats(args)
         program = trace(self.function, args, kwargs)
-        leaves = {
-            path: leaf
-            for path, leaf in paths.leaves(args[self.params]).items()
-            if _is_array(leaf)
-        }
+        leaves = {}
+        for path, leaf in paths.leaves(args[self.params]).items():
+            if _is_array(leaf):
+                leaves[path] = leaf
         before, after = self._others(args, kwargs)
         # A model's other state, such as a running average, is no input: its product
         # with a parameter is another weight.
         state = len(arrays_in(args[self.params + 1])) if self.stateful else 0
-        facts = [
-            *(Fact(input=True) for _ in before),
-            *(
-                Fact(frozenset({path}), path, View.of(leaf.shape))
-                for path, leaf in leaves.items()
-            ),
-            *(Fact(input=number >= state) for number in range(len(after))),
-        ]
-        inline = lambda path, scope: self.policy.opens(
-            paths.join(self.prefix, path), scope
-        )
+        facts = [Fact(input=True)] * len(before)
+        for path, leaf in leaves.items():
+            facts.append(Fact(frozenset({path}), path, View.of(leaf.shape)))
+        facts += [Fact(input=number >= state) for number in range(len(after))]
+
+        def inline(path: str, scope: str) -> str | None:
+            return self.policy.opens(paths.join(self.prefix, path), scope)
+
         found = census(program.jaxpr, facts, inline)
         if found.linear:
             program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
@@ -200,13 +207,13 @@ class Transformed:
     def run_on(
         self, machine: Machine, found: Examined, args: _Args, probes: _Tree
     ) -> list[jax.Array]:
-        """Return the arrays of the result from another machine, whose products find
-        `probes` as stored weights.
+        """Return the arrays of the result from another machine.
+
+        Its products find `probes` as stored weights.
         """
-        own = [
-            Shown.of(leaf, probes.get(path), found.weights.get(path))
-            for path, leaf in found.leaves.items()
-        ]
+        own = []
+        for path, leaf in found.leaves.items():
+            own.append(Shown.of(leaf, probes.get(path), found.weights.get(path)))
         return self._outputs(machine, found, own, args, {})
 
     def _run(
@@ -218,39 +225,30 @@ class Transformed:
         key: jax.Array | None,
     ) -> PyTree:
         leaves = paths.leaves(args[self.params], is_quantized)
-        trained = {
-            path: parameter_of(leaf)
-            for path, leaf in leaves.items()
-            if is_quantized(leaf)
-        }
-        state = paths.entries(stored or {})
-        if twice := sorted(set(trained) & set(state)):
+        trained = {}
+        for path, leaf in leaves.items():
+            if is_quantized(leaf):
+                trained[path] = parameter_of(leaf)
+        state = paths.entries(stored) if stored else {}
+        twice = sorted(set(trained) & set(state))
+        if twice:
             raise ValueError(
                 f"{twice[0]!r} is a stored parameter, and the optimizer keeps a copy of"
                 " the float one before it; call tcfp_jax.store first, and make the"
                 " optimizer of the stored parameters"
             )
         kept = {path: leaf.read() for path, leaf in trained.items()} | state
-        absent = [
-            path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)
-        ]
-        _check_state(kept, found.leaves, absent)
+        _check_state(kept, found.leaves)
         own = []
         for path, leaf in found.leaves.items():
-            dtype = trained[path].state.gradient_dtype if path in trained else None
+            weight = found.weights.get(path)
+            dtype = None
+            if path in trained:
+                dtype = trained[path].state.gradient_dtype
             rounded = path in found.rounded
-            own.append(
-                _parameter(
-                    leaf,
-                    kept.get(path),
-                    found.weights.get(path),
-                    dtype,
-                    rounded=rounded,
-                )
-            )
-        return found.program.rebuild(
-            self._outputs(Machine(), found, own, args, kwargs, key)
-        )
+            own.append(_parameter(leaf, kept.get(path), weight, dtype, rounded=rounded))
+        outputs = self._outputs(Machine(), found, own, args, kwargs, key)
+        return found.program.rebuild(outputs)
 
     def _outputs(
         self,
@@ -261,20 +259,17 @@ class Transformed:
         kwargs: _Tree,
         key: jax.Array | None = None,
     ) -> list[jax.Array]:
-        jaxpr, (before, after) = found.program.jaxpr, self._others(args, kwargs)
-        return machine.arrays(
-            (jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key
-        )
+        program = found.program.jaxpr
+        before, after = self._others(args, kwargs)
+        body = (program.jaxpr, program.consts)
+        return machine.arrays(body, [*before, *own, *after], found.plan, key)
 
     def _others(
         self, args: _Args, kwargs: _Tree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the arrays of the arguments before and after the parameters, in the
-        order of the program's inputs.
-        """
-        return arrays_in(args[: self.params]), arrays_in(
-            (args[self.params + 1 :], dict(kwargs))
-        )
+        """Return the arrays before and after the parameters, in the program's order."""
+        rest = (args[self.params + 1 :], dict(kwargs))
+        return arrays_in(args[: self.params]), arrays_in(rest)
 
     def _floats(self, args: _Args) -> _Args:
         """Return the arguments with float parameters instead of stored ones.
@@ -287,32 +282,31 @@ class Transformed:
                 f"params={self.params}, but the function was called with {len(args)}"
                 " positional arguments; pass the parameters by position"
             )
-        floats = jax.tree.map(
-            lambda leaf: parameter_of(leaf).kernel() if is_quantized(leaf) else leaf,
-            args[self.params],
-            is_leaf=is_quantized,
-        )
-        return (*args[: self.params], floats, *args[self.params + 1 :])
+
+        def floats(leaf: Any) -> Any:
+            return parameter_of(leaf).kernel() if is_quantized(leaf) else leaf
+
+        params = jax.tree.map(floats, args[self.params], is_leaf=is_quantized)
+        return (*args[: self.params], params, *args[self.params + 1 :])
 
 
-def _check_state(
-    stored: Mapping[str, object], leaves: Mapping[str, object], absent: list[str]
-) -> None:
-    """Raise unless a state belongs to these parameters, and holds all `absent` ones,
-    which have no values.
+def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object]) -> None:
+    """Raise unless a state belongs to these parameters.
+
+    It has to hold all parameters that are shapes without values.
     """
-    unknown = sorted(set(stored) - set(leaves))
-    if unknown:
-        raise ValueError(
-            f"the state holds {unknown[0]!r}, but the parameters have only"
-            f" {', '.join(sorted(leaves)[:8])}; pass the state of these parameters"
-        )
-    missing = [path for path in absent if path not in stored]
-    if missing:
-        raise ValueError(
-            f"{missing[0]!r} is a shape without values, and the state lacks it; pass"
-            " the parameter"
-        )
+    for path in sorted(stored):
+        if path not in leaves:
+            raise ValueError(
+                f"the state holds {path!r}, but the parameters have only"
+                f" {', '.join(sorted(leaves)[:8])}; pass the state of these parameters"
+            )
+    for path, leaf in leaves.items():
+        if isinstance(leaf, SHAPES) and path not in stored:
+            raise ValueError(
+                f"{path!r} is a shape without values, and the state lacks it; pass the"
+                " parameter"
+            )
 
 
 def _parameter(
@@ -323,7 +317,8 @@ def _parameter(
     *,
     rounded: bool,
 ) -> Shown:
-    """Return a parameter as an input of the program, with its stored form if that fits;
+    """Return a parameter as an input of the program, with its stored form if that fits.
+
     `dtype` is its gradient's.
     """
     if isinstance(stored, PackedTCFP12):
@@ -341,13 +336,9 @@ def _parameter(
         # A stage of a pipeline has its part of a stack of layers, which may be a single
         # layer: its axis has no view.
         extra = len(stored.stack)
-        if (
-            len(weight.layout.matrix_shape(leaf.shape)) == 2
-            and stored.stack == (1,) * extra
-        ):
-            stored = jax.tree.map(
-                lambda array: array.reshape(array.shape[extra:]), stored
-            )
+        is_matrix = len(weight.layout.matrix_shape(leaf.shape)) == 2
+        if is_matrix and stored.stack == (1,) * extra:
+            stored = jax.tree.map(lambda a: a.reshape(a.shape[extra:]), stored)
         weight.layout.check(stored, leaf.shape)
         stored = current(stored, weight.layout.matrix(leaf))
     return Shown.of(leaf, stored, weight, dtype)
@@ -357,7 +348,10 @@ def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
     """Return the stored form of a kernel that was packed."""
     # only evaluation comes here, and its calls repeat
     key = jax.random.key(0) if weight.recipe.stochastic else None
-    quantize = lambda w: quantize_weight(w, weight.recipe, key=key)[0]
+
+    def quantize(w: jax.Array) -> Stored:
+        return quantize_weight(w, weight.recipe, key=key)[0]
+
     for _ in weight.layout.stack:
         quantize = jax.vmap(quantize)
     return quantize(weight.layout.matrix(kernel))
@@ -372,13 +366,14 @@ def transform(
     include: Iterable[Include] | Include = ("linear",),
     strict: bool = False,
 ) -> Transformed:
-    """Return `fn` with every product of a parameter and an input computed by `recipe`.
+    """Return `fn` with its products of parameters and inputs computed by `recipe`.
 
-    Use it for a model that is a plain function. Like `jax.grad` and `jax.checkpoint` it
-    takes and returns a function, and it composes with them, with `jax.jit`, `jax.vmap`
-    and control flow, inside and outside. It follows parameters through reshapes,
-    transposes, casts, slices and loops over stacks, so that the optimizer's stored
-    weights fit and gradients go straight to the parameters.
+    Use this for a model that is a plain function; use `convert_to_tcfp` for a Flax
+    model, and `tcfp_jax.matmul` for a single product. Like `jax.grad` and
+    `jax.checkpoint` it takes and returns a function, and it composes with them, with
+    `jax.jit`, `jax.vmap` and control flow, inside and outside. It follows parameters
+    through reshapes, transposes, casts, slices and loops over stacks, so that the
+    optimizer's stored weights fit and gradients go straight to the parameters.
 
     Args:
       fn: any function of arrays. It is traced, as `jax.jit` traces.
@@ -407,7 +402,9 @@ def transform(
       TypeError: `fn` is not a function.
       ValueError: an unknown recipe or group, or a rule that is not a regex.
 
-    >>> low = transform(lambda params, x: x @ params["w"], "tensorwise", include=("linear", "small"))
+    >>> def apply(params, x):
+    ...     return x @ params["w"]
+    >>> low = transform(apply, "tensorwise", include=("linear", "small"))
     >>> low({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((3, 4)))[0].tolist()
     [4.0, 4.0]
     """

@@ -15,6 +15,7 @@ therefore moves by the same rules as the census.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -112,6 +113,7 @@ class View:
     split: Shape = ()
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)
     def of(shape: Shape) -> "View":
         """Return the view of a parameter that was not moved.
 

@@ -14,7 +14,7 @@ from flax import nnx as flax_nnx
 
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
-from tcfp_jax.conversion import nnx_models
+from tcfp_jax.conversion import nnx_modules
 from tcfp_jax.conversion.convert import hand_out
 from tcfp_jax.inference.checks import check_operand, check_scales
 from tcfp_jax.inference.shared_scales import check_rule, store_together
@@ -455,7 +455,7 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
         for path, node in nodes.items()
         if isinstance(node, flax_nnx.Variable)
     }
-    absent = nnx_models.absent_of(model)  # kernels that an earlier call replaced
+    absent = nnx_modules.absent_of(model)  # kernels that an earlier call replaced
     kinds = {
         path for path, node in held.items() if isinstance(node, flax_nnx.Param)
     } | set(absent)
@@ -518,7 +518,7 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             for name in [
                 name for name, value in entries.items() if value is held[path]
             ]:
-                nnx_models.put(owner, name, kernel)
+                nnx_modules.put(owner, name, kernel)
     # Dropout is off in inference; a stream that is used draws from a fixed key
     for path in streams:
         fixed = (
@@ -532,7 +532,7 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             held[path].set_raw_value(value)
         else:
             *above, name = arrays[path]
-            nnx_models.put(nodes[tuple(above)], name, flax_nnx.data(value))
+            nnx_modules.put(nodes[tuple(above)], name, flax_nnx.data(value))
 
 
 def _check_sizes(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.conversion.nnx_models import stored_weights
+from tcfp_jax.conversion.nnx_modules import stored_weights
 from tcfp_jax.nnx import Optimizer
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Layout, Weight
