@@ -34,11 +34,7 @@ def _scan(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Valu
     returned = loop.returned
     stacks = range(len(eqn.outvars) - loop.carried)
     made = [number for number in stacks if number not in returned]
-    stacked, entry_of = [], []
-    for value, var in zip(arrays, array_vars, strict=True):
-        array, entry = _runs_over(value, var)
-        stacked.append(array)
-        entry_of.append(entry)
+    runs = list(map(_runs_over, arrays, array_vars))
 
     def one_round(moved: Values, numbered: tuple[Any, Values]) -> tuple[Values, Values]:
         turn, items = numbered
@@ -47,7 +43,7 @@ def _scan(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Valu
         own = list(carry)
         for number, value in zip(moving, moved, strict=True):
             own[number] = value
-        entries = [entry(item) for entry, item in zip(entry_of, items, strict=True)]
+        entries = [make(item) for (_, make), item in zip(runs, items, strict=True)]
         outputs = run(loop.body, [*consts, *own, *entries], plan, drawn)
         after = [outputs[number] for number in moving]
         return after, [outputs[loop.carried + number] for number in made]
@@ -56,6 +52,7 @@ def _scan(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Valu
         [carry[number] for number in moving], [carry_vars[number] for number in moving]
     )
     turns = None if key is None else jnp.arange(eqn.params["length"])
+    stacked = [array for array, _ in runs]
     last, rest = lax.scan(one_round, begin, (turns, stacked), **loop.options)
     for number, value in zip(moving, last, strict=True):
         carry[number] = value

@@ -41,7 +41,7 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.parameter import is_quantized, parameter_of
+from tcfp_jax.weights.parameter import Parameter, is_quantized, parameter_of
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
@@ -225,10 +225,9 @@ class Transformed:
         key: jax.Array | None,
     ) -> PyTree:
         leaves = paths.leaves(args[self.params], is_quantized)
-        trained = {}
-        for path, leaf in leaves.items():
-            if is_quantized(leaf):
-                trained[path] = parameter_of(leaf)
+        trained = {
+            path: leaf for path, leaf in leaves.items() if isinstance(leaf, Parameter)
+        }
         state = paths.entries(stored) if stored else {}
         twice = sorted(set(trained) & set(state))
         if twice:
@@ -284,7 +283,9 @@ class Transformed:
             )
 
         def floats(leaf: Any) -> Any:
-            return parameter_of(leaf).kernel() if is_quantized(leaf) else leaf
+            if isinstance(leaf, Parameter | Stored):
+                return parameter_of(leaf).kernel()
+            return leaf
 
         params = jax.tree.map(floats, args[self.params], is_leaf=is_quantized)
         return (*args[: self.params], params, *args[self.params + 1 :])

@@ -90,8 +90,11 @@ class _Linear(NamedTuple):
     """
 
     kind: str
-    parts: tuple[Any, ...]
+    parts: tuple["_Value", ...]
     of: Any = None
+
+
+_Value = jax.Array | _Linear
 
 
 def unfolded(program: core.ClosedJaxpr, marks: Marks) -> core.ClosedJaxpr:
@@ -103,18 +106,18 @@ def unfolded(program: core.ClosedJaxpr, marks: Marks) -> core.ClosedJaxpr:
     ['dot_general', 'broadcast_in_dim', 'mul']
     """
 
-    def run(*inputs: jax.Array) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[jax.Array]:
         body = (program.jaxpr, program.consts)
         return list(map(_array, _evaluated(body, inputs, marks)))
 
     return jax.make_jaxpr(run)(*(var.aval for var in program.jaxpr.invars))
 
 
-def _evaluated(body: Body, inputs: Sequence[Any], marks: Marks) -> list[Any]:
+def _evaluated(body: Body, inputs: Sequence[_Value], marks: Marks) -> list[_Value]:
     """Return the outputs of a program, some of which may be `_Linear`."""
     jaxpr, consts = body
 
-    def rule(number: int, eqn: Equation, given: list[Any]) -> list[Any]:
+    def rule(number: int, eqn: Equation, given: list[_Value]) -> Sequence[_Value]:
         inner = _below(marks, number)
         if () in inner:
             return [_linear(eqn, given, inner[()])]
@@ -132,17 +135,17 @@ def _below(marks: Marks, number: int) -> Marks:
     return {place[1:]: side for place, side in marks.items() if place[:1] == (number,)}
 
 
-def _linear(eqn: Equation, given: list[Any], side: int) -> Any:
+def _linear(eqn: Equation, given: list[_Value], side: int) -> _Value:
     """Return the output of a marked equation, whose operand `side` is the weight."""
     name = eqn.primitive.name
     if name in ("mul", "div"):
-        factor = given[1 - side]
+        factor = _array(given[1 - side])
         if getattr(factor, "shape", ()):
             factor = factor.ravel()[0]
         return _Linear(name, (given[side],), factor)
     if name == "dot_general" and side >= 0:
         numbers = eqn.params["dimension_numbers"]
-        return _product(eqn, given[1 - side], given[side], side, numbers)
+        return _product(eqn, _array(given[1 - side]), given[side], side, numbers)
     if name in ("neg", "add", "add_any", "dot_general"):
         return _Linear(name, tuple(given), eqn)
     if name == "sub":
@@ -178,7 +181,7 @@ def _with_bodies(eqn: Equation, inner: Marks) -> Equation:
     return eqn.replace(params=params)
 
 
-def _array(value: Any) -> Any:
+def _array(value: _Value) -> jax.Array:
     """Return a weight as an array, computed as the original program does."""
     if not isinstance(value, _Linear):
         return value
@@ -192,7 +195,7 @@ def _array(value: Any) -> Any:
     return _scaled(value, parts)
 
 
-def _scaled(value: _Linear, parts: Sequence[Any]) -> Any:
+def _scaled(value: _Linear, parts: Sequence[jax.Array]) -> jax.Array:
     """Apply an operation that is alike for a weight and for its product."""
     if value.kind == "neg":
         return lax.neg(parts[0])
@@ -205,7 +208,7 @@ def _scaled(value: _Linear, parts: Sequence[Any]) -> Any:
     return apply(parts[0], lax.broadcast(factor, parts[0].shape))
 
 
-def _moved(eqn: Equation, value: Any) -> Any:
+def _moved(eqn: Equation, value: _Value) -> _Value:
     """Apply an equation that moves or casts a weight to the weight's parts."""
     if not isinstance(value, _Linear):
         return bind(eqn, [value])[0]
@@ -228,31 +231,31 @@ def _moved(eqn: Equation, value: Any) -> Any:
 
 
 def _product(
-    eqn: Equation, x: jax.Array, weight: Any, side: int, numbers: Numbers
+    eqn: Equation, x: jax.Array, weight: _Value, side: int, numbers: Numbers
 ) -> jax.Array:
     """Return the product of x and a weight over the parts of the weight.
 
     The weight is operand `side`.
     """
     contracted, batch = numbers
-    is_linear = isinstance(weight, _Linear)
-    if is_linear and weight.kind in ("concatenate", "pad"):
-        return _product_of_joined(eqn, x, weight, side, numbers)
-    if is_linear and weight.kind != "dot_general":
-        products = [_product(eqn, x, part, side, numbers) for part in weight.parts]
-        return _scaled(weight, products)
-    if not is_linear or len(contracted[side]) != 1 or batch[side]:
-        operands = (x, _array(weight)) if side else (_array(weight), x)
-        params = eqn.params | dict(dimension_numbers=numbers)
-        return eqn.primitive.bind(*operands, **params)
-    # x (A B) is (x A) B, or (x B) A if x contracts B's own axis. The axis that x gets
-    # is its last or its first one.
-    (axis,) = contracted[side]
-    first, second = weight.parts if axis == 0 else reversed(weight.parts)
-    inner = _product(eqn, x, first, side, numbers)
-    summed = ((inner.ndim - 1,), (axis,)) if side else ((axis,), (0,))
-    inner = lax.convert_element_type(inner, x.dtype)
-    return _product(eqn, inner, second, side, (summed, ((), ())))
+    if isinstance(weight, _Linear):
+        if weight.kind in ("concatenate", "pad"):
+            return _product_of_joined(eqn, x, weight, side, numbers)
+        if weight.kind != "dot_general":
+            products = [_product(eqn, x, part, side, numbers) for part in weight.parts]
+            return _scaled(weight, products)
+        if len(contracted[side]) == 1 and not batch[side]:
+            # x (A B) is (x A) B, or (x B) A if x contracts B's own axis. The axis that
+            # x gets is its last or its first one.
+            (axis,) = contracted[side]
+            first, second = weight.parts if axis == 0 else weight.parts[::-1]
+            inner = _product(eqn, x, first, side, numbers)
+            summed = ((inner.ndim - 1,), (axis,)) if side else ((axis,), (0,))
+            inner = lax.convert_element_type(inner, x.dtype)
+            return _product(eqn, inner, second, side, (summed, ((), ())))
+    operands = (x, _array(weight)) if side else (_array(weight), x)
+    params = eqn.params | dict(dimension_numbers=numbers)
+    return eqn.primitive.bind(*operands, **params)
 
 
 def _product_of_joined(
@@ -270,7 +273,7 @@ def _product_of_joined(
     in_result = {axis: first + number for number, axis in enumerate(free)}
     in_result |= {axis: number for number, axis in enumerate(batch[side])}
 
-    def product_of_part(part: Any, starts: Mapping[int, int]) -> jax.Array:
+    def product_of_part(part: _Value, starts: Mapping[int, int]) -> jax.Array:
         """Multiply the entries of x that meet a part, which starts there."""
         rows = x
         for axis, start in starts.items():
@@ -298,7 +301,7 @@ def _product_of_joined(
     return sum(products[1:], products[0])
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: _Value) -> tuple[int, ...]:
     """Return the shape of a weight."""
     if not isinstance(value, _Linear):
         return value.shape

@@ -166,7 +166,7 @@ def test_initial_parameters_are_those_of_the_base_model():
     assert same_bits(init(convert(MLP(), "tcfp12")), init(MLP()))
 
 
-def test_base_model_is_untouched_and_order_of_tracing_never_matters():
+def test_the_base_model_is_untouched_in_any_order_of_tracing():
     outputs, variables = [], variables_of(MLP(), X)
     for first in ("base", "converted"):
         base = MLP()
@@ -252,7 +252,7 @@ def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
     assert same_bits(run(export(model), variables, TOKENS), before)
 
 
-def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
+def test_state_reaches_layers_under_a_scan_that_does_not_name_it(gpt):
     _, variables, model, weights = gpt
     tx = tcfp_jax.error_feedback(weights)
 
@@ -444,7 +444,7 @@ class TwoKinds(nn.Module):
         return Conv1D(16, name="conv")(nn.Dense(16, name="dense")(x))
 
 
-def test_a_layer_that_nobody_taught_is_converted_and_its_transposed_kernel_stored():
+def test_an_unknown_layer_with_a_transposed_kernel_is_converted():
     model = convert(TwoKinds(), "tcfp12", X, strict=True)
     assert [(r.path, r.product.equation) for r in survey(model).converted] == [
         ("dense", "cda,ab->cdb"),

@@ -70,7 +70,7 @@ def test_diagnose_says_what_would_happen(capsys):
         ("mxfp8", "was not measured against BF16"),
     ],
 )
-def test_nothing_is_said_of_sizes_and_recipes_that_were_not_measured(
+def test_sizes_and_recipes_that_were_not_measured_have_no_speed(
     recipe, words, capsys
 ):
     assert re.search(
@@ -101,7 +101,7 @@ def test_a_weight_of_several_products_is_counted_once():
     )
 
 
-def test_of_fp4_the_noise_is_that_of_its_blocks_and_their_share_in_e4m3_is_said(capsys):
+def test_fp4_has_the_noise_and_the_e4m3_share_of_its_blocks(capsys):
     """Blocks lie along k of the kernel's own matrix, here of an odd k."""
     layer, x = nn.DenseGeneral((4, 8), use_bias=False), jnp.zeros((2, 33))
     kernel = np.random.default_rng(0).standard_normal((33, 4, 8)).astype(np.float32)

@@ -61,7 +61,7 @@ def with_state(model, params, *inputs):
     return {"params": params, "tcfp": tcfp_jax.layer_state(jax.jit(tx.init)(params))}
 
 
-def test_other_parameters_than_the_optimizers_are_loud_and_undone_in_one_line():
+def test_other_parameters_than_the_optimizers_raise_until_detach():
     model = convert(nnx_model(MLP), "tcfp12", X)
     fresh = forward(model, X)
     optimizer_of(model)
@@ -79,7 +79,7 @@ def test_other_parameters_than_the_optimizers_are_loud_and_undone_in_one_line():
         detach(evaluated)
 
 
-def test_other_parameters_beside_a_linen_state_are_loud_and_need_no_state():
+def test_other_parameters_than_a_linen_states_raise():
     model, params = convert(Dense(), "tcfp12", X), variables_of(Dense(), X)["params"]
     variables = with_state(model, params)
     averaged = jax.tree.map(lambda leaf: 0.9 * leaf, params)
@@ -109,7 +109,7 @@ class Named(nnx.Module):
         )
 
 
-def test_nnx_weights_of_any_name_under_remat_and_scan_are_found_and_kept(capsys):
+def test_nnx_weights_under_remat_and_scan_are_found_and_kept(capsys):
     model = convert(nnx_model(Named), "tcfp12", X, strict=True)
     weights = find_weights(model)
     assert {path: weight.layout.stack for path, weight in weights.items()} == {
@@ -197,7 +197,7 @@ class Projection(nn.Module):
         return jnp.einsum(equation, x, w)
 
 
-def test_served_linen_weights_of_any_name_apply_and_every_reported_path_exists():
+def test_served_linen_weights_of_any_name_apply():
     base, params = Keyless(), variables_of(Keyless(), X)["params"]
     model = convert(base, "tcfp12", X, strict=True)
     leaves = {
@@ -215,7 +215,7 @@ def test_served_linen_weights_of_any_name_apply_and_every_reported_path_exists()
     close(apply(served, X), apply({"params": params}, X))
 
 
-def test_a_conversion_that_raises_changes_nothing_and_a_second_one_replaces_the_first():
+def test_a_conversion_that_raises_changes_nothing():
     model = nnx_model(MLP)
     graphdef = nnx.graphdef(model)
     for arguments, options in (
@@ -357,7 +357,7 @@ class KeywordsNNX(nnx.Module):
 @pytest.mark.parametrize(
     "make", [Keywords, lambda: nnx_model(KeywordsNNX)], ids=["linen", "nnx"]
 )
-def test_models_of_keywords_take_options_alone_and_misspelt_ones_raise(make, capsys):
+def test_models_of_keywords_take_options_alone(make, capsys):
     options = {"x": X, "train": True}
     model = convert(make(), "tcfp12", options=options, strict=True)
     assert (
@@ -402,7 +402,7 @@ class Adapted(nnx.Module):
         return self.linear(x) + self.lora(x)
 
 
-def test_lora_trains_beside_stored_weights_of_flax_and_of_plain_jax():
+def test_lora_trains_next_to_stored_weights():
     model = convert(nnx_model(Adapted), "tcfp12", X, rules={"lora": None})
     assert [record.path for record in survey(model).converted] == ["linear"]
     served = quantize_params(nnx.state(model, nnx.Param), find_weights(model))
@@ -471,7 +471,7 @@ def test_qwix_lora_is_converted_after_it_and_refused_before_it():
         )
 
 
-def test_a_class_that_another_package_makes_of_a_converted_one_is_refused():
+def test_another_packages_class_of_a_converted_one_raises():
     model = convert(nnx_model(MLP), "tcfp12", X)
     object.__setattr__(model, "__class__", type("MLP", (type(model),), {}))
     for call in (
@@ -500,7 +500,7 @@ class Everything(nnx.Module):
         return self.second(self.dropout(self.norm(self.first(x))))
 
 
-def test_served_weights_restored_without_a_template_load_into_a_model_of_shapes(
+def test_served_weights_load_into_a_model_of_shapes(
     tmp_path,
 ):
     orbax = pytest.importorskip(
@@ -530,7 +530,7 @@ def test_served_weights_restored_without_a_template_load_into_a_model_of_shapes(
     assert shapes.second.kernel is shapes.first.kernel
 
 
-def test_after_sync_parameters_are_split_and_restored_as_before_it():
+def test_parameters_next_to_an_optimizer_split_and_restore():
     model = convert(nnx_model(MLP), "tcfp12", X)
     before, pure = (
         nnx.state(model, nnx.Param),
@@ -663,7 +663,7 @@ def test_an_optimizer_that_is_none_of_ours_is_said_once():
     nnx.grad(loss)(model)  # another warning would be an error
 
 
-def test_stored_weights_that_a_linen_model_was_not_given_are_said_once():
+def test_a_linen_model_without_its_stored_weights_warns_once():
     model = convert(Dense(), "tcfp12_fast", X)
     params = variables_of(Dense(), X)["params"]
     stored = tcfp_jax.layer_state(

@@ -103,7 +103,7 @@ def reasons(report):
     }
 
 
-def test_an_estimate_is_exact_where_it_was_measured_and_in_between_elsewhere(times):
+def test_an_estimate_is_exact_at_measured_shapes(times):
     rates = {64: 2.0, 256: 1.0}  # nanoseconds for each m k n
     times(
         {"matmul": [entry((side, 32, 32), "v", each) for side, each in rates.items()]}
@@ -129,7 +129,7 @@ def test_an_estimate_is_exact_where_it_was_measured_and_in_between_elsewhere(tim
         assert tuning.estimate(DEVICE, key, backend) is None
 
 
-def test_a_pass_over_a_matrix_takes_what_one_over_its_transpose_does(times):
+def test_a_pass_takes_as_long_over_the_transpose(times):
     times({"quantize": [entry((64, 1024), "v", 1.0)]})
     assert tuning.estimate(
         DEVICE, Key("quantize", "v", (1024, 64)), "xla"
@@ -147,7 +147,7 @@ def test_what_was_timed_without_a_backend_says_nothing_of_it(times):
     )
 
 
-def test_a_layer_is_converted_where_it_pays_and_the_report_says_why(times):
+def test_a_layer_is_converted_if_it_pays_and_the_report_says_why(times):
     x = shape(4096, 128)
     report = survey(convert_to_tcfp(MLP(), "tensorwise", x))
     assert [record.weight_path for record in report.converted] == ["wide/kernel"]

@@ -129,7 +129,7 @@ def train(step, params, init):
 # A quicker test has losses and gradients, and tests/models/test_moe.py trains stored
 # experts
 @pytest.mark.slow
-def test_training_falls_alike_with_floats_with_feedback_and_without_float_weights():
+def test_losses_fall_alike_with_and_without_float_weights():
     adam = optax.adam(3e-3)
     feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))
     stored_tx = optim.adamw(3e-3, weight_decay=0.0, key=jax.random.key(4))
@@ -267,7 +267,7 @@ def test_results_have_the_dtype_that_the_program_asks_for(dtype):
     assert relative(found.astype(jnp.float32), exact.astype(jnp.float32)) <= 2.0**-4
 
 
-def test_a_wrapper_with_a_gradient_of_its_own_is_opened_by_a_rule():
+def test_a_rule_opens_a_wrapper_with_its_own_gradient():
     @jax.custom_vjp
     def wrapped(x, w, sizes):
         return lax.ragged_dot(x, w, sizes)

@@ -146,7 +146,7 @@ def test_arguments_that_are_rngs_count_and_draw_as_before(models):
     assert rngs[1].noise.count[...] == rngs[0].noise.count[...] == 2
 
 
-def test_parts_static_methods_properties_and_generators_are_those_of_the_model(models):
+def test_static_methods_properties_and_generators_stay(models):
     base, model = models
     block, calls = model.part(1)
     assert block is model.blocks[1] and calls is model.calls
@@ -185,7 +185,7 @@ def test_transformations_of_flax_inside_and_outside(models):
     )
 
 
-def test_a_model_that_a_differentiated_function_closes_over_is_not_changed(models):
+def test_a_model_in_a_closure_of_a_gradient_is_not_changed(models):
     base, model = models
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     out = lambda m: jax.jit(jax.grad(lambda x: jnp.mean(m.by_name["out"](x) ** 2)))(X)
@@ -244,7 +244,7 @@ class Shared(nnx.Module):
         return self.second(nnx.tanh(self.first(x)))
 
 
-def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
+def test_shared_parameters_train_as_if_quantized_at_each_use():
     models = [convert(nnx_model(Shared), X) for _ in range(2)]
     results = []
     for model, stored in zip(models, ("stored", "at each use"), strict=True):

@@ -307,7 +307,7 @@ def close(found, wanted, part):
     "carried by a loop",
 )
 @pytest.mark.parametrize("name", CONVERTED)
-def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
+def test_products_convert_in_every_transformation(name):
     fn, params, equations = CONVERTED[name]
     low = transform(fn, RECIPE, include=ALL, strict=True)
     report = survey(low, params, X)
@@ -353,7 +353,7 @@ def test_a_loop_of_unknown_length_multiplies_stored_weights():
     close(low({"w": W}, X, stored=kept), fn({"w": W}, X), 0.2)
 
 
-def test_activations_times_constants_are_not_products_of_a_parameter():
+def test_activations_times_constants_are_no_products():
     for fn in (
         lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)),
         lambda p, x: (x @ x.T) * p["w"][:4, :4],
@@ -433,7 +433,7 @@ def test_strict_takes_the_constants_of_a_model():
     )
 
 
-def test_a_survey_says_that_a_call_raises_and_why_a_part_is_not_stored():
+def test_a_survey_says_why_a_call_raises():
     convolution, params, _ = LEFT["convolution"]
     assert "nothing is converted, and a call raises" in str(
         survey(transform(convolution, RECIPE), params, X)
@@ -476,7 +476,7 @@ def test_the_two_forms_of_a_shared_weight_are_told_apart():
 @pytest.mark.parametrize(
     "recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)]
 )
-def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(
+def test_a_weight_gathered_in_shard_map_travels_in_fp8(
     recipe, gathered
 ):
     mesh = mesh_of(2, names=("data",))
@@ -543,7 +543,7 @@ def columns_then_rows(p, x):
     )
 
 
-def test_explicit_axes_and_the_sharding_that_a_model_asks_for_reach_the_products():
+def test_explicit_axes_and_out_sharding_reach_the_products():
     mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
     shapes = {
         "w": ((32, 4, 8), (None, "b", None)),
@@ -622,7 +622,7 @@ def test_switching_exporting_and_diagnosing_a_function(capsys):
     ] and "eligible" in capsys.readouterr().out
 
 
-def test_nested_transforms_and_layers_of_ours_are_not_converted_twice():
+def test_nested_transforms_are_not_converted_twice():
     layer = tcfp_jax.linen.TCFPDense(32, recipe="tensorwise")
     inner = transform(lambda p, x: x @ p["w"], "tensorwise", include=ALL)
     params = {"w": W, "layer": {"kernel": W, "bias": W[0]}, "own": W}
@@ -661,7 +661,7 @@ def test_equal_jitted_blocks_share_one_trace():
     assert longer < lines[0] + 6 * 4  # six more blocks are six more calls
 
 
-def test_state_of_other_parameters_is_never_multiplied_in_silence():
+def test_state_of_other_parameters_is_not_multiplied():
     fn, params, _ = CONVERTED["mlp"]
     low = transform(fn, "tensorwise", include=ALL)
     kept = layer_state(error_feedback(find_weights(low, params, X)).init(params))
