@@ -70,9 +70,7 @@ def test_diagnose_says_what_would_happen(capsys):
         ("mxfp8", "was not measured against BF16"),
     ],
 )
-def test_sizes_and_recipes_that_were_not_measured_have_no_speed(
-    recipe, words, capsys
-):
+def test_sizes_and_recipes_that_were_not_measured_have_no_speed(recipe, words, capsys):
     assert re.search(
         rf"{recipe} (is faster than BF16 on an NVIDIA H100 )?{words}",
         str(diagnose(Model(), X, recipe=recipe)),

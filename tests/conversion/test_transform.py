@@ -476,9 +476,7 @@ def test_the_two_forms_of_a_shared_weight_are_told_apart():
 @pytest.mark.parametrize(
     "recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)]
 )
-def test_a_weight_gathered_in_shard_map_travels_in_fp8(
-    recipe, gathered
-):
+def test_a_weight_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
     mesh = mesh_of(2, names=("data",))
 
     def fn(p, x):
