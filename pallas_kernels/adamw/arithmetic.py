@@ -12,13 +12,12 @@ Both give the same bits, for which they need three properties:
 * **Subnormals are zero**, as input and as result, as on CPUs under XLA.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import moments, numerics
+from pallas_kernels.arithmetic import Instruct
 
 # From here on the device computes a correctly rounded root in five instructions;
 # smaller values need another path. Its root, 2**-50, is the smallest divisor, and any
@@ -114,10 +113,10 @@ class Instructions(Portable):
     zero, as a CPU does under XLA.
 
     Args:
-      run: function of a backend that runs PTX on float32 values, elementwise.
+      run: runs PTX on float32 values, elementwise.
     """
 
-    def __init__(self, run: Callable[..., jax.Array]) -> None:
+    def __init__(self, run: Instruct) -> None:
         self._run = run
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -110,10 +110,9 @@ def _stacked(kernel: Kernel, options: Options) -> Kernel:
     def _rule(
         size: int, is_mapped: list[bool], *operands: jax.Array
     ) -> tuple[list[jax.Array], list[bool]]:
-        whole = [
-            x if maps else jnp.broadcast_to(x, (size, *x.shape))
-            for x, maps in zip(operands, is_mapped, strict=True)
-        ]
+        whole = []
+        for x, maps in zip(operands, is_mapped, strict=True):
+            whole.append(x if maps else jnp.broadcast_to(x, (size, *x.shape)))
         results = call(*whole)
         return results, [True] * len(results)
 

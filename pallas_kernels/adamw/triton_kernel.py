@@ -146,8 +146,8 @@ def _call(
     viewed = [view(x) for x in state]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in viewed]
     results.append(jax.ShapeDtypeStruct(tiles.maxima, jnp.int32))
-    values, scales = tiles.values, tiles.scales
-    of_state = [values, values, values, scales, values, scales]
+    values = tiles.values
+    of_state = [values, values, values, tiles.scales, values, tiles.scales]
     of_results = [*of_state, tiles.maximum]
     if turned:
         results.append(jax.ShapeDtypeStruct((l, n, k), state[0].dtype))

@@ -1,5 +1,6 @@
-"""`grouped_matmul`: rows in groups, each group times a weight of its own, as in layers
-with a mixture of experts.
+"""`grouped_matmul`: rows in groups, each group times a weight of its own.
+
+Layers with a mixture of experts have such products.
 """
 
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ def grouped_matmul(
 ) -> "Float[jax.Array, 'm n']":
     """Return the product of each row of x with the weight of its group.
 
+    Use it for layers of experts. For one weight, `matmul` is faster.
+
     The first `group_sizes[0]` rows belong to the first weight, the next
     `group_sizes[1]` to the second, and so on: `out[i, n] = sum_k x[i, k] s_x * (w[e, n,
     k] + w_lo[e, n, k]) s_w` for row i of group e. The gradient of x is the same call
@@ -73,7 +76,8 @@ def grouped_matmul(
         more than m, or an unknown `accumulation` or `backend`.
       NotImplementedError: E5M2 x E5M2, or a named backend that cannot run this product.
 
-    >>> x, w = jnp.ones((4, 2), jnp.bfloat16), jnp.asarray([[[1, 1]], [[2, 2]]], jnp.bfloat16)
+    >>> x = jnp.ones((4, 2), jnp.bfloat16)
+    >>> w = jnp.asarray([[[1, 1]], [[2, 2]]], jnp.bfloat16)
     >>> grouped_matmul(x, w, jnp.array([1, 2]))[:, 0].tolist()
     [2.0, 4.0, 4.0, 0.0]
     """
@@ -105,9 +109,9 @@ def grouped_weight_gradient(
     accumulation: Accumulation = "fast",
     backend: Backend | None = None,
 ) -> "Float[jax.Array, 'e k n']":
-    """Return the gradient of each weight of `grouped_matmul`, from the columns of x and
-    of the result's gradient.
+    """Return the gradient of each weight of `grouped_matmul`.
 
+    It is made from the columns of x and of the result's gradient:
     `out[e, k, n] = sum_i x[k, i] s_x * g[n, i] s_g` over the rows i of group e; zero
     for an empty group.
 
@@ -143,8 +147,11 @@ def grouped_weight_gradient(
 
 
 def check_sizes(group_sizes: jax.Array, m: int, groups: int | None = None) -> jax.Array:
-    """Return sizes of groups of m rows as int32; raise if they are not one for each
-    group, or concrete and wrong.
+    """Return sizes of groups of m rows as int32.
+
+    Raises:
+      TypeError: sizes are not integers.
+      ValueError: they are not one for each group, or concrete and wrong.
     """
     group_sizes = jnp.asarray(group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -174,13 +181,12 @@ def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) ->
             f'accumulation={accumulation!r} is unknown; use "fast" or "full"'
         )
     if isinstance(x, Operand) and isinstance(w, Operand):
-        return check_operands(x, w)
-    a, b = (reference.values_of(one) for one in (x, w))
-    if (
-        isinstance(x, Operand)
-        or isinstance(w, Operand)
-        or not a.dtype == b.dtype == jnp.bfloat16
-    ):
+        check_operands(x, w)
+        return
+    a = reference.values_of(x)
+    b = reference.values_of(w)
+    has_operand = isinstance(x, Operand) or isinstance(w, Operand)
+    if has_operand or not a.dtype == b.dtype == jnp.bfloat16:
         raise TypeError(
             f"a grouped product of {a.dtype} and {b.dtype}: pass two FP8 operands or"
             " two bfloat16 arrays"
@@ -189,4 +195,3 @@ def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) ->
         raise ValueError(
             f"x{list(a.shape)} and w{list(b.shape)} must agree in their last axis"
         )
-    return None

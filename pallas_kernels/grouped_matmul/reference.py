@@ -1,6 +1,6 @@
-"""The definition of grouped products by `lax.ragged_dot_general`: float32 on a CPU,
-BF16 tensor cores on a GPU.
+"""The definition of grouped products by `lax.ragged_dot_general`.
 
+It multiplies in float32 on a CPU, and on a GPU on BF16 tensor cores.
 XLA has no grouped product on a CPU or a Hopper GPU. It masks x once for each group and
 multiplies densely, so the forward product of e groups costs e times the multiplications
 and reads e copies of x: 7 to 170 times the time of a grouped kernel on an H100. No
@@ -29,20 +29,21 @@ def grouped_matmul(
     x: Operand | jax.Array,
     w: Operand | jax.Array,
     group_sizes: jax.Array,
-) -> Any:
-    """Return the product of each row with the weight of its group, see
-    `api.grouped_matmul`.
-    """
-    x, w = _without_blocks(x), _without_blocks(w)
+) -> jax.Array:
+    """Return the product of each row with the weight of its group, see `api`."""
+    x = _without_blocks(x)
+    w = _without_blocks(w)
     out = _unscaled(_ROWS, x, w, group_sizes)
     m = out.shape[0]
-    ends, rows = jnp.cumsum(group_sizes), jnp.arange(m, dtype=group_sizes.dtype)
+    ends = jnp.cumsum(group_sizes)
+    rows = jnp.arange(m, dtype=group_sizes.dtype)
     if isinstance(w, Operand) and isinstance(x, Operand):
         group = jnp.searchsorted(ends, rows, side="right")  # skips empty groups
         of_w = jnp.take(w.scale, group, axis=0, mode="fill", fill_value=0)
         out = out * x.scaling.spread(x.scale, (m, 1)) * of_w.reshape(m, -1)
     # Rows behind the last group are zero, also next to a weight that is not finite.
-    out = jnp.where((rows < ends[-1:])[:, None], out, 0)
+    is_inside = rows < ends[-1:]
+    out = jnp.where(is_inside[:, None], out, 0)
     return _checked(out, group_sizes, m).astype(options.out_dtype)
 
 
@@ -52,17 +53,14 @@ def grouped_weight_gradient(
     g: Operand | jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """Return the product over the rows of each group, see
-    `api.grouped_weight_gradient`.
-    """
-    x, g = _without_blocks(x), _without_blocks(g)
+    """Return the product over the rows of each group, see `api`."""
+    x = _without_blocks(x)
+    g = _without_blocks(g)
     out = _unscaled(_WITHIN, x, g, group_sizes)
     if isinstance(x, Operand) and isinstance(g, Operand):
-        out = (
-            out
-            * x.scaling.spread(x.scale, (x.shape[0], 1))
-            * g.scaling.spread(g.scale, (g.shape[0], 1))[..., 0]
-        )
+        out = out * x.scaling.spread(x.scale, (x.shape[0], 1))
+        of_g = g.scaling.spread(g.scale, (g.shape[0], 1))
+        out = out * of_g[..., 0]
     return _checked(out, group_sizes, values_of(x).shape[1]).astype(options.out_dtype)
 
 
@@ -72,20 +70,19 @@ def key(
     w: Operand | jax.Array,
     group_sizes: jax.Array,
 ) -> Key:
-    """Return the name of a grouped product in `tuned.json`, with the shape
-    `(e, m, k, n)`.
-    """
-    (m, k), n = values_of(x).shape, values_of(w).shape[-2]
-    halves = "dual" if getattr(w, "lo", None) is not None else "single"
-    variant = (
-        f"{halves} {options.accumulation} {values_of(w).dtype}"
-        f" {jnp.dtype(options.out_dtype)}"
-    )
+    """Return the name of a product in `tuned.json`, with the shape `(e, m, k, n)`."""
+    e = group_sizes.shape[0]
+    m, k = values_of(x).shape
+    values = values_of(w)
+    n = values.shape[-2]
+    halves = "dual" if isinstance(w, Operand) and w.lo is not None else "single"
+    out = jnp.dtype(options.out_dtype)
+    variant = f"{halves} {options.accumulation} {values.dtype} {out}"
     if isinstance(w, Operand) and isinstance(w.scaling, Block):
         variant += f" {w.scaling.tile} {w.scaling.size}"
-    if values_of(w).ndim == 2:
-        return Key("grouped_weight_gradient", variant, (group_sizes.shape[0], k, m, n))
-    return Key("grouped_matmul", variant, (group_sizes.shape[0], m, k, n))
+    if values.ndim == 2:
+        return Key("grouped_weight_gradient", variant, (e, k, m, n))
+    return Key("grouped_matmul", variant, (e, m, k, n))
 
 
 def values_of(x: Operand | jax.Array) -> jax.Array:
@@ -94,40 +91,46 @@ def values_of(x: Operand | jax.Array) -> jax.Array:
 
 
 def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
-    """Return an operand in blocks with one scale of 1: an FP8 value times a power of
-    two is exact in bfloat16.
+    """Return an operand in blocks with one scale of 1.
+
+    An FP8 value times a power of two is exact in bfloat16.
     """
-    if not (isinstance(x, Operand) and isinstance(x.scaling, Block)):
+    if not isinstance(x, Operand) or not isinstance(x.scaling, Block):
         return x
-    scale, lo = x.scale_of_values(), x.lo
-    wide = lambda half: (
-        lax.optimization_barrier(half).astype(jnp.float32) * scale
-    ).astype(jnp.bfloat16)
-    return Operand(
-        wide(x.values), jnp.ones(x.values.shape[:-2]), None if lo is None else wide(lo)
-    )
+    scale = x.scale_of_values()
+
+    def scaled(half: jax.Array) -> jax.Array:
+        wide = lax.optimization_barrier(half).astype(jnp.float32) * scale
+        return wide.astype(jnp.bfloat16)
+
+    values = scaled(x.values)
+    one = jnp.ones(x.values.shape[:-2])
+    return Operand(values, one, None if x.lo is None else scaled(x.lo))
 
 
 def _unscaled(
-    numbers: lax.RaggedDotDimensionNumbers, x: Any, w: Any, group_sizes: jax.Array
+    numbers: lax.RaggedDotDimensionNumbers,
+    x: Operand | jax.Array,
+    w: Operand | jax.Array,
+    group_sizes: jax.Array,
 ) -> jax.Array:
     """Return the float32 product of the values without their scales."""
-    lo = w.lo if isinstance(w, Operand) else None
-    operands = (values_of(x), values_of(w), *(() if lo is None else (lo,)))
+    operands = [values_of(x), values_of(w)]
+    if isinstance(w, Operand) and w.lo is not None:
+        operands.append(w.lo)
 
     def in_float32(x: jax.Array, *halves: jax.Array) -> jax.Array:
         w = sum(half.astype(jnp.float32) for half in halves)  # exact: 18 bits at most
         return _ragged(numbers, True)(x.astype(jnp.float32), w, group_sizes)
 
-    def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
+    def on_tensor_cores(*operands: jax.Array) -> jax.Array:
         # The barrier keeps XLA from cancelling the cast against the one that made the
         # values, in the same jit.
-        narrow = [
-            half.astype(jnp.bfloat16) for half in lax.optimization_barrier((x, *halves))
+        x, *halves = [
+            values.astype(jnp.bfloat16) for values in lax.optimization_barrier(operands)
         ]
-        return sum(
-            _ragged(numbers, False)(narrow[0], half, group_sizes) for half in narrow[1:]
-        )  # type: ignore[return-value]
+        multiply = _ragged(numbers, False)
+        return sum(multiply(x, half, group_sizes) for half in halves)  # type: ignore[return-value]
 
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
@@ -136,11 +139,10 @@ def _unscaled(
 def _ragged(
     numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False
 ) -> Callable[..., jax.Array]:
-    """Return the product of arrays, or of stacks of them; `jax.vmap` may add an axis to
-    any operand.
+    """Return the product of arrays, or of stacks of them.
 
-    JAX's own rule wants every operand to have the new axis, and fails for a second one
-    (jax 0.10 to 0.12).
+    `jax.vmap` may add an axis to any operand. JAX's own rule wants every operand to
+    have the new axis, and fails for a second one (jax 0.10 to 0.12).
     """
     options: Any = dict(
         preferred_element_type=jnp.float32,
@@ -156,20 +158,18 @@ def _ragged(
     def of_stack(
         size: int, batched: list[bool], *arrays: jax.Array
     ) -> tuple[jax.Array, bool]:
-        alike = [
-            a if own else jnp.broadcast_to(a, (size, *a.shape))
-            for a, own in zip(arrays, batched, strict=True)
-        ]
+        alike = []
+        for a, own in zip(arrays, batched, strict=True):
+            alike.append(a if own else jnp.broadcast_to(a, (size, *a.shape)))
         stack = alike[0].shape[: 2 if stacked else 1]
-        out = _ragged(numbers, precise, True)(
-            *(a.reshape(-1, *a.shape[len(stack) :]) for a in alike)
-        )
+        flat = [a.reshape(-1, *a.shape[len(stack) :]) for a in alike]
+        out = _ragged(numbers, precise, True)(*flat)
         return out.reshape(*stack, *out.shape[1:]), True
 
     return product
 
 
-def are_sound(group_sizes: jax.Array, m: int) -> jax.Array:
+def _are_sound(group_sizes: jax.Array, m: int) -> jax.Array:
     """Return whether sizes are zero or more and add up to at most m."""
     ends = jnp.cumsum(group_sizes)
     # The first sum that overflows is negative.
@@ -178,4 +178,4 @@ def are_sound(group_sizes: jax.Array, m: int) -> jax.Array:
 
 def _checked(out: jax.Array, group_sizes: jax.Array, m: int) -> jax.Array:
     """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
-    return jnp.where(are_sound(group_sizes, m), out, jnp.nan)
+    return jnp.where(_are_sound(group_sizes, m), out, jnp.nan)

@@ -1,5 +1,4 @@
-"""The plan of a product on a Hopper GPU: tile sizes, the shapes that they fit, and the
-best guesses.
+"""The plan of a product on a Hopper GPU: tile sizes, and the shapes that they fit.
 
 Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `matmul`. The
 kernel needs jax 0.11; on CPUs it runs interpreted. `tuning` knows the fastest config
@@ -8,10 +7,10 @@ for shapes that were measured.
 
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +39,13 @@ _SKIPPING = {
     64: ((5, 2, 1), (4, 2, 2), (6, 1, 1)),
     32: ((10, 2, 2), (7, 2, 2), (8, 2, 1)),
 }
+_PIPELINES: tuple[Literal["steady", "drained"], ...] = ("steady", "drained")
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _H100_MULTIPROCESSORS = 132
+
+
+Ref: TypeAlias = Any  # reference to a GPU's memory, or a tree of references
+Index: TypeAlias = jax.Array | int
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Config:
     Attributes:
       tile_m, tile_n: sides of an output tile; each of two warpgroups computes half of
         its rows.
-      tile_k: length of one step of the sum, after which full accumulation promotes.
+      tile_k: length of one step of the sum, after which full accumulation promotes: 32,
+        64, 128 or 256.
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: dimension along which consecutive tiles are neighbours.
@@ -67,7 +72,7 @@ class Config:
 
     tile_m: int = 256
     tile_n: int = 128
-    tile_k: Literal[32, 64, 128, 256] = 128
+    tile_k: int = 128
     stages: int = 3
     cluster: int = 2
     inner: Literal["m", "n"] = "m"
@@ -75,6 +80,23 @@ class Config:
     pipeline: Literal["steady", "drained", "ring"] = "drained"
     store_buffers: int = 2
     chunks: Literal[1, 2, 4] = 1
+
+    def misfit_of_pieces(self, columns: int) -> str | None:
+        """Return the reason why pieces of these columns do not fit a tile, or None."""
+        values = COMPUTE_WARPGROUPS * EPILOGUE_ROWS * columns
+        pieces = self.tile_m * self.tile_n // values
+        if pieces % self.store_buffers == 0:
+            return None
+        return (
+            f"{pieces} pieces of an output tile must be a multiple of"
+            f" store_buffers={self.store_buffers}"
+        )
+
+    def shared_memory(self, halves: int, row: int) -> int:
+        """Return the bytes of all buffers; a row of an operand has `row` bytes."""
+        operands = self.stages * (self.tile_m + halves * self.tile_n) * row
+        piece = EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+        return operands + self.store_buffers * COMPUTE_WARPGROUPS * piece
 
 
 @dataclass(frozen=True)
@@ -104,15 +126,17 @@ class Plan:
 
     @property
     def memory_registers(self) -> int:
-        """Registers of a thread that copies: few if vectors of scales fill the other
-        threads, else enough for ptxas.
+        """Registers of a thread that copies.
+
+        They are few if vectors of scales fill the other threads, else enough for ptxas.
         """
         return 24 if self.scaling == "vector" else 40
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a thread that computes: warpgroups share 512 for each of their
-        threads, given out in eights.
+        """Registers of a thread that computes.
+
+        Warpgroups share 512 for each of their threads, given out in eights.
         """
         return (512 - self.memory_registers) // COMPUTE_WARPGROUPS // 8 * 8
 
@@ -136,10 +160,10 @@ class Problem:
     @classmethod
     def of(cls, x: Operand, w: Operand) -> "Problem":
         """Return the sizes of `x @ w.T`."""
+        m, k, n = sizes(x, w)
+        halves = 1 if w.lo is None else 2
         block = w.scaling if isinstance(w.scaling, Block) else None
-        return cls(
-            *sizes(x, w), 1 if w.lo is None else 2, block, w.lo_scale is not None
-        )
+        return cls(m, k, n, halves, block, skips=w.lo_scale is not None)
 
     def by_squares(self, tile_n: int) -> bool:
         """Return whether one number scales every square of W in a tile, instead of one
@@ -163,115 +187,102 @@ def columns_of(size: int) -> int:
 
 def candidates(problem: Problem, accumulation: Accumulation) -> list[Config]:
     """Return the configs that fit a product, the best guess first."""
-    guesses = (
-        _of_tensors(problem, accumulation)
-        if problem.block is None
-        else _of_blocks(problem, problem.block)
-    )
+    if problem.block is None:
+        guesses = _of_tensors(problem.halves, accumulation)
+    elif problem.skips:
+        guesses = _of_skipping(problem.block.size)
+    else:
+        guesses = _of_blocks(problem, problem.block.size)
     return [config for config in guesses if misfit(config, problem) is None]
 
 
-def _of_tensors(problem: Problem, accumulation: Accumulation) -> list[Config]:
-    halves = problem.halves
+def _of_tensors(halves: int, accumulation: Accumulation) -> list[Config]:
+    """Return guesses for operands with one scale each."""
     # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long
     # as 256 of k.
-    shape: dict[str, Any] = dict(
-        tile_k=256 // halves, stages=2, store_buffers=2 * halves
+    large = functools.partial(
+        Config, tile_k=256 // halves, stages=2, store_buffers=2 * halves
     )
-    tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
+    tall = large(256, 128)
+    wide = large(128, 256)
     small = Config(128, 128, stages=4)
     # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider
     # W tiles suit one half.
-    guesses = (
-        [tall, small]
-        if accumulation == "full"
-        else [wide, tall, small]
-        if halves == 1
-        else [tall, wide, small]
-    )
+    if accumulation == "full":
+        guesses = [tall, small]
+    elif halves == 1:
+        guesses = [wide, tall, small]
+    else:
+        guesses = [tall, wide, small]
     return [
         dataclasses.replace(guess, pipeline=pipeline, cluster=cluster)
-        for guess in guesses
-        for pipeline in ("steady", "drained")
-        for cluster in (1, 2)
+        for guess, pipeline, cluster in itertools.product(guesses, _PIPELINES, (1, 2))
     ]
 
 
-def _of_blocks(problem: Problem, block: Block) -> list[Config]:
+def _of_skipping(size: int) -> list[Config]:
+    """Return guesses for a kernel that skips zero blocks of this size."""
+    ring = functools.partial(Config, tile_n=128, tile_k=size, pipeline="ring", chunks=2)
+    found = [
+        ring(stages=stages, store_buffers=stores, cluster=cluster)
+        for stages, stores, cluster in _SKIPPING[size]
+    ]
+    # Lower tiles have registers for anything. A step without W_lo leaves its buffer
+    # empty, so more stages pay.
+    for cluster in (2, 1):
+        found.append(ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster))
+    for cluster in (2, 1):
+        found.append(ring(tile_m=128, stages=3, cluster=cluster))
+    return found
+
+
+def _of_blocks(problem: Problem, size: int) -> list[Config]:
+    """Return guesses for operands in blocks of this size."""
     halves = problem.halves
-    make: Callable[..., Config] = functools.partial(
-        Config, tile_n=128, tile_k=block.size
-    )  # type: ignore[arg-type]
-    if problem.skips:
-        ring = functools.partial(make, pipeline="ring", chunks=2)
-        # Lower tiles have registers for anything. A step without W_lo leaves its buffer
-        # empty, so more stages pay.
-        lower = [
-            ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster)
-            for cluster in (2, 1)
-        ]
-        lower += [ring(tile_m=128, stages=3, cluster=cluster) for cluster in (2, 1)]
-        return [
-            ring(stages=s, store_buffers=stores, cluster=c)
-            for s, stores, c in _SKIPPING[block.size]
-        ] + lower
     # Two halves take twice the columns of W in a stage.
-    stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[block.size]
-    tall = make(tile_m=256, stages=stages, pipeline="ring", cluster=1)
-    if problem.by_squares(tall.tile_n):
-        guesses = [tall]
-    else:
+    stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[size]
+    ring = functools.partial(Config, tile_n=128, tile_k=size, pipeline="ring")
+    tall = ring(tile_m=256, stages=stages, cluster=1)
+    guesses = [tall]
+    if not problem.by_squares(tall.tile_n):
         drained = dataclasses.replace(tall, pipeline="drained")
         guesses = [
-            dataclasses.replace(start, chunks=chunks)
-            for chunks in (2, 4)
-            for start in (drained, tall)
+            dataclasses.replace(drained, chunks=2),
+            dataclasses.replace(tall, chunks=2),
+            dataclasses.replace(drained, chunks=4),
+            dataclasses.replace(tall, chunks=4),
         ]
     # Clusters of two were slower for every shape that was timed with a single weight.
-    guesses += [dataclasses.replace(tall, cluster=2)]
-    return guesses + [
-        make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring")
-        for cluster in (1, 2)
-    ]
+    guesses.append(dataclasses.replace(tall, cluster=2))
+    for cluster in (1, 2):
+        guesses.append(ring(tile_m=128, stages=5 - halves, cluster=cluster))
+    return guesses
 
 
 def misfit(config: Config, problem: Problem) -> str | None:
     """Return the reason why a config cannot compute a product, or None."""
-    m, k, n = problem.m, problem.k, problem.n
     rows = config.tile_m * config.cluster
     for name, size, unit in (
-        ("m", m, rows),
-        ("n", n, config.tile_n),
-        ("k", k, config.tile_k),
+        ("m", problem.m, rows),
+        ("n", problem.n, config.tile_n),
+        ("k", problem.k, config.tile_k),
     ):
         if size == 0 or size % unit:
             return f"{name}={size} must be a multiple of {unit}"
-    pieces = (
-        config.tile_m
-        * config.tile_n
-        // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
-    )
-    if pieces % config.store_buffers:
-        return (
-            f"{pieces} pieces of an output tile must be a multiple of"
-            f" store_buffers={config.store_buffers}"
-        )
-    operands = (
-        config.stages * (config.tile_m + problem.halves * config.tile_n) * config.tile_k
-    )
-    used = (
-        operands
-        + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
-    )
+    reason = config.misfit_of_pieces(EPILOGUE_ROW_BYTES // 2)
+    if reason is not None:
+        return reason
+    used = config.shared_memory(problem.halves, row=config.tile_k)
     if used > SHARED_MEMORY:
         return f"{used} bytes of shared memory exceed {SHARED_MEMORY}"
-    steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
+        steps = problem.k // config.tile_k
         if steps % config.stages:
             return (
                 f"a steady pipeline needs k / {config.tile_k} = {steps} to be a"
                 f" multiple of stages={config.stages}"
             )
+        tiles = (problem.m // rows) * (problem.n // config.tile_n)
         if tiles < 2 * blocks(config):
             return (
                 "a steady pipeline needs two output tiles for every block, but there"
@@ -293,8 +304,9 @@ def blocks(config: Config) -> int:
 
 
 def choose(key: Key, problem: Problem, accumulation: Accumulation) -> Config | None:
-    """Return the config that was measured near this shape in `tuned.json` if it fits,
-    else the best guess, or None.
+    """Return the config that was measured near this shape, else the best guess.
+
+    It is None if no config fits.
     """
     entry = tuning.find(dispatch.device_kind(), key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
@@ -309,8 +321,9 @@ def reject(
     problem: Problem | None = None,
     accumulation: Accumulation = "fast",
 ) -> str | None:
-    """Return the reason why the kernel cannot compute a product here, or without a
-    problem none of this dtype.
+    """Return the reason why the kernel cannot compute a product here, or None.
+
+    Without a problem it is the reason why there is no product of this dtype.
     """
     kind = dispatch.device_kind()
     is_hopper = any(name in kind for name in _HOPPER)
@@ -330,16 +343,14 @@ def reject(
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
     if problem is None or candidates(problem, accumulation):
         return None
-    tile_k: Any = 128 if problem.block is None else problem.block.size
+    tile_k = 128 if problem.block is None else problem.block.size
     smallest = Config(128, 128, tile_k=tile_k, stages=2, cluster=1)
     return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
 
 
 @functools.cache
 def _warn_of_old_jax(kind: str) -> None:
-    """Warn, once in a process, that a Hopper GPU runs without the kernels that are made
-    for it.
-    """
+    """Warn, once in a process, that a Hopper GPU runs without its kernels."""
     warnings.warn(
         f"{kind} runs without this library's fast kernels: they need jax 0.11 or newer,"
         " and this is jax "

@@ -1,5 +1,4 @@
-"""The steps of an output tile on Hopper: one warpgroup copies operands to shared
-memory, and two compute on them.
+"""The steps of an output tile on Hopper: one warpgroup copies, and two compute.
 
 Two pipelines have the same interface. `Steps` is Pallas's own. `Ring` continues from
 one output tile to the next for any number of steps, and a step gives its buffers back
@@ -8,7 +7,7 @@ in the ring, vectors of 64 up to 7 % slower, so `benchmarks.tune` times both pip
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, SWIZZLE, Plan
+from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, SWIZZLE, Index, Plan, Ref
+from pallas_kernels.hopper.sums import Accumulated, Carry, Promoted
 
 
 @dataclass(frozen=True)
 class OutputTile:
-    """One output tile: the loop that it is part of, its operands, and the functions
-    that add a step and use the sum.
+    """One output tile.
 
     Attributes:
       loop: state of `plgpu.nd_loop` over the tiles of this block.
@@ -31,62 +30,91 @@ class OutputTile:
       operands: references to global memory: x, the halves of W, and the scales that are
         copied.
       buffers: the allocated `allocations` of the steps.
-      add: function of one step, `(step, x, halves of W, scales, release, carry) ->
-        carry`; it calls `release()` after its last read.
-      compute: function that takes all steps of the tile, `(carry) -> carry`, and calls
-        them once.
+      sum: the sum to which the steps are added.
     """
 
-    loop: Any
-    column: Any
-    operands: Sequence[Any]
+    loop: plgpu.NDLoopInfo
+    column: Index
+    operands: Sequence[Ref]
     buffers: Any
-    add: Any
-    compute: Any
+    sum: Accumulated | Promoted
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A ring of buffers between the warpgroup that copies and those that compute.
+
+    Steps are counted over all tiles of a block.
+
+    Attributes:
+      stages: number of slots; each holds the operands of a step.
+      filled: barriers at which the copies to a slot arrive.
+      consumed: barriers at which the readers of a slot arrive.
+    """
+
+    stages: int
+    filled: Ref
+    consumed: Ref
+
+    def claim(self, step: Index) -> Index:
+        """Return the slot of a step once it may be filled."""
+        slot = lax.rem(step, self.stages)
+
+        @pl.when(step >= self.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(self.consumed.at[slot])
+
+        return slot
+
+    def read(self, step: Index) -> Index:
+        """Return the slot of a step once it is full."""
+        slot = lax.rem(step, self.stages)
+        plgpu.barrier_wait(self.filled.at[slot])
+        return slot
+
+    def release(self, slot: Index) -> None:
+        """Give a slot back."""
+        plgpu.barrier_arrive(self.consumed.at[slot])
 
 
 def _specs(plan: Plan) -> list[plgpu.BlockSpec]:
-    """Return the blocks of x, the halves of W and the scales that are copied, in steps
-    of tile_k.
+    """Return the blocks of all operands that are copied, in steps of tile_k.
+
+    They are x, the halves of W, and scales.
     """
     config = plan.config
     # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would
     # hit the same banks. Copies and wgmma must agree on the width (PTX ISA, "Shared
     # Memory Matrix Layout").
     swizzle = min(config.tile_k, SWIZZLE)
-    vector = dict(memory_space=plgpu.SMEM, delay_release=0)
-    tiled = dict(
-        **vector,
+    block = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=0)
+    matrix = functools.partial(
+        block,
+        index_map=lambda step: (0, step),
         transforms=(
             plgpu.TilingTransform((8, swizzle)),
             plgpu.SwizzleTransform(swizzle),
         ),
     )
-    x_spec = plgpu.BlockSpec(
-        (config.tile_m, config.tile_k), lambda step: (0, step), **tiled
-    )
+    x = matrix((config.tile_m, config.tile_k))
     multicast = ("member",) if config.cluster > 1 else ()
-    w_spec = plgpu.BlockSpec(
-        (config.tile_n, config.tile_k),
-        lambda step: (0, step),
-        collective_axes=multicast,
-        **tiled,
-    )
+    w = matrix((config.tile_n, config.tile_k), collective_axes=multicast)
     widths = {
         "tensor": (),
         "square": (config.tile_m,),
         "vector": (config.tile_m, config.tile_n),
-    }[plan.scaling]
-    return [x_spec, *[w_spec] * plan.halves] + [
-        plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector)
-        for width in widths
+    }
+    scales = [
+        block((1, width), lambda step: (step, 0)) for width in widths[plan.scaling]
     ]
+    return [x, *[w] * plan.halves, *scales]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of an output tile in the order of k, each with all operands: Pallas's
-    own pipeline.
+    """The steps of an output tile in the order of k, each with all operands.
+
+    The pipeline is Pallas's own.
 
     Attributes:
       plan: plan of the kernel.
@@ -96,48 +124,50 @@ class Steps:
     plan: Plan
     count: int
 
-    def allocations(self, operands: Sequence[Any]) -> Any:
-        """Return the buffers that `pl.run_scoped` must allocate for these operands,
-        once for all tiles.
-        """
-        nothing = lambda *_, **__: None
+    def allocations(self, operands: Sequence[Ref]) -> Any:
+        """Return the buffers that `pl.run_scoped` must allocate, once for all tiles."""
+
+        def nothing(*args: object) -> None:
+            pass
+
         return self._pipeline(nothing, nothing).get_allocations(*operands)
 
-    def run(self, tile: OutputTile, own: Sequence[Any]) -> None:
-        """Run all steps of one output tile in all warpgroups of a block; `own` are the
-        steps' own operands.
+    def run(self, tile: OutputTile, lists: Sequence[Ref]) -> None:
+        """Run all steps of one output tile in all warpgroups of a block.
+
+        `lists` are those of a plan that skips, see `Ring`.
         """
         state = None
         if self.plan.config.pipeline == "steady":
             phase = plgpu.PipelinePipeline
-            last = tile.loop.local_index == tile.loop.num_local_steps - 1
-            middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
+            is_last = tile.loop.local_index == tile.loop.num_local_steps - 1
+            middle = jnp.where(is_last, int(phase.STOP), int(phase.STEADY))
             state = jnp.where(tile.loop.local_index == 0, int(phase.START), middle)
         halves = self.plan.halves
 
-        def body(index: Any, x_smem: Any, *rest: Any) -> Any:
-            if not self.plan.promote:
-                *w_smem, carry = rest
-                return tile.add(index[0], x_smem, w_smem, (), lambda: None, carry)
-            count = (len(rest) - 2) // 2
-            consumed = rest[count:-1]
+        def add(index: Sequence[Index], x: Ref, *rest: Any) -> Carry:
+            *refs, carry = rest
+            # A plan that promotes gives back each operand by a barrier of its own.
+            count = (len(refs) - 1) // 2 if self.plan.promote else len(refs)
+            consumed = refs[count:]
 
             def release() -> None:
                 for barrier in consumed:
                     plgpu.barrier_arrive(barrier)
 
-            return tile.add(
-                index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1]
-            )
+            w = refs[:halves]
+            return tile.sum.add(index[0], x, w, refs[halves:count], release, carry)
 
-        self._pipeline(body, tile.compute, state)(
-            *tile.operands, allocations=tile.buffers
-        )
+        pipeline = self._pipeline(add, tile.sum.compute, state)
+        pipeline(*tile.operands, allocations=tile.buffers)
 
-    def _pipeline(self, body: Any, compute: Any, state: Any = None) -> Any:
-        """Return the pipeline: copies of all operands, `count` times tile_k, and `body`
-        on full buffers.
-        """
+    def _pipeline(
+        self,
+        body: Callable[..., Any],
+        compute: Callable[..., None],
+        state: Any = None,
+    ) -> Any:
+        """Return the pipeline: copies of all operands, and `body` on full buffers."""
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(self.count,),
@@ -154,11 +184,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Ring(Steps):
-    """The same steps through a ring of `stages` buffers with two barriers each, which
-    is emptied after the last tile.
+    """The same steps through a ring of `stages` buffers with two barriers each.
 
-    If the plan skips, the operands `own` are the work of every tile of n, int32: the
-    number of steps that need W_lo, `[n / tile_n]`, and the block of k of each step,
+    The ring is emptied after the last tile.
+
+    If the plan skips, `lists` are the work of every tile of n, int32: the number of
+    steps that need W_lo, `[n / tile_n]`, and the block of k of each step,
     `[n / tile_n, k / tile_k]`, with those steps first. Scales of squares are in that
     order. The other steps arrive at the barrier instead of copying W_lo. A branch
     inside a step costs registers (ptxas spills 400 bytes for either form of it), so the
@@ -170,133 +201,115 @@ class Ring(Steps):
     def _stages(self) -> int:
         return min(self.plan.config.stages, self.count)
 
-    def allocations(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """Return the buffers that `pl.run_scoped` must allocate for these operands,
-        once for all tiles.
-        """
-        of_operands = _specs(self.plan)
-        multicast = tuple(
-            {axis for spec in of_operands for axis in spec.collective_axes or ()}
-        )
-        counts: dict[str, Any] = dict(
-            num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self._stages
-        )
-        consumed = (
-            plgpu.ClusterBarrier(collective_axes=multicast, **counts)
-            if multicast
-            else plgpu.Barrier(**counts)
-        )
-        return dict(
-            buffers=[
-                plgpu.SMEM(
-                    (self._stages, *spec.block_shape),
-                    operand.dtype,
-                    transforms=spec.transforms,
-                )
-                for spec, operand in zip(of_operands, operands, strict=True)
-            ],
-            filled=plgpu.Barrier(
-                num_arrivals=len(of_operands), num_barriers=self._stages
-            ),
-            consumed=consumed,
-        )
+    def allocations(self, operands: Sequence[Ref]) -> dict[str, Any]:
+        """Return the buffers that `pl.run_scoped` must allocate, once for all tiles."""
+        specs = _specs(self.plan)
+        barrier = functools.partial(plgpu.Barrier, num_barriers=self._stages)
+        if self.plan.config.cluster == 1:
+            consumed = barrier(num_arrivals=COMPUTE_WARPGROUPS)
+        else:
+            consumed = plgpu.ClusterBarrier(
+                collective_axes=("member",),
+                num_arrivals=COMPUTE_WARPGROUPS,
+                num_barriers=self._stages,
+            )
+        buffers = [
+            plgpu.SMEM(
+                (self._stages, *spec.block_shape),
+                operand.dtype,
+                transforms=spec.transforms,
+            )
+            for spec, operand in zip(specs, operands, strict=True)
+        ]
+        filled = barrier(num_arrivals=len(specs))
+        return dict(buffers=buffers, filled=filled, consumed=consumed)
 
-    def run(self, tile: OutputTile, own: Sequence[Any]) -> None:
-        """Run all steps of one output tile in all warpgroups of a block; `own` are the
-        steps' own operands.
-        """
-        # With the number of complete steps of this tile, which both sides read.
-        own = (own[0][tile.column], own[1]) if self.plan.skips else ()
+    def run(self, tile: OutputTile, lists: Sequence[Ref]) -> None:
+        """Run all steps of one output tile in all warpgroups of a block."""
+        complete = None
+        if self.plan.skips:
+            complete = lists[0][tile.column]  # which both sides read
+        before = tile.loop.local_index * self.count
+        slots = Slots(self._stages, tile.buffers["filled"], tile.buffers["consumed"])
         lax.cond(
             lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS,
-            functools.partial(self._fill, tile, own),
-            functools.partial(self._consume, tile, own),
+            functools.partial(self._fill, tile, slots, before, complete, lists),
+            functools.partial(self._consume, tile, slots, before, complete),
         )
 
-    def _fill(self, tile: OutputTile, own: Sequence[Any]) -> None:
-        consumed, filled, before = (
-            tile.buffers["consumed"],
-            tile.buffers["filled"],
-            self._before(tile),
-        )
+    def _fill(
+        self,
+        tile: OutputTile,
+        slots: Slots,
+        before: Index,
+        complete: Index | None,
+        lists: Sequence[Ref],
+    ) -> None:
+        """Copy the operands of all steps."""
         plgpu.set_max_registers(self.plan.memory_registers, action="decrease")
+        residual = self.plan.halves  # W_lo is the operand after x and W_hi
 
         @pl.loop(0, self.count)
-        def _steps(step: Any) -> None:
-            # W_lo is the operand after x and W_hi.
-            k, needed = (
-                (own[1][tile.column, step], step < own[0])
-                if self.plan.skips
-                else (step, None)
-            )
-            slot = lax.rem(before + step, self._stages)
-
-            @pl.when(before + step >= self._stages)
-            def _wait() -> None:
-                plgpu.barrier_wait(consumed.at[slot])
-
+        def _steps(step: Index) -> None:
+            k = step if complete is None else lists[1][tile.column, step]
+            needed = None if complete is None else step < complete
+            slot = slots.claim(before + step)
             for i in range(len(tile.operands)):
-                copy = functools.partial(self._copy, tile, i, k, slot)
-                if needed is None or i != self.plan.halves:
+                copy = functools.partial(self._copy, tile, slots, i, k, slot)
+                if needed is None or i != residual:
                     copy()
                 else:
                     # An arrival instead of the copy keeps the barrier's count.
-                    lax.cond(
-                        needed,
-                        copy,
-                        lambda slot=slot: plgpu.barrier_arrive(filled.at[slot]),
+                    arrive = functools.partial(
+                        plgpu.barrier_arrive, slots.filled.at[slot]
                     )
+                    lax.cond(needed, copy, arrive)
 
         # A block of a cluster must not end while other blocks still arrive at its
         # barriers.
         @pl.when(tile.loop.local_index == tile.loop.num_local_steps - 1)
         def _empty() -> None:
             @pl.loop(0, self._stages)
-            def _wait(i: Any) -> None:
-                plgpu.barrier_wait(
-                    consumed.at[lax.rem(before + self.count + i, self._stages)]
-                )
+            def _wait(i: Index) -> None:
+                slot = lax.rem(before + self.count + i, self._stages)
+                plgpu.barrier_wait(slots.consumed.at[slot])
 
-    def _consume(self, tile: OutputTile, own: Sequence[Any]) -> None:
-        scope, halves, before = tile.buffers, self.plan.halves, self._before(tile)
+    def _copy(
+        self, tile: OutputTile, slots: Slots, i: int, k: Index, slot: Index
+    ) -> None:
+        """Copy block k of operand i to a slot."""
+        spec = _specs(self.plan)[i]
+        place = [
+            pl.ds(index * size, size)
+            for index, size in zip(spec.index_map(k), spec.block_shape, strict=True)
+        ]
+        plgpu.copy_gmem_to_smem(
+            tile.operands[i].at[tuple(place)],
+            tile.buffers["buffers"][i].at[slot],
+            slots.filled.at[slot],
+            collective_axes=spec.collective_axes or None,
+        )
+
+    def _consume(
+        self, tile: OutputTile, slots: Slots, before: Index, complete: Index | None
+    ) -> None:
+        """Multiply all steps."""
+        halves = self.plan.halves
         plgpu.set_max_registers(self.plan.compute_registers, action="increase")
 
-        def step(present: int, index: Any, carry: Any) -> Any:
-            slot = lax.rem(before + index, self._stages)
-            plgpu.barrier_wait(scope["filled"].at[slot])
-            x_smem, *rest = (buffer.at[slot] for buffer in scope["buffers"])
-            release = lambda: plgpu.barrier_arrive(scope["consumed"].at[slot])
-            return tile.add(
-                index, x_smem, rest[:present], rest[halves:], release, carry
-            )
+        def add(present: int, step: Index, carry: Carry) -> Carry:
+            slot = slots.read(before + step)
+            x, *rest = [buffer.at[slot] for buffer in tile.buffers["buffers"]]
+            release = functools.partial(slots.release, slot)
+            w = rest[:present]
+            return tile.sum.add(step, x, w, rest[halves:], release, carry)
 
-        def walk(carry: Any) -> Any:
-            complete = own[0] if own else self.count
-            carry = lax.fori_loop(0, complete, functools.partial(step, halves), carry)
-            return (
-                lax.fori_loop(
-                    complete, self.count, functools.partial(step, halves - 1), carry
-                )
-                if own
-                else carry
-            )
+        def add_all(carry: Carry) -> Carry:
+            add_whole = functools.partial(add, halves)
+            if complete is None:
+                return lax.fori_loop(0, self.count, add_whole, carry)
+            carry = lax.fori_loop(0, complete, add_whole, carry)
+            add_partial = functools.partial(add, halves - 1)
+            return lax.fori_loop(complete, self.count, add_partial, carry)
 
-        tile.compute(walk)
-
-    def _before(self, tile: OutputTile) -> Any:
-        """Return the number of steps of the tiles before this one."""
-        return tile.loop.local_index * self.count
-
-    def _copy(self, tile: OutputTile, i: int, k: Any, slot: Any) -> None:
-        spec, buffer = _specs(self.plan)[i], tile.buffers["buffers"][i]
-        corner = zip(spec.index_map(k), spec.block_shape, strict=True)
-        block = tile.operands[i].at[
-            tuple(pl.ds(index * size, size) for index, size in corner)
-        ]
-        axes = spec.collective_axes or None
-        plgpu.copy_gmem_to_smem(
-            block,
-            buffer.at[slot],
-            tile.buffers["filled"].at[slot],
-            collective_axes=axes,
-        )
+        tile.sum.compute(add_all)

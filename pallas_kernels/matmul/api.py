@@ -1,9 +1,10 @@
-"""`matmul`: the product of an FP8 operand with an FP8 weight of one or two halves;
-`skip_matmul` skips zero blocks.
+"""`matmul`: the product of an FP8 operand with an FP8 weight of one or two halves.
+
+`skip_matmul` skips zero blocks, and `add_product` adds to a sum.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +67,10 @@ def matmul(
     wire: Wire | None = None,
     backend: Backend | None = None,
 ) -> "Float[jax.Array, '*rows n']":
-    """Return `x @ w.T + bias` of dequantized operands, both contracted along their last
-    axes.
+    """Return `x @ w.T + bias` of dequantized operands.
 
+    Use it for quantized operands; `tcfp_jax.matmul` quantizes arrays and has a
+    gradient. Both operands are contracted along their last axes:
     `out[..., n] = sum_k x[..., k] s_x * (w[n, k] + w_lo[n, k]) s_w + bias[n]`, where
     each s is the scale of its value: one for the tensor, the row, or the block. A
     weight of more than two axes, `[n, *c]`, is contracted over all but its first, with
@@ -152,8 +154,7 @@ def skip_matmul(
     out_sharding: Sharding = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Return `x @ w.T` without the blocks of k in which all of an n-tile's residual is
-    zero.
+    """Return `x @ w.T` without blocks of k whose residual is all zero in an n-tile.
 
     The kernel neither loads nor multiplies them. The result differs from `matmul` only
     in the order of sums. Use it for weights that FP8 holds mostly exactly.
@@ -201,12 +202,13 @@ def add_product(
     accumulation: Accumulation,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Return `total + x @ w.T`, float32 `[..., n]`; `accumulation` and `backend` as in
-    `matmul`.
+    """Return `total + x @ w.T`, float32 `[..., n]`.
 
-    Use it to sum weight gradients over chunks of tokens. With one scale a tensor XLA
-    makes one GEMM of it, which adds in place: 1.5 ms for
-    `[2048, 4096] x [4096, 128256]` on an H100, where a product and a sum take 2.5.
+    Use it to sum weight gradients over chunks of tokens. With one scale per tensor XLA
+    makes one GEMM of it, which adds in place. On an H100 it takes 1.5 ms for
+    `[2048, 4096] x [4096, 128256]`, where a product and a sum take 2.5 ms.
+
+    `accumulation` and `backend` are as in `matmul`.
 
     >>> one = Operand(jnp.ones((2, 16), jnp.float8_e4m3fn), jnp.float32(0.5))
     >>> add_product(jnp.ones((2, 2)), one, one, "fast").tolist()
@@ -236,28 +238,33 @@ def _by_rows(
     """Return the product of unscaled values, scaled afterwards."""
     # Powers of two scale a rounded bfloat16 exactly, so the product may be written as
     # such; others round once.
-    exact = (
-        x.scaling.scale == w.scaling.scale == "pow2"
-        and options.out_dtype == jnp.bfloat16
-    )
+    has_powers = x.scaling.scale == w.scaling.scale == "pow2"
+    is_exact = has_powers and options.out_dtype == jnp.bfloat16
     unscaled_options = replace(
-        options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32)
+        options, out_dtype=jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
     )
-    a, b = (Operand(o.values, np.ones((), jnp.bfloat16)) for o in (x, w))  # type: ignore[arg-type]
+    # A constant, which `reference` can tell from a scale
+    one: Any = np.ones((), jnp.bfloat16)
     unscaled = dispatch(
-        "matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None
+        "matmul",
+        IMPLEMENTATIONS[Tensor],
+        backend,
+        unscaled_options,
+        Operand(x.values, one),
+        Operand(w.values, one),
+        None,
     )
     m, _, n = sizes(x, w)
-    note(
-        Key("row_scale", f"{unscaled.dtype} {jnp.dtype(options.out_dtype)}", (m, n)),
-        unscaled,
-    )
-    of_x, of_w = x.scale, w.scale
+    variant = f"{unscaled.dtype} {jnp.dtype(options.out_dtype)}"
+    note(Key("row_scale", variant, (m, n)), unscaled)
+    of_x = x.scale
+    of_w = w.scale
     if options.out_sharding is not None:
         # Scales must lie where the rows and columns of the result do, not where they
         # were found.
         spec = entries(options.out_sharding, unscaled.ndim)
-        of_x, of_w = moved(of_x, spec[:-1]), moved(of_w, spec[-1:])
+        of_x = moved(of_x, spec[:-1])
+        of_w = moved(of_w, spec[-1:])
     out = scale_rows(unscaled, of_x, of_w, options.out_dtype)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
@@ -265,7 +272,5 @@ def _by_rows(
 def scale_rows(
     unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype: DTypeLike
 ) -> jax.Array:
-    """Return the product `[..., n]` of operands with a scale for each row, from the
-    product of their values.
-    """
+    """Scale the product `[..., n]` of the values of operands with a scale per row."""
     return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)

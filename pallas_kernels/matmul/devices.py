@@ -1,11 +1,12 @@
-"""A product on whole arrays from one on matrices: each device multiplies its part, and
-sums where k is split.
+"""A product on whole arrays from one on matrices.
+
+Each device multiplies its part, and sums are added where k is split.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +31,28 @@ def on_each_device(
     *,
     interpreter: Literal["pure", "calls back"] = "pure",
 ) -> jax.Array:
-    """Return `multiply` of x `[..., k]` and w `[n, *k]`, run on each device's part as
-    matrices.
+    """Return `multiply` of x `[..., k]` and w `[n, *k]`, run on each device's part.
 
-    A part need not fit a kernel as the whole product did, so `multiply` falls back to
-    the reference for such parts.
+    Parts are matrices. A part need not fit a kernel as the whole product did, so
+    `multiply` falls back to the reference for such parts.
 
     A kernel whose interpreter "calls back" into Python has a side effect, which a
     partitioned function cannot have. On CPUs with automatic axes it runs unpartitioned.
     """
     _, k, n = sizes(x, w)
-    leading, contracted = x.shape[: x.values.ndim - (w.values.ndim - 1)], w.shape[1:]
+    contracted = w.shape[1:]
+    leading = x.shape[: x.values.ndim - len(contracted)]
     in_blocks = isinstance(w.scaling, Block)
     if not in_blocks:  # a partitioned function has no scalars
-        x, w = (replace(operand, scale=operand.scale.reshape(1)) for operand in (x, w))
+        x = replace(x, scale=x.scale.reshape(1))
+        w = replace(w, scale=w.scale.reshape(1))
     operands = (x, w, None if bias is None else bias.astype(jnp.float32))
-    tree = jax.tree.structure(operands)
+    arrays, tree = jax.tree.flatten(operands)
+
+    def settled(operand: Operand) -> Operand:
+        if not in_blocks:
+            operand = replace(operand, scale=operand.scale[0])
+        return operand.settled()
 
     def local(
         *arrays: jax.Array,
@@ -53,12 +60,10 @@ def on_each_device(
         scattered: Sequence[Scatter] = (),
     ) -> jax.Array:
         x, w, bias = jax.tree.unflatten(tree, arrays)
-        x, w = (
-            o.settled() if in_blocks else replace(o, scale=o.scale[0]).settled()
-            for o in (x, w)
-        )
+        x = settled(x)
+        w = settled(w)
         own = replace(options, out_sharding=None)
-        if not (summed_over or scattered):
+        if not summed_over and not scattered:
             return multiply(own, x, w, bias)
         if options.wire is not None:
             own = replace(own, out_dtype=jnp.dtype(jnp.float32))
@@ -68,39 +73,41 @@ def on_each_device(
         out = reduced(multiply(own, x, w, None), scattered, summed_over, options.wire)
         return (out if bias is None else out + bias).astype(options.out_dtype)
 
-    rule = (
-        ", ".join(
-            [*_letters(x, "m"), *_letters(w, "n"), *([] if bias is None else ["n"])]
-        )
-        + " -> m n"
-    )
+    letters = [*_letters(x, "m"), *_letters(w, "n")]
+    if bias is not None:
+        letters.append("n")
+    rule = f"{', '.join(letters)} -> m n"
+    merged = {"m": leading, "k": contracted}
+    may_split = device_kind() != "cpu" or has_explicit_axes()
+    if interpreter == "calls back" and not may_split:
+        alone = functools.partial(local, summed_over=())
+        return Letters.read(rule, merged).over_arrays(alone)(*arrays)
     blocks = {}
     if isinstance(w.scaling, Block):
-        blocks = {
-            "j": BlocksOf("k", w.scaling.size, k),
-            "i": BlocksOf("n", w.scaling.size, n),
-        }
-    arrays, merged = jax.tree.leaves(operands), {"m": leading, "k": contracted}
-    if (
-        interpreter == "calls back"
-        and device_kind() == "cpu"
-        and not has_explicit_axes()
-    ):
-        return Letters.read(rule, merged).over_arrays(
-            functools.partial(local, summed_over=())
-        )(*arrays)
-    # A bias is added to whole columns, so a sum with a bias is not handed out in parts.
-    wanted = result_spec(x.values, w.values, dimensions(x, w), options.out_sharding)
-    return partitioned(
-        local, rule, blocks, scattered=bias is None, merged=merged, wanted=wanted
-    )(*arrays)
+        blocks["j"] = BlocksOf("k", w.scaling.size, k)
+        blocks["i"] = BlocksOf("n", w.scaling.size, n)
+    run = partitioned(
+        local,
+        rule,
+        blocks,
+        # A bias is added to whole columns, so a sum with a bias is not handed out in
+        # parts.
+        scattered=bias is None,
+        merged=merged,
+        wanted=result_spec(x.values, w.values, dimensions(x, w), options.out_sharding),
+    )
+    return run(*arrays)
 
 
 def result_spec(
-    x: Any, w: Any, axes: lax.DotDimensionNumbers, out_sharding: Sharding
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | jax.ShapeDtypeStruct,
+    axes: lax.DotDimensionNumbers,
+    out_sharding: Sharding,
 ) -> tuple[Entry, ...] | None:
-    """Return the spec that JAX gives to a product of arrays or shapes under a mesh with
-    explicit axes, otherwise None.
+    """Return the spec that JAX gives to a product under a mesh with explicit axes.
+
+    Without explicit axes it is None.
 
     Raises:
       jax.errors.ShardingTypeError: JAX's own, for operands whose product needs an
@@ -108,22 +115,28 @@ def result_spec(
     """
     if not has_explicit_axes():
         return None
-    options: dict[str, Any] = dict(
-        preferred_element_type=jnp.float32, out_sharding=out_sharding
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=axes,
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
     )
-    made = jax.eval_shape(
-        functools.partial(lax.dot_general, dimension_numbers=axes, **options), x, w
-    )
+    made = jax.eval_shape(product, x, w)
     return entries(made.sharding, made.ndim)
 
 
 def _letters(operand: Operand, rows: str) -> list[str]:
-    """Return the letters for `partition` of the operand's arrays in order; j counts
-    blocks of k, and i blocks of n.
+    """Return the letters for `partition` of the operand's arrays in order.
+
+    j counts blocks of k, and i blocks of n.
     """
     scale = "u"
     if isinstance(operand.scaling, Block):
-        scale = f"{'i' if operand.scaling.tile == 'square' else rows} j"
+        scale = "i j" if operand.scaling.tile == "square" else f"{rows} j"
     values = f"{rows} k" if operand.contracts == "last" else f"k {rows}"
-    halves = ((operand.lo, values), (operand.lo_scale, scale))
-    return [values, scale, *(letters for half, letters in halves if half is not None)]
+    letters = [values, scale]
+    if operand.lo is not None:
+        letters.append(values)
+    if operand.lo_scale is not None:
+        letters.append(scale)
+    return letters

@@ -1,8 +1,8 @@
-"""The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8
-tensor cores on a GPU.
+"""The definition of the FP8 product in plain lax.
 
-With one scale a tensor it is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale`
-with float32 accumulation. On a GPU three details decide whether XLA calls
+It multiplies in float32 on a CPU, and on cuBLASLt's FP8 tensor cores on a GPU. With one
+scale per tensor it is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with
+float32 accumulation. On a GPU three details decide whether XLA calls
 `__cublas$lt$matmul$f8` and nothing else (measured on an H200):
 
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both
@@ -20,6 +20,7 @@ is exact in bfloat16, so XLA multiplies them on the GPU's BF16 tensor cores, whi
 kernel has to beat.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -27,16 +28,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Tensor, dimensions, sizes
-from pallas_kernels.specs import entries, has_explicit_axes, hidden_shards, with_entries
+from pallas_kernels.specs import (
+    Sharding,
+    entries,
+    has_explicit_axes,
+    hidden_shards,
+    with_entries,
+)
 from pallas_kernels.tuning import Key
 
 
 class _AnyFP8(lax.DotAlgorithm):
-    """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib
-    can serialize.
+    """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]`, as every jaxlib serializes it.
 
     `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib
     0.12 refuses E4M3FN there when it serializes for a GPU plugin or for `jax.export`
@@ -65,9 +72,8 @@ def matmul(
     sums, and if explicit axes have blocks, because JAX does not merge and cut explicit
     axes by itself. Otherwise XLA partitions the definition.
     """
-    if options.wire is None and not (
-        isinstance(w.scaling, Block) and has_explicit_axes()
-    ):
+    has_explicit_blocks = isinstance(w.scaling, Block) and has_explicit_axes()
+    if options.wire is None and not has_explicit_blocks:
         return product(options, x, w, bias)
     return on_each_device(product, options, x, w, bias)
 
@@ -76,29 +82,28 @@ def product(
     options: Product, x: Operand, w: Operand, bias: jax.Array | None
 ) -> jax.Array:
     """Return the product on the platform for which the program is lowered."""
-    out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(
-        options, x, w
-    )
+    multiply = _scaled_once if isinstance(w.scaling, Tensor) else _dequantized
+    out = multiply(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
 def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
-    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes
-    to multiples of 16.
+    """Return the name of a product in `tuned.json`.
 
-    Times of a product that skips zero blocks, "nonzero", are for a residual with half
-    of its blocks zero.
+    It is "padded" if cuBLASLt must pad sizes to multiples of 16. Times of a product
+    that skips zero blocks, "nonzero", are for a residual with half of its blocks zero.
     """
-    halves, out = "single" if w.lo is None else "dual", jnp.dtype(options.out_dtype)
+    halves = "single" if w.lo is None else "dual"
+    out = jnp.dtype(options.out_dtype)
+    shape = sizes(x, w)
     if isinstance(w.scaling, Block):
-        halves += "" if w.lo_scale is None else " nonzero"
+        if w.lo_scale is not None:
+            halves += " nonzero"
         return Key(
-            "block_matmul",
-            f"{halves} {w.scaling.tile} {w.scaling.size} {out}",
-            sizes(x, w),
+            "block_matmul", f"{halves} {w.scaling.tile} {w.scaling.size} {out}", shape
         )
-    padded = "" if all(size % 16 == 0 for size in sizes(x, w)) else " padded"
-    return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
+    padded = "" if all(size % 16 == 0 for size in shape) else " padded"
+    return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", shape)
 
 
 def product_scale(x: Operand, w: Operand) -> jax.Array:
@@ -108,114 +113,105 @@ def product_scale(x: Operand, w: Operand) -> jax.Array:
     then applies it, whereas a float32 scale costs a pass over a bfloat16 output.
     """
     scale = x.scale * w.scale
-    return (
-        scale.astype(jnp.bfloat16)
-        if x.scaling.scale == w.scaling.scale == "pow2"
-        else scale
-    )
+    if x.scaling.scale == w.scaling.scale == "pow2":
+        return scale.astype(jnp.bfloat16)
+    return scale
 
 
 def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
+    """Return the product of operands with one scale each."""
     axes = dimensions(x, w)
-    out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
-    fewest = 2 * hidden_shards()  # so that every device has two rows
     # `api` scales rows itself and passes the constant 1. Behind a barrier it would cost
     # a pass over the product.
-    operands = (
-        x.values,
-        w.values,
-        w.lo,
-        None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale,
-    )
-
-    def in_float32(
-        x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None
-    ) -> jax.Array:
-        wide = w.astype(jnp.float32)
-        if w_lo is not None:
-            wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
-        out = lax.dot_general(
-            x.astype(jnp.float32),
-            wide,
-            axes,
-            precision=lax.Precision.HIGHEST,
-            out_sharding=sharding,
-        )
-        return (out if scale is None else out * scale.astype(jnp.float32)).astype(
-            out_dtype
-        )
-
-    def on_tensor_cores(
-        x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None
-    ) -> jax.Array:
-        # bfloat16 straight from the GEMM: asking for float32 and casting later costs a
-        # pass over the output. float16 has too little range for the product before it
-        # is scaled.
-        product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
-        # A bfloat16 scale is a power of two, exact in the product's dtype, so cuBLASLt
-        # applies it.
-        scale_dtype = (
-            product_dtype
-            if scale is not None and scale.dtype == jnp.bfloat16
-            else jnp.float32
-        )
-
-        def scaled_dot(
-            x: jax.Array, w: jax.Array, scale: jax.Array | None
-        ) -> jax.Array:
-            fast = options.accumulation == "fast"
-            algorithm = _AnyFP8(
-                x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=fast
-            )
-            out = _of_matrices(
-                x,
-                w,
-                axes,
-                fewest,
-                precision=algorithm,
-                preferred_element_type=product_dtype,
-                out_sharding=sharding,
-            )
-            if scale is None:
-                return out.astype(out_dtype)
-            return (out.astype(scale_dtype) * scale.astype(scale_dtype)).astype(
-                out_dtype
-            )
-
-        x, scale = lax.optimization_barrier((x, scale))
-        out = scaled_dot(x, w, scale)
-        if w_lo is not None:
-            # Chained to the first barrier, because XLA merges two barriers on the same
-            # operands.
-            x, scale = lax.optimization_barrier((x, scale))
-            out = out + scaled_dot(x, w_lo, scale)
-        # XLA would fuse a gelu that follows into the GEMM, and fails to compile
-        # ("!has_aux_output") if the product itself is needed as well, as in a
-        # rematerialized backward pass.
-        return lax.optimization_barrier(out)
-
+    is_one = isinstance(scale, np.ndarray | np.generic) and scale == 1
+    operands = (x.values, w.values, w.lo, None if is_one else scale)
+    in_float32 = functools.partial(_in_float32, options, axes)
     if x.values.size == 0 or w.values.size == 0:
         return in_float32(*operands)
+    on_tensor_cores = functools.partial(_on_tensor_cores, options, axes)
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
+
+
+def _in_float32(
+    options: Product,
+    axes: lax.DotDimensionNumbers,
+    x: jax.Array,
+    w: jax.Array,
+    w_lo: jax.Array | None,
+    scale: jax.Array | None,
+) -> jax.Array:
+    wide = w.astype(jnp.float32)
+    if w_lo is not None:
+        wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
+    out = lax.dot_general(
+        x.astype(jnp.float32),
+        wide,
+        axes,
+        precision=lax.Precision.HIGHEST,
+        out_sharding=options.out_sharding,
+    )
+    if scale is not None:
+        out = out * scale.astype(jnp.float32)
+    return out.astype(options.out_dtype)
+
+
+def _on_tensor_cores(
+    options: Product,
+    axes: lax.DotDimensionNumbers,
+    x: jax.Array,
+    w: jax.Array,
+    w_lo: jax.Array | None,
+    scale: jax.Array | None,
+) -> jax.Array:
+    out_dtype = options.out_dtype
+    # bfloat16 straight from the GEMM: asking for float32 and casting later costs a
+    # pass over the output. float16 has too little range for the product before it
+    # is scaled.
+    product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+    # A bfloat16 scale is a power of two, exact in the product's dtype, so cuBLASLt
+    # applies it.
+    is_power = scale is not None and scale.dtype == jnp.bfloat16
+    scale_dtype = product_dtype if is_power else jnp.float32
+
+    def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+        out = _fp8_dot(options, x, w, axes, product_dtype, options.out_sharding)
+        if scale is not None:
+            out = out.astype(scale_dtype) * scale.astype(scale_dtype)
+        return out.astype(out_dtype)
+
+    x, scale = lax.optimization_barrier((x, scale))
+    out = scaled_dot(x, w, scale)
+    if w_lo is not None:
+        # Chained to the first barrier, because XLA merges two barriers on the same
+        # operands.
+        x, scale = lax.optimization_barrier((x, scale))
+        out = out + scaled_dot(x, w_lo, scale)
+    # XLA would fuse a gelu that follows into the GEMM, and fails to compile
+    # ("!has_aux_output") if the product itself is needed as well, as in a
+    # rematerialized backward pass.
+    return lax.optimization_barrier(out)
 
 
 def add_product(
     options: Product, x: Operand, w: Operand, total: jax.Array
 ) -> jax.Array:
-    """Return `total + x @ w.T` of operands with one scale each and no residual, see
-    `api.add_product`.
+    """Return `total + x @ w.T` of operands with one scale each, see `api.add_product`.
+
+    The weight has no residual.
     """
     axes = dimensions(x, w)
 
     def in_float32(
         x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
     ) -> jax.Array:
-        wide = (x.astype(jnp.float32), w.astype(jnp.float32))
-        return (
-            total
-            + lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST) * scale
+        out = lax.dot_general(
+            x.astype(jnp.float32),
+            w.astype(jnp.float32),
+            axes,
+            precision=lax.Precision.HIGHEST,
         )
+        return total + out * scale
 
     def on_tensor_cores(
         x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
@@ -223,85 +219,85 @@ def add_product(
         # No barrier behind the product: XLA hands `total` to cuBLASLt as its C operand,
         # which is overwritten.
         x, scale = lax.optimization_barrier((x, scale))
-        algorithm = _AnyFP8(
-            x.dtype,
-            w.dtype,
-            jnp.float32,
-            allow_imprecise_accumulation=options.accumulation == "fast",
-        )
-        fewest = 2 * hidden_shards()
-        out = _of_matrices(
-            x,
-            w,
-            axes,
-            fewest,
-            precision=algorithm,
-            preferred_element_type=jnp.float32,
-            out_sharding=None,
-        )
-        return out * scale + total
+        return _fp8_dot(options, x, w, axes, jnp.float32, None) * scale + total
 
-    operands = (x.values, w.values, (x.scale * w.scale).astype(jnp.float32), total)
-    return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
+    scale = (x.scale * w.scale).astype(jnp.float32)
+    return lax.platform_dependent(
+        x.values, w.values, scale, total, cuda=on_tensor_cores, default=in_float32
+    )
 
 
-def _of_matrices(
+def _fp8_dot(
+    options: Product,
     x: jax.Array,
     w: jax.Array,
     axes: lax.DotDimensionNumbers,
-    fewest: int,
-    **options: Any,
+    dtype: DTypeLike,
+    sharding: Sharding,
 ) -> jax.Array:
-    """Return `lax.dot_general`, with zero rows added up to `fewest`, and a zero column
-    next to a single one.
+    """Return the product of FP8 values by cuBLASLt.
 
-    XLA does not hand a product with a vector to cuBLASLt, and has no other
-    implementation of an FP8 algorithm. Every device must therefore have two rows and
-    two columns.
+    It has zero rows added up to two on each device, and a zero column next to a single
+    one. XLA does not hand a product with a vector to cuBLASLt, and has no other
+    implementation of an FP8 algorithm.
     """
     ((of_x, of_w), _) = axes
     (free,) = set(range(w.ndim)) - set(of_w)
     if x.ndim == len(of_x):  # a vector; its product is one as well
-        sharding = options.pop("out_sharding")
         spec = with_entries(sharding, (None, *entries(sharding, w.ndim - len(of_w))))
         axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
-        return _of_matrices(x[None], w, axes, fewest, **options, out_sharding=spec)[0]
+        return _fp8_dot(options, x[None], w, axes, dtype, spec)[0]
+    is_fast = options.accumulation == "fast"
+    algorithm = _AnyFP8(x.dtype, w.dtype, dtype, allow_imprecise_accumulation=is_fast)
+    count = x.shape[0]
     rows = math.prod(x.shape[: x.ndim - len(of_x)])
+    fewest = 2 * hidden_shards()
     # `jax.export` may leave the number open
-    few = not isinstance(rows, int) or rows < fewest
-    count, one_column = x.shape[0], w.shape[free] == 1
-    more = lambda array, axis, size: lax.pad(
-        array,
-        jnp.zeros((), array.dtype),
-        [(0, size if i == axis else 0, 0) for i in range(array.ndim)],
+    has_few_rows = not isinstance(rows, int) or rows < fewest
+    has_one_column = w.shape[free] == 1
+    if has_few_rows:
+        x = _padded(x, 0, fewest)
+    if has_one_column:
+        w = _padded(w, free, 1)
+    out = lax.dot_general(
+        x,
+        w,
+        axes,
+        precision=algorithm,
+        preferred_element_type=dtype,
+        out_sharding=sharding,
     )
-    x, w = more(x, 0, fewest) if few else x, more(w, free, 1) if one_column else w
-    out = lax.dot_general(x, w, axes, **options)
-    out = out[:count] if few else out
-    return out[..., :1] if one_column else out
+    if has_few_rows:
+        out = out[:count]
+    return out[..., :1] if has_one_column else out
+
+
+def _padded(array: jax.Array, axis: int, more: int) -> jax.Array:
+    """Return an array with zeros added to the end of an axis."""
+    padding = [(0, 0, 0)] * array.ndim
+    padding[axis] = (0, more, 0)
+    return lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 
 def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
+    """Return the product of operands with many scales."""
     contracted = w.values.ndim - 1
 
     def flat(half: jax.Array) -> jax.Array:
         """Merge the contracted axes, as blocks run along all of them."""
-        return (
-            half
-            if contracted == 1
-            else half.reshape(*half.shape[: half.ndim - contracted], -1)
-        )
+        if contracted == 1:
+            return half
+        return half.reshape(*half.shape[: half.ndim - contracted], -1)
 
     def wide(half: jax.Array, scales: jax.Array) -> jax.Array:
         # The barrier keeps XLA on a GPU from cancelling the cast against the one that
         # made the values, in the same jit.
         return lax.optimization_barrier(half).astype(jnp.float32) * scales
 
-    x_values, w_values = flat(x.values), flat(w.values)
-    of_x, of_w = (
-        x.scaling.spread(x.scale, x_values.shape),
-        w.scaling.spread(w.scale, w_values.shape),
-    )
+    x_values = flat(x.values)
+    w_values = flat(w.values)
+    of_x = x.scaling.spread(x.scale, x_values.shape)
+    of_w = w.scaling.spread(w.scale, w_values.shape)
     operands = [wide(x_values, of_x), wide(w_values, of_w)]
     if w.lo is not None:
         operands.append(wide(flat(w.lo), of_w))
@@ -309,9 +305,8 @@ def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
         whole = w + lo[0] if lo else w
-        return lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST).astype(
-            options.out_dtype
-        )
+        out = lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST)
+        return out.astype(options.out_dtype)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)

@@ -1,5 +1,4 @@
-"""`matmul` in Pallas-Triton: the portable kernel, which a CPU can interpret on any
-supported jax.
+"""`matmul` in Pallas-Triton: the portable kernel, which any CPU can interpret.
 
 Each program computes one output tile: it walks k in steps, adds x W_hiᵀ and x W_loᵀ to
 one float32 accumulator, and scales, adds the bias and rounds at the end. With a scale
@@ -13,7 +12,7 @@ serves; it is never the first choice.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,28 +26,36 @@ from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
 from pallas_kernels.specs import varying
 
+Ref: TypeAlias = Any  # reference to memory
 _SMALLEST_SIDE = 16  # sides of tiles in Triton's tensor-core products
 
 
 def _fit(m: int, k: int, n: int, scaling: Scaling) -> tuple[int, int, int] | None:
-    """Return the largest tiles of m, n and k up to 128 that divide the shape, one block
-    wide along k, or None.
+    """Return the largest tiles of m, n and k up to 128 that divide the shape, or None.
+
+    A tile is one block wide along k.
     """
+    tile_k = _largest_side(k)
     if isinstance(scaling, Block):
-        size = scaling.size
-        if k % size or not k or (scaling.tile == "square" and n % size):
+        tile_k = scaling.size
+        if k == 0 or k % tile_k:
             return None
-        # A square's scale is one number for a tile of n, which must not cross squares.
-        k, n = size, size if scaling.tile == "square" else n
-    sides = [
-        next((s for s in (128, 64, 32, 16) if size and size % s == 0), 0)
-        for size in (m, n, k)
-    ]
-    return (
-        None
-        if 0 in sides
-        else (sides[0], sides[1], k if isinstance(scaling, Block) else sides[2])
-    )
+        if scaling.tile == "square":
+            if n % tile_k:
+                return None
+            # A square's scale is one number for a tile of n, which must not cross
+            # squares.
+            n = tile_k
+    sides = (_largest_side(m), _largest_side(n), tile_k)
+    return None if 0 in sides else sides
+
+
+def _largest_side(size: int) -> int:
+    """Return the largest side of a tile that divides a size, or 0."""
+    for side in (128, 64, 32, _SMALLEST_SIDE):
+        if size and size % side == 0:
+            return side
+    return 0
 
 
 def reject(
@@ -62,9 +69,8 @@ def reject(
         )
     m, k, n = sizes(x, w)
     if _fit(m, k, n, w.scaling) is None:
-        blocks = (
-            f", whole blocks with {w.scaling}" if isinstance(w.scaling, Block) else ""
-        )
+        in_blocks = isinstance(w.scaling, Block)
+        blocks = f", whole blocks with {w.scaling}" if in_blocks else ""
         return (
             f"m={m}, k={k} and n={n} must be multiples of {_SMALLEST_SIDE}{blocks}; use"
             ' backend="xla" or pad'
@@ -89,17 +95,19 @@ def _multiply(
 ) -> jax.Array:
     if _fit(*sizes(x, w), w.scaling) is None:
         return reference.product(options, x, w, bias)
-    scaling = w.scaling
-    if isinstance(scaling, Block):
-        of_x, of_w = (numerics.decode_e8m0(operand.scale) for operand in (x, w))
-        # A column of scales for every tile of n: one number a step.
-        scales = [of_x, of_w[:, None, :] if scaling.tile == "square" else of_w]
+    if isinstance(w.scaling, Block):
+        of_x = numerics.decode_e8m0(x.scale)
+        of_w = numerics.decode_e8m0(w.scale)
+        if w.scaling.tile == "square":
+            # A column of scales for every tile of n: one number a step.
+            of_w = of_w[:, None, :]
+        scales = [of_x, of_w]
     else:
         scales = [reference.product_scale(x, w).astype(jnp.float32).reshape(1)]
-    halves = [half for half in (w.values, w.lo) if half is not None]
-    call = functools.partial(_call, scaling, len(halves), options.out_dtype)
-    operands = [x.values, *halves, *scales, *([] if bias is None else [bias])]
-    return plgpu.on_platform(call, *operands)
+    halves = 1 if w.lo is None else 2
+    call = functools.partial(_call, w.scaling, halves, options.out_dtype)
+    operands = [x.values, w.values, w.lo, *scales, bias]
+    return plgpu.on_platform(call, *[a for a in operands if a is not None])
 
 
 def _call(
@@ -111,60 +119,30 @@ def _call(
 ) -> jax.Array:
     from jax.experimental import pallas as pl
 
-    (m, k), (n, _) = operands[0].shape, operands[1].shape
+    m, k = operands[0].shape
+    n = operands[1].shape[0]
     sides = _fit(m, k, n, scaling)
     assert sides is not None, "the caller checked"
     tile_m, tile_n, tile_k = sides
-    in_blocks = isinstance(scaling, Block)
-    squares = isinstance(scaling, Block) and scaling.tile == "square"
-    nt = (((1,), (1,)), ((), ()))
-
-    def kernel(x_ref: Any, *refs: Any) -> None:
-        w_refs, scale_refs, out_ref = (
-            refs[:halves],
-            refs[halves : halves + 1 + in_blocks],
-            refs[-1],
-        )
-        bias_refs = refs[halves + 1 + in_blocks : -1]
-
-        def step(i: Any, total: jax.Array) -> jax.Array:
-            columns = pl.ds(i * tile_k, tile_k)
-            x = x_ref[:, columns]
-            part = jnp.zeros((tile_m, tile_n), jnp.float32) if in_blocks else total
-            for w_ref in w_refs:
-                part = part + lax.dot_general(
-                    x, w_ref[:, columns], nt, preferred_element_type=jnp.float32
-                )
-            if not in_blocks:
-                return part
-            of_x, of_w = scale_refs
-            of_tile = of_w[0, 0, i] if squares else of_w[:, i][None, :]
-            return total + part * (of_x[:, i][:, None] * of_tile)
-
-        total = lax.fori_loop(
-            0, k // tile_k, step, jnp.zeros((tile_m, tile_n), jnp.float32)
-        )
-        if not in_blocks:
-            total = total * scale_refs[0][0]
-        for bias_ref in bias_refs:
-            total = total + bias_ref[...][None, :]
-        out_ref[...] = total.astype(out_dtype)
-
-    panel = pl.BlockSpec((tile_n, k), lambda i, j: (j, 0))
-    specs = [pl.BlockSpec((tile_m, k), lambda i, j: (i, 0)), *[panel] * halves]
     steps = k // tile_k
-    if in_blocks:
-        specs.append(pl.BlockSpec((tile_m, steps), lambda i, j: (i, 0)))
-        square = pl.BlockSpec((1, 1, steps), lambda i, j: (j * tile_n // tile_k, 0, 0))
-        specs.append(
-            square if squares else pl.BlockSpec((tile_n, steps), lambda i, j: (j, 0))
-        )
-    else:
+    in_blocks = isinstance(scaling, Block)
+    w_panel = pl.BlockSpec((tile_n, k), lambda i, j: (j, 0))
+    specs = [pl.BlockSpec((tile_m, k), lambda i, j: (i, 0)), *[w_panel] * halves]
+    if not isinstance(scaling, Block):
         specs.append(pl.BlockSpec((1,), lambda i, j: (0,)))
+    else:
+        specs.append(pl.BlockSpec((tile_m, steps), lambda i, j: (i, 0)))
+        of_w = pl.BlockSpec((tile_n, steps), lambda i, j: (j, 0))
+        if scaling.tile == "square":
+            of_w = pl.BlockSpec(
+                (1, 1, steps), lambda i, j: (j * tile_n // tile_k, 0, 0)
+            )
+        specs.append(of_w)
     if len(operands) > len(specs):
         specs.append(pl.BlockSpec((tile_n,), lambda i, j: (j,)))
+    form = "dual" if halves == 2 else "single"
     return plgpu.pallas_call(
-        kernel,
+        functools.partial(_kernel, scaling, halves, tile_k),
         out_shape=varying(jax.ShapeDtypeStruct((m, n), out_dtype), *operands),
         grid=(m // tile_m, n // tile_n),
         in_specs=specs,
@@ -173,7 +151,47 @@ def _call(
             num_warps=8 if tile_m * tile_n >= 128 * 128 else 4, num_stages=3
         ),
         interpret=interpret,
-        name=(
-            f"matmul_fp8_{'dual' if halves == 2 else 'single'}{'_blocks' if in_blocks else ''}"
-        ),
+        name=f"matmul_fp8_{form}{'_blocks' if in_blocks else ''}",
     )(*operands)
+
+
+def _kernel(scaling: Scaling, halves: int, tile_k: int, x: Ref, *refs: Ref) -> None:
+    """Compute one output tile."""
+    from jax.experimental import pallas as pl
+
+    in_blocks = isinstance(scaling, Block)
+    w = refs[:halves]
+    *rest, out = refs[halves:]
+    scales = rest[: 1 + in_blocks]
+    bias = rest[1 + in_blocks :]
+
+    def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
+        """Add the products of a step with all halves of w."""
+        columns = pl.ds(step * tile_k, tile_k)
+        x_tile = x[:, columns]
+        for half in w:
+            total = total + lax.dot_general(
+                x_tile,
+                half[:, columns],
+                (((1,), (1,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+        return total
+
+    def multiply_block(step: jax.Array, total: jax.Array) -> jax.Array:
+        part = multiply(step, jnp.zeros(out.shape, jnp.float32))
+        of_x, of_w = scales
+        if isinstance(scaling, Block) and scaling.tile == "square":
+            of_tile = of_w[0, 0, step]
+        else:
+            of_tile = of_w[:, step][None, :]
+        return total + part * (of_x[:, step][:, None] * of_tile)
+
+    steps = x.shape[1] // tile_k
+    add = multiply_block if in_blocks else multiply
+    total = lax.fori_loop(0, steps, add, jnp.zeros(out.shape, jnp.float32))
+    if not in_blocks:
+        total = total * scales[0][0]
+    for ref in bias:
+        total = total + ref[...][None, :]
+    out[...] = total.astype(out.dtype)

@@ -1,6 +1,4 @@
-"""The fused AdamW step on a GPU: the bits of its definition on the CPU, whatever the
-numbers are.
-"""
+"""The fused AdamW step on a GPU has the bits of its definition on the CPU."""
 
 import functools
 
@@ -11,13 +9,12 @@ import pytest
 
 import tcfp_jax
 from pallas_kernels import counter, moments
-from pallas_kernels.adamw.api import Moments, adamw
+from pallas_kernels.adamw.api import adamw
+from tests.adamw import KEY, OPTIONS, SCALE, data, encode, rates
 from tests.helpers import same_bits
-from tests.pallas_kernels.test_adamw import OPTIONS, SCALE, data, rates
 
 pytestmark = pytest.mark.gpu
 SHAPE = (1024, 2048)
-KEY = np.array([3, 4], np.uint32)
 by_engine = pytest.mark.parametrize("engine", ["triton", "mosaic"])
 
 
@@ -31,31 +28,31 @@ def on_cpu(function, *arguments):
 
 
 def hard_data():
-    """Gradients and moments of 160 binades, blocks of zeros, subnormals, weights beyond
-    the scale, both zeros.
+    """Gradients and moments of 160 binades, and numbers of every kind.
+
+    They are blocks of zeros, subnormals, weights beyond the scale, and both zeros.
     """
     rng = np.random.default_rng(5)
-    g, hi, lo, _ = (
-        np.array(x) if not isinstance(x, tuple) else x for x in data(SHAPE, 5)
-    )
+    hi = np.array(data(SHAPE, 5)[1])
+    lo = np.array(data(SHAPE, 5)[2])
     rows = 2.0 ** np.linspace(-100, 60, SHAPE[0])[:, None]
     g = (rng.standard_normal(SHAPE) * rows).astype(np.float32)
-    g[:, 128:256], g[::7, 5], g[3] = 0, -0.0, 1e-40
-    m = (
-        rng.standard_normal(SHAPE) * rows * 2.0 ** rng.integers(-20, 20, SHAPE)
-    ).astype(np.float32)
-    v = (
-        np.square(rng.standard_normal(SHAPE) * np.minimum(rows, 2.0**50))
-        * 2.0 ** rng.integers(-30, 10, SHAPE)
-    ).astype(np.float32)
-    m[5], v[6], m[7], v[7] = 0, 0, 0, 0
+    g[:, 128:256] = 0
+    g[::7, 5] = -0.0
+    g[3] = 1e-40
+    m = rng.standard_normal(SHAPE) * rows * 2.0 ** rng.integers(-20, 20, SHAPE)
+    v = np.square(rng.standard_normal(SHAPE) * np.minimum(rows, 2.0**50))
+    v *= 2.0 ** rng.integers(-30, 10, SHAPE)
+    m[[5, 7]] = 0
+    v[[6, 7]] = 0
     lo[8] = hi[8] = 448
     hi[9] = lo[9] = -0.0
     bits = jax.random.bits(jax.random.key(0), SHAPE)
-    encode = lambda m, v, bits: Moments(
-        *moments.encode_m(m, bits), *moments.encode_v(v, bits)
-    )
-    return g, hi, lo, on_cpu(encode, m, v, bits)
+    return g, hi, lo, on_cpu(encode, m.astype(np.float32), v.astype(np.float32), bits)
+
+
+def bytes_of(x):
+    return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -65,25 +62,19 @@ def hard_data():
 def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     g, hi, lo, state = data(SHAPE, 5) if kind == "usual" else hard_data()
     g = jnp.asarray(g, dtype)
-    more = (
-        dict(eps=0.0, new_scale=2 * SCALE)
-        if kind == "hard"
-        else dict(gradient_scale=0.7)
-    )
-    given = rates(nesterov="momentum" in options, **more)
-    call = functools.partial(adamw, **options)
-    expected = on_cpu(
-        functools.partial(call, backend="xla"), g, hi, lo, state, given, KEY
-    )
+    hard = dict(eps=0.0, new_scale=2 * SCALE)
+    more = hard if kind == "hard" else dict(gradient_scale=0.7)
+    given = (g, hi, lo, state, rates(nesterov="momentum" in options, **more), KEY)
+    by_definition = functools.partial(adamw, **options, backend="xla")
+    expected = on_cpu(by_definition, *given)
     # the state is on the CPU
-    arguments = jax.tree.map(
-        jnp.asarray, jax.device_get((g, hi, lo, state, given, KEY))
-    )
-    got = jax.device_get(jax.jit(functools.partial(call, backend=engine))(*arguments))
-    parts = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-    as_bytes = lambda x: np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+    given = jax.tree.map(jnp.asarray, jax.device_get(given))
+    by_kernel = jax.jit(functools.partial(adamw, **options, backend=engine))
+    got = jax.device_get(by_kernel(*given))
     # which, and how far, where one is not
-    shares = [float(np.mean(as_bytes(a) == as_bytes(b))) for a, b in parts]
+    shares = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        shares.append(float(np.mean(bytes_of(a) == bytes_of(b))))
     assert shares == [1.0] * len(shares)
     assert np.mean(np.asarray(got.lo, np.float32) != 0) > 0.5
 
@@ -116,20 +107,11 @@ def test_a_step_that_is_not_taken_and_one_that_is_not_finite(engine):
         jax.device_get((hi, lo, state, hi.T)),
     )
     new = call(bad, hi, lo, state, rates(), KEY)
-    expected = on_cpu(
-        functools.partial(adamw, orientation="both", backend="xla"),
-        bad,
-        hi,
-        lo,
-        state,
-        rates(),
-        KEY,
-    )
+    by_definition = functools.partial(adamw, orientation="both", backend="xla")
+    expected = on_cpu(by_definition, bad, hi, lo, state, rates(), KEY)
     assert same_bits(jax.device_get(new), jax.device_get(expected))
-    assert np.argwhere(np.isnan(np.asarray(new.hi, np.float32))).tolist() == [
-        [5, 7],
-        [6, 200],
-    ]
+    isnan = np.isnan(np.asarray(new.hi, np.float32))
+    assert np.argwhere(isnan).tolist() == [[5, 7], [6, 200]]
 
 
 @by_engine
@@ -141,10 +123,9 @@ def test_a_stack_is_its_matrices(engine):
         functools.partial(adamw, backend=engine), in_axes=(0, 0, 0, 0, None, 0)
     )
     got = jax.device_get(jax.jit(call)(*stack, rates(), keys))
+    by_definition = functools.partial(adamw, backend="xla")
     for i, part in enumerate(parts):
-        expected = on_cpu(
-            functools.partial(adamw, backend="xla"), *part, rates(), keys[i]
-        )
+        expected = on_cpu(by_definition, *part, rates(), keys[i])
         assert same_bits(
             jax.tree.map(lambda x: np.asarray(x[i]), got), jax.device_get(expected)
         )
@@ -156,16 +137,14 @@ def test_the_codec_has_the_same_bits_in_xla(shape):
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-60, 60, shape)).astype(
         np.float32
     )
-    x[3, 4], x[5, 5] = np.nan, -np.inf
+    x[3, 4] = np.nan
+    x[5, 5] = -np.inf
 
     def run(x, bits):
-        m, v = moments.encode_m(x, bits), moments.encode_v(jnp.abs(x), bits)
-        return (
-            m,
-            v,
-            jnp.nan_to_num(moments.decode_m(*m)),
-            jnp.nan_to_num(moments.decode_v(*v)),
-        )
+        state = encode(x, jnp.abs(x), bits)
+        m = moments.decode_m(*state[:2])
+        v = moments.decode_v(*state[2:])
+        return state, jnp.nan_to_num(m), jnp.nan_to_num(v)
 
     bits = np.asarray(counter.bits_of(shape, *counter.keys(1)))
     assert same_bits(

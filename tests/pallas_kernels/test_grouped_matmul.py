@@ -10,9 +10,8 @@ import pytest
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.operands import Block, Operand, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from tests.grouped import by_groups, float64_of, within_groups
+from tests.grouped import BF16, E4M3, E5M2, by_groups, float64_of, within_groups
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 M, K, N, E = 37, 19, 11, 4
 # Sizes of 37 rows: odd ones, empty groups, all rows in one group, a sum below m,
 # nothing, single rows.
@@ -30,46 +29,48 @@ ROUNDING = 2.0**-19  # of sums in float32, per unit of |x| @ |w|
 
 @functools.cache
 def operands(kind, experts=E):
-    """(x, w, columns of x, columns of g, the four in float64); rows and weights of very
-    different sizes.
+    """(x, w, columns of x, columns of g) of a kind, and the four in float64.
+
+    Rows and weights have very different sizes.
     """
     rng = np.random.default_rng(0)
-    spread = lambda *shape: jnp.asarray(
-        np.exp(2 * rng.standard_normal(shape)), jnp.float32
-    )
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    x, w, g = (
-        draw(M, K) * spread(M, 1),
-        draw(experts, N, K) * spread(experts, 1, 1),
-        draw(M, N),
-    )
+
+    def draw(*shape, spread=()):
+        factor = np.exp(2 * rng.standard_normal(spread)) if spread else 1
+        return jnp.asarray(rng.standard_normal(shape) * factor, jnp.float32)
+
+    x = draw(M, K, spread=(M, 1))
+    w = draw(experts, N, K, spread=(experts, 1, 1))
+    g = draw(M, N)
     if kind == "bf16":
-        found = (
-            x.astype(jnp.bfloat16),
-            w.astype(jnp.bfloat16),
-            x.T.astype(jnp.bfloat16),
-            g.T.astype(jnp.bfloat16),
-        )
+        found = [one.astype(BF16) for one in (x, w, x.T, g.T)]
         return found, [np.asarray(one, np.float64) for one in found]
-    scalings = {
+    scaling = {
         "rows": Row(),
         "squares": Block(64),
         "vectors": Block(32, "vector"),
         "float32 scale": Tensor("float32"),
-    }
-    scaling = scalings.get(kind, Tensor())
-    split = lambda w: (
-        (
-            dual_quantize(w, scaling)
-            if kind in ("dual", "squares")
-            else quantize(w, E4M3, scaling)
-        ).rows
-    )
-    rows = lambda x, dtype=E4M3: quantize(x, dtype, scaling.along_rows).rows
-    found = jax.jit(
-        lambda x, w, g: (rows(x), jax.vmap(split)(w), rows(x.T), rows(g.T, E5M2))
-    )(x, w, g)
+    }.get(kind, Tensor())
+
+    def rows(x, dtype=E4M3):
+        return quantize(x, dtype, scaling.along_rows).rows
+
+    def weight(w):
+        if kind in ("dual", "squares"):
+            return dual_quantize(w, scaling).rows
+        return quantize(w, E4M3, scaling).rows
+
+    @jax.jit
+    def quantized(x, w, g):
+        return rows(x), jax.vmap(weight)(w), rows(x.T), rows(g.T, E5M2)
+
+    found = quantized(x, w, g)
     return found, [float64_of(one) for one in found]
+
+
+def check(got, oracle, x, w, sizes):
+    bound = ROUNDING * oracle(np.abs(x), np.abs(w), sizes)
+    assert np.all(np.abs(got - oracle(x, w, sizes)) <= bound)
 
 
 @pytest.mark.slow_except("dual", "rows", "squares")
@@ -80,40 +81,30 @@ def test_products_of_groups(kind):
     gradient = jax.jit(grouped_weight_gradient)
     for sizes in SIZES:
         got = np.asarray(forward(x, w, jnp.asarray(sizes)), np.float64)
-        bound = by_groups(np.abs(exact[0]), np.abs(exact[1]), sizes)
-        assert np.all(
-            np.abs(got - by_groups(exact[0], exact[1], sizes)) <= ROUNDING * bound
-        )
+        check(got, by_groups, *exact[:2], sizes)
         assert got[: sum(sizes)].all() and not got[sum(sizes) :].any()
         got = np.asarray(gradient(columns, g, jnp.asarray(sizes)), np.float64)
-        bound = within_groups(np.abs(exact[2]), np.abs(exact[3]), sizes)
-        assert np.all(
-            np.abs(got - within_groups(exact[2], exact[3], sizes)) <= ROUNDING * bound
-        )
+        check(got, within_groups, *exact[2:], sizes)
 
 
 def test_one_group_of_all_rows_is_the_dense_product():
     (x, w, *_), exact = operands("dual", 1)
     multiply = jax.jit(functools.partial(grouped_matmul, out_dtype=jnp.float32))
     got = np.asarray(multiply(x, w, jnp.array([M])), np.float64)
-    assert np.all(
-        np.abs(got - exact[0] @ exact[1][0].T)
-        <= ROUNDING * (np.abs(exact[0]) @ np.abs(exact[1][0]).T)
-    )
+    check(got, lambda x, w, _: x @ w[0].T, *exact[:2], [M])
 
 
-def test_sizes_that_are_no_sizes_make_nan_in_a_compiled_program():
+@pytest.mark.parametrize(
+    "sizes", [[40, 0, 0, 0], [30, -1, 2, 0], [2**31 - 1, 2**31 - 1, 39, 0]]
+)
+def test_wrong_sizes_make_nan_in_a_compiled_program(sizes):
     (x, w, columns, g), _ = operands("dual")
-    forward, gradient = jax.jit(grouped_matmul), jax.jit(grouped_weight_gradient)
-    for sizes in ([40, 0, 0, 0], [30, -1, 2, 0], [2**31 - 1, 2**31 - 1, 39, 0]):
-        sizes = jnp.array(sizes, jnp.int32)
-        assert (
-            jnp.isnan(forward(x, w, sizes)).all()
-            and jnp.isnan(gradient(columns, g, sizes)).all()
-        )
+    sizes = jnp.array(sizes, jnp.int32)
+    assert jnp.isnan(jax.jit(grouped_matmul)(x, w, sizes)).all()
+    assert jnp.isnan(jax.jit(grouped_weight_gradient)(columns, g, sizes)).all()
 
 
-def test_rows_behind_the_groups_are_zero_next_to_a_weight_that_is_not_finite():
+def test_rows_behind_the_groups_are_zero_next_to_nan():
     (x, w, *_), _ = operands("tensor")
     poisoned = Operand(w.values, w.scale.at[3].set(jnp.nan))
     y = np.asarray(grouped_matmul(x, poisoned, jnp.array([3, 4, 0, 5])), np.float32)
@@ -126,109 +117,54 @@ def test_rows_behind_the_groups_are_zero_next_to_a_weight_that_is_not_finite():
 )
 def test_vmap_over_any_operand(axes):
     (x, w, *_), _ = operands("dual")
-    stack = lambda tree: jax.tree.map(
-        lambda leaf: jnp.stack([leaf, leaf[::-1] if leaf.ndim else leaf]), tree
-    )
-    sizes = jnp.array([7, 13, 5, 1])
-    given = [
-        stack(one) if axis == 0 else one
-        for one, axis in zip((x, w, sizes), axes, strict=True)
-    ]
-    pick = lambda i: [
-        jax.tree.map(lambda a: a[i], q) if axis == 0 else q
-        for q, axis in zip(given, axes, strict=True)
-    ]
-    got = jax.vmap(jax.vmap(grouped_matmul, axes), (None, None, 0))(
-        *given[:2], jnp.stack([given[2]] * 2)
-    )
-    for i in range(2):
-        np.testing.assert_array_equal(
-            np.asarray(got[1, i], np.float32),
-            np.asarray(grouped_matmul(*pick(i)), np.float32),
-        )
+    given = [x, w, jnp.array([7, 13, 5, 1])]
+
+    def stacked(leaf):
+        return jnp.stack([leaf, leaf[::-1] if leaf.ndim else leaf])
+
+    mapped = [i for i, axis in enumerate(axes) if axis == 0]
+    for i in mapped:
+        given[i] = jax.tree.map(stacked, given[i])
+    one = jax.vmap(grouped_matmul, axes)
+    twice = jax.vmap(one, (None, None, 0))
+    got = twice(given[0], given[1], jnp.stack([given[2]] * 2))
+    for entry in range(2):
+        picked = list(given)
+        for i in mapped:
+            picked[i] = jax.tree.map(lambda leaf, at=entry: leaf[at], given[i])
+        assert np.array_equal(got[1, entry], grouped_matmul(*picked))
 
 
-BF = jnp.ones((3, 2), jnp.bfloat16)
+BF = jnp.ones((3, 2), BF16)
 Q = Operand(jnp.ones((3, 2), E4M3), jnp.float32(1))
 QW = Operand(jnp.ones((2, 4, 2), E4M3), jnp.ones(2))
-BAD = {
-    "float sizes": (Q, QW, jnp.ones(2), {}, TypeError, "sizes are integers"),
-    "too many sizes": (Q, QW, jnp.ones(3, int), {}, ValueError, "for each of 2 groups"),
-    "sum above m": (
-        Q,
-        QW,
-        jnp.array([2, 2]),
-        {},
-        ValueError,
-        "the sum 4, but x has 3 rows",
-    ),
-    "negative": (Q, QW, jnp.array([-1, 2]), {}, ValueError, r"\[-1, 2\]"),
-    "one scale": (
-        Q,
-        Operand(QW.values, jnp.float32(1)),
-        jnp.array([1, 2]),
-        {},
-        ValueError,
-        "each of the 2 weights",
-    ),
-    "another k": (
-        Operand(jnp.ones((3, 5), E4M3), jnp.float32(1)),
-        QW,
-        jnp.array([1, 2]),
-        {},
-        ValueError,
-        "must agree",
-    ),
-    "another k in BF16": (
-        BF,
-        jnp.ones((2, 4, 5), jnp.bfloat16),
-        jnp.array([1, 2]),
-        {},
-        ValueError,
-        "last axis",
-    ),
-    "a matrix": (Q, Q, jnp.array([1, 2]), {}, ValueError, r"\[m, k\] and \[e, n, k\]"),
-    "mixed": (BF, QW, jnp.array([1, 2]), {}, TypeError, "bfloat16 and float8_e4m3fn"),
-    "float32": (
-        BF.astype(jnp.float32),
-        jnp.ones((2, 4, 2)),
-        jnp.array([1, 2]),
-        {},
-        TypeError,
-        "two bfloat16",
-    ),
-    "E5M2 twice": (
-        Operand(Q.values.astype(E5M2), Q.scale),
-        Operand(QW.values.astype(E5M2), QW.scale),
-        jnp.array([1, 2]),
-        {},
-        NotImplementedError,
-        "no tensor core",
-    ),
-    "accumulation": (
-        Q,
-        QW,
-        jnp.array([1, 2]),
-        dict(accumulation="slow"),
-        ValueError,
-        "'slow' is unknown",
-    ),
-    "backend": (
-        Q,
-        QW,
-        jnp.array([1, 2]),
-        dict(backend="triton"),
-        NotImplementedError,
-        "no 'triton' implementation",
-    ),
-}
+ONE_SCALE = Operand(QW.values, jnp.float32(1))
+OTHER = Operand(Q.values.astype(E5M2), Q.scale)
+OTHER_W = Operand(QW.values.astype(E5M2), QW.scale)
+LONG = Operand(jnp.ones((3, 5), E4M3), jnp.float32(1))
+SLOW = dict(accumulation="slow")
+TRITON = dict(backend="triton")
+REFUSED = [
+    (Q, QW, [1.0, 1.0], {}, TypeError, "sizes are integers"),
+    (Q, QW, [1, 1, 1], {}, ValueError, "for each of 2 groups"),
+    (Q, QW, [2, 2], {}, ValueError, "the sum 4, but x has 3 rows"),
+    (Q, QW, [-1, 2], {}, ValueError, r"\[-1, 2\]"),
+    (Q, ONE_SCALE, [1, 2], {}, ValueError, "each of the 2 weights"),
+    (LONG, QW, [1, 2], {}, ValueError, "must agree"),
+    (BF, jnp.ones((2, 4, 5), BF16), [1, 2], {}, ValueError, "last axis"),
+    (Q, Q, [1, 2], {}, ValueError, r"\[m, k\] and \[e, n, k\]"),
+    (BF, QW, [1, 2], {}, TypeError, "bfloat16 and float8_e4m3fn"),
+    (jnp.ones((3, 2)), jnp.ones((2, 4, 2)), [1, 2], {}, TypeError, "two bfloat16"),
+    (OTHER, OTHER_W, [1, 2], {}, NotImplementedError, "no tensor core"),
+    (Q, QW, [1, 2], SLOW, ValueError, "'slow' is unknown"),
+    (Q, QW, [1, 2], TRITON, NotImplementedError, "no 'triton' implementation"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    x, w, sizes, options, error, message = BAD[name]
+@pytest.mark.parametrize("x, w, sizes, options, error, message", REFUSED)
+def test_bad_input(x, w, sizes, options, error, message):
     with pytest.raises(error, match=message):
-        grouped_matmul(x, w, sizes, **options)
+        grouped_matmul(x, w, jnp.array(sizes), **options)
 
 
 def test_a_gradient_needs_matrices():

@@ -1,5 +1,4 @@
-"""Arrays of more than 2**31 FP8 values, which Pallas-Triton addresses with 32 bits:
-right by another way, or refused.
+"""Arrays of more than 2**31 FP8 values, which Pallas-Triton addresses with 32 bits.
 
 The limits are lowered to sizes of tests.
 """
@@ -16,8 +15,8 @@ from pallas_kernels.adamw import triton_kernel
 from pallas_kernels.adamw.api import adamw
 from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
+from tests.adamw import KEY, data, rates
 from tests.helpers import same_bits
-from tests.pallas_kernels.test_adamw import KEY, data, rates
 
 K, N = 16, 384
 
@@ -45,7 +44,8 @@ def test_adamw_takes_a_stack_by_parts(
         lambda *leaves: jnp.stack(leaves), *(data((K, N), seed) for seed in range(size))
     )
     keys = jnp.stack([KEY + i for i in range(size)])
-    called, call = [], triton_kernel._call
+    called = []
+    call = triton_kernel._call
     monkeypatch.setattr(
         triton_kernel,
         "_call",
@@ -74,11 +74,12 @@ def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):
     monkeypatch.setattr(
         pallas_triton, "pallas_call", lambda *args, **options: pytest.fail("a kernel")
     )
-    of = lambda x: (
-        quantize(x, jnp.float8_e4m3fn, orientation="both", backend="triton"),
-        dual_quantize(x, backend="triton"),
-    )
-    assert same_bits(jax.jit(of)(x), expected)
+
+    def by_triton(x):
+        q = quantize(x, jnp.float8_e4m3fn, orientation="both", backend="triton")
+        return q, dual_quantize(x, backend="triton")
+
+    assert same_bits(jax.jit(by_triton)(x), expected)
 
 
 def test_other_kernels_refuse_and_say_why(limits):

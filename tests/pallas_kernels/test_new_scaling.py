@@ -1,5 +1,6 @@
-"""ARCHITECTURE's walk: another way to share scales is a class in a union and a line in
-each of two tables, no more.
+"""Another way to share scales is a class in a union and a line in each of two tables.
+
+ARCHITECTURE says so.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from tcfp_jax.weights.quantization import quantize_weight
 
 @dataclass(frozen=True)
 class Tenth:
-    """One scale for a tensor, a tenth of max |x|: not a power of two, and not the rule
-    of any other scaling.
+    """One scale for a tensor, a tenth of max |x|.
+
+    It is not a power of two, and not the rule of any other scaling.
     """
 
     scale = "float32"
@@ -60,16 +62,12 @@ def known(monkeypatch):
 
 def test_a_new_scaling_is_stored_multiplied_and_trained(known):
     recipe = tcfp_jax.recipe("tensorwise", scaling=Tenth(), remainder="feedback")
-    x, w = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(16, 32), (32, 8)])
-    )
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    w = jax.random.normal(jax.random.key(1), (32, 8))
     stored, _ = quantize_weight(w, recipe)
     wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    for got in (
-        tcfp_jax.matmul(x, w, recipe=recipe),
-        tcfp_jax.matmul(x, stored, recipe=recipe),
-    ):
+    for one in (w, stored):
+        got = tcfp_jax.matmul(x, one, recipe=recipe)
         assert np.linalg.norm(got - wanted) < 0.06 * np.linalg.norm(wanted)
     assert stored.shape == (32, 8) and stored.swap().shape == (8, 32)
     tx = tcfp_jax.error_feedback(recipe)
@@ -77,7 +75,9 @@ def test_a_new_scaling_is_stored_multiplied_and_trained(known):
     _, state = tx.update({"kernel": jnp.zeros_like(w)}, state, {"kernel": w})
     assert recipe.weight == Single(remainder="feedback")
     assert float(jnp.max(jnp.abs(state.errors["kernel"]))) > 0
-    dx, dw = jax.grad(
-        lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe)), argnums=(0, 1)
-    )(x, w)
+
+    def total(x, w):
+        return jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe))
+
+    dx, dw = jax.grad(total, argnums=(0, 1))(x, w)
     assert dx.shape == x.shape and dw.shape == w.shape and jnp.isfinite(dw).all()

@@ -1,0 +1,88 @@
+"""The AdamW step compiled for an H200 without a GPU: one kernel, in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import pallas_triton
+from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.hopper import plan
+from pallas_kernels.moments import E4M3
+from pallas_kernels.operands import SCALE_DTYPE
+from tests import compile_for_h200 as h200
+
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing())),
+]
+TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
+
+
+def described(mesh, shape, *axes):
+    """Arguments of `train`."""
+    on = functools.partial(h200.on, mesh)
+    blocks = (*shape[:-1], shape[-1] // 128)
+    weight = on(shape, E4M3, *axes)
+    state = Moments(
+        weight,
+        on(blocks, SCALE_DTYPE, *axes),
+        on(shape, jnp.uint8, *axes),
+        on(blocks, jnp.uint8, *axes),
+    )
+    numbers = dict.fromkeys(Rates._fields, on((), jnp.float32))
+    rates = Rates(**numbers | dict(keep=on((), jnp.bool_)))
+    g = on(shape, jnp.float32, *axes)
+    return (weight, weight, state), g, rates, on((2,), jnp.uint32)
+
+
+def train(old, g, given, key, orientation="rows", stacks=0):
+    call = functools.partial(adamw, orientation=orientation)
+    for _ in range(stacks):
+        call = jax.vmap(call, in_axes=(0, 0, 0, 0, None, None))
+    new = call(g, *old, given, key)
+    return (new.hi, new.lo, new.moments), new.columns, new.amax
+
+
+@pytest.mark.parametrize("orientation", ["rows", "both"])
+@pytest.mark.parametrize("shape", [(4096, 16384), (4, 1024, 4096)], ids=str)
+@pytest.mark.parametrize("engine", TARGETS)
+def test_a_step_is_one_kernel_in_place(engine, shape, orientation, monkeypatch):
+    """Nothing else has a weight's size.
+
+    There is no copy of donated arrays, of a stack neither, and no loop over it.
+    """
+    if engine == "mosaic":
+        if jax.__version_info__[:2] < plan.SMALLEST_JAX:
+            pytest.skip("Mosaic's FP8 needs jax 0.11")
+        monkeypatch.setattr(pallas_triton, "missing", lambda: "Pallas-Triton is gone")
+    mesh = h200.h200s(1)
+    call = functools.partial(train, orientation=orientation, stacks=len(shape) - 2)
+    compiled = h200.compile_for(mesh, call, *described(mesh, shape), donate_argnums=0)
+    assert compiled.targets == [TARGETS[engine]]
+    assert not compiled.results("copy") and not compiled.results("while")
+    entry = compiled.text.split("ENTRY")[1]
+    fusions = [line for line in entry.splitlines() if " fusion(" in line]
+    assert not any(f"[{np.prod(shape) // 128},128]" in line for line in fusions)
+    assert len(fusions) <= 4
+
+
+def test_under_a_mesh_each_device_steps_its_part():
+    mesh = h200.h200s(2, 2)
+    given = described(mesh, (4096, 16384), "a", "b")
+    compiled = h200.compile_for(mesh, train, *given, donate_argnums=0)
+    assert compiled.targets == [TARGETS["triton"]]
+    assert not compiled.results("all-gather") and not compiled.results("copy")
+    assert len(compiled.results("all-reduce")) == 1  # the amax
+
+
+def test_each_device_steps_its_experts_of_every_layer():
+    mesh = h200.h200s(2)
+    given = described(mesh, (2, 4, 1024, 2048), None, "a")
+    call = functools.partial(train, stacks=2)
+    compiled = h200.compile_for(mesh, call, *given, donate_argnums=0)
+    assert compiled.targets == [TARGETS["triton"]]
+    for name in ("copy", "all-reduce", *h200.GATHERS):
+        assert not compiled.results(name)
