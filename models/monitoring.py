@@ -15,6 +15,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ from models.training import (
     program,
     state_places,
 )
-from tcfp_jax import monitor, paths
-from tcfp_jax.optim import AdamWState
+from tcfp_jax import monitor
 
 # For each weight: a reading for each operand, and numbers of the update.
 Report = dict[str, dict[str, Any]]
@@ -63,7 +63,8 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
         make_steps(config, make_optimizer(config), count - 1),
         loss_function(config),
     )
-    optimizer = make_optimizer(config, quality="on")
+    optimizer = make_optimizer(config)
+    exact = make_optimizer(replace(config, moments="float32"))
 
     def last(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -79,16 +80,12 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
         )
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = tcfp_jax.apply_updates(state.params, updates)
-        if isinstance(opt_state, AdamWState):
-            assert opt_state.quality is not None, "it was asked for"
-            found = paths.leaves(
-                opt_state.quality, lambda node: isinstance(node, monitor.Quality)
-            )
-            opt_state = opt_state._replace(quality=None)
+        if config.weights == "stored":
+            before, after = state.params, params
+            updates = monitor.float_updates(exact, gradients, state.opt_state, before)
         else:
-            found = monitor.update_quality(
-                quantized, tcfp_jax.layer_state(opt_state), updates, layouts(config)
-            )
+            before, after = quantized, tcfp_jax.layer_state(opt_state)
+        found = monitor.update_quality(before, after, updates, layouts(config))
         stale = monitor.stale_moments(state.opt_state, opt_state)
         return (
             TrainState(params, opt_state, state.step + 1),

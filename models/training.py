@@ -186,22 +186,20 @@ _dequantize, _merged = jax.jit(tcfp_jax.dequantize), jax.jit(merged)
 def make_optimizer(
     config: TrainConfig,
     schedule: optax.Schedule | None = None,
-    quality: Literal["off", "on"] = "off",
 ) -> optax.GradientTransformation:
     """Return clipped AdamW: one for stored weights, or a chain whose last state holds
     the quantized weights.
 
     Without a `schedule`, the rate warms up over a tenth of the steps and falls as a
-    cosine over the others. `quality` is passed to the optimizer of stored weights.
+    cosine over the others.
     """
-    return _optimizer(config, jax.random.key(config.seed), schedule, quality)
+    return _optimizer(config, jax.random.key(config.seed), schedule)
 
 
 def _optimizer(
     config: TrainConfig,
     seed_key: jax.Array,
     schedule: optax.Schedule | None = None,
-    quality: Literal["off", "on"] = "off",
 ) -> optax.GradientTransformation:
     if schedule is None:
         schedule = optax.warmup_cosine_decay_schedule(
@@ -229,7 +227,6 @@ def _optimizer(
             moments=config.moments,
             max_norm=config.clip_norm,
             key=moments_key,
-            quality=quality,
         )
     if config.lora:
         return adapting(

@@ -65,9 +65,7 @@ CASES = {
     "store with feedback": lambda: trained(
         stored(remainder="feedback"), on_stored(optax.sgd(0.1))
     ),
-    "adamw": lambda: trained(
-        stored(), adamw(1e-2, key=key(), quality="on", max_norm=1.0)
-    ),
+    "adamw": lambda: trained(stored(), adamw(1e-2, key=key(), max_norm=1.0)),
     "low_precision_moments": lambda: low_precision_moments(
         optax.adam(0.1), key=key()
     ).init({"w": jnp.asarray(W)}),

@@ -4,13 +4,19 @@ It costs nothing when off.
 
 from tcfp_jax.monitor.observation import Readings, value_and_grad
 from tcfp_jax.monitor.readings import OPERANDS, Reading
-from tcfp_jax.monitor.updates import Quality, stale_moments, update_quality
+from tcfp_jax.monitor.updates import (
+    Quality,
+    float_updates,
+    stale_moments,
+    update_quality,
+)
 
 __all__ = [
     "OPERANDS",
     "Quality",
     "Reading",
     "Readings",
+    "float_updates",
     "stale_moments",
     "update_quality",
     "value_and_grad",

@@ -1,12 +1,9 @@
-"""Optimizer state: quantized weights and their rounding errors, parameters that are
-stored, and small moments.
-"""
+"""Optimizer state: quantized weights, their rounding errors, and small moments."""
 
 from tcfp_jax.optim.adam import AdamWState, adamw
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_state
 from tcfp_jax.optim.gradients import grad, value_and_grad
 from tcfp_jax.optim.moments import LowPrecisionState, low_precision_moments
-from tcfp_jax.optim.steps import Quality
 from tcfp_jax.optim.stored import (
     apply_updates,
     dequantize,
@@ -19,7 +16,6 @@ __all__ = [
     "AdamWState",
     "ErrorFeedbackState",
     "LowPrecisionState",
-    "Quality",
     "adamw",
     "apply_updates",
     "dequantize",

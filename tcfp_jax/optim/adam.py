@@ -1,8 +1,7 @@
-"""AdamW for trees with stored weights: optax's arithmetic, moments in one byte, one
-pass over each stored weight.
+"""AdamW for trees with stored weights: optax's arithmetic, and moments in one byte.
 
 `pallas_kernels.adamw` updates a stored weight of 4096 values or more in place: it reads
-and writes the gradient, `W_hi`, `W_lo` and both moments once, 4.03 bytes of state a
+and writes the gradient, `W_hi`, `W_lo` and both moments once, 4.03 bytes of state per
 weight, and makes no float copy. XLA updates everything else with the same arithmetic:
 float parameters, small weights, rows of fewer than 128 values, other formats of
 moments, scales of blocks. A step with a gradient that is not finite, or whose square is
@@ -14,7 +13,7 @@ parameters: accumulate before it, or use `on_stored(optax.MultiSteps(...))`.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,15 @@ import optax
 from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
+from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim import encoding
-from tcfp_jax.optim.encoding import Format, Keys, Moment
-from tcfp_jax.optim.steps import Quality, Scalars, Step
+from tcfp_jax.optim.encoding import Format, Keys, Moment, Scales
+from tcfp_jax.optim.steps import Scalars, Step, Stepped
 from tcfp_jax.optim.stored import all_finite
-from tcfp_jax.paths import PyTree, named_leaves, put
+from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.weights.parameter import (
+    Parameter,
     intact,
     is_parameter,
     is_quantized,
@@ -58,18 +59,18 @@ class AdamWState(NamedTuple):
         parameters.
       nu_scale: scales of the 8-bit second moments, likewise.
       key: uint32 words of the random key; None if no moment is rounded.
-      quality: `Quality` of each stored weight, in nested dicts by name; None if it is
-        off.
+      quality: None; checkpoints of earlier versions have a field of this name.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it; tuples have a method of that name
+    # optax's name for it; tuples have a method of that name
+    count: jax.Array  # type: ignore[assignment]
     skipped: jax.Array
     mu: PyTree
     nu: PyTree
-    mu_scale: dict[str, Any]
-    nu_scale: dict[str, Any]
+    mu_scale: Scales
+    nu_scale: Scales
     key: jax.Array | None
-    quality: dict[str, Any] | None
+    quality: None = None
 
 
 def adamw(
@@ -85,13 +86,17 @@ def adamw(
     moments: Literal["8bit", "bfloat16", "float32"] = "8bit",
     max_norm: ArrayLike | None = None,
     key: jax.Array | None = None,
-    quality: Literal["off", "on"] = "off",
 ) -> optax.GradientTransformation:
-    """Return `optax.adamw` for parameters that may be stored (`tcfp_jax.store`), with
-    moments in few bytes.
+    """Return `optax.adamw` for stored parameters, with moments in few bytes.
 
-        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g**2
-        w = w - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay w)
+    Use this to train parameters of `tcfp_jax.store`, and for float parameters whose
+    moments do not fit in memory. Use `on_stored(tx)` for other optimizers of stored
+    parameters, and `low_precision_moments(tx)` for their moments.
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g**2
+        change = m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps)
+        w = w - learning_rate (change + weight_decay w)
 
     The arithmetic is float32. A float parameter gets a float32 update, a stored one its
     new weight: apply both with `tcfp_jax.apply_updates`. Float embeddings and leaves
@@ -117,44 +122,32 @@ def adamw(
         mesh, so clipped steps agree between meshes only up to rounding.
       key: JAX random key, needed for "8bit" and "bfloat16". It becomes part of the
         state.
-      quality: "on" keeps a `Quality` of each stored weight's last update in the state;
-        it computes the update twice.
 
     Raises:
-      ValueError: an unknown `moments` or `quality`; a key that is missing, or that
-        would not be used; a mesh that cuts blocks of moments; `update` without
-        parameters, or with a gradient of another shape than its parameter.
+      ValueError: an unknown `moments`; a key that is missing, or that would not be
+        used; a mesh that cuts blocks of moments; `update` without parameters, or with a
+        gradient of another shape than its parameter.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = adamw(0.1, moments="float32")
-    >>> updates, state = tx.update({"kernel": jnp.ones((2, 2))}, tx.init(params), params)
+    >>> gradients = {"kernel": jnp.ones((2, 2))}
+    >>> updates, state = tx.update(gradients, tx.init(params), params)
     >>> round(float(updates["kernel"][0, 0]), 4), int(state.count)
     (-0.1, 1)
     """
-    for name, value, known in (
-        ("moments", moments, [*_FORMATS]),
-        ("quality", quality, ["off", "on"]),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; use one of {known}")
-    words = encoding.checked_key(
-        "adamw", key, moments != "float32", f"moments={moments!r}"
-    )
+    check_choice("moments", moments, _FORMATS)
+    setting = f"moments={moments!r}"
+    words = encoding.checked_key("adamw", key, moments != "float32", setting)
 
     def init(params: PyTree) -> AdamWState:
-        tree = _Tree(params, moments, mask, quality == "on")
-        first, second = ([leaf.zeros(i) for leaf in tree.leaves] for i in (0, 1))
-        # A new array each time, because a state may be donated
-        zero = lambda dtype: jnp.zeros((), dtype)
-        nothing = lambda: Quality(zero(jnp.float32), zero(jnp.float32))
-        qualities = [
-            nothing() if tree.quality and leaf.is_stored else None
-            for leaf in tree.leaves
-        ]
+        tree = _Tree(params, moments, mask)
+        # New arrays each time, because a state may be donated
+        mu, mu_scale = tree.kept([leaf.zeros(0) for leaf in tree.leaves])
+        nu, nu_scale = tree.kept([leaf.zeros(1) for leaf in tree.leaves])
         own_words = None if words is None else jnp.copy(words)
-        return tree.state(
-            (zero(jnp.int32), zero(jnp.int32)), first, second, own_words, qualities
-        )
+        count = jnp.zeros((), jnp.int32)
+        skipped = jnp.zeros((), jnp.int32)
+        return AdamWState(count, skipped, mu, nu, mu_scale, nu_scale, own_words)
 
     def update(
         grads: PyTree, state: AdamWState, params: PyTree = None
@@ -169,76 +162,77 @@ def adamw(
                 f"the state is a {type(state).__name__}, not adamw's; pass the one that"
                 " this tx.init made"
             )
-        tree = _Tree(intact(params), moments, mask, quality == "on")
-        gradients = list(
-            map(_Leaf.gradient, tree.leaves, tree.treedef.flatten_up_to(grads))
-        )
+        tree = _Tree(intact(params), moments, mask)
+        gradients = tree.gradients(grads)
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = Scalars.of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
-        made, first, second, qualities = tree.stepped(
-            gradients, state, scalars, (count, keep), nesterov
-        )
+        epsilons = (eps, eps_root)
+        scalars = Scalars.of(count, lr, b1, b2, epsilons, weight_decay, factor)
+        made = []
+        for i, (leaf, g, m, v) in enumerate(tree.with_moments(gradients, state)):
+            step = Step(leaf.forms, nesterov, leaf.decays, leaf.is_fused)
+            keys = leaf.keys(state.key, count, i)
+            made.append(step.run(leaf.parameter, g, m, v, scalars, keys, keep))
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
-        counts = jnp.where(keep, count, state.count), skipped
-        return tree.treedef.unflatten(made), tree.state(
-            counts, first, second, state.key, qualities
-        )
+        mu, mu_scale = tree.kept([one.m for one in made])
+        nu, nu_scale = tree.kept([one.v for one in made])
+        count = jnp.where(keep, count, state.count)
+        after = AdamWState(count, skipped, mu, nu, mu_scale, nu_scale, state.key)
+        return tree.updates(made), after
 
     return optax.GradientTransformation(init, update)
 
 
 class _Leaf(NamedTuple):
-    """One parameter: the names of its path, its moments' formats, and whether it
-    decays.
+    """One parameter.
+
+    Attributes:
+      names: the names of its path.
+      parameter: a float array, or a stored parameter.
+      forms: the formats of its first and its second moment.
+      decays: whether its weights decay.
     """
 
     names: list[str]
-    parameter: Any  # jax.Array | Parameter
+    parameter: jax.Array | Parameter
     forms: tuple[Format, Format]
     decays: bool
 
     @property
-    def is_stored(self) -> bool:
-        return is_parameter(self.parameter)
-
-    @property
     def is_fused(self) -> bool:
         """True if the kernel updates it."""
-        if (
-            not self.is_stored
-            or self.forms != _FORMATS["8bit"]
-            or self.parameter.shape[-1] < codes.BLOCK
-        ):
+        stored = self.parameter
+        if not isinstance(stored, Parameter) or self.forms != _FORMATS["8bit"]:
             return False
-        state = self.parameter.state
-        is_format = (
-            self.parameter.dtype == jnp.float8_e4m3fn
-            and state.weight.recipe.scaling == Tensor()
+        return (
+            stored.shape[-1] >= codes.BLOCK
+            and stored.dtype == jnp.float8_e4m3fn
+            and stored.state.weight.recipe.scaling == Tensor()
+            and stored.state.remainder != "feedback"
         )
-        return is_format and state.remainder != "feedback"
 
     def zeros(self, i: int) -> Moment:
         """Return zeros for the i-th moment, sharded as the parameter is."""
-        like = self.parameter.rows.values if self.is_stored else self.parameter
+        like = self.parameter
+        if isinstance(like, Parameter):
+            like = like.rows.values
         encoding.check_moment("/".join(self.names), self.forms[i], like)
         return encoding.zeros(self.forms[i], like)
 
     def keys(
         self, words: jax.Array | None, count: jax.Array, place: int
     ) -> Keys | None:
-        """Return the keys of the counter hash in one step; a fused parameter has keys
-        for each entry of its stack.
+        """Return the keys of the counter hash in one step.
+
+        A fused parameter has keys for each entry of its stack.
         """
         stack = self.parameter.shape[:-2] if self.is_fused else ()
-        entries = jnp.arange(int(np.prod(stack)), dtype=jnp.uint32).reshape(stack)
-        return encoding.stream(words, count, place, entries)
+        numbers = jnp.arange(int(np.prod(stack)), dtype=jnp.uint32)
+        return encoding.stream(words, count, place, numbers.reshape(stack))
 
-    def gradient(self, g: Any) -> jax.Array:
-        """Return the gradient in the parameter's shape, for a stored parameter as a
-        matrix.
-        """
+    def gradient(self, g: PyTree) -> jax.Array:
+        """Return the gradient in the parameter's shape, or as a stored matrix."""
         path = "/".join(self.names)
         if is_quantized(g):
             raise ValueError(
@@ -251,27 +245,19 @@ class _Leaf(NamedTuple):
                 f"the gradient of {path} is {list(jnp.shape(g))}, but the parameter is"
                 f" {list(shape)}; pass the gradients of these very parameters"
             )
-        return self.parameter.layout.matrix(g) if self.is_stored else g
+        stored = self.parameter
+        return stored.layout.matrix(g) if isinstance(stored, Parameter) else g
 
 
 class _Tree:
     """The leaves of a tree of parameters, and the way back to trees."""
 
-    def __init__(
-        self, params: PyTree, moments: str, mask: PyTree, quality: bool
-    ) -> None:
-        self.params, self.quality = params, quality
+    def __init__(self, params: PyTree, moments: str, mask: PyTree) -> None:
+        self.params = params
         found, self.treedef = named_leaves(params, is_quantized)
         for names, leaf in found:
             if is_quantized(leaf):
-                # Raises for a copy of a parameter that is not the parameter itself
-                rows = parameter_of(leaf).stored.backward
-                if rows is not None and isinstance(rows.values, optax.MaskedNode):
-                    raise ValueError(
-                        "a mask or labels choose among the arrays of the stored weight"
-                        f" {'/'.join(names)}; map over tcfp_jax.dequantize(params), or"
-                        " write on_stored(optax.multi_transform(...))"
-                    )
+                _check_whole("/".join(names), leaf)
         narrow = encoding.narrow_leaves(
             params, is_leaf=is_quantized, sizes=_matrix_shape
         )
@@ -282,85 +268,79 @@ class _Tree:
             for (names, leaf), small, decay in zip(found, narrow, decays, strict=True)
         ]
 
-    def state(
-        self,
-        counts: tuple[jax.Array, jax.Array],
-        first: list[Moment],
-        second: list[Moment],
-        key: jax.Array | None,
-        qualities: list[Quality | None],
-    ) -> AdamWState:
-        """Return the state with these moments, one for each parameter."""
-        mu, mu_scale = self._kept(first)
-        nu, nu_scale = self._kept(second)
-        named: dict[str, Any] = {}
-        for leaf, quality in zip(self.leaves, qualities, strict=True):
-            if quality is not None:
-                put(named, leaf.names, quality)
-        of_weights = encoding.by_name(named, self.params) if self.quality else None
-        return AdamWState(*counts, mu, nu, mu_scale, nu_scale, key, of_weights)
+    def gradients(self, grads: PyTree) -> list[jax.Array]:
+        """Return the gradient of each parameter, for a stored one as a matrix."""
+        given = self.treedef.flatten_up_to(grads)
+        return list(map(_Leaf.gradient, self.leaves, given))
 
-    def _kept(self, moments: list[Moment]) -> tuple[PyTree, dict[str, Any]]:
-        scales: dict[str, Any] = {}
-        pairs = zip(self.leaves, moments, strict=True)
-        tree = self.treedef.unflatten(
-            [encoding.kept(moment, leaf.names, scales) for leaf, moment in pairs]
-        )
-        return tree, encoding.by_name(scales, self.params)
-
-    def stepped(
-        self,
-        gradients: list[jax.Array],
-        state: AdamWState,
-        scalars: Scalars,
-        step: tuple[jax.Array, jax.Array],
-        nesterov: bool,
-    ) -> tuple[list[Any], list[Moment], list[Moment], list[Quality | None]]:
-        """Return updates, first and second moments, and qualities; `step` is its number
-        and whether it is taken.
-        """
-        mu, nu = (self.treedef.flatten_up_to(tree) for tree in (state.mu, state.nu))
-        updates, first, second, qualities = [], [], [], []
-        for i, (leaf, gradient) in enumerate(zip(self.leaves, gradients, strict=True)):
-            for form, moment in zip(leaf.forms, (mu[i], nu[i]), strict=True):
+    def with_moments(
+        self, gradients: list[jax.Array], state: AdamWState
+    ) -> list[tuple[_Leaf, jax.Array, Moment, Moment]]:
+        """Return each parameter with its gradient and its moments."""
+        mu = self.treedef.flatten_up_to(state.mu)
+        nu = self.treedef.flatten_up_to(state.nu)
+        found = []
+        for leaf, gradient, m, v in zip(self.leaves, gradients, mu, nu, strict=True):
+            for form, moment in zip(leaf.forms, (m, v), strict=True):
                 if moment.dtype != ("uint8" if form == "ue5m3" else form):
                     raise ValueError(
                         f"a moment of {'/'.join(leaf.names)} is {moment.dtype} in the"
                         f" state, and {form} in this optimizer; make it with the"
                         " moments= of the state, or a new state by tx.init"
                     )
-            m = encoding.found(leaf.forms[0], mu[i], leaf.names, state.mu_scale)
-            v = encoding.found(leaf.forms[1], nu[i], leaf.names, state.nu_scale)
-            how = Step(leaf.forms, nesterov, leaf.decays, self.quality, leaf.is_fused)
-            keys = leaf.keys(state.key, step[0], i)
-            made, m, v, quality = how.run(
-                leaf.parameter, gradient, m, v, scalars, keys, step[1]
-            )
-            updates.append(Rewritten.of(made) if leaf.is_stored else made)
-            first.append(m)
-            second.append(v)
-            qualities.append(quality)
-        return updates, first, second, qualities
+            first = encoding.found(leaf.forms[0], m, leaf.names, state.mu_scale)
+            second = encoding.found(leaf.forms[1], v, leaf.names, state.nu_scale)
+            found.append((leaf, gradient, first, second))
+        return found
+
+    def updates(self, made: list[Stepped]) -> PyTree:
+        """Return the tree of updates; that of a stored weight is the new weight."""
+        updates: list[jax.Array | Rewritten] = []
+        for update, _, _ in made:
+            if isinstance(update, Parameter):
+                updates.append(Rewritten.of(update))
+            else:
+                updates.append(update)
+        return self.treedef.unflatten(updates)
+
+    def kept(self, moments: list[Moment]) -> tuple[PyTree, Scales]:
+        """Return the arrays of a state for these moments, and the scales of blocks."""
+        scales: Scales = {}
+        kept = []
+        for leaf, moment in zip(self.leaves, moments, strict=True):
+            kept.append(encoding.kept(moment, leaf.names, scales))
+        return self.treedef.unflatten(kept), encoding.by_name(scales, self.params)
 
 
-def _decays(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[Any]:
+def _check_whole(path: str, leaf: PyTree) -> None:
+    """Raise unless a quantized weight is a parameter with all its arrays."""
+    rows = parameter_of(leaf).stored.backward
+    if rows is not None and isinstance(rows.values, optax.MaskedNode):
+        raise ValueError(
+            f"a mask or labels choose among the arrays of the stored weight {path}; map"
+            " over tcfp_jax.dequantize(params), or write"
+            " on_stored(optax.multi_transform(...))"
+        )
+
+
+def _decays(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[bool]:
     if callable(mask):
         mask = mask(jax.tree.map(_seen, params, is_leaf=is_quantized))
     return encoding.spread(mask, params, is_leaf=is_quantized)
 
 
-def _seen(leaf: Any) -> Any:
+def _seen(leaf: PyTree) -> PyTree:
     """Return a parameter as a mask sees it: a stored one has the kernel's shape."""
     if not is_parameter(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.state.dtype)
 
 
-def _matrix_shape(leaf: Any) -> tuple[int, ...]:
+def _matrix_shape(leaf: PyTree) -> tuple[int, ...]:
     return leaf.shape if is_parameter(leaf) else jnp.shape(leaf)
 
 
-def _float_shape(leaf: Any) -> tuple[int, ...]:
+def _float_shape(leaf: PyTree) -> tuple[int, ...]:
     return leaf.kernel_shape if is_parameter(leaf) else jnp.shape(leaf)
 
 
@@ -371,11 +351,9 @@ def _finite(
     one = jnp.ones((), jnp.float32)
     if max_norm is None or not gradients:
         return all_finite(gradients), one
-    norm = jnp.sqrt(
-        sum(
-            (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients),
-            start=jnp.zeros(()),
-        )
-    )
+    squares = jnp.zeros(())
+    for g in gradients:
+        squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32)))
+    norm = jnp.sqrt(squares)
     limit = jnp.asarray(max_norm, jnp.float32)
     return jnp.isfinite(norm), jnp.where(norm > limit, limit / norm, one)

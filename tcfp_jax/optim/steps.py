@@ -1,5 +1,4 @@
-"""One step of AdamW on one parameter: by XLA, as optax computes it, or in one fused
-pass over a stored weight.
+"""One step of AdamW on one parameter, by XLA or in one fused pass over a stored weight.
 
 Both compute `optax.adamw` in float32, with moments in their formats before and after.
 Each is one jitted function, traced once for all parameters of a shape.
@@ -7,6 +6,7 @@ Each is one jitted function, traced once for all parameters of a shape.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,39 +20,15 @@ from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.operands import Operand
 from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.parameter import Parameter, is_parameter
+from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.rounding import next_scale, rewrite
 from tcfp_jax.weights.stored import Stored
 
 
-class Quality(NamedTuple):
-    """Effect of the last update of a stored weight; float32 scalars.
-
-    Attributes:
-      moved: share of its values that changed.
-      edq: effective descent, `<applied, wanted> / |wanted|**2`: 1 if rounding keeps the
-        update in the mean, 0 if it loses the update or if the update is zero.
-    """
-
-    moved: jax.Array
-    edq: jax.Array
-
-    @staticmethod
-    def of(before: Stored, after: Stored, wanted: jax.Array) -> "Quality":
-        """Return the effect of an update of a stored weight; `wanted` is float32, in
-        the matrix's shape.
-        """
-        applied = after.dequantize() - before.dequantize()
-        moved = jnp.mean((applied != 0).astype(jnp.float32))
-        energy = jnp.sum(wanted * wanted)
-        return Quality(
-            moved, jnp.sum(applied * wanted) / jnp.where(energy == 0, 1.0, energy)
-        )
-
-
 class Scalars(NamedTuple):
-    """Numbers of a step, float32 scalars; `rest` is 1 - b, `bias` is 1 - b**t,
-    `next_bias1` that of the next step.
+    """Numbers of a step, float32 scalars.
+
+    `rest` is 1 - b, `bias` is 1 - b**t, and `next_bias1` is that of the next step.
     """
 
     b1: jax.Array
@@ -72,18 +48,16 @@ class Scalars(NamedTuple):
     def of(
         count: jax.Array,
         lr: ArrayLike,
-        b1: Any,
-        b2: Any,
+        b1: ArrayLike,
+        b2: ArrayLike,
         epsilons: tuple[ArrayLike, ArrayLike],
         weight_decay: ArrayLike,
         factor: jax.Array,
     ) -> "Scalars":
-        """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and
-        eps_root.
+        """Return the numbers of step `count`, which starts at 1.
+
+        `epsilons` are eps and eps_root.
         """
-        bias = lambda b, t: (
-            1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
-        )
         following = optax.safe_increment(count)
         # As in optax, 1 - b of Python numbers is computed in float64 and then rounded
         # to float32.
@@ -92,84 +66,84 @@ class Scalars(NamedTuple):
             1 - b1,
             b2,
             1 - b2,
-            bias(b1, count),
-            bias(b1, following),
-            bias(b2, count),
+            _bias(b1, count),
+            _bias(b1, following),
+            _bias(b2, count),
             *epsilons,
             lr,
+            weight_decay,
+            factor,
         )
-        return Scalars(
-            *(
-                jnp.asarray(value, jnp.float32)
-                for value in (*values, weight_decay, factor)
-            )
-        )
+        return Scalars(*(jnp.asarray(value, jnp.float32) for value in values))
+
+
+def _bias(b: ArrayLike, count: jax.Array) -> jax.Array:
+    """Return 1 - b**count."""
+    power = jnp.power(jnp.asarray(b, jnp.float32), count.astype(jnp.float32))
+    return 1 - power
+
+
+class Stepped(NamedTuple):
+    """Result of a step: the float update or the new stored weight, and both moments."""
+
+    update: jax.Array | Parameter
+    m: Moment
+    v: Moment
 
 
 class Step(NamedTuple):
-    """Static part of a parameter's step; hashable, so that parameters of one shape
-    share a traced function.
+    """Static part of a parameter's step.
+
+    It is hashable, so that parameters of one shape share a traced function.
     """
 
     forms: tuple[Format, Format]
     nesterov: bool
     decays: bool
-    quality: bool
     fused: bool
 
     def run(
         self,
-        w: Any,
+        w: jax.Array | Parameter,
         g: jax.Array,
         m: Moment,
         v: Moment,
         s: Scalars,
-        keys: Any,
+        keys: Keys | None,
         keep: jax.Array,
-    ) -> tuple[Any, Any, Any, Quality | None]:
-        """Return (update or new weight, m, v, quality) of a parameter, by the kernel if
-        `fused`, otherwise by XLA.
+    ) -> Stepped:
+        """Return the step of a parameter, by the kernel if `fused`, otherwise by XLA.
 
         `keep` says whether the step is taken.
         """
-        return (_fused_step if self.fused else _float_step)(
-            self, w, g, m, v, s, keys, keep
-        )
+        run = _fused_step if self.fused else _float_step
+        return run(self, w, g, m, v, s, keys, keep)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _float_step(
     step: Step,
-    w: Any,
+    w: jax.Array | Parameter,
     g: jax.Array,
     m: Moment,
     v: Moment,
     s: Scalars,
     keys: Keys | None,
     keep: jax.Array,
-) -> tuple[Any, Moment, Moment, Quality | None]:
-    # the caller has looked
-    values = w.stored.dequantize() if is_parameter(w) else w
-    old = [
-        decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)
-    ]
-    change, *new = _wanted(step, values, g, old[0], old[1], s)
+) -> Stepped:
+    # the caller has looked at the codes
+    values = w.stored.dequantize() if isinstance(w, Parameter) else w
+    old_m = decode(step.forms[0], m)
+    old_v = decode(step.forms[1], v)
+    change, *new = _wanted(step, values, g, old_m, old_v, s)
     moments = []
-    for i, (form, before, after) in enumerate(
-        zip(step.forms, (m, v), new, strict=True)
-    ):
-        encoded = encode(form, after, None if keys is None else counter.keys(*keys, i))
-        moments.append(_either(keep, encoded, before))
+    for i, (form, before) in enumerate(zip(step.forms, (m, v), strict=True)):
+        own_keys = None if keys is None else counter.keys(*keys, i)
+        moments.append(_either(keep, encode(form, new[i], own_keys), before))
     change = jnp.where(keep, change, jnp.zeros_like(change))
-    if not is_parameter(w):
-        return change, moments[0], moments[1], None
-    written = _either(keep, rewrite(w, values + change), w)
-    return (
-        written,
-        moments[0],
-        moments[1],
-        Quality.of(w.stored, written.stored, change) if step.quality else None,
-    )
+    if isinstance(w, Parameter):
+        return Stepped(_either(keep, rewrite(w, values + change), w), *moments)
+    return Stepped(change, *moments)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -182,19 +156,12 @@ def _fused_step(
     s: Scalars,
     keys: Keys,
     keep: jax.Array,
-) -> tuple[Parameter, Blocks, Blocks, Quality | None]:
+) -> Stepped:
     state, old, copy = w.state, w.rows, w.stored.forward
-    scale = next_scale(old.scale, state.amax)
-    # The pass writes values before it has seen them all, so their scale must cover the
-    # largest that it can write.
-    reach = jnp.minimum(_reach(step, s, state.amax), jnp.finfo(jnp.float32).max / 2)
-    largest = numerics.largest(old.dtype)
-    scale = jnp.where(
-        reach > largest * scale, numerics.pow2_cover(reach, largest), scale
-    )
+    scale = _next_scale(step, s, old, state.amax)
     scale = jnp.where(keep, scale, old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)
-    one: Any = functools.partial(
+    one: Callable[..., Any] = functools.partial(
         adamw,
         momentum="nesterov" if step.nesterov else "classic",
         orientation="rows" if copy is None else "both",
@@ -202,22 +169,14 @@ def _fused_step(
     )
     for _ in w.stored.stack:
         one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
-    done = one(
-        g,
-        old.values,
-        old.residual,
-        Moments(m.values, m.scale, v.values, v.scale),
-        rates,
-        jnp.stack(keys, axis=-1),
-    )
+    moments = Moments(m.values, m.scale, v.values, v.scale)
+    words = jnp.stack(keys, axis=-1)
+    done = one(g, old.values, old.residual, moments, rates, words)
     rows = Operand(done.hi, scale, done.lo)
     columns = None
     if copy is not None:
-        columns = Operand(
-            done.columns,
-            scale,
-            None if copy.lo is None else jnp.swapaxes(done.lo, -1, -2),
-        )
+        lo = None if copy.lo is None else jnp.swapaxes(done.lo, -1, -2)
+        columns = Operand(done.columns, scale, lo)
     state = dataclasses.replace(
         state,
         amax=jnp.where(keep, done.amax, state.amax),
@@ -225,53 +184,43 @@ def _fused_step(
         sample=state.sampled(rows),
     )
     written = Parameter(Stored(columns, rows), state)
-    moments = (
-        Blocks(done.moments.m, done.moments.m_scale),
-        Blocks(done.moments.v, done.moments.v_scale),
-    )
-    if not step.quality:
-        return written, *moments, None
-    before = [
-        decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)
-    ]
-    values = w.stored.dequantize()
-    wanted, *_ = _wanted(step, values, g, before[0], before[1], s)
-    return (
-        written,
-        *moments,
-        Quality.of(
-            w.stored, written.stored, jnp.where(keep, wanted, jnp.zeros_like(wanted))
-        ),
-    )
+    first = Blocks(done.moments.m, done.moments.m_scale)
+    return Stepped(written, first, Blocks(done.moments.v, done.moments.v_scale))
+
+
+def _next_scale(step: Step, s: Scalars, old: Operand, amax: jax.Array) -> jax.Array:
+    """Return the scale of the new values.
+
+    The pass writes values before it has seen them all, so their scale must cover the
+    largest that it can write.
+    """
+    scale = next_scale(old.scale, amax)
+    reach = jnp.minimum(_reach(step, s, amax), jnp.finfo(jnp.float32).max / 2)
+    largest = numerics.largest(old.dtype)
+    cover = numerics.pow2_cover(reach, largest)
+    return jnp.where(reach > largest * scale, cover, scale)
 
 
 def _reach(step: Step, s: Scalars, amax: jax.Array) -> jax.Array:
-    """Return a bound of |w| after the step: `|decay| amax + lr U`, where U bounds
-    Adam's update.
+    """Return a bound of |w| after the step.
 
-    With `m = sum_i c_i g_i` and `v = (1 - b2) sum_i b2**i g_i**2`, by age i of the
-    gradient, Cauchy and Schwarz give `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2)
-    b2**i))`: 7.3 for 0.9 and 0.999 after many steps. The sum converges for b1**2 < b2,
+    It is `|decay| amax + lr U`, where U bounds Adam's update. With `m = sum_i c_i g_i`
+    and `v = (1 - b2) sum_i b2**i g_i**2`, by age i of the gradient, Cauchy and Schwarz
+    give `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2) b2**i))`: 7.3 for 0.9 and 0.999 after many steps. The sum converges for b1**2 < b2,
     and is cut for other b. Moments in 8 bits exceed it by less than the factor of two
     of `W_lo`.
     """
-    of_m, of_g = (
-        (s.b1 / s.next_bias1, s.rest1 / s.bias1)
-        if step.nesterov
-        else (1 / s.bias1, 0.0)
-    )
+    of_m: ArrayLike = 1 / s.bias1
+    of_g: ArrayLike = 0.0
+    if step.nesterov:
+        of_m = s.b1 / s.next_bias1
+        of_g = s.rest1 / s.bias1
     newest = s.rest1 * of_m + of_g
     ratio = s.b1 * s.b1 / s.b2
     older = ratio / jnp.maximum(1 - ratio, 2.0**-10)
-    bound = jnp.sqrt(
-        s.bias2 / s.rest2 * (newest * newest + jnp.square(s.rest1 * of_m) * older)
-    )
-    decay = (
-        1 - s.learning_rate * s.weight_decay
-        if step.decays
-        else jnp.ones((), jnp.float32)
-    )
-    return jnp.abs(decay) * amax + jnp.abs(s.learning_rate) * bound
+    energy = newest * newest + jnp.square(s.rest1 * of_m) * older
+    bound = jnp.sqrt(s.bias2 / s.rest2 * energy)
+    return jnp.abs(_decay(step, s)) * amax + jnp.abs(s.learning_rate) * bound
 
 
 def _wanted(
@@ -299,19 +248,17 @@ def _wanted(
 def _rates(
     step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array
 ) -> tuple[Rates, Rates]:
-    """Return the kernel's numbers, and their vmap axes: 0 for those that each entry of
-    a stack has for itself.
+    """Return the kernel's numbers, and their vmap axes.
+
+    The axis is 0 for numbers that each entry of a stack has for itself.
     """
     # Scales are powers of two, so multiplying by the inverse rounds nothing.
     lr = s.learning_rate * numerics.reciprocal_pow2(new_scale)
-    rate, rate_g = lr / s.bias1, jnp.zeros_like(lr)
+    rate = lr / s.bias1
+    rate_g = jnp.zeros_like(lr)
     if step.nesterov:
-        rate, rate_g = lr * s.b1 / s.next_bias1, lr * s.rest1 / s.bias1
-    decay = (
-        1 - s.learning_rate * s.weight_decay
-        if step.decays
-        else jnp.ones((), jnp.float32)
-    )
+        rate = lr * s.b1 / s.next_bias1
+        rate_g = lr * s.rest1 / s.bias1
     rates = Rates(
         b1=s.b1,
         b2=s.b2,
@@ -320,15 +267,22 @@ def _rates(
         correction=1 / s.bias2,
         eps=s.eps,
         eps_root=s.eps_root,
-        decay=decay,
+        decay=_decay(step, s),
         gradient_scale=s.factor,
         scale=scale,
         new_scale=new_scale,
         keep=keep,
     )
-    own = {"rate", "rate_g", "scale", "new_scale"}
-    axes: dict[str, Any] = {name: 0 if name in own else None for name in Rates._fields}
+    axes: dict[str, Any] = dict.fromkeys(Rates._fields)
+    axes |= {"rate": 0, "rate_g": 0, "scale": 0, "new_scale": 0}
     return rates, Rates(**axes)
+
+
+def _decay(step: Step, s: Scalars) -> jax.Array:
+    """Return the factor by which decay shrinks a weight."""
+    if not step.decays:
+        return jnp.ones((), jnp.float32)
+    return 1 - s.learning_rate * s.weight_decay
 
 
 def _either(keep: jax.Array, after: PyTree, before: PyTree) -> PyTree:
