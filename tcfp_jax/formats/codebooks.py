@@ -297,7 +297,7 @@ def search(
     # Errors are at most 2 maxfloat. A sum of up to 256 squares stays below 2**31; more
     # are added in two parts.
     limit = int((2**31 / (count if count <= 256 else 1)) ** 0.5 / 1.005)
-    steps = jnp.float32(np.float32(limit // 2 / book.maxfloat))
+    steps = limit // 2 / book.maxfloat
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
     def fit(table: jax.Array) -> _Fit:

@@ -36,7 +36,7 @@ def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
     ones = (1 << number.bits) - 1
     if number.is_integer:
         lost = 1 << (number.bits - 1) if number.kind == "int" else 0
-        whole = jnp.where(nan, jnp.float32(0), value).astype(jnp.int32)
+        whole = jnp.where(nan, 0, value).astype(jnp.int32)
         return jnp.where(nan, lost, whole & ones).astype(jnp.uint32)
     if number.kind == "exponent":
         exponent, _ = float_bits.normalize(magnitude)
@@ -69,7 +69,7 @@ def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
     if number.kind == "int":
         whole = signed_integers(code, number.bits)
         lost = whole == -(1 << (number.bits - 1))
-        return jnp.where(lost, jnp.float32(jnp.nan), whole.astype(jnp.float32))
+        return jnp.where(lost, jnp.nan, whole.astype(jnp.float32))
     if number.kind == "exponent":
         exponent = code.astype(jnp.int32) - number.bias
         power = (exponent + 127) << MANTISSA_BITS

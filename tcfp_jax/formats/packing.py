@@ -207,7 +207,7 @@ def _pack(
     kept = None
     if sparsity is not None:
         kept = kept_by(x, *sparsity)
-        x = jnp.where(kept, x, jnp.zeros_like(x))
+        x = jnp.where(kept, x, 0)
     random = None
     if key is not None:
         random = jax.random.bits(key, x.shape, jnp.uint32)
@@ -284,7 +284,7 @@ def _code_of_zero(zero: jax.Array, number: NumberSpec, bits: int) -> jax.Array:
     """
     if not number.is_integer:
         return encode(zero, number)
-    whole = (zero - jnp.float32(1 << (bits - 1))).astype(jnp.int32)
+    whole = (zero - (1 << (bits - 1))).astype(jnp.int32)
     code = lax.bitcast_convert_type(whole, jnp.uint32)
     return code & jnp.uint32((1 << number.bits) - 1)
 

@@ -129,7 +129,7 @@ def _quantize_unscaled(
         return QuantizedArray(round_values(bits, number, modes, random))
     # No index means NaN; `pack` stores the index of 0.
     nan = magnitude_of(bits) > INFINITY
-    value = jnp.where(nan, jnp.float32(0), flushed(bits))
+    value = jnp.where(nan, 0, flushed(bits))
     index, _ = codebooks.search(value, number, (), modes.roundmode, random)
     return QuantizedArray(index, nan=nan)
 
@@ -169,7 +169,7 @@ class _Tiles:
             return QuantizedArray(
                 round_units(units, self.bits, number, self.modes, self.random)
             )
-        largest = jnp.float32(number.max)
+        largest = number.max
         units = jnp.where(self.magnitude >= INFINITY, largest, units)
         signed = jnp.where(self.bits < 0, -units, units)
         axes = self.layout.subtile_axes
@@ -224,7 +224,7 @@ class _Tiles:
         finite = self.magnitude < INFINITY
         x = _in_units(jnp.where(finite, self.bits, 0), unit)
         value = _look_up(parts, self.number) * float_bits.power_of_two(shift)
-        error = jnp.where(finite, x - value, 0) * jnp.float32(steps)
+        error = jnp.where(finite, x - value, 0) * steps
         error = lax.round(error, lax.RoundingMethod.TO_NEAREST_EVEN)
         whole = jnp.clip(error, -limit, limit).astype(jnp.int32)
         return float_bits.sum_squares(whole, axes, limit)
@@ -249,7 +249,7 @@ class _Tiles:
             scale = jnp.where(better, other_scale, scale)
             value = jnp.where(better, other.value, parts.value)
             parts = parts._replace(value=value)
-        scale = jnp.where(self.lost(), jnp.float32(jnp.nan), scale)
+        scale = jnp.where(self.lost(), jnp.nan, scale)
         return parts._replace(scale=scale, outer=outer)
 
     def _float_scales(
@@ -292,9 +292,9 @@ class _Tiles:
         value = jnp.where(finite, jnp.abs(parts.value), 0)
         # Units beyond 8, under an amax that is too small, count as 8: then 256 squares
         # fit int32.
-        steps = jnp.minimum(x * inverse * jnp.float32(_STEPS_OF_ERROR), 2048.0)
+        steps = jnp.minimum(x * inverse * _STEPS_OF_ERROR, 2048.0)
         steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-        errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
+        errors = (steps - value * _STEPS_OF_ERROR).astype(jnp.int32)
         total = jnp.sum(jnp.square(errors), axis=self.layout.tile_axes, keepdims=True)
         return total.astype(jnp.float32) * jnp.square(scale)
 
@@ -306,12 +306,12 @@ class _Tiles:
         """
         number = self.number
         assert isinstance(number, NumberSpec), "datatypes refuse codebooks with zeros"
-        largest = jnp.float32(number.max)
+        largest = number.max
         axes = self.layout.tile_axes
         x = flushed(jnp.where(self.magnitude < INFINITY, self.bits, 0))
         low = jnp.min(x, axis=axes, keepdims=True, initial=0)
         high = jnp.max(x, axis=axes, keepdims=True, initial=0)
-        span = jnp.minimum(high - low, jnp.float32(_LARGEST_FLOAT))
+        span = jnp.minimum(high - low, _LARGEST_FLOAT)
         factor = scale_rules.choose_scale(to_bits(span), number.max, self.scale.number)
         digits = self.modes.digits(number)
 
@@ -330,11 +330,11 @@ class _Tiles:
             zero = scale_rules.round_scale(-low, zero_number)
             shifted = x + zero
             steps = divided(shifted, self.modes.roundmode)
-            codes = jnp.where(shifted < 0, jnp.float32(0), steps)
-        infinite = jnp.where(self.bits < 0, jnp.float32(0), largest)
+            codes = jnp.where(shifted < 0, 0, steps)
+        infinite = jnp.where(self.bits < 0, 0.0, largest)
         codes = jnp.clip(codes, 0, number.max)
         codes = jnp.where(self.magnitude == INFINITY, infinite, codes)
-        factor = jnp.where(self.lost(), jnp.float32(jnp.nan), factor)
+        factor = jnp.where(self.lost(), jnp.nan, factor)
         return QuantizedArray(codes, scale=factor, zero=zero)
 
 
@@ -426,7 +426,7 @@ def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
         zero = None if datatype.scale is None else datatype.scale.zero
         result = _multiplied(value, parts.scale, parts, zero)
         if not number.has_negative_zero:
-            result = jnp.where(result == 0, jnp.float32(0), result)
+            result = jnp.where(result == 0, 0, result)
         return jnp.where(jnp.isnan(result), NAN, to_bits(result))
     if parts.exponent is None:
         bits = to_bits(value)
@@ -472,7 +472,7 @@ def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
     larger = jnp.maximum(magnitude_of(bits), magnitude_of(rounded))
     keep = larger < INFINITY
     keep = keep & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
-    return to_bits(jnp.where(keep, difference, jnp.float32(0)))
+    return to_bits(jnp.where(keep, difference, 0))
 
 
 def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
@@ -481,7 +481,7 @@ def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array
     They are those of `rounded` if it is not finite.
     """
     total = _in_units(rounded, unit) + flushed(rest)
-    total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
+    total = jnp.where(jnp.abs(total) < TINY, 0, total)
     bits = float_bits.scale_up(total, unit)
     overflow = jnp.isfinite(total) & (magnitude_of(bits) >= INFINITY)
     largest = jnp.int32(INFINITY - 1) | sign_of(bits)

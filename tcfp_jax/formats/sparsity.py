@@ -37,7 +37,7 @@ def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
     [0.0, -3.0, 2.0, 0.0]
     """
     array = jnp.asarray(x)
-    return jnp.where(kept_by(array, n, m, dim), array, jnp.zeros_like(array))
+    return jnp.where(kept_by(array, n, m, dim), array, 0)
 
 
 def kept_by(x: jax.Array, n: int, m: int, dim: int = -1) -> jax.Array:

@@ -203,7 +203,7 @@ def _packed(
     # results
     if key is not None:
         uniform = jax.random.uniform(key, blocks.shape, jnp.float32)
-        random = (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
+        random = (uniform * 2.0**24).astype(jnp.uint32) << 8
     values, codes, residual_scale = _round(scaled, residual, random)
     pairs = codes.reshape(*codes.shape[:-1], block // 2, 2).astype(jnp.uint8)
     return PackedTCFP12(
@@ -317,7 +317,7 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     # backend.
     scaled = blocks * numerics.reciprocal_pow2(unit)[..., None]
     steps = lax.round(scaled * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
-    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps))
+    steps = jnp.where(jnp.isfinite(steps), steps, 0)
     squares = jnp.sum(jnp.square(steps.astype(jnp.int32)), axis=-1)
     mean_square = squares.astype(jnp.float32) / blocks.shape[-1]
     root_mean_square = unit * jnp.sqrt(mean_square) / _FIXED_POINT
@@ -335,7 +335,7 @@ def _round(
     """
     finite = jnp.isfinite(scaled)
     # The format library saturates an inf, which must stay visible.
-    scaled = jnp.where(finite, scaled, jnp.float32(jnp.nan))
+    scaled = jnp.where(finite, scaled, jnp.nan)
     modes = Modes() if random is None else Modes(roundmode="stochastic")
     # `formats.tcfp12` for values that are scaled already, with one block of any size in
     # each row.

@@ -117,7 +117,7 @@ def test_of_tables_that_fit_equally_well_the_first_is_taken():
     np.testing.assert_array_equal(unpack(packed), [0.5, 0.0, -1.0, 1.0] * 2)
 
 
-def test_subtiles_below_the_smallest_scale_still_have_their_offset():
+def test_subtiles_below_the_smallest_scale_have_an_offset():
     """The tile's scale ends at 2**-3; half of it, by the offset, has steps of
     2**-10.
     """
