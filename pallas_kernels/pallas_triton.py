@@ -1,8 +1,8 @@
 """Pallas-Triton, imported in this file alone, when a kernel first needs it.
 
 JAX deprecated this backend in 0.11 and will remove it. Without it `dispatch` gives the
-reason of `missing`, and kernels outside its tables ask there themselves. The attributes
-of this module are those of `jax.experimental.pallas.triton`.
+reason of `missing`. The attributes of this module are those of
+`jax.experimental.pallas.triton`.
 """
 
 import functools

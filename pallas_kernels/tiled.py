@@ -297,10 +297,8 @@ def map_tiles(
         if len(tiling.columns) == 1:
             blocks["q"] = BlocksOf("j", tiling.columns[0], k)
         run = partitioned(local, rule, blocks, merged=merged)
-    results: list[jax.Array] = run(
-        *inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars)
-    )
-    return results
+    numbers = [scalar.reshape(1) for scalar in scalars]
+    return [*run(*inputs, *rows, *columns, *numbers)]
 
 
 def _rule(one: Pass, scalars: int) -> str:

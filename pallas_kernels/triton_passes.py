@@ -33,8 +33,7 @@ def _run(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
         return None
     if plgpu.unreachable(*operands[: one.matrices], *results):
         return None
-    found: list[jax.Array] = plgpu.on_platform(functools.partial(_call, one), *operands)
-    return found
+    return plgpu.on_platform(functools.partial(_call, one), *operands)
 
 
 TRITON = Engine(_run)

@@ -20,6 +20,7 @@ takes two passes as well.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -102,10 +103,7 @@ def _rows(
     Axes `summed_over` hold the rest of x's rows.
     """
     if not summed_over and x.shape[1] <= LONGEST_ROW:
-        found: list[jax.Array] = plgpu.on_platform(
-            functools.partial(_call_rows, options), x
-        )
-        return found
+        return plgpu.on_platform(functools.partial(_call_rows, options), x)
     inverse, scale = _scales_by_xla(options, x, 1, summed_over)
     return [_apply(options.dtype, x, inverse)[0], scale]
 
@@ -117,8 +115,7 @@ def _tops(
 
     They are `[k / side, m]` and `[m / side, k]`.
     """
-    tops: list[jax.Array] = plgpu.on_platform(functools.partial(_call_tops, sides), x)
-    return tops
+    return plgpu.on_platform(functools.partial(_call_tops, sides), x)
 
 
 def _scales(
@@ -129,10 +126,7 @@ def _scales(
     Axes `summed_over` hold tiles of the same lines.
     """
     if not summed_over and tops.shape[0] <= MOST_TILES:
-        found: list[jax.Array] = plgpu.on_platform(
-            functools.partial(_call_scales, options), tops
-        )
-        return found
+        return plgpu.on_platform(functools.partial(_call_scales, options), tops)
     return _scales_by_xla(options, tops, 0, summed_over)
 
 
@@ -155,9 +149,7 @@ def _apply(
 
     If inverse scales of columns are given, also return x times these, transposed.
     """
-    call = functools.partial(_call_apply, dtype)
-    found: list[jax.Array] = plgpu.on_platform(call, *operands)
-    return found
+    return plgpu.on_platform(functools.partial(_call_apply, dtype), *operands)
 
 
 # Kernels
@@ -187,21 +179,20 @@ def _call_tops(
         jax.ShapeDtypeStruct((grid[1], m), dtype),
         jax.ShapeDtypeStruct((grid[0], k), dtype),
     ]
-    run = plgpu.pallas_call(
+    return _launch(
         kernel,
-        out_shape=varying(shapes, x),
+        shapes,
+        [x],
         grid=grid,
         in_specs=[pl.BlockSpec(sides, lambda i, j: (i, j))],
         out_specs=[
             pl.BlockSpec((None, rows), lambda i, j: (j, i)),
             pl.BlockSpec((None, columns), lambda i, j: (i, j)),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        warps=_WARPS,
         interpret=interpret,
         name="row_magnitudes",
     )
-    tops: list[jax.Array] = run(x)
-    return tops
 
 
 def _call_apply(
@@ -250,18 +241,17 @@ def _call_apply(
     matrix = pl.BlockSpec((rows, columns), at)
     results = [matrix, pl.BlockSpec((columns, rows), turned)]
     shapes = [jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, m), dtype)]
-    run = plgpu.pallas_call(
+    return _launch(
         kernel,
-        out_shape=varying(shapes[:count], x, *inverses),
+        shapes[:count],
+        [x, *inverses],
         grid=grid,
         in_specs=[matrix, *vectors[:count]],
         out_specs=results[:count],
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        warps=warps,
         interpret=interpret,
         name="row_quantize",
     )
-    found: list[jax.Array] = run(x, *inverses)
-    return found
 
 
 def _call_scales(
@@ -282,18 +272,17 @@ def _call_scales(
         plgpu.store(scale_ref, scale, mask=_inside((n,), (_LINES,), (i,)))
 
     vector = pl.BlockSpec((_LINES,), lambda i: (i,))
-    run = plgpu.pallas_call(
+    return _launch(
         kernel,
-        out_shape=varying([jax.ShapeDtypeStruct((n,), jnp.float32)] * 2, tops),
+        [jax.ShapeDtypeStruct((n,), jnp.float32)] * 2,
+        [tops],
         grid=(pl.cdiv(n, _LINES),),
         in_specs=[pl.BlockSpec(sides, lambda i: (0, i))],
         out_specs=[vector, vector],
-        compiler_params=plgpu.CompilerParams(num_warps=warps_of(sides), num_stages=1),
+        warps=warps_of(sides),
         interpret=interpret,
         name="row_scales",
     )
-    found: list[jax.Array] = run(tops)
-    return found
 
 
 def _call_rows(
@@ -324,18 +313,36 @@ def _call_rows(
         jax.ShapeDtypeStruct((m, k), dtype),
         jax.ShapeDtypeStruct((m,), jnp.float32),
     ]
-    run = plgpu.pallas_call(
+    return _launch(
         kernel,
-        out_shape=varying(shapes, x),
+        shapes,
+        [x],
         grid=(pl.cdiv(m, rows),),
         in_specs=[matrix],
         out_specs=[matrix, pl.BlockSpec((rows,), lambda i: (i,))],
-        compiler_params=plgpu.CompilerParams(num_warps=warps_of(sides), num_stages=1),
+        warps=warps_of(sides),
         interpret=interpret,
         name="whole_row_quantize",
     )
-    found: list[jax.Array] = run(x)
-    return found
+
+
+def _launch(
+    kernel: Callable[..., None],
+    shapes: list[jax.ShapeDtypeStruct],
+    operands: list[jax.Array],
+    *,
+    warps: int,
+    **options: object,
+) -> list[jax.Array]:
+    """Run a kernel on operands; `shapes` are those of the results."""
+    run = plgpu.pallas_call(
+        kernel,
+        out_shape=varying(shapes, *operands),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        **options,
+    )
+    results: list[jax.Array] = run(*operands)
+    return results
 
 
 def warps_of(sides: tuple[int, int]) -> int:

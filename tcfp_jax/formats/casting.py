@@ -1,5 +1,4 @@
-"""Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold,
-in the dtype of `x`.
+"""Virtual casts: `cast(x, datatype)` has the values of a datatype in the dtype of `x`.
 
 A cast has two halves, which packing shares: `quantize` finds scales and values
 (`QuantizedArray`), and `assemble` multiplies them. Both are integer work on the bits of
@@ -28,6 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Implementation, device_kind, dispatch
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.specs import entries_of
@@ -62,12 +62,15 @@ def cast(
     key: jax.Array | None = None,
     saturate: bool = True,
 ) -> jax.Array:
-    """Round `x` to the values of a datatype: `round(x / scale) * scale`, with the
-    gradient of the identity.
+    """Round `x` to the values of a datatype: `round(x / scale) * scale`.
 
-    Values that saturate have that gradient too. A zero point or a residual of the
-    datatype is added. A result that the dtype of `x` cannot hold is rounded to it, such
-    as a bfloat16 value times a float32 scale.
+    Use this to train or evaluate with the numbers of a format that no product of this
+    library has, and to see what a format loses. It computes values in the dtype of x:
+    use `formats.pack` to store them in few bits.
+
+    The gradient is that of the identity. Values that saturate have that gradient too. A
+    zero point or a residual of the datatype is added. A result that the dtype of `x`
+    cannot hold is rounded to it, such as a bfloat16 value times a float32 scale.
 
     Args:
       x: real floats of any shape; float64 is rounded to float32 first. Ragged last
@@ -193,14 +196,19 @@ IMPLEMENTATIONS = (
 
 
 def check_key(key: object) -> None:
-    """Raise a ValueError unless this is None or one JAX random key, typed or as raw
-    data.
+    """Raise a ValueError unless this is None or one JAX random key.
+
+    A key may be typed, or raw data.
     """
-    dtype, shape = getattr(key, "dtype", jnp.float32), getattr(key, "shape", ())
-    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if key is not None and not (
-        shape == () if typed else dtype == jnp.uint32 and len(shape) == 1
-    ):
+    if key is None:
+        return
+    dtype = getattr(key, "dtype", jnp.float32)
+    shape = getattr(key, "shape", ())
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        is_one = shape == ()
+    else:
+        is_one = dtype == jnp.uint32 and len(shape) == 1
+    if not is_one:
         raise ValueError(
             f"key is a {type(key).__name__}, not one JAX random key; use"
             " jax.random.key(seed)"
@@ -215,9 +223,7 @@ def check_arguments(
     key: jax.Array | None,
     saturate: bool,
 ) -> tuple[jax.Array, Modes]:
-    """Return (`x` as an array, the modes), or raise the errors that `cast`
-    documents.
-    """
+    """Return (`x` as an array, the modes), or raise the errors of `cast`."""
     array = jnp.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
@@ -229,53 +235,50 @@ def check_arguments(
             f"datatype is {type(datatype).__name__}; give a DataType, or a name of the"
             " catalog"
         )
-    for name, value, kind in (
-        ("roundmode", roundmode, RoundMode),
-        ("scalemode", "max" if scalemode is None else scalemode, ScaleMode),
-    ):
-        if not isinstance(value, str) or value not in get_args(kind):
-            known = _ELSEWHERE.get(f"{name}={value}", "")
-            raise ValueError(
-                f"{name}={value!r} is unknown; use one of {list(get_args(kind))}{known}"
-            )
+    hint = _ELSEWHERE.get(f"roundmode={roundmode}", "")
+    check_choice("roundmode", roundmode, get_args(RoundMode), hint)
+    if scalemode is not None:
+        hint = _ELSEWHERE.get(f"scalemode={scalemode}", "")
+        check_choice("scalemode", scalemode, get_args(ScaleMode), hint)
+        _check_scalemode(scalemode, datatype)
     if not isinstance(saturate, bool):
         raise ValueError(f"saturate={saturate!r} is not a bool; use True or False")
-    scales = [
-        part.scale
-        for part in (datatype, datatype.residual)
-        if part is not None and part.scale is not None
-    ]
+    if key is None and roundmode == "stochastic":
+        raise ValueError(
+            "roundmode='stochastic' and key=none: roundmode=\"stochastic\" needs"
+            " key=jax.random.key(seed)"
+        )
+    if key is not None and roundmode != "stochastic":
+        raise ValueError(f"roundmode={roundmode!r} and key=given: drop key=")
+    check_key(key)
+    mode: ScaleMode = "midmax" if scalemode == "auto" else scalemode or "max"
+    return array, Modes(roundmode, mode, saturate)
+
+
+def _check_scalemode(scalemode: ScaleMode, datatype: DataType) -> None:
+    """Raise a ValueError unless the datatype has a scale for which it is a rule."""
+    scales = []
+    for part in (datatype, datatype.residual):
+        if part is not None and part.scale is not None:
+            scales.append(part.scale)
     exponents = [scale for scale in scales if scale.number.kind == "exponent"]
     if scalemode in TWO_LEVEL_MODES[1:]:
-        if (
-            not any(scale.is_nvfp4 for scale in scales)
-            or datatype.number.name != "e2m1f"
-        ):
+        is_nvfp4 = any(scale.is_nvfp4 for scale in scales)
+        if not is_nvfp4 or datatype.number.name != "e2m1f":
             raise ValueError(
                 f"scalemode={scalemode!r} chooses E4M3 scales of E2M1 values below a"
                 f" scale of the tensor, which {datatype.name} does not have; use nvfp4"
                 " or nvfp4s, or drop it"
             )
-    elif scalemode not in (None, "max") and not exponents:
+        return
+    if scalemode != "max" and not exponents:
         raise ValueError(
             f"scalemode={scalemode!r} chooses among powers of two, which"
             f" {datatype.name} does not have; drop it"
         )
-    elif scalemode is not None and exponents and all(scale.mode for scale in exponents):
+    if exponents and all(scale.mode for scale in exponents):
+        names = ", ".join(scale.name for scale in exponents)
         raise ValueError(
             f"scalemode={scalemode!r} is not for {datatype.name}, whose scales name"
-            f" their own mode ({', '.join(scale.name for scale in exponents)}); drop it"
+            f" their own mode ({names}); drop it"
         )
-    if (key is None) != (roundmode != "stochastic"):
-        missing = (
-            'roundmode="stochastic" needs key=jax.random.key(seed)'
-            if key is None
-            else "drop key="
-        )
-        raise ValueError(
-            f"roundmode={roundmode!r} and key={'none' if key is None else 'given'}:"
-            f" {missing}"
-        )
-    check_key(key)
-    mode: ScaleMode = "midmax" if scalemode == "auto" else scalemode or "max"
-    return array, Modes(roundmode, mode, saturate)

@@ -244,9 +244,7 @@ IMPLEMENTATIONS = (
 
 
 @shared
-def _dispatched(
-    chosen: tuple[Options, Backend | None], *arrays: Any
-) -> Nvfp4 | Nvfp4Values:
+def _dispatched(chosen: tuple[Options, Backend | None], *arrays: Any) -> Any:
     options, backend = chosen
     return dispatch("quantize_nvfp4", IMPLEMENTATIONS, backend, options, *arrays)
 

@@ -19,10 +19,7 @@ _WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
 
 def _run(job: Job, own: tuple[int, ...], *operands: jax.Array) -> list[jax.Array]:
-    found: list[jax.Array] = plgpu.on_platform(
-        functools.partial(_call, job, own), *operands
-    )
-    return found
+    return plgpu.on_platform(functools.partial(_call, job, own), *operands)
 
 
 TRITON = Engine(_run)
