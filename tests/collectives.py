@@ -1,5 +1,4 @@
-"""Collectives of an optimized program, each with its dtype, its shape, and the number
-of its runs.
+"""Collectives of an optimized program: their dtypes, shapes, and numbers of runs.
 
     all-gather bf16[1024,4096] x4        8.4 MB a time; its loop runs four times
 
@@ -33,8 +32,11 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Part:
-    """One array of a collective: its dtype as HLO writes it, and the shape that a
-    device holds of it.
+    """One array of a collective.
+
+    Attributes:
+      dtype: its dtype as HLO writes it.
+      shape: the shape that a device holds of it.
     """
 
     dtype: str
@@ -76,9 +78,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results in a step: whole arrays after a gather, parts after a
-        reduce-scatter.
-        """
+        """Bytes of all results in a step: whole arrays after a gather, else parts."""
         return self.times * sum(part.bytes for part in self.parts)
 
     def __str__(self) -> str:
@@ -96,26 +96,26 @@ def collectives(text: str) -> list[Collective]:
     >>> [str(c) for c in collectives('''
     ... ENTRY %main (p: bf16[2,4]) -> bf16[8,4] {
     ...   %p = bf16[2,4]{1,0} parameter(0)
-    ...   ROOT %g = bf16[8,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}
+    ...   ROOT %g = bf16[8,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4]
     ... }''')]
     ['all-gather bf16[8,4] x1 of 4: ']
     """
     bodies, entry = _computations(text)
     times = _times(bodies, entry)
-    found = (
-        (name, _collective(line)) for name, lines in bodies.items() for line in lines
-    )
-    return [
-        Collective(*what[:2], times[name], *what[2:])
-        for name, what in found
-        if what and times.get(name)
-    ]
+    found = []
+    for name, lines in bodies.items():
+        for line in lines:
+            one = _collective(line, times.get(name, 0))
+            if one is not None:
+                found.append(one)
+    return found
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """(the instructions of each computation, the name of the entry)."""
     bodies: dict[str, list[str]] = {}
-    entry, name = "", ""
+    entry = ""
+    name = ""
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
         if head:
@@ -133,8 +133,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
-    """How often a run of the program runs each computation; 0 for loops of unknown
-    length, which hold no collective.
+    """How often a run of the program runs each computation.
+
+    It is 0 for loops of unknown length, which hold no collective.
     """
     times: dict[str, int] = {}
 
@@ -155,44 +156,47 @@ def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 def _calls(line: str) -> Iterator[tuple[str, int | None]]:
     """(computation, how often the instruction runs it) of all that it calls."""
-    called = _CALLED.findall(line) + [
-        c.strip(" %") for found in _BRANCHES.findall(line) for c in found.split(",")
-    ]
+    # The function that an all-reduce applies only adds two numbers.
+    if _OPERATION.search(line):
+        return
+    called = _CALLED.findall(line)
+    for branches in _BRANCHES.findall(line):
+        called += [branch.strip(" %") for branch in branches.split(",")]
     rounds: int | None = 1
     if " while(" in line:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
         rounds = int(known[1]) if known else None
-    # The function that an all-reduce applies only adds two numbers.
-    yield from () if _OPERATION.search(line) else ((name, rounds) for name in called)
+    for name in called:
+        yield name, rounds
 
 
 def _holds_collective(bodies: dict[str, list[str]], name: str) -> bool:
-    lines = bodies[name]
-    if any(_OPERATION.search(line) for line in lines):
-        return True
-    return any(
-        _holds_collective(bodies, called)
-        for line in lines
-        for called, _ in _calls(line)
-    )
+    for line in bodies[name]:
+        if _OPERATION.search(line):
+            return True
+        if any(_holds_collective(bodies, called) for called, _ in _calls(line)):
+            return True
+    return False
 
 
-def _collective(line: str) -> tuple[str, tuple[Part, ...], int, str] | None:
-    """(operation, parts, group, source) of an instruction, or None."""
+def _collective(line: str, times: int) -> Collective | None:
+    """The collective of an instruction that runs so often, or None."""
     found = _OPERATION.search(line)
-    if found is None:
+    if found is None or not times:
         return None
     results = line[line.index(" = ") + 3 : found.start()]
     if found[2] and results.startswith("(("):
         results = _second(results)  # of ((operands), results)
     elif found[2] and found[1] != "all-reduce":
         results = results.strip("()").split(", ", 1)[1]
-    parts = tuple(
-        Part(dtype, tuple(int(size) for size in shape.split(",") if size))
-        for dtype, shape in _PART.findall(results)
-    )
+    parts = [Part(dtype, _sizes(shape)) for dtype, shape in _PART.findall(results)]
     source = re.search(r'op_name="([^"]*)"', line)
-    return found[1], parts, _group(line), source[1] if source else ""
+    name = source[1] if source else ""
+    return Collective(found[1], tuple(parts), times, _group(line), name)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)
 
 
 def _second(results: str) -> str:
@@ -206,14 +210,13 @@ def _second(results: str) -> str:
 
 def _group(line: str) -> int:
     """Devices of one group, of the forms in which HLO writes them."""
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(
-            int(sizes[axis])
-            for axis in re.findall(r"'(\w+)'", found[2])
-            if axis in sizes
-        )
-    found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(found[1].split(",")) if found else 0
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
+    if counted:
+        return int(counted[1])
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if named:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        axes = re.findall(r"'(\w+)'", named[2])
+        return math.prod(int(sizes.get(axis, 1)) for axis in axes)
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return len(listed[1].split(",")) if listed else 0

@@ -1,6 +1,6 @@
-"""Compiling for H200s on a machine without a GPU: the CUDA plugin needs a description
-of the device, and ptxas.
+"""Compiling for H200s on a machine without a GPU.
 
+The CUDA plugin needs a description of the device, and ptxas.
 `data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`:
 `*.gpu_target_config.pbtxt`). Nothing is autotuned this way, so what XLA would choose
 between Triton and cuBLASLt on the device does not show.
@@ -42,8 +42,12 @@ OPTIONS["xla_backend_optimization_level"] = 0
 
 @dataclass(frozen=True)
 class Compiled:
-    """The HLO of an optimized program, the names of its custom calls, and its bytes
-    besides its arguments.
+    """An optimized program.
+
+    Attributes:
+      text: its HLO.
+      targets: names of its custom calls.
+      temporary_bytes: its bytes besides its arguments.
     """
 
     text: str
@@ -56,22 +60,18 @@ class Compiled:
 
 
 def expected() -> bool:
-    """Return whether this run promised to compile programs for an H200, as `.ci/run`
-    does if the wheels exist.
-    """
+    """Return whether this run promised to compile for an H200, as `.ci/run` may."""
     return os.environ.get("TCFP_EXPECT_H200_COMPILER") == "1"
 
 
 def missing() -> str | None:
     """Return the part that this machine lacks, or None."""
-    if (
-        importlib.util.find_spec("jax_plugins") is None
-        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
-    ):
-        return (
-            "compiling for an H200 needs the wheels jax-cuda13-plugin and"
-            " jax-cuda13-pjrt"
-        )
+    for module in ("jax_plugins", "jax_plugins.xla_cuda13"):
+        if importlib.util.find_spec(module) is None:
+            return (
+                "compiling for an H200 needs the wheels jax-cuda13-plugin and"
+                " jax-cuda13-pjrt"
+            )
     return None if PTXAS else "compiling for an H200 needs ptxas of CUDA 13 on the PATH"
 
 
@@ -123,14 +123,12 @@ def on_blocks(
     def blocked(shape, scaling, axes, halves):
         values = on(mesh, shape, jnp.float8_e4m3fn, *axes)
         scale = on(mesh, scaling.scale_shape(shape), SCALE_DTYPE, *axes)
-        return Operand(
-            values, scale, *((values, scale) if halves == 2 else (None, None)), scaling
-        )
+        residual = (values, scale) if halves == 2 else (None, None)
+        return Operand(values, scale, *residual, scaling)
 
     m, k, n = sizes
-    return blocked((m, k), scaling.along_rows, x_axes, 1), blocked(
-        (n, k), scaling, w_axes, halves
-    )
+    x = blocked((m, k), scaling.along_rows, x_axes, 1)
+    return x, blocked((n, k), scaling, w_axes, halves)
 
 
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
@@ -146,9 +144,6 @@ def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
         compiled = traced.lower(lowering_platforms=("cuda",)).compile(
             compiler_options=OPTIONS
         )
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    return Compiled(
-        text,
-        re.findall(r'custom_call_target="([^"]*)"', text),
-        memory.temp_size_in_bytes,
-    )
+    text = compiled.as_text()
+    targets = re.findall(r'custom_call_target="([^"]*)"', text)
+    return Compiled(text, targets, compiled.memory_analysis().temp_size_in_bytes)

@@ -1,6 +1,4 @@
-"""What tests of all folders share: parameters without XLA, comparison by bits,
-decibels, and meshes of devices.
-"""
+"""Helpers of tests in all folders: parameters, comparisons, and meshes of devices."""
 
 import dataclasses
 import math
@@ -18,8 +16,7 @@ from tcfp_jax.weights.stored import Stored
 
 
 def filled(tree, seed=0):
-    """Arrays in the place of shapes: NumPy's normal values, as large as an initializer
-    would make them.
+    """Arrays instead of shapes: NumPy's normal values, as large as of an initializer.
 
     Shapes come from `jax.eval_shape`, so that a test compiles what it is about and no
     initializers.
@@ -28,9 +25,8 @@ def filled(tree, seed=0):
 
     def fill(leaf):
         fan_in = leaf.shape[-2] if len(leaf.shape) > 1 else 1
-        return jnp.asarray(
-            (rng.standard_normal(leaf.shape) / np.sqrt(fan_in)).astype(leaf.dtype)
-        )
+        drawn = rng.standard_normal(leaf.shape) / np.sqrt(fan_in)
+        return jnp.asarray(drawn.astype(leaf.dtype))
 
     return jax.tree.map(fill, tree)
 
@@ -42,9 +38,8 @@ def variables_of(model, *inputs, seed=0):
 
 def nnx_model(make, seed=0):
     """`make(rngs)`, an NNX model, with NumPy's values."""
-    graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...
-    )
+    shapes = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graphdef, params, rest = nnx.split(shapes, nnx.Param, ...)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
     return nnx.merge(graphdef, filled(params, seed), zeros)
 
@@ -53,7 +48,8 @@ class MLP(nnx.Module):
     """Two NNX layers of 16 and 32 features."""
 
     def __init__(self, rngs, linear=nnx.Linear):
-        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
+        self.up = linear(16, 32, rngs=rngs)
+        self.down = linear(32, 16, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -79,32 +75,30 @@ def unwatched(state):
 
 
 def same_bits(a, b):
-    """Whether two trees of arrays have the same structure, shapes, dtypes and bytes, a
-    NaN's and a zero's sign too.
+    """Whether two trees of arrays have the same structure, shapes, dtypes and bytes.
+
+    The signs of NaN and of zeros count.
     """
+
+    def stored(leaf):
+        array = np.asarray(leaf)
+        return array.dtype, array.shape, array.tobytes()
+
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
-    pairs = [
-        (np.asarray(x), np.asarray(y))
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    ]
-    return all(
-        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
-        for x, y in pairs
-    )
+    return [*map(stored, jax.tree.leaves(a))] == [*map(stored, jax.tree.leaves(b))]
 
 
 def decibels(exact, rounded):
-    """10 log10 of what `exact` has of energy over what `rounded` lost of it, in
-    float64.
-    """
+    """10 log10 of the energy of `exact` over that of the error, in float64."""
     exact, rounded = (np.asarray(x, np.float64) for x in (exact, rounded))
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - rounded) ** 2))
 
 
 def float64_of(operand):
-    """What an `Operand` stands for, in float64 and by NumPy alone."""
-    scale, (*_, rows, columns) = np.asarray(operand.scale, np.float64), operand.shape
+    """The values of an `Operand` in float64, by NumPy alone."""
+    scale = np.asarray(operand.scale, np.float64)
+    *_, rows, columns = operand.shape
     if isinstance(operand.scaling, Row):
         scale = scale[..., None]
     elif isinstance(operand.scaling, Tensor):
@@ -114,19 +108,14 @@ def float64_of(operand):
         scale = np.repeat(scale, size, axis=-1)[..., :columns]
         if operand.scaling.tile == "square":
             scale = np.repeat(scale, size, axis=-2)[..., :rows, :]
-    return (
-        sum(
-            np.asarray(half, np.float64)
-            for half in (operand.values, operand.lo)
-            if half is not None
-        )
-        * scale
-    )
+    total = np.asarray(operand.values, np.float64)
+    if operand.lo is not None:
+        total = total + np.asarray(operand.lo, np.float64)
+    return total * scale
 
 
 def mesh_of(*shape, names=("a", "b"), axis_type=AxisType.Auto):
-    """A mesh of this shape; skips the test where this process has too few devices, as
-    on a machine with one GPU.
+    """A mesh of this shape; a test is skipped if this process has too few devices.
 
     For the body of a test or fixture: what runs while files are collected must not need
     devices.

@@ -1,5 +1,4 @@
-"""Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy,
-to test decode kernels.
+"""Inline PTX as a GPU would run it, in NumPy, for all threads of a warpgroup at once.
 
 It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays
 with a value for each thread, and shared memory is bytes.
@@ -15,19 +14,18 @@ WARP = 32
 
 def run(text, count, operands, memory=None):
     """The `count` results `$0`, `$1`, ... of a text whose further `$` are operands."""
-    body = re.sub(
-        r"\.reg [^;]*;",
-        "",
-        text.strip()[1:-1] if text.strip().startswith("{") else text,
-    )
-    shape = np.broadcast_shapes(*(np.shape(operand) for operand in operands))
-    registers = {
-        f"${count + i}": np.broadcast_to(_u32(operand), shape)
-        for i, operand in enumerate(operands)
-    }
-    registers["%laneid"] = _u32(np.arange(shape[0] if shape else 1) % WARP)
-    for line in filter(None, (line.strip() for line in body.split(";"))):
-        line, where = _predicate(line, registers)
+    body = text.strip()
+    if body.startswith("{"):
+        body = body[1:-1]
+    body = re.sub(r"\.reg [^;]*;", "", body)
+    shape = np.broadcast_shapes(*map(np.shape, operands))
+    registers = {"%laneid": _u32(np.arange(shape[0] if shape else 1) % WARP)}
+    for i, operand in enumerate(operands, start=count):
+        registers[f"${i}"] = np.broadcast_to(_u32(operand), shape)
+    for line in body.split(";"):
+        line, where = _predicate(line.strip(), registers)
+        if not line:
+            continue
         name, _, rest = line.partition(" ")
         if name.startswith("ld.shared"):
             _load(name, rest, registers, memory)
@@ -49,9 +47,7 @@ def _predicate(line, registers):
 
 
 def _value(source, registers):
-    """Return the value of a register or of a constant; a float is written as 0f and its
-    bits.
-    """
+    """The value of a register or of a constant; a float is 0f and its bits."""
     if source in registers:
         return registers[source]
     return _u32(int(source[2:], 16) if source.startswith("0f") else int(source, 0))
@@ -62,16 +58,16 @@ def _u32(value):
 
 
 def _prmt(a, b, selector):
-    """Bytes of the eight of a and b; with bit 3 of its four bits set, a selector
-    repeats the byte's sign.
+    """Bytes of the eight of a and b, which four bits of the selector choose each.
+
+    With the highest bit set, the byte's sign is repeated.
     """
     whole = _wide(b) << np.uint64(32) | _wide(a)
     out = np.zeros_like(_u32(a + b + selector))
     for i in range(4):
         nibble = selector >> np.uint32(4 * i) & np.uint32(15)
-        byte = (whole >> (_wide(nibble) % np.uint64(8) * np.uint64(8))).astype(
-            np.uint32
-        ) & np.uint32(255)
+        place = _wide(nibble) % np.uint64(8) * np.uint64(8)
+        byte = (whole >> place).astype(np.uint32) & np.uint32(255)
         sign = np.where(byte & 128, np.uint32(255), np.uint32(0))
         out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
     return out
@@ -81,7 +77,10 @@ def _lop3(a, b, c, table):
     out = np.zeros_like(_u32(a ^ b ^ c))
     for i in range(8):
         if int(np.max(table)) >> i & 1:
-            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            of_a = a if i & 4 else ~a
+            of_b = b if i & 2 else ~b
+            of_c = c if i & 1 else ~c
+            out |= of_a & of_b & of_c
     return out
 
 
@@ -94,12 +93,12 @@ def _product(a, b):
 
 
 def _bf16x2(a, b):
-    with np.errstate(over="ignore", invalid="ignore"):
-        low, high = (
-            (_half(a, i) * _half(b, i)).astype(ml_dtypes.bfloat16).view(np.uint16)
-            for i in range(2)
-        )
-    return _u32(low) | _u32(high) << np.uint32(16)
+    out = np.uint32(0)
+    for i in range(2):
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = (_half(a, i) * _half(b, i)).astype(ml_dtypes.bfloat16)
+        out = out | _u32(product.view(np.uint16)) << np.uint32(16 * i)
+    return out
 
 
 def _half(a, i):
@@ -108,14 +107,12 @@ def _half(a, i):
 
 
 def _larger_halves(a, b):
-    low, high = (
-        np.maximum(
-            a >> np.uint32(16 * i) & np.uint32(0xFFFF),
-            b >> np.uint32(16 * i) & np.uint32(0xFFFF),
-        )
-        for i in range(2)
-    )
-    return low | high << np.uint32(16)
+    out = np.uint32(0)
+    for i in range(2):
+        shift = np.uint32(16 * i)
+        halves = [x >> shift & np.uint32(0xFFFF) for x in (a, b)]
+        out = out | np.maximum(*halves) << shift
+    return out
 
 
 def _of_warp(a, members):
@@ -136,10 +133,11 @@ def _in_float(operation, flush=False):
     """Convert float32, rounded to nearest."""
 
     def run(*operands):
+        ready = _flushed if flush else np.asarray
         with np.errstate(all="ignore"):
-            values = [_flushed(_float(a)) if flush else _float(a) for a in operands]
-            out = np.asarray(operation(*values), np.float32)
-            return (_flushed(out) if flush else out).view(np.uint32)
+            values = [ready(_float(a)) for a in operands]
+            out = ready(np.asarray(operation(*values), np.float32))
+        return out.view(np.uint32)
 
     return run
 
@@ -188,16 +186,15 @@ _INSTRUCTIONS = {
 
 def _store(name, rest, registers, memory, where):
     """Words at the address in brackets, a register and perhaps bytes to add."""
-    address, more, sources = re.match(
-        r"\[(\S+?)(?: \+ (\d+))?\], (.*)$", rest, re.DOTALL
-    ).groups()
+    pattern = r"\[(\S+?)(?: \+ (\d+))?\], (.*)$"
+    address, more, sources = re.match(pattern, rest, re.DOTALL).groups()
     sources = [source.strip() for source in sources.strip("{} ").split(",")]
     at = np.broadcast_to(registers[address] + np.uint32(more or 0), where.shape)
-    assert len(sources) == _words(name) and not (at % (4 * len(sources))).any()
+    assert len(sources) == _words(name)
+    assert not (at % (4 * len(sources))).any()
     for i, source in enumerate(sources):
-        memory.view(np.uint32)[at[where] // 4 + i] = np.broadcast_to(
-            registers[source], where.shape
-        )[where]
+        words = np.broadcast_to(registers[source], where.shape)
+        memory.view(np.uint32)[at[where] // 4 + i] = words[where]
 
 
 def _words(name):
@@ -206,12 +203,9 @@ def _words(name):
 
 
 def _load(name, rest, registers, memory):
-    """Words of memory at the address in brackets, a register and perhaps bytes to
-    add.
-    """
-    targets, address, more = re.match(
-        r"(.*), \[(\S+?)(?: \+ (\d+))?\]$", rest, re.DOTALL
-    ).groups()
+    """Words of memory at the address in brackets: a register, perhaps bytes to add."""
+    pattern = r"(.*), \[(\S+?)(?: \+ (\d+))?\]$"
+    targets, address, more = re.match(pattern, rest, re.DOTALL).groups()
     targets = [target.strip() for target in targets.strip("{} ").split(",")]
     assert len(targets) == _words(name)
     first = registers[address] + np.uint32(more or 0)

@@ -1,7 +1,7 @@
-"""The kernels with one scale a tensor or a row once, small: what NVIDIA's
-compute-sanitizer watches on a GPU.
+"""Kernels with one scale per tensor or row, small: for NVIDIA's compute-sanitizer.
 
-    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform \\
+        compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
 
 The platform allocator asks CUDA for every array, so that an access outside of one is
 seen.
@@ -26,21 +26,16 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (8192, 512)).astype(jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (1024, 512))
     both = dict(orientation="both", backend="triton")
-    x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x).rows
+    in_e4m3 = functools.partial(quantize, dtype=jnp.float8_e4m3fn, backend="triton")
+    x_q = jax.jit(functools.partial(in_e4m3, orientation="both"))(x).rows
     for orientation in ("rows", "both"):  # lines that no tile divides
-        of_rows = functools.partial(
-            quantize, scaling=Row(), orientation=orientation, backend="triton"
-        )
-        jax.block_until_ready(
-            jax.jit(functools.partial(of_rows, dtype=jnp.float8_e4m3fn))(x[:1001, :300])
-        )
-    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(
-        w, w * jnp.float32(1e-3)
-    ).rows
+        of_rows = functools.partial(in_e4m3, scaling=Row(), orientation=orientation)
+        jax.block_until_ready(jax.jit(of_rows)(x[:1001, :300]))
+    split = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))
+    w_q = split(w, w * jnp.float32(1e-3)).rows
     bits = jax.random.bits(jax.random.key(2), w.shape)
-    jax.block_until_ready(
-        jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits)
-    )
+    draw = jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))
+    jax.block_until_ready(draw(w, bits))
     bias = jnp.ones(w.shape[0])
     for backend in ("mosaic", "triton"):
         for accumulation in ("fast", "full"):
@@ -49,13 +44,8 @@ def main() -> None:
                     matmul, accumulation=accumulation, backend=backend
                 )
                 out = jax.jit(call)(x_q, weight, bias)
-                print(
-                    backend,
-                    accumulation,
-                    weight.nbytes,
-                    float(jnp.abs(out).max()),
-                    flush=True,
-                )
+                largest = float(jnp.abs(out).max())
+                print(backend, accumulation, weight.nbytes, largest, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The choice of an implementation, the reasons against the others, and the record of
-both.
-"""
+"""The choice of an implementation, the reasons against others, and their record."""
 
 import functools
 
@@ -24,21 +22,19 @@ def multiples_of_16(options, k):
     return f"k={k} is no multiple of 16" if k % 16 else None
 
 
+def made(backend, *rest, **more):
+    """An implementation whose result is its name."""
+    return Implementation(backend, lambda options, k: backend, *rest, **more)
+
+
 TABLE = (
-    Implementation(
-        "mosaic",
-        lambda options, k: "mosaic",
-        multiples_of_16,
-        configure=lambda options, k: f"tile {k}",
-    ),
-    Implementation("xla", lambda options, k: "xla"),
+    made("mosaic", multiples_of_16, configure=lambda options, k: f"tile {k}"),
+    made("xla"),
 )
 CHOICE = (
-    Implementation(
-        "mosaic", lambda options, k: "mosaic", decline=lambda options, k: "slower here"
-    ),
-    Implementation("triton", lambda options, k: "triton"),
-    Implementation("xla", lambda options, k: "xla"),
+    made("mosaic", decline=lambda options, k: "slower here"),
+    made("triton"),
+    made("xla"),
 )
 
 
@@ -49,58 +45,62 @@ def on_gpu(monkeypatch):
 
 
 def chosen(table, backend, k):
-    return next(
-        (v.backend for v in judge(table, backend, None, k) if v.reason is None), None
-    )
+    for verdict in judge(table, backend, None, k):
+        if verdict.reason is None:
+            return verdict.backend
+    return None
+
+
+def reasons(table, backend=None, k=32):
+    return [verdict.reason for verdict in judge(table, backend, None, k)]
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_none_takes_the_first_that_accepts():
-    assert chosen(TABLE, None, 32) == "mosaic" and chosen(TABLE, None, 5) == "xla"
-    assert [verdict.config for verdict in judge(TABLE, None, None, 32)] == [
-        "tile 32",
-        None,
-    ]
+    assert chosen(TABLE, None, 32) == "mosaic"
+    assert chosen(TABLE, None, 5) == "xla"
+    first, second = judge(TABLE, None, None, 32)
+    assert first.config == "tile 32"
+    assert second.config is None
     assert dispatch("op", TABLE, None, None, 5) == "xla"
 
 
 def test_a_cpu_interprets_a_kernel_only_where_it_is_named():
-    assert [v.reason for v in judge(TABLE, None, None, 32)] == [
-        "a CPU runs a kernel only where it is named, in its interpreter if it has one",
-        None,
-    ]
+    named = (
+        "a CPU runs a kernel only where it is named, in its interpreter if it has one"
+    )
+    assert reasons(TABLE) == [named, None]
     assert chosen(TABLE, "mosaic", 32) == "mosaic"
 
 
-def test_a_named_backend_runs_or_raises():
-    assert (
-        chosen(TABLE, "mosaic", 32) == "mosaic" and chosen(TABLE, "mosaic", 5) is None
-    )
-    with pytest.raises(
+REFUSED = [
+    (
+        "mosaic",
         NotImplementedError,
-        match="op cannot run with backend='mosaic': mosaic: k=5 is no multiple",
-    ):
-        dispatch("op", TABLE, "mosaic", None, 5)
-    with pytest.raises(
+        "op cannot run with backend='mosaic': mosaic: k=5 is no multiple",
+    ),
+    (
+        "triton",
         NotImplementedError,
-        match=r"op has no 'triton' implementation \(it has 'mosaic', 'xla'\)",
-    ):
-        dispatch("op", TABLE, "triton", None, 32)
-    with pytest.raises(ValueError, match="backend='cuda' is unknown"):
-        judge(TABLE, "cuda", None, 32)
+        r"op has no 'triton' implementation \(it has 'mosaic', 'xla'\)",
+    ),
+    ("cuda", ValueError, "backend='cuda' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("backend", "error", "message"), REFUSED)
+def test_a_named_backend_runs_or_raises(backend, error, message):
+    assert chosen(TABLE, "mosaic", 32) == "mosaic"
+    with pytest.raises(error, match=message):
+        dispatch("op", TABLE, backend, None, 5)
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_what_declines_runs_only_when_it_is_named():
-    assert (
-        chosen(CHOICE, None, 1) == "triton" and chosen(CHOICE, "mosaic", 1) == "mosaic"
-    )
-    assert [v.reason for v in judge(CHOICE, None, None, 1)] == [
-        "slower here",
-        None,
-        "triton comes first",
-    ]
-    assert judge(CHOICE, "xla", None, 1)[0].reason == "backend='xla' was asked for"
+def test_an_implementation_that_declines_runs_if_it_is_named():
+    assert chosen(CHOICE, None, 1) == "triton"
+    assert chosen(CHOICE, "mosaic", 1) == "mosaic"
+    assert reasons(CHOICE) == ["slower here", None, "triton comes first"]
+    assert reasons(CHOICE, "xla")[0] == "backend='xla' was asked for"
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -109,104 +109,109 @@ def test_the_fastest_that_can_run_is_chosen(monkeypatch):
     times = {"mosaic": 1.0, "triton": 1.1, "xla": 2.0}
     entry = tuning.Entry((32,), "v", "mosaic", times, {})
     monkeypatch.setattr(tuning, "_find", lambda *_: ("NVIDIA H200", entry))
-    made = functools.partial(Implementation, timed=True)
     table = (
-        made("mosaic", None, multiples_of_16),
-        made("triton", None, lambda options, k: "odd" if k % 2 else None),
-        Implementation("xla", None, key=lambda options, k: tuning.Key("op", "v", (k,))),
+        made("mosaic", multiples_of_16, timed=True),
+        made("triton", lambda options, k: "odd" if k % 2 else None, timed=True),
+        made("xla", key=lambda options, k: tuning.Key("op", "v", (k,))),
     )
     assert [chosen(table, None, k) for k in (32, 8, 5)] == ["mosaic", "triton", "xla"]
-    assert judge(table, None, None, 32)[1].reason.startswith("mosaic was fastest at 32")
+    assert reasons(table)[1].startswith("mosaic was fastest at 32")
     monkeypatch.setattr(tuning, "_find", lambda *_: ("NVIDIA H200", None))
-    table = made("mosaic", None, replaces="triton"), *table[1:]
+    table = made("mosaic", timed=True, replaces="triton"), *table[1:]
     assert [chosen(table, None, k) for k in (32, 5)] == ["xla", "mosaic"]
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_under_explicit_axes_the_same_runs():
     with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
-        assert (
-            chosen(TABLE, None, 32) == "mosaic" and chosen(CHOICE, None, 32) == "triton"
-        )
+        assert chosen(TABLE, None, 32) == "mosaic"
+        assert chosen(CHOICE, None, 32) == "triton"
 
 
 def test_a_hopper_gpu_with_an_old_jax_warns_once(monkeypatch):
     """Without a warning a user would not notice that the fast kernels do not run."""
     x = Operand(jnp.ones((128, 128), jnp.float8_e4m3fn), jnp.float32(1))
-    judged = lambda: judge(matmul.IMPLEMENTATIONS[Tensor], None, Product(), x, x, None)
+
+    def judged():
+        table = matmul.IMPLEMENTATIONS[Tensor]
+        return [v.reason for v in judge(table, None, Product(), x, x, None)]
+
     monkeypatch.setattr(plan, "SMALLEST_JAX", (99, 0))
     plan._warn_of_old_jax.cache_clear()
     monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
-    assert "older than 0.11" in judged()[0].reason  # a warning would be an error
+    assert "older than 0.11" in judged()[0]  # a warning would be an error
     monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    with pytest.warns(
-        UserWarning,
-        match="NVIDIA H100 80GB HBM3 runs without .* need jax 0.11 or newer",
-    ) as caught:
-        assert "older than 0.11" in judged()[0].reason and judged()[-1].reason is None
+    message = "NVIDIA H100 80GB HBM3 runs without .* need jax 0.11 or newer"
+    with pytest.warns(UserWarning, match=message) as caught:
+        reasons = judged() + judged()
+    assert "older than 0.11" in reasons[0]
+    assert reasons[-1] is None
     assert len(caught) == 1
 
 
-def test_calls_are_recorded_with_what_they_are_for():
+def test_calls_are_recorded_with_their_purpose():
     with recording() as calls, jax.named_scope("quantize_x"):
         quantize(jnp.ones((24, 16), jnp.bfloat16), jnp.float8_e4m3fn)
         # which cannot run it
         quantize(jnp.ones((24, 16)), jnp.float8_e4m3fn, backend="triton")
-    assert [(call.step, call.op) for call in calls] == [("quantize x", "quantize")] * 2
-    assert calls[0].operands == "bfloat16[24, 16]" and calls[0].chosen.backend == "xla"
-    assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[1].reason
+    by_xla, rejected = calls
+    assert (by_xla.step, by_xla.op) == ("quantize x", "quantize")
+    assert (rejected.step, rejected.op) == ("quantize x", "quantize")
+    assert by_xla.operands == "bfloat16[24, 16]"
+    assert by_xla.chosen.backend == "xla"
+    assert rejected.chosen is None
+    assert "multiples of 16" in rejected.verdicts[1].reason
 
 
 M, K, N = 24, 32, 16
 
 
 def _layers(recipe, x, ws):
-    return functools.reduce(
-        lambda x, w: jnp.tanh(tcfp_jax.matmul(x, w, recipe=recipe)), ws, x
-    )
+    for w in ws:
+        x = jnp.tanh(tcfp_jax.matmul(x, w, recipe=recipe))
+    return x
 
 
 @pytest.mark.parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
 def test_equal_layers_are_lowered_once(name):
+    def loss(ws):
+        return jnp.sum(_layers(name, jnp.ones((M, K)), ws))
+
     def lines(layers):
         ws = [jnp.ones((K, K))] * layers
-        gradient = jax.jit(
-            jax.grad(lambda ws: jnp.sum(_layers(name, jnp.ones((M, K)), ws)))
-        )
-        return len(gradient.lower(ws).as_text().splitlines())
+        return len(jax.jit(jax.grad(loss)).lower(ws).as_text().splitlines())
 
     assert (lines(4) - lines(2)) / 2 < 20  # two calls, a tanh, and its derivative
 
 
 def test_recordings_see_every_layer_and_leave_no_trace():
-    x, ws = jnp.ones((M, K)), [jnp.ones((K, K))] * 3
+    x = jnp.ones((M, K))
+    ws = [jnp.ones((K, K))] * 3
+    steps = ["quantize w", "quantize x", "forward"] * 3
     run = jax.jit(functools.partial(_layers, "tensorwise"))
     before = run.lower(x, ws).as_text()
     for _ in range(2):  # the second time nothing is new
         with recording() as calls:
             jax.eval_shape(run, x, ws)
-        assert [call.step for call in calls] == [
-            "quantize w",
-            "quantize x",
-            "forward",
-        ] * 3
+        assert [call.step for call in calls] == steps
     assert run.lower(x, ws).as_text() == before
 
 
-def test_what_was_measured_is_part_of_a_traced_product(monkeypatch):
-    """A new table of measurements is read, though a product of these shapes was traced
-    before.
-    """
-    x, w = jnp.ones((M, K)), jnp.ones((K, N))
-    trace = lambda: jax.make_jaxpr(
-        functools.partial(tcfp_jax.matmul, recipe="tensorwise")
-    )(x, w)
+def test_measurements_are_part_of_a_traced_product(monkeypatch):
+    """A new table is read, though a product of these shapes was traced before."""
     asked = []
+
+    def asking(*arguments):
+        asked.append(arguments)
+        return judge(*arguments)
+
+    def trace():
+        run = functools.partial(tcfp_jax.matmul, recipe="tensorwise")
+        jax.make_jaxpr(run)(jnp.ones((M, K)), jnp.ones((K, N)))
+
     # on which everything declines, as nothing is timed
     monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA L4")
-    monkeypatch.setattr(
-        module, "judge", lambda *a, judge=module.judge: asked.append(a[1]) or judge(*a)
-    )
+    monkeypatch.setattr(module, "judge", asking)
     tuning.load.cache_clear()
     trace()
     seen = len(asked)

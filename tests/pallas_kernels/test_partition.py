@@ -1,6 +1,4 @@
-"""Kernels under meshes of eight virtual devices, compiled by XLA's partitioner: what
-moves, and that bits stay.
-"""
+"""Kernels under meshes of eight virtual devices: what moves, and that bits stay."""
 
 import dataclasses
 import functools
@@ -46,9 +44,8 @@ def put():
 
 def hard_values(shape):
     rng = np.random.default_rng(0)
-    x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(
-        np.float32
-    )
+    x = rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))
+    x = x.astype(np.float32)
     x[0, :6] = [0.0, -0.0, 1.0625, -1.1875, 1e-40, 2.0**-9]
     return x
 
@@ -60,13 +57,21 @@ def collectives(compiled):
 
 def operands():
     def drawn(rows, size):
-        return jnp.asarray(
-            np.random.default_rng(rows).standard_normal((rows, 256)) * size, E4M3
-        )
+        random = np.random.default_rng(rows)
+        return jnp.asarray(random.standard_normal((rows, 256)) * size, E4M3)
 
-    return Operand(drawn(256, 30), jnp.float32(0.5)), Operand(
-        drawn(128, 60), jnp.float32(0.5), drawn(128, 1)
-    )
+    half = jnp.float32(0.5)
+    return Operand(drawn(256, 30), half), Operand(drawn(128, 60), half, drawn(128, 1))
+
+
+def product(**options):
+    return functools.partial(matmul, out_dtype=jnp.float32, backend="triton", **options)
+
+
+def of_backends(call, *operands):
+    """The results of a call by Triton and by XLA."""
+    for backend in ("triton", "xla"):
+        yield jax.jit(functools.partial(call, backend=backend))(*operands)
 
 
 def spread(put, operand, spec):
@@ -76,12 +81,11 @@ def spread(put, operand, spec):
 
 
 def close(got, x, w, bias=0.0):
-    a, b = float64_of(x), float64_of(w)
-    bound = 2.0**-18 * (np.abs(a) @ np.abs(b).T + np.abs(bias))
-    return np.all(
-        np.abs(np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64)))
-        <= bound
-    )
+    a = float64_of(x)
+    b = float64_of(w)
+    error = np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64))
+    size = np.abs(a) @ np.abs(b).T + np.abs(bias)
+    return np.all(np.abs(error) <= 2.0**-18 * size)
 
 
 @pytest.mark.slow_except("x_spec2-w_spec2-expected2", "x_spec3-w_spec3-expected3")
@@ -97,16 +101,11 @@ def close(got, x, w, bias=0.0):
 )
 def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(128) * 1e3, jnp.float32)
-    x, w = (
-        spread(put, operand, spec)
-        for operand, spec in zip(operands(), (x_spec, w_spec), strict=True)
-    )
-    call = jax.jit(
-        functools.partial(matmul, out_dtype=jnp.float32, bias=bias, backend="triton")
-    )
-    compiled = call.lower(x, w).compile()
+    x, w = operands()
+    on_devices = spread(put, x, x_spec), spread(put, w, w_spec)
+    compiled = jax.jit(product(bias=bias)).lower(*on_devices).compile()
     assert collectives(compiled) == expected
-    assert close(compiled(x, w), *operands(), bias)
+    assert close(compiled(*on_devices), x, w, bias)
 
 
 @pytest.mark.slow_except("split4-out4-expected4", "b-out6-expected6")
@@ -125,20 +124,13 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
 def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(
     put, split, out, expected
 ):
-    """A weight gradient: tokens are split over devices, and so is the gradient that
-    each of them keeps.
-    """
-    x, w = (
-        spread(put, operand.drop_residual(), P(None, split)) for operand in operands()
-    )
+    """In a weight gradient tokens are split over devices, and so is the gradient."""
+    halves = [operand.drop_residual() for operand in operands()]
+    x, w = (spread(put, operand, P(None, split)) for operand in halves)
     sharding = NamedSharding(mesh_of(2, 4), out)
-    call = jax.jit(
-        functools.partial(matmul, out_dtype=jnp.float32, backend="triton"),
-        out_shardings=sharding,
-    )
-    compiled = call.lower(x, w).compile()
+    compiled = jax.jit(product(), out_shardings=sharding).lower(x, w).compile()
     assert collectives(compiled) == expected
-    assert close(compiled(x, w), *(operand.drop_residual() for operand in operands()))
+    assert close(compiled(x, w), *halves)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +141,10 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
     x, w = (float64_of(operand).astype(np.float32) for operand in operands())
     x = jax.jit(lambda x: quantize(x, E4M3, Block(32, "vector")).rows)(x)
     w = jax.jit(lambda w: dual_quantize(w, Block(32)).rows)(w)
-    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, backend="triton"))
-    compiled = call.lower(put(x, x_spec), put(w, w_spec)).compile()
+    on_devices = put(x, x_spec), put(w, w_spec)
+    compiled = jax.jit(product()).lower(*on_devices).compile()
     assert collectives(compiled) == expected
-    assert close(compiled(put(x, x_spec), put(w, w_spec)), x, w)
+    assert close(compiled(*on_devices), x, w)
 
 
 @pytest.mark.slow_except("spec1")
@@ -161,17 +153,15 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
 def test_quantizers_with_one_scale_move_one_number(put, spec):
     w = put(hard_values((128, 128)), spec)
     error = put(hard_values((128, 128))[::-1] * np.float32(1e-6), spec)
-    call = lambda w, error, backend: dual_quantize(
-        w, error=error, orientation="both", backend=backend
-    )
-    compiled = (
-        jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
-    )
-    assert collectives(compiled) == {"all-reduce"}  # of the amax
-    assert "f32[128,128]{1,0} all-reduce" not in compiled.as_text()
-    assert same_bits(
-        compiled(w, error), jax.jit(functools.partial(call, backend="xla"))(w, error)
-    )
+
+    def call(w, error, backend):
+        return dual_quantize(w, error=error, orientation="both", backend=backend)
+
+    by_triton = jax.jit(functools.partial(call, backend="triton"))
+    text = by_triton.lower(w, error).compile()
+    assert collectives(text) == {"all-reduce"}  # of the amax
+    assert "f32[128,128]{1,0} all-reduce" not in text.as_text()
+    assert same_bits(*of_backends(call, w, error))
 
 
 @pytest.mark.slow_except("spec2-square")
@@ -187,7 +177,7 @@ def test_quantizers_with_blocks_move_nothing(put, spec, tile):
     )
     compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
     assert not collectives(compiled)
-    assert same_bits(compiled(x), jax.jit(functools.partial(call, backend="xla"))(x))
+    assert same_bits(*of_backends(call, x))
 
 
 @pytest.mark.slow_except("P('a', 'b')-rows", "P('a', 'b')-both")
@@ -208,29 +198,24 @@ def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(
     assert collectives(compiled) == ({"all-reduce"} if shared else set())
     reduced = re.findall(r"= \S*\[([\d,]*)\]\S* all-reduce", compiled.as_text())
     assert all("," not in shape for shape in reduced), reduced  # vectors, of lines
-    got, expected = compiled(x), jax.jit(functools.partial(call, backend="xla"))(x)
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), got, expected)
-    )
+    equal = functools.partial(np.array_equal, equal_nan=True)
+    assert jax.tree.all(jax.tree.map(equal, *of_backends(call, x)))
 
 
 @pytest.mark.optimized
 def test_an_axis_is_not_split_inside_a_block(put):
     x = put(hard_values((256, 128)), P("a", "b"))
     call = functools.partial(quantize, x, E4M3, Block(64, "vector"))
-    got, expected = (
-        jax.jit(functools.partial(call, backend=backend))()
-        for backend in ("triton", "xla")
-    )
-    assert same_bits(got, expected)
+    assert same_bits(*of_backends(call))
 
 
 def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
-    """Of 120 values in four blocks of 32, the last one short: each of four parts would
-    hold 30, a block of its own.
-    """
+    """Each of four parts of 120 values would hold 30, less than a block of 32."""
     x = jnp.asarray(hard_values((8, 120)))
-    largest = lambda x, summed_over: Block(32, "vector").amax(x)
+
+    def largest(x, summed_over):
+        return Block(32, "vector").amax(x)
+
     of_parts = jax.jit(
         partitioned(largest, "m k -> m q", {"q": BlocksOf("k", 32, 120)})
     )
@@ -241,19 +226,11 @@ def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
 def test_parts_that_no_tile_divides(put):
     values = put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device
     call = functools.partial(dual_quantize, values, orientation="both")
-    got, expected = (
-        jax.jit(functools.partial(call, backend=backend))()
-        for backend in ("triton", "xla")
-    )
-    assert same_bits(got, expected)
+    assert same_bits(*of_backends(call))
     x, w = operands()
     x = dataclasses.replace(x, values=x.values[:32])
     split = spread(put, x, P(("a", "b")))
-    assert close(
-        jax.jit(lambda x: matmul(x, w, out_dtype=jnp.float32, backend="triton"))(split),
-        x,
-        w,
-    )
+    assert close(jax.jit(product())(split, w), x, w)
 
 
 def test_operands_that_split_alike_are_brought_together_once(put):
@@ -263,7 +240,8 @@ def test_operands_that_split_alike_are_brought_together_once(put):
         seen.append((x.shape, w.shape, summed_over))
         return x @ w.T
 
-    x, w = put(jnp.ones((16, 8)), P("a")), put(jnp.ones((32, 8)), P("a"))
+    x = put(jnp.ones((16, 8)), P("a"))
+    w = put(jnp.ones((32, 8)), P("a"))
     out = jax.jit(partitioned(local, "m k, n k -> m n"))(x, w)
     assert np.all(np.asarray(out) == 8)
     assert seen[-1] in [((8, 8), (32, 8), ()), ((16, 8), (16, 8), ())]
@@ -276,10 +254,9 @@ def test_tiles_divide():
     assert Tiling().fit(64, 0) is None
 
 
-ONE, HALF = jnp.float32(1), functools.partial(Operand, scale=jnp.float32(0.5))
-RATES = Rates(
-    **{name: ONE for name in Rates._fields if name != "keep"}, keep=jnp.bool_(True)
-)
+ONE = jnp.float32(1)
+HALF = functools.partial(Operand, scale=jnp.float32(0.5))
+RATES = Rates(*[ONE] * len(Rates._fields))._replace(keep=jnp.bool_(True))
 WORDS = (jnp.uint32(1), jnp.uint32(2))
 # Of rows that vary, beside numbers that do not.
 KERNELS = {
@@ -309,7 +286,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_results_of_kernels_vary_in_a_shard_map_as_their_operands_do(name):
+def test_results_of_kernels_vary_as_their_operands(name):
     def inside(x):
         for leaf in jax.tree.leaves(KERNELS[name](x)):
             assert jax.typeof(leaf).manual_axis_type.varying == {"a"}, leaf
