@@ -20,6 +20,7 @@ import numpy as np
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
+COPY = "copy all files"  # the repair if a file is damaged
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,

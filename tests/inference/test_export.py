@@ -28,11 +28,8 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.formats import exact_share, quantize_nvfp4
 from tcfp_jax.inference import choose_codes, quantize_params, safetensors
-from tcfp_jax.inference.compressed_tensors import (
-    _divisor_of,
-    load_compressed,
-    save_compressed,
-)
+from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
+from tcfp_jax.inference.file_weights import _divisor_of
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.quantization import quantize_weight
