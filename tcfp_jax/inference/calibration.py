@@ -1,10 +1,10 @@
-"""`hessians`: the inputs of every weight of a model, summed up in one pass over
-calibration data.
+"""`hessians`: sums over the inputs of every weight, in one pass over calibration data.
 
 The program runs unchanged, and every planned product shows its inputs to the parameter
 that it multiplies:
 
-    y = observe(x w, x, probe)      forward: x w      backward: the gradient of the probe is sum over rows of x xᵀ
+    y = observe(x w, x, probe)      forward: x w
+                                    backward: the probe's gradient is the sum of x xᵀ
 
 A probe stands in place of a stored weight. It reaches the product as stored weights do,
 through loops over layers, branches and `jax.checkpoint`, and its gradient comes back
@@ -13,6 +13,7 @@ stacked like the parameter. XLA drops the rest of the pass.
 
 import functools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +38,10 @@ from tcfp_jax.recipes import Recipe
 def hessians(
     model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]
 ) -> dict[str, jax.Array]:
-    """Return `sum of x xᵀ` over the inputs x of every converted weight, by path:
-    float32 `[*stack, k, k]`.
+    """Return the sum of x xᵀ over the inputs x of every converted weight, by path.
 
-    `gptq` reads it, and `search_scales` its diagonal. The float model computes the
+    Use this before `gptq`, which reads the float32 `[*stack, k, k]`, or
+    `search_scales`, which reads its diagonal. The float model computes the
     inputs, whatever the recipe.
 
     Args:
@@ -57,31 +58,35 @@ def hessians(
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.conversion.transform import transform
-    >>> low = transform(lambda params, x: x @ params["w"], "tensorwise", include=("linear", "small"))
-    >>> hessians(low, {"w": jnp.ones((2, 4))}, [jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 0.0]])])["w"].tolist()
+    >>> def model(params, x):
+    ...     return x @ params["w"]
+    >>> low = transform(model, "tensorwise", include=("linear", "small"))
+    >>> batches = [jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 0.0]])]
+    >>> hessians(low, {"w": jnp.ones((2, 4))}, batches)["w"].tolist()
     [[2.0, 2.0], [2.0, 4.0]]
     """
     run = _function_of(model)
-    moments = jax.jit(lambda params, args: _second_moments(run, params, *args))
+    moments = jax.jit(functools.partial(_second_moments, run))
     total: dict[str, jax.Array] | None = None
     for batch in batches:
-        found = moments(params, batch if isinstance(batch, tuple) else (batch,))
+        args = batch if isinstance(batch, tuple) else (batch,)
+        found = moments(params, *args)
         total = found if total is None else _added(total, found)
     if total is None:
         raise ValueError("batches is empty; a calibration needs at least one")
     return total
 
 
-_added = jax.jit(lambda a, b: jax.tree.map(lambda x, y: x + y, a, b), donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(operator.add, a, b)
 
 
 def _function_of(model: Transformed | nn.Module) -> Transformed:
     if isinstance(model, Transformed):
         return model
-    conversion = (
-        linen_models.conversion_of(model) if isinstance(model, nn.Module) else None
-    )
-    if conversion is None:
+    conversion = linen_models.conversion_of(model)
+    if not isinstance(model, nn.Module) or conversion is None:
         raise TypeError(
             f"the model is a {type(model).__name__}, which is neither from transform"
             " nor a converted Linen model; pass transform(lambda params, x: ...,"
@@ -106,26 +111,28 @@ class _Probe:
 
 
 def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
-    # The result of `run` is differentiated, so a loop of unknown length has no moments.
-    # Probes do not reach the inside of `jax.shard_map` nor a layer that multiplies by
-    # itself.
+    """Return the sums of one batch; `args` are the parameters and the inputs.
+
+    The result of `run` is differentiated, so a loop of unknown length has no moments.
+    Probes do not reach the inside of `jax.shard_map` nor a layer that multiplies by
+    itself.
+    """
     found = run.examine(*args)
 
     def zeros(path: str) -> jax.Array:
-        layout, shape = found.weights[path].layout, found.leaves[path].shape
+        layout = found.weights[path].layout
+        shape = found.leaves[path].shape
         k = math.prod(shape[axis] for axis in layout.inputs)
-        return jnp.zeros((*(shape[axis] for axis in layout.stack), k, k), jnp.float32)
+        stack = [shape[axis] for axis in layout.stack]
+        return jnp.zeros((*stack, k, k), jnp.float32)
 
     def outputs(probes: dict[str, jax.Array]) -> list[jax.Array]:
         seen: set[str] = set()
         machine = Machine(functools.partial(_observed, seen))
-        made = run.run_on(
-            machine,
-            found,
-            args,
-            {path: _Probe(probe, path) for path, probe in probes.items()},
-        )
-        if missing := sorted(set(probes) - seen):
+        shown = {path: _Probe(probe, path) for path, probe in probes.items()}
+        made = run.run_on(machine, found, args, shown)
+        missing = sorted(probes.keys() - seen)
+        if missing:
             raise ValueError(
                 f"no product of {missing[0]} is seen; write the layer in Flax's own"
                 " code and convert it, outside of jax.shard_map"
@@ -144,42 +151,38 @@ def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
 def _observed(
     seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: jax.Array
 ) -> jax.Array:
-    """Return the result of a planned product, and show its rows of x to the probe of
-    its weight.
-    """
+    """Return a planned product, and show its rows of x to the probe of its weight."""
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight = inputs[side]
     found = factors_of(eqn, side, weight.view)
     assert isinstance(found, Factors), "the census plans no other product"
-    how, probe = weight.weight, weight.stored
-    if (
-        how is None
-        or probe is None
-        or (how.recipe, how.layout) != (recipe, found.layout)
-    ):
+    how = weight.weight
+    probe = weight.stored
+    if how is None or probe is None:
+        return y
+    if (how.recipe, how.layout) != (recipe, found.layout):
         return y  # it reads the weight in another form than the stored one
     seen.add(probe.path)
     contraction = found.contraction
     x = lax.stop_gradient(inputs[1 - side])
     if eqn.primitive.name == GROUPED:  # each weight has moments of its own rows
-        ends, row = jnp.cumsum(inputs[2])[:, None], jnp.arange(x.shape[0])
-        x = jnp.where(
-            ((ends - inputs[2][:, None] <= row) & (row < ends))[..., None], x, 0
-        )
-    x = ungrouped(x, found.x_groups) if found.x_groups else x
+        sizes = inputs[2][:, None]
+        ends = jnp.cumsum(inputs[2])[:, None]
+        row = jnp.arange(x.shape[0])
+        is_own = (ends - sizes <= row) & (row < ends)
+        x = jnp.where(is_own[..., None], x, 0)
+    if found.x_groups:
+        x = ungrouped(x, found.x_groups)
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
+    stack = x.shape[: len(contraction.stack)]
     k = math.prod(x.shape[x.ndim - len(contraction.inputs) :])
-    return _observe(
-        y, x.reshape(*x.shape[: len(contraction.stack)], -1, k), probe.zeros
-    )
+    return _observe(y, x.reshape(*stack, -1, k), probe.zeros)
 
 
 @jax.custom_vjp
 def _observe(y: jax.Array, x: jax.Array, moments: jax.Array) -> jax.Array:
-    """Return y. Its backward pass gives the moments of x `[..., rows, k]` as the
-    gradient of `moments`.
-    """
+    """Return y; the gradient of `moments` are the moments of x `[..., rows, k]`."""
     return y
 
 

@@ -1,44 +1,49 @@
-"""Checks of quantized weights that come from files: shapes and dtypes of their arrays,
-and values of their scales.
-"""
+"""Checks of quantized weights, and of the variables that hold them."""
+
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from pallas_kernels.numerics import FLOAT8_DTYPES
 from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
+from tcfp_jax.paths import PyTree
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Weight
 
 # Bits of 2**121, the scale of float32's largest value
 _LARGEST_SCALE = (121 + 127) << 23
 
 
 def check_operand(path: str, weight: Operand, repair: str) -> None:
-    """Raise a ValueError if the arrays of a weight do not fit its scaling and each
-    other; `repair` ends the message.
+    """Raise a ValueError if the arrays of a weight do not fit its scaling.
+
+    `repair` ends the message.
     """
-    scaling, four = weight.scaling, isinstance(weight.scaling, Fp4)
-    block = SCALE_DTYPE if isinstance(scaling, Block) else np.float32
-    wanted = (
-        np.dtype(scaling.scale_dtype if isinstance(scaling, Fp4) else block),
-        scaling.scale_shape(weight.shape),
-    )
+    scaling = weight.scaling
+    if isinstance(scaling, Fp4):
+        dtype = np.dtype(scaling.scale_dtype)
+    else:
+        dtype = np.dtype(SCALE_DTYPE if isinstance(scaling, Block) else np.float32)
+    wanted = (dtype, scaling.scale_shape(weight.shape))
     found = (np.dtype(weight.scale.dtype), tuple(weight.scale.shape))
-    if found != wanted or four != (weight.values.dtype == np.uint8):
-        named = [f"{dtype}{list(shape)}" for dtype, shape in (wanted, found)]
+    values = weight.values
+    is_packed = values.dtype == np.uint8
+    if found != wanted or isinstance(scaling, Fp4) != is_packed:
         raise ValueError(
-            f"{path} is {weight.values.dtype}{list(weight.values.shape)}, whose scales"
-            f" with {scaling} are {named[0]}, but these are {named[1]}; {repair}"
+            f"{path} is {values.dtype}{list(values.shape)}, whose scales"
+            f" with {scaling} are {wanted[0]}{list(wanted[1])}, but these are"
+            f" {found[0]}{list(found[1])}; {repair}"
         )
-    if not four and weight.values.dtype not in FLOAT8_DTYPES:
+    if not is_packed and values.dtype not in FLOAT8_DTYPES:
         raise ValueError(
-            f"{path} is {weight.values.dtype}, which is neither FP8 nor packed FP4"
+            f"{path} is {values.dtype}, which is neither FP8 nor packed FP4"
             f" codes; {repair}"
         )
-    of_values = (weight.values.dtype, weight.values.shape)
     expected = {
-        "lo": of_values,
+        "lo": (values.dtype, values.shape),
         "lo_scale": found,
-        "outer": (np.dtype(np.float32), weight.values.shape[:-2]),
+        "outer": (np.dtype(np.float32), values.shape[:-2]),
     }
     for name, (dtype, shape) in expected.items():
         one = getattr(weight, name)
@@ -51,28 +56,55 @@ def check_operand(path: str, weight: Operand, repair: str) -> None:
 
 
 def check_scales(path: str, weight: Operand) -> None:
-    """Raise a ValueError for scales that no quantizer makes; NaN is one, which says
-    that the values were lost.
+    """Raise a ValueError for scales that no quantizer makes.
+
+    NaN is one that they make: it says that the values were lost.
     """
     for name in ("scale", "lo_scale", "outer"):
         scale = getattr(weight, name)
-        unknown = isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct | None)
-        if (
-            unknown
-            or scale.dtype == SCALE_DTYPE
-            or not getattr(scale, "is_fully_addressable", True)
+        if isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct | None):
+            continue
+        if scale.dtype == SCALE_DTYPE or not getattr(
+            scale, "is_fully_addressable", True
         ):
             continue
         bits = np.asarray(scale).astype(np.float32).reshape(-1).view(np.int32)
         # Zero is the scale of FP4 blocks of zeros. Some devices read subnormals as
         # zero, and others do not.
-        least = np.where(isinstance(weight.scaling, Fp4) & (bits == 0), 0, 1 << 23)
-        wrong = ((bits < least) | (bits > _LARGEST_SCALE)) & (
-            bits & 0x7FFFFFFF <= 0x7F800000
-        )
+        is_zero = isinstance(weight.scaling, Fp4) & (bits == 0)
+        least = np.where(is_zero, 0, 1 << 23)
+        is_nan = bits & 0x7FFFFFFF > 0x7F800000
+        wrong = ((bits < least) | (bits > _LARGEST_SCALE)) & ~is_nan
         if np.any(wrong):
             raise ValueError(
                 f"{name} of {path} has {bits[wrong].view(np.float32)[0]:g}, and"
                 " quantizers make scales from 2**-126 to 2**121, or 0 for FP4 blocks"
                 " of zeros; the file is damaged, or another library wrote it"
             )
+
+
+def part_of(variables: Mapping[str, PyTree], name: str) -> PyTree:
+    """Return the parameters or the stored weights of variables of `quantize_params`."""
+    part = variables.get(name) if isinstance(variables, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise ValueError(
+            f'the variables have no dict "{name}"; pass the result of quantize_params,'
+            ' {"params", "tcfp"}'
+        )
+    return part
+
+
+def check_weights(recipe: object) -> None:
+    """Raise a ValueError unless this is a recipe, a name, or from `find_weights`."""
+    if isinstance(recipe, Mapping) and not all(
+        isinstance(weight, Weight) for weight in recipe.values()
+    ):
+        raise ValueError(
+            "recipe= is a mapping, but not from paths to Weight; pass"
+            " find_weights(model)"
+        )
+    if not isinstance(recipe, Recipe | str | Mapping):
+        raise ValueError(
+            f"recipe= is a {type(recipe).__name__}; pass a recipe, its name, or"
+            " find_weights(model)"
+        )

@@ -1,26 +1,32 @@
-"""FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with
-inputs of the model.
+"""FP4 codes chosen by their error: `search_scales` without data, `gptq` with inputs.
 
 `search_scales` leaves the smallest squared error:
 
     for every scale of the scales that is tried, for every block:
-        scale = argmin over every useful scale of  sum_j h_j (w_j - scale outer e2m1(w_j / (scale outer)))^2
-    the scale of the scales is the one whose blocks' errors have the smallest sum
-    it is then multiplied by  sum_j h_j w_j^2 / sum_j h_j w_j q_j  over the whole matrix, q being the result
+        scale = the useful scale s with the smallest
+                sum_j h_j (w_j - s outer e2m1(w_j / (s outer)))^2
+    outer = the one whose blocks' errors have the smallest sum, multiplied by
+            sum_j h_j w_j^2 / sum_j h_j w_j q_j over the matrix, q being the result
 
-h is 1 or the diagonal of the Hessian of a calibration: how large the inputs of each column are. The search contains all
-choices of the rules of `Fp4`, so before the last line its error is never above theirs. The last line is there because
-the best q is orthogonal to its error and so shorter than w, by 0.7 % for a Gaussian, which makes every output too small
-by as much. That costs more than noise without a direction. It is the correction of Banner et al. 2019, "Post training
-4-bit quantization of convolutional networks", by one number for a matrix; the squared error e |w|^2 becomes e / (1 - e)
-|w|^2, 0.03 dB. MXFP4 and the rule "one_level" have no scale of the scales and stay shrunk.
+h is 1 or the diagonal of the Hessian of a calibration: how large the inputs of each
+column are. The search contains all choices of the rules of `Fp4`, so before the last
+line its error is never above theirs. The last line is there because the best q is
+orthogonal to its error and so shorter than w, by 0.7 % for a Gaussian, which makes
+every output too small by as much. That costs more than noise without a direction. It is
+the correction of Banner et al. 2019, "Post training 4-bit quantization of convolutional
+networks", by one number for a matrix; the squared error e |w|^2 becomes
+e / (1 - e) |w|^2, 0.03 dB. MXFP4 and the rule "one_level" have no scale of the scales
+and stay shrunk.
 
 `gptq` chooses one column after another, so that later columns make up for the errors of
 earlier ones:
 
-    minimize tr((W - Q) H (W - Q)ᵀ)        H = sum of x xᵀ over the inputs x of a calibration
+    minimize tr((W - Q) H (W - Q)ᵀ)    H = sum of x xᵀ over the inputs of a calibration
     U: upper triangular, Uᵀ U = (H + damping mean(diag H) I)⁻¹
-    for j = 1 .. k:   q_j = nearest FP4 to w_j     e_j = (w_j - q_j) / U_jj     w_l <- w_l - e_j U_jl  for l > j
+    for j = 1 .. k:
+        q_j = nearest FP4 to w_j
+        e_j = (w_j - q_j) / U_jj
+        w_l <- w_l - e_j U_jl  for l > j
 
 Blocks that share a scale run along k, so the columns keep their order. The scale of a
 block is chosen when its first column is reached: the candidate with the smallest sum of
@@ -38,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.formats.float_bits import TINY
@@ -53,27 +60,25 @@ _LARGEST = 6.0  # E2M1 number
 # A search tries the scales within amax / (12 outer) ... amax / (3 outer). A larger one
 # maps a block to 0, 0.5, 1, 1.5, 2 and 3 at most; half of it has the same values and
 # more. A smaller one cuts the largest value to less than half.
-_SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
+_SMALLEST_PART = 12.0
+_LARGEST_PART = 3.0
 _E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 # Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
-_FOLDS = np.array(
-    [
-        value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5)
-        for value in _E4M3
-    ]
-)
+_MANTISSAS = 2 * np.frexp(_E4M3)[0]
+_FOLDS = (_E4M3 >= LEAST_FOLDED) & np.isin(_MANTISSAS, (1.0, 1.25, 1.5))
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 _EXACT = lax.Precision.HIGHEST
+_Pair = tuple[jax.Array, jax.Array]  # errors and scales of blocks
 _Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
 
 
 def search_scales(
     w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None
 ) -> Operand:
-    """Return the FP4 operand whose scales leave the smallest squared error, without
-    shrinking the matrix.
+    """Return the FP4 operand whose scales leave the smallest squared error.
 
-    Use it if packing may take longer than by a rule, and you have no inputs for `gptq`.
+    The matrix is not shrunk. Use this if packing may take longer than by a rule, and
+    you have no inputs for `gptq`.
 
     Args:
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a
@@ -102,15 +107,12 @@ def search_scales(
             f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give"
             f" one number for each column, {[*w.shape[:-2], w.shape[-1]]}"
         )
-    weights = (
-        jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32)
-        if importance is None
-        else importance
-    )
+    if importance is None:
+        importance = jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32)
     search = functools.partial(_search, scaling=scaling)
     for _ in range(w.ndim - 2):
         search = jax.vmap(search)
-    return search(w, weights)
+    return search(w, importance)
 
 
 def gptq(
@@ -121,8 +123,10 @@ def gptq(
     scales: Literal["rule", "search"] = "rule",
     damping: float = 0.01,
 ) -> Operand:
-    """Return the FP4 operand that GPTQ finds: its product with the Hessian's inputs
-    stays near the product of `w`.
+    """Return the FP4 operand that GPTQ finds.
+
+    Its product with the Hessian's inputs stays near the product of `w`. Use this if you
+    have inputs of the model for `hessians`; `search_scales` needs none.
 
     Args:
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a
@@ -144,7 +148,8 @@ def gptq(
         an option is out of range.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
-    >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
+    >>> found = gptq(w, jnp.eye(4), scales="search")
+    >>> found.values.tolist() == search_scales(w).values.tolist()
     True
     """
     w = check_matrix(w, scaling)
@@ -159,8 +164,7 @@ def gptq(
             f"damping={damping} must be positive: inputs that were never seen make a"
             " Hessian singular"
         )
-    if scales not in ("rule", "search"):
-        raise ValueError(f"scales={scales!r} is unknown; use one of ['rule', 'search']")
+    check_choice("scales", scales, ("rule", "search"))
     if w.size == 0:
         return quantize_fp4(w, scaling)
     compensate = functools.partial(
@@ -182,38 +186,40 @@ def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
     factor = (scale * outer)[:, None, :, None]
     numbers = _rounded(values, factor)
     if scaling.has_outer and scaling.rule != "one_level":
-        outer = outer * _lengthening(
-            values, numbers * factor, _spread(importance, values.shape)
-        )
+        weights = _spread(importance, values.shape)
+        outer = outer * _lengthening(values, numbers * factor, weights)
     return _operand(numbers, scale, outer, lost, (w, scaling))
 
 
 def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the factor f that rescales q so that `<w, f q> = <w, w>`."""
     unit = _unit_of(jnp.abs(w).max(initial=0))
-    wanted, made = (jnp.sum(w * unit * (other * unit) * weights) for other in (w, q))
+    wanted = jnp.sum(w * unit * (w * unit) * weights)
+    made = jnp.sum(w * unit * (q * unit) * weights)
     return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
 
 
 def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the importance of each column of tiles of this shape,
-    `[blocks along k, block]`: positive, in any unit.
+    """Return the importance of each column of tiles of this shape.
+
+    It is `[blocks along k, block]`, positive, in any unit.
     """
     weights = importance.astype(jnp.float32)
     amax = weights.max(initial=0)
     # a calibration without inputs weighs all alike
     weights = jnp.where(amax == 0, 1, weights * _unit_of(amax))
-    weights = jnp.pad(
-        weights + _FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights))
-    )
-    return weights.reshape(shape[2:])
+    weights = weights + _FLOOR * weights.mean()
+    missing = math.prod(shape[2:]) - len(weights)
+    return jnp.pad(weights, (0, missing)).reshape(shape[2:])
 
 
 def _best_scales(
     values: jax.Array, importance: jax.Array, scaling: Fp4
 ) -> tuple[jax.Array, jax.Array]:
+    """Return (scales of the blocks, their `outer`) with the smallest error."""
     amax = jnp.abs(values).max(axis=(1, 3))
-    weights, unit = _spread(importance, values.shape), _unit_of(amax)
+    weights = _spread(importance, values.shape)
+    unit = _unit_of(amax)
     # Each tile is searched in units of its own values; errors of all tiles are added in
     # one unit.
     shared = jnp.square(_unit_of(amax.max(initial=0)) / unit)
@@ -223,29 +229,29 @@ def _best_scales(
         error = (values - _rounded(values, factor) * factor) * unit[:, None, :, None]
         return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
-    def better(
-        best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        error = of_scale(scale, outer)
-        return jnp.minimum(best[0], error), jnp.where(error < best[0], scale, best[1])
-
     def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
+        def better(found: _Pair, scale: jax.Array) -> tuple[_Pair, None]:
+            least, chosen = found
+            error = of_scale(scale, outer)
+            chosen = jnp.where(error < least, scale, chosen)
+            return (jnp.minimum(least, error), chosen), None
+
         tried = _candidates(amax, outer, scaling, search=True)
-        first = jnp.full_like(amax, jnp.inf), tried[0]
-        error, scale = jax.lax.scan(
-            lambda found, one: (better(found, one, outer), None), first, tried
-        )[0]
+        first = (jnp.full_like(amax, jnp.inf), tried[0])
+        (error, scale), _ = jax.lax.scan(better, first, tried)
         total = jnp.sum(error * shared)
-        take = total < best[0]
-        return (
-            jnp.minimum(total, best[0]),
-            jnp.where(take, scale, best[1]),
-            jnp.where(take, outer, best[2]),
-        ), None
+        least, best_scale, best_outer = best
+        take = total < least
+        found = (
+            jnp.minimum(total, least),
+            jnp.where(take, scale, best_scale),
+            jnp.where(take, outer, best_outer),
+        )
+        return found, None
 
     tried = _outers(jnp.max(amax, initial=0), scaling, search=True)
-    start = jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0]
-    _, scale, outer = jax.lax.scan(of_outer, start, tried)[0]
+    start = (jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0])
+    (_, scale, outer), _ = jax.lax.scan(of_outer, start, tried)
     return jnp.where(amax > 0, scale, 0), outer
 
 
@@ -266,9 +272,8 @@ def _compensate(
         (outer,) = _outers(jnp.abs(values).max(initial=0), scaling, search=False)
     matrix = values.reshape(groups * rows, count * block)
 
-    def step(
-        matrix: jax.Array, number: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(matrix: jax.Array, number: jax.Array) -> tuple[jax.Array, _Pair]:
+        """Choose the codes and scales of a block of columns; correct later ones."""
         at = number * block
         mine = lax.dynamic_slice_in_dim(matrix, at, block, axis=1)
         lines = lax.dynamic_slice_in_dim(factor, at, block, axis=0)
@@ -276,49 +281,41 @@ def _compensate(
         largest = jnp.abs(mine).reshape(groups, rows * block).max(axis=1)
         tried = _candidates(largest, outer, scaling, search=search)
         tried = jnp.where(largest > 0, tried, 0)
-        numbers, errors = _propagate(
-            mine, corner, jnp.repeat(tried, rows, axis=1) * outer
-        )
+        factors = jnp.repeat(tried, rows, axis=1) * outer
+        numbers, errors = _propagate(mine, corner, factors)
         # Tiles may lie anywhere in float32's range, so each one's errors are in units
         # of its own values.
-        lifted = (
-            errors.reshape(len(tried), groups, rows * block)
-            * _unit_of(largest)[:, None]
-        )
-        losses = jnp.square(lifted).sum(axis=2)
+        of_tiles = errors.reshape(len(tried), groups, rows * block)
+        losses = jnp.square(of_tiles * _unit_of(largest)[:, None]).sum(axis=2)
         best = jnp.argmin(losses, axis=0)
+        scale = jnp.take_along_axis(tried, best[None], axis=0)[0]
         of_row = jnp.repeat(best, rows)[None, :, None]
-        pick = lambda of_all: jnp.take_along_axis(of_all, of_row, axis=0)[0]
+        numbers = jnp.take_along_axis(numbers, of_row, axis=0)[0]
+        errors = jnp.take_along_axis(errors, of_row, axis=0)[0]
         # The lines are zero to the left of the block, and the block itself is not read
         # again.
-        matrix = matrix - jnp.matmul(pick(errors), lines, precision=_EXACT)
-        return matrix, (
-            pick(numbers),
-            jnp.take_along_axis(tried, best[None], axis=0)[0],
-        )
+        matrix = matrix - jnp.matmul(errors, lines, precision=_EXACT)
+        return matrix, (numbers, scale)
 
     _, (numbers, scale) = lax.scan(step, matrix, jnp.arange(count))
     numbers = numbers.transpose(1, 0, 2).reshape(groups, rows, count, block)
-    return _operand(
-        numbers, scale.T, outer, lost | ~jnp.isfinite(factor).all(), (w, scaling)
-    )
+    lost = lost | ~jnp.isfinite(factor).all()
+    return _operand(numbers, scale.T, outer, lost, (w, scaling))
 
 
 def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Array:
-    """Return the upper triangular U of which `Uᵀ U` is the inverse of the damped
-    Hessian, filled up by the identity.
+    """Return the upper triangular U with `Uᵀ U` the inverse of the damped Hessian.
 
-    The Cholesky factor of the Hessian with its columns in reverse gives `H = V Vᵀ` with
-    V upper triangular, so that U = V⁻¹ and no inverse of H is ever formed. The unit of
-    H does not matter.
+    The identity fills it up to `size`. The Cholesky factor of the Hessian with its
+    columns in reverse gives `H = V Vᵀ` with V upper triangular, so that U = V⁻¹ and no
+    inverse of H is ever formed. The unit of H does not matter.
     """
     k = len(hessian)
     hessian = hessian * _unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
-    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(
-        never, 1, damping
-    ) * jnp.eye(k, dtype=jnp.float32)
+    added = jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
+    scaled = hessian / jnp.where(never, 1, mean) + added
     filled = jnp.eye(size, dtype=jnp.float32).at[:k, :k].set(scaled)
     reverse = jnp.linalg.cholesky(filled[::-1, ::-1])[::-1, ::-1]
     return jax.scipy.linalg.solve_triangular(
@@ -329,11 +326,14 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Ar
 def _propagate(
     values: jax.Array, corner: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (E2M1 numbers, errors over U_jj) of a block of columns `[n, block]`, for
-    each of `[count, n]` factors.
+    """Return (E2M1 numbers, errors over U_jj) of a block of columns, for each factor.
 
-    `corner` is the part `[block, block]` of U for these columns.
+    The columns are `[n, block]` and the factors `[count, n]`. `corner` is the part
+    `[block, block]` of U for these columns.
     """
+
+    def put(whole: jax.Array, one: jax.Array, j: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(whole, one, j, axis=2)
 
     def column(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         left, numbers, errors = state
@@ -342,8 +342,7 @@ def _propagate(
         number = _rounded(mine, factors)
         error = (mine - number * factors) / line[j]
         left = left - error[..., None] * line
-        put = lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, j, axis=2)
-        return left, put(numbers, number), put(errors, error)
+        return left, put(numbers, number, j), put(errors, error, j)
 
     start = jnp.broadcast_to(values, (len(factors), *values.shape))
     zeros = jnp.zeros_like(start)
@@ -358,54 +357,49 @@ def _propagate(
 
 
 def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
-    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or
-    inf and are lost.
+    """Split a matrix `[n, k]` into tiles that share a scale; tell which are lost.
 
-    The tiles are `[tiles along n, rows of a tile, blocks along k, block]`, with zeros
-    for padding, NaN and inf.
+    Those hold NaN or inf. The tiles are `[tiles along n, rows of a tile, blocks along
+    k, block]`, with zeros for padding, NaN and inf.
     """
     block = scaling.block
     rows = block if scaling.tile == "square" else 1
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
-    tiles = padded.reshape(
-        padded.shape[0] // rows, rows, padded.shape[1] // block, block
-    )
+    tiles = padded.reshape(-1, rows, padded.shape[1] // block, block)
     finite = jnp.isfinite(tiles)
     return jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3))
 
 
 def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return the E2M1 numbers of values under a factor, scale times outer, that
-    broadcasts; a factor of 0 gives 0.
+    """Return the E2M1 numbers of values under a factor that broadcasts.
+
+    The factor is scale times outer; 0 gives 0.
     """
-    return jnp.where(
-        factor > 0, jnp.copysign(nearest(jnp.abs(values), factor), values), 0
-    )
+    numbers = jnp.copysign(nearest(jnp.abs(values), factor), values)
+    return jnp.where(factor > 0, numbers, 0)
 
 
 def _unit_of(amax: jax.Array) -> jax.Array:
-    """Return the power of two that brings a largest magnitude to 1 to 2, or to 4 if its
-    own inverse is subnormal.
+    """Return the power of two that brings a largest magnitude to 1 to 2.
 
-    Squares of values times it lie in float32's range, however large or small the values
-    are.
+    It brings it to 4 if its own inverse is subnormal. Squares of values times it lie in
+    float32's range, however large or small the values are.
     """
     exponent = (lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127
-    return lax.bitcast_convert_type(
-        (127 - jnp.clip(exponent, -126, 126)) << 23, jnp.float32
-    )
+    bits = (127 - jnp.clip(exponent, -126, 126)) << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _table(scaling: Fp4) -> np.ndarray:
+    """Return all scales that blocks may have, in ascending order."""
     if scaling.format == "mxfp4":
         return _POWERS
     return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
 
 
 def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
-    """Return the scales of the scales to try, float32 `[count]`; 1 if the format has
-    none.
+    """Return the scales of the scales to try, float32 `[count]`; 1 without any.
 
     A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade,
     which includes all rules' scales.
@@ -423,24 +417,30 @@ def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
 def _candidates(
     amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
 ) -> jax.Array:
-    """Return the scales to try for blocks with these largest magnitudes `[...]`,
-    float32 `[count, ...]`.
-    """
+    """Return the scales to try for blocks with these `amax`, `[count, ...]`."""
     allowed = _table(scaling)
     values = jnp.asarray(allowed)
-    wanted = lambda part: amax / (part * outer)
-    at = lambda index: values[jnp.clip(index, 0, len(values) - 1)]
+
+    def wanted(part: float) -> jax.Array:
+        return amax / (part * outer)
+
+    def at(index: jax.Array) -> jax.Array:
+        return values[jnp.clip(index, 0, len(values) - 1)]
+
+    def from_first(first: jax.Array, count: int) -> jax.Array:
+        return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
+
     if search:
         octaves = math.log2(_SMALLEST_PART / _LARGEST_PART)
         count = round(octaves * np.count_nonzero((allowed >= 1) & (allowed < 2))) + 1
         first = jnp.searchsorted(values, wanted(_SMALLEST_PART))
-        return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
+        return from_first(first, count)
     # OCP's rule: the largest power of two that is not above amax / 4
     if scaling.format == "mxfp4":
         return at(jnp.searchsorted(values, wanted(4.0), side="right") - 1)[None]
     if scaling.rule == "fold_exact":
         first = jnp.searchsorted(values, wanted(CLIPPED_FROM))
-        return at(first + jnp.arange(3).reshape(-1, *[1] * amax.ndim))
+        return from_first(first, 3)
     parts = (_LARGEST, 4.0) if scaling.rule == "four_over_six" else (_LARGEST,)
     return jnp.stack([round_scale(wanted(part), number("e4m3fn")) for part in parts])
 
@@ -452,8 +452,9 @@ def _operand(
     lost: jax.Array,
     like: tuple[jax.Array, Fp4],
 ) -> Operand:
-    """Store E2M1 numbers in the tiles of `_split`, and their scales, as an operand like
-    a matrix and its scaling.
+    """Return the operand of E2M1 numbers in the tiles of `_split`, and their scales.
+
+    `like` is the matrix and its scaling.
     """
     w, scaling = like
     n, k = w.shape
@@ -461,19 +462,14 @@ def _operand(
     wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
     size = jnp.abs(wide)
     # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
-    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(
-        jnp.uint8
-    )
+    above_two = jnp.where(size <= 4, size + 2, 7)
+    code = jnp.where(size <= 2, 2 * size, above_two).astype(jnp.uint8)
     code = code | (jnp.signbit(wide).astype(jnp.uint8) << 3)
     scale = jnp.where(lost, jnp.nan, scale)
     if scaling.format == "mxfp4":
         byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
-        return Operand(
-            pack(code),
-            lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu),
-            scaling=scaling,
-        )
+        scale = lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)
+        return Operand(pack(code), scale, scaling=scaling)
     # Each scale is an E4M3 number already, so the cast rounds nothing.
-    return Operand(
-        pack(code), scale.astype(jnp.float8_e4m3fn), scaling=scaling, outer=outer
-    )
+    scale = scale.astype(jnp.float8_e4m3fn)
+    return Operand(pack(code), scale, scaling=scaling, outer=outer)

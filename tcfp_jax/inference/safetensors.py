@@ -1,5 +1,4 @@
-"""Folders of other engines: `config.json`, and one safetensors file, or several and an
-index of their tensors.
+"""Folders of other engines: `config.json` and safetensors files, maybe with an index.
 
 The `safetensors` package checks each header and writes files. It refuses offsets that
 overlap, leave holes or end outside of the file, and sizes that are negative or
@@ -7,7 +6,6 @@ overflow. The index and names that are there twice are checked here.
 """
 
 import collections
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -18,8 +16,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+NVFP4 = "nvfp4-pack-quantized"
+MXFP4 = "mxfp4-pack-quantized"
+FLOAT8 = "float-quantized"
 COPY = "copy all files"  # the repair if a file is damaged
 _DTYPES = {
     "F64": np.float64,
@@ -46,23 +48,21 @@ _LARGEST_TEXT = 32 << 20
 
 
 def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write arrays by name, whole or not at all: the file takes its name when it is
-    complete.
+    """Write arrays by name, whole or not at all.
+
+    The file takes its name when it is complete.
 
     Raises:
       ImportError: the `safetensors` package is missing.
       ValueError: the format does not have the dtype of an array.
     """
     known = [np.dtype(dtype) for dtype in _DTYPES.values()]
-    if (
-        name := next(
-            (name for name, array in tensors.items() if array.dtype not in known), None
-        )
-    ) is not None:
-        raise ValueError(
-            f"{name} is {tensors[name].dtype}, which files here do not hold; use one of"
-            f" {list(_DTYPES)}"
-        )
+    for name, array in tensors.items():
+        if array.dtype not in known:
+            raise ValueError(
+                f"{name} is {array.dtype}, which files here do not hold; use one of"
+                f" {list(_DTYPES)}"
+            )
     partial = path.with_name(f"{path.name}.partial")
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     _package().numpy.save_file(arrays, partial, dict(metadata))
@@ -84,7 +84,7 @@ def read(
         other, a file lies outside of the folder, or weights are stored in a way that is
         not read here.
     """
-    config, places = _read_json(folder, CONFIG), {}
+    config = _read_json(folder, CONFIG)
     if form == "compressed":
         _check_config(folder / CONFIG, config.get("quantization_config"))
     elif config.get("quantization_config"):
@@ -92,48 +92,46 @@ def read(
             f"{folder / CONFIG} has a quantization_config, but weights must be floats;"
             " take the original"
         )
-    if (folder / INDEX).exists():
-        places = _read_json(folder, INDEX).get("weight_map")
-        if (
-            not isinstance(places, dict)
-            or not places
-            or not all(isinstance(one, str) for one in places.values())
-        ):
-            raise ValueError(
-                f"{folder / INDEX} has no weight_map of tensors and files; copy the"
-                " model's own index"
-            )
-        if (folder / FILE).exists() and FILE not in places.values():
-            raise ValueError(
-                f"{folder} has {FILE} and {INDEX} without it, which are two models;"
-                " delete one of them"
-            )
+    places = _read_index(folder) if (folder / INDEX).exists() else {}
     arrays: dict[str, np.ndarray] = {}
     metadata: dict[str, dict[str, str]] = {}
     for file in sorted(set(places.values())) or [FILE]:
         held, noted = _of_file(_inside(folder, file))
-        if (
-            twice := next(
-                (n for n in held if n in arrays or places.get(n, file) != file), None
-            )
-        ) is not None:
-            raise ValueError(
-                f"{twice!r} is in {file} and also in another file of {folder}; keep one"
-                " of the two"
-            )
-        if (
-            lost := next(
-                (n for n, place in places.items() if place == file and n not in held),
-                None,
-            )
-        ) is not None:
-            raise ValueError(
-                f"{folder / INDEX} says that {lost!r} is in {file}, which lacks it;"
-                " copy all files again"
-            )
+        for name in held:
+            if name in arrays or places.get(name, file) != file:
+                raise ValueError(
+                    f"{name!r} is in {file} and also in another file of {folder}; keep"
+                    " one of the two"
+                )
+        for name, place in places.items():
+            if place == file and name not in held:
+                raise ValueError(
+                    f"{folder / INDEX} says that {name!r} is in {file}, which lacks it;"
+                    " copy all files again"
+                )
         arrays |= held
         metadata |= dict.fromkeys(held, noted)
     return config, arrays, metadata
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, by its name."""
+    places = _read_json(folder, INDEX).get("weight_map")
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(file, str) for file in places.values())
+    ):
+        raise ValueError(
+            f"{folder / INDEX} has no weight_map of tensors and files; copy the"
+            " model's own index"
+        )
+    if (folder / FILE).exists() and FILE not in places.values():
+        raise ValueError(
+            f"{folder} has {FILE} and {INDEX} without it, which are two models;"
+            " delete one of them"
+        )
+    return places
 
 
 def _read_json(folder: Path, name: str) -> Any:
@@ -158,42 +156,39 @@ def _read_json(folder: Path, name: str) -> Any:
 
 
 def _check_config(path: Path, found: object) -> None:
-    """Raise if the weights cannot be read here that a `quantization_config`
-    describes.
-    """
-    found = found if isinstance(found, dict) else {}
-    if (method := found.get("quant_method")) != "compressed-tensors":
+    """Raise a ValueError if a `quantization_config` describes another format."""
+    config = found if isinstance(found, dict) else {}
+    method = config.get("quant_method")
+    if method != "compressed-tensors":
         raise ValueError(
             f"{path} has quant_method={method!r}, and this reads 'compressed-tensors'"
             " alone; convert the model with llm-compressor, or load its float weights"
         )
-    entries = ("config_groups", "transform_config", "sparsity_config")
-    groups, transform, sparsity = (found.get(entry) or {} for entry in entries)
-    if not all(
-        isinstance(one, dict) for one in (groups, transform, sparsity)
-    ) or not all(isinstance(group, dict) for group in groups.values()):
+    names = ("config_groups", "transform_config", "sparsity_config")
+    entries = {name: config.get(name) or {} for name in names}
+    groups = entries["config_groups"]
+    objects = [*entries.values()]
+    if isinstance(groups, dict):
+        objects += groups.values()
+    if not all(isinstance(one, dict) for one in objects):
         raise ValueError(
             f"{path} has config_groups, a transform_config or a sparsity_config that"
             " are not objects; copy the model's own"
         )
+    formats = {
+        str(group.get("format") or config.get("format")) for group in groups.values()
+    }
     known = {NVFP4, MXFP4, FLOAT8, "naive-quantized"}
-    if (
-        unknown := {
-            str(group.get("format") or found.get("format")) for group in groups.values()
-        }
-        - known
-    ):
+    unknown = formats - known
+    if unknown:
         raise ValueError(
             f"{path} has the format {min(unknown)!r}; use one of {sorted(known)}"
         )
-    for entry, inner in (
-        ("transform_config", transform),
-        ("sparsity_config", sparsity),
-    ):
+    for name in ("transform_config", "sparsity_config"):
+        inner = entries[name]
         if inner.get("config_groups") or inner.get("format", "dense") != "dense":
             raise ValueError(
-                f"{path} has a {entry}, weights that are rotated or sparse; save"
-                " without"
+                f"{path} has a {name}, weights that are rotated or sparse; save without"
             )
 
 
@@ -207,48 +202,56 @@ def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
                 f"{path} says that its header has {length:,} bytes; copy the file again"
             )
         header = raw.read(length)
+    forms: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
         with package.safe_open(path, framework="np") as file:
-            noted, names = file.metadata() or {}, file.offset_keys()
-            slices = [file.get_slice(name) for name in names]
-            forms = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
+            noted = file.metadata() or {}
+            for name in file.offset_keys():
+                part = file.get_slice(name)
+                forms[name] = (part.get_dtype(), tuple(part.get_shape()))
         # the package takes the last of equal names
         json.loads(header, object_pairs_hook=_unique)
     except (package.SafetensorError, ValueError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file: {error}; copy the file again"
         ) from error
-    if unknown := next(
-        ((name, form[0]) for name, form in zip(names, forms) if form[0] not in _DTYPES),
-        None,
-    ):
-        raise ValueError(
-            f"{unknown[0]!r} of {path} is {unknown[1]}, which is none of"
-            f" {list(_DTYPES)}"
-        )
-    # The package's NumPy side lacks FP8. It has checked that tensors follow each other
-    # in this order, without holes.
-    dtypes = [np.dtype(_DTYPES[dtype]) for dtype, _ in forms]
-    sizes = [
-        math.prod(shape) * dtype.itemsize for dtype, (_, shape) in zip(dtypes, forms)
-    ]
-    ends = list(itertools.accumulate(sizes))
-    held = (
-        np.memmap(path, np.uint8, "r", _LENGTH + length)
-        if any(sizes)
-        else np.zeros(0, np.uint8)
-    )
-    parts = zip(names, ends, sizes, dtypes, forms, strict=True)
+    for name, (dtype, _) in forms.items():
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{name!r} of {path} is {dtype}, which is none of {list(_DTYPES)}"
+            )
+    return _arrays(path, _LENGTH + length, forms), noted
+
+
+def _arrays(
+    path: Path, start: int, forms: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a file from `start` on, given their dtypes and shapes.
+
+    The package's NumPy side lacks FP8. It has checked that tensors follow each other in
+    this order, without holes.
+    """
+    sizes = {
+        name: math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+        for name, (dtype, shape) in forms.items()
+    }
+    held = np.zeros(0, np.uint8)
+    if any(sizes.values()):
+        held = np.memmap(path, np.uint8, "r", start)
+    arrays = {}
+    end = 0
     try:
-        return {
-            n: np.asarray(held[end - size : end]).view(d).reshape(s)
-            for n, end, size, d, (_, s) in parts
-        }, noted
+        for name, (dtype, shape) in forms.items():
+            begin = end
+            end += sizes[name]
+            part = np.asarray(held[begin:end])
+            arrays[name] = part.view(_DTYPES[dtype]).reshape(shape)
     # More axes than NumPy has, or zero values of sizes beyond any
     except ValueError as error:
         raise ValueError(
             f"{path} has a tensor that no array holds: {error}; copy the file again"
         ) from error
+    return arrays
 
 
 def _package() -> ModuleType:
@@ -269,11 +272,10 @@ def _inside(folder: Path, file: str) -> Path:
     the cache of Hugging Face `models--x/snapshots/revision` holds links into
     `models--x/blobs`.
     """
-    path, home = folder / file, folder.resolve()
-    homes = [
-        home,
-        *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else []),
-    ]
+    path = folder / file
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        homes.append(homes[0].parents[1] / "blobs")
     outside = ValueError(
         f"{file[:80]!r} lies outside of {folder}, whose model it should be part of;"
         " copy it into it"
@@ -301,8 +303,6 @@ def _inside(folder: Path, file: str) -> Path:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(
-            f"{collections.Counter(name for name, _ in pairs).most_common(1)[0][0]!r}"
-            " is there twice"
-        )
+        names = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"{names.most_common(1)[0][0]!r} is there twice")
     return found

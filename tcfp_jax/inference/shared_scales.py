@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_kernels.fp4 import E2M1
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
@@ -30,9 +31,8 @@ _SIGNS = np.uint8(0x88)  # sign bits of the two codes in a byte
 # For each scale byte, whether E4M3 holds its products with all codes; a NaN stays NaN.
 _SCALES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _PRODUCTS = np.multiply.outer(_SCALES, E2M1) * np.float32(IN_E4M3)
-_HELD = (_PRODUCTS.astype(jnp.float8_e4m3fn).astype(np.float32) == _PRODUCTS).all(
-    axis=1
-) | np.isnan(_SCALES)
+_ROUNDED = _PRODUCTS.astype(jnp.float8_e4m3fn).astype(np.float32)
+_HELD = (_ROUNDED == _PRODUCTS).all(axis=1) | np.isnan(_SCALES)
 
 # Weights of a model
 # --------------------------------------------------------------------------------------
@@ -43,10 +43,10 @@ def quantize_together(
     scaling: Scaling,
     quantize: Callable[[jax.Array], Operand] | None = None,
 ) -> dict[str, Operand]:
-    """Quantize weights as one matrix, so that they share the scale that a matrix has
-    once.
+    """Quantize weights as one matrix, so that they share the matrix's one scale.
 
-    Use this for layers that an engine multiplies as one matrix.
+    Use this for layers that an engine multiplies as one matrix. `quantize_params` and
+    `choose_codes` do it by `fused=` for a model.
 
     Args:
       weights: real floats `[..., n, k]` of any n, contracted along k.
@@ -58,42 +58,46 @@ def quantize_together(
       ValueError: there are no weights, they differ in more than n, or squares would lie
         across two weights.
 
-    >>> both = quantize_together({"gate": jnp.ones((2, 16)), "up": jnp.full((3, 16), 8.0)}, Fp4())
-    >>> both["gate"].shape, both["up"].shape, bool(both["gate"].outer == both["up"].outer)
-    ((2, 16), (3, 16), True)
+    >>> weights = {"gate": jnp.ones((2, 16)), "up": jnp.full((3, 16), 8.0)}
+    >>> both = quantize_together(weights, Fp4())
+    >>> both["gate"].shape, both["up"].shape
+    ((2, 16), (3, 16))
+    >>> bool(both["gate"].outer == both["up"].outer)
+    True
     """
     shapes = {name: tuple(w.shape) for name, w in weights.items()}
-    if (
-        len({(*shape[:-2], *shape[-1:]) for shape in shapes.values()}) != 1
-        or min(map(len, shapes.values())) < 2
-    ):
+    others = {(*shape[:-2], *shape[-1:]) for shape in shapes.values()}
+    if len(others) != 1 or min(map(len, shapes.values())) < 2:
         raise ValueError(
             f"the weights are {shapes}; pass matrices [..., n, k] that differ in n"
             " alone"
         )
     rows = [shape[-2] for shape in shapes.values()]
-    square = getattr(scaling, "tile", "vector") == "square"
-    side = (
-        (scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1))
-        if square
-        else 1
-    )
+    side = _rows_of_a_scale(scaling)
     if any(n % side for n in rows[:-1]):
         raise ValueError(
             f"the weights are {shapes}, and {scaling} would lie across two of them; use"
             " vectors"
         )
     parts = list(weights.values())
-    whole = (
-        quantize(jnp.concatenate(parts, -2))
-        if quantize
-        else _quantized(scaling, *parts)
-    )
-    ends = np.cumsum(rows)
-    return {
-        name: _rows(whole, end - n, end, side)
-        for name, n, end in zip(weights, rows, ends, strict=True)
-    }
+    if quantize is None:
+        whole = _quantized(scaling, *parts)
+    else:
+        whole = quantize(jnp.concatenate(parts, -2))
+    made = {}
+    end = 0
+    for name, n in zip(weights, rows, strict=True):
+        start = end
+        end += n
+        made[name] = _rows(whole, start, end, side)
+    return made
+
+
+def _rows_of_a_scale(scaling: Scaling) -> int:
+    """Return the number of rows of a square that shares a scale, or 1."""
+    if getattr(scaling, "tile", "vector") != "square":
+        return 1
+    return scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1)
 
 
 def store_together(
@@ -105,9 +109,12 @@ def store_together(
 ) -> dict[str, Stored]:
     """Store FP4 weights; those that are multiplied as one matrix have one `outer`.
 
-    `stored` has the paths of the weights; `leaves` and `weights` are by path, and
-    `fused` and `choose` as in `choose_codes`. Without `choose` the recipe's rule
-    quantizes, and weights that are multiplied alone are left out.
+    Args:
+      stored: paths of the weights.
+      leaves: float parameters, by path.
+      weights: how each is stored, by path.
+      fused, choose: as in `choose_codes`. Without `choose` the recipe's rule quantizes,
+        and weights that are multiplied alone are left out.
 
     Raises:
       ValueError: k is odd, recipes differ, a chosen operand does not fit, no weight is
@@ -124,34 +131,38 @@ def store_together(
 def _families(
     weights: Iterable[str], fused: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """Return the paths of weights in lists: those that are multiplied as one matrix
-    together, each other one alone.
-    """
+    """Return the paths of weights in lists, one for each matrix that is multiplied."""
     found: dict[Hashable, list[str]] = {}
-    groups, met = [tuple(group) for group in fused], set()
+    groups = [tuple(group) for group in fused]
+    met = set()
     for path in weights:
-        parts = path.split("/")
-        places = (
-            (group, at)
-            for group in groups
-            for at in (1, 2)
-            if at <= len(parts) and parts[-at] in group
-        )
-        if (place := next(places, None)) is not None:
-            group, at = place
-            met.add(group)
-            # Paths of one family differ in this name alone.
-            found.setdefault(
-                (group, *parts[:-at], "", *parts[len(parts) - at + 1 :]), []
-            ).append(path)
-        else:
-            found[path] = [path]
-    if missing := [group for group in groups if group not in met]:
-        raise ValueError(
-            f"fused has {missing[0]}, but the FP4 weights are {list(weights)[:8]}; use"
-            " names of their layers"
-        )
+        group, family = _family_of(path, groups)
+        met.add(group)
+        found.setdefault(family, []).append(path)
+    for group in groups:
+        if group not in met:
+            raise ValueError(
+                f"fused has {group}, but the FP4 weights are {list(weights)[:8]}; use"
+                " names of their layers"
+            )
     return list(found.values())
+
+
+def _family_of(
+    path: str, groups: Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], Hashable]:
+    """Return the group of a weight, and a key that members of its family share.
+
+    A weight without a group has an empty one and is its own family.
+    """
+    parts = path.split("/")
+    for group in groups:
+        for at in (1, 2):
+            if at <= len(parts) and parts[-at] in group:
+                # Paths of one family differ in this name alone.
+                place = len(parts) - at
+                return group, (group, *parts[:place], "", *parts[place + 1 :])
+    return (), path
 
 
 def _store_family(
@@ -160,20 +171,19 @@ def _store_family(
     weights: Mapping[str, Weight],
     choose: Callable[[str, jax.Array], Operand] | None,
 ) -> dict[str, Stored]:
-    first, scaling = family[0], weights[family[0]].recipe.scaling
-    if other := [path for path in family if weights[path].recipe.scaling != scaling]:
-        raise ValueError(
-            f"{first} is stored with {scaling} and {other[0]} otherwise; give them one"
-            " recipe"
-        )
-    turned = {path: weights[path].layout.transposed for path in family}
-    matrices = {
-        path: weights[path].layout.matrix(leaves[path]).astype(jnp.float32)
-        for path in family
-    }
-    matrices = {
-        path: w if turned[path] else w.swapaxes(-1, -2) for path, w in matrices.items()
-    }
+    """Store weights that are multiplied as one matrix, by `choose` or by the rule."""
+    first = family[0]
+    scaling = weights[first].recipe.scaling
+    matrices = {}
+    for path in family:
+        if weights[path].recipe.scaling != scaling:
+            raise ValueError(
+                f"{first} is stored with {scaling} and {path} otherwise; give them one"
+                " recipe"
+            )
+        layout = weights[path].layout
+        matrix = layout.matrix(leaves[path]).astype(jnp.float32)
+        matrices[path] = matrix if layout.transposed else matrix.swapaxes(-1, -2)
     k = matrices[first].shape[-1]
     if k % 2:
         raise ValueError(
@@ -181,54 +191,69 @@ def _store_family(
             " chosen by the rule"
         )
 
-    def chosen(w: jax.Array) -> Operand:
-        assert choose is not None, "the rule quantizes otherwise"
-        made = choose(first, w)
-        formats = [
-            (one.format, one.tile) if isinstance(one, Fp4) else one
-            for one in (made.scaling, scaling)
-        ]
-        if formats[0] != formats[1]:
-            raise ValueError(
-                f"{first} is stored with {scaling}, but its codes were chosen with"
-                f" {made.scaling}; use one format"
-            )
-        if made.shape != w.shape:
-            raise ValueError(
-                f"the codes chosen for {first} are {list(made.shape)}, but it is"
-                f" {list(w.shape)}"
-            )
-        asked, found = (getattr(one, "rule", None) for one in (scaling, made.scaling))
-        if asked == "fold_exact" != found:
-            raise ValueError(
-                f"{first} is stored with {scaling}, whose FP8 products are exact, but"
-                f" its codes were chosen with rule={found!r}; choose them with"
-                f" rule={asked!r}, as gptq(w, hessian, {scaling}) and search_scales(w,"
-                f" {scaling}) do, or give the recipe rule={found!r}"
-            )
-        check_rule(first, made, "choose codes by the rule that the operand names")
-        return made  # with its own rule, which products follow instead of the recipe's
+    quantize = None
+    if choose is not None:
+        quantize = functools.partial(_chosen, first, scaling, choose)
+    stored = {}
+    for path, one in quantize_together(matrices, scaling, quantize).items():
+        transposed = weights[path].layout.transposed
+        stored[path] = Stored(None, one) if transposed else Stored(one, None)
+    return stored
 
-    made = quantize_together(matrices, scaling, None if choose is None else chosen)
-    return {
-        path: Stored(None, one) if turned[path] else Stored(one, None)
-        for path, one in made.items()
-    }
+
+def _chosen(
+    path: str,
+    scaling: Scaling,
+    choose: Callable[[str, jax.Array], Operand],
+    w: jax.Array,
+) -> Operand:
+    """Return the operand that a user's function chose, with its own rule.
+
+    Products follow that rule instead of the recipe's.
+    """
+    made = choose(path, w)
+    if _form(made.scaling) != _form(scaling):
+        raise ValueError(
+            f"{path} is stored with {scaling}, but its codes were chosen with"
+            f" {made.scaling}; use one format"
+        )
+    if made.shape != w.shape:
+        raise ValueError(
+            f"the codes chosen for {path} are {list(made.shape)}, but it is"
+            f" {list(w.shape)}"
+        )
+    asked = getattr(scaling, "rule", None)
+    found = getattr(made.scaling, "rule", None)
+    if asked == "fold_exact" != found:
+        raise ValueError(
+            f"{path} is stored with {scaling}, whose FP8 products are exact, but"
+            f" its codes were chosen with rule={found!r}; choose them with"
+            f" rule={asked!r}, as gptq(w, hessian, {scaling}) and search_scales(w,"
+            f" {scaling}) do, or give the recipe rule={found!r}"
+        )
+    check_rule(path, made, "choose codes by the rule that the operand names")
+    return made
+
+
+def _form(scaling: Scaling) -> Hashable:
+    """Return the format and tile of FP4 codes, or another scaling itself."""
+    if isinstance(scaling, Fp4):
+        return scaling.format, scaling.tile
+    return scaling
 
 
 def check_rule(name: str, weight: Operand, repair: str) -> None:
-    """Raise a ValueError if an operand names the rule "fold_exact" and its scales break
-    it: FP8 products rely on it.
+    """Raise a ValueError if scales break the rule "fold_exact" that an operand names.
 
-    By this rule E4M3 holds the product of each scale and code over 2**3. No product
-    depends on the other rules. Operands are not looked at while they are traced or
-    other processes hold a part. `repair` ends the message.
+    FP8 products rely on it. By this rule E4M3 holds the product of each scale and code
+    over 2**3. No product depends on the other rules. Operands are not looked at while
+    they are traced or other processes hold a part. `repair` ends the message.
     """
+    if getattr(weight.scaling, "rule", None) != "fold_exact":
+        return
     scale = weight.scale
-    unknown = isinstance(scale, jax.core.Tracer) or not getattr(
-        scale, "is_fully_addressable", True
-    )
-    if getattr(weight.scaling, "rule", None) != "fold_exact" or unknown:
+    is_traced = isinstance(scale, jax.core.Tracer)
+    if is_traced or not getattr(scale, "is_fully_addressable", True):
         return
     share = _HELD[np.asarray(scale).view(np.uint8)].mean()
     if share < 1:
@@ -243,23 +268,23 @@ def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
     w = jnp.concatenate(weights, axis=-2)
     if isinstance(scaling, Fp4):
         return quantize_fp4(w, scaling)
-    quantized: Callable[[jax.Array], Operand] = lambda w: (
-        quantize_values(w, jnp.float8_e4m3fn, scaling).rows
-    )
+
+    def quantized(w: jax.Array) -> Operand:
+        return quantize_values(w, jnp.float8_e4m3fn, scaling).rows
+
     for _ in range(w.ndim - 2):
         quantized = jax.vmap(quantized)
     return quantized(w)
 
 
 def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
+    """Return rows of an operand whose scales have `side` rows."""
     scale = whole.scale
     if not isinstance(whole.scaling, Tensor):
-        scale = jax.lax.slice_in_dim(
-            scale, start // side, -(-end // side), axis=len(whole.shape) - 2
-        )
-    return dataclasses.replace(
-        whole, values=whole.values[..., start:end, :], scale=scale
-    )
+        axis = len(whole.shape) - 2
+        scale = jax.lax.slice_in_dim(scale, start // side, -(-end // side), axis=axis)
+    values = whole.values[..., start:end, :]
+    return dataclasses.replace(whole, values=values, scale=scale)
 
 
 # Weights of a file
@@ -272,8 +297,7 @@ def settle_families(
     floats: Iterable[str],
     fused: Sequence[Sequence[str]],
 ) -> dict[str, Operand]:
-    """Return the weights of a file; a weight of zeros gets a global scale that the file
-    can hold.
+    """Return the weights of a file; zeros get a global scale that it can hold.
 
     Any scale serves zeros, and engines want one scale for all weights that they
     multiply as one matrix. Without other weights it is 1, as in `quantize_fp4` and in
@@ -290,26 +314,16 @@ def settle_families(
       ValueError: two members of a group are stored differently, or have two values of
         `outer`.
     """
-
-    def is_zero(weight: Operand) -> bool:
-        """Return whether all values of an operand with an `outer` are zero, whatever
-        its scales are; NaN is not.
-        """
-        if weight.outer is None or not np.isfinite(weight.outer):
-            return False
-        return float(weight.outer) == 0 or not np.any(
-            np.asarray(weight.values) & ~_SIGNS
-        )
-
-    empty = {name for name, weight in weights.items() if is_zero(weight)}
     made = dict(weights)
+    empty = {name for name, weight in weights.items() if _is_zero(weight)}
     for name in sorted(empty):
-        partners = [
-            weights[other].outer
-            for _, other in _siblings(name, fused)
-            if other in weights.keys() - empty
-        ]
-        shared = next((outer for outer in partners if outer is not None), 1)
+        shared: ArrayLike = 1
+        for _, other in _siblings(name, fused):
+            partner = weights.get(other)
+            if partner is None or other in empty or partner.outer is None:
+                continue
+            shared = partner.outer
+            break
         changes: dict[str, Any] = dict(
             values=np.asarray(weights[name].values) & _SIGNS, outer=np.float32(shared)
         )
@@ -320,35 +334,44 @@ def settle_families(
         for name, weight in made.items()
         if weight.outer is not None
     }
-    for name, (group, sibling) in (
-        (one, found) for one in made for found in _siblings(one, fused)
-    ):
-        if known.get(sibling, schemes[name]) != schemes[name]:
-            raise ValueError(
-                f"{name} is stored as {schemes[name]} and {sibling} as"
-                f" {known[sibling]}, but engines multiply {list(group)} as one matrix;"
-                " store them alike, or pass fused=() for an engine that does not"
-            )
-        if outers.get(sibling, outers.get(name)) != outers.get(name):
-            raise ValueError(
-                f"{name} has outer={outers[name]:.9g} and {sibling}"
-                f" {outers[sibling]:.9g}, but engines multiply {list(group)} as one"
-                " matrix with one global scale; quantize them as one: name your layers"
-                " in fused= of quantize_params and choose_codes, or call"
-                " quantize_together; or pass fused=() here for an engine that does not"
-            )
+    for name in made:
+        for group, sibling in _siblings(name, fused):
+            if known.get(sibling, schemes[name]) != schemes[name]:
+                raise ValueError(
+                    f"{name} is stored as {schemes[name]} and {sibling} as"
+                    f" {known[sibling]}, but engines multiply {list(group)} as one"
+                    " matrix; store them alike, or pass fused=() for an engine that"
+                    " does not"
+                )
+            if outers.get(sibling, outers.get(name)) != outers.get(name):
+                raise ValueError(
+                    f"{name} has outer={outers[name]:.9g} and {sibling}"
+                    f" {outers[sibling]:.9g}, but engines multiply {list(group)} as one"
+                    " matrix with one global scale; quantize them as one: name your"
+                    " layers in fused= of quantize_params and choose_codes, or call"
+                    " quantize_together; or pass fused=() here for an engine that does"
+                    " not"
+                )
     return made
+
+
+def _is_zero(weight: Operand) -> bool:
+    """Return whether all values of an operand with an `outer` are zero; NaN is not."""
+    if weight.outer is None or not np.isfinite(weight.outer):
+        return False
+    return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
 
 
 def _siblings(
     name: str, fused: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield (group, name of a member) of the modules that engines multiply as one
-    matrix, `name` among them.
+    """Yield (group, name) of the modules that engines multiply together with one.
+
+    The module itself is among them.
     """
     parent, _, last = name.rpartition(".")
     for group in fused:
-        if last in group:
-            yield from (
-                (group, f"{parent}.{other}" if parent else other) for other in group
-            )
+        if last not in group:
+            continue
+        for other in group:
+            yield group, f"{parent}.{other}" if parent else other

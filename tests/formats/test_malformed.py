@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tcfp_jax
 from pallas_kernels.scaling import Fp4
 from tcfp_jax import formats
-from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
+from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
 

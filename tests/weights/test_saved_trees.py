@@ -15,7 +15,7 @@ from flax import serialization
 
 import tcfp_jax
 from tcfp_jax import formats, optim
-from tcfp_jax.inference.serving import quantize_params
+from tcfp_jax.inference import quantize_params
 from tests.helpers import same_bits, store_at_once
 
 E4M3 = tcfp_jax.recipe("tcfp12")
