@@ -1,5 +1,6 @@
-"""Train a small Transformer in Flax Linen with a `TrainState`: FSDP, accumulation, an
-average of the weights.
+"""Train a small Transformer in Flax Linen.
+
+With a `TrainState`, FSDP, accumulation and an average of the weights.
 """
 
 import os
@@ -25,43 +26,47 @@ class Transformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH)(tokens)
         attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
         x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
-        x = x + nn.Dense(WIDTH, use_bias=False)(
-            nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
-        )
+        hidden = nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
+        x = x + nn.Dense(WIDTH, use_bias=False)(hidden)
         return nn.Dense(VOCAB, use_bias=False)(nn.RMSNorm()(x))
 
 
 mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
+def spec_of(leaf):
+    """Split the largest axis of a matrix that the devices divide."""
+    if leaf.ndim < 2:
+        return P()
+    legal = [axis for axis in range(leaf.ndim) if leaf.shape[axis] % mesh.size == 0]
+    if not legal:
+        return P()
+    largest = max(legal, key=lambda axis: leaf.shape[axis])
+    return P(*[None] * largest, "fsdp")
+
+
 def fsdp(params):
-    """Split the largest axis of each matrix that the devices divide."""
-    legal = lambda leaf: [
-        axis
-        for axis in range(leaf.ndim)
-        if leaf.ndim > 1 and leaf.shape[axis] % mesh.size == 0
-    ]
-    axes = lambda leaf: (
-        [None] * max(legal(leaf), key=lambda axis: leaf.shape[axis]) + ["fsdp"]
-        if legal(leaf)
-        else []
-    )
     state = jax.eval_shape(make_state, params)
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, P(*axes(leaf))), state)
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, spec_of(leaf)), state)
 
 
 class TrainState(train_state.TrainState):
     ema: dict
 
 
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
-    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, weight_decay=0.1, mask=mask),
-    )
+    adamw = optax.adamw(schedule, weight_decay=0.1, mask=is_matrix)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     return optax.MultiSteps(tx, every_k_schedule=2)
+
+
+def averaged(ema, params):
+    return jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
 
 
 def loss_fn(params, state, tokens):
@@ -73,7 +78,7 @@ def loss_fn(params, state, tokens):
 def train_step(state, tokens):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state, tokens)
     state = state.apply_gradients(grads=grads)
-    ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state.ema, state.params)
+    ema = averaged(state.ema, state.params)
     return state.replace(ema=ema), loss
 
 
@@ -103,11 +108,8 @@ def make_state(params):
 
 
 def main():
-    print(
-        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
-        " the time",
-        flush=True,
-    )
+    devices = jax.device_count()
+    print(f"{devices} devices; compiling the first step takes longest", flush=True)
     key = jax.random.key(0)
     shardings = fsdp(jax.eval_shape(make_params, key))
     init = jax.jit(lambda key: make_state(make_params(key)), out_shardings=shardings)
@@ -122,12 +124,8 @@ def main():
         f" average {of_average:.4f}"
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params["Dense_1"]):
-        print(
-            "up" + jax.tree_util.keystr(path),
-            leaf.dtype,
-            leaf.shape,
-            leaf.sharding.spec,
-        )
+        name = "up" + jax.tree_util.keystr(path)
+        print(name, leaf.dtype, leaf.shape, leaf.sharding.spec)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""`linen_float.py` without float weights: they are stored as `W_hi + W_lo`, two bytes
-each.
+"""`linen_float.py` without float weights.
+
+They are stored as `W_hi + W_lo`, two bytes each.
 """
 
 import os
@@ -26,9 +27,8 @@ class Transformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH)(tokens)
         attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
         x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
-        x = x + nn.Dense(WIDTH, use_bias=False)(
-            nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
-        )
+        hidden = nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
+        x = x + nn.Dense(WIDTH, use_bias=False)(hidden)
         return nn.Dense(VOCAB, use_bias=False)(nn.RMSNorm()(x))
 
 
@@ -36,7 +36,6 @@ mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto
 
 
 def fsdp(params):
-    """Split the largest axis of each matrix that the devices divide."""
     return tcfp_jax.sharding.state_shardings(
         tcfp_jax.sharding.fsdp(params, mesh), params, make_state
     )
@@ -46,14 +45,19 @@ class TrainState(tcfp_jax.linen.TrainState):
     ema: dict
 
 
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
-    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, weight_decay=0.1, mask=mask),
-    )
+    adamw = optax.adamw(schedule, weight_decay=0.1, mask=is_matrix)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     return optax.MultiSteps(tx, every_k_schedule=2)
+
+
+def averaged(ema, params):
+    return jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
 
 
 def loss_fn(params, state, tokens):
@@ -65,9 +69,7 @@ def loss_fn(params, state, tokens):
 def train_step(state, tokens):
     loss, grads = tcfp_jax.value_and_grad(loss_fn)(state.params, state, tokens)
     state = state.apply_gradients(grads=grads)
-    ema = jax.tree.map(
-        lambda e, p: 0.9 * e + 0.1 * p, state.ema, tcfp_jax.dequantize(state.params)
-    )
+    ema = averaged(state.ema, tcfp_jax.dequantize(state.params))
     return state.replace(ema=ema), loss
 
 
@@ -100,11 +102,8 @@ def make_state(params):
 
 
 def main():
-    print(
-        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
-        " the time",
-        flush=True,
-    )
+    devices = jax.device_count()
+    print(f"{devices} devices; compiling the first step takes longest", flush=True)
     key = jax.random.key(0)
     shardings = fsdp(jax.eval_shape(make_params, key))
     init = jax.jit(lambda key: make_state(make_params(key)), out_shardings=shardings)
@@ -119,12 +118,8 @@ def main():
         f" average {of_average:.4f}"
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params["Dense_1"]):
-        print(
-            "up" + jax.tree_util.keystr(path),
-            leaf.dtype,
-            leaf.shape,
-            leaf.sharding.spec,
-        )
+        name = "up" + jax.tree_util.keystr(path)
+        print(name, leaf.dtype, leaf.shape, leaf.sharding.spec)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""`nnx_float.py` without float weights: they are stored as `W_hi + W_lo`, two bytes
-each.
+"""`nnx_float.py` without float weights.
+
+They are stored as `W_hi + W_lo`, two bytes each.
 """
 
 import os
@@ -24,10 +25,8 @@ VOCAB, WIDTH, HIDDEN, HEADS, CONTEXT, BATCH = 128, 64, 256, 4, 32, 16
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm1, self.norm2 = (
-            nnx.RMSNorm(WIDTH, rngs=rngs),
-            nnx.RMSNorm(WIDTH, rngs=rngs),
-        )
+        self.norm1 = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
             HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
         )
@@ -35,9 +34,8 @@ class Block(nnx.Module):
         self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(
-            self.norm1(x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2]))
-        )
+        mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+        x = x + self.attention(self.norm1(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
@@ -56,21 +54,24 @@ mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto
 
 
 def place(state):
-    """Split the largest axis of each matrix that the devices divide."""
-    return jax.device_put(
-        state,
-        tcfp_jax.sharding.state_shardings(tcfp_jax.sharding.fsdp(state, mesh), state),
-    )
+    fsdp = tcfp_jax.sharding.fsdp(state, mesh)
+    shardings = tcfp_jax.sharding.state_shardings(fsdp, state)
+    return jax.device_put(state, shardings)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 def make_tx():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
-    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, weight_decay=0.1, mask=mask),
-    )
+    adamw = optax.adamw(schedule, weight_decay=0.1, mask=is_matrix)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     return optax.MultiSteps(tx, every_k_schedule=2)
+
+
+def averaged(ema, params):
+    return jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
 
 
 def loss_fn(model, tokens):
@@ -82,12 +83,8 @@ def loss_fn(model, tokens):
 def train_step(model, optimizer, ema, tokens):
     loss, grads = tcfp_jax.nnx.value_and_grad(loss_fn)(model, tokens)
     optimizer.update(model, grads)
-    ema = jax.tree.map(
-        lambda e, p: 0.9 * e + 0.1 * p,
-        ema,
-        tcfp_jax.dequantize(nnx.state(model, nnx.Param)),
-    )
-    return ema, loss
+    params = tcfp_jax.dequantize(nnx.state(model, nnx.Param))
+    return averaged(ema, params), loss
 
 
 eval_step = nnx.jit(loss_fn)
@@ -99,14 +96,9 @@ def make():
         model, "tcfp12_single", batch(0)[:, 1:], include=("linear", "small")
     )
     floats = place(nnx.state(model, nnx.Param))
-    nnx.update(
-        model,
-        place(
-            tcfp_jax.store(
-                floats, tcfp_jax.conversion.find_weights(model), key=jax.random.key(1)
-            )
-        ),
-    )
+    weights = tcfp_jax.conversion.find_weights(model)
+    stored = tcfp_jax.store(floats, weights, key=jax.random.key(1))
+    nnx.update(model, place(stored))
     optimizer = tcfp_jax.nnx.Optimizer(model, make_tx(), wrt=nnx.Param)
     return model, optimizer, jax.tree.map(jnp.copy, floats)
 
@@ -128,11 +120,8 @@ def run(model, optimizer, ema, first, last):
 
 
 def main():
-    print(
-        f"{jax.device_count()} devices; the first step is compiled, which takes most of"
-        " the time",
-        flush=True,
-    )
+    devices = jax.device_count()
+    print(f"{devices} devices; compiling the first step takes longest", flush=True)
     model, optimizer, ema = make()
     ema = run(model, optimizer, ema, 0, 10)
 
@@ -155,19 +144,15 @@ def main():
     )
     print("the same bits from a checkpoint:", all(jax.tree.leaves(same)))
 
-    averaged = nnx.clone(model)
-    nnx.update(averaged, ema)
+    of_average = nnx.clone(model)
+    nnx.update(of_average, ema)
     print(
         f"held-out loss {eval_step(model, batch(999)):.4f}, of the average"
-        f" {eval_step(averaged, batch(999)):.4f}"
+        f" {eval_step(of_average, batch(999)):.4f}"
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model.block.up)):
-        print(
-            "up" + jax.tree_util.keystr(path),
-            leaf.dtype,
-            leaf.shape,
-            leaf.sharding.spec,
-        )
+        name = "up" + jax.tree_util.keystr(path)
+        print(name, leaf.dtype, leaf.shape, leaf.sharding.spec)
 
 
 if __name__ == "__main__":

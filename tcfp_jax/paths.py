@@ -1,9 +1,9 @@
-"""Names of the leaves of a tree, and nested dicts indexed by them; the only place that
-reads JAX's key paths.
+"""Names of the leaves of a tree, and nested dicts indexed by them.
 
-Parameters, states and collections are trees. People and checkpoints name a leaf by its
-path, such as "blocks/0/up/kernel". The box that Flax may put around a leaf
-(`nn.Partitioned`, `nnx.Param`) is not part of its name.
+This is the only place that reads JAX's key paths. Parameters, states and collections
+are trees. People and checkpoints name a leaf by its path, such as "blocks/0/up/kernel".
+The box that Flax may put around a leaf (`nn.Partitioned`, `nnx.Param`) is not part of
+its name.
 """
 
 import sys
@@ -18,18 +18,16 @@ _SERIALIZED: list[type] = []
 
 
 def path_names(path: Iterable[object]) -> list[str]:
-    """Return the names along a JAX key path, without the `value` of a box around the
-    leaf.
+    """Return the names along a JAX key path.
 
-    >>> path_names((jax.tree_util.DictKey("up"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("value")))
+    The `value` of a box around the leaf is not among them.
+
+    >>> from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+    >>> path_names((DictKey("up"), SequenceKey(0), GetAttrKey("value")))
     ['up', '0']
     """
     entries = list(path)
-    if (
-        entries
-        and isinstance(entries[-1], jax.tree_util.GetAttrKey)
-        and entries[-1].name == "value"
-    ):
+    if entries and entries[-1] == jax.tree_util.GetAttrKey("value"):
         entries.pop()
     return [_entry_name(entry) for entry in entries]
 
@@ -44,10 +42,9 @@ def join(*parts: str) -> str:
 
 
 def named_leaves(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[list[str], Any]], Any]:
-    """Return the names along its path and the leaf, for every leaf in order, and the
-    tree's structure.
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> tuple[list[tuple[list[str], PyTree]], jax.tree_util.PyTreeDef]:
+    """Return every leaf in order, after the names along its path, and the structure.
 
     >>> found, structure = named_leaves({"up": {"kernel": 1, "bias": 2}})
     >>> found, structure.num_leaves
@@ -58,8 +55,8 @@ def named_leaves(
 
 
 def leaves(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> dict[str, Any]:
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> dict[str, PyTree]:
     """Return the leaves of a tree by path.
 
     >>> leaves({"up": {"kernel": 1, "bias": 2}})
@@ -68,9 +65,10 @@ def leaves(
     return {"/".join(names): leaf for names, leaf in named_leaves(tree, is_leaf)[0]}
 
 
-def entries(collection: PyTree) -> dict[str, Any]:
-    """Return the values of nested mappings by path; a tree that is not a mapping, such
-    as a stored weight, stays whole.
+def entries(collection: PyTree) -> dict[str, PyTree]:
+    """Return the values of nested mappings by path.
+
+    A tree that is not a mapping, such as a stored weight, stays whole.
 
     >>> entries({"up": {"kernel": (1, 2)}})
     {'up/kernel': (1, 2)}
@@ -78,11 +76,13 @@ def entries(collection: PyTree) -> dict[str, Any]:
     return leaves(collection, lambda node: not isinstance(node, Mapping))
 
 
-def find(tree: PyTree, names: Sequence[str]) -> Any:
+def find(tree: PyTree, names: Sequence[str]) -> PyTree:
     """Return the value at a path of nested mappings, or None.
 
-    >>> find({"up": {"kernel": 1}}, ["up", "kernel"]), find({"up": 1}, ["up", "kernel"])
-    (1, None)
+    >>> find({"up": {"kernel": 1}}, ["up", "kernel"])
+    1
+    >>> find({"up": 1}, ["up", "kernel"]) is None
+    True
     """
     for name in names:
         if not isinstance(tree, Mapping) or name not in tree:
@@ -91,7 +91,7 @@ def find(tree: PyTree, names: Sequence[str]) -> Any:
     return tree
 
 
-def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> None:
+def put(tree: MutableMapping[str, PyTree], names: Sequence[str], value: object) -> None:
     """Set the value at a path of nested dicts, and make the dicts on the way.
 
     >>> tree = {}
@@ -109,8 +109,7 @@ def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> 
 
 
 def serialize_with_flax(*kinds: type) -> None:
-    """Let `flax.serialization` save these classes, registered pytrees, by the names of
-    their children.
+    """Let `flax.serialization` save these registered pytrees by their children's names.
 
     Nothing here imports Flax: classes that come before it are registered by the next
     call (of `tcfp_jax.layers`).
@@ -121,36 +120,38 @@ def serialize_with_flax(*kinds: type) -> None:
         flax.register_serialization_state(_SERIALIZED.pop(), _to_state, _from_state)
 
 
-def _children(node: PyTree) -> tuple[dict[str, Any], Any]:
+def _children(
+    node: PyTree,
+) -> tuple[dict[str, PyTree], jax.tree_util.PyTreeDef]:
     entries, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
     return {_entry_name(path[0]): child for path, child in entries}, treedef
 
 
-def _to_state(node: PyTree) -> dict[str, Any]:
+def _to_state(node: PyTree) -> dict[str, PyTree]:
     flax = sys.modules["flax.serialization"]
-    return {
-        name: flax.to_state_dict(child) for name, child in _children(node)[0].items()
-    }
+    children, _ = _children(node)
+    return {name: flax.to_state_dict(child) for name, child in children.items()}
 
 
-def _from_state(node: PyTree, state: Mapping[str, Any]) -> PyTree:
-    flax, (children, treedef) = sys.modules["flax.serialization"], _children(node)
-    absent = lambda tree: {name for name, child in tree.items() if child is None}
-    if set(children) != set(state) or absent(children) != absent(state):
+def _from_state(node: PyTree, state: Mapping[str, PyTree]) -> PyTree:
+    flax = sys.modules["flax.serialization"]
+    children, treedef = _children(node)
+    if set(children) != set(state) or _present(children) != _present(state):
         raise ValueError(
-            f"the state of a {type(node).__name__} has"
-            f" {sorted(set(state) - absent(state))}, the target"
-            f" {sorted(set(children) - absent(children))}; restore into a target with"
-            " the format that was saved"
+            f"the state of a {type(node).__name__} has {_present(state)}, the target"
+            f" {_present(children)}; restore into a target with the format that was"
+            " saved"
         )
-    return treedef.unflatten(
-        [
-            flax.from_state_dict(child, state[name], name)
-            for name, child in children.items()
-        ]
-    )
+    restored = []
+    for name, child in children.items():
+        restored.append(flax.from_state_dict(child, state[name], name))
+    return treedef.unflatten(restored)
+
+
+def _present(children: Mapping[str, PyTree]) -> list[str]:
+    return sorted(name for name, child in children.items() if child is not None)
 
 
 def _entry_name(entry: object) -> str:

@@ -366,7 +366,9 @@ def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
     rows = block if scaling.tile == "square" else 1
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
-    tiles = padded.reshape(-1, rows, padded.shape[1] // block, block)
+    groups = padded.shape[0] // rows
+    count = padded.shape[1] // block
+    tiles = padded.reshape(groups, rows, count, block)
     finite = jnp.isfinite(tiles)
     return jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3))
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from pallas_kernels.fp4 import E2M1
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
@@ -317,15 +316,15 @@ def settle_families(
     made = dict(weights)
     empty = {name for name, weight in weights.items() if _is_zero(weight)}
     for name in sorted(empty):
-        shared: ArrayLike = 1
+        shared = np.float32(1)
         for _, other in _siblings(name, fused):
             partner = weights.get(other)
             if partner is None or other in empty or partner.outer is None:
                 continue
-            shared = partner.outer
+            shared = np.float32(partner.outer)
             break
         changes: dict[str, Any] = dict(
-            values=np.asarray(weights[name].values) & _SIGNS, outer=np.float32(shared)
+            values=np.asarray(weights[name].values) & _SIGNS, outer=shared
         )
         made[name] = dataclasses.replace(weights[name], **changes)
     known = {**dict.fromkeys(floats, "float"), **schemes}
