@@ -26,8 +26,9 @@ class Transformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH)(tokens)
         attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
         x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
-        hidden = nn.gelu(nn.Dense(HIDDEN, use_bias=False)(nn.RMSNorm()(x)))
-        x = x + nn.Dense(WIDTH, use_bias=False)(hidden)
+        down = nn.Dense(WIDTH, use_bias=False)
+        up = nn.Dense(HIDDEN, use_bias=False)
+        x = x + down(nn.gelu(up(nn.RMSNorm()(x))))
         return nn.Dense(VOCAB, use_bias=False)(nn.RMSNorm()(x))
 
 

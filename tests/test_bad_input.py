@@ -97,7 +97,7 @@ def test_integers_and_complex_numbers_raise(dtype):
         "split": lambda: tcfp_jax.split(bad),
     }
     if dtype == jnp.complex64:  # integers are promoted, as by Flax's own layers
-        calls["layer"] = lambda: TCFPDense(4).init(jax.random.key(0), bad)
+        calls |= {"layer": lambda: TCFPDense(4).init(jax.random.key(0), bad)}
     for call in calls.values():
         with pytest.raises(TypeError, match=r"astype\(jnp.float32\)"):
             call()
@@ -110,17 +110,19 @@ def test_float8_operands_raise():
         tcfp_jax.matmul(X.astype(jnp.float8_e4m3fn), W, recipe="tcfp12")
 
 
-def test_shapes_that_do_not_fit_raise_with_both():
-    with pytest.raises(ValueError, match=r"x\[8, 32\] @ w\[16, 32\]"):
-        tcfp_jax.matmul(X, W.T, recipe="tcfp12")
-    with pytest.raises(ValueError, match=r"not \[k, n\]"):
-        tcfp_jax.matmul(X, jnp.ones((2, 32, 16)), recipe="tcfp12")
-    with pytest.raises(ValueError, match="pass one of them"):
-        tcfp_jax.matmul(X, None, recipe="tcfp12")
-    with pytest.raises(ValueError, match="quantized has"):
-        tcfp_jax.matmul(
-            X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8)))
-        )
+@pytest.mark.parametrize(
+    "w, stored, message",
+    [
+        (W.T, None, r"x\[8, 32\] @ w\[16, 32\]"),
+        (jnp.ones((2, 32, 16)), None, r"not \[k, n\]"),
+        (None, None, "pass one of them"),
+        (W, (32, 8), "quantized has"),
+    ],
+)
+def test_shapes_that_do_not_fit_raise_with_both(w, stored, message):
+    quantized = None if stored is None else tcfp_jax.split(jnp.ones(stored))
+    with pytest.raises(ValueError, match=message):
+        tcfp_jax.matmul(X, w, recipe="tcfp12", quantized=quantized)
 
 
 def test_a_form_of_blocks_without_blocks_raises():

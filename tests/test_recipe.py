@@ -16,7 +16,8 @@ from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax import Recipe, TCFPMode, recipe, recipes
 from tcfp_jax.recipes import Dual, Single, definition
 
-X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
+X = jnp.ones((4, 8))
+W = jnp.ones((8, 4))
 
 
 def test_names():
@@ -205,7 +206,7 @@ def test_there_are_few_rules():
     ],
     ids=str,
 )
-def test_unknown_values_raise_with_what_is_known(name, overrides, words):
+def test_unknown_values_raise_with_the_known_ones(name, overrides, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         recipe(name, **overrides)
 
@@ -324,7 +325,7 @@ def test_skipping_is_another_op():
     assert ops[1]["forward"] == ops[1]["dgrad"] == "skip_matmul"
 
 
-def test_random_recipes_are_legal_more_often_than_one_in_fifty():
+def test_more_than_one_random_recipe_in_fifty_is_legal():
     """Every combination of a few values of every field: most contradictions cannot be
     said any more.
     """
@@ -337,7 +338,8 @@ def test_random_recipes_are_legal_more_often_than_one_in_fifty():
         Dual(dgrad="hi"),
     ]
     scalings = [Tensor(), Tensor("float32"), Row(), Block(128), Block(32, "vector")]
-    products, formats = ("fast", "full", "bf16"), ("float8_e4m3fn", "float8_e5m2")
+    products = ("fast", "full", "bf16")
+    formats = ("float8_e4m3fn", "float8_e5m2")
     legal = total = 0
     for weight, scaling, gradient, *how, amax in itertools.product(
         weights, scalings, formats, products, products, products, ("fresh", "delayed")

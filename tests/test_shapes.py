@@ -18,7 +18,8 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.weights.quantization import quantize_weight
 
 NAMES = {"Float": jaxtyping.Float, "UInt32": jaxtyping.UInt32}
-X, W = jnp.ones((2, 3, 16)), jnp.ones((16, 32))
+X = jnp.ones((2, 3, 16))
+W = jnp.ones((16, 32))
 FP8 = jnp.float8_e4m3fn
 
 

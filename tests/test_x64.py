@@ -41,21 +41,22 @@ def trained(params, tx):
 
 
 def fed_back(recipe, **options):
-    params, tx = {"kernel": jnp.asarray(W)}, tcfp_jax.error_feedback(recipe, **options)
+    params = {"kernel": jnp.asarray(W)}
+    tx = tcfp_jax.error_feedback(recipe, **options)
     return tx.update(params, tx.init(params), params)
 
 
 def multiplied(recipe, **options):
-    product = lambda w, x: jnp.sum(
-        jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe, **options))
-    )
+    def product(w, x):
+        return jnp.sum(jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe, **options)))
+
     return jax.value_and_grad(product, (0, 1))(jnp.asarray(W), jnp.asarray(X))
 
 
 def read():
-    loss = lambda params, x: jnp.sum(
-        tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12")
-    )
+    def loss(params, x):
+        return jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
+
     return monitor.value_and_grad(loss)({"kernel": jnp.asarray(W)}, jnp.asarray(X))
 
 

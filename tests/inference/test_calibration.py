@@ -72,7 +72,8 @@ def gptq_by_definition(w, hessian, scale, damping=0.01):
     """Frantar et al., their order of steps in float64: the inverse, its upper Cholesky
     factor, column after column.
     """
-    w, k = np.array(w, np.float64), w.shape[1]
+    w = np.array(w, np.float64)
+    k = w.shape[1]
     hessian = np.asarray(hessian, np.float64)
     inverse = np.linalg.inv(hessian + damping * np.diag(hessian).mean() * np.eye(k))
     upper = np.linalg.cholesky(inverse).T
@@ -107,11 +108,12 @@ def test_a_search_is_never_worse_than_a_rule(format, tile):
             assert found <= error(nearest(w, Fp4(format, tile, rule)), w) * 1.02
 
 
-def test_a_search_finds_what_all_scales_would_and_does_not_shrink_it():
+def test_a_search_finds_the_best_of_all_scales_without_shrinking():
     """Every byte of E4M3, not only those within the window, and some scales of the
     scales, on the host in float64.
     """
-    found, w = searched(W), np.asarray(W, np.float64)
+    found = searched(W)
+    w = np.asarray(W, np.float64)
     table = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
     blocks = np.pad(w, ((0, 0), (0, -K % 16))).reshape(N, -1, 16)
     least = []
@@ -134,12 +136,15 @@ def test_a_search_finds_what_all_scales_would_and_does_not_shrink_it():
 
 @pytest.mark.slow_except("search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
-def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
+def test_fold_exact_scales_follow_their_rule_for_any_weight(scales):
     """Zeros, tiny values, an outlier: operands that name the rule keep to it, because
     FP8 products rely on it.
     """
     hard = np.array(W)
-    hard[0], hard[1], hard[2, 3], hard[5:9] = 0, 1e-30, 1e4, hard[5:9] * 1e-3
+    hard[0] = 0
+    hard[1] = 1e-30
+    hard[2, 3] = 1e4
+    hard[5:9] = hard[5:9] * 1e-3
     scaling = Fp4(rule="fold_exact")
     for w in (W, jnp.asarray(hard)):
         for made in (compensated(w, H, scaling, scales=scales), searched(w, scaling)):
@@ -159,11 +164,14 @@ def test_a_rule_is_checked_scale_by_scale():
         held[np.isin(every, _table(Fp4(rule="fold_exact")))].all()
         and 30 < held.sum() < 50
     )
-    of = lambda scale: Operand(
-        jnp.zeros((1, 8 * scale.size), jnp.uint8),
-        scale[None],
-        scaling=Fp4(rule="fold_exact"),
-    )
+
+    def of(scale):
+        return Operand(
+            jnp.zeros((1, 8 * scale.size), jnp.uint8),
+            scale[None],
+            scaling=Fp4(rule="fold_exact"),
+        )
+
     check_rule(
         "w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), ""
     )
@@ -196,7 +204,11 @@ def test_hard_blocks(choose):
     within their block.
     """
     w = np.array(W)
-    w[0], w[1], w[2, 3], w[3, 5], w[4, 20] = 0, 1e-30, 1e4, np.nan, np.inf
+    w[0] = 0
+    w[1] = 1e-30
+    w[2, 3] = 1e4
+    w[3, 5] = np.nan
+    w[4, 20] = np.inf
     made = np.asarray(choose(jnp.asarray(w)).dequantize())
     assert (
         np.isnan(made[3, :16]).all()
@@ -239,7 +251,7 @@ def test_gptq_is_the_published_algorithm():
     [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="four_over_six")],
     ids=str,
 )
-def test_gptq_halves_what_nearest_loses_and_a_search_is_better_still(scaling):
+def test_gptq_halves_the_loss_of_nearest_and_a_search_more(scaling):
     found = loss(compensated(W, H, scaling), H)
     assert found < 0.5 * loss(nearest(W, scaling), H)
     assert scaling != Fp4() or loss(compensated(W, H, scales="search"), H) < found
@@ -252,10 +264,8 @@ def test_gptq_halves_what_nearest_loses_and_a_search_is_better_still(scaling):
     [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")],
 )
 def test_units_of_weights_and_of_inputs_do_not_matter(scaling, scales):
-    wanted, found = (
-        compensated(W, H, scaling, scales=scales),
-        searched(W, scaling, importance=jnp.diagonal(H)),
-    )
+    wanted = compensated(W, H, scaling, scales=scales)
+    found = searched(W, scaling, importance=jnp.diagonal(H))
     for power in (120, 90, 60, -60, -90):
         large = W * 2.0**power
         assert np.array_equal(
@@ -312,7 +322,8 @@ RULES = {
 def test_without_correlations_gptq_is_nearest(scaling):
     # a power of two, at the border of MX's scales
     w = W.at[0, :16].set(0).at[0, 3].set(0.0625)
-    made, expected = compensated(w, 7 * jnp.eye(K), scaling), nearest(w, scaling)
+    made = compensated(w, 7 * jnp.eye(K), scaling)
+    expected = nearest(w, scaling)
     for each in zip(as_bytes(made), as_bytes(expected), strict=True):
         np.testing.assert_array_equal(*each)
     assert (made.outer is None) == (expected.outer is None) and (
@@ -320,14 +331,15 @@ def test_without_correlations_gptq_is_nearest(scaling):
     )
 
 
-def test_columns_that_a_calibration_never_saw_are_worth_something():
+def test_columns_without_inputs_are_worth_something():
     seen = jnp.where(jnp.arange(K) < 16, 1.0, 0.0)
     made = search_scales(W, importance=seen).dequantize()
     assert np.sum(np.square(made - W)[:, 16:]) < 0.03 * np.sum(np.square(W)[:, 16:])
 
 
 def test_a_stack_is_its_matrices():
-    stack, moments = jnp.stack([W, 3 * W]), jnp.stack([H, jnp.eye(K)])
+    stack = jnp.stack([W, 3 * W])
+    moments = jnp.stack([H, jnp.eye(K)])
     for made, expected in (
         (
             compensated(stack, moments),
@@ -406,7 +418,8 @@ def test_hessians_of_a_converted_model():
     heads = Model().apply({"params": params}, x, capture_intermediates=True)[1][
         "intermediates"
     ]["heads"]["__call__"][0]
-    rows, inner = x.reshape(-1, 16), (heads - params["heads"]["bias"]).reshape(-1, 32)
+    rows = x.reshape(-1, 16)
+    inner = (heads - params["heads"]["bias"]).reshape(-1, 32)
     assert set(found) == {"heads/kernel", "out/kernel"}
     np.testing.assert_allclose(
         found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4
@@ -475,7 +488,8 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
     }
     x = jax.random.normal(jax.random.key(1), (32, 16)) * (1 / jnp.arange(1.0, 17.0))
     low = transform(call, "nvfp4", include=INCLUDE)
-    weights, moments = find_weights(low, params, x), hessians(low, params, [x])
+    weights = find_weights(low, params, x)
+    moments = hessians(low, params, [x])
     served = quantize_params(params, weights)
     chosen = choose_codes(
         served,
@@ -495,9 +509,12 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
     np.testing.assert_allclose(
         made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05
     )
-    wrong = lambda stored: float(
-        np.square(np.asarray(run(x, stored["tcfp"])) - call(params, x)).sum()
-    )
+
+    def wrong(stored):
+        return float(
+            np.square(np.asarray(run(x, stored["tcfp"])) - call(params, x)).sum()
+        )
+
     assert wrong(chosen) < 0.8 * wrong(served)
     with pytest.raises(ValueError, match=r"first is stored with .* use one format"):
         choose_codes(served, params, weights, lambda path, w: nearest(w, Fp4("mxfp4")))
@@ -509,15 +526,11 @@ def test_chosen_codes_keep_the_rule_that_they_follow():
     """The FP8 product of "fold_exact" reads the rule off the codes, so that it must be
     theirs and not the recipe's.
     """
-    params, folds, layout = (
-        {"w": jnp.swapaxes(W, 0, 1)},
-        Fp4(rule="fold_exact"),
-        Layout((0,), (1,)),
-    )
-    served, of_rule = (
-        {"tcfp": {"w": Stored(nearest(W), None)}},
-        functools.partial(recipe, "nvfp4", forward="full"),
-    )
+    params = {"w": jnp.swapaxes(W, 0, 1)}
+    folds = Fp4(rule="fold_exact")
+    layout = Layout((0,), (1,))
+    served = {"tcfp": {"w": Stored(nearest(W), None)}}
+    of_rule = functools.partial(recipe, "nvfp4", forward="full")
 
     def chosen(rule, choose):
         weights = {"w": Weight(of_rule(rule=rule), layout)}
@@ -548,8 +561,9 @@ def test_chosen_codes_keep_the_rule_that_they_follow():
         np.testing.assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())
 
 
-def test_a_checkpoint_that_lost_its_classes_is_not_given_a_rule_that_it_does_not_follow():
-    made, layout = nearest(W, Fp4()), Layout((0,), (1,))
+def test_a_restored_checkpoint_gets_no_rule_that_it_breaks():
+    made = nearest(W, Fp4())
+    layout = Layout((0,), (1,))
     plain = {
         "tcfp": {
             "w": {
@@ -583,7 +597,7 @@ def test_matrices_without_values(shape, scaling):
     ] * 2
 
 
-def test_what_a_search_finds_is_as_long_as_the_weight_where_inputs_are_large():
+def test_a_search_keeps_the_length_where_inputs_are_large():
     """Its product with the weight is the weight's with itself, by importance."""
     importance = jnp.asarray(RNG.uniform(0, 1, K) ** 8, jnp.float32)
     found = np.asarray(searched(W, importance=importance).dequantize(), np.float64)

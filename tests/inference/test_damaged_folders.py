@@ -61,7 +61,8 @@ def framed(header, data=b"", length=None):
 
 
 def packed(tensors, metadata=None):
-    header, data = {} if metadata is None else {"__metadata__": metadata}, b""
+    header = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
     for name, array in tensors.items():
         end = len(data) + array.nbytes
         header[name] = entry(
@@ -111,12 +112,16 @@ def config(**parts):
     return dict(config={"quantization_config": QUANTIZATION | parts})
 
 
-ONE, DATA = packed({NORM: TENSORS[NORM]}), bytes(64)
+ONE = packed({NORM: TENSORS[NORM]})
+DATA = bytes(64)
 SHARDS = {
     "one.safetensors": packed({NORM: TENSORS[NORM]}),
     "two.safetensors": packed({"x": np.ones(2, np.uint8)}),
 }
-TWICE = b'{"x":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]},"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'
+TWICE = (
+    b'{"x":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]},'
+    b'"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'
+)
 DEEP = b"[" * 100_000 + b"]" * 100_000
 # A file of eight megabytes whose 225 tensors claim 1.8 gigabytes.
 SPREAD = framed({f"t{i}": entry(0, 8 << 20) for i in range(225)}, bytes(8 << 20))
@@ -293,7 +298,7 @@ def loaded(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_each_damaged_folder_is_refused_with_the_documented_error(loaded):
+def test_damaged_folders_raise_the_documented_error(loaded):
     results = loaded["results"]
     assert (
         results.pop("right")

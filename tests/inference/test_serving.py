@@ -51,7 +51,10 @@ class NNXModel(flax_nnx.Module):
 
     def __call__(self, tokens):
         x = self.out(self.heads(self.embedding(tokens)))
-        body = lambda x, layer: flax_nnx.tanh(layer(x))
+
+        def body(x, layer):
+            return flax_nnx.tanh(layer(x))
+
         x = flax_nnx.scan(body, in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(
             x, self.layers
         )
@@ -89,7 +92,8 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
         and "kernel" in served["params"]["lm_head"]
     )
     apply = jax.jit(model.apply)
-    expected, y = apply({"params": params}, X), apply(served, X)
+    expected = apply({"params": params}, X)
+    y = apply(served, X)
     tolerance = 1e-6 if storage == "recipe" else 0.05 * float(jnp.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
     assert same_bits(apply(saved_and_loaded(served, tmp_path, weights), X), y)
@@ -107,7 +111,8 @@ class Coder(nn.Module):
     """
 
     def setup(self):
-        self.up, self.down = nn.Dense(16, use_bias=False), nn.Dense(32)
+        self.up = nn.Dense(16, use_bias=False)
+        self.down = nn.Dense(32)
 
     def __call__(self, x):
         if x.shape[1] == 1:
@@ -133,7 +138,7 @@ def read_from_a_cache(model, served):
 
 
 @pytest.mark.parametrize("call", [encoded_and_decoded, read_from_a_cache])
-def test_every_call_that_float_variables_have_runs_without_the_kernels(call):
+def test_every_call_of_float_variables_runs_without_kernels(call):
     params = variables_of(Coder(), X)["params"]
     model = convert(Coder(), "tcfp12", X, include=ALL)
     served = quantize_params(params, find_weights(model))
@@ -145,7 +150,7 @@ def test_every_call_that_float_variables_have_runs_without_the_kernels(call):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
-def test_state_of_another_model_and_shapes_that_nobody_showed_are_errors():
+def test_state_of_another_model_and_unknown_shapes_raise():
     params = variables_of(Coder(), X)["params"]
     model = convert(Coder(), "tcfp12", X, include=ALL)
     served = quantize_params(params, find_weights(model))
@@ -169,9 +174,7 @@ CAST = {"model": convert(Model(), "tcfp12", X), "layer": TCFPDense(8, recipe="tc
 @pytest.mark.slow_except("model-packed", "layer-recipe")
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 @pytest.mark.parametrize("model", CAST.values(), ids=CAST)
-def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_kernels(
-    model, storage
-):
+def test_cast_models_answer_in_their_dtype_without_kernels(model, storage):
     params = jax.tree.map(
         lambda leaf: leaf.astype(jnp.bfloat16), variables_of(model, X)["params"]
     )
@@ -192,7 +195,8 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         convert, recipe="tcfp12_fast", include=("linear", "small", "head")
     )
     model = all_layers(nnx_model(NNXModel))
-    expected, weights = forward(model, TOKENS), find_weights(model, TOKENS)
+    expected = forward(model, TOKENS)
+    weights = find_weights(model, TOKENS)
     assert len(weights) == 4
     served = quantize_params(
         flax_nnx.state(model, flax_nnx.Param), weights, storage=storage
@@ -237,7 +241,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
-def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looked_up(
+def test_stored_weights_leave_params_except_lookup_tables(
     storage,
 ):
     weight = functools.partial(Weight, tcfp_recipe("tcfp12"))
@@ -262,10 +266,8 @@ def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looke
 
 class Normalized(flax_nnx.Module):
     def __init__(self, rngs):
-        self.linear, self.norm = (
-            flax_nnx.Linear(32, 32, rngs=rngs),
-            flax_nnx.BatchNorm(32, rngs=rngs),
-        )
+        self.linear = flax_nnx.Linear(32, 32, rngs=rngs)
+        self.norm = flax_nnx.BatchNorm(32, rngs=rngs)
 
     def __call__(self, x):
         return self.norm(self.linear(x), use_running_average=True)
@@ -366,9 +368,12 @@ def test_bad_input():
         unpack(served, "tcfp12")
     with pytest.raises(TypeError, match="applies the variables itself"):
         load_quantized(TCFPDense(4), served)
-    make = lambda **options: flax_nnx.eval_shape(
-        lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options)
-    )
+
+    def make(**options):
+        return flax_nnx.eval_shape(
+            lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options)
+        )
+
     with pytest.raises(
         ValueError, match="a stored weight has no low-precision layer here"
     ):
@@ -461,10 +466,8 @@ class Rotated(flax_nnx.Module):
     """A table that is an array and no variable."""
 
     def __init__(self, rngs):
-        self.linear, self.angle = (
-            flax_nnx.Linear(32, 32, rngs=rngs),
-            flax_nnx.data(jnp.zeros(32)),
-        )
+        self.linear = flax_nnx.Linear(32, 32, rngs=rngs)
+        self.angle = flax_nnx.data(jnp.zeros(32))
 
     def __call__(self, x):
         return self.linear(x) * jnp.cos(self.angle)

@@ -51,7 +51,8 @@ def normal(*shape, seed=0):
     ],
 )
 def test_the_product_is_the_einsum(equation, x_shape, shape):
-    x, kernel = normal(*x_shape), normal(*shape, seed=1)
+    x = normal(*x_shape)
+    kernel = normal(*shape, seed=1)
     contraction = parse(equation, x.ndim)
     result = jax.eval_shape(lambda: jnp.einsum(equation, x, kernel)).shape
     g = normal(*result, seed=2)
@@ -84,24 +85,32 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
     `matmul` with `w.T`.
     """
     recipe = tcfp_jax.recipe(recipe)
-    x, w = normal(*shape[:-2], 16, 80), normal(*shape, seed=1)
+    x = normal(*shape[:-2], 16, 80)
+    w = normal(*shape, seed=1)
     contraction = parse("...k,nk->...n" if len(shape) == 2 else "etk,enk->etn", x.ndim)
     assert contraction.layout.transposed
-    by_hand = lambda x, w: tcfp_jax.matmul(x, w.T, recipe=recipe)
-    quantize = lambda w: quantize_weight(w, recipe, contracts="last")[0]
+
+    def by_hand(x, w):
+        return tcfp_jax.matmul(x, w.T, recipe=recipe)
+
+    def quantize(w):
+        return quantize_weight(w, recipe, contracts="last")[0]
+
     for _ in shape[:-2]:
-        by_hand, quantize = jax.vmap(by_hand), jax.vmap(quantize)
+        by_hand = jax.vmap(by_hand)
+        quantize = jax.vmap(quantize)
 
     @jax.jit
     def both(x, w):
         stored = quantize(w)
-        read = lambda x: contract(
-            contraction, x, None, recipe=recipe, quantized=stored, shape=w.shape
-        )
-        (y, back), (wanted, wanted_back) = (
-            jax.vjp(read, x),
-            jax.vjp(lambda x: by_hand(x, w), x),
-        )
+
+        def read(x):
+            return contract(
+                contraction, x, None, recipe=recipe, quantized=stored, shape=w.shape
+            )
+
+        y, back = jax.vjp(read, x)
+        wanted, wanted_back = jax.vjp(lambda x: by_hand(x, w), x)
         return (y, back(y)), (wanted, wanted_back(y))
 
     close(*both(x, w), 1e-6)  # the same FP8 operands; only the order of sums may differ
@@ -111,21 +120,25 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
 @pytest.mark.parametrize("recipe", ["tcfp12", "blockwise", "tcfp12_blockwise"])
 def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
     recipe = tcfp_jax.recipe(recipe)
-    x, w = normal(16, 80), normal(48, 80, seed=1)
+    x = normal(16, 80)
+    w = normal(48, 80, seed=1)
 
     @jax.jit
     def both(x, w):
         results = []
         for copies in ("one", "both"):
             stored = quantize_weight(w, recipe, copies=copies)[0]
-            read = lambda x, stored=stored: contract(
-                matrix_product(2, transposed=True),
-                x,
-                None,
-                recipe=recipe,
-                quantized=stored,
-                shape=w.shape,
-            )
+
+            def read(x, stored=stored):
+                return contract(
+                    matrix_product(2, transposed=True),
+                    x,
+                    None,
+                    recipe=recipe,
+                    quantized=stored,
+                    shape=w.shape,
+                )
+
             y, back = jax.vjp(read, x)
             results.append((y, back(y)))
         return results
@@ -138,11 +151,10 @@ def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
     "recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"]
 )
 def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
-    table, query = normal(48, 32), normal(4, 32, seed=1)
-    layer, weight = (
-        TCFPEmbed(48, 32, recipe=recipe),
-        Weight(tcfp_jax.recipe(recipe), Layout((1,), (0,))),
-    )
+    table = normal(48, 32)
+    query = normal(4, 32, seed=1)
+    layer = TCFPEmbed(48, 32, recipe=recipe)
+    weight = Weight(tcfp_jax.recipe(recipe), Layout((1,), (0,)))
 
     @jax.jit
     def results(params, doubled):
@@ -151,7 +163,10 @@ def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
                 tcfp_jax.error_feedback({"embedding": weight}).init(doubled)
             )
         )
-        attend = lambda variables: layer.apply(variables, query, method="attend")
+
+        def attend(variables):
+            return layer.apply(variables, query, method="attend")
+
         return attend({"params": params, "tcfp": state}), attend({"params": doubled})
 
     close(*results({"embedding": table}, {"embedding": 2 * table}), 1e-6)
@@ -228,16 +243,16 @@ EXPLICIT = {
 @pytest.mark.parametrize("case", EXPLICIT)
 def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
     equation, x_shape, shape, x_spec, spec, out = EXPLICIT[case]
-    x, kernel, contraction = (
-        normal(*x_shape),
-        normal(*shape, seed=1),
-        parse(equation, len(x_shape)),
-    )
+    x = normal(*x_shape)
+    kernel = normal(*shape, seed=1)
+    contraction = parse(equation, len(x_shape))
 
     def step(x, kernel, out=None):
-        run = lambda x, w: contract(
-            contraction, x, w, recipe=tcfp_jax.recipe(recipe), out_sharding=out
-        )
+        def run(x, w):
+            return contract(
+                contraction, x, w, recipe=tcfp_jax.recipe(recipe), out_sharding=out
+            )
+
         y, back = jax.vjp(run, x, kernel)
         return (y, *back(jnp.sin(y)))
 
@@ -255,7 +270,7 @@ def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
 
 
 @pytest.mark.parametrize("name", ["tcfp12", "nvfp4_training"])
-def test_equal_matrices_of_a_stack_are_rounded_by_bits_of_their_own(name):
+def test_matrices_of_a_stack_have_random_bits_of_their_own(name):
     """The residuals of the weights, or the gradients of FP4 training."""
     recipe = tcfp_jax.recipe(
         name, **({"remainder": "stochastic"} if name == "tcfp12" else {})
@@ -264,9 +279,12 @@ def test_equal_matrices_of_a_stack_are_rounded_by_bits_of_their_own(name):
         jnp.broadcast_to(normal(*shape, seed=i), (2, *shape))
         for i, shape in enumerate([(8, 32), (32, 4)])
     )
-    product = lambda x: contract(
-        parse("ebk,ekn->ebn", 3), x, kernel, recipe=recipe, key=jax.random.key(0)
-    )
+
+    def product(x):
+        return contract(
+            parse("ebk,ekn->ebn", 3), x, kernel, recipe=recipe, key=jax.random.key(0)
+        )
+
     found = (
         product(x)
         if name == "tcfp12"
@@ -324,7 +342,8 @@ def test_features_may_be_numbers_of_numpy():
 
 
 def test_bad_input():
-    x, w = jnp.ones((2, 3)), jnp.ones((4, 5))
+    x = jnp.ones((2, 3))
+    w = jnp.ones((4, 5))
     bf16 = tcfp_jax.recipe("bf16")
     with pytest.raises(
         ValueError, match=r"axis 1 of x\[2, 3\] does not fit axis 0 of kernel\[4, 5\]"
@@ -350,10 +369,8 @@ def test_bad_input():
             contract(
                 matrix_product(2), x, jnp.ones((3, 4)), recipe=recipe, quantized=stored
             )
-    stack, stored = (
-        jnp.ones((2, 3, 4)),
-        jax.eval_shape(lambda: quantize_weight(jnp.ones((2, 3, 4)), recipe)[0]),
-    )
+    stack = jnp.ones((2, 3, 4))
+    stored = jax.eval_shape(lambda: quantize_weight(jnp.ones((2, 3, 4)), recipe)[0])
     with pytest.raises(ValueError, match="on its own for each of the stack"):
         contract(
             parse("etk,ekn->etn", 3),

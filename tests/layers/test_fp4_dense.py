@@ -24,15 +24,15 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
 
 
 def test_fp4_dense_is_a_drop_in_of_both_frameworks():
-    """An odd number of inputs: float parameters as Flax has them, packed at each use or
-    once.
-    """
-    layer, plain = linen.Fp4Dense(6), nn.Dense(6)
+    """The number of inputs is odd. Codes are packed at each use, or once."""
+    layer = linen.Fp4Dense(6)
+    plain = nn.Dense(6)
     variables = variables_of(plain, X)
     model = nnx_model(lambda rngs: nnx.Fp4Dense(33, 6, rngs=rngs))
     assert model.recipe == recipe("nvfp4") and isinstance(model, flax_nnx.Linear)
     params = variables["params"]
-    flax_nnx.replace_by_pure_dict(state := flax_nnx.state(model), params)
+    state = flax_nnx.state(model)
+    flax_nnx.replace_by_pure_dict(state, params)
     flax_nnx.update(model, state)
     y = jax.jit(layer.apply)(variables, X)
     stored = pack_fp4(params["kernel"]).dequantize()
@@ -40,10 +40,8 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
     served = quantize_params(params, "nvfp4")
-    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].shape == (
-        33,
-        6,
-    )
+    assert set(served["params"]) == {"bias"}
+    assert served["tcfp"]["kernel"].shape == (33, 6)
     np.testing.assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
     load_quantized(model, served)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
@@ -86,7 +84,7 @@ TINY = GPTConfig(layers=1, width=32, heads=2, context=8)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 256, (2, 8)), jnp.int32)
 
 
-def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
+def test_a_model_runs_on_codes_as_on_their_dequantized_weights():
     plain = GPT(TINY, None, dtype="float32")
     params = variables_of(plain, TOKENS)["params"]
     model = convert_to_tcfp(
@@ -116,7 +114,10 @@ def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights():
     # so the comparison tells one from the other
     assert float(jnp.abs(expected - exact).max()) > 0.02 * largest
     packed = sum(leaf.nbytes for leaf in jax.tree.leaves(served["tcfp"]))
-    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+    def size(tree):
+        return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
     count = size(params) - size(served["params"])
     assert packed * 8 / count < 4.5 + 32 * 4 / count + 1e-9
 
@@ -141,7 +142,9 @@ def test_adapters_train_beside_frozen_codes_in_nnx():
 
     @flax_nnx.jit
     def update(model, optimizer):
-        loss = lambda model: jnp.mean((model(X[:, :32]) - 1) ** 2)
+        def loss(model):
+            return jnp.mean((model(X[:, :32]) - 1) ** 2)
+
         value, gradients = flax_nnx.value_and_grad(
             loss, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam)
         )(model)
@@ -167,7 +170,8 @@ class Adapted(nn.Module):
 
 
 def test_adapters_train_beside_frozen_codes_in_linen():
-    model, x = Adapted(), X[:, :32]
+    model = Adapted()
+    x = X[:, :32]
     params = variables_of(model, x)["params"]
     packed = quantize_params({"base": params["base"]}, "nvfp4")
     frozen = jax.tree.map(jnp.copy, packed)

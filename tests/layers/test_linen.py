@@ -63,10 +63,8 @@ def test_stored_kernel_is_used(recipe):
     tx = tcfp_jax.error_feedback(recipe)
     state = tcfp_jax.layer_state(tx.init(params))
     apply = jax.jit(network.apply)
-    fresh, stored = (
-        apply({"params": params}, X),
-        apply({"params": params, "tcfp": state}, X),
-    )
+    fresh = apply({"params": params}, X)
+    stored = apply({"params": params, "tcfp": state}, X)
     # The same FP8 operands; each product is one program, which may sum in another order
     # beside a quantizer.
     np.testing.assert_allclose(stored, fresh, rtol=0, atol=1e-5)
@@ -96,7 +94,8 @@ def trainer(network, recipe, **options):
 
     @jax.numpy_dtype_promotion("standard")  # Adam raises a float to an integer power
     def run(steps=8):
-        params, losses = network.init(jax.random.key(1), X)["params"], []
+        params = network.init(jax.random.key(1), X)["params"]
+        losses = []
         opt_state = tx.init(params)
         for _ in range(steps):
             params, opt_state, value = step(params, opt_state)
@@ -117,7 +116,8 @@ def test_training_learns_and_repeats_bit_for_bit(recipe):
         recipe,
         **(dict(key=jax.random.key(3)) if recipe == STOCHASTIC else {}),
     )
-    (losses, *state), (again, *same_state) = run(), run()
+    (losses, *state) = run()
+    (again, *same_state) = run()
     assert (
         losses[-1] < 0.95 * losses[0]
         and losses == again
@@ -178,7 +178,10 @@ def test_scan_over_layers_reads_the_stacked_state():
 def test_stochastic_layer_takes_the_rng_stream():
     layer = TCFPDense(16, recipe=STOCHASTIC)
     variables = layer.init(jax.random.key(1), X)
-    run = lambda **rngs: layer.apply(variables, X, rngs=rngs)
+
+    def run(**rngs):
+        return layer.apply(variables, X, rngs=rngs)
+
     assert jnp.array_equal(run(), run())
     assert not jnp.array_equal(run(tcfp=jax.random.key(1)), run(tcfp=jax.random.key(2)))
 

@@ -59,7 +59,10 @@ class GPT(flax_nnx.Module):
 
 def held(module):
     """The stored kernel of a converted layer, as arrays."""
-    is_variable = lambda node: isinstance(node, flax_nnx.Variable)
+
+    def is_variable(node):
+        return isinstance(node, flax_nnx.Variable)
+
     return jax.tree.map(
         lambda variable: variable[...],
         module.tcfp_stored["kernel"],
@@ -90,8 +93,10 @@ def train(model, optimizer, tokens):
 
 
 def test_a_gpt_converts_in_place_trains_and_comes_back():
-    model, float_model = nnx_model(GPT), nnx_model(GPT)
-    before, params = forward(model, TOKENS), pure(model)
+    model = nnx_model(GPT)
+    float_model = nnx_model(GPT)
+    before = forward(model, TOKENS)
+    params = pure(model)
     converted = convert_to_tcfp(
         model, "tcfp12_fast", TOKENS, include=ALL, rules={"nothing": "bf16"}
     )
@@ -173,7 +178,8 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     )
     exact = forward(model, X)
     convert_to_tcfp(model, "tensorwise", X, include=ALL)
-    low, weights = forward(model, X), find_weights(model)
+    low = forward(model, X)
+    weights = find_weights(model)
     assert same_bits(forward(to_bf16(model, "layers"), X), exact) and not same_bits(
         low, exact
     )
@@ -191,7 +197,9 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
 @pytest.mark.optimized("slow")
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
 def test_a_step_is_that_of_the_model_written_by_hand(recipe):
-    linear = lambda *sizes, rngs: TCFPLinear(*sizes, recipe=recipe, rngs=rngs)
+    def linear(*sizes, rngs):
+        return TCFPLinear(*sizes, recipe=recipe, rngs=rngs)
+
     models = [nnx_model(MLP), nnx_model(lambda rngs: MLP(rngs, linear))]
     convert_to_tcfp(models[0], recipe, include=ALL)
     results = []
@@ -216,7 +224,8 @@ def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
     model = TCFPLinear(32, 16, recipe=recipe, rngs=flax_nnx.Rngs(0))
     if converted:
         streams = {"rngs": flax_nnx.Rngs(1)} if recipe == "nvfp4_training" else {}
-        plain, x = flax_nnx.Linear(32, 16, rngs=flax_nnx.Rngs(0)), jnp.ones((2, 32))
+        plain = flax_nnx.Linear(32, 16, rngs=flax_nnx.Rngs(0))
+        x = jnp.ones((2, 32))
         model = convert_to_tcfp(
             plain, recipe, x, include=("linear", "small", "head"), **streams
         )
@@ -228,8 +237,10 @@ def test_an_optimizer_of_a_model_that_stores_no_weights(recipe, converted):
 
 
 def test_bad_input():
-    rngs, sgd = flax_nnx.Rngs(0), optax.sgd(0.1)
-    layer, plain = TCFPLinear(16, 8, rngs=rngs), flax_nnx.Linear(2, 2, rngs=rngs)
+    rngs = flax_nnx.Rngs(0)
+    sgd = optax.sgd(0.1)
+    layer = TCFPLinear(16, 8, rngs=rngs)
+    plain = flax_nnx.Linear(2, 2, rngs=rngs)
     for message, call in (
         ("precision", lambda: TCFPLinear(16, 8, precision="highest", rngs=rngs)),
         ("unknown", lambda: TCFPLinear(16, 8, recipe="tcfp13", rngs=rngs)),
@@ -249,8 +260,12 @@ def test_blocks_keep_their_size_on_narrow_layers(block):
     another.
     """
     recipe = tcfp_jax.recipe("blockwise", block=block)
-    make = lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs)
-    model, without_state = nnx_model(make), nnx_model(make)
+
+    def make(rngs):
+        return TCFPLinear(64, 32, recipe=recipe, rngs=rngs)
+
+    model = nnx_model(make)
+    without_state = nnx_model(make)
     x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 64)), jnp.float32)
     fresh = forward(model, x)
     optimizer = Optimizer(model, tcfp_jax.error_feedback(recipe))
@@ -281,8 +296,12 @@ def test_shared_layers_and_accumulation_have_one_state():
     )
     optimizer = Optimizer(model, tx)
     assert model.second is model.first
-    values = lambda: np.asarray(jax.tree.leaves(held(model.first))[0])
-    stored, TRACES[:] = [values()], []
+
+    def values():
+        return np.asarray(jax.tree.leaves(held(model.first))[0])
+
+    stored = [values()]
+    TRACES[:] = []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):
             train(model, optimizer, X)
