@@ -15,7 +15,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,13 @@ from tcfp_jax.inference.file_weights import (
     scheme_of,
     take_weight,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8
+from tcfp_jax.inference.safetensors import COPY, FLOAT8, Json
 from tcfp_jax.inference.shared_scales import FUSED, settle_families
 from tcfp_jax.weights.stored import Stored
 
 # Metadata of the file: the rule that found the scales of its NVFP4 weights, or, in
 # JSON, the rule of each by name.
 _RULE = "tcfp_jax.fp4_rule"
-_Scheme = dict[str, Any]
 
 
 def save_compressed(
@@ -117,7 +116,7 @@ def save_compressed(
         name: json.dumps(scheme, sort_keys=True) for name, scheme in schemes.items()
     }
     weights = settle_families(weights, described, matrices, fused)
-    written: dict[str, Any] = dict(floats)
+    written = dict(floats)
     scales: dict[str, tuple[np.ndarray, float]] = {}
     for name, weight in weights.items():
         arrays = arrays_of(name, weight)
@@ -154,7 +153,7 @@ def save_compressed(
 
 def load_compressed(
     folder: str | Path, *, global_scale: Literal["divisor", "multiplier"] = "divisor"
-) -> tuple[dict[str, Stored | jax.Array], dict[str, Any]]:
+) -> tuple[dict[str, Stored | jax.Array], Json]:
     """Return (tensors by torch's names, `config.json`) of such a folder.
 
     Use this to serve or fine-tune a model that llm-compressor or `save_compressed`
@@ -222,7 +221,7 @@ def _check_names(
 
 
 def _quantization_config(
-    schemes: Mapping[str, _Scheme], ignore: list[str]
+    schemes: Mapping[str, Json], ignore: list[str]
 ) -> dict[str, object]:
     """Return the entry of `config.json` that says how modules are quantized."""
     modules: dict[str, list[str]] = {}

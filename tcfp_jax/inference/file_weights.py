@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.operands import (
     SCALE_DTYPE,
@@ -30,7 +31,7 @@ from pallas_kernels.operands import (
     Scaling,
     Tensor,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8, MXFP4, NVFP4
+from tcfp_jax.inference.safetensors import COPY, FLOAT8, MXFP4, NVFP4, Json
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.weights.stored import Stored
 
@@ -88,7 +89,7 @@ def matrix_of(name: str, weight: Operand | Stored) -> Operand:
     return operand
 
 
-def scheme_of(weight: Operand, activations: str) -> dict[str, Any]:
+def scheme_of(weight: Operand, activations: str) -> Json:
     """Return a weight's config group, without its targets."""
     scaling = weight.scaling
     number = dict(num_bits=8, type="float", symmetric=True)
@@ -267,7 +268,7 @@ def _fp4(
         )
     if held is None:
         scaling = Fp4("mxfp4")
-        dtypes: tuple[Any, ...] = (np.uint8, SCALE_DTYPE)
+        dtypes: tuple[DTypeLike, ...] = (np.uint8, SCALE_DTYPE)
     else:
         scaling = Fp4("nvfp4", rule=rule)
         dtypes = (jnp.float8_e4m3fn,)

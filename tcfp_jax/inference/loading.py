@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -78,7 +77,7 @@ def _is_weight(node: object) -> bool:
 
 
 def _stored_of(
-    path: str, node: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]
+    path: str, node: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]
 ) -> Stored:
     """Return a stored weight from the dict that a checkpointer made of it."""
     if "codes" in node:
@@ -107,15 +106,15 @@ def _stored_of(
 
 
 def _operand_of(
-    path: str, node: Mapping[str, Any], side: str, recipe: Recipe
+    path: str, node: Mapping[str, PyTree], side: str, recipe: Recipe
 ) -> Operand | None:
     """Return one side of a stored weight, or None if the dict lacks it."""
     # A format other than E4M3 is part of the name, see `Stored`.
     entries = [node[name] for name in node if str(name).startswith(side)]
-    entry: Any = next((one for one in entries if one is not None), {})
+    entry: PyTree = next((one for one in entries if one is not None), {})
     if isinstance(entry, Mapping) and not entry:
         return None
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, PyTree] = {}
     if isinstance(entry, Mapping):
         arrays = {name: part for name, part in entry.items() if part is not None}
     known = {"values", "scale", "lo", "lo_scale", "outer"}
@@ -201,7 +200,7 @@ class _Held:
     def __init__(self, model: nnx.Module) -> None:
         self.nodes = dict(nnx.iter_graph(model))
         self.variables: dict[str, nnx.Variable] = {}
-        self.arrays: dict[str, tuple[Any, ...]] = {}
+        self.arrays: dict[str, tuple[PyTree, ...]] = {}
         replaced = nnx_modules.absent_of(model)
         self.absent = {path: kernel for path, (kernel, _) in replaced.items()}
         self.parameters = set(self.absent)
@@ -214,7 +213,7 @@ class _Held:
             elif hasattr(node, "dtype") and not isinstance(node, Absent):
                 self.arrays[name] = path
 
-    def check(self, stored: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    def check(self, stored: Mapping[str, PyTree], params: Mapping[str, PyTree]) -> None:
         """Raise a ValueError unless these weights and parameters are the model's."""
         extra = stored.keys() - self.parameters
         if extra:
@@ -245,7 +244,7 @@ class _Held:
             elif path in self.absent:
                 _check_size(path, value, self.absent[path])
 
-    def empty_without(self, params: Mapping[str, Any]) -> set[str]:
+    def empty_without(self, params: Mapping[str, PyTree]) -> set[str]:
         """Return the other variables that hold no value and are not among these."""
         others = self.variables.keys() - self.parameters - params.keys()
         return {
@@ -254,7 +253,7 @@ class _Held:
             if isinstance(self.variables[path].get_raw_value(), jax.ShapeDtypeStruct)
         }
 
-    def streams_without(self, params: Mapping[str, Any]) -> list[str]:
+    def streams_without(self, params: Mapping[str, PyTree]) -> list[str]:
         """Return the streams of random keys among `empty_without`."""
         return [
             path
@@ -268,7 +267,7 @@ class _Held:
         shape = tuple(variable.shape)
         kernel = nnx.static(Absent(shape, np.dtype(variable.dtype)))
         for owner in self.nodes.values():
-            entries: dict[str, Any] = {}
+            entries: dict[str, PyTree] = {}
             if isinstance(owner, dict):
                 entries = owner
             elif isinstance(owner, nnx.Pytree):
@@ -292,7 +291,7 @@ def _another_model(path: str, has: str, lacks: str) -> ValueError:
     )
 
 
-def _check_stored(stored: Mapping[str, Any]) -> None:
+def _check_stored(stored: Mapping[str, PyTree]) -> None:
     """Raise a ValueError unless these are stored weights with scales that can be."""
     if not all(isinstance(weight, Stored | PackedTCFP12) for weight in stored.values()):
         raise ValueError(
@@ -307,7 +306,7 @@ def _check_stored(stored: Mapping[str, Any]) -> None:
                 check_scales(path, operand)
 
 
-def _check_size(path: str, given: Any, own: Any) -> None:
+def _check_size(path: str, given: PyTree, own: PyTree) -> None:
     """Raise a ValueError if a value is not of the size that the model has there."""
     size = math.prod(getattr(given, "shape", (-1,)))
     wanted = math.prod(getattr(own, "shape", (-1,)))

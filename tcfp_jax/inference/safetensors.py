@@ -11,11 +11,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import jax
 import ml_dtypes
 import numpy as np
 
+Json: TypeAlias = Any  # an object of a JSON file
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -47,7 +49,11 @@ _LENGTH = 8  # bytes of the header's length, little endian
 _LARGEST_TEXT = 32 << 20
 
 
-def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def write(
+    path: Path,
+    tensors: Mapping[str, np.ndarray | jax.Array],
+    metadata: Mapping[str, str],
+) -> None:
     """Write arrays by name, whole or not at all.
 
     The file takes its name when it is complete.
@@ -71,7 +77,7 @@ def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
 
 def read(
     folder: Path, form: Literal["compressed", "float"] = "compressed"
-) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, dict[str, str]]]:
+) -> tuple[Json, dict[str, np.ndarray], dict[str, dict[str, str]]]:
     """Return (config, arrays by name, metadata of its file by name) of a folder.
 
     Its weights are in the compressed-tensors format, or all are floats. Arrays are read
@@ -134,7 +140,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return places
 
 
-def _read_json(folder: Path, name: str) -> Any:
+def _read_json(folder: Path, name: str) -> Json:
     """Return the object of a JSON file of a folder."""
     path = _inside(folder, name)
     if path.stat().st_size > _LARGEST_TEXT:
@@ -300,7 +306,7 @@ def _inside(folder: Path, file: str) -> Path:
     return path
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> Json:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = collections.Counter(name for name, _ in pairs)
