@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels.checks import check_choice
 from pallas_kernels.fp4 import numbers, unpack
 from pallas_kernels.scaling import (
     BLOCK_SIZES,
@@ -288,10 +289,7 @@ def check_quantizer(
         orientation is unknown.
     """
     check_real(name, x)
-    if options.orientation not in ("rows", "both"):
-        raise ValueError(
-            f'orientation={options.orientation!r} is unknown; use "rows" or "both"'
-        )
+    check_choice("orientation", options.orientation, ("rows", "both"))
     scaling = options.scaling
     if not isinstance(scaling, Tensor):
         if amax is not None:

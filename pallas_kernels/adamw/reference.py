@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.arithmetic import SMALLEST_RADICAND, Portable
+from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Orientation
 from pallas_kernels.scaling import SCALE_DTYPE
 
@@ -35,14 +36,9 @@ class Options:
     remainder: Literal["stochastic", "nearest"] = "stochastic"
 
     def __post_init__(self) -> None:
-        _check_name("momentum", self.momentum, "classic", "nesterov")
-        _check_name("orientation", self.orientation, "rows", "both")
-        _check_name("remainder", self.remainder, "stochastic", "nearest")
-
-
-def _check_name(option: str, given: str, first: str, second: str) -> None:
-    if given not in (first, second):
-        raise ValueError(f'{option}={given!r} is unknown; use "{first}" or "{second}"')
+        check_choice("momentum", self.momentum, ("classic", "nesterov"))
+        check_choice("orientation", self.orientation, ("rows", "both"))
+        check_choice("remainder", self.remainder, ("stochastic", "nearest"))
 
 
 class Moments(NamedTuple):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
@@ -82,16 +83,8 @@ def fp4_matmul(
 
 
 def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
-    if contracts not in ("k", "n"):
-        raise ValueError(
-            f'contracts={contracts!r} is unknown; use "k", the forward product, or "n",'
-            " its transpose"
-        )
-    if activation not in get_args(Activation):
-        raise ValueError(
-            f"activation={activation!r} is unknown; use one of"
-            f" {list(get_args(Activation))}"
-        )
+    check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
+    check_choice("activation", activation, get_args(Activation))
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
         found = w.scaling if isinstance(w, Operand) else type(w).__name__
         raise TypeError(

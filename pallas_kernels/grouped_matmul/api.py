@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.grouped_matmul import mosaic, reference
 from pallas_kernels.operands import Accumulation, Operand, Product, check_operands
@@ -176,10 +177,7 @@ def check_sizes(group_sizes: jax.Array, m: int, groups: int | None = None) -> ja
 
 
 def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) -> None:
-    if accumulation not in ("fast", "full"):
-        raise ValueError(
-            f'accumulation={accumulation!r} is unknown; use "fast" or "full"'
-        )
+    check_choice("accumulation", accumulation, ("fast", "full"))
     if isinstance(x, Operand) and isinstance(w, Operand):
         check_operands(x, w)
         return

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, note
 from pallas_kernels.matmul import mosaic, reference, triton
 from pallas_kernels.operands import (
@@ -120,10 +121,7 @@ def matmul(
         check_wire(wire)
     blocks = isinstance(w.scaling, Block)
     accumulation = accumulation or ("full" if blocks else "fast")
-    if accumulation not in ("fast", "full"):
-        raise ValueError(
-            f'accumulation={accumulation!r} is unknown; use "fast" or "full"'
-        )
+    check_choice("accumulation", accumulation, ("fast", "full"))
     if blocks and accumulation == "fast":
         raise ValueError(
             f'accumulation="fast" with {w.scaling}: a product is promoted to float32'

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.counter import bits_of
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8, shared
 from pallas_kernels.explicit import with_automatic_axes
@@ -262,9 +263,8 @@ def _check(
             f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as"
             " x.astype(float32)"
         )
-    for name, value, known in (("rule", rule, _MODES), ("tile", tile, _DATATYPES)):
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}")
+    check_choice("rule", rule, _MODES)
+    check_choice("tile", tile, _DATATYPES)
     shape = list(x.shape)
     if x.ndim == 0 or x.shape[-1] % 2 or x.size == 0:
         raise ValueError(

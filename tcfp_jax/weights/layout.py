@@ -18,6 +18,7 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.checks import check_choice
 from pallas_kernels.specs import (
     Sharding,
     entries,
@@ -188,8 +189,4 @@ class Weight:
     float_reads: Literal["none", "lookup"] = "none"
 
     def __post_init__(self) -> None:
-        if self.float_reads not in ("none", "lookup"):
-            raise ValueError(
-                f"float_reads={self.float_reads!r} is unknown; use one of ['none',"
-                " 'lookup']"
-            )
+        check_choice("float_reads", self.float_reads, ("none", "lookup"))

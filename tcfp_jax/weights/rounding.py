@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
+from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Fp4, Operand, Quantized, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.specs import entries_of, moved
@@ -246,11 +247,7 @@ def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
             ' bits to be a parameter; store with recipe("tcfp12_single"), which'
             " multiplies by W_hi alone, or keep float parameters and error_feedback"
         )
-    if remainder not in get_args(Remainder):
-        raise ValueError(
-            f"remainder={remainder!r} is unknown; use one of"
-            f" {list(get_args(Remainder))}"
-        )
+    check_choice("remainder", remainder, get_args(Remainder))
     if (key is None) == (remainder == "stochastic"):
         raise ValueError(
             f"remainder={remainder!r} with key={'None' if key is None else 'a key'}:"

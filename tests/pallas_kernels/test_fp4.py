@@ -107,7 +107,7 @@ def test_triton_unpacks_as_the_definition(n, k, tile, turned):
 
 
 REFUSED = [
-    (dict(contracts="m"), "contracts='m' is unknown; use \"k\""),
+    (dict(contracts="m"), "contracts='m' is unknown; use one of"),
     (dict(activation="int8"), "activation='int8' is unknown"),
     (dict(w=jnp.ones((N, K))), "w has the scaling"),
     (dict(x=jnp.ones((2, K + 2))), "must end in k=64"),
