@@ -1,5 +1,4 @@
-"""Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax
-state.
+"""Low-precision training for JAX: FP8 products, Flax layers and optax state.
 
 Every name and submodule loads when it is first read: `import tcfp_jax` takes no time,
 and imports no Flax.
@@ -79,19 +78,28 @@ _SUBMODULES = {
     "sharding",
     "weights",
 }
-_NAMES = {  # submodule -> the names that it defines; the same as above
-    "conversion.transform": ("transform",),
-    "explanation": ("explain",),
-    "optim.feedback": ("error_feedback", "layer_state"),
-    "optim.gradients": ("grad", "value_and_grad"),
-    "optim.stored": ("apply_updates", "dequantize", "store"),
-    "products.matmul": ("matmul",),
-    "recipes": ("Recipe", "TCFPMode", "recipe"),
-    "weights.lookup": ("lookup",),
-    "weights.tcfp12": ("dequantize_tcfp12", "fake_quantize", "quantize_tcfp12"),
-    "weights.quantization": ("quantize", "split"),
+# The submodule that defines each name; the same as above.
+_HOMES = {
+    "Recipe": "recipes",
+    "TCFPMode": "recipes",
+    "apply_updates": "optim.stored",
+    "dequantize": "optim.stored",
+    "dequantize_tcfp12": "weights.tcfp12",
+    "error_feedback": "optim.feedback",
+    "explain": "explanation",
+    "fake_quantize": "weights.tcfp12",
+    "grad": "optim.gradients",
+    "layer_state": "optim.feedback",
+    "lookup": "weights.lookup",
+    "matmul": "products.matmul",
+    "quantize": "weights.quantization",
+    "quantize_tcfp12": "weights.tcfp12",
+    "recipe": "recipes",
+    "split": "weights.quantization",
+    "store": "optim.stored",
+    "transform": "conversion.transform",
+    "value_and_grad": "optim.gradients",
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,8 @@
 """Products of x and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the
 kernel is.
 
-`Contraction` says which axes of x and of the kernel are multiplied. A layer builds its
-own; `parse` reads one from an einsum equation. `contract` computes the product.
+`Contraction` says which axes of x and of the kernel are multiplied. Layers and
+conversion build it; `contract` computes the product.
 """
 
 import functools
@@ -74,20 +74,6 @@ class Contraction:
         """Return the number of rows of x that each matrix of the kernel multiplies."""
         return math.prod(x_shape[axis] for axis in self.rest)
 
-    def kernel_sizes(self, shape: tuple[int, ...]) -> list[int | None]:
-        """Return the size of each axis of the result that comes from the kernel, and
-        None for an axis of x.
-
-        >>> parse("bk,khd->hbd", 2).kernel_sizes((8, 2, 4))
-        [2, None, 4]
-        """
-        sizes = (
-            [shape[axis] for axis in self.layout.stack],
-            [shape[axis] for axis in self.layout.outputs],
-        )
-        found = [*sizes[0], *(None for _ in self.rest), *sizes[1]]
-        return found if self.order is None else [found[place] for place in self.order]
-
 
 @functools.cache
 def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
@@ -97,8 +83,8 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
     Raises:
       ValueError: x is a scalar.
 
-    >>> matrix_product(2) == parse("bk,kn->bn", 2) and matrix_product(2, transposed=True) == parse("bk,nk->bn", 2)
-    True
+    >>> matrix_product(3).layout
+    Layout(inputs=(0,), outputs=(1,), stack=())
     """
     if not ndim:
         raise ValueError(
@@ -106,76 +92,6 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
         )
     return Contraction(
         Layout((1,), (0,)) if transposed else Layout((0,), (1,)), ndim, (ndim - 1,)
-    )
-
-
-def parse(equation: str, x_ndim: int) -> Contraction:
-    """Return the contraction that an einsum equation of x and a kernel describes.
-
-    Args:
-      equation: `x,kernel->result`; an ellipsis may stand for leading axes of x and the
-        result.
-      x_ndim: the number of axes of x.
-
-    Raises:
-      ValueError: the equation is not `x,kernel->result`.
-      NotImplementedError: the product is not a stack of matrix products.
-
-    >>> parse("...k,nk->...n", 3).layout
-    Layout(inputs=(1,), outputs=(0,), stack=())
-    """
-    text = equation.replace(" ", "")
-    if text.count("->") != 1 or text.split("->")[0].count(",") != 1:
-        raise ValueError(
-            f"equation {equation!r} is not 'x,kernel->result' with two operands; write"
-            " it out"
-        )
-    operands, result = text.split("->")
-    x, kernel = operands.split(",")
-    explicit = len(x.replace("...", ""))
-    if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
-        raise ValueError(
-            f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim}"
-            " axes"
-        )
-    # The ellipsis becomes unused capital letters, so from here on every axis has a
-    # letter.
-    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][
-        : x_ndim - explicit
-    ]
-    x, result = (part.replace("...", "".join(free)) for part in (x, result))
-    repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
-    lost = set(x) - set(kernel) - set(result) or set(kernel) - set(x) - set(result)
-    unknown = set(result) - set(x) - set(kernel)
-    if "..." in kernel or repeated or lost or unknown:
-        raise NotImplementedError(
-            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has"
-            " an FP8 form, without diagonals and plain sums; keep the float layer"
-        )
-    axes = lambda keep: tuple(
-        i for i, letter in enumerate(kernel) if keep(letter in x, letter in result)
-    )
-    inputs, outputs = (
-        axes(lambda x, out: x and not out),
-        axes(lambda x, out: out and not x),
-    )
-    if not inputs or not outputs:
-        raise NotImplementedError(
-            f"equation {equation!r} contracts nothing or is not a matrix product; keep"
-            " the layer"
-        )
-    # A letter in all three operands is a stack, like the batch of a batched product.
-    stack = axes(lambda x, out: x and out)
-    of_x = lambda chosen: tuple(x.index(kernel[axis]) for axis in chosen)
-    rest = [letter for letter in x if letter not in kernel]
-    natural = "".join(
-        [*(kernel[axis] for axis in stack), *rest, *(kernel[axis] for axis in outputs)]
-    )
-    order = (
-        None if natural == result else tuple(natural.index(letter) for letter in result)
-    )
-    return Contraction(
-        Layout(inputs, outputs, stack), x_ndim, of_x(inputs), of_x(stack), order
     )
 
 
@@ -215,7 +131,9 @@ def contract(
         weight.
 
     >>> import jax.numpy as jnp
-    >>> contract(parse("bk,khd->bhd", 2), jnp.ones((2, 3)), jnp.ones((3, 4, 5)), recipe=Recipe()).shape
+    >>> heads = Contraction(Layout(inputs=(0,), outputs=(1, 2)), ndim=2, inputs=(1,))
+    >>> kernel = jnp.ones((3, 4, 5))
+    >>> contract(heads, jnp.ones((2, 3)), kernel, recipe=Recipe()).shape
     (2, 4, 5)
     """
     shape = tuple(shape or ()) if kernel is None else kernel.shape

@@ -12,7 +12,8 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax import linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp
-from tcfp_jax.products.einsum import contract, parse
+from tcfp_jax.products.einsum import contract
+from tests.equations import parse
 from tests.helpers import filled, nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.float32)

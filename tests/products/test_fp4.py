@@ -20,11 +20,12 @@ from pallas_kernels.fp4_matmul.reference import quantize_rows
 from pallas_kernels.operands import Fp4
 from tcfp_jax import optim, recipe
 from tcfp_jax.products import fp4_linear, fp4_matmul, pack_fp4
-from tcfp_jax.products.einsum import contract, parse
+from tcfp_jax.products.einsum import contract
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
+from tests.equations import parse
 from tests.formats_oracles import QUICK
 from tests.helpers import mesh_of, same_bits
 
