@@ -359,8 +359,8 @@ def _propagate(
 def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
     """Split a matrix `[n, k]` into tiles that share a scale; tell which are lost.
 
-    Those hold NaN or inf. The tiles are `[tiles along n, rows of a tile, blocks along
-    k, block]`, with zeros for padding, NaN and inf.
+    Lost tiles hold NaN or inf. The tiles are `[tiles along n, rows of a tile, blocks
+    along k, block]`, with zeros for padding, NaN and inf.
     """
     block = scaling.block
     rows = block if scaling.tile == "square" else 1

@@ -206,7 +206,7 @@ def load_compressed(
 def _check_names(
     tensors: Mapping[str, object], weights: Mapping[str, Operand], ignore: Sequence[str]
 ) -> None:
-    """Raise a ValueError if nothing is quantized, or `ignore` names what is."""
+    """Raise a ValueError if nothing is quantized, or `ignore` names a weight."""
     if not weights:
         raise ValueError(
             f"none of {list(tensors)[:4]} is quantized; pass Operands, such as"
@@ -258,7 +258,7 @@ def _noted_rules(weights: Mapping[str, Operand]) -> dict[str, str]:
 
 
 def _rule_of(name: str, noted: str) -> str:
-    """Return the rule of a weight by what its file notes."""
+    """Return the rule that a file notes for a weight."""
     # A single word is the rule of all codes of the file.
     return _rules(noted).get(name, "amax") if noted.startswith("{") else noted
 

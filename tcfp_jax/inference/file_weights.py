@@ -161,7 +161,7 @@ def take_weight(
 
     Args:
       name: the weight.
-      arrays: of the file, by name.
+      arrays: the arrays of the file, by name.
       divides: whether a global scale is a divisor.
       rule: the rule of NVFP4's scales that the file notes.
 
@@ -226,7 +226,8 @@ def check_global_scales(
 def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
     """Raise a ValueError for a scale that is NaN, or with which values are lost.
 
-    Those are negative ones of E4M3, and ones of E8M0 that float32 cannot multiply by.
+    A scale of E4M3 may not be negative, and float32 must hold the values that a scale
+    of E8M0 multiplies.
     """
     is_e8m0 = scale.dtype in (np.uint8, SCALE_DTYPE)
     found = scale.view(np.uint8)

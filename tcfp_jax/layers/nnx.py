@@ -22,7 +22,7 @@ from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import fake_quantize
 
 RNG = "tcfp"
-# What Flax sets in a layer if the user chose nothing.
+# Values that Flax sets in a layer if the user chose nothing.
 _UNSET = (None, jax.lax.dot_general, nnx.nn.dtypes.promote_dtype)
 
 
@@ -85,8 +85,8 @@ def _is_variable(node: object) -> bool:
 def stored_weight(layer: _LowPrecision) -> Stored | None:
     """Return a layer's stored weight with the present arrays of its variables.
 
-    Use this to read what the layer multiplies by; it is None if the layer quantizes its
-    parameter at each call.
+    Use this to compare the quantized kernel with the parameter. It is None if the layer
+    quantizes its parameter at each call.
     """
     # Read at each call, because the optimizer writes new arrays into the same
     # variables.
@@ -98,8 +98,8 @@ def stored_weight(layer: _LowPrecision) -> Stored | None:
 def store(layer: _LowPrecision, weight: Stored) -> None:
     """Let a layer multiply by a stored weight, whose arrays become variables."""
 
-    # The optimizer's own variables stay the same objects, so its next update is what
-    # the layer reads.
+    # The optimizer's own variables stay the same objects, so the layer reads its next
+    # update.
     def as_variable(leaf: jax.Array | nnx.Variable) -> nnx.Variable:
         return leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
 
