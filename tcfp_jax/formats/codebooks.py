@@ -214,10 +214,10 @@ def _by_code(code: str) -> CodebookSpec:
 def _shifted(
     pattern: NumberSpec, compute: NumberSpec, shifts: int
 ) -> list[tuple[float, ...]]:
-    """Return tables with the positive values of a 4-bit number, moved down code by code
-    on the number line of `compute`.
+    """Return tables of a 4-bit number's values, moved down the line of `compute`.
 
-    Tables are mirrored, with 0 in the middle twice, so that they have 16 entries.
+    The positive values move code by code. Tables are mirrored, with 0 in the middle
+    twice, so that they have 16 entries.
     """
     # Codes of `compute` for the pattern's values at the top binade. Every table keeps
     # their distances from the top.
@@ -287,8 +287,8 @@ def search(
     Values are float32, divided by their scale; those beyond the ends round to the ends.
     "even" sends ties to the even index. A tile gets the index of the table with the
     least squared error, the first one among equals, or None if there is one table.
-    Errors are summed over `axes`, those of a tile, as integers, so the choice does not
-    depend on the order of the sum.
+    Errors are summed over `axes`, the axes of a tile, as integers, so the choice does
+    not depend on the order of the sum.
     """
     levels = book.levels()
     if not book.selector_bits:

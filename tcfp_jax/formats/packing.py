@@ -135,7 +135,7 @@ def unpack(packed: PackedArray) -> jax.Array:
     0, or as the codebook value nearest to 0, if an unscaled number has no code for it.
     `cast` keeps such a NaN.
 
-    Use this on what `pack` returned, also after it was saved and restored.
+    Use this on the result of `pack`, also after it was saved and restored.
 
     Raises:
       TypeError: `packed` is not a PackedArray.
@@ -335,7 +335,7 @@ def _unpack_parts(packed: PackedArray) -> QuantizedArray:
 
 
 def _codes_in(packed: PackedArray) -> dict[str, jax.Array]:
-    """Return the codes of each part, those of values in the shape of the array."""
+    """Return the codes of each part; values have the shape of the array."""
     codes = {}
     for name, (bits, shape) in packed.datatype.fields(packed.shape).items():
         data = getattr(packed, name)

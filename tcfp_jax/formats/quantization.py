@@ -216,7 +216,7 @@ class _Tiles:
     ) -> tuple[jax.Array, jax.Array]:
         """Return the squared error of each tile, in units of 2**unit.
 
-        Values are those of the parts, times 2**shift.
+        The values of the parts count times 2**shift.
         """
         axes = self.layout.tile_axes
         count = math.prod(self.bits.shape[axis] for axis in axes)
@@ -371,7 +371,7 @@ def _steps_within(limit: int, largest: float) -> float:
 
 
 def _without(exponent: jax.Array, offset: jax.Array | None) -> jax.Array:
-    """Return the exponent of a value: that of its tile minus its subtile's offset."""
+    """Return the exponent of a value: its tile's, minus its subtile's offset."""
     return exponent if offset is None else exponent - offset
 
 
@@ -478,7 +478,7 @@ def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
 def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
     """Return the bits of rounded + rest * 2**unit, at most the largest float32.
 
-    They are those of `rounded` if it is not finite.
+    If `rounded` is not finite, its own bits are returned.
     """
     total = _in_units(rounded, unit) + flushed(rest)
     total = jnp.where(jnp.abs(total) < TINY, 0, total)

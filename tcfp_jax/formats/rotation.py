@@ -54,8 +54,8 @@ def rotate(
 
     Raises:
       TypeError: `x` is not real floating point.
-      ValueError: a size that is no power of two or does not divide the axis, signs of
-        another shape, another direction.
+      ValueError: a size that is not a power of two or does not divide the axis, signs
+        of another shape, another direction.
 
     Source: Ashkboos et al. 2024, "QuaRot"; NVIDIA 2025, "Pretraining Large Language
     Models with NVFP4", section 4.2.

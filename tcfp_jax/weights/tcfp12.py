@@ -221,7 +221,7 @@ def dequantize_tcfp12(
 ) -> jax.Array:
     """Return the unpacked tensor, in `dtype`.
 
-    Use this on what `quantize_tcfp12` returned; it is `packed.dequantize(dtype)`.
+    Use this on the result of `quantize_tcfp12`; it is `packed.dequantize(dtype)`.
 
     Raises:
       TypeError: `packed` is not a `PackedTCFP12`.
@@ -250,7 +250,7 @@ def fake_quantize(
 ) -> jax.Array:
     """Return `x` rounded to the packed TCFP-12 format, in its own dtype.
 
-    The gradient is that of the identity. Arguments and errors are those of
+    The gradient passes straight through, and arguments and errors are the same as for
     `quantize_tcfp12`. Use this to simulate the format in training, on any device; use a
     recipe for products that are faster, too.
 
