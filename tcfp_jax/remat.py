@@ -1,25 +1,30 @@
-"""Memory of the backward pass: keep as many values as fit, and keep some of them in
-FP8.
+"""Memory of the backward pass: keep as many values as fit, some of them in FP8.
 
-    x = checkpoint_in_fp8(x, "hidden")                        # x itself; a policy that keeps "hidden" keeps FP8
+    x = checkpoint_in_fp8(x, "hidden")  # x; a policy that keeps "hidden" keeps FP8
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    fit = save_what_fits(make_step, levels)                   # the last level whose compiled step fits
+    fit = save_what_fits(make_step, levels)  # the last level whose compiled step fits
 
 `jax.checkpoint`, `nn.remat` and `nnx.remat` compute a block again in its backward pass,
 except the values that their policy keeps. More kept values are a faster step, until the
 device is full.
+
+Left out: nothing here chooses the levels, moves values to the host, or watches the
+memory of a running step. Write the policies yourself, use
+`jax.checkpoint_policies.save_and_offload_only_these_names` for the host, and
+`jax.profiler.device_memory_profile` to see which arrays fill a device.
 """
 
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Row, check_real
 from pallas_kernels.quantize.api import quantize
@@ -28,6 +33,8 @@ __all__ = ["Fit", "checkpoint_in_fp8", "device_budget", "save_what_fits", "step_
 
 T = TypeVar("T")
 MARGIN = 0.05
+# (forward, backward, unknown results, results that are there, residuals)
+_Divided: TypeAlias = tuple[Any, Any, list[bool], list[bool], list[Any]]
 
 
 class Fit(NamedTuple, Generic[T]):
@@ -54,8 +61,9 @@ def save_what_fits(
 ) -> Fit[T]:
     """Return the last of `levels` whose compiled step needs at most `budget` bytes.
 
-    Use it before the first step to choose the policy of a remat. It compiles the last
-    level first. If that does not fit, it bisects, so n levels take at most
+    Use this before the first step to choose the policy of a remat. If every value fits,
+    no remat is needed, and the step is fastest without one. It compiles the last level
+    first. If that does not fit, it bisects, so n levels take at most
     `2 + log2(n)` compiles.
 
     Args:
@@ -73,8 +81,9 @@ def save_what_fits(
 
     >>> x = jax.ShapeDtypeStruct((4,), jnp.float32)
     >>> make_step = lambda copies: jax.jit(lambda x: jnp.tile(x, copies)).lower(x)
-    >>> save_what_fits(make_step, [1, 4, 64], budget=100)[0]  # 16 bytes come in, and 64 go out
-    4
+    >>> fit = save_what_fits(make_step, [1, 4, 64], budget=100)
+    >>> fit.level, fit.needed  # 16 bytes come in, and 64 go out
+    (4, 80)
     """
     if not levels:
         raise ValueError(
@@ -86,11 +95,15 @@ def save_what_fits(
             f"budget={budget!r} must be a number of bytes, such as 80_000_000_000"
         )
     budget = device_budget() if budget is None else budget
-    found, first, last, at = None, 0, len(levels) - 1, len(levels) - 1
+    found = None
+    first = 0
+    last = at = len(levels) - 1
     while first <= last:
         compiled = make_step(levels[at]).compile()
-        if (needed := step_bytes(compiled)) <= budget:
-            found, first = Fit(levels[at], compiled, needed, budget), at + 1
+        needed = step_bytes(compiled)
+        if needed <= budget:
+            found = Fit(levels[at], compiled, needed, budget)
+            first = at + 1
         else:
             last = at - 1
         at = (first + last) // 2
@@ -105,8 +118,10 @@ def save_what_fits(
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of one device that a compiled step needs: arguments, other
-    results and temporary memory.
+    """Return the bytes of one device that a compiled step needs.
+
+    They are its arguments, other results and temporary memory. Use this to compare
+    policies yourself; `save_what_fits` does it for a list of them.
 
     Raises:
       NotImplementedError: the device's compiler does not report them.
@@ -125,10 +140,10 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def device_budget(margin: float = MARGIN) -> int:
-    """Return `(1 - margin)` of the bytes that JAX may allocate on a device, the least
-    of this process's devices.
+    """Return the bytes that JAX may allocate on a device, less a margin.
 
-    By default JAX takes three quarters of a GPU. Set
+    Use this as the budget of your own search; it is that of `save_what_fits`. It is the
+    least of this process's devices. By default JAX takes three quarters of a GPU. Set
     `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
 
     Args:
@@ -138,10 +153,10 @@ def device_budget(margin: float = MARGIN) -> int:
     Raises:
       NotImplementedError: a device does not report its memory, as CPUs do not.
     """
-    limits = [
-        (device.memory_stats() or {}).get("bytes_limit", 0)
-        for device in jax.local_devices()
-    ]
+    limits = []
+    for device in jax.local_devices():
+        statistics = device.memory_stats() or {}
+        limits.append(statistics.get("bytes_limit", 0))
     if 0 in limits:
         raise NotImplementedError(
             f"{jax.devices()[0]} does not report its memory; give a budget in bytes"
@@ -154,10 +169,9 @@ def device_budget(margin: float = MARGIN) -> int:
 
 
 def checkpoint_in_fp8(x: jax.Array, name: str) -> jax.Array:
-    """Return x itself, of which a remat whose policy keeps `name` keeps a copy in FP8
-    instead.
+    """Return x, of which a remat whose policy keeps `name` keeps a copy in FP8.
 
-    Use it like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise
+    Use this like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise
     functions compute a gradient, such as gate and up of a SwiGLU. The forward pass does
     not change by a bit. The backward pass computes everything behind x again from
     `q s`: q is x / s rounded to E4M3, and s is the smallest power of two with
@@ -174,7 +188,8 @@ def checkpoint_in_fp8(x: jax.Array, name: str) -> jax.Array:
       ValueError: x is a scalar.
 
     >>> policy = jax.checkpoint_policies.save_only_these_names("x")
-    >>> cube = jax.checkpoint(lambda x: checkpoint_in_fp8(2 * x, "x") ** 3, policy=policy)
+    >>> cube = lambda x: checkpoint_in_fp8(2 * x, "x") ** 3
+    >>> cube = jax.checkpoint(cube, policy=policy)
     >>> x = jnp.array([1.0, 1.03])
     >>> [float(y) for y in cube(x)] == [float(y) for y in (2 * x) ** 3]
     True
@@ -209,49 +224,42 @@ def _partial_eval(
     unknown: Sequence[bool],
     there: Sequence[bool],
     eqn: Any,
-) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-    """Divide the equation between both passes: (forward, backward, unknown results,
-    ones that are there, residuals).
+) -> _Divided:
+    """Divide the equation between both passes.
 
     JAX asks this of every equation in a remat. A name would have the same value in both
     passes.
     """
-    x, missing = (
-        eqn.invars[0],
-        [var for var, inst in zip(eqn.invars, there, strict=True) if not inst],
-    )
-    keeps = lambda primitive: _is_kept(saveable(primitive, x.aval, **eqn.params))
+    x = eqn.invars[0]
+    missing = [] if there[0] else [x]
     if unknown[0]:
         return None, eqn, [True], [True], missing
-    if keeps(_in_fp8):  # a policy that keeps everything keeps x
+    # a policy that keeps everything keeps x
+    if _is_kept(saveable(_in_fp8, x.aval, **eqn.params)):
         return eqn, None, [False], [False], []
-    if not keeps(_name()):
+    if not _is_kept(saveable(_name(), x.aval, **eqn.params)):
         return eqn, eqn, [False], [True], missing
     # New functions, because a trace that is shared would share its variables.
     pack = jax.make_jaxpr(lambda x: _pack(x))(x.aval).eqns[0]
     kept = pack.outvars[1:]
-    unpack = jax.make_jaxpr(lambda *kept: _unpack(*kept, dtype=x.aval.dtype))(
-        *(var.aval for var in kept)
-    ).eqns[0]
-    forward, backward = (
-        pack.replace(outvars=[*eqn.outvars, *kept]),
-        unpack.replace(invars=kept, outvars=eqn.outvars),
-    )
-    return forward.replace(invars=eqn.invars), backward, [False], [True], kept
+    unpack = jax.make_jaxpr(lambda *kept: _unpack(*kept, dtype=x.aval.dtype))
+    backward = unpack(*(var.aval for var in kept)).eqns[0]
+    backward = backward.replace(invars=kept, outvars=eqn.outvars)
+    forward = pack.replace(invars=eqn.invars, outvars=[*eqn.outvars, *kept])
+    return forward, backward, [False], [True], kept
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[_in_fp8] = _partial_eval
 
 
-def _is_kept(answer: Any) -> bool:
-    """Return whether a policy's answer, a bool or one of JAX's three cases, is to keep
-    a value on the device.
+def _is_kept(answer: object) -> bool:
+    """Return whether a policy's answer is to keep a value on the device.
+
+    The answer is a bool or one of JAX's three cases.
     """
-    case = (
-        {True: "SaveableType", False: "RecomputeType"}[answer]
-        if isinstance(answer, bool)
-        else type(answer).__name__
-    )
+    if isinstance(answer, bool):
+        return answer
+    case = type(answer).__name__
     if case not in ("SaveableType", "RecomputeType"):
         raise NotImplementedError(
             f"a policy answers {answer} for a copy in FP8, which can only be kept"
@@ -273,7 +281,7 @@ def _pack(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _unpack(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def _unpack(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     # Without the barrier of `Operand.dequantize`, so that XLA reads a slice of a stack
     # where it is. If XLA cancels both casts in a loop-free program, as
     # `prevent_cse=False` allows, the value is exact.

@@ -52,9 +52,7 @@ _Origin = frozenset[tuple[int, str]]
 
 
 class _Found(NamedTuple):
-    """A product in a program: the path of its weight, and the leading axes of its
-    probe.
-    """
+    """A product in a program: its weight's path, and the first axes of its probe."""
 
     site: Site
     path: str
@@ -62,8 +60,9 @@ class _Found(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """Products in the body of an equation that no probe can reach; their probes stay
-    zero.
+    """Products in the body of an equation that no probe can reach.
+
+    Their probes stay zero.
     """
 
     inside: str
@@ -80,22 +79,25 @@ _BODIES = {
 # By the number of an equation: its product, its unreachable products, or the plan of
 # its body or of its branches.
 _Plan: TypeAlias = dict[int, "_Step"]
+# Readings of the forward pass, and the words of FP4 training's key
+_Saved: TypeAlias = tuple[jax.Array, jax.Array | None]
 _Step: TypeAlias = _Found | _Unread | _Plan
 
 
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Readings]]:
-    """Return `tcfp_jax.value_and_grad` of a function together with the readings of its
-    products.
+    """Return `tcfp_jax.value_and_grad` of a function, with readings of its products.
 
-    Use it now and then during training, to see which layers lose their gradients or
-    saturate. Readings are indexed by the path of the weight, then by operand: "x" and
-    "w" of the forward product, and "g", the gradient of its result, in dgrad. FP4
-    training adds "x_wgrad" and "g_wgrad", and "w_dgrad" if dgrad quantizes the weight
-    again. A weight that is an argument itself is "argument 0". Further products of a
-    weight have "#2", "#3" after its path. No probe reaches products in `jax.shard_map`,
-    a while loop or another custom derivative: their readings are NaN.
+    Use this now and then during training, to see which layers lose their gradients or
+    saturate. Use `tcfp_jax.conversion.diagnose` before training.
+
+    Readings are indexed by the path of the weight, then by operand: "x" and "w" of the
+    forward product, and "g", the gradient of its result, in dgrad. FP4 training adds
+    "x_wgrad" and "g_wgrad", and "w_dgrad" if dgrad quantizes the weight again. A weight
+    that is an argument itself is "argument 0". Further products of a weight have "#2",
+    "#3" after its path. No probe reaches products in `jax.shard_map`, a while loop or
+    another custom derivative: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
@@ -113,11 +115,13 @@ def value_and_grad(
         or that `fun` differentiates.
 
     >>> import tcfp_jax
-    >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
+    >>> def loss(w, x):
+    ...     return jnp.sum(tcfp_jax.matmul(x, w["kernel"], recipe="tcfp12"))
     >>> step = jax.jit(value_and_grad(loss))
-    >>> (value, gradients), readings = step({"kernel": jnp.ones((4, 2))}, jnp.full((3, 4), 0.5))
-    >>> float(value), {name: float(reading.amax) for name, reading in readings["kernel"].items()}
-    (12.0, {'g': 1.0, 'w': 1.0, 'x': 0.5})
+    >>> w = {"kernel": jnp.ones((4, 2))}
+    >>> (value, gradients), readings = step(w, jnp.full((3, 4), 0.5))
+    >>> {name: float(reading.amax) for name, reading in readings["kernel"].items()}
+    {'g': 1.0, 'w': 1.0, 'x': 0.5}
     """
 
     @functools.wraps(fun)
@@ -129,15 +133,14 @@ def value_and_grad(
         found = [product for product, _ in _products_of(plan)]
         _check_read(getattr(fun, "__name__", "the function"), plan)
 
-        def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
-            return program.rebuild(
-                _run(body, arrays_in((given(slots), kwargs)), plan, probes)
-            )
+        def watched(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
+            inputs = arrays_in((given(slots), kwargs))
+            return program.rebuild(_run(body, inputs, plan, probes))
 
-        result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(
-            slots, _probes(plan)
-        )
-        gradients = gradients[0] if isinstance(argnums, int) else gradients
+        differentiate = jax.value_and_grad(watched, (0, 1), has_aux)
+        result, (gradients, probes) = differentiate(slots, _probes(plan))
+        if isinstance(argnums, int):
+            gradients = gradients[0]
         return (result, gradients), _named(found, jax.tree.leaves(probes))
 
     return observed
@@ -146,25 +149,26 @@ def value_and_grad(
 def _origins(
     args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]
 ) -> list[_Origin]:
-    """Return the origin of each array among the arguments; a stored weight has one
-    path.
+    """Return the origin of each array among the arguments.
+
+    All arrays of a stored weight have one path.
     """
     found: list[_Origin] = []
     for i, tree in enumerate([*args, kwargs]):
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_quantized).items():
             # A leaf that is an argument itself has no path.
-            found += [
-                frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)
-            ]
+            origin = frozenset({(kind, path or f"argument {i}")})
+            found += [origin] * len(arrays_in(leaf))
     return found
 
 
 def _find(
     body: Body, origins: list[_Origin], axes: tuple[int, ...]
 ) -> tuple[list[_Origin], _Plan]:
-    """Return the origins of a program's outputs, and its products; `axes` are the
-    lengths of the loops around it.
+    """Return the origins of a program's outputs, and its products.
+
+    `axes` are the lengths of the loops around it.
     """
     jaxpr, consts = body
     plan: _Plan = {}
@@ -183,47 +187,55 @@ def _find(
         return outputs
 
     nothing: _Origin = frozenset()
-    return (
-        programs.eval_jaxpr(
-            jaxpr,
-            [*(nothing for _ in consts), *origins],
-            rule,
-            literal=lambda _: nothing,
-        ),
-        plan,
-    )
+    inputs = [nothing] * len(consts) + origins
+    outputs = programs.eval_jaxpr(jaxpr, inputs, rule, literal=lambda _: nothing)
+    return outputs, plan
 
 
 def _look(
     eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]
 ) -> tuple[list[_Origin], _Step | None]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in programs.CUSTOM and (site := site_of(params["call_jaxpr"])) is not None:
-        found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
-        return [frozenset().union(*inputs)] * len(eqn.outvars), found
-    if name in programs.CALLS and not params.get("differentiated"):
+    """Return the origins of an equation's outputs, and the products inside of it."""
+    name = eqn.primitive.name
+    whole: _Origin = frozenset().union(*inputs)
+    site = None
+    if name in programs.CUSTOM:
+        site = site_of(eqn.params["call_jaxpr"])
+    if site is not None:
+        axes = (*axes, *_vmapped(eqn, site))
+        found = _Found(site, _path_of(site, inputs), axes)
+        return [whole] * len(eqn.outvars), found
+    if name in programs.CALLS and not eqn.params.get("differentiated"):
         return _find(programs.bodies_of(eqn)[0], inputs, axes)
     if name == "scan":
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
-        looked = [
-            _find(opened(closed), inputs[1:], axes) for closed in params["branches"]
-        ]
-        plans: _Plan = {number: plan for number, (_, plan) in enumerate(looked) if plan}
-        return [
-            inputs[0].union(*origins)
-            for origins in zip(*(outputs for outputs, _ in looked), strict=True)
-        ], plans
-    whole: _Origin = frozenset().union(*inputs)
+        return _look_into_branches(eqn, inputs, axes)
     unread: list[_Found] = []
     for body in programs.bodies_of(eqn):
         count = len(body[0].invars)
-        _, plan = _find(body, inputs if len(inputs) == count else [whole] * count, axes)
+        given = inputs if len(inputs) == count else [whole] * count
+        _, plan = _find(body, given, axes)
         unread += [found for found, _ in _products_of(plan)]
+    outputs = [whole] * len(eqn.outvars)
+    if not unread:
+        return outputs, None
     inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
-    return [whole] * len(eqn.outvars), (
-        _Unread(inside, tuple(unread)) if unread else None
-    )
+    return outputs, _Unread(inside, tuple(unread))
+
+
+def _look_into_branches(
+    eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]
+) -> tuple[list[_Origin], _Plan]:
+    chosen, *operands = inputs
+    outputs = [chosen] * len(eqn.outvars)
+    plans: _Plan = {}
+    for number, branch in enumerate(eqn.params["branches"]):
+        of_branch, plan = _find(opened(branch), operands, axes)
+        outputs = [a | b for a, b in zip(outputs, of_branch, strict=True)]
+        if plan:
+            plans[number] = plan
+    return outputs, plans
 
 
 def _look_into_scan(
@@ -241,8 +253,9 @@ def _look_into_scan(
 
 
 def _path_of(site: Site, inputs: list[_Origin]) -> str:
-    """Return the paths of the parameters that a weight was computed from, otherwise
-    those of other arguments.
+    """Return the paths of the parameters that a weight was computed from.
+
+    Without a parameter, return those of other arguments.
     """
     _, w, quantized, *_ = site.structure.unflatten(inputs)
     whole: _Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
@@ -253,18 +266,14 @@ def _path_of(site: Site, inputs: list[_Origin]) -> str:
 def _vmapped(eqn: Equation, site: Site) -> tuple[int, ...]:
     """Return the axes that `jax.vmap` added in front of the operands of a product."""
     shapes = [var.aval.shape for var in eqn.invars]
-    extra = {
-        len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)
-    }
-    leading = {
-        shape[: len(shape) - len(own)]
-        for shape, own in zip(shapes, site.shapes, strict=True)
-    } - {()}
-    fits = all(
-        shape[len(shape) - len(own) :] == own
-        for shape, own in zip(shapes, site.shapes, strict=True)
-    )
-    if not fits or len(extra - {0}) > 1 or len(leading) > 1:
+    leading = set()
+    fits = True
+    for shape, own in zip(shapes, site.shapes, strict=True):
+        extra = len(shape) - len(own)
+        fits &= shape[extra:] == own
+        if extra:
+            leading.add(shape[:extra])
+    if not fits or len(leading) > 1:
         raise NotImplementedError(
             f"a product of {[list(own) for own in site.shapes[:2]]} is computed under"
             f" jax.vmap as {[list(shape) for shape in shapes[:2]]}, and only axes in"
@@ -282,10 +291,10 @@ def _check_read(name: str, plan: _Plan) -> None:
             " with layers of tcfp_jax or converted by it"
         )
     if all(inside for _, inside in found):
+        places = sorted({inside for _, inside in found})
         raise ValueError(
             f"{name} computes {len(found)} low-precision product(s), none of which can"
-            " be read: they are inside of"
-            f" {' and '.join(sorted({inside for _, inside in found}))}, where no probe"
+            f" be read: they are inside of {' and '.join(places)}, where no probe"
             " can be. Products are read in plain code and inside of jax.jit, scan,"
             " cond, checkpoint and vmap; observe a function that computes its layers"
             " there"
@@ -293,8 +302,9 @@ def _check_read(name: str, plan: _Plan) -> None:
 
 
 def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
-    """Yield each product, and the body that hides it or "", in the order of
-    `jax.tree.leaves` of the plan's probes.
+    """Yield each product, and the body that hides it or "".
+
+    The order is that of `jax.tree.leaves` of the plan's probes.
     """
     if isinstance(plan, _Found):
         yield plan, ""
@@ -307,9 +317,8 @@ def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
 
 def _probes(plan: _Step) -> PyTree:
     if isinstance(plan, _Found):
-        return jnp.zeros(
-            (*plan.axes, len(operands(plan.site.recipe)), _FIELDS), jnp.float32
-        )
+        rows = len(operands(plan.site.recipe))
+        return jnp.zeros((*plan.axes, rows, _FIELDS), jnp.float32)
     if isinstance(plan, _Unread):
         return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
@@ -321,14 +330,15 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
     for product, probe in zip(found, probes, strict=True):
         ran = probe[..., -1:] > 0
         fields = jnp.moveaxis(jnp.where(ran, probe[..., :-1], jnp.nan), -1, 0)
-        path, again = product.path, 2
+        path = product.path
+        again = 2
         while path in readings:
-            path, again = f"{product.path}#{again}", again + 1
+            path = f"{product.path}#{again}"
+            again += 1
         rows = operands(product.site.recipe)
+        present = [name for name in OPERANDS if name in rows]
         readings[path] = {
-            name: Reading(*fields[..., rows.index(name)])
-            for name in OPERANDS
-            if name in rows
+            name: Reading(*fields[..., rows.index(name)]) for name in present
         }
     return readings
 
@@ -341,15 +351,26 @@ def _watched(
     forward: jax.Array,
     words: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Return the outputs of a product; the gradient of the probe is the readings of its
-    operands.
+    """Return the outputs of a product.
+
+    The gradient of the probe is the readings of its operands.
     """
     return outputs
 
 
+def _watched_forward(
+    site: Site,
+    outputs: tuple[jax.Array, ...],
+    probe: jax.Array,
+    forward: jax.Array,
+    words: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], _Saved]:
+    return outputs, (forward, words)
+
+
 def _watched_backward(
     site: Site,
-    saved: tuple[jax.Array, jax.Array | None],
+    saved: _Saved,
     gradients: tuple[jax.Array, ...],
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, None]:
     forward, words = saved
@@ -357,29 +378,19 @@ def _watched_backward(
     def of_one(g: jax.Array, words: jax.Array | None) -> jax.Array:
         return _rows(read_gradients(site.recipe, g, words))
 
+    of_words = 0 if words is not None and words.ndim > 1 else None
     for _ in range(forward.ndim - 2):
-        of_one = jax.vmap(
-            of_one, in_axes=(0, 0 if words is not None and words.ndim > 1 else None)
-        )
-    rows = of_one(gradients[0], words)
-    return (
-        gradients,
-        jnp.concatenate([forward, rows], axis=-2),
-        jnp.zeros_like(forward),
-        None,
-    )
+        of_one = jax.vmap(of_one, in_axes=(0, of_words))
+    readings = jnp.concatenate([forward, of_one(gradients[0], words)], axis=-2)
+    return gradients, readings, jnp.zeros_like(forward), None
 
 
-_watched.defvjp(
-    lambda site, outputs, probe, forward, words: (outputs, (forward, words)),
-    _watched_backward,
-)
+_watched.defvjp(_watched_forward, _watched_backward)
 
 
 def _rows(readings: Sequence[Reading]) -> jax.Array:
-    return jnp.stack(
-        [jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings]
-    )
+    rows = [jnp.stack([*one, jnp.ones_like(one.amax)]) for one in readings]
+    return jnp.stack(rows)
 
 
 def _run(
@@ -389,11 +400,9 @@ def _run(
     jaxpr, consts = body
 
     def rule(number: int, eqn: Equation, given: list[jax.Array]) -> Sequence[jax.Array]:
-        return (
-            _evaluate(eqn, given, plan[number], probes[number])
-            if number in plan
-            else programs.bind(eqn, given)
-        )
+        if number not in plan:
+            return programs.bind(eqn, given)
+        return _evaluate(eqn, given, plan[number], probes[number])
 
     return programs.eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
@@ -402,7 +411,8 @@ def _evaluate(
     eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTree
 ) -> Sequence[jax.Array]:
     """Return the outputs of an equation that is a product, or that holds some."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if isinstance(step, _Found):
         return _product(eqn, inputs, step.site, probes)
     if isinstance(step, _Unread):
@@ -410,30 +420,35 @@ def _evaluate(
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
+        return _switch(eqn, inputs, step, probes)
 
-        def branch(
-            number: int, inputs: list[jax.Array], probes: PyTree
-        ) -> list[jax.Array]:
-            body = opened(params["branches"][number])
-            return _run(body, inputs, step.get(number, {}), probes.get(number, {}))  # type: ignore[arg-type]
+    def run(inputs: list[jax.Array], probes: PyTree) -> list[jax.Array]:
+        return _run(programs.bodies_of(eqn)[0], inputs, step, probes)
 
-        branches = [
-            functools.partial(branch, number)
-            for number in range(len(params["branches"]))
-        ]
-        return lax.switch(inputs[0], branches, inputs[1:], probes)
-    run = lambda inputs, probes: _run(programs.bodies_of(eqn)[0], inputs, step, probes)
     if name in programs.CHECKPOINTS:
-        return jax.checkpoint(
-            run, prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )(inputs, probes)
+        remat = {name: params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(run, **remat)(inputs, probes)
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
-    if any(isinstance(sharding, Sharding) for sharding in shardings):
-        outputs = run(
-            list(map(programs.placed, inputs, params["in_shardings"])), probes
-        )
-        return list(map(programs.placed, outputs, params["out_shardings"]))
-    return run(inputs, probes)
+    if not any(isinstance(sharding, Sharding) for sharding in shardings):
+        return run(inputs, probes)
+    placed = list(map(programs.placed, inputs, params["in_shardings"]))
+    return list(map(programs.placed, run(placed, probes), params["out_shardings"]))
+
+
+def _switch(
+    eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree
+) -> Sequence[jax.Array]:
+    branches = []
+    for number, branch in enumerate(eqn.params["branches"]):
+        own: Any = plan.get(number, {})
+        branches.append(functools.partial(_branch, opened(branch), own, number))
+    return lax.switch(inputs[0], branches, inputs[1:], probes)
+
+
+def _branch(
+    body: Body, plan: _Plan, number: int, inputs: list[jax.Array], probes: PyTree
+) -> list[jax.Array]:
+    return _run(body, inputs, plan, probes.get(number, {}))
 
 
 def _scan(
@@ -456,20 +471,19 @@ def _scan(
 def _product(
     eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Array
 ) -> Sequence[jax.Array]:
-    """Return the outputs of a product, and send the readings of its operands to the
-    probe.
-    """
+    """Return the outputs of a product, and send its readings to the probe."""
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
     def of_one(*leaves: jax.Array) -> jax.Array:
         return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
-    in_axes = [
-        0 if leaf.ndim > len(own) else None
-        for leaf, own in zip(leaves, site.shapes, strict=True)
-    ]
+    in_axes: list[int | None] = [None] * len(leaves)
+    for i, own in enumerate(site.shapes):
+        if leaves[i].ndim > len(own):
+            in_axes[i] = 0
     for _ in range(probe.ndim - 2):
         of_one = jax.vmap(of_one, in_axes=in_axes)
     with jax.named_scope("monitor"):
-        forward, (*_, words) = of_one(*leaves), site.structure.unflatten(leaves)
+        forward = of_one(*leaves)
+        *_, words = site.structure.unflatten(leaves)
         return _watched(site, tuple(programs.bind(eqn, inputs)), probe, forward, words)

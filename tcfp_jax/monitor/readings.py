@@ -27,8 +27,9 @@ _CLIPPED = 2.0**-10
 
 
 class Reading(NamedTuple):
-    """Effect of rounding on one operand: float32, with an axis for each loop around the
-    product.
+    """Effect of rounding on one operand.
+
+    The fields are float32, with an axis for each loop around the product.
 
     Attributes:
       amax: the largest magnitude.
@@ -50,63 +51,62 @@ class Reading(NamedTuple):
 
 
 def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
-    """Return the reading of values and their rounded values, an `Operand` or floats of
-    the same shape.
+    """Return the reading of values and their rounded values.
+
+    These are an `Operand`, or floats of the same shape.
 
     >>> from pallas_kernels.quantize.api import quantize
     >>> x = jnp.asarray([448.0, 1.0, 0.0001, 0.0])
     >>> found = read(x, quantize(x, "float8_e4m3fn").rows)
-    >>> float(found.amax), float(found.underflow), float(found.saturation), float(found.snr) > 50
-    (448.0, 0.25, 0.0, True)
+    >>> float(found.amax), float(found.underflow), float(found.saturation)
+    (448.0, 0.25, 0.0)
+    >>> float(found.snr) > 50
+    True
     """
     x = values.astype(jnp.float32)
-    q = (
-        rounded.dequantize()
-        if isinstance(rounded, Operand)
-        else rounded.astype(jnp.float32)
-    )
-    clipped = (
-        _clipped(x, q, rounded)
-        if isinstance(rounded, Operand)
-        else jnp.zeros(x.shape, bool)
-    )
+    if isinstance(rounded, Operand):
+        q = rounded.dequantize()
+        clipped = _clipped(x, q, rounded)
+    else:
+        q = rounded.astype(jnp.float32)
+        clipped = jnp.zeros(x.shape, bool)
     return _compared(x, x, q, clipped)
 
 
 def _compared(
     given: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array
 ) -> Reading:
-    """Return the reading of float32 x, which was made of the values given, and its
-    rounded values q.
+    """Return the reading of float32 x and its rounded values q.
+
+    x was made of the values given.
     """
     amax = jnp.max(jnp.abs(given), initial=0.0).astype(jnp.float32)
-    share = lambda these: jnp.mean(these.astype(jnp.float32))
     # In units near amax the squares of small gradients do not become zero, and those of
     # large ones stay finite.
     unit = numerics.reciprocal_pow2(numerics.pow2_cover(amax, 4.0))
-    energy = lambda v: jnp.sum(jnp.square(v * unit))
-    noise = energy(x - q)
+    noise = jnp.sum(jnp.square((x - q) * unit))
+    signal = jnp.sum(jnp.square(x * unit))
     # also if x is zero
-    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))
-    return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
+    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(signal / noise))
+    return Reading(amax, _share((x != 0) & (q == 0)), _share(clipped), snr)
+
+
+def _share(these: jax.Array) -> jax.Array:
+    return jnp.mean(these.astype(jnp.float32))
 
 
 def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
     """Return which values exceed the largest number of the format at their scale."""
     if isinstance(rounded.scaling, Fp4):
-        return (
-            jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()
-        ) & _beyond(x, q)
-    dtype, spare = rounded.values.dtype, _CLIPPED
+        numbers = fp4.numbers(fp4.unpack(rounded.values))
+        return (jnp.abs(numbers) >= fp4.E2M1.max()) & _beyond(x, q)
+    dtype = rounded.values.dtype
+    largest = numerics.largest(dtype)
+    spare = _CLIPPED
     if rounded.lo is not None:  # lo rounds values at the top to either side, too
-        spare = (
-            2
-            * numerics.largest_rounding_error(dtype, halves=2)
-            / numerics.largest(dtype)
-        )
-    return (
-        jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)
-    ) & _beyond(x, q, spare)
+        spare = 2 * numerics.largest_rounding_error(dtype, halves=2) / largest
+    is_top = jnp.abs(rounded.values.astype(jnp.float32)) >= largest
+    return is_top & _beyond(x, q, spare)
 
 
 def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
@@ -114,8 +114,7 @@ def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
 
 
 def operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """Return the operands that `read_product` reads, and behind them those that
-    `read_gradients` reads.
+    """Return the operands that `read_product` and then `read_gradients` reads.
 
     >>> from tcfp_jax.recipes import recipe
     >>> [operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
@@ -123,10 +122,9 @@ def operands(recipe: Recipe) -> tuple[OperandName, ...]:
     """
     if recipe.fp4 is None:
         return "x", "w", "g"
-    in_bf16: tuple[OperandName, ...] = (
-        ("w_dgrad",) if recipe.fp4.forward_operands == "bf16" else ()
-    )
-    return "x", "w", *in_bf16, "x_wgrad", "g", "g_wgrad"
+    if recipe.fp4.forward_operands == "bf16":
+        return "x", "w", "w_dgrad", "x_wgrad", "g", "g_wgrad"
+    return "x", "w", "x_wgrad", "g", "g_wgrad"
 
 
 def read_product(
@@ -168,20 +166,18 @@ def read_product(
     if w is None:
         return of_x, read(whole, operand)
     given = w.swapaxes(-1, -2).astype(jnp.float32)
-    given = jnp.pad(
-        given, [(0, size - n) for size, n in zip(whole.shape, given.shape, strict=True)]
-    )
+    sizes = zip(whole.shape, given.shape, strict=True)
+    given = jnp.pad(given, [(0, size - n) for size, n in sizes])
     return of_x, read(jnp.where(jnp.any(w != 0), given, whole), operand)
 
 
 def read_gradients(
     recipe: Recipe, g: jax.Array, words: jax.Array | None = None
 ) -> tuple[Reading, ...]:
-    """Return the readings of the gradient of a product's result, in the order of
-    `operands`.
-    """
+    """Return the readings of the gradient of a result, in the order of `operands`."""
     if recipe.fp4 is not None:
-        return _read_nvfp4("g", g, words), _read_nvfp4("g_wgrad", _tokens(g), words)
+        of_tokens = _read_nvfp4("g_wgrad", _tokens(g), words)
+        return _read_nvfp4("g", g, words), of_tokens
     if recipe.dgrad == "bf16":
         return (read(g, g.astype(jnp.bfloat16)),)
     return (read(g, _rows(g, recipe.gradient, recipe)),)
@@ -191,12 +187,14 @@ def _read_fp4_training(
     recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 ) -> tuple[Reading, ...]:
     assert recipe.fp4 is not None, "the caller looked"
-    of_w, in_bf16 = _read_nvfp4("w", w, words), x.astype(jnp.bfloat16)
+    of_w = _read_nvfp4("w", w, words)
+    in_bf16 = x.astype(jnp.bfloat16)
     # The backward pass quantizes x after its cast to BF16.
     of_tokens = _read_nvfp4("x_wgrad", _tokens(x), words, _tokens(in_bf16))
     if recipe.fp4.forward_operands == "fp4":
         return _read_nvfp4("x", x, words), of_w, of_tokens
-    return read(x, in_bf16), read(w, w.astype(jnp.bfloat16)), of_w, of_tokens
+    w_in_bf16 = w.astype(jnp.bfloat16)
+    return read(x, in_bf16), read(w, w_in_bf16), of_w, of_tokens
 
 
 def _read_nvfp4(
@@ -205,24 +203,23 @@ def _read_nvfp4(
     words: jax.Array | None,
     given: jax.Array | None = None,
 ) -> Reading:
-    """Return the reading of an operand of FP4 training; `given` is quantized instead of
-    x if it is there.
+    """Return the reading of an operand of FP4 training.
 
-    Zeros that fill up blocks do not count, except along a rotated axis, where the
-    rotation has mixed them in.
+    `given` is quantized instead of x if it is there. Zeros that fill up blocks do not
+    count, except along a rotated axis, where the rotation has mixed them in.
     """
     how = quantization(operand, words)
     found = observe(x if given is None else given, *how)
     exact = found.exact if given is None else observe(x, *how).exact
-    rotated = None if how.signs is None or how.axis is None else how.axis % x.ndim
-    kept = tuple(
-        slice(None if axis == rotated else size) for axis, size in enumerate(x.shape)
-    )
+    kept = [slice(size) for size in x.shape]
+    if how.signs is not None and how.axis is not None:
+        kept[how.axis] = slice(None)
+    inside = tuple(kept)
     q = found.found.dequantize()
-    top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
-    return _compared(
-        x.astype(jnp.float32), exact[kept], q[kept], (top & _beyond(exact, q))[kept]
-    )
+    codes = jnp.abs(found.found.values.astype(jnp.float32))
+    clipped = (codes >= found.largest) & (q != 0) & _beyond(exact, q)
+    given = x.astype(jnp.float32)
+    return _compared(given, exact[inside], q[inside], clipped[inside])
 
 
 def _tokens(x: jax.Array) -> jax.Array:
@@ -230,9 +227,9 @@ def _tokens(x: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array, dtype: str, recipe: Recipe) -> Operand:
-    """Return the rows that products read, to the bit; XLA quantizes, because it fuses
-    that with the reading.
+    """Return the rows that products read, to the bit.
+
+    XLA quantizes, because it fuses that with the reading.
     """
-    return quantize_operand(
-        x, dtype, dataclasses.replace(recipe, quantize_backend="xla")
-    ).rows
+    by_xla = dataclasses.replace(recipe, quantize_backend="xla")
+    return quantize_operand(x, dtype, by_xla).rows
