@@ -188,7 +188,7 @@ def grouped_matmul(
     starts, before = list_groups(group_sizes, m, config.tile_m)
     if not isinstance(x, Operand) or not isinstance(w, Operand):
         scales = []
-    elif isinstance(w.scaling, Block):
+    elif w.scaling.in_blocks:
         of_x = _by_steps(x, config.tile_m)
         of_w = _by_steps(w, config.tile_n)
         # read, and not used, for rows behind the groups
@@ -222,7 +222,7 @@ def grouped_weight_gradient(
     assert config is not None, "rejected"
     if not isinstance(x, Operand) or not isinstance(g, Operand):
         scales = []
-    elif isinstance(g.scaling, Block):
+    elif g.scaling.in_blocks:
         scales = [_by_steps(x, config.tile_m), _by_steps(g, config.tile_n)[None]]
     elif isinstance(g.scaling, Row):
         of_x = _padded(x.scale, config.tile_m)

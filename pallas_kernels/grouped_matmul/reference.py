@@ -95,7 +95,7 @@ def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
 
     An FP8 value times a power of two is exact in bfloat16.
     """
-    if not isinstance(x, Operand) or not isinstance(x.scaling, Block):
+    if not isinstance(x, Operand) or not x.scaling.in_blocks:
         return x
     scale = x.scale_of_values()
 

@@ -39,6 +39,7 @@ _SKIPPING = {
     64: ((5, 2, 1), (4, 2, 2), (6, 1, 1)),
     32: ((10, 2, 2), (7, 2, 2), (8, 2, 1)),
 }
+_CHUNKS: tuple[Literal[2, 4], ...] = (2, 4)
 _PIPELINES: tuple[Literal["steady", "drained"], ...] = ("steady", "drained")
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _H100_MULTIPROCESSORS = 132
@@ -166,10 +167,10 @@ class Problem:
         return cls(m, k, n, halves, block, skips=w.lo_scale is not None)
 
     def by_squares(self, tile_n: int) -> bool:
-        """Return whether one number scales every square of W in a tile, instead of one
-        for each column.
+        """Return whether one number scales every square of W in a tile.
 
-        A square must be at least as wide as a piece of the output of 2-byte values.
+        Otherwise each column has a scale. A square must be at least as wide as a piece
+        of the output of 2-byte values.
         """
         block = self.block
         return (
@@ -181,7 +182,7 @@ class Problem:
 
 
 def columns_of(size: int) -> int:
-    """Return the columns of a tile of passes.py that holds whole blocks of this size."""
+    """Return the columns of a tile of a pass that holds whole blocks of this size."""
     return max(COLUMNS, size)
 
 
@@ -229,11 +230,9 @@ def _of_skipping(size: int) -> list[Config]:
     ]
     # Lower tiles have registers for anything. A step without W_lo leaves its buffer
     # empty, so more stages pay.
-    for cluster in (2, 1):
-        found.append(ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster))
-    for cluster in (2, 1):
-        found.append(ring(tile_m=128, stages=3, cluster=cluster))
-    return found
+    lower = functools.partial(ring, tile_m=128)
+    found += [lower(stages=4, store_buffers=1, cluster=c) for c in (2, 1)]
+    return found + [lower(stages=3, cluster=c) for c in (2, 1)]
 
 
 def _of_blocks(problem: Problem, size: int) -> list[Config]:
@@ -247,16 +246,13 @@ def _of_blocks(problem: Problem, size: int) -> list[Config]:
     if not problem.by_squares(tall.tile_n):
         drained = dataclasses.replace(tall, pipeline="drained")
         guesses = [
-            dataclasses.replace(drained, chunks=2),
-            dataclasses.replace(tall, chunks=2),
-            dataclasses.replace(drained, chunks=4),
-            dataclasses.replace(tall, chunks=4),
+            dataclasses.replace(guess, chunks=chunks)
+            for chunks, guess in itertools.product(_CHUNKS, (drained, tall))
         ]
     # Clusters of two were slower for every shape that was timed with a single weight.
     guesses.append(dataclasses.replace(tall, cluster=2))
-    for cluster in (1, 2):
-        guesses.append(ring(tile_m=128, stages=5 - halves, cluster=cluster))
-    return guesses
+    lower = functools.partial(ring, tile_m=128, stages=5 - halves)
+    return [*guesses, lower(cluster=1), lower(cluster=2)]
 
 
 def misfit(config: Config, problem: Problem) -> str | None:

@@ -119,7 +119,7 @@ def matmul(
     check_operands(x, w)
     if wire is not None:
         check_wire(wire)
-    blocks = isinstance(w.scaling, Block)
+    blocks = w.scaling.in_blocks
     accumulation = accumulation or ("full" if blocks else "fast")
     check_choice("accumulation", accumulation, ("fast", "full"))
     if blocks and accumulation == "fast":
@@ -180,7 +180,7 @@ def skip_matmul(
     64.0
     """
     check_operands(x, w)
-    if not isinstance(w.scaling, Block) or w.lo is None or w.lo_scale is None:
+    if not w.scaling.in_blocks or w.lo is None or w.lo_scale is None:
         raise ValueError(
             f"w has the scaling {w.scaling} and {'a' if w.lo is not None else 'no'}"
             " residual: only a residual in blocks has blocks to leave out; use matmul,"

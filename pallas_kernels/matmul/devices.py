@@ -42,7 +42,7 @@ def on_each_device(
     _, k, n = sizes(x, w)
     contracted = w.shape[1:]
     leading = x.shape[: x.values.ndim - len(contracted)]
-    in_blocks = isinstance(w.scaling, Block)
+    in_blocks = w.scaling.in_blocks
     if not in_blocks:  # a partitioned function has no scalars
         x = replace(x, scale=x.scale.reshape(1))
         w = replace(w, scale=w.scale.reshape(1))
@@ -131,8 +131,8 @@ def _letters(operand: Operand, rows: str) -> list[str]:
     j counts blocks of k, and i blocks of n.
     """
     scale = "u"
-    if isinstance(operand.scaling, Block):
-        scale = "i j" if operand.scaling.tile == "square" else f"{rows} j"
+    if operand.scaling.in_blocks:
+        scale = "i j" if operand.scaling.squares else f"{rows} j"
     values = f"{rows} k" if operand.contracts == "last" else f"k {rows}"
     letters = [values, scale]
     if operand.lo is not None:

@@ -21,7 +21,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.hopper.plan import Config, Plan, Problem
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
-from pallas_kernels.operands import ZERO_BLOCK, Block, Operand, Product
+from pallas_kernels.operands import ZERO_BLOCK, Operand, Product
 
 
 def reject(
@@ -74,12 +74,12 @@ def _multiply(
 
     scaling: Literal["tensor", "square", "vector"] = "tensor"
     lists: list[jax.Array] = []
-    if isinstance(w.scaling, Block):
+    if w.scaling.in_blocks:
         # blocks of k first
         of_x = numerics.decode_e8m0(x.scale).T
         of_w = numerics.decode_e8m0(w.scale).T
         scaling = "square" if problem.by_squares(config.tile_n) else "vector"
-        if scaling == "vector" and w.scaling.tile == "square":
+        if scaling == "vector" and w.scaling.squares:
             of_w = jnp.repeat(of_w, config.tile_k, axis=1)
         if w.lo_scale is not None:
             count, order = _list_work(w.lo_scale, w.shape[0] // config.tile_n)

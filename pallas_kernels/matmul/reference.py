@@ -72,7 +72,7 @@ def matmul(
     sums, and if explicit axes have blocks, because JAX does not merge and cut explicit
     axes by itself. Otherwise XLA partitions the definition.
     """
-    has_explicit_blocks = isinstance(w.scaling, Block) and has_explicit_axes()
+    has_explicit_blocks = w.scaling.in_blocks and has_explicit_axes()
     if options.wire is None and not has_explicit_blocks:
         return product(options, x, w, bias)
     return on_each_device(product, options, x, w, bias)

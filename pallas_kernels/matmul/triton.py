@@ -40,7 +40,7 @@ def _fit(m: int, k: int, n: int, scaling: Scaling) -> tuple[int, int, int] | Non
         tile_k = scaling.size
         if k == 0 or k % tile_k:
             return None
-        if scaling.tile == "square":
+        if scaling.squares:
             if n % tile_k:
                 return None
             # A square's scale is one number for a tile of n, which must not cross
@@ -69,8 +69,7 @@ def reject(
         )
     m, k, n = sizes(x, w)
     if _fit(m, k, n, w.scaling) is None:
-        in_blocks = isinstance(w.scaling, Block)
-        blocks = f", whole blocks with {w.scaling}" if in_blocks else ""
+        blocks = f", whole blocks with {w.scaling}" if w.scaling.in_blocks else ""
         return (
             f"m={m}, k={k} and n={n} must be multiples of {_SMALLEST_SIDE}{blocks}; use"
             ' backend="xla" or pad'
@@ -95,10 +94,10 @@ def _multiply(
 ) -> jax.Array:
     if _fit(*sizes(x, w), w.scaling) is None:
         return reference.product(options, x, w, bias)
-    if isinstance(w.scaling, Block):
+    if w.scaling.in_blocks:
         of_x = numerics.decode_e8m0(x.scale)
         of_w = numerics.decode_e8m0(w.scale)
-        if w.scaling.tile == "square":
+        if w.scaling.squares:
             # A column of scales for every tile of n: one number a step.
             of_w = of_w[:, None, :]
         scales = [of_x, of_w]
@@ -125,15 +124,14 @@ def _call(
     assert sides is not None, "the caller checked"
     tile_m, tile_n, tile_k = sides
     steps = k // tile_k
-    in_blocks = isinstance(scaling, Block)
     w_panel = pl.BlockSpec((tile_n, k), lambda i, j: (j, 0))
     specs = [pl.BlockSpec((tile_m, k), lambda i, j: (i, 0)), *[w_panel] * halves]
-    if not isinstance(scaling, Block):
+    if not scaling.in_blocks:
         specs.append(pl.BlockSpec((1,), lambda i, j: (0,)))
     else:
         specs.append(pl.BlockSpec((tile_m, steps), lambda i, j: (i, 0)))
         of_w = pl.BlockSpec((tile_n, steps), lambda i, j: (j, 0))
-        if scaling.tile == "square":
+        if scaling.squares:
             of_w = pl.BlockSpec(
                 (1, 1, steps), lambda i, j: (j * tile_n // tile_k, 0, 0)
             )
@@ -151,7 +149,7 @@ def _call(
             num_warps=8 if tile_m * tile_n >= 128 * 128 else 4, num_stages=3
         ),
         interpret=interpret,
-        name=f"matmul_fp8_{form}{'_blocks' if in_blocks else ''}",
+        name=f"matmul_fp8_{form}{'_blocks' if scaling.in_blocks else ''}",
     )(*operands)
 
 
@@ -159,7 +157,7 @@ def _kernel(scaling: Scaling, halves: int, tile_k: int, x: Ref, *refs: Ref) -> N
     """Compute one output tile."""
     from jax.experimental import pallas as pl
 
-    in_blocks = isinstance(scaling, Block)
+    in_blocks = scaling.in_blocks
     w = refs[:halves]
     *rest, out = refs[halves:]
     scales = rest[: 1 + in_blocks]
@@ -181,7 +179,7 @@ def _kernel(scaling: Scaling, halves: int, tile_k: int, x: Ref, *refs: Ref) -> N
     def multiply_block(step: jax.Array, total: jax.Array) -> jax.Array:
         part = multiply(step, jnp.zeros(out.shape, jnp.float32))
         of_x, of_w = scales
-        if isinstance(scaling, Block) and scaling.tile == "square":
+        if scaling.squares:
             of_tile = of_w[0, 0, step]
         else:
             of_tile = of_w[:, step][None, :]

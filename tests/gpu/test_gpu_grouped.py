@@ -1,6 +1,4 @@
-"""Grouped products on a GPU: the cases of the interpreter at any sizes of groups, and
-layers.
-"""
+"""Grouped products on a GPU: the cases of the interpreter, and layers of experts."""
 
 import functools
 

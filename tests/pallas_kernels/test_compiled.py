@@ -1,6 +1,4 @@
-"""Programs compiled for an H200 without a GPU, and read; they are never executed
-here.
-"""
+"""Programs compiled for an H200 without a GPU, and read; none is executed here."""
 
 import functools
 import re
@@ -164,8 +162,9 @@ def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     [("rows", 14336, 1), ("both", 4096, 4), ("both", 1000, 4)],
 )
 def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
-    """Rows alone in one; for both the magnitudes, scales of rows and of columns, and
-    values. XLA makes nothing of x.
+    """Rows alone need one; XLA makes nothing of x.
+
+    For both there are the magnitudes, scales of rows and of columns, and values.
     """
     mesh = h200s(1)
     call = functools.partial(
@@ -239,7 +238,7 @@ def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
     assert not compiled.results("transpose")
 
 
-def test_activations_are_quantized_in_one_kernel_after_their_amax():
+def test_activations_are_quantized_in_one_kernel():
     mesh = h200s(1)
     call = functools.partial(quantize, dtype=F8, orientation="both", backend="triton")
     compiled = compile_for(mesh, call, on(mesh, (8, 1024, K), jnp.bfloat16))
@@ -253,8 +252,9 @@ def test_activations_are_quantized_in_one_kernel_after_their_amax():
 )
 @pytest.mark.parametrize("backend", ["xla", None])
 def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend):
-    """Forward and backward with weights that the optimizer quantized: no transpose of a
-    weight, no float32 product.
+    """No weight is transposed, and no product is float32, forward and backward.
+
+    The optimizer quantized the weights.
     """
     mesh = h200s(1)
     recipe = tcfp_jax.recipe(name, backend=backend)
@@ -320,8 +320,9 @@ def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
     [("float32", None), ("bfloat16", None), ("float32", Block(128, "vector"))],
 )
 def test_weight_gradients_of_a_shared_batch_gather_nothing(backend, dtype, scaling):
-    """FSDP: eight devices have tokens of their own, and each keeps its part of the
-    gradient, summed in its dtype.
+    """FSDP: eight devices have tokens of their own.
+
+    Each keeps its part of the gradient, summed in its dtype.
     """
     mesh = h200s(8)
     tokens = 65536
@@ -357,8 +358,9 @@ def test_quantizers_under_a_mesh_move_one_number(backend):
 
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
 def test_an_optimizer_step_writes_errors_in_place(error_dtype):
-    """Donated errors are neither copied nor read for the amax: only the kernel touches
-    them.
+    """Only the kernel touches donated errors.
+
+    They are neither copied nor read for the amax.
     """
     mesh = h200s(1)
     recipe = tcfp_jax.recipe("tcfp12_fast", quantize_backend="triton")
@@ -404,8 +406,9 @@ def test_a_rematerialized_gelu_after_a_product_of_xla_compiles():
 
 
 def test_kernels_serve_a_scanned_rematerialized_step():
-    """Kernels by name through jit, grad, remat and scan: four products of a layer, and
-    no cuBLAS.
+    """Kernels by name through jit, grad, remat and scan.
+
+    A layer has four products, and none by cuBLAS.
     """
     mesh = h200s(1)
     recipe = tcfp_jax.recipe("tcfp12_fast", backend="mosaic", quantize_backend="triton")
@@ -427,8 +430,9 @@ def test_kernels_serve_a_scanned_rematerialized_step():
 
 @pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
 def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
-    """One read of x, one write, nothing else of its size; and a device's own part under
-    a mesh.
+    """It is one read of x and one write, and nothing else has its size.
+
+    Under a mesh each device casts its own part.
     """
     call = functools.partial(formats.cast, datatype=getattr(formats, name))
     alone = compile_for(h200s(1), call, on(h200s(1), (M, K), jnp.bfloat16))

@@ -171,7 +171,7 @@ def test_every_config_of_the_kernel_with_blocks(scaling, halves):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_one_scale_an_operand_needs_products_above_2_to_the_minus_108(backend):
+def test_one_scale_needs_products_above_2_to_the_minus_108(backend):
     """Scales whose product is no normal float32 make the result 0.
 
     Rows are scaled one after the other.

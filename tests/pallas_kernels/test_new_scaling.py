@@ -29,7 +29,11 @@ class Tenth:
     """
 
     scale = "float32"
+    scale_dtype = jnp.float32
     serves_both = True
+    in_blocks = False
+    squares = False
+    packed = False
 
     @property
     def along_rows(self):
