@@ -33,8 +33,7 @@ def test_empty_batch(recipe, shape):
 
 
 def rounding_bound(recipe, product, a, b):
-    """How far a product may be from the exact one, from the data: half a unit in the
-    last place of each operand.
+    """Return a bound of a product's error: half a unit in the last place per operand.
 
     An FP8 value of a tensor whose scale is a power of two is off by at most |v|
     2**-(mantissa + 1), or by half of the smallest step (2**-10 of E4M3's units) where
@@ -256,9 +255,7 @@ def test_float64(recipe):
     ids=["quantize", "split", "quantize_tcfp12", "fake_quantize", "store"],
 )
 def test_finite_weights_are_no_nan_for_jax_debug_nans(call):
-    """Outside jit the option reads the result of every operation, also of those that a
-    choice then drops.
-    """
+    """Outside jit the option reads every result, also one that a choice drops."""
     with jax.debug_nans(True):
         jax.block_until_ready(call(W))
         with pytest.raises(FloatingPointError, match="nan"):

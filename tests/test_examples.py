@@ -1,5 +1,4 @@
-"""The programs in `examples/` train, and differ from their float originals in few
-lines.
+"""The programs in `examples/` train, and differ from float ones in few lines.
 
 Error feedback has no program of its own: the lines that differ are here, and the
 changed program runs.

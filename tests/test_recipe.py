@@ -1,6 +1,4 @@
-"""Recipes: names, flags, rules, and that every choice changes the program or the state
-of a training step.
-"""
+"""Recipes: names, flags and rules; every choice changes a training step."""
 
 import dataclasses
 import inspect
@@ -258,9 +256,7 @@ FLIPS = {
 
 
 def computation(r):
-    """The program of a training step, the state that it carries, and the ops that it
-    asks for, as text.
-    """
+    """Return a training step's program, state and ops as text."""
     key = jax.random.key(0) if r.stochastic else None
     tx = tcfp_jax.error_feedback(r, key=key)
     params = {"kernel": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
@@ -326,9 +322,7 @@ def test_skipping_is_another_op():
 
 
 def test_more_than_one_random_recipe_in_fifty_is_legal():
-    """Every combination of a few values of every field: most contradictions cannot be
-    said any more.
-    """
+    """Most contradictions cannot be written any more."""
     weights = [
         None,
         Single(),

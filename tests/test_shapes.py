@@ -1,6 +1,4 @@
-"""Shapes in signatures: arguments and results have the shapes that the annotations
-state.
-"""
+"""Arguments and results have the shapes that annotations state."""
 
 import inspect
 import typing
@@ -24,9 +22,7 @@ FP8 = jnp.float8_e4m3fn
 
 
 def shapes_of(function):
-    """Return the annotations that state a shape, by name; those of a tuple's places
-    have a number behind it.
-    """
+    """Return annotations with a shape by name; places of a tuple have a number."""
     found = {}
     for name, kind in typing.get_type_hints(function, localns=NAMES).items():
         parts = typing.get_args(kind) if typing.get_origin(kind) is tuple else (kind,)
@@ -40,9 +36,7 @@ def shapes_of(function):
 
 
 def disagreeing(function, *args, **kwargs):
-    """Return the names of arrays whose shapes contradict the annotations, given those
-    before them.
-    """
+    """Return the names of arrays whose shapes contradict the annotations."""
     result = function(*args, **kwargs)
     values = dict(inspect.signature(function).bind(*args, **kwargs).arguments) | {
         "return": result
@@ -100,9 +94,7 @@ def test_a_wrong_shape_is_seen():
 
 
 def test_every_stated_shape_is_one():
-    """An annotation is a string, so that jaxtyping is no dependency; each must still
-    mean something.
-    """
+    """Annotations are strings, so that jaxtyping is no dependency; each must parse."""
     for function in (
         tcfp_jax.matmul,
         quantize_weight,

@@ -1,6 +1,4 @@
-"""With `jax_enable_x64`, which makes Python's numbers and new arrays 64 bits wide: the
-same states and results.
-"""
+"""States and results are the same with `jax_enable_x64`, also of Python's numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,9 @@
 """`Recipe`: one frozen, hashable description of how a layer multiplies.
 
 Layers and products take nothing else. A layer `y = x W` has three products: the forward
-`x W`, the input gradient `g Wᵀ` (dgrad) and the weight gradient `xᵀ g` (wgrad). A recipe
-names the form of the weight, the scaling of everything that is quantized, and the
-arithmetic of each product. Fields that contradict each other raise when a recipe is
+`x W`, the input gradient `g Wᵀ` (dgrad) and the weight gradient `xᵀ g` (wgrad). A
+recipe names the form of the weight, the scaling of everything that is quantized, and
+the arithmetic of each product. Fields that contradict each other raise when a recipe is
 built; nothing is changed silently.
 
     recipe("tcfp12", wgrad="full", block=128)    a named recipe, with overrides

@@ -1,6 +1,4 @@
-"""FP4 weights chosen with care: exhaustive scales, GPTQ, and the Hessians of a
-calibration.
-"""
+"""FP4 weights chosen with care: exhaustive scales, GPTQ and Hessians."""
 
 import dataclasses
 import functools
@@ -69,9 +67,7 @@ def nearest_number(units):
 
 
 def gptq_by_definition(w, hessian, scale, damping=0.01):
-    """Frantar et al., their order of steps in float64: the inverse, its upper Cholesky
-    factor, column after column.
-    """
+    """Return GPTQ in float64 in the order of Frantar et al., column after column."""
     w = np.array(w, np.float64)
     k = w.shape[1]
     hessian = np.asarray(hessian, np.float64)
@@ -109,9 +105,7 @@ def test_a_search_is_never_worse_than_a_rule(format, tile):
 
 
 def test_a_search_finds_the_best_of_all_scales_without_shrinking():
-    """Every byte of E4M3, not only those within the window, and some scales of the
-    scales, on the host in float64.
-    """
+    """The host tries every byte of E4M3 in float64, also outside of the window."""
     found = searched(W)
     w = np.asarray(W, np.float64)
     table = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
@@ -137,9 +131,7 @@ def test_a_search_finds_the_best_of_all_scales_without_shrinking():
 @pytest.mark.slow_except("search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
 def test_fold_exact_scales_follow_their_rule_for_any_weight(scales):
-    """Zeros, tiny values, an outlier: operands that name the rule keep to it, because
-    FP8 products rely on it.
-    """
+    """Operands that name the rule keep to it, because FP8 products rely on it."""
     hard = np.array(W)
     hard[0] = 0
     hard[1] = 1e-30
@@ -153,9 +145,7 @@ def test_fold_exact_scales_follow_their_rule_for_any_weight(scales):
 
 
 def test_a_rule_is_checked_scale_by_scale():
-    """Compare with `exact_share` of each scale together with 384, the rule's largest;
-    NaN shows anyway.
-    """
+    """`exact_share` of each scale with 384, the rule's largest, is the oracle."""
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)[:127]
     beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
     held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
@@ -200,9 +190,7 @@ def test_importance_moves_the_error_to_where_it_matters():
     ids=["search", "gptq"],
 )
 def test_hard_blocks(choose):
-    """All zeros, tiny values, an outlier, and NaN and inf, which are loud and stay
-    within their block.
-    """
+    """Zeros, tiny values, an outlier, and NaN, which stays within its block."""
     w = np.array(W)
     w[0] = 0
     w[1] = 1e-30
@@ -523,9 +511,7 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
 
 
 def test_chosen_codes_keep_the_rule_that_they_follow():
-    """The FP8 product of "fold_exact" reads the rule off the codes, so that it must be
-    theirs and not the recipe's.
-    """
+    """The FP8 product of "fold_exact" reads the rule of the codes, not the recipe's."""
     params = {"w": jnp.swapaxes(W, 0, 1)}
     folds = Fp4(rule="fold_exact")
     layout = Layout((0,), (1,))

@@ -1,5 +1,4 @@
-"""Folders that the compressed-tensors package and Transformers read, and one that
-compressed-tensors wrote.
+"""Folders that compressed-tensors and Transformers read, and one that it wrote.
 
 They bring torch and are not part of `.[test]`: `pip install -e .[export-test]` in a
 separate environment.
@@ -210,9 +209,7 @@ def test_transformers_loads_exported_folders(tmp_path, case, form):
     ("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")]
 )
 def test_a_file_of_the_package_is_read(tmp_path, preset, format):
-    """Quantized with its own scales and written by its own compressor, as
-    llm-compressor does.
-    """
+    """Its own compressor wrote it with its own scales, as llm-compressor does."""
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     scheme = peer.preset_name_to_scheme(preset, ["Linear"])
     blocks = weight.reshape(32, -1, scheme.weights.group_size)
@@ -271,9 +268,7 @@ def test_the_package_reads_zeros_and_gives_them_our_scale(tmp_path):
 
 
 def test_the_package_shares_the_scale_that_we_share():
-    """llm-compressor gives fused layers the global scale of their largest value, and so
-    do we.
-    """
+    """llm-compressor gives fused layers their largest scale, and so do we."""
     parts = {
         name: np.random.default_rng(seed).standard_normal((16, 32)).astype(np.float32)
         for seed, name in enumerate(("q", "k"))

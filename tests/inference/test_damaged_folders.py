@@ -1,6 +1,4 @@
-"""Folders of other engines that are damaged, contradict themselves or reach outside are
-refused, in little memory.
-"""
+"""Folders that are damaged, contradict themselves or reach outside are refused."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Folders that other engines read, byte by byte and without torch: writing, reading,
-and refusals.
-"""
+"""Folders that other engines read, byte by byte and without torch."""
 
 import dataclasses
 import functools
@@ -289,9 +287,7 @@ def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
 
 
 def test_zeros_go_out_and_come_back(tmp_path):
-    """LoRA's B, or a head that starts as zeros: their outer has no reciprocal, but any
-    other has the same values.
-    """
+    """The `outer` of zeros has no reciprocal, but any other has the same values."""
     zeros = quantized(np.where(np.arange(64) < 2, -np.zeros((32, 64), np.float32), 0))
     # as an engine's file may have it
     zeros = dataclasses.replace(zeros, outer=jnp.float32(0.5))
@@ -338,9 +334,7 @@ def test_zeros_take_the_global_scale_of_their_family(tmp_path):
 
 
 def test_every_weight_of_a_file_has_its_own_rule(tmp_path):
-    """By the rule "fold_exact" products are FP8, so that it must neither be lost nor be
-    given to another weight.
-    """
+    """Products are FP8 by the rule "fold_exact", so no weight may lose or gain it."""
     scalings = {
         "a.weight": Fp4(rule="fold_exact"),
         "b.weight": Fp4(),
@@ -649,9 +643,7 @@ def test_an_index_of_before_goes_with_the_model_that_it_was_of(tmp_path):
 
 
 def test_links_of_a_cache_are_read(tmp_path):
-    """Hugging Face keeps files in `blobs`, and folders of links to them in
-    `snapshots`.
-    """
+    """Hugging Face keeps files in `blobs`, and links to them in `snapshots`."""
     blobs = tmp_path / "models--x/blobs"
     snapshot = tmp_path / "models--x/snapshots/0"
     save_compressed(blobs, {"a.weight": codes(32, 64)})
@@ -804,9 +796,7 @@ def test_served_variables_go_out_if_families_share_a_scale(
 
 
 def test_a_folder_serves_in_a_converted_model(tmp_path, llama, exported, served_llama):
-    """Products read the codes of the file; Transformers' model is compared for
-    MXFP4.
-    """
+    """Products read the codes of the file."""
     save_compressed(tmp_path, exported, config=llama_dict(CONFIG))
     tensors, config = load_compressed(tmp_path)
     tokens, (model, weights) = TOKENS, served_llama

@@ -1,6 +1,4 @@
-"""Inference weights: no float kernels, saved by orbax, run by Linen and NNX models that
-were converted.
-"""
+"""Inference weights without float kernels, in orbax, Linen and NNX."""
 
 import functools
 
@@ -106,9 +104,7 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
 
 
 class Coder(nn.Module):
-    """Methods with parameters of their own, and a call that reads a cache, which `init`
-    with its arguments cannot.
-    """
+    """Methods with parameters of their own, and a call that reads a cache."""
 
     def setup(self):
         self.up = nn.Dense(16, use_bias=False)
@@ -421,9 +417,7 @@ def test_a_checkpoint_with_other_parts_is_no_stored_weight(entry):
     "change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str
 )
 def test_what_only_training_needs_is_left_out(change):
-    """Recipes may draw random bits or carry an amax; here weights are rounded to
-    nearest, by their own amax.
-    """
+    """Recipes may draw bits or carry an amax; here weights round to nearest."""
     params = {"kernel": jax.random.normal(jax.random.key(0), (32, 16))}
     recipe = tcfp_recipe("tcfp12", **change)
     for asked in (recipe, {"kernel": Weight(recipe, Layout((0,), (1,)))}):
@@ -439,9 +433,7 @@ def test_what_only_training_needs_is_left_out(change):
     "other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"]
 )
 def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
-    """Dicts without classes would stand for other numbers: a scale that is spread
-    otherwise fits most values.
-    """
+    """Dicts without classes would stand for other numbers by another scaling."""
     w = {"kernel": jax.random.normal(jax.random.key(0), (64, 48))}
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"):
         held = quantize_params(w, name)["tcfp"]["kernel"].forward

@@ -1,6 +1,4 @@
-"""`contract`: einsums of a kernel of any shape as products of the matrix that it is,
-stored or not.
-"""
+"""`contract`: products of a kernel of any shape as products of a matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +73,7 @@ def test_the_product_is_the_einsum(equation, x_shape, shape):
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("shape", [(48, 80), (2, 48, 80)], ids=str)
 def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
-    """A kernel `[n, k]` is stored as it is; its product and its gradient are those of
-    `matmul` with `w.T`.
-    """
+    """A kernel `[n, k]` is stored as it is, and multiplied as `matmul` does `w.T`."""
     recipe = tcfp_jax.recipe(recipe)
     x = normal(*shape[:-2], 16, 80)
     w = normal(*shape, seed=1)

@@ -1,6 +1,4 @@
-"""Layers and models with packed weights: drop-in for Flax's own, served without floats,
-frozen next to adapters.
-"""
+"""Layers and models with packed weights: drop-in, served, frozen next to adapters."""
 
 import functools
 

@@ -1,6 +1,4 @@
-"""The Flax layers: the same parameters as Flax's own, the stored kernel where it is
-given, no state of their own.
-"""
+"""The Flax layers: Flax's parameters, the stored kernel if given, and no state."""
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +73,7 @@ def test_stored_kernel_is_used(recipe):
 
 
 def trainer(network, recipe, **options):
-    """A function that trains from the start and returns (losses, parameters, state); it
-    is compiled once.
-    """
+    """Return a function that trains and returns (losses, params, state)."""
     tx = optax.chain(optax.adam(1e-2), tcfp_jax.error_feedback(recipe, **options))
 
     @jax.jit
@@ -132,9 +128,7 @@ class Normed(nn.Module):
 
 
 def test_a_parameter_named_scale_is_no_weight():
-    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a
-    quantized weight.
-    """
+    """`RMSNorm` has a parameter `scale`, once taken for a quantized weight."""
     losses, params, opt_state = trainer(Normed(), "tcfp12")()
     assert losses[-1] < losses[0] and set(params) == {"dense", "norm"}
     state = tcfp_jax.layer_state(opt_state)

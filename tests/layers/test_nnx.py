@@ -1,6 +1,4 @@
-"""NNX layers and conversion in place: the same `Param`s, the optimizer's own variables,
-and the way back.
-"""
+"""NNX layers and conversion in place: the same `Param`s, and the way back."""
 
 import jax
 import jax.numpy as jnp
@@ -256,9 +254,7 @@ def test_bad_input():
 @pytest.mark.slow_except("32")
 @pytest.mark.parametrize("block", [32, 64])
 def test_blocks_keep_their_size_on_narrow_layers(block):
-    """A layer as narrow as a block has as many scales with one block size as with
-    another.
-    """
+    """A layer as narrow as a block has one scale with any block size."""
     recipe = tcfp_jax.recipe("blockwise", block=block)
 
     def make(rngs):

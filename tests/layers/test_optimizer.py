@@ -1,6 +1,4 @@
-"""`tcfp_jax.nnx.Optimizer` and `tcfp_jax.linen.TrainState`: Flax's, for stored and for
-fed-back weights.
-"""
+"""`tcfp_jax.nnx.Optimizer` and `TrainState`, for stored and for fed-back weights."""
 
 import jax
 import jax.numpy as jnp
