@@ -27,7 +27,7 @@ _UNSET = (None, jax.lax.dot_general, nnx.nn.dtypes.promote_dtype)
 
 
 class _LowPrecision(nnx.Module):
-    """Attributes of layers that multiply.
+    """Attributes of layers that multiply; the first base class, before Flax's layer.
 
     Attributes:
       recipe: how the layer multiplies.
@@ -41,10 +41,10 @@ class _LowPrecision(nnx.Module):
     stored: Stored | None
     keys: nnx.RngStream
 
-    def _prepare(
-        self, recipe: Recipe | str, rngs: nnx.Rngs | nnx.RngStream | None
+    def __init__(
+        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
     ) -> None:
-        """Set the attributes, and check those that the recipe decides."""
+        super().__init__(*args, **options)
         for name in CHOICES:
             value = getattr(self, name, None)
             if not any(value is unset for unset in _UNSET):
@@ -56,6 +56,7 @@ class _LowPrecision(nnx.Module):
         self.products = "recipe"
         # NNX must know that variables may come, or the first split would fix None
         self.stored = nnx.data(None)
+        rngs = options.get("rngs")
         if self.recipe.draws and rngs is not None:
             # As in Flax's Dropout, each call takes another key by a count in the
             # layer's state.
@@ -129,7 +130,7 @@ def stream_of(
     return None
 
 
-class TCFPLinear(nnx.Linear, _LowPrecision):
+class TCFPLinear(_LowPrecision, nnx.Linear):
     """`nnx.Linear` whose product follows a recipe: `y = x W + b`, W `[k, n]`.
 
     Use this to write a model whose layers have low precision from the start. Use
@@ -147,12 +148,6 @@ class TCFPLinear(nnx.Linear, _LowPrecision):
     >>> layer(jax.numpy.ones((2, 3))).shape
     (2, 4)
     """
-
-    def __init__(
-        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._prepare(recipe, options.get("rngs"))
 
     def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map `inputs` `[..., k]` to `[..., n]`."""
@@ -218,7 +213,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
         return normalize(_Rounded(self), x, mask=mask)
 
 
-class TCFPEmbed(nnx.Embed, _LowPrecision):
+class TCFPEmbed(_LowPrecision, nnx.Embed):
     """`nnx.Embed` with rows rounded to packed TCFP-12, and `attend` by a recipe.
 
     Use this for a table that is also the output head: `attend` multiplies like
@@ -233,12 +228,6 @@ class TCFPEmbed(nnx.Embed, _LowPrecision):
     >>> layer(jax.numpy.arange(3)).shape, layer.attend(jax.numpy.ones((2, 4))).shape
     ((3, 4), (2, 8))
     """
-
-    def __init__(
-        self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._prepare(recipe, options.get("rngs"))
 
     def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map integer tokens `[...]` to `[..., features]`."""
