@@ -361,8 +361,7 @@ def _jitted(run: Callable[..., T]) -> Callable[..., T]:
 
 
 def shared(function: Callable[..., T]) -> Callable[..., T]:
-    """Return `function(options, *arguments)`, traced once for options and arguments
-    that agree.
+    """Return `function(options, *arguments)`, traced once for equal calls.
 
     Use it for a part of a program that equal layers repeat. Without it a program with
     twelve layers has the arithmetic of its quantizers thirty-six times, and JAX traces,

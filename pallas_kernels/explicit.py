@@ -10,6 +10,7 @@ If a batch and a length are both split, merging them outside would gather one of
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -55,7 +56,7 @@ def on_parts(
     asked = [entries(None, len(side)) for side in wide.outputs]
     if wanted is not None:
         asked = [tuple(wanted)]
-    results = [[sizes[letter] for letter in side] for side in wide.outputs]
+    results = [[*map(sizes.__getitem__, side)] for side in wide.outputs]
     parts = wide.parts(mesh, given, asked, results[0])
     finals = [tuple(wanted or ())]
     if wanted is None:
@@ -64,10 +65,10 @@ def on_parts(
             _final(side, spec, of_operands)
             for side, spec in zip(wide.outputs, parts.outputs, strict=True)
         ]
-    shapes = [
-        [size // shards(mesh, entry) for size, entry in zip(shape, spec, strict=True)]
-        for shape, spec in zip(results, parts.outputs, strict=True)
-    ]
+    shapes = []
+    for shape, spec in zip(results, parts.outputs, strict=True):
+        counts = [shards(mesh, entry) for entry in spec]
+        shapes.append([*map(operator.floordiv, shape, counts)])
     own = parts.with_shapes(mesh, shapes[0]).bind(local)
     trees: list[jax.tree_util.PyTreeDef] = []
 

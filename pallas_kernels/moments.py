@@ -82,7 +82,8 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the values of the codes, float32 `[..., n]`: code * scale, exactly."""
     spread = numerics.decode_e8m0(scale)[..., None]
-    return from_blocks(to_blocks(codes).astype(jnp.float32) * spread, codes.shape[-1])
+    values = to_blocks(codes).astype(jnp.float32) * spread
+    return from_blocks(values, codes.shape[-1])
 
 
 def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +119,8 @@ def to_blocks(x: jax.Array) -> jax.Array:
     *leading, n = x.shape
     short = -n % BLOCK
     if short:
-        x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, short)])
+        sides = [(0, 0)] * len(leading)
+        x = jnp.pad(x, [*sides, (0, short)])
     return x.reshape(*leading, -(-n // BLOCK), BLOCK)
 
 
@@ -162,7 +164,8 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
     the block is not finite, the code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
-    exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
+    covering = amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)
+    exponent = (covering >> _MANTISSA_BITS) - 8
     exponent = jnp.maximum(exponent, 127 + _SMALLEST_SCALE)
     exponent = jnp.minimum(exponent, 127 + _LARGEST_SCALE)
     exponent = jnp.where(amax_bits == 0, 127, exponent)
@@ -173,7 +176,8 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
     """Return the byte of a block, int32, from the bits of its largest v."""
-    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, _SMALLEST_BASE)
+    exponent = amax_bits >> _MANTISSA_BITS
+    base = jnp.maximum(exponent - _SPAN, _SMALLEST_BASE)
     base = jnp.where(amax_bits == 0, 0, base)
     return jnp.where(finite, base, NOT_FINITE)
 
@@ -184,12 +188,14 @@ def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
     `rounded` are the sums of their bits and 20 random bits. A NaN's sum overflows or
     ends at code 6: with base 255 every code up to 6 is a NaN.
     """
-    return jnp.maximum((rounded >> _DROPPED) - ((base << 3) + 1), 0)
+    floor = (base << 3) + 1
+    return jnp.maximum((rounded >> _DROPPED) - floor, 0)
 
 
 def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
     """Return the float32 values of int32 codes; in a block of zeros all are zero."""
-    floor = jnp.where(base == 0, 0, (base << _MANTISSA_BITS) + (1 << _DROPPED))
+    smallest = (base << _MANTISSA_BITS) + (1 << _DROPPED)
+    floor = jnp.where(base == 0, 0, smallest)
     return _from_bits((code << _DROPPED) + floor)
 
 

@@ -86,7 +86,7 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
     """
     mantissa_bits = int(jnp.finfo(float8_dtype(dtype)).nmant)
     _, exponent = np.frexp(largest(dtype))
-    first = int(exponent) - 1 - mantissa_bits - 1
+    first = int(exponent) - mantissa_bits - 2
     # A residual of 2**first tops the binade below it, whose neighbours are 2**(first -
     # 1 - mantissa_bits) apart.
     return float(2.0 ** (first - (halves - 1) * (mantissa_bits + 2)))
@@ -121,7 +121,8 @@ def scale_and_inverse(
     multiplier = jnp.where(amax <= floor, of_floor, multiplier)
     reciprocal = correctly_rounded(1.0, multiplier)
     nan = jnp.float32(jnp.nan)
-    return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
+    of_values = jnp.where(finite, reciprocal, nan)
+    return of_values, jnp.where(finite, multiplier, nan)
 
 
 def flush_subnormal(x: jax.Array) -> jax.Array:
@@ -144,7 +145,8 @@ def scaled_for_rounding(
     """
     info = jnp.finfo(float8_dtype(dtype))
     # Half of the format's smallest subnormal over the smallest normal of float32.
-    harmless = 2.0 ** (int(info.minexp) - int(info.nmant) - 1 - _SMALLEST_EXPONENT)
+    smallest = int(info.minexp) - int(info.nmant)
+    harmless = 2.0 ** (smallest - 1 - _SMALLEST_EXPONENT)
     if inverse.ndim:  # one for each row or column
         return flush_subnormal(x) * inverse
     return lax.cond(
@@ -405,7 +407,8 @@ def e8m0_code(scale: jax.Array) -> jax.Array:
     >>> int(e8m0_code(jnp.float32(0.5)))
     126
     """
-    return jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
+    code = jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS)
+    return code.astype(jnp.uint8)
 
 
 def decode_e8m0(code: jax.Array) -> jax.Array:

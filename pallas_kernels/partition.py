@@ -1,12 +1,11 @@
-"""Kernels under a mesh and under vmap: each device runs its kernel on its own part, and
-nothing is gathered.
+"""Kernels under a mesh and under vmap: each device runs one on its own part.
 
-XLA cannot look into a kernel: a bare `pallas_call` under a mesh gathers its operands
-onto every device. `partitioned` tells XLA which axes of operands and results belong
-together, by the letters of `parts`. If operands split the summed axis, as a weight
-gradient splits its tokens, each device sums its own part. The partial sums are then
-added, and handed out in one reduce-scatter if the result is wanted in parts: neither
-activations nor gradients are gathered.
+Nothing is gathered. XLA cannot look into a kernel: a bare `pallas_call` under a mesh
+gathers its operands onto every device. `partitioned` tells XLA which axes of operands
+and results belong together, by the letters of `parts`. If operands split the summed
+axis, as a weight gradient splits its tokens, each device sums its own part. The partial
+sums are then added, and handed out in one reduce-scatter if the result is wanted in
+parts: neither activations nor gradients are gathered.
 
 Under vmap a kernel runs once for every element, in a loop, because kernels have no
 batch axis.
@@ -50,8 +49,7 @@ def partitioned(
     merged: Mapping[str, tuple[int, ...]] | None = None,
     wanted: tuple[Entry, ...] | None = None,
 ) -> Callable[..., T]:
-    """Return `local` as a function of whole arrays, of which each device computes its
-    part.
+    """Return `local` as a function of whole arrays: each device computes its part.
 
     With automatic axes XLA partitions it at compile time. With explicit axes it is a
     `jax.shard_map` (`explicit`).

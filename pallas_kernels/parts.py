@@ -220,8 +220,8 @@ class Letters:
         """
         # Results come first: their readers have asked for a sharding, and operands can
         # follow it.
-        sides = [self._without_counts(side) for side in (*self.outputs, *self.inputs)]
-        split = [[names(entry) for entry in spec] for spec in (*outputs, *inputs)]
+        sides = [*map(self._without_counts, (*self.outputs, *self.inputs))]
+        split = [tuple(map(names, spec)) for spec in (*outputs, *inputs)]
         chosen: dict[str, Axes] = {}
         if self.scattered:
             # Partial sums come before all: a split that both operands share costs
@@ -271,7 +271,8 @@ class Letters:
         alike.
         """
         for of in self.blocks.values():
-            if of.length % (shards(mesh, chosen.get(of.letter, ())) * of.size):
+            count = shards(mesh, chosen.get(of.letter, ()))
+            if of.length % (count * of.size):
                 chosen[of.letter] = ()
         # Applied last: a byte packs two FP4 values, so a shard can hold whole bytes
         # without holding a whole scale block.
@@ -307,8 +308,11 @@ def _partial_sums(
             # "u" marks scalars, one value for all: they are neither split nor summed.
             if letter not in kept and letter != "u":
                 found.setdefault(letter, set()).add(entry)
-    agreed = {letter: alike.pop() for letter, alike in found.items() if len(alike) == 1}
-    return {letter: axes for letter, axes in agreed.items() if axes}
+    agreed = {}
+    for letter, (one, *others) in found.items():
+        if one and not others:
+            agreed[letter] = one
+    return agreed
 
 
 def _choose_axes(

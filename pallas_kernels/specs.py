@@ -122,8 +122,9 @@ def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
 
 
 def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
-    """Merge each run of neighbouring axes of x; `groups` has the sizes of the axes of
-    each run.
+    """Merge each run of neighbouring axes of x.
+
+    `groups` has the sizes of the axes of each run.
 
     >>> regrouped(jax.numpy.ones((2, 3, 4)), [[2], [3, 4]]).shape
     (2, 12)

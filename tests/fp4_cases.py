@@ -1,6 +1,4 @@
-"""FP4 weights, and what they and their products are in float64: one source of cases for
-CPUs and GPUs.
-"""
+"""FP4 weights and their values in float64: one source of cases for CPUs and GPUs."""
 
 import math
 

@@ -61,11 +61,10 @@ def store_at_once(params, weights, **options):
 
 
 def unwatched(state):
-    """Stored weights without the samples by which they are compared: those of other
-    parameters are multiplied, too.
+    """Stored weights without the samples by which they are compared.
 
-    It shows which of the two a product reads, the stored weight or the parameter beside
-    it.
+    Those of other parameters are multiplied, too. It shows which of the two a product
+    reads, the stored weight or the parameter next to it.
     """
     return jax.tree.map(
         lambda weight: dataclasses.replace(weight, sample=None),

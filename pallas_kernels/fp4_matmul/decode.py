@@ -169,8 +169,9 @@ def table_of(form: Fp4Format, dtype: str) -> np.ndarray:
     else:
         of_bytes = jnp.dtype(jnp.float8_e8m0fnu)
         factor = 1.0
-    scale = np.arange(256, dtype=np.uint8).view(of_bytes).astype(np.float64) * factor
-    bits = scale.astype(jnp.dtype(jnp.bfloat16)).view(np.uint16).astype(np.uint32)
+    scale = np.arange(256, dtype=np.uint8).view(of_bytes).astype(np.float64)
+    in_bf16 = (scale * factor).astype(jnp.dtype(jnp.bfloat16))
+    bits = in_bf16.view(np.uint16).astype(np.uint32)
     return bits | bits << 16
 
 

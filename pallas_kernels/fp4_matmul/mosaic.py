@@ -285,7 +285,8 @@ def _in_bf16(
 
     m = x.shape[0]
     form = scaling_of(w).format
-    rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
+    more = _padded(m, config) - m
+    rows = jnp.pad(x.astype(jnp.bfloat16), ((0, more), (0, 0)))
     ordered = decode.permuted(rows, form)
     call = functools.partial(
         kernel.call, config, form, ordered, w.values, reference.scale_bytes(w), table
@@ -373,7 +374,8 @@ def _in_order(rows: int, x: Operand, outer: jax.Array) -> tuple[jax.Array, jax.A
     from pallas_kernels.fp4_matmul import decode
 
     more = rows - x.shape[0]
-    values = decode.permuted(jnp.pad(x.values, ((0, more), (0, 0))), "nvfp4")
+    values = jnp.pad(x.values, ((0, more), (0, 0)))
+    values = decode.permuted(values, "nvfp4")
     return values, jnp.pad(outer / E4M3_FACTOR * x.scale, (0, more))
 
 

@@ -124,7 +124,8 @@ def e4m3_table() -> np.ndarray:
     """
     e4m3 = jnp.dtype(jnp.float8_e4m3fn)
     scale = np.arange(256, dtype=np.uint8).view(e4m3).astype(np.float32)
-    rows = np.multiply.outer(scale * np.float32(E4M3_FACTOR), fp4.E2M1[:8]).astype(e4m3)
+    exact = np.multiply.outer(scale * np.float32(E4M3_FACTOR), fp4.E2M1[:8])
+    rows = exact.astype(e4m3)
     return rows.view(np.uint32).reshape(-1)
 
 

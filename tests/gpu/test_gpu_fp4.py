@@ -1,6 +1,4 @@
-"""The kernels of FP4 weights on a GPU: every scale byte times every code, all shapes,
-and refusals.
-"""
+"""Kernels of FP4 weights on a GPU: every scale byte times every code, all shapes."""
 
 import dataclasses
 import functools
@@ -29,9 +27,7 @@ in_e4m3 = functools.partial(in_bf16, activation="float8_e4m3fn")
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """Run as on one GPU, also in a process that sees more: with several, rows are
-    rounded before the kernel.
-    """
+    """Run as on one GPU: with several, rows are rounded before the kernel."""
     monkeypatch.setattr(mosaic, "device_count", lambda: 1)
 
 

@@ -1,6 +1,4 @@
-"""Products with FP4 weights as an H200 would run them: compiled without one, and
-read.
-"""
+"""Products with FP4 weights, compiled for an H200 without one, and read."""
 
 import functools
 import re

@@ -1,6 +1,4 @@
-"""Casts, scales and rounding against oracles: ml_dtypes for every code, `math.frexp`
-for every exponent.
-"""
+"""Casts, scales and rounding against ml_dtypes and `math.frexp`."""
 
 import math
 
