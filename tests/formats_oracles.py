@@ -97,3 +97,53 @@ def assert_unbiased(draw, x, count=2000):
 def float32(x):
     """A JAX array of float32."""
     return jnp.asarray(x, jnp.float32)
+
+
+def floor_log2(x):
+    return np.frexp(x)[1].astype(np.int64) - 1
+
+
+def mx_oracle(blocks, code, scalemode="max"):
+    """Compute OCP 1.0, section 6.3, in exact integers: float32 values and results are
+    integers times 2**-149.
+
+    float64 holds x / 2**e and its rounding exactly, because x has 24 bits and a
+    quotient by a power of two keeps them.
+    """
+    spec = number(code)
+    x = blocks.astype(np.float64)
+    amax = np.abs(x).max(-1, keepdims=True)
+    wanted = floor_log2(np.where(amax == 0, 1, amax)) - floor_log2(np.float64(spec.max))
+    shared = np.where(amax == 0, -127, wanted)
+    limit = {"max": np.inf, "ceil": spec.max, "midmax": spec.midmax}[scalemode]
+    shared = shared + (np.ldexp(amax, -shared) > limit)
+    shared = np.clip(shared, -127, 127)
+    scaled = np.ldexp(x, -shared)
+    exponent = np.maximum(floor_log2(np.where(scaled == 0, 1, scaled)), spec.emin)
+    exponent = np.where(scaled == 0, spec.emin, exponent)
+    units = np.ldexp(scaled, spec.mbits - exponent)
+    # np.round takes ties to even
+    rounded = np.ldexp(np.round(units), exponent - spec.mbits)
+    value = np.clip(rounded, -spec.max, spec.max)
+    result = np.copysign(np.ldexp(value, shared), x)
+    # nothing was lost to float32
+    assert np.array_equal(result.astype(np.float32).astype(np.float64), result)
+    return result.astype(np.float32)
+
+
+@functools.cache
+def random_blocks(count):
+    """Blocks of float32 whose exponents run from -140 to 120, with zeros and blocks of
+    zeros.
+    """
+    random = np.random.default_rng(0)
+    center = random.integers(-140, 121, (count, 1))
+    exponent = np.clip(center - random.geometric(0.3, (count, 32)) + 1, -149, 120)
+    mantissa = 1 + random.integers(0, 2**23, (count, 32)) / 2.0**23
+    is_short = random.random((count, 32)) < 0.25
+    short = 1 + random.integers(0, 32, (count, 32)) / 32
+    mantissa = np.where(is_short, short, mantissa)
+    x = np.ldexp(mantissa, exponent) * random.choice([-1.0, 1.0], (count, 32))
+    x = np.where(random.random((count, 32)) < 0.02, 0.0, x)
+    x[:50] = 0
+    return x.astype(np.float32)
