@@ -133,20 +133,18 @@ class Census:
         for fact in inputs:
             if fact.path in looked_up and fact.view is not None:
                 tables[fact.path] = fact.view.shape[0]
+        products = self.products.values()
         # A model without a head ends in its hidden width, which some other product
         # contracts.
-        hidden_widths = {
-            product.k for product in self.products.values() if not product.reason
-        }
+        hidden_widths = {product.k for product in products if not product.reason}
         hidden_widths -= set(tables.values())
         for place, product in self.products.items():
             features = product.path in tables or product.n not in hidden_widths
             follows = place in last and place in self.hidden
             if follows and features and product.n > 1:
                 softmax = (place, product.rows * product.n) in self.exponents
-                self.products[place] = dataclasses.replace(
-                    product, head=True, softmax=softmax
-                )
+                head = dataclasses.replace(product, head=True, softmax=softmax)
+                self.products[place] = head
 
 
 def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact], inline: Opens) -> Census:
@@ -194,10 +192,7 @@ def _as_array(fact: Fact) -> Fact:
 
 
 def _ordinary(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    """Return the facts of an ordinary equation.
-
-    They are views of its operand, or mixtures of all of its operands.
-    """
+    """Return the facts of an ordinary equation: views, or mixtures of its operands."""
     bodies = bodies_of(eqn)
     if bodies:
         return _opaque(found, eqn, bodies, inputs, place)
@@ -479,19 +474,15 @@ def _weight_times_input(
 
 
 def _head(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    """Return the facts of a `losses.cross_entropy`.
-
-    Its product is converted like others.
-    """
+    """Return the facts of a `losses.cross_entropy`, converted like other products."""
     x, weight = inputs[:2]
     if weight.view is not None and any(len(axes) != 1 for axes in weight.view.axes):
         weight = weight.opaque("its table has merged axes")
     facts = _product(found, head_of_loss(eqn), [x, weight], place)
     found.forget(place)  # `unfold` rewrites products, and not this
     if place in found.products:
-        found.products[place] = dataclasses.replace(
-            found.products[place], primitive="cross_entropy"
-        )
+        head = dataclasses.replace(found.products[place], primitive="cross_entropy")
+        found.products[place] = head
     return facts * 2
 
 

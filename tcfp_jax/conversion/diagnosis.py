@@ -31,9 +31,11 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 
-# Speed over jitted BF16 of an MLP's forward and backward pass, by device, recipe and
-# shape [m, k, n]: part "mlp" of `python -m benchmarks.train_step`, written by
-# `python -m benchmarks.report`.
+# Speed over jitted BF16 of an MLP's whole forward and backward pass, by device, recipe
+# and shape [m, k, n]: part "mlp" of `python -m benchmarks.train_step`, written by
+# `python -m benchmarks.report`. The times of `pallas_kernels.tuning`, which `explain`
+# adds up, are those of single kernels; these are of whole steps. Only `predict` reads
+# them.
 MEASURED = Path(__file__).with_name("measured.json")
 _DEVICE, _CARD = "NVIDIA H100 80GB HBM3", "NVIDIA H100"
 _BYTES = ("bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
@@ -42,7 +44,9 @@ _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken 
 
 @dataclass(frozen=True)
 class Line:
-    """One product of a parameter.
+    """One product of a parameter, a line of a `Diagnosis`.
+
+    Use this to compare one layer between recipes.
 
     Attributes:
       path, equation, shape: the parameter and its product.
@@ -98,6 +102,7 @@ class Line:
 class Diagnosis:
     """A line for each product. Print it to see a table with totals.
 
+    Use this to choose a recipe, or the layers to convert, by its `lines`.
     The totals count a weight of several products once.
     """
 
@@ -150,9 +155,9 @@ def diagnose(
     """Print and return the effect of `recipe` on every layer.
 
     Use this before a conversion, to see which layers a recipe would convert, their
-    bytes, signal-to-noise ratio and speed. Use `tcfp_jax.explain` for the kernels that
-    one layer runs on the device in use, and `survey` after a conversion. It converts
-    nothing, and traces the model without running it.
+    bytes, signal-to-noise ratio and speed. Use `tcfp_jax.explain` for the kernels of
+    one layer, and `survey` after a conversion. It converts nothing, and traces the
+    model without running it.
 
     Speed is interpolated in the number of operations between shapes that were measured
     on an H100 (`measured.json`); beyond them, the nearest one counts.

@@ -37,6 +37,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Product:
     """One product of a parameter.
 
+    Use this in a rule that is a function `(path, product)`: sizes, rows, scope and
+    place of the product decide there.
+
     Attributes:
       path: path of the parameter; several paths are joined by " + ".
       shape: shape of the parameter, or of the operand that was computed from it.

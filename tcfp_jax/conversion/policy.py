@@ -46,7 +46,9 @@ _SWITCHED_OFF = "switched off by to_bf16"
 
 @dataclass(frozen=True)
 class Record:
-    """The decision about one product.
+    """The decision about one product, a line of a `Report`.
+
+    Use this to read the recipe of a layer, or the reason why it has none.
 
     Attributes:
       product: the product; its `path` is the path of the parameter.

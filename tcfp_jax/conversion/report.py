@@ -29,6 +29,8 @@ Leaves = Mapping[str, jax.Array | jax.ShapeDtypeStruct]  # parameters by path
 class Report:
     """The products of a model's parameters. Print it to see a table.
 
+    Use this in a test of your model, to assert which layers `survey` found converted.
+
     Attributes:
       converted, skipped: a `Record` for each product.
       unmatched_rules: rules that no product matched.

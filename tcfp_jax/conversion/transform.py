@@ -120,6 +120,9 @@ def is_differentiated(leaves: Iterable[object]) -> bool:
 class Transformed:
     """A function from `transform`. Call it as the function itself.
 
+    Use this type to pass the function to `survey`, `find_weights`, `to_bf16` and
+    `export`.
+
     Attributes:
       function: the function that was transformed.
       policy: the request.

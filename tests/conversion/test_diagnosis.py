@@ -78,9 +78,9 @@ def test_sizes_and_recipes_that_were_not_measured_have_no_speed(recipe, words, c
 
 
 def test_a_weight_of_several_products_is_counted_once():
-    tied = lambda params, x: (
-        jax.nn.relu(x @ params["a"]) @ params["a"].T @ params["b"] @ params["b"]
-    )
+    def tied(params, x):
+        return jax.nn.relu(x @ params["a"]) @ params["a"].T @ params["b"] @ params["b"]
+
     found = diagnose(
         tied, {"a": jnp.ones((32, 2048)), "b": jnp.ones((32, 32))}, jnp.ones((8, 32))
     )
@@ -101,7 +101,8 @@ def test_a_weight_of_several_products_is_counted_once():
 
 def test_fp4_has_the_noise_and_the_e4m3_share_of_its_blocks(capsys):
     """Blocks lie along k of the kernel's own matrix, here of an odd k."""
-    layer, x = nn.DenseGeneral((4, 8), use_bias=False), jnp.zeros((2, 33))
+    layer = nn.DenseGeneral((4, 8), use_bias=False)
+    x = jnp.zeros((2, 33))
     kernel = np.random.default_rng(0).standard_normal((33, 4, 8)).astype(np.float32)
     folded = named_recipe("nvfp4", rule="fold_exact")
 

@@ -80,7 +80,8 @@ def test_other_parameters_than_the_optimizers_raise_until_detach():
 
 
 def test_other_parameters_than_a_linen_states_raise():
-    model, params = convert(Dense(), "tcfp12", X), variables_of(Dense(), X)["params"]
+    model = convert(Dense(), "tcfp12", X)
+    params = variables_of(Dense(), X)["params"]
     variables = with_state(model, params)
     averaged = jax.tree.map(lambda leaf: 0.9 * leaf, params)
     with pytest.raises(ValueError, match="made of other parameters"):
@@ -103,7 +104,10 @@ class Named(nnx.Module):
 
     def __call__(self, x):
         x = nnx.remat(lambda inner, x: inner(x))(self.inner, x @ self.w_in)
-        body = lambda x, layer: nnx.tanh(layer(x))
+
+        def body(x, layer):
+            return nnx.tanh(layer(x))
+
         return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
             x, self.layers
         )
@@ -149,7 +153,8 @@ class Placed(MLP):
 
 @pytest.mark.slow  # test_transform has a function with explicit axes
 def test_out_sharding_reaches_the_products():
-    model, own = nnx_model(Placed), nnx_model(lambda rngs: Placed(rngs, TCFPLinear))
+    model = nnx_model(Placed)
+    own = nnx_model(lambda rngs: Placed(rngs, TCFPLinear))
     expected = forward(convert(nnx_model(MLP), "tcfp12"), X)
     with jax.set_mesh(mesh_of(2, 2, axis_type=AxisType.Explicit)):
         specs = {
@@ -198,7 +203,8 @@ class Projection(nn.Module):
 
 
 def test_served_linen_weights_of_any_name_apply():
-    base, params = Keyless(), variables_of(Keyless(), X)["params"]
+    base = Keyless()
+    params = variables_of(Keyless(), X)["params"]
     model = convert(base, "tcfp12", X, strict=True)
     leaves = {
         "/".join(entry.key for entry in path)
@@ -250,10 +256,8 @@ class Shared(nnx.Module):
     """
 
     def __init__(self, rngs):
-        self.table, self.positions = (
-            Table(32, 16, rngs=rngs),
-            nnx.Embed(8, 16, rngs=rngs),
-        )
+        self.table = Table(32, 16, rngs=rngs)
+        self.positions = nnx.Embed(8, 16, rngs=rngs)
         self.first, self.second = (
             nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(2)
         )
@@ -267,7 +271,8 @@ class Shared(nnx.Module):
 
 def test_reports_of_nnx_models_are_true():
     model = convert(nnx_model(Shared), "tcfp12", TOKENS, strict=True)
-    report, weights = survey(model), find_weights(model)
+    report = survey(model)
+    weights = find_weights(model)
     assert [record.weight_path for record in report.converted] == [
         "first/kernel"
     ] * 2 + ["table/embedding"]
@@ -301,7 +306,9 @@ def test_reports_of_nnx_models_are_true():
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
-        body = lambda module, x, _: (nn.tanh(nn.Dense(16, name="dense")(x)), None)
+        def body(module, x, _):
+            return (nn.tanh(nn.Dense(16, name="dense")(x)), None)
+
         return nn.scan(
             body, variable_axes={"params": 1}, split_rngs={"params": True}, length=3
         )(self, x, None)[0]
@@ -315,7 +322,9 @@ class ScannedNNX(nnx.Module):
         self.layers = make(rngs.split(3))
 
     def __call__(self, x):
-        body = lambda x, layer: nnx.tanh(layer(x))
+        def body(x, layer):
+            return nnx.tanh(layer(x))
+
         return nnx.scan(body, in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(
             x, self.layers
         )
@@ -412,7 +421,9 @@ def test_lora_trains_next_to_stored_weights():
 
     @nnx.jit
     def step(model, optimizer):
-        loss = lambda model: jnp.mean((model(X) - 1) ** 2)
+        def loss(model):
+            return jnp.mean((model(X) - 1) ** 2)
+
         value, gradients = nnx.value_and_grad(
             loss, argnums=nnx.DiffState(0, nnx.LoRAParam)
         )(model)
@@ -431,13 +442,14 @@ def test_lora_trains_next_to_stored_weights():
         "tcfp12",
         include=ALL,
     )
-    params, adapter = (
-        filled({"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}),
-        {"a": X.T, "b": X},
-    )
+    params = filled({"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)})
+    adapter = {"a": X.T, "b": X}
     stored = quantize_params(params, find_weights(low, params, adapter, X))["tcfp"]
     frozen = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
-    loss = lambda adapter: jnp.mean(low(frozen, adapter, X, stored=stored) ** 2)
+
+    def loss(adapter):
+        return jnp.mean(low(frozen, adapter, X, stored=stored) ** 2)
+
     gradients = jax.jit(jax.grad(loss))(adapter)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
 
@@ -447,17 +459,21 @@ def test_qwix_lora_is_converted_after_it_and_refused_before_it():
     qwix = pytest.importorskip(
         "qwix", reason="qwix is not installed; it is part of the extra wild"
     )
-    provider, make = (
-        qwix.LoraProvider(module_path=".*", rank=4, alpha=2.0),
-        lambda: nnx_model(MLP),
-    )
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=2.0)
+
+    def make():
+        return nnx_model(MLP)
+
     model = qwix.apply_lora_to_model(make(), provider, X, rngs=nnx.Rngs(0))
     convert(model, "tcfp12", X, rules={"lora": None}, strict=True)
     assert [record.weight_path for record in survey(model).converted] == [
         "up/kernel",
         "down/kernel",
     ]
-    loss = lambda model: jnp.mean((model(X) - 1) ** 2)
+
+    def loss(model):
+        return jnp.mean((model(X) - 1) ** 2)
+
     gradients = nnx.to_pure_dict(
         nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
     )
@@ -486,14 +502,10 @@ def test_another_packages_class_of_a_converted_one_raises():
 
 class Everything(nnx.Module):
     def __init__(self, rngs):
-        self.first, self.norm = (
-            nnx.Linear(16, 16, rngs=rngs),
-            nnx.BatchNorm(16, rngs=rngs),
-        )
-        self.dropout, self.second = (
-            nnx.Dropout(0.5, rngs=rngs),
-            nnx.Linear(16, 16, rngs=rngs),
-        )
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Linear(16, 16, rngs=rngs)
         self.second.kernel = self.first.kernel
 
     def __call__(self, x):
@@ -532,15 +544,16 @@ def test_served_weights_load_into_a_model_of_shapes(
 
 def test_parameters_next_to_an_optimizer_split_and_restore():
     model = convert(nnx_model(MLP), "tcfp12", X)
-    before, pure = (
-        nnx.state(model, nnx.Param),
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-    )
+    before = nnx.state(model, nnx.Param)
+    pure = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer_of(model)
     assert jax.tree.structure(nnx.state(model, nnx.Param)) == jax.tree.structure(before)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     assert jax.tree.structure(params) == jax.tree.structure(before)
-    is_param = lambda node: isinstance(node, nnx.Param)
+
+    def is_param(node):
+        return isinstance(node, nnx.Param)
+
     assert not any(map(is_param, jax.tree.leaves(rest, is_leaf=is_param)))
     close(forward(nnx.merge(graphdef, params, rest), X), forward(model, X))
     state = nnx.state(model, nnx.Param)
@@ -618,17 +631,23 @@ def test_converted_models_are_copied_and_pickled(again):
 
 
 def test_intermediates_of_a_converted_model_are_captured():
-    model, variables = convert(Dense(), "tcfp12", X), variables_of(Dense(), X)
-    run = lambda model: jax.jit(
-        lambda v: model.apply(v, X, capture_intermediates=True)
-    )(variables)
-    (y, found), (_, wanted) = run(model), run(Dense())
+    model = convert(Dense(), "tcfp12", X)
+    variables = variables_of(Dense(), X)
+
+    def run(model):
+        return jax.jit(lambda v: model.apply(v, X, capture_intermediates=True))(
+            variables
+        )
+
+    y, found = run(model)
+    _, wanted = run(Dense())
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     close(found["intermediates"]["__call__"][0], y)
 
 
 def test_unsigned_inputs_and_methods_of_the_base_class():
-    model, variables = convert(Dense(), "tcfp12"), variables_of(Dense(), X)
+    model = convert(Dense(), "tcfp12")
+    variables = variables_of(Dense(), X)
     x = jnp.arange(64, dtype=jnp.uint8).reshape(4, 16)
     with jax.numpy_dtype_promotion("standard"):
         close(
@@ -654,7 +673,10 @@ def test_narrow_layers_convert_to_mxfp8():
 def test_an_optimizer_that_is_none_of_ours_is_said_once():
     model = convert(nnx_model(MLP), "tcfp12_fast", X, rules={"this model alone": None})
     find_weights(model)
-    loss = lambda model: jnp.mean(model(X) ** 2)
+
+    def loss(model):
+        return jnp.mean(model(X) ** 2)
+
     Optimizer(model, optax.sgd(0.1), wrt=lambda path, _: "bias" in path)
     nnx.grad(loss)(model)  # its optimizer was made, of biases alone
     find_weights(model)
@@ -669,9 +691,10 @@ def test_a_linen_model_without_its_stored_weights_warns_once():
     stored = tcfp_jax.layer_state(
         tcfp_jax.error_feedback(find_weights(model)).init(params)
     )
-    loss = lambda params, **rest: jnp.mean(
-        model.apply({"params": params, **rest}, X) ** 2
-    )
+
+    def loss(params, **rest):
+        return jnp.mean(model.apply({"params": params, **rest}, X) ** 2)
+
     loss(params)  # evaluation quantizes on the fly, and means to
     with pytest.warns(UserWarning, match=r'"tcfp": layer_state\(opt_state\)'):
         jax.jit(jax.grad(loss))(params)
@@ -696,7 +719,8 @@ def test_bridges_of_flax_carry_converted_models():
     linen = bridge.to_linen(MLP)
     variables = filled(jax.eval_shape(linen.init, jax.random.key(0), X))
     model = convert(linen, "tcfp12", X)
-    y, exact = jax.jit(model.apply)(variables, X), jax.jit(linen.apply)(variables, X)
+    y = jax.jit(model.apply)(variables, X)
+    exact = jax.jit(linen.apply)(variables, X)
     assert len(survey(model).converted) == 2 and not same_bits(y, exact)
     close(y, exact, 0.1 * float(jnp.abs(exact).max()))
 
@@ -705,17 +729,20 @@ def test_bridges_of_flax_carry_converted_models():
     "make", [nn.jit, lambda kind: nn.map_variables(kind, "params", lambda tree: tree)]
 )
 def test_classes_that_flax_makes_of_a_converted_one_run(make):
-    variables, model = variables_of(nn.Dense(16), X), convert(nn.Dense(16), "tcfp12", X)
+    variables = variables_of(nn.Dense(16), X)
+    model = convert(nn.Dense(16), "tcfp12", X)
     again = make(type(model))(16)
     close(jax.jit(again.apply)(variables, X), jax.jit(model.apply)(variables, X))
 
 
 def test_a_bias_of_several_axes_is_no_weight():
-    fn = lambda p, x: jnp.einsum(
-        "bthd,bshd->bths",
-        jnp.einsum("btk,khd->bthd", x, p["w"]) + p["b"][None, None],
-        p["k"],
-    )
+    def fn(p, x):
+        return jnp.einsum(
+            "bthd,bshd->bths",
+            jnp.einsum("btk,khd->bthd", x, p["w"]) + p["b"][None, None],
+            p["k"],
+        )
+
     params = {
         "w": jnp.ones((16, 2, 8)),
         "b": jnp.ones((2, 8)),

@@ -37,13 +37,19 @@ def model(form, **options):
 
     def loss(params, ids):
         w = params["table"].T if form == "tied" else params["head"]
-        of = lambda x, w, ids: cross_entropy(x, w, ids, **options)[0]
+
+        def of(x, w, ids):
+            return cross_entropy(x, w, ids, **options)[0]
+
         if form == "jit":
             of = jax.jit(of)
         if form == "checkpoint":
             of = jax.checkpoint(of)
         if form == "scan":
-            step = lambda total, one: (total + of(one[0], w, one[1]) / len(ids), None)
+
+            def step(total, one):
+                return (total + of(one[0], w, one[1]) / len(ids), None)
+
             return jax.lax.scan(step, jnp.float32(0), (hidden(params, ids), ids))[0]
         return of(hidden(params, ids), w, ids)
 
@@ -125,12 +131,15 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     floats = tcfp_jax.dequantize(params)
     # The same head by hand, of W_hi, and rows of hi + lo.
     hi = params[path].drop_residual().dequantize()
-    by_hand = lambda head: cross_entropy(
-        hidden(floats, IDS),
-        head.T if form == "tied" else head,
-        IDS,
-        recipe="tcfp12_single",
-    )[0]
+
+    def by_hand(head):
+        return cross_entropy(
+            hidden(floats, IDS),
+            head.T if form == "tied" else head,
+            IDS,
+            recipe="tcfp12_single",
+        )[0]
+
     wanted, of_head = jax.jit(jax.value_and_grad(by_hand))(hi)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     assert gradients[path].shape == PARAMS[path].shape
@@ -141,16 +150,19 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
 
 
 def test_heads_that_no_recipe_can_change_say_so():
-    batched = lambda p, ids: jax.vmap(lambda x, t: cross_entropy(x, p["head"], t)[0])(
-        hidden(p, ids), ids
-    )
+    def batched(p, ids):
+        return jax.vmap(lambda x, t: cross_entropy(x, p["head"], t)[0])(
+            hidden(p, ids), ids
+        )
+
     assert (
         records(transform(batched, "tensorwise", include=WITH_HEAD))["head"].reason
         == "inside custom_vjp_call"
     )
-    merged = lambda p, ids: cross_entropy(hidden(p, ids), p["head"].reshape(K, V), ids)[
-        0
-    ]
+
+    def merged(p, ids):
+        return cross_entropy(hidden(p, ids), p["head"].reshape(K, V), ids)[0]
+
     split = {**PARAMS, "head": HEAD.reshape(K, 2, V // 2)}
     report = (
         transform(merged, "tensorwise", include=WITH_HEAD).examine(split, IDS).report
@@ -182,7 +194,10 @@ def test_a_softmax_by_hand_is_told_of_the_operation(by_hand):
     assert line in str(
         transform(loss, "tensorwise", include=WITH_HEAD).examine(PARAMS, IDS).report
     )
-    other = lambda params, ids: jnp.sum(hidden(params, ids) @ params["head"])
+
+    def other(params, ids):
+        return jnp.sum(hidden(params, ids) @ params["head"])
+
     for silent in (other, model("untied")):
         assert "softmax" not in str(
             transform(silent, "tensorwise", include=WITH_HEAD)
@@ -194,7 +209,10 @@ def test_a_softmax_by_hand_is_told_of_the_operation(by_hand):
 def test_a_table_of_two_heads_adds_their_gradients():
     def loss(params, ids):
         x = hidden(params, ids)
-        of = lambda x, ids: cross_entropy(x, params["head"], ids)[0]
+
+        def of(x, ids):
+            return cross_entropy(x, params["head"], ids)[0]
+
         return of(x[:, :-1], ids[:, 1:]) + 0.5 * of(x[:, :-2], ids[:, 2:])
 
     converted = transform(

@@ -33,7 +33,8 @@ from tcfp_jax.nnx import Optimizer
 from tests.helpers import mesh_of
 
 DEVICE = jax.devices()[0].device_kind
-ROWS, SIDES = (4096, 1024), (16, 32, 64, 128)
+ROWS = (4096, 1024)
+SIDES = (16, 32, 64, 128)
 PRODUCTS = {
     ("dot_general", "bfloat16"): 1.0,
     ("dot_general", "float32"): 1.0,
@@ -152,10 +153,8 @@ def test_a_layer_is_converted_if_it_pays_and_the_report_says_why(times):
     report = survey(convert_to_tcfp(MLP(), "tensorwise", x))
     assert [record.weight_path for record in report.converted] == ["wide/kernel"]
     found = reasons(report)
-    bf16, fp8 = (
-        3 * 4096 * 128 * 64,
-        1.5 * 4096 * 128 * 64 + 36 * (4096 * (128 + 64) + 128 * 64),
-    )
+    bf16 = 3 * 4096 * 128 * 64
+    fp8 = 1.5 * 4096 * 128 * 64 + 36 * (4096 * (128 + 64) + 128 * 64)
     speed = (
         f"{bf16 / fp8:.2f} of BF16's speed ({fp8 * 1e-6:.3g} ms against"
         f" {bf16 * 1e-6:.3g}) on cpu at 4096x128x64"
@@ -194,7 +193,8 @@ def test_rules_come_first(times):
 
 
 def test_a_model_in_which_nothing_pays_runs_as_it_is(times):
-    plain, x = nn.Dense(16, use_bias=False), jnp.ones((4096, 32))
+    plain = nn.Dense(16, use_bias=False)
+    x = jnp.ones((4096, 32))
     model = convert_to_tcfp(plain, "tensorwise", x, include=("measured", "head"))
     assert (
         "of BF16's speed" in survey(model).skipped[0].reason
@@ -214,7 +214,8 @@ def test_a_model_in_which_nothing_pays_runs_as_it_is(times):
 
 
 def test_an_nnx_model_in_which_nothing_pays_runs_as_it_is(times):
-    plain, x = nnx.Linear(32, 16, rngs=nnx.Rngs(0)), jnp.ones((4096, 32))
+    plain = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    x = jnp.ones((4096, 32))
     expected = plain(x)
     model = convert_to_tcfp(plain, "tensorwise", x, include=("measured", "head"))
     Optimizer(model, optax.sgd(0.1))
@@ -267,10 +268,8 @@ def test_what_was_not_timed_goes_by_size_and_says_so(times):
 
 def test_a_device_that_was_not_timed_goes_by_size(times):
     times({})
-    model, x = (
-        nn.Sequential([nn.Dense(1024), nn.Dense(256), nn.Dense(3)]),
-        shape(64, 1024),
-    )
+    model = nn.Sequential([nn.Dense(1024), nn.Dense(256), nn.Dense(3)])
+    x = shape(64, 1024)
     reports = [
         survey(convert_to_tcfp(model, "tensorwise", x, **asked))
         for asked in ({}, dict(include="measured"), dict(include="linear"))

@@ -35,10 +35,8 @@ class Experts(nn.Module):
         weights, chosen = lax.top_k(
             jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="router")(x)), TOP
         )
-        order, sizes = (
-            jnp.argsort(chosen.reshape(-1)),
-            jnp.bincount(chosen.reshape(-1), length=EXPERTS),
-        )
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS)
         init = nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         gate, up = (
             self.param(name, init, (EXPERTS, WIDTH, HIDDEN)) for name in ("gate", "up")
@@ -181,13 +179,13 @@ def test_other_recipes_say_why_not():
 
 
 def test_experts_gain_at_smaller_sizes_than_one_matrix():
-    fn = lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([4, 4]))
+    def fn(p, x):
+        return lax.ragged_dot(x, p["w"], jnp.array([4, 4]))
+
     low = transform(fn, "tcfp12_single")
     for k, converted in ((768, True), (512, False)):
-        params, x = (
-            {"w": jax.ShapeDtypeStruct((2, k, 1024), jnp.float32)},
-            jax.ShapeDtypeStruct((8, k), jnp.float32),
-        )
+        params = {"w": jax.ShapeDtypeStruct((2, k, 1024), jnp.float32)}
+        x = jax.ShapeDtypeStruct((8, k), jnp.float32)
         assert bool(survey(low, params, x).converted) == converted
 
 
@@ -200,14 +198,24 @@ def test_experts_over_devices_are_stored(experts):
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,))
     sizes = jnp.array([20, 12, 9, 23] if experts == 4 else [20, 12])
     spec = P("e")
-    local = lambda x, w, sizes: jnp.tanh(lax.ragged_dot(x, w, sizes))
+
+    def local(x, w, sizes):
+        return jnp.tanh(lax.ragged_dot(x, w, sizes))
+
     layer = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
-    fn = lambda p, x: lax.scan(lambda x, w: (layer(x, w, sizes), None), x, p["w"])[0]
+
+    def fn(p, x):
+        return lax.scan(lambda x, w: (layer(x, w, sizes), None), x, p["w"])[0]
+
     params = {"w": jax.random.normal(jax.random.key(5), (3, experts, WIDTH, WIDTH)) / 6}
     low = transform(fn, "tcfp12_single", include=GROUPS)
-    (record,), weights = survey(low, params, X).converted, find_weights(low, params, X)
+    (record,) = survey(low, params, X).converted
+    weights = find_weights(low, params, X)
     assert record.stored and weights["w"].layout.stack == (0, 1)
-    square = lambda f: lambda p: jnp.sum(f(p, X) ** 2)
+
+    def square(f):
+        return lambda p: jnp.sum(f(p, X) ** 2)
+
     exact, wanted = jax.jit(jax.value_and_grad(square(fn)))(params)
     found, gradient = jax.jit(jax.value_and_grad(square(low)))(params)
     stored = store_at_once(params, weights, key=jax.random.key(6))
@@ -223,16 +231,17 @@ def test_experts_over_devices_are_stored(experts):
 
 
 def test_a_matrix_over_devices_is_quantized_at_each_use():
-    mesh, sizes = (
-        jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,)),
-        jnp.array([20, 12, 9, 23]),
-    )
-    fn = lambda p, x: jax.shard_map(
-        lambda x, w: lax.ragged_dot(x, w, sizes),
-        mesh=mesh,
-        in_specs=(P(), P(None, None, "e")),
-        out_specs=P(None, "e"),
-    )(x, p["w"])
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,))
+    sizes = jnp.array([20, 12, 9, 23])
+
+    def fn(p, x):
+        return jax.shard_map(
+            lambda x, w: lax.ragged_dot(x, w, sizes),
+            mesh=mesh,
+            in_specs=(P(), P(None, None, "e")),
+            out_specs=P(None, "e"),
+        )(x, p["w"])
+
     params = {"w": PARAMS["gate"][:4]}
     low = transform(fn, "tcfp12_single", include=GROUPS)
     (record,) = survey(low, params, X).converted
@@ -255,14 +264,17 @@ def test_moments_for_calibration_are_those_of_each_expert():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_results_have_the_dtype_that_the_program_asks_for(dtype):
-    fn = lambda p, x: lax.ragged_dot(
-        x.astype(jnp.bfloat16),
-        p["w"].astype(jnp.bfloat16),
-        jnp.array([9, 9, 9, 9, 9]),
-        preferred_element_type=dtype,
-    )
+    def fn(p, x):
+        return lax.ragged_dot(
+            x.astype(jnp.bfloat16),
+            p["w"].astype(jnp.bfloat16),
+            jnp.array([9, 9, 9, 9, 9]),
+            preferred_element_type=dtype,
+        )
+
     low = transform(fn, "tcfp12_single", include=GROUPS)
-    found, exact = low({"w": PARAMS["up"]}, X), fn({"w": PARAMS["up"]}, X)
+    found = low({"w": PARAMS["up"]}, X)
+    exact = fn({"w": PARAMS["up"]}, X)
     assert found.dtype == exact.dtype == dtype
     assert relative(found.astype(jnp.float32), exact.astype(jnp.float32)) <= 2.0**-4
 
@@ -277,10 +289,11 @@ def test_a_rule_opens_a_wrapper_with_its_own_gradient():
         lambda args, g: (g @ args[1][0].T, args[1], None),
     )
     sizes = jnp.array([20, 0, 30, 3])
-    fn, params = (
-        (lambda p, x: wrapped(x, p["experts"], sizes)),
-        {"experts": PARAMS["gate"][:4]},
-    )
+
+    def fn(p, x):
+        return wrapped(x, p["experts"], sizes)
+
+    params = {"experts": PARAMS["gate"][:4]}
     assert "inside custom_vjp" in str(
         survey(transform(fn, "tcfp12_single", include=GROUPS), params, X)
     )
@@ -328,16 +341,25 @@ def test_experts_on_an_explicit_mesh():
     and updated where it lies.
     """
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
-    spec, sizes = P("e"), jnp.array([20, 12, 9, 23])
+    spec = P("e")
+    sizes = jnp.array([20, 12, 9, 23])
     with jax.set_mesh(mesh):
-        put = lambda array: jax.device_put(
-            array, jax.NamedSharding(mesh, P("e", *[None] * (array.ndim - 1)))
-        )
-        x, sizes, params = put(X), put(sizes), {"w": put(PARAMS["gate"][:4])}
+
+        def put(array):
+            return jax.device_put(
+                array, jax.NamedSharding(mesh, P("e", *[None] * (array.ndim - 1)))
+            )
+
+        x = put(X)
+        sizes = put(sizes)
+        params = {"w": put(PARAMS["gate"][:4])}
         layer = jax.shard_map(
             lax.ragged_dot, in_specs=(spec, spec, spec), out_specs=spec
         )
-        fn = lambda p, x, sizes: layer(x, p["w"], sizes)
+
+        def fn(p, x, sizes):
+            return layer(x, p["w"], sizes)
+
         low = transform(fn, "tcfp12_single", include=GROUPS)
         stored = tcfp_jax.store(
             params, find_weights(low, params, x, sizes), key=jax.random.key(6)

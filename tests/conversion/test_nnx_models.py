@@ -151,7 +151,8 @@ def test_static_methods_properties_and_generators_stay(models):
     block, calls = model.part(1)
     assert block is model.blocks[1] and calls is model.calls
     assert model.double(3) == 6 and model.name() == "Everything" and model.width == 16
-    found, exact = list(model.layers(X)), list(base.layers(X))
+    found = list(model.layers(X))
+    exact = list(base.layers(X))
     assert len(found) == 2
     near(found[1], exact[1])
     with model.opened() as block:
@@ -167,7 +168,8 @@ def test_transformations_of_flax_inside_and_outside(models):
     assert model.calls[...] == 1
     # A product that the method itself differentiates is left alone, and has the float
     # model's gradient.
-    found, exact = model.gradient(X), base.gradient(X)
+    found = model.gradient(X)
+    exact = base.gradient(X)
     np.testing.assert_allclose(found["kernel"][...], exact["kernel"][...], rtol=1e-6)
     assert "inside jax.grad" in str(survey(convert(nnx_model(Differentiated), X)))
     near(model.mapped(X), base.mapped(X))
@@ -188,7 +190,10 @@ def test_transformations_of_flax_inside_and_outside(models):
 def test_a_model_in_a_closure_of_a_gradient_is_not_changed(models):
     base, model = models
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    out = lambda m: jax.jit(jax.grad(lambda x: jnp.mean(m.by_name["out"](x) ** 2)))(X)
+
+    def out(m):
+        return jax.jit(jax.grad(lambda x: jnp.mean(m.by_name["out"](x) ** 2)))(X)
+
     near(out(model), out(base))
     assert same_bits(before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     # A model that counts its calls cannot be closed over, converted or not
@@ -204,7 +209,8 @@ def test_a_model_in_a_closure_of_a_gradient_is_not_changed(models):
 
 class Differentiated(nnx.Module):
     def __init__(self, rngs):
-        self.first, self.second = LINEAR(rngs=rngs), LINEAR(rngs=rngs)
+        self.first = LINEAR(rngs=rngs)
+        self.second = LINEAR(rngs=rngs)
 
     def __call__(self, x):
         return nnx.grad(lambda second, x: jnp.mean(second(x) ** 2))(
@@ -214,7 +220,8 @@ class Differentiated(nnx.Module):
 
 class Sowing(nnx.Module):
     def __init__(self, rngs):
-        self.first, self.second = LINEAR(rngs=rngs), LINEAR(rngs=rngs)
+        self.first = LINEAR(rngs=rngs)
+        self.second = LINEAR(rngs=rngs)
 
     def __call__(self, x):
         hidden = self.first(x)
@@ -237,7 +244,8 @@ def test_intermediates_are_captured():
 
 class Shared(nnx.Module):
     def __init__(self, rngs):
-        self.first, self.second = LINEAR(rngs=rngs), LINEAR(rngs=rngs)
+        self.first = LINEAR(rngs=rngs)
+        self.second = LINEAR(rngs=rngs)
         self.second.kernel = self.first.kernel
 
     def __call__(self, x):
@@ -278,7 +286,8 @@ class Decided(nnx.Module):
 
 
 class OfDecided(Decided):
-    __init__, __call__ = PlainObject.__init__, PlainObject.__call__
+    __init__ = PlainObject.__init__
+    __call__ = PlainObject.__call__
 
 
 @pytest.mark.parametrize(

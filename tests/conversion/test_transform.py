@@ -23,6 +23,7 @@ from tests.helpers import mesh_of, same_bits
 
 ALL = ("linear", "small", "head")
 RECIPE = "tcfp12_fast"
+convert = functools.partial(transform, recipe=RECIPE, include=ALL)
 
 
 def normal(*shape, seed=0):
@@ -32,7 +33,9 @@ def normal(*shape, seed=0):
 
 
 X = normal(4, 32, seed=1) * 6
-W, STACK, TABLE = normal(32, 32), normal(32, 3, 32), normal(16, 32)
+W = normal(32, 32)
+STACK = normal(32, 3, 32)
+TABLE = normal(16, 32)
 SIZES = jnp.array([3, 1])  # of the rows of two experts
 ROTATIONS = np.cos(np.arange(4 * 32.0).reshape(4, 32)).astype(np.float32)
 
@@ -53,10 +56,12 @@ def jitted_blocks(p, x):
 def carried(p, x):
     # The weight enters the product through the carry, and the input reaches it in the
     # second round only.
-    body = lambda c, _: (
-        {"x": c["x"] @ c["w"], "n": (c["n"][0] + 1,), "w": c["w"]},
-        c["x"].sum(),
-    )
+    def body(c, _):
+        return (
+            {"x": c["x"] @ c["w"], "n": (c["n"][0] + 1,), "w": c["w"]},
+            c["x"].sum(),
+        )
+
     return lax.scan(body, {"x": x, "n": (p["n"],), "w": p["w"]}, jnp.zeros(3))[0]["x"]
 
 
@@ -292,6 +297,11 @@ LEFT = {
 }
 
 
+def step_of(fn):
+    """The loss of a function with its gradient, compiled."""
+    return jax.jit(jax.value_and_grad(lambda params: jnp.sum(fn(params, X) ** 2)))
+
+
 def close(found, wanted, part):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(
@@ -309,7 +319,7 @@ def close(found, wanted, part):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_convert_in_every_transformation(name):
     fn, params, equations = CONVERTED[name]
-    low = transform(fn, RECIPE, include=ALL, strict=True)
+    low = convert(fn, strict=True)
     report = survey(low, params, X)
     assert (
         sorted(record.product.equation for record in report.converted)
@@ -321,9 +331,9 @@ def test_products_convert_in_every_transformation(name):
         path: jax.ShapeDtypeStruct(w.shape, w.dtype) if path in weights else w
         for path, w in params.items()
     }
-    loss = lambda f: (
-        lambda p, **options: jnp.sum(f(p, X, **options).astype(jnp.float32) ** 2)
-    )
+
+    def loss(f):
+        return lambda p, **options: jnp.sum(f(p, X, **options).astype(jnp.float32) ** 2)
 
     @jax.jit
     def results(params):
@@ -345,10 +355,12 @@ def test_products_convert_in_every_transformation(name):
 
 
 def test_a_loop_of_unknown_length_multiplies_stored_weights():
-    fn = lambda p, x: lax.while_loop(
-        lambda c: c[0] < 2, lambda c: (c[0] + 1, x @ p["w"] + c[1]), (0, x)
-    )[1]
-    low = transform(fn, RECIPE, include=ALL, strict=True)
+    def fn(p, x):
+        return lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, x @ p["w"] + c[1]), (0, x)
+        )[1]
+
+    low = convert(fn, strict=True)
     kept = layer_state(error_feedback(find_weights(low, {"w": W}, X)).init({"w": W}))
     close(low({"w": W}, X, stored=kept), fn({"w": W}, X), 0.2)
 
@@ -358,7 +370,7 @@ def test_activations_times_constants_are_no_products():
         lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)),
         lambda p, x: (x @ x.T) * p["w"][:4, :4],
     ):
-        report = transform(fn, RECIPE, include=ALL).examine({"w": W}, X).report
+        report = convert(fn).examine({"w": W}, X).report
         assert not report.converted and not report.skipped
 
 
@@ -367,11 +379,7 @@ def test_names_with_slashes_are_paths():
     the stored ones.
     """
     params = {"mlp/~/linear_0": {"w": W, "b": W[0]}}
-    low = transform(
-        lambda p, x: x @ p["mlp/~/linear_0"]["w"] + p["mlp/~/linear_0"]["b"],
-        RECIPE,
-        include=ALL,
-    )
+    low = convert(lambda p, x: x @ p["mlp/~/linear_0"]["w"] + p["mlp/~/linear_0"]["b"])
     weights = find_weights(low, params, X)
     assert set(weights) == {"mlp/~/linear_0/w"}
     assert set(quantize_params(params, weights)["params"]["mlp/~/linear_0"]) == {"b"}
@@ -384,50 +392,48 @@ def test_names_with_slashes_are_paths():
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone_is_listed_with_its_reason(name):
     fn, params, reason = LEFT[name]
-    report = survey(transform(fn, RECIPE, include=ALL), params, X)
+    report = survey(convert(fn), params, X)
     assert not report.converted and any(
         reason in record.reason for record in report.skipped
     ), str(report)
     with pytest.raises(
         ValueError, match=f"(?s)no product of .* was converted.*{reason}"
     ):
-        transform(fn, RECIPE, include=ALL)(params, X)
+        convert(fn)(params, X)
 
 
 def test_of_merged_lora_that_is_read_as_heads_the_base_converts():
-    fn = lambda p, x: jnp.einsum(
-        "td,dnh->tnh", x, (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8)
-    )
+    def fn(p, x):
+        return jnp.einsum(
+            "td,dnh->tnh", x, (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8)
+        )
+
     params = {"w": W, "a": W[:, :4], "b": W[:4]}
-    low = transform(fn, RECIPE, include=ALL)
+    low = convert(fn)
     report = survey(low, params, X)
     assert [record.product.equation for record in report.converted] == ["da,abc->dbc"]
     assert [record.weight_path for record in report.skipped] == [
         "a + b"
     ] and "computed" in report.skipped[0].reason
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
-    close(loss(low)(params), loss(fn)(params), 0.2)
+
+    close(step_of(low)(params), step_of(fn)(params), 0.2)
 
 
 def test_a_rule_opens_a_custom_derivative():
     fn, params, _ = LEFT["custom rule"]
-    low = transform(fn, RECIPE, include=ALL, rules={"w": "inline"}, strict=True)
-    plain = transform(lambda p, x: x @ p["w"], RECIPE, include=ALL)
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
-    assert same_bits(loss(low)(params), loss(plain)(params))
+    low = convert(fn, rules={"w": "inline"}, strict=True)
+    plain = convert(lambda p, x: x @ p["w"])
+
+    assert same_bits(step_of(low)(params), step_of(plain)(params))
     with pytest.raises(ValueError, match="no product matches the rule 'never'"):
-        transform(
-            fn,
-            RECIPE,
-            include=ALL,
-            rules={"w": "inline", "never": "inline"},
-            strict=True,
-        )(params, X)
+        convert(fn, rules={"w": "inline", "never": "inline"}, strict=True)(params, X)
 
 
 def test_strict_takes_the_constants_of_a_model():
-    rotate = lambda p, x: (x @ p["w"]) @ jnp.asarray(ROTATIONS).T
-    low = transform(rotate, RECIPE, include=ALL, strict=True)
+    def rotate(p, x):
+        return (x @ p["w"]) @ jnp.asarray(ROTATIONS).T
+
+    low = convert(rotate, strict=True)
     assert np.isfinite(low({"w": W}, X)).all() and "closes over" in str(
         survey(low, {"w": W}, X)
     )
@@ -438,16 +444,14 @@ def test_a_survey_says_why_a_call_raises():
     assert "nothing is converted, and a call raises" in str(
         survey(transform(convolution, RECIPE), params, X)
     )
-    part = str(
-        survey(
-            transform(lambda p, x: x @ p["w"][:, :16], RECIPE, include=ALL), {"w": W}, X
-        )
-    )
+    part = str(survey(convert(lambda p, x: x @ p["w"][:, :16]), {"w": W}, X))
     assert "a part of a parameter" in part and "a call raises" not in part
 
 
 def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
-    fn = lambda p, x: lax.conv((x @ p["w"])[None, None], p["k"], (1, 1), "SAME")
+    def fn(p, x):
+        return lax.conv((x @ p["w"])[None, None], p["k"], (1, 1), "SAME")
+
     params = {"w": W, "k": normal(2, 1, 3, 3)}
     with pytest.raises(
         ValueError,
@@ -455,19 +459,17 @@ def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
             r"(?s)strict=True: 1 products of parameters .*rules.*a convolution\n    k"
         ),
     ):
-        transform(fn, RECIPE, include=ALL, strict=True)(params, X)
-    transform(fn, RECIPE, include=ALL, strict=True, rules={"^k$": None})(params, X)
+        convert(fn, strict=True)(params, X)
+    convert(fn, strict=True, rules={"^k$": None})(params, X)
     with pytest.raises(
         ValueError, match="strict=True: no product matches the rule 'never'"
     ):
-        transform(
-            fn, RECIPE, include=ALL, strict=True, rules={"never": None, "k": None}
-        )(params, X)
+        convert(fn, strict=True, rules={"never": None, "k": None})(params, X)
 
 
 def test_the_two_forms_of_a_shared_weight_are_told_apart():
     fn, params, _ = CONVERTED["shared and transposed"]
-    report = survey(transform(fn, RECIPE, include=ALL), params, X)
+    report = survey(convert(fn), params, X)
     assert [record.stored for record in report.converted] == [True, False]
     assert "quantized at each use" in str(report)
 
@@ -490,13 +492,13 @@ def test_a_weight_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
 
     params = {"w": normal(32, 64), "v": normal(64, 16, seed=2)}
     low, alone = (
-        transform(f, recipe, include=ALL)
+        convert(f, recipe=recipe)
         for f in (fn, lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])
     )
     assert [r.weight_path for r in survey(low, params, X).converted] == ["w", "v"]
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
-    step = loss(low).lower(params).compile()
-    close(step(params), loss(alone)(params), 0.02 if recipe == "rowwise" else 1e-5)
+
+    step = step_of(low).lower(params).compile()
+    close(step(params), step_of(alone)(params), 0.02 if recipe == "rowwise" else 1e-5)
     moved = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", step.as_text())
     assert moved.count("u8") == gathered and (gathered == 0 or set(moved) == {"u8"}), (
         moved
@@ -513,14 +515,18 @@ def test_products_of_one_x_quantize_it_once(recipe, others):
     A product in BF16 has none, and neither has one with a scale per row, which leaves
     the devices alone.
     """
-    gated = lambda p, x: (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    def gated(p, x):
+        return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
     params = {
         "gate": normal(32, 64),
         "up": normal(32, 64, seed=2),
         "down": normal(64, 32, seed=3),
     }
-    mesh, rules = mesh_of(2, names=("data",)), {"gate": recipe, "up": recipe}
-    low = jax.jit(transform(gated, "tensorwise", rules=rules, include=ALL))
+    mesh = mesh_of(2, names=("data",))
+    rules = {"gate": recipe, "up": recipe}
+    low = jax.jit(convert(gated, recipe="tensorwise", rules=rules))
     compiled = low.lower(
         params, jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
     ).compile()
@@ -547,19 +553,18 @@ def test_explicit_axes_and_out_sharding_reach_the_products():
         "w": ((32, 4, 8), (None, "b", None)),
         "v": ((4, 8, 32), ("b", None, None)),
     }
-    low = transform(columns_then_rows, "tensorwise", include=ALL)
+    low = convert(columns_then_rows, recipe="tensorwise")
     whole = {
         name: normal(*shape, seed=i)
         for i, (name, (shape, _)) in enumerate(shapes.items())
     }
     with jax.set_mesh(mesh):
-        put = lambda x, *spec: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec(*spec))
-        )
-        params, x = (
-            {name: put(whole[name], *spec) for name, (_, spec) in shapes.items()},
-            put(X, "a", None),
-        )
+
+        def put(x, *spec):
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+        params = {name: put(whole[name], *spec) for name, (_, spec) in shapes.items()}
+        x = put(X, "a", None)
         weights = find_weights(low, params, x)
 
         @jax.jit
@@ -593,21 +598,27 @@ def test_rules_know_paths_shapes_scopes_and_heads():
         "b": {"w": normal(32, 32, seed=3)},
         "c": {"w": normal(32, 48)},
     }
-    recipes = lambda **how: {
-        r.path: r.recipe
-        for r in survey(transform(fn, RECIPE, **how), params, X).converted
-    }
+
+    def recipes(**how):
+        return {
+            r.path: r.recipe
+            for r in survey(transform(fn, RECIPE, **how), params, X).converted
+        }
+
     assert set(recipes(include=ALL)) == {"a", "b", "c"}
     # nothing contracts 48 features: a head
     assert set(recipes(include=("linear", "small"))) == {"a", "b"}
     assert set(recipes(include=ALL, rules={"encoder": None})) == {"b", "c"}
-    by_shape = lambda path, product: "tensorwise" if product.n == 48 else None
+
+    def by_shape(path, product):
+        return "tensorwise" if product.n == 48 else None
+
     assert recipes(include=ALL, rules=by_shape)["c"] == tcfp_jax.recipe("tensorwise")
 
 
 def test_switching_exporting_and_diagnosing_a_function(capsys):
     fn, params, _ = CONVERTED["mlp"]
-    low = transform(fn, "tensorwise", include=ALL)
+    low = convert(fn, recipe="tensorwise")
     off = to_bf16(low, "")
     assert export(low) is fn and same_bits(off(params, X), fn(params, X))
     assert same_bits(restore(off, "")(params, X), low(params, X)) and not same_bits(
@@ -622,14 +633,12 @@ def test_switching_exporting_and_diagnosing_a_function(capsys):
 
 def test_nested_transforms_are_not_converted_twice():
     layer = tcfp_jax.linen.TCFPDense(32, recipe="tensorwise")
-    inner = transform(lambda p, x: x @ p["w"], "tensorwise", include=ALL)
+    inner = convert(lambda p, x: x @ p["w"], recipe="tensorwise")
     params = {"w": W, "layer": {"kernel": W, "bias": W[0]}, "own": W}
-    outer = transform(
+    outer = convert(
         lambda p, x: (
             layer.apply({"params": p["layer"]}, inner({"w": p["w"]}, x)) @ p["own"]
-        ),
-        RECIPE,
-        include=ALL,
+        )
     )
     report = survey(outer, params, X)
     found = {record.weight_path: record.reason for record in report.converted}
@@ -639,20 +648,25 @@ def test_nested_transforms_are_not_converted_twice():
 
 def test_other_programs_never_see_a_transformed_one():
     block = jax.jit(lambda w, x: jnp.tanh(x @ w))
-    plain = lambda p, x: block(p["w"], x)
-    text = lambda: str(jax.make_jaxpr(plain)({"w": W}, X))
+
+    def plain(p, x):
+        return block(p["w"], x)
+
+    def text():
+        return str(jax.make_jaxpr(plain)({"w": W}, X))
+
     before = text()
-    low = transform(plain, RECIPE, include=ALL)
+    low = convert(plain)
     assert "f8_e4m3" in str(jax.make_jaxpr(low)({"w": W}, X))
     assert text() == before and jnp.array_equal(plain({"w": W}, X), jnp.tanh(X @ W))
 
 
 def test_equal_jitted_blocks_share_one_trace():
     fn, params, _ = CONVERTED["jitted blocks"]
-    low = transform(fn, "tensorwise", include=ALL)
+    low = convert(fn, recipe="tensorwise")
     lines = [
         len(jax.jit(f).lower(params, X).as_text().splitlines())
-        for f in (low, transform(fn, "bf16", include=ALL))
+        for f in (low, convert(fn, recipe="bf16"))
     ]
     more = {str(i): normal(32, 32, seed=i) for i in range(9)}
     longer = len(jax.jit(low).lower(more, X).as_text().splitlines())
@@ -661,7 +675,7 @@ def test_equal_jitted_blocks_share_one_trace():
 
 def test_state_of_other_parameters_is_not_multiplied():
     fn, params, _ = CONVERTED["mlp"]
-    low = transform(fn, "tensorwise", include=ALL)
+    low = convert(fn, recipe="tensorwise")
     kept = layer_state(error_feedback(find_weights(low, params, X)).init(params))
     assert np.isfinite(low(params, X, stored=kept)).all()
     averaged = jax.tree.map(lambda w: 0.99 * w, params)

@@ -152,10 +152,12 @@ def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             is_narrow = all(_is_float8(operand.aval) for operand in equation.invars)
-            narrow, wide = narrow + is_narrow, wide + (not is_narrow)
+            narrow = narrow + is_narrow
+            wide = wide + (not is_narrow)
         for inner in _bodies(equation):
             parts = dots_of_float8(inner)
-            narrow, wide = narrow + parts[0], wide + parts[1]
+            narrow = narrow + parts[0]
+            wide = wide + parts[1]
     return narrow, wide
 
 
@@ -349,8 +351,10 @@ def _while(
     equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
 ) -> list[Taint]:
     params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = taints[:of_cond], taints[of_cond : of_cond + of_body]
+    of_cond = params["cond_nconsts"]
+    of_body = params["body_nconsts"]
+    cond_consts = taints[:of_cond]
+    body_consts = taints[of_cond : of_cond + of_body]
 
     def step(carry: list[Taint], note: Note) -> list[Taint]:
         _enter(params["cond_jaxpr"], [*cond_consts, *carry], inside, note)

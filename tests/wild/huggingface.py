@@ -21,7 +21,11 @@ from tests.wild.made import (
 
 POSITIONS = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
 ONES = jnp.ones((BATCH, LENGTH), jnp.int32)
-first = lambda output: output[0]
+
+
+def first(output):
+    return output[0]
+
 
 # transformers cuts its table of rotations at the number of positions: 32, twice the
 # width of a head, at least.
@@ -143,9 +147,10 @@ def clip() -> Made:
         projection_dim=16,
     )
     model = FlaxCLIPModel(config, _do_init=False)
-    embeddings = lambda output: jnp.concatenate(
-        [output.text_embeds, output.image_embeds]
-    )
+
+    def embeddings(output):
+        return jnp.concatenate([output.text_embeds, output.image_embeds])
+
     inputs = (tokens(), floats(BATCH, 8, 8, 3), ONES, POSITIONS)
     return linen_made(model.module, *inputs, select=embeddings)
 

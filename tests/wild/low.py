@@ -68,7 +68,10 @@ def convert(subject: Subject, made: Made) -> Low:
         call, *_ = pure(
             Made(model, made.inputs, options=made.options, select=made.select), "nnx"
         )
-        of_nnx = lambda params, stored, *inputs: call(params, *inputs)
+
+        def of_nnx(params, stored, *inputs):
+            return call(params, *inputs)
+
         return Low(of_nnx, survey(model), lambda: find_weights(model), model)
 
     def of_linen(params: Any, stored: Any, *inputs: Any) -> Any:
@@ -94,7 +97,10 @@ def train_float(subject: Subject, made: Made) -> list[float]:
     """
     if str(subject) not in _FLOAT:
         fn, params, inputs = pure(made, subject.kind)
-        call = lambda params, state: fn(params, *inputs)
+
+        def call(params, state):
+            return fn(params, *inputs)
+
         _FLOAT[str(subject)] = _train(subject, call, params, optax.adamw(subject.rate))
     return _FLOAT[str(subject)]
 
@@ -109,13 +115,17 @@ def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
     if subject.kind == "nnx":
         return _train_nnx(subject, made, low.model, optimizer)
     inputs = (*made.inputs, dict(made.options))
-    call = lambda params, state: low.call(params, tcfp_jax.layer_state(state), *inputs)
+
+    def call(params, state):
+        return low.call(params, tcfp_jax.layer_state(state), *inputs)
+
     return _train(subject, call, made.params, optimizer)
 
 
 def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
     """Return the losses of `STEPS` steps with weights that have no float copy."""
-    params, inputs = made.params, (*made.inputs, dict(made.options))
+    params = made.params
+    inputs = (*made.inputs, dict(made.options))
     if subject.kind == "nnx":
         _, params, _ = nnx.split(low.model, nnx.Param, ...)
     params = jax.jit(
@@ -125,12 +135,15 @@ def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
-        loss = lambda params: loss_of(low.call(params, {}, *inputs), subject.target)
+        def loss(params):
+            return loss_of(low.call(params, {}, *inputs), subject.target)
+
         value, gradients = tcfp_jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradients, state, params)
         return tcfp_jax.apply_updates(params, updates), state, value
 
-    state, losses = jax.jit(optimizer.init)(params), []
+    state = jax.jit(optimizer.init)(params)
+    losses = []
     for _ in range(STEPS):
         params, state, loss = step(params, state)
         losses.append(float(loss))
@@ -142,10 +155,8 @@ def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:
     that have both).
     """
     served = quantize_params(made.params, low.weights)
-    floats, stored = (
-        set(paths.leaves(served["params"])),
-        set(paths.entries(served["tcfp"])),
-    )
+    floats = set(paths.leaves(served["params"]))
+    stored = set(paths.entries(served["tcfp"]))
 
     def left(path: Any, leaf: Any) -> Any:
         name = paths.join(*paths.path_names(path))
@@ -183,11 +194,9 @@ def step_of(
 def _train(
     subject: Subject, call: Any, params: Any, optimizer: optax.GradientTransformation
 ) -> list[float]:
-    step, state, losses = (
-        step_of(subject, call, optimizer),
-        jax.jit(optimizer.init)(params),
-        [],
-    )
+    step = step_of(subject, call, optimizer)
+    state = jax.jit(optimizer.init)(params)
+    losses = []
     for _ in range(STEPS):
         params, state, loss = step(params, state)
         losses.append(float(loss))

@@ -36,7 +36,10 @@ TUNIX = dict(
     head_dim=16,
     num_kv_heads=1,
 )
-first = lambda output: output[0]
+
+
+def first(output):
+    return output[0]
 
 
 def tunix_made(make: Any) -> Made:
@@ -414,10 +417,10 @@ def haliax_attention() -> Made:
     out = nn.Linear.init((heads, size), wide, key=jax.random.key(3))
 
     def call(model: Any, x: Any) -> Any:
-        (q, k, v), out = (
-            [layer(hax.named(x, (batch, position, wide))) for layer in model[:3]],
-            model[3],
-        )
+        (q, k, v) = [
+            layer(hax.named(x, (batch, position, wide))) for layer in model[:3]
+        ]
+        out = model[3]
         k, v = (values.rename({"position": "keys"}) for values in (k, v))
         return out(nn.attention.dot_product_attention(keys, size, q, k, v)).rearrange(
             (batch, position, wide)

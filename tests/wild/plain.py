@@ -198,7 +198,9 @@ class Stack(nnx.Module):
         self.remat = remat
 
     def __call__(self, ids: Any) -> Any:
-        call = lambda block, x: block(x)
+        def call(block, x):
+            return block(x)
+
         if self.remat:
             call = nnx.remat(call)
         step = nnx.scan(
