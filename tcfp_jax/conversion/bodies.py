@@ -47,10 +47,12 @@ class Scan:
         """Return the scan that an equation is."""
         params = eqn.params
         if "num_consts" in params:
-            consts, carried = params["num_consts"], params["num_carry"]
+            consts = params["num_consts"]
+            carried = params["num_carry"]
         else:  # jax 0.11 keeps flat trees instead of numbers
-            trees = params["ft_in"].unpack()
-            consts, carried = (len(list(tree)) for tree in trees[:2])
+            const_tree, carry_tree, _ = params["ft_in"].unpack()
+            consts = len(list(const_tree))
+            carried = len(list(carry_tree))
         names = {"length", "reverse", "unroll", "_split_transpose"} & set(params)
         options = {name: params[name] for name in names}
         return Scan(opened(params["jaxpr"]), consts, carried, options)
@@ -87,34 +89,10 @@ class Scan:
         return found
 
 
-@dataclass(frozen=True)
-class While:
-    """A while loop, whose operands are the constants of both bodies and carried values.
-
-    Attributes:
-      test: the program that says whether to go on.
-      body: the program of one round.
-      test_consts, body_consts: their numbers of constants.
-    """
-
-    test: Body
-    body: Body
-    test_consts: int
-    body_consts: int
-
-    @staticmethod
-    def of(eqn: Equation) -> "While":
-        """Return the loop that an equation is."""
-        params = eqn.params
-        return While(
-            opened(params["cond_jaxpr"]),
-            opened(params["body_jaxpr"]),
-            params["cond_nconsts"],
-            params["body_nconsts"],
-        )
-
-    def groups(self, operands: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Return the constants of the test and of the body, and the carried values."""
-        first = self.test_consts
-        carry = first + self.body_consts
-        return operands[:first], operands[first:carry], operands[carry:]
+def groups_of_while(
+    eqn: Equation, operands: list[_T]
+) -> tuple[list[_T], list[_T], list[_T]]:
+    """Return the constants of the test and of the body, and the carried values."""
+    first = eqn.params["cond_nconsts"]
+    carry = first + eqn.params["body_nconsts"]
+    return operands[:first], operands[first:carry], operands[carry:]

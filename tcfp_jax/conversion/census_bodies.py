@@ -7,7 +7,7 @@ and the equation's place, and returns the facts of its outputs.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tcfp_jax.conversion.bodies import Body, Scan, While, opened
+from tcfp_jax.conversion.bodies import Body, Scan, groups_of_while, opened
 from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Facts, Place
 
 Walk = Callable[[Body, Sequence[Fact], Place], Facts]
@@ -36,16 +36,17 @@ def _scan(walk: Walk, eqn: Equation, inputs: Facts, place: Place) -> Facts:
 
 
 def _while(walk: Walk, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    loop = While.of(eqn)
-    test_consts, body_consts, carry = loop.groups(inputs)
+    test = opened(eqn.params["cond_jaxpr"])
+    body = opened(eqn.params["body_jaxpr"])
+    test_consts, body_consts, carry = groups_of_while(eqn, inputs)
 
     def one_round(carry: Facts) -> Facts:
-        return walk(loop.body, [*body_consts, *carry], (*place, 1))
+        return walk(body, [*body_consts, *carry], (*place, 1))
 
     # A body need not run once, and no output of it is known to be unchanged: a carried
     # weight loses its view.
     carry, _ = _settled(one_round, [fact.carried() for fact in carry], set())
-    walk(loop.test, [*test_consts, *carry], (*place, 0))
+    walk(test, [*test_consts, *carry], (*place, 0))
     return carry
 
 

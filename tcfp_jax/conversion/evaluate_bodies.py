@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from tcfp_jax.conversion.bodies import Body, Plan, Scan, While, opened
+from tcfp_jax.conversion.bodies import Body, Plan, Scan, groups_of_while, opened
 from tcfp_jax.conversion.shown import Parts, Shown, Values, bare
 from tcfp_jax.conversion.views import Equation, Shape
 
@@ -81,15 +81,16 @@ def _same(item: Any) -> Any:
 
 
 def _while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
-    loop = While.of(eqn)
-    test_consts, body_consts, carry = loop.groups(inputs)
+    test = opened(eqn.params["cond_jaxpr"])
+    body = opened(eqn.params["body_jaxpr"])
+    test_consts, body_consts, carry = groups_of_while(eqn, inputs)
     plans = dict(plan)
 
     def goes_on(carry: Values) -> jax.Array:
-        return run(loop.test, [*test_consts, *carry], plans.get(0, ()), key)[0]
+        return run(test, [*test_consts, *carry], plans.get(0, ()), key)[0]
 
     def one_round(carry: Values) -> Values:
-        return run(loop.body, [*body_consts, *carry], plans.get(1, ()), key)
+        return run(body, [*body_consts, *carry], plans.get(1, ()), key)
 
     return lax.while_loop(goes_on, one_round, bare(carry, eqn.outvars))
 

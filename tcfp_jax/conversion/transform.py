@@ -331,7 +331,8 @@ def _parameter(
         if weight is not None and not isinstance(leaf, SHAPES):
             stored = _quantized(stored.dequantize(leaf.dtype), weight)
         else:
-            leaf, stored = stored.dequantize(leaf.dtype), None
+            leaf = stored.dequantize(leaf.dtype)
+            stored = None
     if rounded:
         leaf = fake_quantize(leaf)
     if weight is None:
