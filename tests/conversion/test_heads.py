@@ -130,7 +130,7 @@ def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     value, gradients = jax.jit(tcfp_jax.value_and_grad(converted))(params, IDS)
     floats = tcfp_jax.dequantize(params)
     # The same head by hand, of W_hi, and rows of hi + lo.
-    hi = params[path].drop_residual().dequantize()
+    hi = params[path].stored.drop_residual().dequantize()
 
     def by_hand(head):
         return cross_entropy(
