@@ -209,14 +209,22 @@ _in_fp8 = Primitive("checkpoint_in_fp8")
 _in_fp8.def_impl(lambda x, *, name: x)
 _in_fp8.def_abstract_eval(lambda x, *, name: x)
 mlir.register_lowering(_in_fp8, lambda context, x, *, name: [x])
-ad.primitive_jvps[_in_fp8] = lambda primals, tangents, *, name: (
-    _in_fp8.bind(*primals, name=name),
-    *tangents,
-)
-batching.primitive_batchers[_in_fp8] = lambda args, axes, *, name: (
-    _in_fp8.bind(*args, name=name),
-    *axes,
-)
+
+
+def _jvp(
+    primals: list[jax.Array], tangents: list[jax.Array], *, name: str
+) -> tuple[jax.Array, jax.Array]:
+    return _in_fp8.bind(*primals, name=name), tangents[0]
+
+
+def _batch(
+    args: list[jax.Array], axes: list[int], *, name: str
+) -> tuple[jax.Array, int]:
+    return _in_fp8.bind(*args, name=name), axes[0]
+
+
+ad.primitive_jvps[_in_fp8] = _jvp
+batching.primitive_batchers[_in_fp8] = _batch
 
 
 def _partial_eval(

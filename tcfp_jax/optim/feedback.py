@@ -187,8 +187,8 @@ def layer_state(opt_state: PyTree) -> dict[str, PyTree]:
     """Return the quantized weights in a state, as the `tcfp` collection of layers.
 
     Use this in the loss, with `error_feedback` and layers or converted Linen models;
-    `tcfp_jax.linen.TrainState` and `tcfp_jax.nnx.Optimizer` do it for you. It finds every `error_feedback`, also under `chain`, `masked`, `partition` or
-    `MultiSteps`.
+    `tcfp_jax.linen.TrainState` and `tcfp_jax.nnx.Optimizer` do it for you. It finds
+    every `error_feedback`, also under `chain`, `masked`, `partition` or `MultiSteps`.
 
     Returns:
       Nested dict by parameter name, `{}` if nothing is quantized. Use it as

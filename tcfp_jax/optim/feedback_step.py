@@ -166,9 +166,10 @@ def _units(stored: Stored) -> jax.Array:
 def _next_amax(carried: jax.Array, seen: jax.Array) -> jax.Array:
     """Return the delayed amax of the next step (PDDS).
 
-    It rises at once and falls slowly; NaN and inf stay visible. Quantization by the amax of earlier steps needs one pass over W. It is safe, because
-    `W_lo` reaches twice as far as `W_hi`: a weight may double between two steps without
-    loss. A plain moving average takes hundreds of steps to follow a growing weight, and
-    clips all the while.
+    It rises at once and falls slowly; NaN and inf stay visible. Quantization by the
+    amax of earlier steps needs one pass over W. It is safe, because `W_lo` reaches
+    twice as far as `W_hi`: a weight may double between two steps without loss. A plain
+    moving average takes hundreds of steps to follow a growing weight, and clips all the
+    while.
     """
     return jnp.maximum(seen, _AMAX_DECAY * carried + (1 - _AMAX_DECAY) * seen)

@@ -206,9 +206,9 @@ def _reach(step: Step, s: Scalars, amax: jax.Array) -> jax.Array:
 
     It is `|decay| amax + lr U`, where U bounds Adam's update. With `m = sum_i c_i g_i`
     and `v = (1 - b2) sum_i b2**i g_i**2`, by age i of the gradient, Cauchy and Schwarz
-    give `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2) b2**i))`: 7.3 for 0.9 and 0.999 after many steps. The sum converges for b1**2 < b2,
-    and is cut for other b. Moments in 8 bits exceed it by less than the factor of two
-    of `W_lo`.
+    give `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2) b2**i))`: 7.3 for 0.9 and 0.999
+    after many steps. The sum converges for b1**2 < b2, and is cut for other b. Moments
+    in 8 bits exceed it by less than the factor of two of `W_lo`.
     """
     of_m: ArrayLike = 1 / s.bias1
     of_g: ArrayLike = 0.0

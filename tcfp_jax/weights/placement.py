@@ -89,7 +89,10 @@ class Placement:
         shape = []
         for group in groups:
             self._check_contiguous(group)
-            axes.append(tuple(name for axis in group for name in self.axes[axis]))
+            merged: tuple[str, ...] = ()
+            for axis in group:
+                merged += self.axes[axis]
+            axes.append(merged)
             shape.append(math.prod(self.shape[axis] for axis in group))
         return replace(self, shape=tuple(shape), axes=tuple(axes))
 
