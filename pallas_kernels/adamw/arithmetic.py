@@ -31,7 +31,7 @@ class Portable:
     """Operations on float32, each rounded once, for XLA on a CPU and for interpreters.
 
     Args:
-      gradient: the gradient of the step; its values are no constants of a program.
+      gradient: the gradient of the step, which the compiler does not know.
     """
 
     def __init__(self, gradient: jax.Array) -> None:

@@ -1,10 +1,14 @@
 """The launch of an AdamW kernel: its operands, stacks of weights, and parts of devices.
 
 A kernel is a function `kernel(options, columns, words, gradient, *state, *places)` of a
-device's part of a stack `[l, k, n]`. `columns` is n of the whole weight, `words` are
-those of `Numbers`, and `places` the global rows and columns of the part, if there are
-several devices. It returns the new state, the bits of the largest magnitudes of tiles,
-and with `orientation="both"` the transpose of the new hi.
+device's part of a stack `[l, k, n]`:
+
+* `columns` is n of the whole weight.
+* `words` is the array of `Numbers.words`.
+* `places` are the global rows and columns of the part, if there are several devices.
+
+It returns the new state, the bits of the largest magnitudes of tiles, and with
+`orientation="both"` the transpose of the new hi.
 """
 
 import functools

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether two steps are promoted together.
+        """True if two steps are promoted together.
 
         The two halves of a weight are as many products.
         """
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether every step has scales of its own."""
+        """True if every step has scales of its own."""
         return self.scales in ("square", "vector")
 
 

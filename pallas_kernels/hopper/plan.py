@@ -319,7 +319,7 @@ def reject(
 ) -> str | None:
     """Return the reason why the kernel cannot compute a product here, or None.
 
-    Without a problem it is the reason why there is no product of this dtype.
+    Without a problem it says why the kernel computes no product of this dtype.
     """
     kind = dispatch.device_kind()
     is_hopper = any(name in kind for name in _HOPPER)

@@ -135,7 +135,7 @@ class Steps:
     def run(self, tile: OutputTile, lists: Sequence[Ref]) -> None:
         """Run all steps of one output tile in all warpgroups of a block.
 
-        `lists` are those of a plan that skips, see `Ring`.
+        `lists` are the work lists of a plan that skips, see `Ring`.
         """
         state = None
         if self.plan.config.pipeline == "steady":

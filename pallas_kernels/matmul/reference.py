@@ -205,13 +205,7 @@ def add_product(
     def in_float32(
         x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
     ) -> jax.Array:
-        out = lax.dot_general(
-            x.astype(jnp.float32),
-            w.astype(jnp.float32),
-            axes,
-            precision=lax.Precision.HIGHEST,
-        )
-        return total + out * scale
+        return total + _in_float32(options, axes, x, w, None, scale)
 
     def on_tensor_cores(
         x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array

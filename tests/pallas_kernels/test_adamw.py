@@ -350,14 +350,16 @@ def test_layers_of_experts_may_be_split_in_either_axis(backend):
         )
 
 
-G, HI, LO, STATE = data()
-STEP = dict(g=G, hi=HI, lo=LO, moments=STATE, rates=rates(), key=KEY)
+G = jnp.zeros(SHAPE)
+HI = jnp.zeros(SHAPE, E4M3)
+STATE = Moments.zeros(SHAPE)
+STEP = dict(g=G, hi=HI, lo=HI, moments=STATE, rates=rates(), key=KEY)
 REFUSED = [
     (dict(g=HI), TypeError, "no scale"),
     (dict(g=G.astype(jnp.int32)), TypeError, "astype"),
     (dict(g=G[:16]), ValueError, r"g has shape \[16, 256\]"),
     (dict(hi=G), TypeError, "hi has dtype float32"),
-    (dict(lo=LO.astype(jnp.float8_e5m2)), TypeError, "lo has dtype float8_e5m2"),
+    (dict(lo=HI.astype(jnp.float8_e5m2)), TypeError, "lo has dtype float8_e5m2"),
     (
         dict(moments=STATE._replace(v=STATE.v.astype(jnp.int32))),
         TypeError,
@@ -380,7 +382,7 @@ REFUSED = [
         "rates.keep .* bool scalar",
     ),
     (dict(key=jax.random.key(0)), TypeError, "counter.keys"),
-    (dict(g=G[None], hi=HI[None], lo=LO[None]), ValueError, "jax.vmap"),
+    (dict(g=G[None], hi=HI[None], lo=HI[None]), ValueError, "jax.vmap"),
     (dict(momentum="heavy"), ValueError, "momentum='heavy' is unknown"),
     (dict(orientation="heavy"), ValueError, "orientation='heavy' is unknown"),
     (dict(remainder="heavy"), ValueError, "remainder='heavy' is unknown"),
