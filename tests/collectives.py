@@ -21,6 +21,8 @@ OPERATIONS = (
     "collective-permute",
     "collective-broadcast",
 )
+# Collectives that bring whole arrays to a device, or move them to another.
+GATHERS = ("all-gather", "all-to-all", "collective-permute")
 # Bits of a value; of dtypes that no collective here has, reading one raises.
 BITS = {"pred": 8, "bf16": 16}
 _PART = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")

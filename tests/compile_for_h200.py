@@ -22,9 +22,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand
+from tests.collectives import GATHERS as GATHERS
 
 TARGET = Path(__file__).parent / "data" / "h200.txtpb"
-GATHERS = ("all-gather", "all-to-all", "collective-permute")
 PTXAS = shutil.which("ptxas") or ""
 # XLA compiles each fusion once more by itself to choose how it is emitted. Without a
 # device nothing is timed, it keeps the first choice, and half of the time is lost: 30 s

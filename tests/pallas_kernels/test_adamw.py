@@ -20,7 +20,7 @@ from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.hopper import plan
 from pallas_kernels.moments import E4M3
 from tests.adamw import KEY, OPTIONS, SCALE, SHAPE, data, rates, weight
-from tests.compile_for_h200 import GATHERS
+from tests.collectives import GATHERS
 from tests.helpers import mesh_of, same_bits
 
 step = jax.jit(
