@@ -1,6 +1,6 @@
-"""Matrices in the registers of a warpgroup: `jax.numpy` computes with them in a kernel,
-and PTX where it must be exact.
+"""Matrices in the registers of a warpgroup.
 
+`jax.numpy` computes with them in a kernel, and PTX where it must be exact.
 A lane has four neighbours of a row, and the next lane the next four. Tiles in shared
 memory lie row after row, so that lanes read and write them without bank conflicts.
 

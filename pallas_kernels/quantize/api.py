@@ -35,18 +35,14 @@ def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | N
     """Return the name of a quantization in `tuned.json`, or None if x has no rows."""
     if not x.ndim or not x.shape[-1]:
         return None
-    shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
+    shape = x.size // x.shape[-1], x.shape[-1]
+    orientation = options.orientation
+    scaling = options.scaling
     if isinstance(scaling, Block):
-        return Key(
-            "block_quantize",
-            f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}",
-            shape,
-        )
-    return Key(
-        "row_quantize" if isinstance(scaling, Row) else "quantize",
-        f"{options.orientation} {x.dtype}",
-        shape,
-    )
+        form = f"{orientation} {scaling.tile} {scaling.size} {x.dtype}"
+        return Key("block_quantize", form, shape)
+    op = "row_quantize" if isinstance(scaling, Row) else "quantize"
+    return Key(op, f"{orientation} {x.dtype}", shape)
 
 
 def _dual_key(
@@ -58,13 +54,11 @@ def _dual_key(
 ) -> Key:
     """Return the name of a split in `tuned.json`."""
     rounding = "nearest" if bits is None else "stochastic"
-    rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
+    of_error = "no error" if error is None else f"error {error.dtype}"
+    rest = f"{rounding} {of_error}"
     if isinstance(options.scaling, Block):
-        return Key(
-            "block_dual_quantize",
-            f"{options.orientation} {options.scaling.size} {rest}",
-            w.shape,
-        )
+        form = f"{options.orientation} {options.scaling.size} {rest}"
+        return Key("block_dual_quantize", form, w.shape)
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
@@ -124,8 +118,10 @@ def quantize(
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
-    """Round `x / scale` to an FP8 format, with a scale for all of x, for every row, or
-    for every block.
+    """Round `x / scale` to an FP8 format, with a scale per tensor, row or block.
+
+    Use this for the operands of FP8 products. Use `dual_quantize` for a weight that
+    needs more than three bits of mantissa.
 
     `values = saturate(round(x / s))`. Here amax is the largest magnitude among the
     values that share s, and s is the smallest power of two with
@@ -160,9 +156,8 @@ def quantize(
     ([128.0, -384.0], 0.0078125)
     """
     options = check_quantizer("x", x, Quantization(dtype, scaling, orientation), amax)
-    return dispatch(
-        "quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax
-    )
+    table = IMPLEMENTATIONS[type(scaling)]
+    return dispatch("quantize", table, backend, options, x, amax)
 
 
 def dual_quantize(
@@ -176,8 +171,10 @@ def dual_quantize(
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
-    """Split `w + error` into two FP8 tensors that share power-of-two scales, and return
-    the remaining error.
+    """Split `w + error` into two FP8 tensors that share power-of-two scales.
+
+    Use this for weights: the pair is more exact than BF16, and a product may read `hi`
+    alone. The remaining error is returned for error feedback.
 
     `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`,
     `new error = (w + e) - (hi + lo) * s`. After scaling, the residual is at most half
@@ -227,16 +224,8 @@ def dual_quantize(
             raise ValueError(
                 f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal"
             )
-    return dispatch(
-        "dual_quantize",
-        DUAL_IMPLEMENTATIONS[type(scaling)],
-        backend,
-        options,
-        w,
-        error,
-        bits,
-        amax,
-    )
+    table = DUAL_IMPLEMENTATIONS[type(scaling)]
+    return dispatch("dual_quantize", table, backend, options, w, error, bits, amax)
 
 
 def _check_scaling(scaling: Scaling, orientation: str) -> None:

@@ -1,5 +1,6 @@
-"""The definition of `quantize` and `dual_quantize` in plain jax.numpy: the CPU path and
-the oracle of every kernel.
+"""The definition of `quantize` and `dual_quantize` in plain jax.numpy.
+
+It is the path on CPUs and the oracle of every kernel.
 """
 
 import jax
@@ -20,46 +21,34 @@ from pallas_kernels.operands import (
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
-    rows = _quantize(options, x.astype(jnp.float32), amax)
+    wide = x.astype(jnp.float32)
+    scaling = options.scaling
+    rows = _quantize(options, wide, amax)
     if options.orientation == "rows":
         return Quantized(rows)
-    if options.scaling.serves_both:
-        turned = jnp.moveaxis(rows.values, -1, 0)
-        return Quantized(
-            rows,
-            Operand(turned, options.scaling.turn(rows.scale), scaling=options.scaling),
-        )
+    if scaling.serves_both:
+        values = jnp.moveaxis(rows.values, -1, 0)
+        scale = scaling.turn(rows.scale)
     # A second quantization, along all other axes as one.
-    if isinstance(options.scaling, Row):
+    elif isinstance(scaling, Row):
         # Scaled before it is turned: XLA then turns one byte a value.
-        wide = x.astype(jnp.float32)
         amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
-        scale, inverse = numerics.scale_and_inverse(
-            amax, options.dtype, options.scaling.scale
-        )
-        values = numerics.scaled_cast(wide, inverse, options.dtype)
-        return Quantized(
-            rows, Operand(jnp.moveaxis(values, -1, 0), scale, scaling=options.scaling)
-        )
-    turned = jnp.moveaxis(x, -1, 0)
-    columns = _quantize(
-        options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None
-    )
-    return Quantized(
-        rows,
-        Operand(
-            columns.values.reshape(turned.shape), columns.scale, scaling=options.scaling
-        ),
-    )
+        scale, inverse = numerics.scale_and_inverse(amax, options.dtype, scaling.scale)
+        scaled = numerics.scaled_cast(wide, inverse, options.dtype)
+        values = jnp.moveaxis(scaled, -1, 0)
+    else:
+        turned = jnp.moveaxis(x, -1, 0)
+        matrix = turned.reshape(x.shape[-1], -1).astype(jnp.float32)
+        columns = _quantize(options, matrix, None)
+        values = columns.values.reshape(turned.shape)
+        scale = columns.scale
+    return Quantized(rows, Operand(values, scale, scaling=scaling))
 
 
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
     scale, multiplier = options.scaling.find(x, options.dtype, amax)
-    return Operand(
-        numerics.scaled_cast(x, multiplier, options.dtype),
-        scale,
-        scaling=options.scaling,
-    )
+    values = numerics.scaled_cast(x, multiplier, options.dtype)
+    return Operand(values, scale, scaling=options.scaling)
 
 
 # Two halves
@@ -74,21 +63,19 @@ def dual_quantize(
     amax: jax.Array | None,
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`."""
-    scaling, dtype = options.scaling, options.dtype
+    scaling = options.scaling
+    dtype = options.dtype
     wanted = target(w, error)
     scale, multiplier = scaling.find(wanted, dtype, amax)
-    hi, lo, left = split(
-        wanted, multiplier, scaling.spread(scale, w.shape), dtype, bits
-    )
-    lo_scale = (
-        _skip_zero_blocks(scaling, scale, lo) if isinstance(scaling, Block) else None
-    )
+    spread = scaling.spread(scale, w.shape)
+    hi, lo, left = split(wanted, multiplier, spread, dtype, bits)
+    lo_scale = None
+    if isinstance(scaling, Block):
+        lo_scale = _skip_zero_blocks(scaling, scale, lo)
     rows = Operand(hi, scale, lo, lo_scale, scaling)
-    return Quantized(
-        rows,
-        rows.turn() if options.orientation == "both" else None,
-        None if error is None else left.astype(error.dtype),
-    )
+    columns = rows.turn() if options.orientation == "both" else None
+    left_over = None if error is None else left.astype(error.dtype)
+    return Quantized(rows, columns, left_over)
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
@@ -108,24 +95,23 @@ def split(
     scaled = numerics.flush_subnormal(target) * inverse
     hi = numerics.round_to(scaled, dtype)
     rest = numerics.residual(scaled, hi)
-    lo = (
-        numerics.round_to(rest, dtype)
-        if bits is None
-        else numerics.stochastic_round_to(rest, dtype, bits)
-    )
+    if bits is None:
+        lo = numerics.round_to(rest, dtype)
+    else:
+        lo = numerics.stochastic_round_to(rest, dtype, bits)
     # The casts are exact: hi and lo are values of the format already.
     return hi.astype(dtype), lo.astype(dtype), numerics.residual(rest, lo) * scale
 
 
 def _skip_zero_blocks(block: Block, stored: jax.Array, lo: jax.Array) -> jax.Array:
-    """Return the scales of a residual: the scales of the values, but code 0 for blocks
-    that are zero.
+    """Return the scales of a residual.
+
+    They are the scales of the values, but code 0 for blocks that are zero.
     """
     # Look at the bytes without signs, because XLA on a GPU may cancel a cast back to
     # float32. A NaN's are not zero.
-    codes = (lax.bitcast_convert_type(lo, jnp.uint8) & 0x7F).astype(jnp.float32)
-    empty = block.amax(codes) == 0
-    as_bits = jnp.where(
-        empty, jnp.uint8(ZERO_BLOCK), lax.bitcast_convert_type(stored, jnp.uint8)
-    )
-    return lax.bitcast_convert_type(as_bits, stored.dtype)
+    magnitudes = lax.bitcast_convert_type(lo, jnp.uint8) & 0x7F
+    is_zero = block.amax(magnitudes.astype(jnp.float32)) == 0
+    codes = lax.bitcast_convert_type(stored, jnp.uint8)
+    found = jnp.where(is_zero, jnp.uint8(ZERO_BLOCK), codes)
+    return lax.bitcast_convert_type(found, stored.dtype)

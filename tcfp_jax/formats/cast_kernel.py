@@ -1,5 +1,6 @@
-"""The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded
-to nearest even, saturating.
+"""The common casts in one pass on NVIDIA GPUs.
+
+They have power-of-two scales for tiles, round to nearest even, and saturate.
 
 Memory traffic decides the time of a cast. XLA compiles it to three kernels, which read
 x twice and write an int32 array of its size in between. A kernel holds a block of tiles
