@@ -300,7 +300,7 @@ def placed(value: Any, sharding: object) -> Any:
 def _readers_of_one_x(
     jaxpr: core.Jaxpr, steps: Mapping[int, object]
 ) -> dict[int, Hashable]:
-    """Map each product that shares its quantized x with others to what they share.
+    """Map each product that shares its quantized x with others to a key of that x.
 
     XLA finds equal quantizations by itself on one device. On several, each one has an
     all-reduce of its own amax, and XLA takes no two of these for equal.

@@ -22,7 +22,7 @@ from tcfp_jax.weights.layout import Layout
 
 # Dimension numbers of a product: the contracted and the batch axes of both operands.
 Numbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
-# Those of `x[t, k] @ w[k, n]`.
+# The dimension numbers of `x[t, k] @ w[k, n]`.
 MATRIX: Numbers = (((1,), (0,)), ((), ()))
 # The primitive of `lax.ragged_dot`: rows in groups, each times a weight of its own.
 GROUPED = "ragged_dot_general"
@@ -136,7 +136,7 @@ def factors(
     # Each axis of x becomes a group of labels: numbers of atoms, or a new number for an
     # axis that x alone has.
     groups: dict[int, Shape] = {}
-    sizes = list(view.sizes)  # of each label
+    sizes = list(view.sizes)  # sizes of the labels
 
     def new_label(axis: int) -> Shape:
         sizes.append(shapes[x][axis])

@@ -1,4 +1,4 @@
-"""The modules of an NNX model, and what a conversion adds to them."""
+"""The modules of an NNX model, and the attributes that a conversion adds to them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -149,7 +149,7 @@ class Examined:
     def check_converted(self, name: str) -> None:
         """Raise a ValueError if nothing is converted.
 
-        It is no error if measured times advised against it.
+        Nothing raises if measured times advised against every product.
         """
         report = self.report
         if report.converted or report.rounded or report.weighed:

@@ -489,4 +489,4 @@ class Fact:
         return dataclasses.replace(joined, why=why)
 
 
-Facts = list[Fact]  # of the operands or the outputs of an equation
+Facts = list[Fact]  # facts of an equation's operands or outputs
