@@ -39,7 +39,7 @@ from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gra
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.operands import Accumulation, Block, Operand
 from tcfp_jax.products import grouped_matmul as layer
-from tcfp_jax.products.matmul import quantize_operand
+from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored

@@ -91,6 +91,10 @@ class _Float32:
         """Scaling of the activation or gradient that such a weight multiplies."""
         return self
 
+    def reads(self, other: "Scaling") -> bool:
+        """Return whether products that ask for this scaling read values of another."""
+        return self == other
+
 
 @dataclass(frozen=True)
 class Tensor(_Float32):
@@ -221,6 +225,10 @@ class Block:
     def serves_both(self) -> bool:
         """True if one quantization of a matrix also serves its transpose."""
         return self.squares
+
+    def reads(self, other: "Scaling") -> bool:
+        """Return whether products that ask for this scaling read values of another."""
+        return self == other
 
     @functools.cached_property
     def along_rows(self) -> "Block":
@@ -364,6 +372,14 @@ class Fp4:
     def has_outer(self) -> bool:
         """True if the scales have a scale themselves."""
         return self.format == "nvfp4"
+
+    def reads(self, other: "Scaling") -> bool:
+        """Return whether products that ask for this scaling read codes of another.
+
+        They do not care about the rule that found the scales.
+        """
+        own = (self.format, self.tile)
+        return isinstance(other, Fp4) and own == (other.format, other.tile)
 
     @functools.cached_property
     def along_rows(self) -> Row:

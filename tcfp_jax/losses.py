@@ -18,6 +18,10 @@ would lower the logits of rare ids.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu
 et al. 2024, "Liger Kernel".
+
+Left out: other losses of logits, such as distillation, and samples from them: compute
+the logits of a few tokens by `tcfp_jax.matmul`. Left out, too: a function of the
+single losses with another gradient than the mean's: pass `weights`.
 """
 
 import functools
@@ -37,14 +41,8 @@ from pallas_kernels.operands import Operand, Quantized, Row, Tensor
 from pallas_kernels.quantize.computed import quantize_computed
 from pallas_kernels.specs import sharding_of, varying, varying_alike
 from tcfp_jax.products.annotations import differentiated_once, head
-from tcfp_jax.products.matmul import (
-    Asked,
-    backward,
-    forward,
-    opened,
-    operands_of,
-    rounded,
-)
+from tcfp_jax.products.fp8_weights import Asked, rounded
+from tcfp_jax.products.matmul import RULES, opened, operands_of
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -77,10 +75,9 @@ def cross_entropy(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> "tuple[Float[jax.Array, ''], Float[jax.Array, '*tokens']]":
-    """Return (the weighted mean of the losses, the loss of every token) of a head,
-    without holding its logits.
+    """Return (the weighted mean of the losses, the loss of every token) of a head.
 
-    Use it instead of `x @ kernel` and a softmax cross entropy, if the vocabulary is
+    It never holds all logits. Use it instead of `x @ kernel` and a softmax cross entropy, if the vocabulary is
     large. Logits are rounded to the dtype of x, as results of `tcfp_jax.matmul` are.
     Sums and losses are float32.
 
@@ -122,7 +119,8 @@ def cross_entropy(
     whole. In a loop, differentiate inside the loop: a loop that is differentiated as a
     whole keeps a gradient of the kernel for each round.
 
-    >>> loss, losses = cross_entropy(jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, -100]), ignore=-100)
+    >>> x, kernel, targets = jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, -100])
+    >>> loss, losses = cross_entropy(x, kernel, targets, ignore=-100)
     >>> float(loss) == float(losses[0]) == float(jnp.log(4.0)), float(losses[1])
     (True, 0.0)
     """
@@ -183,10 +181,9 @@ def _checked(
     x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return int32 targets and weights, if they fit an x of this shape."""
-    targets, weights = (
-        jnp.asarray(targets),
-        None if weights is None else jnp.asarray(weights),
-    )
+    targets = jnp.asarray(targets)
+    if weights is not None:
+        weights = jnp.asarray(weights)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(
             f"targets have dtype {targets.dtype}, but a target is the number of an id;"
@@ -203,10 +200,10 @@ def _checked(
                 f" {list(x[:-1])}"
             )
     if targets.dtype.itemsize > 4:  # a cast would wrap a target that is out of range
-        low, high = max(int(jnp.iinfo(targets.dtype).min), -(2**31)), 2**31 - 1
-        targets = jnp.clip(
-            targets, jnp.asarray(low, targets.dtype), jnp.asarray(high, targets.dtype)
-        )
+        dtype = targets.dtype
+        low = max(int(jnp.iinfo(dtype).min), -(2**31))
+        high = 2**31 - 1
+        targets = jnp.clip(targets, jnp.asarray(low, dtype), jnp.asarray(high, dtype))
     return targets.astype(jnp.int32), weights
 
 
@@ -261,9 +258,10 @@ def _loss(asked: Loss, *operands: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    is_primal = lambda leaf: hasattr(leaf, "perturbed")
     x, w, quantized, targets, shares = jax.tree.map(
-        lambda leaf: leaf.value, primals, is_leaf=is_primal
+        lambda leaf: leaf.value,
+        primals,
+        is_leaf=lambda leaf: hasattr(leaf, "perturbed"),
     )
     # A frozen head costs no wgrad, and a frozen model below it no dgrad.
     wanted = tuple(
@@ -276,18 +274,14 @@ def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], A
     mean, losses, *gradients = _by_chunks(
         asked, wanted, rounded(asked.recipe, x), w, quantized, targets, shares
     )
-    types = tuple(
-        None if leaf is None else jnp.zeros((), leaf.dtype) for leaf in (x, w)
-    )
+    # A value of each dtype, because residuals are arrays; None has no leaf.
+    types = jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), (x, w))
     return (mean, losses), (*gradients, types, shares, losses)
 
 
 def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     dx, dw, types, shares, losses = saved
-    of_mean, of_losses = (
-        jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c
-        for c in cotangents
-    )
+    of_mean, of_losses = map(_instantiated, cotangents)
     counted = jnp.where(shares == 0, 0.0, of_losses)
     total = jnp.sum(counted)
     of_each = total * shares
@@ -302,10 +296,21 @@ def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
             " weights= or ignore="
         )
     factor = of_mean + jnp.where(alike, total, jnp.nan)
-    of = lambda g, like: (
-        None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
-    )
-    return of(dx, types[0]), of(dw, types[1]), None, None, of_mean * losses
+
+    def scaled(g: jax.Array | None, like: jax.Array | None) -> jax.Array | None:
+        if g is None or like is None:
+            return None
+        return (g.astype(jnp.float32) * factor).astype(like.dtype)
+
+    dx = scaled(dx, types[0])
+    dw = scaled(dw, types[1])
+    return dx, dw, None, None, of_mean * losses
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -345,9 +350,8 @@ def _by_chunks(
     def cut(array: jax.Array) -> jax.Array:
         # A chunk has every count-th token, so that devices that split the tokens share
         # the work of each chunk.
-        padded = jnp.pad(
-            array, [(0, size * count - tokens)] + [(0, 0)] * (array.ndim - 1)
-        )
+        rest = [(0, 0)] * (array.ndim - 1)
+        padded = jnp.pad(array, [(0, size * count - tokens), *rest])
         return padded.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
 
     # Outside of the loop, for products that read floats.
@@ -358,23 +362,29 @@ def _by_chunks(
         return dw, (losses, dx)
 
     dw = None
-    if "w" in wanted:
-        assert w is not None, "a weight without floats has no gradient"
+    if "w" in wanted and w is not None:
         dw = varying(jnp.zeros(w.shape, jnp.float32), x)
     dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
-    whole = lambda chunks: chunks.swapaxes(0, 1).reshape(
-        size * count, *chunks.shape[2:]
-    )[:tokens]
-    losses = whole(losses)
-    # Half the memory until the backward pass; float16 has too little range before it is
-    # scaled.
-    kept = lambda g, like: g if like.dtype == jnp.float16 else g.astype(like.dtype)
-    return (
-        jnp.sum(jnp.where(shares == 0, 0.0, losses * shares)),
-        losses,
-        None if dx is None else kept(whole(dx), x),
-        None if dw is None else kept(dw, w),
-    )
+
+    def joined(chunks: jax.Array) -> jax.Array:
+        whole = chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])
+        return whole[:tokens]
+
+    losses = joined(losses)
+    mean = jnp.sum(jnp.where(shares == 0, 0.0, losses * shares))
+    if dx is not None:
+        dx = _kept(joined(dx), x)
+    if dw is not None and w is not None:
+        dw = _kept(dw, w)
+    return mean, losses, dx, dw
+
+
+def _kept(g: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a gradient as it waits for the backward pass, in half the memory.
+
+    float16 has too little range before it is scaled.
+    """
+    return g if like.dtype == jnp.float16 else g.astype(like.dtype)
 
 
 def _chunk(
@@ -390,12 +400,14 @@ def _chunk(
     """Return (losses, gradient of x or None, the float32 gradient of w so far or None)
     of tokens `[tokens, k]`.
     """
-    recipe, smoothing = asked.recipe, asked.label_smoothing
+    recipe = asked.recipe
+    smoothing = asked.label_smoothing
     if recipe.dgrad == "fast":
         # One accumulator for all ids keeps 14 bits of the target's product, below which
         # most probabilities are.
         recipe = replace(recipe, dgrad="full")
-    narrow, saved = forward(Asked(recipe), x, w, quantized, None)
+    rule = RULES[recipe.mode]
+    narrow, saved = rule.forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
     logits = _capped(asked, narrow)
     ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
@@ -436,13 +448,14 @@ def _chunk(
         ),
     )
     g = g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32)
-    dx, dw, *_ = backward(Asked(recipe), saved, g, g_q, total_dw)
+    dx, dw, *_ = rule.backward(Asked(recipe), saved, g, g_q, total_dw)
     return losses, dx if wants_dx else None, dw
 
 
 def _capped(asked: Loss, logits: jax.Array) -> jax.Array:
     """Return float32 logits below the cap, if there is one."""
-    logits, cap = logits.astype(jnp.float32), asked.soft_cap
+    logits = logits.astype(jnp.float32)
+    cap = asked.soft_cap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -462,7 +475,8 @@ class _Gradient:
         follow.
         """
         *factors, ids = rest
-        asked, smoothing = self.asked, self.asked.label_smoothing
+        asked = self.asked
+        smoothing = asked.label_smoothing
         logits = _capped(asked, narrow)
         # A power of two is one instruction of a GPU. Its exponent has an error of
         # 2**-20 for logits below 16.

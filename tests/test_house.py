@@ -107,10 +107,10 @@ TOKENS_PER_LINE = {
 }
 # Files that a call enters, and calls from one file into another.
 CROSSED = {
-    "a product of a stored weight": (12, 70),
-    "`TCFPDense`": (17, 95),
-    "a converted model of two layers": (24, 170),
-    "`grad` of a stored converted model": (29, 234),
+    "a product of a stored weight": (15, 82),
+    "`TCFPDense`": (21, 106),
+    "a converted model of two layers": (30, 191),
+    "`grad` of a stored converted model": (32, 245),
 }
 # Signatures that users know from optax and from the original's layers.
 LONG_SIGNATURES = {"adamw": 12, "from_flags": 10, "cross_entropy": 10}

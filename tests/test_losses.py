@@ -113,7 +113,9 @@ def operands(recipe, x, w):
     """x and w in float64 as the products see them."""
     if recipe.stored is None:
         return (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, w))
-    rows = tcfp_jax.products.matmul.quantize_operand(x, recipe.activation, recipe).rows
+    rows = tcfp_jax.products.fp8_weights.quantize_operand(
+        x, recipe.activation, recipe
+    ).rows
     return float64_of(rows), np.asarray(
         quantize_weight(w, recipe)[0].dequantize(), np.float64
     )
@@ -452,7 +454,7 @@ def test_a_stored_weight_takes_its_gradient(form):
     )
     loss = lambda p, x: cross_entropy(x, kernel(p), TARGETS, recipe=recipe)[0]
     value, found = jax.jit(tcfp_jax.value_and_grad(loss))(params, X)
-    matrix = params["kernel"].drop_residual().dequantize()  # products read W_hi
+    matrix = params["kernel"].stored.drop_residual().dequantize()  # products read W_hi
     (wanted, _), (_, dw) = run(
         X, matrix if form == "kernel" else matrix.T, TARGETS, recipe="tcfp12_single"
     )

@@ -34,7 +34,7 @@ def reject(
 ) -> str | None:
     """Return the reason why no tile divides w, or None."""
     scaling = options.scaling
-    if isinstance(scaling, Block) and scaling.tile != "square":
+    if isinstance(scaling, Block) and not scaling.squares:
         return (
             f"{scaling.tile} blocks of w{list(w.shape)}: only squares of a matrix; use"
             ' backend="xla"'

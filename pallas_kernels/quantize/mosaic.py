@@ -41,7 +41,7 @@ def reject_dual(
         # replaced where it lies.
         return 'an error on several devices; use backend="triton" or "xla"'
     scaling = options.scaling
-    if isinstance(scaling, Block) and scaling.tile != "square":
+    if isinstance(scaling, Block) and not scaling.squares:
         return f'{scaling.tile} blocks; use squares, or backend="xla"'
     matrices = [matrix for matrix in (w, error, bits) if matrix is not None]
     return _reject(options, matrices, 4 if options.orientation == "both" else 2)

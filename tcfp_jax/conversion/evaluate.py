@@ -25,7 +25,7 @@ from tcfp_jax.conversion.bodies import Body, Plan
 from tcfp_jax.conversion.shown import Shown, Values, bare, multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.annotations import head_of
-from tcfp_jax.products.matmul import quantize_operand
+from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.recipes import Recipe
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.numerics import FLOAT8_DTYPES
-from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
+from pallas_kernels.operands import SCALE_DTYPE, Operand
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -21,15 +21,11 @@ def check_operand(path: str, weight: Operand, repair: str) -> None:
     `repair` ends the message.
     """
     scaling = weight.scaling
-    if isinstance(scaling, Fp4):
-        dtype = np.dtype(scaling.scale_dtype)
-    else:
-        dtype = np.dtype(SCALE_DTYPE if isinstance(scaling, Block) else np.float32)
-    wanted = (dtype, scaling.scale_shape(weight.shape))
+    wanted = (np.dtype(scaling.scale_dtype), scaling.scale_shape(weight.shape))
     found = (np.dtype(weight.scale.dtype), tuple(weight.scale.shape))
     values = weight.values
     is_packed = values.dtype == np.uint8
-    if found != wanted or isinstance(scaling, Fp4) != is_packed:
+    if found != wanted or scaling.packed != is_packed:
         raise ValueError(
             f"{path} is {values.dtype}{list(values.shape)}, whose scales"
             f" with {scaling} are {wanted[0]}{list(wanted[1])}, but these are"
@@ -71,7 +67,7 @@ def check_scales(path: str, weight: Operand) -> None:
         bits = np.asarray(scale).astype(np.float32).reshape(-1).view(np.int32)
         # Zero is the scale of FP4 blocks of zeros. Some devices read subnormals as
         # zero, and others do not.
-        is_zero = isinstance(weight.scaling, Fp4) & (bits == 0)
+        is_zero = weight.scaling.packed & (bits == 0)
         least = np.where(is_zero, 0, 1 << 23)
         is_nan = bits & 0x7FFFFFFF > 0x7F800000
         wrong = ((bits < least) | (bits > _LARGEST_SCALE)) & ~is_nan

@@ -55,7 +55,7 @@ def matrix_of(name: str, weight: Operand | Stored) -> Operand:
     operand = weight.for_forward("hi") if isinstance(weight, Stored) else weight
     operand = operand.settled()
     scaling = operand.scaling
-    if not isinstance(scaling, Fp4):
+    if not scaling.packed:
         operand = operand.drop_residual()
     if not name.endswith(".weight"):
         raise ValueError(
@@ -68,12 +68,12 @@ def matrix_of(name: str, weight: Operand | Stored) -> Operand:
             " name"
         )
     dtype = operand.values.dtype
-    if not isinstance(scaling, Fp4) and dtype != jnp.float8_e4m3fn:
+    if not scaling.packed and dtype != jnp.float8_e4m3fn:
         raise TypeError(
             f"{name} is {dtype}, which engines do not multiply; store weights in"
             " float8_e4m3fn"
         )
-    if isinstance(scaling, Block) and scaling.tile == "vector":
+    if scaling.in_blocks and not scaling.squares:
         raise TypeError(
             f"{name} has {scaling}, which compressed-tensors has no FP8 format for; use"
             ' tile="square"'
@@ -94,7 +94,7 @@ def scheme_of(weight: Operand, activations: str) -> Json:
     scaling = weight.scaling
     number = dict(num_bits=8, type="float", symmetric=True)
     inputs = None
-    if not isinstance(scaling, Fp4) and activations == "float8":
+    if not scaling.packed and activations == "float8":
         inputs = number | dict(dynamic=True, strategy="token")
     described = number | dict(
         dynamic=False,
@@ -136,7 +136,7 @@ def arrays_of(name: str, weight: Operand) -> dict[str, np.ndarray]:
     values = np.asarray(weight.values)
     if not isinstance(scaling, Fp4):
         numbers = np.asarray(scale, np.float32)  # exact, also for E8M0
-        if not isinstance(scaling, Block):
+        if not scaling.in_blocks:
             numbers = numbers.reshape((1,) if isinstance(scaling, Tensor) else (-1, 1))
         if not np.isfinite(numbers).all():
             raise ValueError(

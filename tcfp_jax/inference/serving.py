@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from pallas_kernels.checks import check_choice
-from pallas_kernels.operands import Fp4, Operand, Scaling
+from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax import paths
 from tcfp_jax.inference.checks import check_weights, part_of
 from tcfp_jax.inference.shared_scales import store_together
@@ -154,7 +154,7 @@ def _scalings_of_fp4(stored: PyTree) -> dict[str, Scaling]:
     return {
         path: one.scaling
         for path, one in paths.entries(stored).items()
-        if isinstance(one, Stored) and isinstance(one.scaling, Fp4)
+        if isinstance(one, Stored) and one.is_packed
     }
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4, numerics
-from pallas_kernels.operands import Fp4, Operand, Quantized
+from pallas_kernels.operands import Operand, Quantized
 from tcfp_jax.formats.nvfp4_arrays import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
-from tcfp_jax.products.matmul import quantize_operand
+from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
@@ -97,7 +97,7 @@ def _share(these: jax.Array) -> jax.Array:
 
 def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
     """Return which values exceed the largest number of the format at their scale."""
-    if isinstance(rounded.scaling, Fp4):
+    if rounded.scaling.packed:
         numbers = fp4.numbers(fp4.unpack(rounded.values))
         return (jnp.abs(numbers) >= fp4.E2M1.max()) & _beyond(x, q)
     dtype = rounded.values.dtype

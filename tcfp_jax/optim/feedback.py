@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Contracts, Fp4
+from pallas_kernels.operands import Contracts
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.optim.feedback_step import Entry, WeightStep
 from tcfp_jax.paths import PyTree, entries, find, named_leaves, put
@@ -143,7 +143,7 @@ def error_feedback(
         made = []
         for i, w, recipe, contracts in weights.leaves:
             turned = recipe.copies == "both"
-            if isinstance(recipe.scaling, Fp4):
+            if recipe.scaling.packed:
                 turned = contracts == "first"
             name = "/".join(weights.names[i])
             check_blocks(name, w, recipe.scaling, turned=turned)

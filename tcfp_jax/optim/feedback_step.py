@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Contracts, Fp4, Tensor
+from pallas_kernels.operands import Contracts, Tensor
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.sampling import sample_of
@@ -158,7 +158,7 @@ class WeightStep(NamedTuple):
 def _units(stored: Stored) -> jax.Array:
     """Return the scale of each value of an error, which is never zero."""
     scale = stored.scale_of_values()
-    if isinstance(stored.scaling, Fp4):
+    if stored.is_packed:
         return jnp.where(scale == 0, jnp.float32(1), scale)
     return scale
 

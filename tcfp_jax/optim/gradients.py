@@ -27,8 +27,10 @@ from tcfp_jax.weights.parameter import (
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return `jax.value_and_grad` of a function of stored parameters: their gradients
-    are floats of the kernel's shape.
+    """Return `jax.value_and_grad` of a function of stored parameters.
+
+    Use it instead of JAX's for parameters that `tcfp_jax.store` made; float parameters
+    may be among them. The gradients are floats of the kernels' shapes.
 
     Args:
       fun: a function with a scalar result.
@@ -48,8 +50,10 @@ def value_and_grad(
 
     >>> from tcfp_jax.optim.stored import store
     >>> from tcfp_jax.products.matmul import matmul
-    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
-    >>> loss = lambda params, x: jnp.sum(matmul(x, params["kernel"], recipe="tcfp12_single"))
+    >>> recipe, key = "tcfp12_single", jax.random.key(0)
+    >>> params = store({"kernel": jnp.ones((4, 2))}, recipe, key=key)
+    >>> def loss(params, x):
+    ...     return jnp.sum(matmul(x, params["kernel"], recipe=recipe))
     >>> value, gradients = value_and_grad(loss)(params, jnp.ones((3, 4)))
     >>> float(value), gradients["kernel"].shape, float(gradients["kernel"][0, 0])
     (24.0, (4, 2), 3.0)
@@ -58,7 +62,10 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
         _, slots, given = with_slots(argnums, args)
-        of_slots = lambda slots: fun(*given(slots), **kwargs)
+
+        def of_slots(slots: Sequence[PyTree]) -> Any:
+            return fun(*given(slots), **kwargs)
+
         result, gradients = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
         return result, gradients[0] if isinstance(argnums, int) else gradients
 
@@ -68,11 +75,14 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return `jax.grad` of a function of stored parameters; see `value_and_grad`.
+    """Return `jax.grad` of a function of stored parameters.
+
+    Use it if you do not need the value; see `value_and_grad`.
 
     >>> from tcfp_jax.optim.stored import dequantize, store
-    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
-    >>> grad(lambda params: jnp.sum(dequantize(params)["kernel"] ** 2))(params)["kernel"][0].tolist()
+    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", remainder="dropped")
+    >>> energy = lambda params: jnp.sum(dequantize(params)["kernel"] ** 2)
+    >>> grad(energy)(params)["kernel"][0].tolist()
     [2.0, 2.0]
     """
     both = value_and_grad(fun, argnums, has_aux)
@@ -153,8 +163,11 @@ def _codes_backward(saved: None, cotangents: object) -> NoReturn:
     )
 
 
-_values = lambda leaf, slot: (jax.tree.map(lambda given: given.value, leaf), None)
-_codes.defvjp(_values, _codes_backward, symbolic_zeros=True)
+def _codes_forward(leaf: Parameter, slot: jax.Array) -> tuple[Parameter, None]:
+    return jax.tree.map(lambda given: given.value, leaf), None
+
+
+_codes.defvjp(_codes_forward, _codes_backward, symbolic_zeros=True)
 
 
 def _sharding_of_kernel(parameter: Parameter) -> Sharding:

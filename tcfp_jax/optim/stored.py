@@ -1,10 +1,18 @@
 """Parameters that are stored as `W_hi + W_lo`: make them, train them, and take them
 back to floats.
 
-params = store(params, "tcfp12_single", key=key)                   # two bytes a weight, no float copy
-loss, grads = value_and_grad(loss_fn)(params)                      # floats of the kernels' shapes
-updates, opt_state = tcfp_jax.optim.adamw(1e-3, key=key).update(grads, opt_state, params)
-params = apply_updates(params, updates)                            # rounded into W_hi and W_lo
+    # Two bytes per weight, no float copy.
+    params = store(params, "tcfp12_single", key=key)
+    # Gradients are floats of the kernels' shapes.
+    loss, grads = value_and_grad(loss_fn)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)  # tx: optim.adamw
+    # Rounded into W_hi and W_lo.
+    params = apply_updates(params, updates)
+
+Left out: weights in four bits, which are too coarse to be parameters (freeze them and
+train adapters, or keep float parameters with recipe("nvfp4")); weights of one FP8
+tensor (keep float parameters and `tcfp_jax.error_feedback`); norms, biases and other
+small parameters, which stay float.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +26,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.scaling import Block
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
@@ -103,7 +110,7 @@ def store(
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
         if place in chosen:
             weight = chosen[place]
-            if isinstance(weight.recipe.scaling, Block):
+            if weight.recipe.scaling.in_blocks:
                 matrix = weight.layout.stacked(made.ndim).matrix(made)
                 turned = weight.recipe.copies == "both"
                 check_blocks(
@@ -171,12 +178,17 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     >>> dequantize(apply_updates(params, {"kernel": jnp.full((2, 2), 0.25)}))["kernel"].tolist()
     [[0.75, 0.75], [0.75, 0.75]]
     """
-    empty = lambda node: node is None or is_quantized(node)
-    found, treedef = named_leaves(params, empty)
-    pairs = zip(found, treedef.flatten_up_to(updates), strict=True)
-    return treedef.unflatten(
-        [_updated("/".join(names), leaf, update) for (names, leaf), update in pairs]
-    )
+    found, treedef = named_leaves(params, _is_whole)
+    updated = []
+    for (names, leaf), update in zip(
+        found, treedef.flatten_up_to(updates), strict=True
+    ):
+        updated.append(_updated("/".join(names), leaf, update))
+    return treedef.unflatten(updated)
+
+
+def _is_whole(node: object) -> bool:
+    return node is None or is_quantized(node)
 
 
 class OnStoredState(NamedTuple):
@@ -205,11 +217,12 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     >>> dequantize(incremental_update(new, old, 0.5))["kernel"].tolist()
     [[1.5, 1.5], [1.5, 1.5]]
     """
-    towards = lambda a, b: (
-        jnp.asarray(step_size, jnp.float32)
-        * (a.astype(jnp.float32) - b.astype(jnp.float32))
-    )
-    return apply_updates(old, jax.tree.map(towards, dequantize(new), dequantize(old)))
+    share = jnp.asarray(step_size, jnp.float32)
+
+    def change(a: jax.Array, b: jax.Array) -> jax.Array:
+        return share * (a.astype(jnp.float32) - b.astype(jnp.float32))
+
+    return apply_updates(old, jax.tree.map(change, dequantize(new), dequantize(old)))
 
 
 def on_stored(
@@ -251,16 +264,22 @@ def on_stored(
                 " state, params)"
             )
         floats = dequantize(params)
-        step = lambda: inner.update(updates, state.inner, floats, **extra)
+
+        def step() -> tuple[PyTree, PyTree]:
+            return inner.update(updates, state.inner, floats, **extra)
+
         shapes, after_step = jax.eval_shape(step)
         # A first step may widen a state: float32 gradients widen the moments that optax
         # makes of bfloat16 parameters.
         same = jax.tree.map(
             lambda old, new: jnp.asarray(old, new.dtype), state.inner, after_step
         )
-        nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), same)
+
+        def skip() -> tuple[PyTree, PyTree]:
+            return jax.tree.map(jnp.zeros_like, shapes), same
+
         finite = all_finite(updates)
-        made, after = lax.cond(finite, step, nothing)
+        made, after = lax.cond(finite, step, skip)
         return made, OnStoredState(after, state.skipped + jnp.where(finite, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -273,10 +292,10 @@ def all_finite(tree: PyTree) -> jax.Array:
     Optimizers square gradients. The square of a larger one is inf in float32: optax's
     second moment keeps it for ever, and in eight bits it would make a whole block NaN.
     """
-    found = [
-        jnp.all(jnp.abs(leaf) < jnp.asarray(2.0**63).astype(leaf.dtype))
-        for leaf in jax.tree.leaves(tree)
-    ]
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        limit = jnp.asarray(2.0**63).astype(leaf.dtype)
+        found.append(jnp.all(jnp.abs(leaf) < limit))
     return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
 
 

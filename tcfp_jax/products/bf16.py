@@ -32,33 +32,34 @@ def dot(
     dtype: DTypeLike,
     sharding: Sharding = None,
 ) -> jax.Array:
-    """Return the product over some axes of each in `dtype`, summed in float32;
-    `sharding` as in `lax.dot_general`.
+    """Return the product over some axes of each in `dtype`, summed in float32.
 
-    >>> dot(jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16), (1,), (0,), jnp.float32).tolist()
+    `sharding` is that of the result, as in `lax.dot_general`.
+
+    >>> a, b = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16)
+    >>> dot(a, b, (1,), (0,), jnp.float32).tolist()
     [[3.0], [3.0]]
     """
     k = math.prod(a.shape[axis] for axis in a_axes)
     # Not by division, because `jax.export` may leave sizes open.
-    m, n = (
-        math.prod(x.shape[i] for i in range(x.ndim) if i not in axes)
-        for x, axes in ((a, a_axes), (b, b_axes))
-    )
+    m = math.prod(a.shape[i] for i in range(a.ndim) if i not in a_axes)
+    n = math.prod(b.shape[i] for i in range(b.ndim) if i not in b_axes)
     # A BF16 result comes straight from the product; a cast of a float32 one would be a
     # pass over it.
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     note(Key("dot_general", str(jnp.dtype(product_dtype)), (m, k, n)), a, b)
 
-    options: Any = dict(preferred_element_type=product_dtype, out_sharding=sharding)
-    product = lambda a, b: lax.dot_general(
-        a, b, ((a_axes, b_axes), ((), ())), **options
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=((a_axes, b_axes), ((), ())),
+        preferred_element_type=product_dtype,
+        out_sharding=sharding,
     )
 
-    def widened(*operands: jax.Array) -> jax.Array:
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
         # The barrier keeps XLA from deleting a cast to bfloat16 and back.
-        return product(
-            *(x.astype(jnp.float32) for x in lax.optimization_barrier(operands))
-        )
+        a, b = lax.optimization_barrier((a, b))
+        return product(a.astype(jnp.float32), b.astype(jnp.float32))
 
     # XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11).
     # It cannot run one that contracts the first axes of both and transposes its result,
@@ -66,26 +67,22 @@ def dot(
     # gradients, whose bits it does not change; in other products it would change the
     # order of sums.
     by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
-    y = (
-        lax.platform_dependent(a, b, cpu=widened, default=product)
-        if by_first
-        else product(a, b)
-    )
+    if by_first:
+        y = lax.platform_dependent(a, b, cpu=widened, default=product)
+    else:
+        y = product(a, b)
     return y.astype(dtype)
 
 
-def weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) -> jax.Array:
-    """Return the weight that a BF16 product reads: the floats, or some halves of the
-    stored form.
-    """
-    if quantized is None:
-        assert w is not None, "one of w and quantized is there"
-        return w.astype(jnp.bfloat16)
+def weight(weight: jax.Array | Stored, halves: Halves) -> jax.Array:
+    """Return a weight, or some halves of its stored form, as BF16 products read it."""
+    if not isinstance(weight, Stored):
+        return weight.astype(jnp.bfloat16)
+    if halves == "hi":
+        weight = weight.drop_residual()
     # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and
     # rounded once.
-    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(
-        jnp.bfloat16
-    )
+    return weight.dequantize(jnp.bfloat16)
 
 
 def weight_gradient(
@@ -153,16 +150,17 @@ def product(
 
 @functools.partial(product.defjvp, symbolic_zeros=True)
 def _jvp(recipe: Recipe, sharding: Sharding, primals: _Pair, tangents: _Pair) -> _Pair:
-    (x, w), (dx, dw) = primals, tangents
-    y, parts = product(recipe, sharding, x, w), []
+    x, w = primals
+    dx, dw = tangents
+    y = product(recipe, sharding, x, w)
+    parts = []
     linear = functools.partial(
         _linear.bind, dtype=y.dtype, sharding=sharding, wire=recipe.wire, mapped=()
     )
     if not isinstance(dw, SymbolicZero):
         # The backward pass keeps x in two bytes per value.
-        parts.append(
-            linear(checkpoint_name(x.astype(jnp.bfloat16), ACTIVATION_NAME), dw)
-        )
+        kept = checkpoint_name(x.astype(jnp.bfloat16), ACTIVATION_NAME)
+        parts.append(linear(kept, dw))
     if not isinstance(dx, SymbolicZero):
         parts.append(linear(dx, w))
     return y, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(y)
@@ -183,14 +181,16 @@ def _computed(
     mapped: _Mapped,
 ) -> jax.Array:
     def one(x: jax.Array, w: jax.Array) -> jax.Array:
-        wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        numbers, options = (
+        y = lax.dot_general(
+            x.astype(jnp.bfloat16),
+            w.astype(jnp.bfloat16),
             (((x.ndim - 1,), (0,)), ((), ())),
-            dict(preferred_element_type=wide, out_sharding=sharding),
+            preferred_element_type=(
+                jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+            ),
+            out_sharding=sharding,
         )
-        return lax.dot_general(
-            x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), numbers, **options
-        ).astype(dtype)
+        return y.astype(dtype)
 
     for in_axes in mapped:
         one = jax.vmap(one, in_axes)
@@ -219,13 +219,12 @@ def _wgrad(
     **_: object,
 ) -> jax.Array:
     def one(g: jax.Array, x: jax.Array) -> jax.Array:
-        operands, tokens = (
-            (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)),
-            tuple(range(g.ndim - 1)),
-        )
+        x = x.astype(jnp.bfloat16)
+        g = g.astype(jnp.bfloat16)
         if wire is not None:
-            return weight_gradient(*operands, w.aval.dtype, sharding, wire)
-        return dot(*operands, tokens, tokens, w.aval.dtype, sharding)
+            return weight_gradient(x, g, w.aval.dtype, sharding, wire)
+        tokens = tuple(range(g.ndim - 1))
+        return dot(x, g, tokens, tokens, w.aval.dtype, sharding)
 
     sharding = _sharding_of_one(w.aval, [of_w for _, of_w in mapped])
     with jax.named_scope("wgrad"):

@@ -17,7 +17,8 @@ from pallas_kernels import specs
 from pallas_kernels.dispatch import shared
 from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.specs import Entry, Sharding
-from tcfp_jax.products.matmul import Asked, product
+from tcfp_jax.products.fp8_weights import Asked
+from tcfp_jax.products.matmul import product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.stored import Stored

@@ -1,10 +1,15 @@
 """`pack_fp4`, `fp4_matmul` and `fp4_linear`: products with a weight of four bits,
 packed once or at each call.
 
-packed = pack_fp4(w)                                                       # once; w is float [k, n]
-y = fp4_matmul(x, packed)                                                  # x in BF16
-y = fp4_matmul(x, w, recipe="mxfp4")                                       # packed here, as MXFP4
-y = fp4_matmul(x, w, recipe=recipe("nvfp4", activation="float4_e2m1fn"))   # both operands in NVFP4
+    packed = pack_fp4(w)                  # once; w is float [k, n]
+    y = fp4_matmul(x, packed)             # x in BF16
+    y = fp4_matmul(x, w, recipe="mxfp4")  # packed here, as MXFP4
+    both = recipe("nvfp4", activation="float4_e2m1fn")
+    y = fp4_matmul(x, w, recipe=both)     # both operands in NVFP4
+
+Left out: training of the codes (train adapters next to them, or float parameters with
+recipe("nvfp4_training")), stacks of weights (`jax.vmap`), groups of rows, and codes of
+your own choice (`tcfp_jax.inference.choose_codes`).
 """
 
 import jax
@@ -55,8 +60,10 @@ def fp4_matmul(
     recipe: Recipe | str | None = None,
     out_sharding: Sharding = None,
 ) -> jax.Array:
-    """Return `x @ w` with a weight of four bits: `y = outer * sum_k x (code * scale)`,
-    exact but for float32 sums.
+    """Return `x @ w` with a weight of four bits.
+
+    Use this to serve a weight in 4.5 bits per value or less, or to try FP4 on one
+    product. `y = outer * sum_k x (code * scale)` is exact but for float32 sums.
 
     Args:
       x: real floats `[..., k]` of 16 bits or more; any sizes.
@@ -85,7 +92,8 @@ def fp4_matmul(
       ValueError: k differs, the codes have another format or tile than the recipe, or
         the recipe does not pack weights.
 
-    >>> fp4_matmul(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), recipe="mxfp4")[0].tolist()
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> fp4_matmul(x, w, recipe="mxfp4")[0].tolist()
     [1.5, 1.5, 1.5, 1.5]
     """
     if isinstance(w, Operand):
@@ -110,10 +118,12 @@ def fp4_linear(
     recipe: Recipe | str | None = None,
     out_sharding: Sharding = None,
 ) -> jax.Array:
-    """Return `x @ w + bias` with a weight of four bits; see `fp4_matmul` for everything
-    but the bias `[n]`.
+    """Return `x @ w + bias` with a weight of four bits.
 
-    >>> fp4_linear(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), jnp.ones(4), recipe="mxfp4")[0].tolist()
+    Use this instead of `fp4_matmul` for a layer with a bias `[n]`.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> fp4_linear(x, w, jnp.ones(4), recipe="mxfp4")[0].tolist()
     [2.5, 2.5, 2.5, 2.5]
     """
     y = fp4_matmul(x, w, recipe=recipe, out_sharding=out_sharding)

@@ -89,8 +89,10 @@ def product(
     [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
     """
     if key is None:
-        x, w = _keyless(recipe, x), _keyless(recipe, w)
-    return _product(recipe, x, w, None if key is None else _words_of(key))
+        x = _keyless(recipe, x)
+        w = _keyless(recipe, w)
+        return _product(recipe, x, w, None)
+    return _product(recipe, x, w, _words_of(key))
 
 
 # A rule of its own and not a check in the rule of `_product`, for the reason that
@@ -204,15 +206,13 @@ def _backward(
     g = differentiated_once(g)
     words = saved.words
     with jax.named_scope("dgrad"):
-        dx = _multiply(
-            _quantized("g", g, words), saved.w, (g.ndim - 1, 1), saved.dtypes[0]
-        )
+        g_q = _quantized("g", g, words)
+        dx = _multiply(g_q, saved.w, (g.ndim - 1, 1), saved.dtypes[0])
     with jax.named_scope("wgrad"):
-        tokens = lambda x: x.reshape(-1, x.shape[-1])
-        g_q, x_q = (
-            _quantized("g_wgrad", tokens(g), words),
-            _quantized("x_wgrad", tokens(saved.x), words),
-        )
+        g_tokens = g.reshape(-1, g.shape[-1])
+        x_tokens = saved.x.reshape(-1, saved.x.shape[-1])
+        g_q = _quantized("g_wgrad", g_tokens, words)
+        x_q = _quantized("x_wgrad", x_tokens, words)
         dw = _multiply(x_q, g_q, (0, 0), saved.dtypes[1])
     return dx[..., : saved.k], dw, None
 

@@ -13,12 +13,11 @@ bits and is exact in BF16. So a product of two NVFP4 operands is a BF16 product 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.specs import (
     Sharding,
     entries,
@@ -28,82 +27,123 @@ from pallas_kernels.specs import (
     with_entries,
 )
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
+from tcfp_jax.products.fp8_weights import (
+    Asked,
+    Gradients,
+    Rule,
+    Saved,
+    quantize_operand,
+    read_weight,
+    rounded,
+    saved_of,
+    weight_gradient,
+)
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 
 
-def forward(
-    x: jax.Array, w: Stored, recipe: Recipe, out_sharding: Sharding
+def _forward(
+    asked: Asked,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    x_quantized: Quantized | None,
+) -> tuple[jax.Array, Saved]:
+    """Return (the product, the residuals of its backward pass)."""
+    recipe = asked.recipe
+    weight = read_weight(w, quantized)
+    # Only wgrad reads an FP8 x: codes are decoded to exact BF16 numbers.
+    if x_quantized is None and recipe.wgrad != "bf16":
+        with jax.named_scope("quantize_x"):
+            x_quantized = quantize_operand(x, recipe.activation, recipe)
+    with jax.named_scope("forward"):
+        y = _product(x, _codes(weight), recipe, asked.out_sharding)
+    return y, saved_of(recipe, x, x_quantized, w, weight)
+
+
+def _product(
+    x: jax.Array, codes: Operand, recipe: Recipe, out_sharding: Sharding
 ) -> jax.Array:
-    """Multiply x `[..., k]` by a packed weight; the result is `[..., n]` in the dtype
-    of x.
+    """Multiply x `[..., k]` by packed codes; the result is `[..., n]` in the dtype of
+    x.
     """
-    codes = _codes(w)
     if recipe.forward == "full" and recipe.activation == "float4_e2m1fn":
-        rounded = _in_nvfp4(x)
+        rounded_x = _in_nvfp4(x)
         # `along` fills k with zeros up to whole blocks, and codes of an odd k up to a
         # whole byte.
         y = fp4_matmul(
-            rounded.values[..., : codes.shape[-1]],
+            rounded_x.values[..., : codes.shape[-1]],
             codes,
             out_dtype=jnp.float32,
             out_sharding=out_sharding,
             backend=recipe.backend,
         )
-        return (y * rounded.outer).astype(x.dtype)
+        return (y * rounded_x.outer).astype(x.dtype)
     if codes.shape[-1] != x.shape[-1]:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     return fp4_matmul(
         x,
         codes,
-        activation=_rounded(recipe.forward),
+        activation=_rounded_to(recipe.forward),
         out_sharding=out_sharding,
         backend=recipe.backend,
     )
 
 
-def dgrad(
+def _backward(
+    asked: Asked,
+    saved: Saved,
     g: jax.Array,
-    w: Stored,
-    recipe: Recipe,
-    k: int,
-    dtype: DTypeLike,
-    sharding: Sharding,
+    g_quantized: Quantized | None = None,
+    total: jax.Array | None = None,
+) -> Gradients:
+    """Return the gradients of x and w; the arguments are those of FP8's rule."""
+    recipe = asked.recipe
+    g = rounded(recipe, g)
+    wgrad_reads_fp8 = recipe.wgrad != "bf16" and saved.w_type is not None
+    if g_quantized is None and wgrad_reads_fp8:
+        with jax.named_scope("quantize_g"):
+            g_quantized = quantize_operand(g, recipe.gradient, recipe)
+    with jax.named_scope("dgrad"):
+        dx = _dgrad(g, _codes(saved.weight), recipe, saved.x_type)
+    return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
+
+
+def _dgrad(
+    g: jax.Array, codes: Operand, recipe: Recipe, x_type: jax.core.ShapedArray
 ) -> jax.Array:
-    """Return the gradient of x `[..., k]` in `dtype` from the gradient g `[..., n]` of
-    the result.
-    """
-    codes = _codes(w)
-    odd = codes.shape[-1] != k
-    asked = (
-        with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None))
-        if odd
-        else sharding
-    )
+    """Return the gradient of an x of this type, from the gradient g of the result."""
+    k = x_type.shape[-1]
+    sharding = sharding_of(x_type)
+    is_odd = codes.shape[-1] != k
+    asked: Sharding = sharding
+    if is_odd:
+        asked = with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None))
     dx = fp4_matmul(
         g,
         codes,
         contracts="n",
-        activation=_rounded(recipe.dgrad),
-        out_dtype=dtype,
+        activation=_rounded_to(recipe.dgrad),
+        out_dtype=x_type.dtype,
         out_sharding=asked,
         backend=recipe.backend,
     )
-    if not odd:
+    if not is_odd:
         return dx
     dx = dx[..., :k]
-    return (
-        dx
-        if sharding_of(dx) is None or sharding is None
-        else moved(dx, entries(sharding, g.ndim))
-    )
+    if sharding_of(dx) is None or sharding is None:
+        return dx
+    return moved(dx, entries(sharding, g.ndim))
+
+
+RULE = Rule(_forward, _backward)
 
 
 def check_odd(x: tuple[int, ...], w: Stored) -> None:
     """Raise a ValueError if x is one value short of packed codes that do not know their
     odd k.
     """
-    if x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
+    if w.is_packed and x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
         raise ValueError(
             f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds"
             f" k={w.shape[-2]}, as a byte holds two codes; pad x with one zero if w was"
@@ -111,9 +151,21 @@ def check_odd(x: tuple[int, ...], w: Stored) -> None:
         )
 
 
-def _codes(w: Stored) -> Operand:
+def reader_of(w: Stored) -> str:
+    """Return how to multiply by packed codes, for messages; "" for other weights."""
+    codes = w.scaling
+    if not isinstance(codes, Fp4):
+        return ""
+    return (
+        "products read codes in the format and tile that they have: use"
+        f' recipe("{codes.format}", tile="{codes.tile}"), which fp4_matmul does'
+        " with recipe=None, or pack the float weight by this recipe"
+    )
+
+
+def _codes(w: jax.Array | Stored) -> Operand:
     # `quantize_params` by name cannot know that a layer stores [n, k]
-    if w.forward is None:
+    if not isinstance(w, Stored) or w.forward is None:
         raise ValueError(
             f"the FP4 codes of w{list(w.shape)} are packed along n, but products read"
             " them along k; quantize its floats by"
@@ -123,7 +175,7 @@ def _codes(w: Stored) -> Operand:
     return w.forward
 
 
-def _rounded(how: Arithmetic) -> Activation:
+def _rounded_to(how: Arithmetic) -> Activation:
     return "bfloat16" if how == "bf16" else "float8_e4m3fn"
 
 

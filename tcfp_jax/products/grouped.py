@@ -29,13 +29,14 @@ from pallas_kernels.operands import Operand
 from pallas_kernels.specs import has_explicit_axes, varying_alike
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, differentiated_once, site
-from tcfp_jax.products.matmul import (
+from tcfp_jax.products.fp8_weights import (
+    Read,
     Saved,
-    check_input,
-    form_read,
+    halves_read,
     quantize_operand,
-    weight_of,
+    read_weight,
 )
+from tcfp_jax.products.matmul import check_input, form_read, weight_of
 from tcfp_jax.recipes import Arithmetic, Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -205,24 +206,18 @@ def _forward(
     with jax.named_scope("quantize_x"):
         rows, columns = _read(x, recipe.activation, recipe.forward, recipe)
     with jax.named_scope("forward"):
-        halves = "hi+lo" if recipe.stored is None else recipe.stored.forward
-        if recipe.forward == "bf16" or quantized is None:
-            weight: Operand | jax.Array = bf16.weight(w, quantized, halves).swapaxes(
-                -1, -2
-            )
+        halves = halves_read(recipe, "forward")
+        weight = read_weight(w, quantized)
+        operand: Read
+        if recipe.forward != "bf16" and isinstance(weight, Stored):
+            operand = weight.for_forward(halves)
         else:
-            weight = quantized.for_forward(halves)
-        y = multiply(
-            rows, weight, sizes, out_dtype=x.dtype, **_how(recipe.forward, recipe)
-        )
+            operand = bf16.weight(weight, halves).swapaxes(-1, -2)
+        how = _how(recipe.forward, recipe)
+        y = multiply(rows, operand, sizes, out_dtype=x.dtype, **how)
     columns = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), columns)
     w_type = None if w is None else jax.typeof(w)
-    return y, (
-        Saved(
-            columns, w if quantized is None else None, quantized, jax.typeof(x), w_type
-        ),
-        sizes,
-    )
+    return y, (Saved(columns, weight, jax.typeof(x), w_type), sizes)
 
 
 def _forward_rule(
@@ -241,30 +236,23 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     saved, sizes = residuals
     with jax.named_scope("quantize_g"):
-        rows, columns = _read(
-            differentiated_once(g), recipe.gradient, recipe.dgrad, recipe
-        )
+        g = differentiated_once(g)
+        rows, columns = _read(g, recipe.gradient, recipe.dgrad, recipe)
     with jax.named_scope("dgrad"):
-        halves = "hi+lo" if recipe.stored is None else recipe.stored.dgrad
-        if recipe.dgrad == "bf16" or saved.quantized is None:
-            weight: Operand | jax.Array = bf16.weight(saved.w, saved.quantized, halves)
+        halves = halves_read(recipe, "dgrad")
+        operand: Read
+        if recipe.dgrad != "bf16" and isinstance(saved.weight, Stored):
+            operand = saved.weight.for_dgrad(halves)
         else:
-            weight = saved.quantized.for_dgrad(halves)
-        dx = multiply(
-            rows,
-            weight,
-            sizes,
-            out_dtype=saved.x_type.dtype,
-            **_how(recipe.dgrad, recipe),
-        )
+            operand = bf16.weight(saved.weight, halves)
+        how = _how(recipe.dgrad, recipe)
+        dx = multiply(rows, operand, sizes, out_dtype=saved.x_type.dtype, **how)
     if saved.w_type is None:
         return dx, None, None, None
     with jax.named_scope("wgrad"):
-        assert saved.x is not None, "kept for this product"
-        options = _how(recipe.wgrad, recipe)
-        dw = grouped_weight_gradient(
-            saved.x, columns, sizes, out_dtype=saved.w_type.dtype, **options
-        )
+        how = _how(recipe.wgrad, recipe)
+        dtype = saved.w_type.dtype
+        dw = grouped_weight_gradient(saved.x, columns, sizes, out_dtype=dtype, **how)
     return dx, dw, None, None
 
 
@@ -273,7 +261,7 @@ _product.defvjp(_forward_rule, _backward)
 
 def _read(
     x: jax.Array, dtype: DTypeLike, how: Arithmetic, recipe: Recipe
-) -> tuple[Operand | jax.Array, Operand | jax.Array]:
+) -> tuple[Read, Read]:
     """Return x or g `[m, c]` as its product along c reads it, computed `how`, and
     `[c, m]` as wgrad does.
     """
@@ -284,10 +272,9 @@ def _read(
         narrow = with_layout_constraint(narrow, Layout((0, 1)))
         return narrow, narrow.T
     made = quantize_operand(x, dtype, recipe)
-    return (
-        narrow if how == "bf16" else made.rows,
-        narrow.T if made.columns is None else made.columns,
-    )
+    rows = narrow if how == "bf16" else made.rows
+    columns = narrow.T if made.columns is None else made.columns
+    return rows, columns
 
 
 def _how(how: Arithmetic, recipe: Recipe) -> Any:

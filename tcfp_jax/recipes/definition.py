@@ -203,7 +203,7 @@ class Recipe(_Checked):
         """The form of the weights."""
         if self.stored is None:
             return TCFPMode.BF16
-        if isinstance(self.scaling, Fp4):
+        if self.scaling.packed:
             return TCFPMode.FP4
         return TCFPMode.TCFP12 if isinstance(self.weight, Dual) else TCFPMode.FP8
 
@@ -302,7 +302,7 @@ def _in_e5m2_twice(r: Recipe) -> list[str]:
 
 def _contradictions_of_fp4(r: Recipe) -> Iterator[str]:
     """Yield the broken rules of four-bit weights and of FP4 training."""
-    packed = isinstance(r.scaling, Fp4)
+    packed = r.scaling.packed
     if packed != (r.stored is not None and r.stored.dtype == "float4_e2m1fn"):
         yield (
             f"weight={r.weight} with scaling={r.scaling}: codes of four bits and the"
@@ -355,7 +355,7 @@ def _contradictions_of_products(r: Recipe) -> Iterator[str]:
             ' weight=Single() or Dual(), or recipe("bf16") without overrides'
         )
     x_and_g_in_bf16 = "bf16" in (r.forward, r.dgrad)
-    if r.wgrad != "bf16" and x_and_g_in_bf16 and not isinstance(r.scaling, Fp4):
+    if r.wgrad != "bf16" and x_and_g_in_bf16 and not r.scaling.packed:
         yield (
             f"{_of_products(r)}: wgrad multiplies the x and g that the other two"
             ' quantized; use wgrad="bf16", or "fast" or "full" for all three'
@@ -385,7 +385,7 @@ def _contradictions_of_scaling(r: Recipe) -> Iterator[str]:
             ' error or copy serves both; use weight=Single() with copies="both", or'
             " square blocks"
         )
-    blocks = isinstance(r.scaling, Block)
+    blocks = r.scaling.in_blocks
     if blocks and "fast" in (r.forward, r.dgrad, r.wgrad):
         yield (
             f"scaling={r.scaling} with {_of_products(r)}: a product is promoted to"

@@ -137,12 +137,12 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     scaling = fields.get("scaling", base.scaling)
     if of_scaling:
         scaling = _with_scaling(scaling, of_scaling)
-    if "activation" in fields and isinstance(scaling, Fp4):
+    if "activation" in fields and scaling.packed:
         in_bf16 = fields["activation"] == "bfloat16"
         fields.setdefault("forward", "bf16" if in_bf16 else "full")
         if in_bf16:
-            del fields["activation"]
-    if scaling != base.scaling and isinstance(scaling, Block):
+            fields["activation"] = Recipe.activation
+    if scaling != base.scaling and scaling.in_blocks:
         for product in PRODUCTS:
             if getattr(base, product) == "fast":
                 fields.setdefault(product, "full")
@@ -223,7 +223,7 @@ def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
     scale = given.get("scale", "pow2")
     if "block" in given and given["block"] is None:
         return Tensor(scale)
-    if "block" in given or isinstance(scaling, Block):
+    if "block" in given or scaling.in_blocks:
         before = scaling if isinstance(scaling, Block) else Block()
         if scale != "pow2":
             raise ValueError(

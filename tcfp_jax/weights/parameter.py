@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Operand
 from tcfp_jax.paths import PyTree, serialize_with_flax
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.sampling import is_part, sample_of_transpose
@@ -126,7 +126,8 @@ class Parameter(NotAnArray):
 
         A layer that stores `[n, k]` gets the transpose of both.
         """
-        values, slot = self.read(), self.slot
+        values = self.read()
+        slot = self.slot
         if not self.layout.transposed:
             return values, slot
         return values.swap(), None if slot is None else slot.swapaxes(-1, -2)
@@ -136,7 +137,8 @@ class Parameter(NotAnArray):
 
         It has a gradient under `tcfp_jax.grad`.
         """
-        values, slot = self.read().dequantize(dtype), self.slot
+        values = self.read().dequantize(dtype)
+        slot = self.slot
         return values if slot is None else values + slot.astype(dtype)
 
     def kernel(self) -> jax.Array:
@@ -154,7 +156,8 @@ class Parameter(NotAnArray):
         Use it for a head that reads the transpose of its table. The gradient goes
         through the transposed matrix to the parameter.
         """
-        state, slot = self.state, self.slot
+        state = self.state
+        slot = self.slot
         own = replace(state.weight.layout, inputs=(0,), outputs=(1,), stack=())
         swapped = replace(
             state,
@@ -199,7 +202,8 @@ class Parameter(NotAnArray):
         """Raise a ValueError if arrays of the state, or dtypes, are not those that a
         rounding writes.
         """
-        state, rows = self.state, self.rows
+        state = self.state
+        rows = self.rows
         kept = {"stochastic": state.rounding, "feedback": state.error}
         for remainder, array in kept.items():
             if (array is not None) != (state.remainder == remainder):
@@ -240,7 +244,7 @@ def parameter_of(weight: Parameter | Stored) -> Parameter:
     """
     if isinstance(weight, Parameter):
         return weight
-    if isinstance(weight.scaling, Fp4):
+    if weight.is_packed:
         raise TypeError(NO_GRADIENT)
     raise TypeError(
         f"a {weight.describe()} is a copy of a parameter, as error_feedback and"

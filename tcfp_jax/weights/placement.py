@@ -144,7 +144,7 @@ class Placement:
         transposed = [*kept[:-2], kept[-1], kept[-2]]
         if not turned:
             orders = [kept]
-        elif isinstance(scaling, Fp4):
+        elif scaling.packed:
             orders = [transposed]
         else:
             orders = [kept, transposed]

@@ -223,17 +223,18 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
     """Return the codes `[n, k]` of a matrix, which serve both products; an odd k gets a
     row of zeros.
     """
-    n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
-    rows, columns = w.shape if contracts == "last" else w.shape[::-1]
+    n, k = entries_of(w)
+    rows, columns = w.shape
+    if contracts == "first":
+        n, k = k, n
+        rows, columns = columns, rows
     mesh = jax.typeof(w).sharding.mesh
     # A device holds whole blocks, or all of an axis.
-    n = (
-        n
-        if rows % (shards(mesh, n) * (scaling.block if scaling.tile == "square" else 1))
-        == 0
-        else None
-    )
-    k = k if columns % (shards(mesh, k) * scaling.block) == 0 else None
+    side = scaling.block if scaling.squares else 1
+    if rows % (shards(mesh, n) * side):
+        n = None
+    if columns % (shards(mesh, k) * scaling.block):
+        k = None
 
     def pack(w: jax.Array) -> Operand:
         w = w if contracts == "last" else w.T
@@ -245,8 +246,6 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
         pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w
     )
     odd = columns % 2
-    return (
-        Stored(operand, None, padding=odd)
-        if contracts == "first"
-        else Stored(None, operand, padding=odd)
-    )
+    if contracts == "first":
+        return Stored(operand, None, padding=odd)
+    return Stored(None, operand, padding=odd)

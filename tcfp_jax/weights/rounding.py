@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.checks import check_choice
-from pallas_kernels.operands import Fp4, Operand, Quantized, Tensor, check_real
+from pallas_kernels.operands import Operand, Quantized, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.specs import entries_of, moved
 from tcfp_jax.recipes import Dual, Recipe, describe
@@ -55,8 +55,8 @@ def make_parameter(
 
     >>> from tcfp_jax.recipes import recipe
     >>> weight = Weight(recipe("tcfp12_single"), Layout((0,), (1,)))
-    >>> made = make_parameter(jnp.full((2, 2), 0.5), weight, key=None, remainder="dropped")
-    >>> made.kernel().tolist()
+    >>> kernel = jnp.full((2, 2), 0.5)
+    >>> make_parameter(kernel, weight, key=None, remainder="dropped").kernel().tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
     _check(weight.recipe, key, remainder)
@@ -128,8 +128,8 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
 
     The module's docstring states the rule.
 
-    >>> found = [next_scale(jnp.float32(1.0), jnp.float32(a)) for a in (112.0, 113.0, 13.0)]
-    >>> [float(scale) for scale in found]
+    >>> last = jnp.float32(1.0)
+    >>> [float(next_scale(last, jnp.float32(a))) for a in (112.0, 113.0, 13.0)]
     [1.0, 4.0, 0.25]
     """
     fresh = numerics.pow2_cover(amax, _TARGET)
@@ -152,7 +152,8 @@ def _written(
       scale: their scale; None for blocks, which find their own.
       rounding: state of stochastic rounding before it.
     """
-    recipe, form = state.weight.recipe, state.form
+    recipe = state.weight.recipe
+    form = state.form
     amax = None
     if scale is not None:
         # Weights above 2**125 have the scale 2**121, whose largest magnitude is not a
@@ -227,7 +228,7 @@ def _unstacked(weight: Weight) -> Weight:
 
 
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
-    if isinstance(recipe.scaling, Fp4):
+    if recipe.scaling.packed:
         raise ValueError(
             f"weight={recipe.stored} with scaling={recipe.scaling}: codes of four bits"
             " are too coarse to be a parameter that updates change; keep float"

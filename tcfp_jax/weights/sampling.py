@@ -100,20 +100,18 @@ def _sample(w: jax.Array) -> jax.Array:
 
 @jax.jit
 def _sample_of_codes(rows: Operand) -> jax.Array:
-    # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib 0.10
-    # to 0.12) takes the bytes of a constant stack in another order.
-    taken = lambda codes: lax.optimization_barrier(
-        _taken(lax.bitcast_convert_type(codes, jnp.uint8))
-    )
-    number = lambda codes: lax.bitcast_convert_type(taken(codes), codes.dtype)
+    def numbers(codes: jax.Array) -> jax.Array:
+        # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib
+        # 0.10 to 0.12) takes the bytes of a constant stack in another order.
+        as_bytes = _taken(lax.bitcast_convert_type(codes, jnp.uint8))
+        as_bytes = lax.optimization_barrier(as_bytes)
+        return lax.bitcast_convert_type(as_bytes, codes.dtype).astype(jnp.float32)
+
     scale = rows.scale[..., None]
     if rows.scaling != Tensor():
         scale = _taken(jnp.broadcast_to(rows.scale_of_values(), rows.values.shape))
     # hi + lo has 18 bits, and the scale is a power of two: nothing is rounded.
-    return (
-        number(rows.values).astype(jnp.float32)
-        + number(rows.residual).astype(jnp.float32)
-    ) * scale
+    return (numbers(rows.values) + numbers(rows.residual)) * scale
 
 
 def _taken(w: jax.Array) -> jax.Array:
@@ -125,22 +123,20 @@ def _taken(w: jax.Array) -> jax.Array:
 
 def _places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows and columns of the values in the sample of a matrix `[k, n]`."""
-    first, second = (np.modf(np.arange(1, SIZE // 2 + 1) * step)[0] for step in _STEPS)
-    of_rows, of_columns = (
-        np.concatenate([first, second]),
-        np.concatenate([second, first]),
-    )
-    return (of_rows * k).astype(np.int32), (of_columns * n).astype(np.int32)
+    count = np.arange(1, SIZE // 2 + 1)
+    first, second = (np.modf(count * step)[0] for step in _STEPS)
+    rows = np.concatenate([first, second]) * k
+    columns = np.concatenate([second, first]) * n
+    return rows.astype(np.int32), columns.astype(np.int32)
 
 
 def _of_stack(w: jax.Array) -> NamedSharding | None:
-    """Return the sharding of a sample of `w` under explicit axes: split as its stack,
-    with the 16 values whole.
+    """Return the sharding of a sample of `w` under explicit axes.
+
+    It is split as the stack, and the 16 values are whole.
     """
     sharding = sharding_of(w)
+    if sharding is None:
+        return None
     stack = entries_of(w)[: w.ndim - 2]
-    return (
-        None
-        if sharding is None
-        else NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
-    )
+    return NamedSharding(sharding.mesh, PartitionSpec(*stack, None))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Fp4, Operand, Scaling
+from pallas_kernels.operands import Operand, Scaling
 from pallas_kernels.specs import device_count
 from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Dual, Halves, Single
@@ -123,7 +123,7 @@ class Stored(NotAnArray):
         """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of
         `split` and `quantize` `[k, n]`.
         """
-        if isinstance(operand.scaling, Fp4):
+        if operand.scaling.packed:
             return Stored(operand, None)
         return Stored(None, operand)
 
@@ -158,6 +158,11 @@ class Stored(NotAnArray):
         return self._one.lo is not None
 
     @property
+    def is_packed(self) -> bool:
+        """True if the values are packed FP4 codes."""
+        return self.scaling.packed
+
+    @property
     def has_both(self) -> bool:
         """True if each product has its own operand."""
         return self.forward is not None and self.backward is not None
@@ -187,18 +192,13 @@ class Stored(NotAnArray):
         """Return whether forward and dgrad of a recipe with this scaling and form of
         weights can read it.
         """
-        one = self._one
-        halves = one.lo is not None if "hi+lo" in (form.forward, form.dgrad) else True
         if isinstance(form, Single):
-            halves = one.lo is None
-        if isinstance(one.scaling, Fp4) and isinstance(scaling, Fp4):
-            # Products do not care about the rule that found the scales.
-            return (one.scaling.format, one.scaling.tile) == (
-                scaling.format,
-                scaling.tile,
-            )
+            has_halves = not self.has_residual
+        else:
+            reads_both = "hi+lo" in (form.forward, form.dgrad)
+            has_halves = self.has_residual or not reads_both
         turns = self.has_both or scaling.serves_both
-        return one.scaling == scaling and halves and turns
+        return scaling.reads(self.scaling) and has_halves and turns
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Return whether it is a weight of this shape `[..., k, n]`.
@@ -208,7 +208,7 @@ class Stored(NotAnArray):
         """
         if self.shape == tuple(shape):
             return True
-        if not isinstance(self.scaling, Fp4):
+        if not self.is_packed:
             return False
         padded = list(shape)
         k = -2 if self.backward is None else -1
@@ -217,7 +217,7 @@ class Stored(NotAnArray):
 
     def describe(self) -> str:
         """Return a description for messages."""
-        if isinstance(self.scaling, Fp4):
+        if self.is_packed:
             return f"weight of packed FP4 codes with {self.scaling}"
         halves = "hi + lo" if self.has_residual else "one FP8 tensor"
         orientations = "both orientations" if self.has_both else "one orientation"
@@ -268,7 +268,7 @@ class Stored(NotAnArray):
         """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors
         dgrad's.
         """
-        if isinstance(self.scaling, Fp4):
+        if self.is_packed:
             return self._unpadded(self._one.scale_of_values())
         return self.for_dgrad().scale_of_values()
 
@@ -348,7 +348,7 @@ def _constant(stored: Stored) -> Stored:
 
 @_constant.defjvp
 def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
-    if isinstance(primals[0].scaling, Fp4):
+    if primals[0].is_packed:
         raise TypeError(NO_GRADIENT)
     raise TypeError(
         "a gradient with respect to a stored weight is asked for: its halves are FP8,"

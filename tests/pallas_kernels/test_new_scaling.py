@@ -39,6 +39,9 @@ class Tenth:
     def along_rows(self):
         return self
 
+    def reads(self, other):
+        return self == other
+
     def scale_shape(self, shape):
         return shape[:-2]
 

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 import tcfp_jax.recipes
 from pallas_kernels.matmul.api import matmul
-from tcfp_jax.products import matmul as products_matmul
+from tcfp_jax.products import fp8_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME
-from tcfp_jax.products.matmul import Asked, product
+from tcfp_jax.products.fp8_weights import Asked
+from tcfp_jax.products.matmul import product
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
 
@@ -607,7 +608,7 @@ def test_each_product_adds_as_its_field_of_the_recipe_says(data, monkeypatch):
         asked.append(accumulation)
         return matmul(*operands, accumulation=accumulation, **options)
 
-    monkeypatch.setattr(products_matmul, "multiply", multiply)
+    monkeypatch.setattr(fp8_weights, "multiply_fp8", multiply)
     x, w, g = data
     for hows in itertools.product(("fast", "full"), repeat=3):
         recipe = tcfp_jax.recipe(

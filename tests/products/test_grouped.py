@@ -17,7 +17,7 @@ import tcfp_jax
 from pallas_kernels.operands import Operand
 from tcfp_jax import monitor
 from tcfp_jax.products import grouped_matmul
-from tcfp_jax.products.matmul import quantize_operand
+from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tests import grouped

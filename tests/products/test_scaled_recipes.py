@@ -16,7 +16,7 @@ import tcfp_jax
 from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.products.matmul import quantize_operand
+from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.weights.quantization import quantize_weight
 
 RECIPES = {

@@ -1,0 +1,360 @@
+"""Products of a layer whose weight is stored in FP8, or not at all: each of the three
+is FP8 or BF16, as the recipe says.
+
+    forward   y[m, n]  = x_q[m, k]  . (W_hi + W_lo)ᵀ[n, k]    scale s_x s_w
+    dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
+    wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
+
+x and g are quantized once each. If wgrad is FP8, one pass makes both orientations, so
+the backward pass keeps x in one byte per value and nothing is transposed.
+
+`fp4_weights` shares the parts of this rule that do not read the weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from pallas_kernels.matmul.api import add_product, skip_matmul
+from pallas_kernels.matmul.api import matmul as multiply_fp8
+from pallas_kernels.operands import Accumulation, Operand, Orientation, Quantized
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.specs import Sharding, sharding_of
+from pallas_kernels.wire import Wire
+from tcfp_jax.products import bf16
+from tcfp_jax.products.annotations import (
+    ACTIVATION_NAME,
+    differentiated_once,
+    site,
+)
+from tcfp_jax.recipes import Arithmetic, Halves, Recipe
+from tcfp_jax.weights.stored import Stored
+
+# An operand as its product reads it: BF16 values, or FP8 with scales.
+Read: TypeAlias = jax.Array | Operand
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The static options of a product.
+
+    Attributes:
+      recipe: how to multiply.
+      out_sharding: how the result is sharded under explicit axes.
+    """
+
+    recipe: Recipe
+    out_sharding: Sharding = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Saved:
+    """The residuals of the backward pass.
+
+    Attributes:
+      x: x as wgrad reads it: BF16 `[..., k]`, or FP8 `[k, ...]`.
+      weight: the weight that dgrad reads: its stored form, or floats if there is none.
+      x_type: the type of x, which its gradient must have.
+      w_type: the type of the float weight or slot; None for a frozen weight.
+    """
+
+    x: Read
+    weight: jax.Array | Stored
+    x_type: jax.core.ShapedArray = field(metadata=dict(static=True))
+    w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
+
+
+# (options, x, w, quantized, x quantized already) to (the product, its residuals).
+Forward: TypeAlias = Callable[
+    [Asked, jax.Array, jax.Array | None, Stored | None, Quantized | None],
+    tuple[jax.Array, Saved],
+]
+# The gradients of these four operands; the last two have none.
+Gradients: TypeAlias = tuple[jax.Array, jax.Array | None, None, None]
+
+
+class Rule:
+    """The arithmetic of a product `x @ w`, and of its gradients.
+
+    Attributes:
+      forward: returns the product and the residuals of its backward pass.
+      backward: returns the gradients, from the options, residuals and gradient of the
+        result; perhaps from that gradient in FP8, and with a sum to add dw to.
+      product: the product, which JAX differentiates by these two.
+    """
+
+    def __init__(self, forward: Forward, backward: Callable[..., Gradients]) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.product = jax.custom_vjp(self._product, nondiff_argnums=(0,))
+        self.product.defvjp(self._saving, backward)
+
+    def _product(
+        self,
+        asked: Asked,
+        x: jax.Array,
+        w: jax.Array | None,
+        quantized: Stored | None,
+        x_quantized: Quantized | None,
+    ) -> jax.Array:
+        # JAX runs this body only if nobody differentiates; otherwise it takes the rule
+        # below, without the site.
+        y, _ = self.forward(asked, x, w, quantized, x_quantized)
+        return site(y, asked.recipe, (x, w, quantized, x_quantized))
+
+    def _saving(
+        self,
+        asked: Asked,
+        x: jax.Array,
+        w: jax.Array | None,
+        quantized: Stored | None,
+        x_quantized: Quantized | None,
+    ) -> tuple[jax.Array, Saved]:
+        if quantized is not None:
+            # Nothing reads w then, and JAX would drop an unread operand together with
+            # this check.
+            quantized, w = differentiated_once((quantized, w))
+        x = rounded(asked.recipe, x)
+        return self.forward(asked, x, w, quantized, x_quantized)
+
+
+def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
+    """Return activations or gradients; only products of BF16 ones have true second
+    derivatives.
+    """
+    if recipe.forward == recipe.dgrad == recipe.wgrad == "bf16":
+        return x
+    return differentiated_once(x)
+
+
+def read_weight(w: jax.Array | None, quantized: Stored | None) -> jax.Array | Stored:
+    """Return the form of a weight that products read: the stored one if it exists."""
+    weight = w if quantized is None else quantized
+    if weight is None:
+        raise ValueError("w is None, and so is quantized; pass one of them")
+    return weight
+
+
+def halves_read(recipe: Recipe, product: Literal["forward", "dgrad"]) -> Halves:
+    """Return the halves of a weight that a product reads."""
+    return "hi+lo" if recipe.stored is None else getattr(recipe.stored, product)
+
+
+def quantize_operand(x: jax.Array, dtype: DTypeLike, recipe: Recipe) -> Quantized:
+    """Quantize x or g `[..., c]`, in one pass and only in the orientations that its
+    products read.
+
+    Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]`
+    along all other axes, in wgrad.
+    """
+    orientation: Orientation = "rows" if recipe.wgrad == "bf16" else "both"
+    return quantize(
+        x,
+        dtype,
+        recipe.scaling.along_rows,
+        orientation=orientation,
+        backend=recipe.quantize_backend,
+    )
+
+
+def rows_of(x: jax.Array, quantized: Quantized | None, how: Arithmetic) -> Read:
+    """Return x or g as a product along its last axis reads it."""
+    if quantized is None or how == "bf16":
+        return x.astype(jnp.bfloat16)
+    return quantized.rows
+
+
+def columns_of(x: jax.Array, quantized: Quantized | None, how: Arithmetic) -> Read:
+    """Return x or g as a product along all other axes reads it; BF16 is not turned."""
+    if quantized is None or quantized.columns is None or how == "bf16":
+        return x.astype(jnp.bfloat16)
+    return quantized.columns
+
+
+def saved_of(
+    recipe: Recipe,
+    x: jax.Array,
+    x_quantized: Quantized | None,
+    w: jax.Array | None,
+    weight: jax.Array | Stored,
+) -> Saved:
+    """Return the residuals: only the operand of wgrad, and the weight that dgrad reads.
+
+    x takes one byte per value in FP8 and two in BF16. A float copy of a quantized
+    weight need not live until the backward pass.
+    """
+    kept = columns_of(x, x_quantized, recipe.wgrad)
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
+    return Saved(kept, weight, jax.typeof(x), None if w is None else jax.typeof(w))
+
+
+def weight_gradient(
+    recipe: Recipe,
+    saved: Saved,
+    g: jax.Array,
+    g_quantized: Quantized | None,
+    total: jax.Array | None,
+) -> jax.Array | None:
+    """Return the gradient of w, added to `total`.
+
+    A frozen weight, such as one for inference or under LoRA adapters, has none, and
+    costs no product.
+    """
+    if saved.w_type is None:
+        return None
+    dtype, sharding = saved.w_type.dtype, sharding_of(saved.w_type)
+    with jax.named_scope("wgrad"):
+        x = saved.x
+        columns = columns_of(g, g_quantized, recipe.wgrad)
+        if isinstance(x, Operand) and isinstance(columns, Operand):
+            if total is not None and recipe.wire is None:
+                accumulation = _accumulation(recipe.wgrad)
+                return add_product(total, x, columns, accumulation, recipe.backend)
+            dw = multiply(
+                x,
+                columns,
+                recipe,
+                recipe.wgrad,
+                out_dtype=dtype,
+                out_sharding=sharding,
+                wire=recipe.wire,
+            )
+        elif isinstance(x, Operand) or isinstance(columns, Operand):
+            raise TypeError("x and g of a weight gradient are both FP8, or both BF16")
+        elif recipe.wire is not None:
+            dw = bf16.weight_gradient(x, columns, dtype, sharding, recipe.wire)
+        else:
+            tokens = tuple(range(g.ndim - 1))
+            dw = bf16.dot(x, columns, tokens, tokens, dtype, sharding)
+    return dw if total is None else total + dw
+
+
+def multiply(
+    a: Operand,
+    b: Operand,
+    recipe: Recipe,
+    how: Arithmetic,
+    *,
+    out_dtype: DTypeLike,
+    out_sharding: Sharding = None,
+    wire: Wire | None = None,
+) -> jax.Array:
+    """Return `a @ b.T` of dequantized operands `[..., *c]` and `[n, *c]`, as
+    `[..., n]`.
+    """
+    form = recipe.stored
+    if form is not None and form.blocks == "nonzero" and b.lo is not None:
+        # Its kernel reads values that are contracted along their last axis.
+        return skip_matmul(
+            a,
+            b.settled(),
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+            backend=recipe.backend,
+        )
+    return multiply_fp8(
+        a,
+        b,
+        out_dtype=out_dtype,
+        out_sharding=out_sharding,
+        accumulation=_accumulation(how),
+        backend=recipe.backend,
+        wire=wire,
+    )
+
+
+def _accumulation(how: Arithmetic) -> Accumulation:
+    return "full" if how == "full" else "fast"
+
+
+def _forward(
+    asked: Asked,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    x_quantized: Quantized | None,
+) -> tuple[jax.Array, Saved]:
+    """Return (the product, the residuals of its backward pass)."""
+    recipe = asked.recipe
+    weight = read_weight(w, quantized)
+    # One pass serves the forward product and wgrad; if neither is FP8, x is not
+    # quantized.
+    reads_fp8 = recipe.forward != "bf16" or recipe.wgrad != "bf16"
+    if x_quantized is None and reads_fp8:
+        with jax.named_scope("quantize_x"):
+            x_quantized = quantize_operand(x, recipe.activation, recipe)
+    halves = halves_read(recipe, "forward")
+    with jax.named_scope("forward"):
+        rows = rows_of(x, x_quantized, recipe.forward)
+        if isinstance(rows, Operand):
+            y = multiply(
+                rows,
+                _stored(weight).for_forward(halves),
+                recipe,
+                recipe.forward,
+                out_dtype=x.dtype,
+                out_sharding=asked.out_sharding,
+            )
+        else:
+            kernel = bf16.weight(weight, halves)
+            axes = (x.ndim - 1,)
+            y = bf16.dot(rows, kernel, axes, (0,), x.dtype, asked.out_sharding)
+    return y, saved_of(recipe, x, x_quantized, w, weight)
+
+
+def _backward(
+    asked: Asked,
+    saved: Saved,
+    g: jax.Array,
+    g_quantized: Quantized | None = None,
+    total: jax.Array | None = None,
+) -> Gradients:
+    """Return the gradients of x and w from the result's, g.
+
+    Args:
+      asked: the options of the product.
+      saved: its residuals.
+      g: the gradient of the result.
+      g_quantized: the same in FP8, if the caller has quantized it.
+      total: a sum of weight gradients, to which this one is added.
+    """
+    recipe = asked.recipe
+    g = rounded(recipe, g)
+    wgrad_reads_fp8 = recipe.wgrad != "bf16" and saved.w_type is not None
+    # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad
+    # (columns).
+    if g_quantized is None and (wgrad_reads_fp8 or recipe.dgrad != "bf16"):
+        with jax.named_scope("quantize_g"):
+            g_quantized = quantize_operand(g, recipe.gradient, recipe)
+    halves = halves_read(recipe, "dgrad")
+    dtype, sharding = saved.x_type.dtype, sharding_of(saved.x_type)
+    with jax.named_scope("dgrad"):
+        rows = rows_of(g, g_quantized, recipe.dgrad)
+        if isinstance(rows, Operand):
+            dx = multiply(
+                rows,
+                _stored(saved.weight).for_dgrad(halves),
+                recipe,
+                recipe.dgrad,
+                out_dtype=dtype,
+                out_sharding=sharding,
+            )
+        else:
+            kernel = bf16.weight(saved.weight, halves)
+            dx = bf16.dot(rows, kernel, (g.ndim - 1,), (1,), dtype, sharding)
+    return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
+
+
+def _stored(weight: jax.Array | Stored) -> Stored:
+    if isinstance(weight, Stored):
+        return weight
+    raise TypeError("an FP8 product reads a stored weight; quantize it first")
+
+
+RULE = Rule(_forward, _backward)
