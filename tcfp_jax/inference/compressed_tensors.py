@@ -116,21 +116,7 @@ def save_compressed(
         name: json.dumps(scheme, sort_keys=True) for name, scheme in schemes.items()
     }
     weights = settle_families(weights, described, matrices, fused)
-    written = dict(floats)
-    scales: dict[str, tuple[np.ndarray, float]] = {}
-    for name, weight in weights.items():
-        arrays = arrays_of(name, weight)
-        taken = sorted(arrays.keys() & floats.keys())
-        if taken:
-            raise ValueError(
-                f"{taken[0]} is among the tensors, but holds a part of {name}.weight in"
-                " a file; drop it"
-            )
-        written |= arrays
-        if weight.outer is not None:
-            scale = np.asarray(arrays[f"{name}.weight_scale"])
-            scales[name] = (scale, float(weight.outer))
-    check_global_scales(scales, "quantize the weight itself, or exclude it")
+    written = dict(floats) | _arrays_of_all(weights, floats)
     ignored = list(dict.fromkeys([*ignore, *matrices]))
     quantization = _quantization_config(schemes, ignored)
     try:  # before any file changes
@@ -218,6 +204,28 @@ def _check_names(
             f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of"
             " the two"
         )
+
+
+def _arrays_of_all(
+    weights: Mapping[str, Operand], floats: Mapping[str, object]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of all weights; raise a ValueError if a name is taken."""
+    written: dict[str, np.ndarray] = {}
+    scales: dict[str, tuple[np.ndarray, float]] = {}
+    for name, weight in weights.items():
+        arrays = arrays_of(name, weight)
+        taken = sorted(arrays.keys() & floats.keys())
+        if taken:
+            raise ValueError(
+                f"{taken[0]} is among the tensors, but holds a part of {name}.weight in"
+                " a file; drop it"
+            )
+        written |= arrays
+        if weight.outer is not None:
+            scale = np.asarray(arrays[f"{name}.weight_scale"])
+            scales[name] = (scale, float(weight.outer))
+    check_global_scales(scales, "quantize the weight itself, or exclude it")
+    return written
 
 
 def _quantization_config(
