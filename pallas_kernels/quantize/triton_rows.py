@@ -169,11 +169,14 @@ def _call_tops(
     def kernel(x_ref: jax.Ref, rows_ref: jax.Ref, columns_ref: jax.Ref) -> None:
         i = pl.program_id(0)
         j = pl.program_id(1)
-        wide = _load(x_ref, _inside((m, k), sides, (i, j))).astype(jnp.float32)
-        of_rows = numerics.amax_by_bits(wide, 1).astype(dtype)
-        plgpu.store(rows_ref, of_rows, mask=_inside((m,), (rows,), (i,)))
-        of_columns = numerics.amax_by_bits(wide, 0).astype(dtype)
-        plgpu.store(columns_ref, of_columns, mask=_inside((k,), (columns,), (j,)))
+        inside = _inside((m, k), sides, (i, j))
+        wide = _load(x_ref, inside).astype(jnp.float32)
+        of_rows = numerics.amax_by_bits(wide, 1)
+        inside = _inside((m,), (rows,), (i,))
+        plgpu.store(rows_ref, of_rows.astype(dtype), mask=inside)
+        of_columns = numerics.amax_by_bits(wide, 0)
+        inside = _inside((k,), (columns,), (j,))
+        plgpu.store(columns_ref, of_columns.astype(dtype), mask=inside)
 
     shapes = [
         jax.ShapeDtypeStruct((grid[1], m), dtype),
@@ -227,11 +230,13 @@ def _call_apply(
         i, j = at(pl.program_id(0), pl.program_id(1))
         inside = _inside((m, k), (rows, columns), (i, j))
         wide = _load(x_ref, inside).astype(jnp.float32)
-        inverse = _load(refs[0], _inside((m,), (rows,), (i,)))
+        inside_rows = _inside((m,), (rows,), (i,))
+        inverse = _load(refs[0], inside_rows)
         values = scaled(wide, inverse[:, None])
         plgpu.store(refs[len(inverses)], values, mask=inside)
         if has_columns:
-            inverse = _load(refs[1], _inside((k,), (columns,), (j,)))
+            inside_columns = _inside((k,), (columns,), (j,))
+            inverse = _load(refs[1], inside_columns)
             values = scaled(wide, inverse[None, :]).T
             inside = _inside((k, m), (columns, rows), (j, i))
             plgpu.store(refs[3], values, mask=inside)
@@ -265,11 +270,13 @@ def _call_scales(
 
     def kernel(tops_ref: jax.Ref, inverse_ref: jax.Ref, scale_ref: jax.Ref) -> None:
         i = pl.program_id(0)
-        found = _load(tops_ref, _inside((tiles, n), sides, (0, i)))
-        amax = numerics.amax_by_bits(found.astype(jnp.float32), 0)
+        inside = _inside((tiles, n), sides, (0, i))
+        found = _load(tops_ref, inside).astype(jnp.float32)
+        amax = numerics.amax_by_bits(found, 0)
         scale, inverse = scales_of(options, amax, do)
-        plgpu.store(inverse_ref, inverse, mask=_inside((n,), (_LINES,), (i,)))
-        plgpu.store(scale_ref, scale, mask=_inside((n,), (_LINES,), (i,)))
+        inside = _inside((n,), (_LINES,), (i,))
+        plgpu.store(inverse_ref, inverse, mask=inside)
+        plgpu.store(scale_ref, scale, mask=inside)
 
     vector = pl.BlockSpec((_LINES,), lambda i: (i,))
     return _launch(
@@ -306,7 +313,8 @@ def _call_rows(
         # Nothing is clipped, because the scale of a row covers its values.
         values = do.scaled(wide, inverse, dtype).astype(dtype)
         plgpu.store(values_ref, values, mask=inside)
-        plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
+        inside = _inside((m,), (rows,), (i,))
+        plgpu.store(scale_ref, scale.reshape(rows), mask=inside)
 
     matrix = pl.BlockSpec(sides, lambda i: (i, 0))
     shapes = [
