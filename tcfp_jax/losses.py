@@ -1,7 +1,8 @@
 """`cross_entropy`: the loss of a language model's head, `x @ kernel` and softmax as one
 operation.
 
-    logits[t] = cap(x[t] @ kernel)                                        cap(a) = soft_cap tanh(a / soft_cap)
+    logits[t] = cap(x[t] @ kernel)
+    cap(a)    = soft_cap tanh(a / soft_cap)
     q[t]      = (1 - label_smoothing) one_hot(target[t]) + label_smoothing / vocabulary
     loss[t]   = logsumexp(logits[t]) - q[t] . logits[t] + z_loss logsumexp(logits[t])**2
 
@@ -77,9 +78,9 @@ def cross_entropy(
 ) -> "tuple[Float[jax.Array, ''], Float[jax.Array, '*tokens']]":
     """Return (the weighted mean of the losses, the loss of every token) of a head.
 
-    It never holds all logits. Use it instead of `x @ kernel` and a softmax cross entropy, if the vocabulary is
-    large. Logits are rounded to the dtype of x, as results of `tcfp_jax.matmul` are.
-    Sums and losses are float32.
+    It never holds all logits. Use it instead of `x @ kernel` and a softmax cross
+    entropy, if the vocabulary is large. Logits are rounded to the dtype of x, as results
+    of `tcfp_jax.matmul` are. Sums and losses are float32.
 
     Args:
       x: real floats `[..., k]`.

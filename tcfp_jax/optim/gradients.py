@@ -80,7 +80,8 @@ def grad(
     Use it if you do not need the value; see `value_and_grad`.
 
     >>> from tcfp_jax.optim.stored import dequantize, store
-    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", remainder="dropped")
+    >>> kernels = {"kernel": jnp.ones((4, 2))}
+    >>> params = store(kernels, "tcfp12_single", remainder="dropped")
     >>> energy = lambda params: jnp.sum(dequantize(params)["kernel"] ** 2)
     >>> grad(energy)(params)["kernel"][0].tolist()
     [2.0, 2.0]

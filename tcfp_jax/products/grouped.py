@@ -123,8 +123,10 @@ def grouped_matmul(
 def unsupported(recipe: Recipe) -> str:
     """Return why a recipe has no grouped product, or "".
 
-    >>> unsupported(named_recipe("blockwise")), unsupported(named_recipe("nvfp4_training"))
-    ('', 'nvfp4_training has no grouped product, which multiplies FP8 or BF16')
+    >>> unsupported(named_recipe("blockwise"))
+    ''
+    >>> unsupported(named_recipe("nvfp4_training"))
+    'nvfp4_training has no grouped product, which multiplies FP8 or BF16'
     """
     if recipe.fp4 is not None:
         return (

@@ -51,7 +51,8 @@ def lookup(
       ValueError: the table is a stack, or has scales of rows or blocks.
 
     >>> from tcfp_jax.optim.stored import store
-    >>> params = store({"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}, "tcfp12_single", key=jax.random.key(0))
+    >>> table = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    >>> params = store(table, "tcfp12_single", key=jax.random.key(0))
     >>> lookup(params["kernel"], jnp.array([1, -2])).tolist()
     [[3.0, 4.0], [1.0, 2.0]]
     """

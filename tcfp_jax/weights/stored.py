@@ -289,7 +289,7 @@ class Stored(NotAnArray):
         return self._unpadded(constant(self)._one.dequantize(dtype))
 
     def _unpadded(self, values: jax.Array) -> jax.Array:
-        """Return values of the present operand as values of the weight `[..., k, n]`."""
+        """Return values of the present operand as those of the weight."""
         if self.padding:
             values = values[..., : -self.padding]
         return values if self._one is self.backward else values.swapaxes(-1, -2)
