@@ -16,12 +16,13 @@ import sys
 sys.modules.update({"jax.experimental.pallas.triton": None, "jax._src.pallas.triton": None})
 import jax, jax.numpy as jnp
 import tcfp_jax
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tiled
 from pallas_kernels.fp4_matmul.unpacked import unpack
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Fp4, Operand, Quantization, Tensor
 from pallas_kernels.quantize.api import DUAL_IMPLEMENTATIONS, IMPLEMENTATIONS, dual_quantize, quantize
 from tcfp_jax import formats
+from tcfp_jax.formats import casting
 from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4
 
 x = jax.random.normal(jax.random.key(0), (128, 128))
@@ -56,7 +57,8 @@ for call in (lambda: quantize(x, jnp.float8_e4m3fn, backend="triton"), lambda: m
         assert f"triton: jax {jax.__version__} has no Pallas-Triton" in str(error), error
     else:
         raise AssertionError("a kernel ran")
-dispatch.device_kind = lambda: "NVIDIA H200"
+for module in (dispatch, tiled, casting):  # programs for another device than this one
+    module.device_kind = lambda: "NVIDIA H200"
 if "mosaic" in sys.argv:  # which comes first, though it was not timed
     for scaling in (Tensor(), Block(64, "square"), Block(64, "vector")):
         for table, *rest in ((IMPLEMENTATIONS, None), (DUAL_IMPLEMENTATIONS, x, None, None))[: 1 + scaling.serves_both]:
