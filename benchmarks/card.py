@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.options import chosen_of
 from benchmarks.records import RESULTS, ROOT, library_digest
-from models.progress import shown
+from models.training.progress import shown
 
 
 @dataclass(frozen=True)

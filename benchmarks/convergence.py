@@ -63,16 +63,18 @@ from benchmarks.variants import (
     chosen_of,
     fake_quantized,
 )
-from models.batches import check_corpus
-from models.data import IDS_SUFFIX, load_data
-from models.families import ModelConfig, model_config, model_names
-from models.gpt import GPTConfig
-from models.llama import LLAMAS, LlamaConfig
-from models.settings import preset
-from models.text import Corpus, bits_per_byte, load_installed
-from models.tokens import OWN, read_tokenizer, tokenized
+from models.huggingface.tokenizer import read_tokenizer
+from models.nets.families import ModelConfig, model_config, model_names
+from models.nets.gpt import GPTConfig
+from models.nets.llama import LLAMAS, LlamaConfig
+from models.tokens import OWN
 from models.train import keep_programs
-from models.training import count_parameters, evaluate
+from models.training.batches import check_corpus
+from models.training.data import IDS_SUFFIX, load_data
+from models.training.settings import preset
+from models.training.steps import count_parameters, evaluate
+from models.training.text import Corpus, bits_per_byte, load_installed
+from models.training.tokenized import tokenized
 
 __all__ = ["Config", "Row", "ratios_of", "summarize", "table"]
 

@@ -11,7 +11,7 @@ import jax
 
 import tcfp_jax
 from benchmarks.timing import Training
-from models.fitting import fit, is_open
+from models.training.fitting import fit, is_open
 from tcfp_jax.remat import device_budget
 
 BASELINE, STORED = "bf16", "stored"

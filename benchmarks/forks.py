@@ -24,12 +24,12 @@ import optax
 
 import tcfp_jax
 from benchmarks.variants import BASELINE, Variant, without_perturbation
-from models.checkpoint import RunDirectory
-from models.families import ModelConfig
-from models.intact import lock
-from models.llama import LlamaConfig
-from models.settings import TrainConfig
-from models.training import (
+from models.nets.families import ModelConfig
+from models.nets.llama import LlamaConfig
+from models.training.checkpoint import RunDirectory
+from models.training.intact import lock
+from models.training.settings import TrainConfig
+from models.training.steps import (
     StepFunction,
     TrainState,
     batch_key,

@@ -37,10 +37,12 @@ from benchmarks.options import chosen_of, positive
 from benchmarks.records import Result, rows_to_resume
 from benchmarks.shapes import quick
 from benchmarks.tables import markdown_table, print_rows
-from models.llama import LLAMAS, LlamaConfig, Loop
-from models.moe import MOES
-from models.text import load_installed
-from models.tokens import OWN, read_tokenizer, tokenized
+from models.huggingface.tokenizer import read_tokenizer
+from models.nets.llama import LLAMAS, LlamaConfig, Loop
+from models.nets.moe import MOES
+from models.tokens import OWN
+from models.training.text import load_installed
+from models.training.tokenized import tokenized
 
 NAME = "large"
 TEXT = "Python files of site-packages and of the standard library"

@@ -47,7 +47,7 @@ from benchmarks.records import Result
 from benchmarks.tables import markdown_table, print_rows
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
-from models.families import (
+from models.nets.families import (
     EXACT,
     FAMILIES,
     TABLES,
@@ -57,9 +57,9 @@ from models.families import (
     model_config,
     model_names,
 )
-from models.gpt import GPTConfig
-from models.llama import LLAMAS, Block, LlamaConfig, Loop, rotations
-from models.moe import MoeConfig
+from models.nets.gpt import GPTConfig
+from models.nets.llama import LLAMAS, Block, LlamaConfig, Loop, rotations
+from models.nets.moe import MoeConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
 NAME = "llama"

@@ -26,11 +26,11 @@ from benchmarks import timing
 from benchmarks.harness import Benchmark
 from benchmarks.records import Result
 from benchmarks.tables import markdown_table
-from models.families import model_names
-from models.gpt import GPTConfig
-from models.settings import ErrorDtype, Moments, TrainConfig, Weights, preset
+from models.nets.families import model_names
+from models.nets.gpt import GPTConfig
 from models.train import batch_key, corpus_of, init, make_train_step
-from models.training import TrainState
+from models.training.settings import ErrorDtype, Moments, TrainConfig, Weights, preset
+from models.training.steps import TrainState
 from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "memory"

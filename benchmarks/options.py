@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from models.progress import shown
+from models.training.progress import shown
 
 
 def positive(text: str) -> int:

@@ -27,7 +27,7 @@ from benchmarks.records import Result
 from benchmarks.shapes import MIDDLE, SMOKE_SHAPES, GemmShape
 from benchmarks.tables import markdown_table, times
 from benchmarks.variants import BASELINE
-from models.llama import LLAMAS, LlamaConfig
+from models.nets.llama import LLAMAS, LlamaConfig
 from tcfp_jax.recipes import recipe
 
 NAME = "torchao"

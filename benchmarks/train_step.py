@@ -36,9 +36,9 @@ from benchmarks.options import chosen_of
 from benchmarks.records import Result
 from benchmarks.shapes import MIDDLE, GemmShape, parse_shapes
 from benchmarks.tables import markdown_table, times
-from models.mlp import MLP
-from models.settings import Moments, Weights
-from models.training import float_parameters
+from models.nets.mlp import MLP
+from models.training.settings import Moments, Weights
+from models.training.steps import float_parameters
 from pallas_kernels.dispatch import Backend
 from tcfp_jax.recipes import Recipe, recipe
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.settings import Included, Moments, Weights
+from models.training.settings import Included, Moments, Weights
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import NAMES, Recipe, recipe

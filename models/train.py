@@ -14,7 +14,7 @@ batches.
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
     srun python -m models.train --model llama-8b --batch 64 --mesh data=2,fsdp=8,tensor=4 --out /shared/run
 
-A mesh has the axes of `models.meshes`: `data` splits batches, `fsdp` batches and
+A mesh has the axes of `models.nets.meshes`: `data` splits batches, `fsdp` batches and
 weights, `tensor` heads and hidden values. Several processes run the same command,
 started by SLURM or Open MPI, or anywhere with `--coordinator host:port --processes N
 --process I`. All of them see the folder of the run; the first one writes and prints. A
@@ -24,7 +24,7 @@ the folder; a second one is refused.
 A FOLDER of Hugging Face holds a Llama, Qwen or Gemma, whose weights train without a
 float copy, or with `--lora RANK` stay as they are, in FP8 or with `--recipe nvfp4` in
 four bits. Its tokenizer reads JSON lines of texts and of conversations
-(`models.examples`).
+(`models.training.examples`).
 
 Without `--data` the text is the source of Python's standard library, as bytes. The
 command writes `config.json`, `metrics.jsonl`, `checkpoints/`, `loss.png` and
@@ -46,20 +46,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from models.checkpoint import METRICS_FILE, check_export, holds_run, read_config
-from models.families import family_of
-from models.folders import check_folder, is_folder
-from models.intact import write_json
-from models.meshes import make_mesh, parse_mesh
-from models.monitoring import read_reports
-from models.options import given_settings, parser_of
-from models.plotting import plot_losses, plot_reports
-from models.processes import end_after, is_first, of_first, start, together
-from models.progress import shown
-from models.running import RunResult, corpus_of, export_run, keep_programs, run
-from models.settings import TrainConfig, preset
-from models.text import bits_per_byte
-from models.training import (
+from models.huggingface.folders import check_folder, is_folder
+from models.nets.families import family_of
+from models.nets.meshes import make_mesh, parse_mesh
+from models.training.checkpoint import (
+    METRICS_FILE,
+    check_export,
+    holds_run,
+    read_config,
+)
+from models.training.intact import write_json
+from models.training.monitoring import read_reports
+from models.training.options import given_settings, parser_of
+from models.training.plotting import plot_losses, plot_reports
+from models.training.processes import end_after, is_first, of_first, start, together
+from models.training.progress import shown
+from models.training.running import RunResult, corpus_of, export_run, keep_programs, run
+from models.training.settings import TrainConfig, preset
+from models.training.steps import (
     TrainState,
     batch_key,
     count_parameters,
@@ -68,6 +72,7 @@ from models.training import (
     make_optimizer,
     make_train_step,
 )
+from models.training.text import bits_per_byte
 
 __all__ = [
     "RunResult",

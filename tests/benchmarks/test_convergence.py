@@ -20,9 +20,9 @@ from benchmarks.convergence_tables import Row
 from benchmarks.forks import Config
 from benchmarks.harness import benchmark
 from benchmarks.variants import BASELINE, GROUPS, OTHER_BATCHES, RERUN, VARIANTS
-from models.gpt import GPTConfig
-from models.llama import LlamaConfig
-from models.training import init
+from models.nets.gpt import GPTConfig
+from models.nets.llama import LlamaConfig
+from models.training.steps import init
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.optim import encoding as narrow

@@ -14,9 +14,9 @@ import tcfp_jax
 from benchmarks import breakdown, large, llama, records, report
 from benchmarks.breakdown import KINDS
 from benchmarks.harness import benchmark
-from models.gpt import GPT, MODELS, GPTConfig
-from models.llama import LlamaConfig
-from models.moe import MoeConfig
+from models.nets.gpt import GPT, MODELS, GPTConfig
+from models.nets.llama import LlamaConfig
+from models.nets.moe import MoeConfig
 
 PROGRAM = """
 ENTRY %main {

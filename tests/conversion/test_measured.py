@@ -21,10 +21,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from models import families
-from models.gpt import GPTConfig
-from models.settings import TrainConfig
-from models.training import make_optimizer
+from models.nets import families
+from models.nets.gpt import GPTConfig
+from models.training.settings import TrainConfig
+from models.training.steps import make_optimizer
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Key
 from tcfp_jax import paths

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.huggingface import (
+from models.huggingface.tensors import (
     FUSED,
     from_huggingface,
     llama_config,
     llama_dict,
     to_huggingface,
 )
-from models.llama import Llama
+from models.nets.llama import Llama
 from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from models import train
-from models.data import load_data
-from models.settings import TrainConfig, preset
-from models.text import SEPARATOR
+from models.training.data import load_data
+from models.training.settings import TrainConfig, preset
+from models.training.text import SEPARATOR
 
 TEXTS = {
     f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " * 20

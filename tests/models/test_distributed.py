@@ -23,10 +23,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models import processes, running, train, training
-from models.checkpoint import RunDirectory
-from models.llama import LLAMAS, LlamaConfig
-from models.meshes import (
+from models import train
+from models.nets.llama import LLAMAS, LlamaConfig
+from models.nets.meshes import (
     AXES,
     BATCH,
     check_mesh,
@@ -38,6 +37,9 @@ from models.meshes import (
     parse_mesh,
 )
 from models.train import TrainConfig, run
+from models.training import processes, running
+from models.training import steps as training
+from models.training.checkpoint import RunDirectory
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 
 from models import train
-from models.examples import COUNTED, DOCUMENTS, TOKENS, answers, load_examples
-from models.folders import read_shape
-from models.huggingface import from_huggingface
-from models.llama import Llama
-from models.tokens import read_tokenizer
+from models.huggingface.folders import read_shape
+from models.huggingface.tensors import from_huggingface
+from models.huggingface.tokenizer import read_tokenizer
+from models.nets.llama import Llama
+from models.training.examples import COUNTED, DOCUMENTS, TOKENS, answers, load_examples
 from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed
 from tcfp_jax.weights.stored import Stored

@@ -16,17 +16,17 @@ import pytest
 
 import tcfp_jax
 from models import train
-from models.checkpoint import RunDirectory, describe
-from models.gpt import GPTConfig
-from models.intact import (
+from models.nets.gpt import GPTConfig
+from models.training.checkpoint import RunDirectory, describe
+from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
     VERSION_FILE,
     check_digests,
     write_json,
 )
-from models.settings import TrainConfig
-from models.training import TrainState
+from models.training.settings import TrainConfig
+from models.training.steps import TrainState
 
 CONFIG = TrainConfig(
     model=GPTConfig(layers=1, width=32, heads=2, context=32),

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.huggingface import (
+from models.huggingface.tensors import (
     from_huggingface,
     llama_config,
     llama_dict,
     to_huggingface,
 )
-from models.llama import Llama
+from models.nets.llama import Llama
 from tests.models.record_transformers import CASES, EVERY, FILE, TOKENS, weights_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

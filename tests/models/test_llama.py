@@ -12,9 +12,9 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from models import families, losses
-from models.attention import causal_attention
-from models.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
+from models.nets import families, losses
+from models.nets.attention import causal_attention
+from models.nets.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, store_at_once, variables_of
@@ -403,7 +403,7 @@ def test_a_model_names_what_is_wrong():
 
 
 def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
-    source = importlib.import_module("models.llama")
+    source = importlib.import_module("models.nets.llama")
     known = [
         name
         for name, value in vars(source).items()
@@ -413,7 +413,16 @@ def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
     assert not hasattr(source, "tcfp_jax")
 
 
-@pytest.mark.parametrize("name", ["llama", "keeping", "families", "data", "settings"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nets.llama",
+        "nets.keeping",
+        "nets.families",
+        "training.data",
+        "training.settings",
+    ],
+)
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"models.{name}")).failed == 0
 

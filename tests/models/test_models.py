@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from models.attention import causal_attention
-from models.families import model_config
-from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
-from models.mlp import MLP
-from models.plotting import plot_losses
-from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files
+from models.nets.attention import causal_attention
+from models.nets.families import model_config
+from models.nets.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
+from models.nets.mlp import MLP
+from models.training.plotting import plot_losses
+from models.training.text import (
+    SEPARATOR,
+    is_heldout,
+    load_corpus,
+    load_installed,
+    source_files,
+)
 from tests.helpers import same_bits, variables_of
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)

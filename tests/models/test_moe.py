@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models import families, moe
-from models.meshes import OnMesh, make_mesh
-from models.moe import MOES, Moe, MoeConfig
+from models.nets import families, moe
+from models.nets.meshes import OnMesh, make_mesh
+from models.nets.moe import MOES, Moe, MoeConfig
 from models.train import TrainConfig, run
-from models.training import check_placement, program, state_places
+from models.training.steps import check_placement, program, state_places
 from tcfp_jax.paths import path_names
 from tests.helpers import same_bits, variables_of
 from tests.models.test_llama import numpy_llama, numpy_swiglu

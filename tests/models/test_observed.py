@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models import running
-from models.checkpoint import export
-from models.gpt import GPTConfig
-from models.monitoring import Board, read_reports
-from models.plotting import color_range, matrix_of, plot_reports
-from models.running import run
-from models.settings import TrainConfig
-from models.training import init
+from models.nets.gpt import GPTConfig
+from models.training import running
+from models.training.checkpoint import export
+from models.training.monitoring import Board, read_reports
+from models.training.plotting import color_range, matrix_of, plot_reports
+from models.training.running import run
+from models.training.settings import TrainConfig
+from models.training.steps import init
 from tests.helpers import same_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

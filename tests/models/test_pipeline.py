@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models import families
-from models.llama import Llama, LlamaConfig
-from models.pipeline import STAGE, Pipeline
+from models.nets import families
+from models.nets.llama import Llama, LlamaConfig
+from models.nets.pipeline import STAGE, Pipeline
 from tests.helpers import decibels, mesh_of, variables_of
 
 pytestmark = [

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models import families, fitting, train
-from models.gpt import GPTConfig
-from models.keeping import KEPT_NAMES, kept_names, remat_levels
-from models.llama import LLAMAS, Llama, LlamaConfig
+from models import train
+from models.nets import families
+from models.nets.gpt import GPTConfig
+from models.nets.keeping import KEPT_NAMES, kept_names, remat_levels
+from models.nets.llama import LLAMAS, Llama, LlamaConfig
 from models.train import TrainConfig, run
+from models.training import fitting
 from tcfp_jax.conversion import survey
 from tcfp_jax.remat import step_bytes
 from tests.helpers import decibels, same_bits, variables_of

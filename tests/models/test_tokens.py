@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks import convergence
-from models.settings import preset
-from models.text import Corpus, load_corpus
-from models.tokens import OWN, main, read_tokenizer, tokenized, train_tokenizer
+from models.huggingface.tokenizer import read_tokenizer
+from models.tokens import OWN, main, train_tokenizer
+from models.training.settings import preset
+from models.training.text import Corpus, load_corpus
+from models.training.tokenized import tokenized
 
 DIGEST = "6f98730492458712"
 

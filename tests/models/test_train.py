@@ -21,15 +21,16 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models import running, train
-from models.batches import check_corpus
-from models.checkpoint import RunDirectory, describe, read_config
-from models.gpt import MODELS, GPTConfig
-from models.intact import write_json
-from models.llama import LLAMAS, LlamaConfig
-from models.options import parser_of
-from models.text import Corpus
+from models import train
+from models.nets.gpt import MODELS, GPTConfig
+from models.nets.llama import LLAMAS, LlamaConfig
 from models.train import TrainConfig, preset, run
+from models.training import running
+from models.training.batches import check_corpus
+from models.training.checkpoint import RunDirectory, describe, read_config
+from models.training.intact import write_json
+from models.training.options import parser_of
+from models.training.text import Corpus
 from tests.helpers import same_bits
 
 # Optax's Adam raises a float to an integer power
@@ -704,8 +705,8 @@ def _wait_for(condition, process):
 def _program(out, config):
     return textwrap.dedent(f"""
         from pathlib import Path
-        from models.gpt import GPTConfig
-        from models.llama import LlamaConfig
+        from models.nets.gpt import GPTConfig
+        from models.nets.llama import LlamaConfig
         from models.train import TrainConfig, run
         run({config!r}, out=Path({str(out)!r}), checkpoint_every=10)
     """)

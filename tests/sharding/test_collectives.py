@@ -20,7 +20,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from models.llama import Block, Llama, LlamaConfig
+from models.nets.llama import Block, Llama, LlamaConfig
 from pallas_kernels.matmul.api import matmul
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.weights.stored import Stored

@@ -1,4 +1,4 @@
-"""Shapes of `models.llama.Llama`: sizes, and the options by which Llama, Qwen and Gemma
+"""Shapes of `models.nets.llama.Llama`: sizes, and the options by which Llama, Qwen and Gemma
 differ.
 
 Sources: Grattafiori et al. 2024, "The Llama 3 Herd of Models"; Yang et al. 2025, "Qwen3
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from models import BYTES
-from models.attention import Attention
-from models.keeping import check_remat
+from models.nets.attention import Attention
+from models.nets.keeping import check_remat
 
 Head = Literal["tied", "untied"]
 Loop = Literal["scan", "unrolled"]
@@ -34,7 +34,7 @@ class LlamaConfig:
       head: "tied" multiplies by the embedding table; "untied" has a matrix of its own.
       rope_theta: Base of the wavelengths of rotary positions.
       norm_eps: Constant added to mean squares.
-      attention: Argument of `models.attention.causal_attention`; "auto" is flash
+      attention: Argument of `models.nets.attention.causal_attention`; "auto" is flash
         attention if the device has it.
       remat: Values that a block keeps for its backward pass. "none" recomputes nothing.
         "products" recomputes everything except products and attention. "block" keeps
@@ -68,7 +68,7 @@ class LlamaConfig:
         `global_every`-th; None sees all.
       global_every: Distance of layers that see all positions, among those with a
         window.
-      lora: Rank of the adapters next to the matrices of layers (`models.adapters`); 0
+      lora: Rank of the adapters next to the matrices of layers (`models.nets.adapters`); 0
         has none.
       norm_offset: Number that Transformers adds to the scale of a norm, 1 in Gemma. The
         scales here include it.

@@ -2,7 +2,7 @@
 of the step.
 
 text       integers `[tokens]`                 windows `[batch, sequence + 1]` that begin anywhere
-documents  int32 `[rows, 3, sequence + 1]`     rows in an order that each epoch draws anew (`models.examples`)
+documents  int32 `[rows, 3, sequence + 1]`     rows in an order that each epoch draws anew (`models.training.examples`)
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models.examples import COUNTED, DOCUMENTS, TOKENS
-from models.losses import IGNORED
-from models.meshes import split_batch
-from models.settings import TrainConfig
-from models.text import Corpus
+from models.nets.losses import IGNORED
+from models.nets.meshes import split_batch
+from models.training.examples import COUNTED, DOCUMENTS, TOKENS
+from models.training.settings import TrainConfig
+from models.training.text import Corpus
 
 
 def windows(

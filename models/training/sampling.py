@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import tcfp_jax
-from models.settings import TrainConfig
-from models.tokens import read_tokenizer
-from models.training import TrainState, model_of
+from models.huggingface.tokenizer import read_tokenizer
+from models.training.settings import TrainConfig
+from models.training.steps import TrainState, model_of
 
 NEW_TOKENS, STEP = 64, 64
 

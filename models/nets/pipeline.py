@@ -1,9 +1,9 @@
 """A Llama whose layers are split over devices, in stages that work on microbatches in
 turn (GPipe).
 
-    python -m models.pipeline              # on CPU devices: two stages, each with a batch split over two devices
+    python -m models.nets.pipeline              # on CPU devices: two stages, each with a batch split over two devices
 
-It has the parameters of `models.llama.Llama`. Kernels have a leading axis of layers,
+It has the parameters of `models.nets.llama.Llama`. Kernels have a leading axis of layers,
 and `PartitionSpec("stage")` gives each stage its own: float or stored, with their
 moments, they never leave it. In round t stage s runs its layers on microbatch t - s and
 hands the result to the next stage:
@@ -40,10 +40,10 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models import ComputeDtype
-from models.families import INCLUDE, learner
-from models.keeping import kept_of_head
-from models.llama import Llama, LlamaConfig, layers_of, rotations
-from models.losses import head_losses
+from models.nets.families import INCLUDE, learner
+from models.nets.keeping import kept_of_head
+from models.nets.llama import Llama, LlamaConfig, layers_of, rotations
+from models.nets.losses import head_losses
 from tcfp_jax import optim
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.paths import named_leaves

@@ -34,8 +34,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import tcfp_jax
-from models.families import FAMILIES, family_of
-from models.intact import (
+from models.nets.families import FAMILIES, family_of
+from models.training.intact import (
     DIGESTS_FILE,
     check_digests,
     lock,
@@ -44,9 +44,9 @@ from models.intact import (
     write_digests,
     write_json,
 )
-from models.processes import is_first, together, whole
-from models.settings import TrainConfig
-from models.training import TrainState, float_parameters
+from models.training.processes import is_first, together, whole
+from models.training.settings import TrainConfig
+from models.training.steps import TrainState, float_parameters
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
@@ -72,7 +72,7 @@ class RunDirectory:
       path: The folder, created if it is missing.
       config: Settings of the run; `dtype="auto"` is stored as the dtype on this
         machine.
-      corpus_digest: `models.text.Corpus.digest`.
+      corpus_digest: `models.training.text.Corpus.digest`.
       resume: "never" refuses a folder that holds a run; "allowed" continues the run, or
         starts one.
       option: Option of the command line that chooses another folder, for messages.
@@ -161,7 +161,7 @@ class RunDirectory:
 
         The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If
         there is a checkpoint, the shapes of a state are enough
-        (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step,
+        (`models.training.steps.state_shapes`). This cuts `metrics.jsonl` back to that step,
         and moves newer checkpoints that are damaged out of the way; both are said on
         standard error.
 
@@ -236,7 +236,7 @@ class RunDirectory:
         """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from
         1) to the metrics.
 
-        `report` belongs to the last of them (`models.monitoring.written`), or is None.
+        `report` belongs to the last of them (`models.training.monitoring.written`), or is None.
         """
         if not is_first():
             return

@@ -4,7 +4,7 @@ token to a few of many SwiGLUs.
     p = softmax(W_router n)                                     float32                          n = RMSNorm(x)
     x = x + sum over the chosen e of p[e] W_down[e] (silu(W_gate[e] n) * W_up[e] n)  [+ a shared SwiGLU of n]
 
-It is a `models.llama` otherwise, in plain Flax without low precision. Tokens are sorted
+It is a `models.nets.llama` otherwise, in plain Flax without low precision. Tokens are sorted
 by expert and multiplied by `lax.ragged_dot`, so that none is dropped. The gradients of
 the sort and of its inverse are gathers, too, because a scatter adds in another order
 each time. Two penalties change gradients, but not the losses that the model returns:
@@ -24,10 +24,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from models.keeping import CHOICE
-from models.llama import Block, Llama, LlamaConfig, Matrix, gated, initial
-from models.meshes import AXES, BATCH
-from models.shapes import Activation
+from models.nets.keeping import CHOICE
+from models.nets.llama import Block, Llama, LlamaConfig, Matrix, gated, initial
+from models.nets.meshes import AXES, BATCH
+from models.nets.shapes import Activation
 
 Normalized = Literal["all", "chosen"]
 
@@ -253,7 +253,7 @@ def mix_on_mesh(
     down: jax.Array,
     activation: Activation,
 ) -> jax.Array:
-    """Return `mix` over all experts; on a mesh of `models.meshes` each device of `fsdp`
+    """Return `mix` over all experts; on a mesh of `models.nets.meshes` each device of `fsdp`
     multiplies its own experts.
 
     The devices along `fsdp` gather their tokens and add up their sums, so that no

@@ -126,7 +126,7 @@ def check_mesh(mesh: Mesh, *, batch: int, heads: Mapping[str, int]) -> None:
         raise ValueError(
             f"the mesh has the axes {list(mesh.axis_names)}, and what is trained lies"
             f" along {list(AXES)}: {missing} is missing; make the mesh by"
-            " models.meshes.make_mesh, which gives it all of them"
+            " models.nets.meshes.make_mesh, which gives it all of them"
         )
     data, fsdp, tensor = (mesh.shape[name] for name in AXES)
     if batch % (data * fsdp):
@@ -245,5 +245,5 @@ def parameter_spec(path: str, rank: int) -> P:
             return P(*[None] * (rank - len(spec)), *spec) if len(spec) else P()
     raise ValueError(
         f"no rule says where the parameter {path} lies; give it a line in"
-        " models.meshes.RULES"
+        " models.nets.meshes.RULES"
     )

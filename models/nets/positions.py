@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.shapes import LlamaConfig
+from models.nets.shapes import LlamaConfig
 
 
 def rotations(
@@ -69,7 +69,7 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
 def places(
     config: LlamaConfig, positions: int, documents: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Return the arguments of `models.llama.Block` next to x: rotations, a mask if one
+    """Return the arguments of `models.nets.llama.Block` next to x: rotations, a mask if one
     is needed, kinds of layers.
 
     Positions start again at each document, and a token sees its own document alone. If

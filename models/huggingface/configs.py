@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.shapes import LlamaConfig
+from models.nets.shapes import LlamaConfig
 
 _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(
@@ -64,7 +64,7 @@ def llama_dict(config: LlamaConfig, dtype: str = "bfloat16") -> dict[str, Any]:
       ValueError: the size has an option of another kind of model, whose own
         `config.json` should be copied.
 
-    >>> from models.llama import LLAMAS
+    >>> from models.nets.llama import LLAMAS
     >>> llama_dict(LLAMAS["llama-tiny"])["intermediate_size"]
     384
     """
@@ -122,9 +122,9 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
 
     Raises:
       ValueError: it describes a model that is unknown here, no whole one, or one with
-        an option that `models.llama` does not have.
+        an option that `models.nets.llama` does not have.
 
-    >>> from models.llama import LLAMAS
+    >>> from models.nets.llama import LLAMAS
     >>> llama_config(llama_dict(LLAMAS["llama-tiny"])) == LLAMAS["llama-tiny"]
     True
     """
@@ -207,7 +207,7 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
         names |= dict(original_max_position_embeddings="rope_original")
     elif kind != "linear":
         raise ValueError(
-            f"rope_type={kind!r}, but models.llama computes 'default', 'linear' and"
+            f"rope_type={kind!r}, but models.nets.llama computes 'default', 'linear' and"
             " 'llama3' alone; take another model"
         )
     for name in names:
@@ -223,14 +223,14 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(held: Mapping[str, Any], activation: str) -> None:
-    """Raise `ValueError` if the model computes anything that `models.llama` does
+    """Raise `ValueError` if the model computes anything that `models.nets.llama` does
     not.
     """
     # Gemma's first files name the exact GELU, and Transformers computes the other.
     named = str(held.get("hidden_activation") or held.get("hidden_act") or activation)
     if _ACTIVATIONS.get(named, named) != activation:
         raise ValueError(
-            f"hidden_act={named!r}, but models.llama computes {activation!r} alone;"
+            f"hidden_act={named!r}, but models.nets.llama computes {activation!r} alone;"
             " take another model"
         )
     for name in (
@@ -241,7 +241,7 @@ def _check_options(held: Mapping[str, Any], activation: str) -> None:
     ):
         if held.get(name):
             raise ValueError(
-                f"{name}={held[name]!r}, but models.llama computes False alone; take"
+                f"{name}={held[name]!r}, but models.nets.llama computes False alone; take"
                 " another model"
             )
 

@@ -12,11 +12,11 @@ import jax
 
 import tcfp_jax
 from models import ComputeDtype
-from models.data import EXAMPLES_SUFFIX, IDS_SUFFIX, check_names
-from models.families import ModelConfig, model_config, model_names
-from models.folders import is_folder, read_shape
-from models.llama import LlamaConfig
-from models.tokens import read_tokenizer
+from models.huggingface.folders import is_folder, read_shape
+from models.huggingface.tokenizer import read_tokenizer
+from models.nets.families import ModelConfig, model_config, model_names
+from models.nets.llama import LlamaConfig
+from models.training.data import EXAMPLES_SUFFIX, IDS_SUFFIX, check_names
 from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
@@ -30,7 +30,7 @@ class TrainConfig:
     """One training run. `preset` returns good values for each named model.
 
     Attributes:
-      model: A name in `models.families.model_names()`, or a `GPTConfig` or
+      model: A name in `models.nets.families.model_names()`, or a `GPTConfig` or
         `LlamaConfig`.
       recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is
         the baseline.
@@ -65,18 +65,18 @@ class TrainConfig:
         text, of the final loss.
       corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
       data: Files and folders of text, read as bytes, or one `.npy` of token ids
-        (`models.data.load_data`). Empty means the source of Python's standard library.
+        (`models.training.data.load_data`). Empty means the source of Python's standard library.
       vocabulary: Number of token ids. The model gets rows for them if it has fewer.
       tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl"
-        then hold texts and conversations, packed into rows (`models.examples`).
+        then hold texts and conversations, packed into rows (`models.training.examples`).
       monitor: Number of steps between two observed ones, whose metrics describe their
         numerics; 0 observes none. An observed step is part of the run, and may differ
         from a plain one in the last bit.
       start: File of float parameters of this model, as `models.train --export` writes
-        it, or a folder of Hugging Face (`models.folders`), that replaces random initial
+        it, or a folder of Hugging Face (`models.huggingface.folders`), that replaces random initial
         weights. The optimizer starts anew.
       lora: Rank of adapters, which train alone next to weights that are quantized once
-        by the recipe (`models.adapters`); 0 trains all weights.
+        by the recipe (`models.nets.adapters`); 0 trains all weights.
       sample: Prompt that the model continues at each checkpoint, for a reader; not part
         of the run.
       initial_jitter: Relative standard deviation of a perturbation of the initial

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import jax
 
 import tcfp_jax
-from models.processes import gather, is_first, of_first
+from models.training.processes import gather, is_first, of_first
 
 LOCK_FILE, DIGESTS_FILE, VERSION_FILE = "lock", "digests.json", "versions.json"
 

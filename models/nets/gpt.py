@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from models import BYTES, ComputeDtype
-from models.attention import Attention, causal_attention
-from models.losses import cross_entropy
-from models.meshes import split_batch
+from models.nets.attention import Attention, causal_attention
+from models.nets.losses import cross_entropy
+from models.nets.meshes import split_batch
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
@@ -39,7 +39,7 @@ class GPTConfig:
         heads values each).
       context: Longest sequence.
       vocabulary: Rows of the embedding table, at least 256.
-      attention: Argument of `models.attention.causal_attention`: "products" repeats bit
+      attention: Argument of `models.nets.attention.causal_attention`: "products" repeats bit
         for bit everywhere, flash attention is faster.
 
     Raises:

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models import ComputeDtype, gpt, llama
-from models.gpt import GPT, GPTConfig
-from models.keeping import Copies
-from models.llama import Llama, LlamaConfig
-from models.moe import MOES, Moe, MoeConfig
+from models import ComputeDtype
+from models.nets import gpt, llama
+from models.nets.gpt import GPT, GPTConfig
+from models.nets.keeping import Copies
+from models.nets.llama import Llama, LlamaConfig
+from models.nets.moe import MOES, Moe, MoeConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe

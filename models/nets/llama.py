@@ -9,13 +9,13 @@ grouped-query attention, SwiGLU.
 Options of `LlamaConfig` make it a Qwen or a Gemma. Gemma's norms multiply by `1 + w`,
 which is the scale here.
 
-It is plain Flax, like anybody's model, without low precision: `models.families`
+It is plain Flax, like anybody's model, without low precision: `models.nets.families`
 converts it. Layers are scanned, so that a program has one block at any depth. `remat`
 chooses the values that a block keeps for its backward pass, of which only gate and up
 may be kept in FP8. Parameters are float32 and activations `dtype`; norms, rotations and
 softmax compute in float32.
 
-Sources: Touvron et al. 2023, "Llama 2"; `models.shapes`.
+Sources: Touvron et al. 2023, "Llama 2"; `models.nets.shapes`.
 """
 
 import functools
@@ -28,13 +28,13 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from models import ComputeDtype
-from models.adapters import Adapter
-from models.attention import causal_attention
-from models.keeping import kept_names, kept_of_head, policy
-from models.losses import IGNORED, capped, head_losses
-from models.meshes import looked_up, split_batch
-from models.positions import places, rotate, rotations
-from models.shapes import LLAMAS, LlamaConfig, Loop
+from models.nets.adapters import Adapter
+from models.nets.attention import causal_attention
+from models.nets.keeping import kept_names, kept_of_head, policy
+from models.nets.losses import IGNORED, capped, head_losses
+from models.nets.meshes import looked_up, split_batch
+from models.nets.positions import places, rotate, rotations
+from models.nets.shapes import LLAMAS, LlamaConfig, Loop
 from tcfp_jax.remat import checkpoint_in_fp8
 
 __all__ = [
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
         Args:
           x: Activations.
-          rotation: Of each position, `models.positions.rotations`.
+          rotation: Of each position, `models.nets.positions.rotations`.
           mask: Tokens that a token sees, besides causality; see `causal_attention`.
           kind: Index into a leading axis of rotation and mask; None if they have none.
         """

@@ -26,10 +26,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.batches import windows
-from models.meshes import OnMesh
-from models.settings import TrainConfig
-from models.training import (
+from models.nets.meshes import OnMesh
+from models.training.batches import windows
+from models.training.settings import TrainConfig
+from models.training.steps import (
     TrainState,
     layouts,
     loss_function,

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from models.text import Corpus, stable_hash
-from models.tokens import Tokenizer
+from models.huggingface.tokenizer import Tokenizer
+from models.training.text import Corpus, stable_hash
 
 SUFFIX = ".jsonl"
 HELDOUT_SHARE = 20

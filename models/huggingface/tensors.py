@@ -7,7 +7,7 @@
 
 Torch's matrices are `[out, in]`, one per layer; ours are `[in, out]` in a stack of all
 layers. Rotary positions turn the same pairs in both. Gemma's files hold the scale of a
-norm less 1. `models.hf_configs` reads the configuration.
+norm less 1. `models.huggingface.configs` reads the configuration.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.hf_configs import llama_config, llama_dict
-from models.shapes import LlamaConfig
+from models.huggingface.configs import llama_config, llama_dict
+from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put

@@ -8,7 +8,7 @@ weights and batches, and a resumed run equals the uninterrupted one bit for bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
 
-On a mesh of `models.meshes` the same functions run on all its devices, of all
+On a mesh of `models.nets.meshes` the same functions run on all its devices, of all
 processes. Every device holds the whole text and reads the windows of its part of a
 batch, so no window is sent.
 """
@@ -29,8 +29,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.adapters import adapting, frozen, is_adapter, merged
-from models.batches import (
+from models.huggingface.folders import read_folder
+from models.nets.adapters import adapting, frozen, is_adapter, merged
+from models.nets.families import Learner, learner
+from models.nets.llama import LlamaConfig
+from models.nets.meshes import OnMesh, parameter_shardings
+from models.training.batches import (
     check_text,
     heldout_offsets,
     heldout_windows,
@@ -38,12 +42,8 @@ from models.batches import (
     windows,
     windows_at,
 )
-from models.families import Learner, learner
-from models.folders import read_folder
-from models.llama import LlamaConfig
-from models.meshes import OnMesh, parameter_shardings
-from models.settings import TrainConfig
-from models.starting import read_parameters
+from models.training.settings import TrainConfig
+from models.training.starting import read_parameters
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight

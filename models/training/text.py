@@ -38,9 +38,9 @@ class Corpus:
 
     Attributes:
       train, heldout: uint8 `[bytes]`, each file followed by one zero byte; integers
-        `[tokens]`; or rows of documents (`models.examples.load_examples`).
+        `[tokens]`; or rows of documents (`models.training.examples.load_examples`).
       train_files, heldout_files: Relative POSIX paths in the order of their bytes.
-        `models.data.load_data` cuts one file at the border, which is in both.
+        `models.training.data.load_data` cuts one file at the border, which is in both.
       bytes_per_token: Bytes of held-out text for each token that counts; None if they
         are unknown.
     """

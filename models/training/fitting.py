@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import jax
 
-from models.families import ModelConfig, copies_of
-from models.keeping import remat_levels
-from models.llama import LlamaConfig
-from models.processes import gather
-from models.settings import TrainConfig
+from models.nets.families import ModelConfig, copies_of
+from models.nets.keeping import remat_levels
+from models.nets.llama import LlamaConfig
+from models.training.processes import gather
+from models.training.settings import TrainConfig
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
 

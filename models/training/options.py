@@ -7,12 +7,12 @@ import itertools
 from pathlib import Path
 from typing import Any, get_args
 
-from models.families import model_names
-from models.folders import Form
-from models.meshes import AXES
-from models.processes import HEARTBEAT_TIMEOUT
-from models.running import BAD_STEPS
-from models.settings import Included, Moments, Weights
+from models.huggingface.folders import Form
+from models.nets.families import model_names
+from models.nets.meshes import AXES
+from models.training.processes import HEARTBEAT_TIMEOUT
+from models.training.running import BAD_STEPS
+from models.training.settings import Included, Moments, Weights
 from tcfp_jax.recipes import NAMES
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {

@@ -18,8 +18,12 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import tcfp_jax
-from models.batches import check_corpus
-from models.checkpoint import (
+from models.huggingface.folders import Form, check_folder, is_folder, write_folder
+from models.huggingface.tokenizer import read_tokenizer
+from models.nets.llama import LlamaConfig
+from models.nets.meshes import check_mesh, everywhere, make_mesh
+from models.training.batches import check_corpus
+from models.training.checkpoint import (
     METRICS_FILE,
     Resume,
     RunDirectory,
@@ -29,20 +33,15 @@ from models.checkpoint import (
     holds_run,
     read_config,
 )
-from models.data import load_data
-from models.examples import load_examples
-from models.fitting import fitted
-from models.folders import Form, check_folder, is_folder, write_folder
-from models.llama import LlamaConfig
-from models.meshes import check_mesh, everywhere, make_mesh
-from models.monitoring import Board, check_board, make_monitored_step, written
-from models.processes import check_same, is_first, together, whole
-from models.progress import repeated, shown
-from models.sampling import continued
-from models.settings import TrainConfig
-from models.text import Corpus, bits_per_byte, load_corpus
-from models.tokens import read_tokenizer, tokenized
-from models.training import (
+from models.training.data import load_data
+from models.training.examples import load_examples
+from models.training.fitting import fitted
+from models.training.monitoring import Board, check_board, make_monitored_step, written
+from models.training.processes import check_same, is_first, together, whole
+from models.training.progress import repeated, shown
+from models.training.sampling import continued
+from models.training.settings import TrainConfig
+from models.training.steps import (
     TrainState,
     batch_key,
     check_placement,
@@ -53,6 +52,8 @@ from models.training import (
     read_start,
     state_shapes,
 )
+from models.training.text import Corpus, bits_per_byte, load_corpus
+from models.training.tokenized import tokenized
 
 Progress = Literal["none", "bar"]
 BAD_STEPS = 20
@@ -80,7 +81,7 @@ class RunResult:
       state_bytes: Size of the parameters and of the optimizer's state, which are on the
         devices between two steps.
       reports: Reports of the steps that this process observed (`config.monitor`), by
-        step, in the form of `models.monitoring.written`.
+        step, in the form of `models.training.monitoring.written`.
     """
 
     train_loss: np.ndarray
@@ -125,7 +126,7 @@ def run(
       checkpoint_every: Steps between checkpoints, a multiple of
         `config.steps_per_call`; None writes about ten.
       progress: "bar" draws a progress bar on standard error, in the first process.
-      mesh: Mesh of `models.meshes.make_mesh`. None is one device, or `fsdp` over all
+      mesh: Mesh of `models.nets.meshes.make_mesh`. None is one device, or `fsdp` over all
         devices of several processes. The mesh is not part of the run: a run continues
         from the same bits on another mesh.
       bad_steps: Steps in a row without a finite loss after which the run stops. No
@@ -202,8 +203,8 @@ def export_run(
 
     Args:
       out: Folder of the run.
-      path: An `.npz`, which gets float32 (`models.checkpoint.export`), or a folder
-        (`models.folders.write_folder`).
+      path: An `.npz`, which gets float32 (`models.training.checkpoint.export`), or a folder
+        (`models.huggingface.folders.write_folder`).
       mesh: As in `run`.
       form: Form of the weights in a folder.
     """
@@ -325,9 +326,11 @@ def _train(
         text, key = everywhere(corpus.train, mesh), batch_key(config)
         # Lowered for the arrays of the first call, which then finds the compiled step.
         count = min(config.steps_per_call, max(1, config.steps - begin))
-        lower: Any = lambda one: make_train_step(one, count, mesh).lower(
-            state, text, key
-        )  # type: ignore[attr-defined]
+
+        def lower(one: TrainConfig) -> jax.stages.Lowered:
+            step: Any = make_train_step(one, count, mesh)
+            return step.lower(state, text, key)
+
         config, line = fitted(config, lower, memory)
     if line is not None and telling:
         print(line, flush=True)

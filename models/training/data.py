@@ -4,7 +4,7 @@ ids.
     python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
     python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
     python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json     text as ids
-    python -m models.train --model FOLDER --data chats.jsonl                                see `models.examples`
+    python -m models.train --model FOLDER --data chats.jsonl                                see `models.training.examples`
 
 Files are in the order of a hash of their names, each text once, and the last twentieth
 is held out: some of many files, or the end of one. If a limit is reached, the files
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.text import SEPARATOR, Corpus, stable_hash
+from models.training.text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
 IDS_SUFFIX, EXAMPLES_SUFFIX = ".npy", ".jsonl"

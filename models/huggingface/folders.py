@@ -5,9 +5,9 @@
 
 A folder has
 
-FOLDER/config.json      the shape (`models.hf_configs`)
+FOLDER/config.json      the shape (`models.huggingface.configs`)
 FOLDER/*.safetensors    the weights, in one file or in several with an index
-FOLDER/tokenizer.json   the tokenizer, with tokenizer_config.json and a chat template (`models.tokens`)
+FOLDER/tokenizer.json   the tokenizer, with tokenizer_config.json and a chat template (`models.huggingface.tokenizer`)
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models.hf_configs import llama_config, llama_dict
-from models.huggingface import from_huggingface, to_huggingface
-from models.shapes import LlamaConfig
-from models.tokens import COMPANIONS
+from models.huggingface.configs import llama_config, llama_dict
+from models.huggingface.tensors import from_huggingface, to_huggingface
+from models.huggingface.tokenizer import COMPANIONS
+from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Row, Scaling
 from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import save_compressed

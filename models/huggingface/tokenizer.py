@@ -1,0 +1,200 @@
+"""Tokenizers in the form of Hugging Face, with the chat template of their folder.
+
+tokenizer = read_tokenizer(Path("folder/tokenizer.json"))
+tokenizer.encode("text")
+tokenizer.rendered([{"role": "user", "content": "Hi"}])
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+
+FILE = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+# Files next to a tokenizer.json that belong to it.
+COMPANIONS = (
+    FILE,
+    SETTINGS,
+    TEMPLATE,
+    "special_tokens_map.json",
+    GENERATION,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and the settings in its folder.
+
+    Attributes:
+      path: Its file.
+      model: The `tokenizers.Tokenizer`.
+      specials: Names such as "eos_token" and their text.
+      template: Chat template, or None.
+      stops: Ids at which an answer ends, besides `end`.
+    """
+
+    path: Path
+    model: tokenizers.Tokenizer
+    specials: Mapping[str, str]
+    template: str | None
+    stops: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of ids: the largest one and 1."""
+        return max(self.model.get_vocab().values()) + 1
+
+    @property
+    def end(self) -> int | None:
+        """The id that ends a text, or None."""
+        text = self.specials.get("eos_token")
+        found: int | None = None if text is None else self.model.token_to_id(text)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with those that the tokenizer puts before and
+        behind it.
+        """
+        return list(self.model.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special ones included."""
+        return str(
+            self.model.decode([int(one) for one in ids], skip_special_tokens=False)
+        )
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], *, opened: bool = False
+    ) -> str:
+        """Return a conversation as the chat template writes it, `opened` with the
+        beginning of an answer.
+
+        Raises:
+          ValueError: the tokenizer has no template, or the template refuses the
+            conversation.
+        """
+        if self.template is None:
+            raise ValueError(
+                f'{self.path.parent} has no chat template; give {{"text": ...}} instead'
+                " of messages"
+            )
+        try:
+            found: str = _compiled(self.template).render(
+                messages=messages, add_generation_prompt=opened, **self.specials
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(
+                f"the chat template refuses the conversation: {error}"
+            ) from error
+        return found
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids that ask a model: a question if there is a chat template, else
+        the text itself.
+        """
+        if self.template is None:
+            return self.encode(text)
+        whole = self.rendered([{"role": "user", "content": text}], opened=True)
+        return list(self.model.encode(whole, add_special_tokens=False).ids)
+
+
+@functools.lru_cache(maxsize=8)
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`, with the settings that lie next to
+    it.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      ValueError: a file is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no tokenizer {path}; name a tokenizer.json of Hugging Face's"
+            " tokenizers"
+        )
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare exceptions
+        raise ValueError(
+            f"{path} is not a tokenizer.json of Hugging Face's tokenizers: {error}"
+        ) from error
+    model.no_padding()
+    model.no_truncation()
+    template, found = path.with_name(TEMPLATE), _object(path.with_name(SETTINGS))
+    # one id, or several
+    stops = _object(path.with_name(GENERATION)).get("eos_token_id", ())
+    texts = {
+        name: one["content"] if isinstance(one, dict) else one
+        for name, one in found.items()
+        if "token" in name
+    }
+    specials = {name: text for name, text in texts.items() if isinstance(text, str)}
+    written = (
+        template.read_text(encoding="utf-8")
+        if template.is_file()
+        else found.get("chat_template")
+    )
+    if isinstance(written, list):  # several by name
+        written = next(
+            (one["template"] for one in written if one["name"] == "default"), None
+        )
+    return Tokenizer(
+        path, model, specials, written, tuple(np.ravel(stops).astype(int).tolist())
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, empty if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON: {error}; copy the model's own"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__} instead of an object; copy the"
+            " model's own"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    """Return a template in the environment of Transformers."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # The template comes with a downloaded model, so it runs in a sandbox.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    # Without today's date, of which templates ask if it is there: the tokens of a file
+    # would change every day.
+    environment.globals["raise_exception"] = refuse
+    # Transformers' own tags around answers; `models.training.examples` finds them without.
+    plain = re.sub(
+        r"generation\s*(-?%})",
+        r"if true \1",
+        re.sub(r"endgeneration\s*(-?%})", r"endif \1", template),
+    )
+    return environment.from_string(plain)

@@ -1,0 +1,1 @@
+"""Networks in Flax: a GPT, Llama and its relatives, mixtures of experts, an MLP."""

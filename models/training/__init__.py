@@ -1,0 +1,1 @@
+"""Training of a network: settings, data, steps, runs, and their checkpoints."""
