@@ -151,13 +151,13 @@ def _row(
 
 def _find_products(shape: GemmShape, config: Config) -> list[Product]:
     x, w = random_operands(shape, config.seed)
+    pairs = {kind: Form(halves).quantize(x, w) for kind, halves in KINDS.items()}
     found = [bf16_product(x, w)]
-    for kind, halves in KINDS.items():
-        pair = Form(halves).quantize(x, w)
-        for backend in config.backends:
-            for accumulation in get_args(Accumulation):
+    for backend in config.backends:
+        for accumulation in get_args(Accumulation):
+            for kind, halves in KINDS.items():
                 form = Form(halves, accumulation)
-                found.append(fp8_product(kind, form, pair, backend))
+                found.append(fp8_product(kind, form, pairs[kind], backend))
     return possible(found)
 
 

@@ -9,15 +9,14 @@ multiplications) with a key word before each multiplication. It is for rounding,
 cryptography.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: a start with as many ones as zeros
 
 
-def keys(*words: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def keys(*words: ArrayLike) -> tuple[Array, Array]:
     """Return two key words, uint32, mixed from integers of any width.
 
     Such integers are seed words, a step, the number of a leaf, an entry of a stack.
@@ -35,7 +34,7 @@ def keys(*words: ArrayLike) -> tuple[jax.Array, jax.Array]:
     return _mix(_GOLDEN, mixed), _mix(_GOLDEN ^ 0xFFFFFFFF, mixed)
 
 
-def random_bits(index: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
+def random_bits(index: Array, k0: Array, k1: Array) -> Array:
     """Return 32 random bits for every index, uint32, under the key words of `keys`.
 
     >>> bits = random_bits(jnp.arange(2, dtype=jnp.uint32), *keys(1))
@@ -45,7 +44,7 @@ def random_bits(index: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
     return finish(begin(index ^ k0), k1)
 
 
-def begin(x: jax.Array) -> jax.Array:
+def begin(x: Array) -> Array:
     """Return the part of the hash before the first multiplication.
 
     It is linear over "exclusive or", and maps an index below 2**16 to itself. So a
@@ -54,14 +53,14 @@ def begin(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def finish(x: jax.Array, k1: jax.Array) -> jax.Array:
+def finish(x: Array, k1: Array) -> Array:
     """Return the rest of the hash."""
     x = x * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15) ^ k1) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-def indices(shape: tuple[int, ...], fastest: int = -1) -> jax.Array:
+def indices(shape: tuple[int, ...], fastest: int = -1) -> Array:
     """Return the index of every element, uint32, modulo 2**32.
 
     The order is row-major, or as if the axis `fastest` were last.
@@ -83,9 +82,7 @@ def indices(shape: tuple[int, ...], fastest: int = -1) -> jax.Array:
     return total
 
 
-def bits_of(
-    shape: tuple[int, ...], k0: jax.Array, k1: jax.Array, fastest: int = -1
-) -> jax.Array:
+def bits_of(shape: tuple[int, ...], k0: Array, k1: Array, fastest: int = -1) -> Array:
     """Return random bits for every element of an array, by its global index.
 
     >>> bits_of((2, 3), *keys(1)).shape
@@ -94,7 +91,7 @@ def bits_of(
     return random_bits(indices(shape, fastest), k0, k1)
 
 
-def _word(word: ArrayLike) -> jax.Array:
+def _word(word: ArrayLike) -> Array:
     if isinstance(word, int):
         return jnp.uint32(word % 2**32)
     array = jnp.asarray(word)
@@ -106,7 +103,7 @@ def _word(word: ArrayLike) -> jax.Array:
     return array.astype(jnp.uint32)
 
 
-def _mix(start: int, words: list[jax.Array]) -> jax.Array:
+def _mix(start: int, words: list[Array]) -> Array:
     x = jnp.uint32(start)
     for word in words:
         x = (x ^ word) * jnp.uint32(0x85EBCA6B)

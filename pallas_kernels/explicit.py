@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
 
@@ -34,7 +34,7 @@ def on_parts(
     local: Callable[..., T],
     automatic: Callable[..., T],
     letters: Letters,
-    operands: Sequence[jax.Array],
+    operands: Sequence[Array],
     wanted: Sequence[Entry] | None,
 ) -> T:
     """Run each device's part of an op under the mesh in use, which has explicit axes.
@@ -72,19 +72,19 @@ def on_parts(
     own = parts.with_shapes(mesh, shapes[0]).bind(local)
     trees: list[jax.tree_util.PyTreeDef] = []
 
-    def leaves(results: T) -> tuple[jax.Array, ...]:
+    def leaves(results: T) -> tuple[Array, ...]:
         flat, tree = jax.tree.flatten(results)
         trees.append(tree)
         return tuple(flat)
 
-    def on_part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def on_part(*arrays: Array) -> tuple[Array, ...]:
         matrices = map(letters.flatten, letters.inputs, arrays)
         # Under vmap a `shard_map` takes the new axis, and each device runs the kernel
         # once for each of its elements.
         made = leaves(one_at_a_time(own)(*matrices))
         return tuple(x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
 
-    def by_xla(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def by_xla(*arrays: Array) -> tuple[Array, ...]:
         return leaves(automatic(*arrays))
 
     if AxisType.Auto in mesh.axis_types and _PARTITIONS_INSIDE:
@@ -111,7 +111,7 @@ def _explicit_axes(mesh: jax.sharding.AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
-def _sizes(wide: Letters, operands: Sequence[jax.Array]) -> dict[str, int]:
+def _sizes(wide: Letters, operands: Sequence[Array]) -> dict[str, int]:
     """Return the size of each axis of operands and results."""
     sizes = {}
     for letter, of in wide.blocks.items():
@@ -157,15 +157,15 @@ def one_at_a_time(call: Callable[..., T]) -> Callable[..., T]:
     """
 
     @custom_vmap
-    def mapped(*operands: jax.Array) -> T:
+    def mapped(*operands: Array) -> T:
         return call(*operands)
 
     @mapped.def_vmap
-    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[T, T]:
+    def _rule(size: int, is_mapped: list[bool], *operands: Array) -> tuple[T, T]:
         places = [place for place, maps in enumerate(is_mapped) if maps]
 
-        def loop(*operands: jax.Array) -> T:
-            def one(elements: list[jax.Array]) -> T:
+        def loop(*operands: Array) -> T:
+            def one(elements: list[Array]) -> T:
                 own = list(operands)
                 for place, element in zip(places, elements, strict=True):
                     own[place] = element
@@ -180,7 +180,7 @@ def one_at_a_time(call: Callable[..., T]) -> Callable[..., T]:
 
 
 def _on_own_elements(
-    loop: Callable[..., T], places: Sequence[int], operands: Sequence[jax.Array]
+    loop: Callable[..., T], places: Sequence[int], operands: Sequence[Array]
 ) -> T:
     """Run a loop over stacks, the operands at these places.
 

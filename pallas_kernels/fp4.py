@@ -16,6 +16,7 @@ quantization. The format library finds the scales.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from pallas_kernels.specs import regrouped
 
@@ -24,7 +25,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
 
 
-def pack(codes: jax.Array) -> jax.Array:
+def pack(codes: Array) -> Array:
     """Pack codes 0 to 15, `[..., k]`, two a byte: `[..., k / 2]`.
 
     Raises:
@@ -42,7 +43,7 @@ def pack(codes: jax.Array) -> jax.Array:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def unpack(packed: jax.Array) -> jax.Array:
+def unpack(packed: Array) -> Array:
     """Return the codes 0 to 15 of bytes `[..., k / 2]`, uint8 `[..., k]`.
 
     >>> unpack(pack(jnp.array([1, 2, 3, 15], jnp.uint8))).tolist()
@@ -54,7 +55,7 @@ def unpack(packed: jax.Array) -> jax.Array:
     return regrouped(both, groups)
 
 
-def numbers(codes: jax.Array) -> jax.Array:
+def numbers(codes: Array) -> Array:
     """Return the E2M1 numbers of codes 0 to 15, float32.
 
     >>> numbers(jnp.array([1, 7, 15], jnp.uint8)).tolist()

@@ -26,9 +26,8 @@ The file has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arra
 the integer formulas of one block, which the fused optimizer shares.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import numerics
 from pallas_kernels.scaling import SCALE_DTYPE
@@ -59,7 +58,7 @@ _GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 # --------------------------------------------------------------------------------------
 
 
-def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode_m(m: Array, bits: Array) -> tuple[Array, Array]:
     """Return (E4M3 codes `[..., n]`, E8M0 scales `[..., ceil(n / 128)]`) of float32 m.
 
     They are rounded stochastically by `bits`: `E[decode_m(*encode_m(m, bits))] = m` to
@@ -79,14 +78,14 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return from_blocks(codes, m.shape[-1]), stored[..., 0]
 
 
-def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
+def decode_m(codes: Array, scale: Array) -> Array:
     """Return the values of the codes, float32 `[..., n]`: code * scale, exactly."""
     spread = numerics.decode_e8m0(scale)[..., None]
     values = to_blocks(codes).astype(jnp.float32) * spread
     return from_blocks(values, codes.shape[-1])
 
 
-def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode_v(v: Array, bits: Array) -> tuple[Array, Array]:
     """Return (uint8 codes `[..., n]`, bases `[..., ceil(n / 128)]`) of float32 v >= 0.
 
     They are rounded stochastically by `bits`: `E[decode_v(*encode_v(v, bits))] = v` to
@@ -107,14 +106,14 @@ def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return from_blocks(codes.astype(jnp.uint8), v.shape[-1]), stored
 
 
-def decode_v(codes: jax.Array, base: jax.Array) -> jax.Array:
+def decode_v(codes: Array, base: Array) -> Array:
     """Return the values of the codes, float32 `[..., n]`."""
     blocks = to_blocks(codes).astype(jnp.int32)
     values = v_value(blocks, base[..., None].astype(jnp.int32))
     return from_blocks(values, codes.shape[-1])
 
 
-def to_blocks(x: jax.Array) -> jax.Array:
+def to_blocks(x: Array) -> Array:
     """Return `[..., n]` as `[..., blocks, 128]`; zeros fill up the last block."""
     *leading, n = x.shape
     short = -n % BLOCK
@@ -124,7 +123,7 @@ def to_blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*leading, -(-n // BLOCK), BLOCK)
 
 
-def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
+def from_blocks(blocks: Array, n: int) -> Array:
     """Return the array `[..., n]` that `to_blocks` cut."""
     *leading, count, size = blocks.shape
     return blocks.reshape(*leading, count * size)[..., :n]
@@ -134,7 +133,7 @@ def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
 # --------------------------------------------------------------------------------------
 
 
-def magnitude_bits(x: jax.Array) -> jax.Array:
+def magnitude_bits(x: Array) -> Array:
     """Return the bits of |x| as int32, ordered like magnitudes.
 
     They are zero for subnormals. There is one NaN, the largest.
@@ -146,7 +145,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits > INFINITY, _NAN, bits)
 
 
-def v_bits(bits: jax.Array) -> jax.Array:
+def v_bits(bits: Array) -> Array:
     """Return 20 bits of a hash that round v.
 
     They are the highest bits of a product, each of which depends on all lower ones. 20
@@ -157,7 +156,7 @@ def v_bits(bits: jax.Array) -> jax.Array:
     return ((bits * jnp.uint32(_GOLDEN)) >> 12).astype(jnp.int32)
 
 
-def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+def m_scale(amax_bits: Array, finite: Array) -> tuple[Array, Array]:
     """Return (E8M0 code of the scale of a block, 1 / scale) from its largest |m|.
 
     The code is int32 and the inverse float32, and `amax_bits` are the bits of |m|. If
@@ -174,7 +173,7 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
     return code, _from_bits(inverse)
 
 
-def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
+def v_base(amax_bits: Array, finite: Array) -> Array:
     """Return the byte of a block, int32, from the bits of its largest v."""
     exponent = amax_bits >> _MANTISSA_BITS
     base = jnp.maximum(exponent - _SPAN, _SMALLEST_BASE)
@@ -182,7 +181,7 @@ def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
     return jnp.where(finite, base, NOT_FINITE)
 
 
-def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
+def v_code(rounded: Array, base: Array) -> Array:
     """Return the codes of values of v, int32.
 
     `rounded` are the sums of their bits and 20 random bits. A NaN's sum overflows or
@@ -192,14 +191,14 @@ def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
     return jnp.maximum((rounded >> _DROPPED) - floor, 0)
 
 
-def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
+def v_value(code: Array, base: Array) -> Array:
     """Return the float32 values of int32 codes; in a block of zeros all are zero."""
     smallest = (base << _MANTISSA_BITS) + (1 << _DROPPED)
     floor = jnp.where(base == 0, 0, smallest)
     return _from_bits((code << _DROPPED) + floor)
 
 
-def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
+def stochastic_e4m3(x: Array, random: Array) -> Array:
     """Return x in E4M3, rounded to one of its two neighbours by 20 random bits.
 
     It saturates. The result is `k * spacing` with the sign of x and `k = (round(|x| /
@@ -224,5 +223,5 @@ def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), nan, rounded * sign).astype(E4M3)
 
 
-def _from_bits(bits: jax.Array) -> jax.Array:
+def _from_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 FLOAT8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
@@ -93,12 +93,12 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
 
 
 def scale_and_inverse(
-    amax: jax.Array,
+    amax: Array,
     dtype: DTypeLike,
     scale: str,
     *,
-    division: Callable[..., jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    division: Callable[..., Array] | None = None,
+) -> tuple[Array, Array]:
     """Return (scale, its inverse as a multiplier) for magnitudes up to `amax`.
 
     Both are NaN if it is not finite. "pow2" is `pow2_cover` and its exact reciprocal.
@@ -125,7 +125,7 @@ def scale_and_inverse(
     return of_values, jnp.where(finite, multiplier, nan)
 
 
-def flush_subnormal(x: jax.Array) -> jax.Array:
+def flush_subnormal(x: Array) -> Array:
     """Return float32 `x` with its subnormals set to zero of their sign."""
     # Not times 0: if a program has an array of zeros of this shape (a backward pass
     # stacks gradients into one), XLA uses it as the factor and keeps it alive until
@@ -133,9 +133,7 @@ def flush_subnormal(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
 
 
-def scaled_for_rounding(
-    x: jax.Array, inverse: jax.Array, dtype: DTypeLike
-) -> jax.Array:
+def scaled_for_rounding(x: Array, inverse: Array, dtype: DTypeLike) -> Array:
     """Return `flush_subnormal(x) * inverse`, or a value that `dtype` rounds alike.
 
     Use it with one `inverse` in kernels that round to nearest. Unless `inverse` is
@@ -154,7 +152,7 @@ def scaled_for_rounding(
     )
 
 
-def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """Return max |x| over `axis` (None: all) in float32.
 
     It is 0 for an empty x, and NaN or inf if `x` has one. Kernels call `amax_by_bits`.
@@ -167,7 +165,7 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     nan
     """
 
-    def by_value(x: jax.Array) -> jax.Array:
+    def by_value(x: Array) -> Array:
         return jnp.max(jnp.abs(x), axis=axis, initial=0)
 
     by_bits = functools.partial(amax_by_bits, axis=axis)
@@ -175,8 +173,8 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
 
 
 def amax_by_bits(
-    x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False
-) -> jax.Array:
+    x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False
+) -> Array:
     """Return max |x| over `axis` in the dtype of x, from bit patterns.
 
     NaN is the largest, in interpreters as well.
@@ -190,32 +188,32 @@ def amax_by_bits(
     return lax.bitcast_convert_type(top, x.dtype)
 
 
-def _bits(x: ArrayLike) -> jax.Array:
+def _bits(x: ArrayLike) -> Array:
     return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
 
 
-def _from_bits(bits: jax.Array) -> jax.Array:
+def _from_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _power_of_two(exponent: jax.Array) -> jax.Array:
+def _power_of_two(exponent: Array) -> Array:
     """Return 2**exponent in float32, exactly, for integer exponents in [-126, 127]."""
     return _from_bits((exponent + _BIAS) << _MANTISSA_BITS)
 
 
-def _exponent(x: jax.Array) -> jax.Array:
+def _exponent(x: Array) -> Array:
     """Return floor(log2 |x|) of normal float32 values; -127 for zero and subnormals."""
     return ((_bits(x) >> _MANTISSA_BITS) & 0xFF) - _BIAS
 
 
-def _nan_like(x: jax.Array) -> jax.Array:
+def _nan_like(x: Array) -> Array:
     # Outside jit `jax_debug_nans` would report this array, although a choice follows
     # that may take nothing of it.
     with jax.debug_nans(False):
         return jnp.full_like(x, jnp.nan)
 
 
-def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
+def pow2_cover(amax: ArrayLike, limit: float) -> Array:
     """Return the smallest power of two `s` with `amax / s <= limit`, a positive number.
 
     The result is float32 in the shape of `amax`. The exponent is clamped to [-126,
@@ -237,7 +235,7 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     return jnp.where(jnp.abs(values) < jnp.inf, scale, _nan_like(scale))
 
 
-def reciprocal_pow2(scale: jax.Array) -> jax.Array:
+def reciprocal_pow2(scale: Array) -> Array:
     """Return 1 / scale for powers of two in [2**-126, 2**126], exactly.
 
     It is an integer subtraction, and NaN stays NaN. The inverse of 2**127 would be
@@ -250,7 +248,7 @@ def reciprocal_pow2(scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(scale), scale, inverse)
 
 
-def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
+def divide(a: ArrayLike, b: ArrayLike) -> Array:
     """Return a / b, correctly rounded, by integer long division.
 
     Use it for positive normal float32 with a normal quotient. XLA's float32 division on
@@ -283,7 +281,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
     return _from_bits(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden))
 
 
-def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
+def _clip_finite(x: Array, limit: float) -> Array:
     """Clip finite values to [-limit, limit].
 
     NaN and inf become NaN, so that an overflow upstream stays visible.
@@ -292,7 +290,7 @@ def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
     return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))
 
 
-def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
     """Return `x` in an FP8 format, rounded to nearest even, saturating.
 
     Finite values beyond the range become the largest one. `astype(float8_e4m3fn)` alone
@@ -307,7 +305,7 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return clipped.astype(float8_dtype(dtype))
 
 
-def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
+def scaled_cast(x: Array, multiplier: Array, dtype: DTypeLike) -> Array:
     """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it.
 
     This is the rounding of every quantizer.
@@ -315,7 +313,7 @@ def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Ar
     return saturating_cast(flush_subnormal(x) * multiplier, dtype)
 
 
-def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def _grid(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """Return (`dtype`'s spacing around each value of `x`, its inverse)."""
     info = jnp.finfo(_rounded_dtype(dtype))
     # At most 126, from the exponent of NaN less two bits of mantissa, so both powers
@@ -324,7 +322,7 @@ def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     return _power_of_two(exponent), _power_of_two(-exponent)
 
 
-def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def spacing(x: Array, dtype: DTypeLike) -> Array:
     """Return the distance between `dtype`'s neighbours around each float32 value.
 
     It is a power of two.
@@ -335,7 +333,7 @@ def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return _grid(x, dtype)[0]
 
 
-def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def round_to(x: Array, dtype: DTypeLike) -> Array:
     """Return the nearest values of `dtype` to `x` as float32, saturating.
 
     Ties go to even, NaN and inf to NaN. It equals `saturating_cast(x,
@@ -350,11 +348,11 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def stochastic_round_to(
-    x: jax.Array,
+    x: Array,
     dtype: DTypeLike,
-    bits: jax.Array,
-    floor: Callable[[jax.Array], jax.Array] = jnp.floor,
-) -> jax.Array:
+    bits: Array,
+    floor: Callable[[Array], Array] = jnp.floor,
+) -> Array:
     """Return one of the two values of `dtype` around `x`.
 
     The upper one has probability (x - lower) / (upper - lower). `bits` are independent
@@ -379,7 +377,7 @@ def stochastic_round_to(
     return (lower + upper) * spacing
 
 
-def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
+def residual(scaled: Array, rounded: Array) -> Array:
     """Return `scaled - rounded`, exact in float32.
 
     `rounded` is from `round_to` or `stochastic_round_to`. Use it for every residual and
@@ -389,7 +387,7 @@ def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
     return scaled - rounded
 
 
-def encode_e8m0(scale: jax.Array) -> jax.Array:
+def encode_e8m0(scale: Array) -> Array:
     """Return powers of two as E8M0 codes: code = exponent + 127, NaN = 255.
 
     >>> code = encode_e8m0(jnp.float32(0.5))
@@ -399,7 +397,7 @@ def encode_e8m0(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(e8m0_code(scale), jnp.float8_e8m0fnu)
 
 
-def e8m0_code(scale: jax.Array) -> jax.Array:
+def e8m0_code(scale: Array) -> Array:
     """Return the E8M0 codes of powers of two as uint8.
 
     Use it in kernels, which have no such float.
@@ -411,7 +409,7 @@ def e8m0_code(scale: jax.Array) -> jax.Array:
     return code.astype(jnp.uint8)
 
 
-def decode_e8m0(code: jax.Array) -> jax.Array:
+def decode_e8m0(code: Array) -> Array:
     """Return E8M0 codes as float32: 2**(code - 127), and NaN for 255.
 
     Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project

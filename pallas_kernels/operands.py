@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -89,21 +89,21 @@ class Operand:
         leading axes of a stack.
     """
 
-    values: jax.Array
-    scale: jax.Array
-    lo: jax.Array | None = None
-    lo_scale: jax.Array | None = None
+    values: Array
+    scale: Array
+    lo: Array | None = None
+    lo_scale: Array | None = None
     scaling: Scaling = field(default=Tensor(), metadata=dict(static=True))
     contracts: Contracts = field(default="last", metadata=dict(static=True))
-    outer: jax.Array | None = None
+    outer: Array | None = None
 
     @property
-    def hi(self) -> jax.Array:
+    def hi(self) -> Array:
         """The values, by the name that they have next to a residual."""
         return self.values
 
     @property
-    def residual(self) -> jax.Array:
+    def residual(self) -> Array:
         """The second half, `lo`, of an operand that must have one."""
         if self.lo is None:
             raise ValueError("the operand has no residual; make it by dual_quantize")
@@ -129,7 +129,7 @@ class Operand:
         leaves = jax.tree.leaves(self)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
-    def scale_of_values(self) -> jax.Array:
+    def scale_of_values(self) -> Array:
         """Return the scales in float32, shaped to multiply the values."""
         scale = self.scaling.spread(self.scale, self.shape)
         return scale if self.outer is None else scale * self.outer[..., None, None]
@@ -170,7 +170,7 @@ class Operand:
         lo = None if self.lo is None else self.lo.T
         return Operand(self.values.T, self.scale, lo, self.lo_scale, self.scaling)
 
-    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return `(values + lo) * scale` in float32, cast to `dtype`.
 
         The sum is exact. With `Fp4` it is `number * (scale * outer)`, in the order of
@@ -210,7 +210,7 @@ class Quantized(NamedTuple):
 
     rows: Operand
     columns: Operand | None = None
-    error: jax.Array | None = None
+    error: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def dimensions(x: Operand, w: Operand) -> lax.DotDimensionNumbers:
     return (of_x, of_w), ((), ())
 
 
-def check_real(name: str, x: jax.Array) -> None:
+def check_real(name: str, x: Array) -> None:
     """Raise a TypeError unless `x` is an array of real floating-point numbers."""
     if not hasattr(x, "dtype"):
         raise TypeError(
@@ -279,7 +279,7 @@ def check_real(name: str, x: jax.Array) -> None:
 
 
 def check_quantizer(
-    name: str, x: jax.Array, options: Quantization, amax: jax.Array | None
+    name: str, x: Array, options: Quantization, amax: Array | None
 ) -> Quantization:
     """Return the options of a quantizer with a NumPy dtype, or raise if x does not fit.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from pallas_kernels.arithmetic import Instructions, Portable
@@ -49,7 +49,7 @@ def missing() -> str | None:
     return None
 
 
-def unreachable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+def unreachable(*arrays: Array | jax.ShapeDtypeStruct) -> str | None:
     """Return the reason why a kernel cannot address these arrays, or None.
 
     >>> unreachable(jax.ShapeDtypeStruct((2**31,), jnp.int8))
@@ -77,7 +77,7 @@ def pallas_call(
     """
     from jax.experimental import pallas as pl
 
-    def call(*operands: jax.Array) -> Any:
+    def call(*operands: Array) -> Any:
         reason = unreachable(*operands, *jax.tree.leaves(out_shape))
         if reason is not None:
             raise NotImplementedError(f'{reason}; use backend="xla" or split the array')
@@ -93,7 +93,7 @@ def on_platform(call: Callable[..., T], *operands: object) -> T:
     return lax.platform_dependent(*operands, cpu=interpreted, cuda=compiled)
 
 
-def instruct(assembly: str, *values: ArrayLike) -> jax.Array:
+def instruct(assembly: str, *values: ArrayLike) -> Array:
     """Return the result of instructions on float32 values, elementwise.
 
     No compiler replaces them by others.

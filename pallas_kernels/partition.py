@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias, TypeVar
 
 import jax
+from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -76,12 +77,12 @@ def partitioned(
     used = {letter: of for letter, of in (blocks or {}).items() if letter in named}
     letters = replace(letters, blocks=used, whole=whole, scattered=scattered)
 
-    def automatic(*operands: jax.Array) -> T:
+    def automatic(*operands: Array) -> T:
         return letters.over_arrays(_by_xla(local, rule, letters))(*operands)
 
     one_by_one = one_at_a_time(automatic)
 
-    def call(*operands: jax.Array) -> T:
+    def call(*operands: Array) -> T:
         if has_explicit_axes():
             return on_parts(local, automatic, letters, operands, wanted)
         # Without a mesh `custom_partitioning` costs nothing: XLA inlines `local` into
@@ -98,7 +99,7 @@ def _by_xla(local: Callable[..., T], rule: str, letters: Letters) -> Callable[..
     # of the program prefers, and replaces the whole call by `local` (JAX docs,
     # jax.experimental.custom_partitioning).
     @custom_partitioning
-    def call(*operands: jax.Array) -> T:
+    def call(*operands: Array) -> T:
         return local(*operands, summed_over=())
 
     def partition(

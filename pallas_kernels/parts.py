@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.specs import Entry, first_long, names, shards
@@ -173,7 +174,7 @@ class Letters:
             whole=tuple(whole),
         )
 
-    def flatten(self, side: Side, x: jax.Array) -> jax.Array:
+    def flatten(self, side: Side, x: Array) -> Array:
         """Return an array, or a part of one, as its matrix."""
         sizes = iter(x.shape)
         shape = []
@@ -182,7 +183,7 @@ class Letters:
             shape.append(math.prod(axes))
         return x.reshape(shape)
 
-    def unflatten(self, side: Side, matrix: jax.Array) -> jax.Array:
+    def unflatten(self, side: Side, matrix: Array) -> Array:
         """Return the array of a matrix."""
         shape: list[int] = []
         for letter, size in zip(side, matrix.shape, strict=True):
@@ -192,7 +193,7 @@ class Letters:
     def over_arrays(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function of matrices as a function of their arrays."""
 
-        def call(*operands: jax.Array) -> T:
+        def call(*operands: Array) -> T:
             matrices = map(self.flatten, self.inputs, operands)
             leaves, tree = jax.tree.flatten(function(*matrices))
             arrays = map(self.unflatten, self.outputs, leaves)

@@ -20,9 +20,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NoReturn, Self, get_args
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -45,9 +44,7 @@ def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*leading, -(-last // size))
 
 
-def _repeat(
-    of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...]
-) -> jax.Array:
+def _repeat(of_blocks: Array, size: int, tile: Tile, shape: tuple[int, ...]) -> Array:
     """Return one number for each value of a tensor, from one for each block."""
     repeat = functools.partial(
         jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks)
@@ -58,7 +55,7 @@ def _repeat(
     return _first(repeat(wide, axis=-2), shape[-2], -2)
 
 
-def _first(x: jax.Array, count: int, axis: int) -> jax.Array:
+def _first(x: Array, count: int, axis: int) -> Array:
     """Return the first values along an axis, at most all of them.
 
     `jax.export` may leave their number open.
@@ -122,8 +119,8 @@ class Tensor(_Float32):
         return shape[:-2]
 
     def find(
-        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+    ) -> tuple[Array, Array]:
         """Return (scale, its inverse as a multiplier) of float32 x.
 
         Both are NaN if max |x| is not finite.
@@ -132,11 +129,11 @@ class Tensor(_Float32):
             amax = numerics.amax(x)
         return numerics.scale_and_inverse(amax, dtype, self.scale)
 
-    def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
         """Return the scale, shaped to multiply values of this shape."""
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
 
-    def turn(self, scale: jax.Array) -> jax.Array:
+    def turn(self, scale: Array) -> Array:
         """Return the scale of the transposed matrix."""
         return scale
 
@@ -166,19 +163,19 @@ class Row(_Float32):
         return shape[:-1]
 
     def find(
-        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+    ) -> tuple[Array, Array]:
         """Return (scales of float32 x's rows, their inverses, shaped to multiply x)."""
         assert amax is None, "check_quantizer refuses an amax of rows"
         of_rows = numerics.amax(x, axis=-1)
         scale, inverse = numerics.scale_and_inverse(of_rows, dtype, self.scale)
         return scale, inverse[..., None]
 
-    def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
         """Return the scales, shaped to multiply values of this shape."""
         return scale[..., None]
 
-    def turn(self, scale: jax.Array) -> jax.Array:
+    def turn(self, scale: Array) -> Array:
         """Raise, because the rows of the transposed matrix are other rows."""
         raise NotImplementedError(
             "the rows of a transposed matrix have other scales; quantize the transpose"
@@ -248,7 +245,7 @@ class Block:
         """
         return _count(self.size, self.tile, shape)
 
-    def amax(self, x: jax.Array) -> jax.Array:
+    def amax(self, x: Array) -> Array:
         """Return max |x| of every block, float32; NaN or inf if the block has one."""
         counts = self.scale_shape(x.shape)
         # An axis of blocks as `scale_shape` counts them, so that sizes that
@@ -263,19 +260,19 @@ class Block:
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
     def find(
-        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+    ) -> tuple[Array, Array]:
         """Return (E8M0 scales of float32 x's blocks, their inverses, spread over x)."""
         assert amax is None, "check_quantizer refuses an amax of blocks"
         scale, inverse = numerics.scale_and_inverse(self.amax(x), dtype, "pow2")
         spread = _repeat(inverse, self.size, self.tile, x.shape)
         return numerics.encode_e8m0(scale), spread
 
-    def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
         """Return the scale of every value of a tensor of this shape, float32."""
         return _repeat(numerics.decode_e8m0(scale), self.size, self.tile, shape)
 
-    def turn(self, scale: jax.Array) -> jax.Array:
+    def turn(self, scale: Array) -> Array:
         """Return the scales of the transposed matrix.
 
         Raises:
@@ -398,25 +395,23 @@ class Fp4:
         """Return the bits per value of a matrix of this shape, without `outer`."""
         return 4.0 + 8.0 * math.prod(self.scale_shape(shape)) / math.prod(shape)
 
-    def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
         """Return the block scale of every value of a tensor, without `outer`."""
         return _repeat(self.in_float32(scale), self.block, self.tile, shape)
 
-    def in_float32(self, scale: jax.Array) -> jax.Array:
+    def in_float32(self, scale: Array) -> Array:
         """Return the blocks' scales as numbers, without `outer`."""
         if self.format == "mxfp4":
             return numerics.decode_e8m0(scale)
         return scale.astype(jnp.float32)
 
-    def find(
-        self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None
-    ) -> NoReturn:
+    def find(self, x: Array, dtype: DTypeLike, amax: Array | None = None) -> NoReturn:
         """Raise, because the format library finds these scales."""
         raise NotImplementedError(
             f"{self} is found by the format library; use tcfp_jax.products.pack_fp4"
         )
 
-    def turn(self, scale: jax.Array) -> NoReturn:
+    def turn(self, scale: Array) -> NoReturn:
         """Raise, because a byte holds neighbours along the last axis."""
         raise NotImplementedError(
             f"{self}: bytes hold two codes of a row; dequantize, or pack the transposed"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
@@ -63,7 +63,7 @@ def entries(sharding: Sharding, ndim: int) -> tuple[Entry, ...]:
     return spec + (None,) * (ndim - len(spec))
 
 
-def entries_of(x: jax.Array) -> tuple[Entry, ...]:
+def entries_of(x: Array) -> tuple[Entry, ...]:
     """Return the entries of the spec in the type of x.
 
     All are None unless its mesh has explicit axes.
@@ -83,7 +83,7 @@ def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
     return None if sharding is None else PartitionSpec(*changed)
 
 
-def sharding_of(x: jax.Array | jax.core.ShapedArray) -> NamedSharding | None:
+def sharding_of(x: Array | jax.core.ShapedArray) -> NamedSharding | None:
     """Return the sharding in the type of x, or in a type, if axes are explicit."""
     kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     sharding = kind.sharding
@@ -108,7 +108,7 @@ def hidden_shards() -> int:
     return 1 if has_explicit_axes() else device_count()
 
 
-def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
+def moved(x: Array, spec: Sequence[Entry]) -> Array:
     """Return x with this spec in its type, moved only if it has another one.
 
     Without explicit axes nothing moves.
@@ -121,7 +121,7 @@ def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
     return jax.sharding.reshard(x, with_entries(sharding or PartitionSpec(), spec))
 
 
-def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+def regrouped(x: Array, groups: Sequence[Sequence[int]]) -> Array:
     """Merge each run of neighbouring axes of x.
 
     `groups` has the sizes of the axes of each run.
@@ -138,7 +138,7 @@ def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
     return lax.reshape(moved(x, kept), shape, out_sharding=out_sharding)
 
 
-def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+def ungrouped(x: Array, groups: Sequence[Sequence[int]]) -> Array:
     """Split each axis of x into the axes of its group, the inverse of `regrouped`.
 
     >>> ungrouped(jax.numpy.ones((2, 12)), [[2], [3, 4]]).shape
@@ -202,7 +202,7 @@ def first_long(sizes: Sequence[int]) -> int:
     return next((i for i, size in enumerate(sizes) if size > 1), 0)
 
 
-def varying(results: T, *operands: jax.Array) -> T:
+def varying(results: T, *operands: Array) -> T:
     """Return a kernel's results, which vary between devices wherever an operand does.
 
     "Vary" is a part of types inside of a `jax.shard_map`. JAX infers this for its own
@@ -218,7 +218,7 @@ def varying(results: T, *operands: jax.Array) -> T:
     of_operands = [jax.typeof(x).manual_axis_type.varying for x in operands]
     axes = frozenset[str]().union(*of_operands)
 
-    def vary(result: jax.Array | jax.ShapeDtypeStruct) -> object:
+    def vary(result: Array | jax.ShapeDtypeStruct) -> object:
         if isinstance(result, jax.ShapeDtypeStruct):
             kind = jax.sharding.ManualAxisType(varying=axes)
             return jax.ShapeDtypeStruct(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.arithmetic import Portable
@@ -24,8 +25,8 @@ from pallas_kernels.partition import BlocksOf, Letters, partitioned
 from pallas_kernels.specs import has_explicit_axes
 
 T = TypeVar("T")
-Arrays: TypeAlias = tuple[jax.Array, ...]
-Operands: TypeAlias = Sequence[jax.Array]
+Arrays: TypeAlias = tuple[Array, ...]
+Operands: TypeAlias = Sequence[Array]
 Form = Literal["tile", "transposed", "rows", "columns", "one"]
 # The values of a tile that share a maximum: all, or those of a column (0) or row (1).
 Axis: TypeAlias = int | None
@@ -166,7 +167,7 @@ class Body:
         """For each maximum the values that share it."""
         return ()
 
-    def measured(self, operands: Operands) -> jax.Array:
+    def measured(self, operands: Operands) -> Array:
         """Return the float32 array whose largest magnitudes `values` needs."""
         raise NotImplementedError
 
@@ -239,7 +240,7 @@ class Engine:
         function cannot do.
     """
 
-    run: Callable[..., list[jax.Array] | None]
+    run: Callable[..., list[Array] | None]
     calls_back: bool = False
 
     def calls_back_here(self) -> bool:
@@ -249,16 +250,16 @@ class Engine:
 
 def map_tiles(
     body: Body,
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[Array],
     outputs: Sequence[Output],
     *,
     name: str,
     engine: Engine | None,
-    scalars: Sequence[jax.Array] = (),
+    scalars: Sequence[Array] = (),
     tiling: Tiling = Tiling(),
-    rows: Sequence[jax.Array] = (),
-    columns: Sequence[jax.Array] = (),
-) -> list[jax.Array]:
+    rows: Sequence[Array] = (),
+    columns: Sequence[Array] = (),
+) -> list[Array]:
     """Run a body over every tile of matrices `[*m, k]`, m several axes.
 
     Args:
@@ -279,9 +280,7 @@ def map_tiles(
     """
     one = Pass(body, tuple(outputs), name, tiling, len(inputs), len(rows), len(columns))
 
-    def local(
-        *operands: jax.Array, summed_over: tuple[str, ...] = ()
-    ) -> list[jax.Array]:
+    def local(*operands: Array, summed_over: tuple[str, ...] = ()) -> list[Array]:
         found = None if engine is None else engine.run(one, *operands)
         return _whole(one, *operands) if found is None else found
 
@@ -309,7 +308,7 @@ def _rule(one: Pass, scalars: int) -> str:
     return f"{', '.join(operands)} -> {', '.join(results)}"
 
 
-def _whole(one: Pass, *operands: jax.Array) -> list[jax.Array]:
+def _whole(one: Pass, *operands: Array) -> list[Array]:
     """Return the results without a kernel."""
     results = []
     found = one.body.whole(one.sort(operands).shaped())

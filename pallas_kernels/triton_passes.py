@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -22,7 +23,7 @@ from pallas_kernels.tiled import (
 )
 
 
-def _run(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
+def _run(one: Pass, *operands: Array) -> list[Array] | None:
     """Run a pass over a device's part, compiled on CUDA and interpreted on CPUs.
 
     Return None if no tile divides the part or Pallas-Triton cannot address it.
@@ -42,11 +43,11 @@ TRITON = Engine(_run)
 class _Operations(Portable):
     """The operations of a tile; Triton compiles them from `jax.numpy`."""
 
-    def scaled(self, x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def scaled(self, x: Array, inverse: Array, dtype: DTypeLike) -> Array:
         return numerics.scaled_for_rounding(x, inverse, dtype)
 
 
-def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
+def _call(one: Pass, *operands: Array, interpret: bool) -> list[Array]:
     # Imported where it is used: half a second that a program without kernels need not
     # pay.
     from jax.experimental import pallas as pl
@@ -89,7 +90,7 @@ def _call(one: Pass, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
         name=one.name,
     )
     # A result in place has the type of its input.
-    results: list[jax.Array] = run(*varying(operands, *operands))
+    results: list[Array] = run(*varying(operands, *operands))
     return results
 
 
@@ -118,7 +119,7 @@ def _kernel(one: Pass, count: int, *refs: jax.Ref) -> None:
             next(targets)[...] = x.T
 
 
-def _number(output: Output, x: jax.Array, results: Arrays) -> jax.Array:
+def _number(output: Output, x: Array, results: Arrays) -> Array:
     """Return a result, zero if it is a number whose `zero_with` is zero in the tile."""
     if output.zero_with is None:
         return x
@@ -127,7 +128,7 @@ def _number(output: Output, x: jax.Array, results: Arrays) -> jax.Array:
     return jnp.where(top == 0, 0, x.astype(jnp.int32)).astype(output.dtype)
 
 
-def _largest(x: jax.Array, axis: Axis) -> jax.Array:
+def _largest(x: Array, axis: Axis) -> Array:
     """Return the largest magnitudes of a tile, as an array that broadcasts to it."""
     if axis is None:
         of_rows = numerics.amax_by_bits(x, 1, keepdims=True)

@@ -18,9 +18,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.checks import check_choice
 
@@ -55,11 +54,11 @@ def check_wire(wire: str | None) -> None:
 
 
 def reduced(
-    partial: jax.Array,
+    partial: Array,
     scattered: Sequence[Scatter],
     summed_over: Sequence[str],
     wire: Wire | None,
-) -> jax.Array:
+) -> Array:
     """Add the partial sums of devices over mesh axes.
 
     Args:
@@ -76,8 +75,8 @@ def reduced(
 
 
 def _handed_out(
-    partial: jax.Array, axes: tuple[str, ...], dimension: int, wire: Wire | None
-) -> jax.Array:
+    partial: Array, axes: tuple[str, ...], dimension: int, wire: Wire | None
+) -> Array:
     """Return this device's part of the sum, cut along a dimension."""
     if wire is not None and wire != "float32":
         partial = partial.astype(jnp.bfloat16)
@@ -90,9 +89,7 @@ def _handed_out(
     return jnp.sum(parts.reshape(shape).astype(jnp.float32), axis=dimension)
 
 
-def _everywhere(
-    partial: jax.Array, axes: tuple[str, ...], wire: Wire | None
-) -> jax.Array:
+def _everywhere(partial: Array, axes: tuple[str, ...], wire: Wire | None) -> Array:
     """Return the whole sum on every device."""
     if wire == "bfloat16":
         return lax.psum(partial.astype(jnp.bfloat16), axes)

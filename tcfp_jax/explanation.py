@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 from jax.typing import DTypeLike
 
@@ -265,14 +266,12 @@ def _traced(
     """Return the calls that a training step dispatches."""
     state = jax.eval_shape(tx.init, params)
 
-    def training_step(
-        params: PyTree, state: PyTree, x: jax.Array, g: jax.Array
-    ) -> PyTree:
+    def training_step(params: PyTree, state: PyTree, x: Array, g: Array) -> PyTree:
         stored = layer_state(state).get("kernel")
         drawn = recipe.stochastic or recipe.draws
         key = jax.random.key(0) if stored is None and drawn else None
 
-        def multiply(x: jax.Array, params: PyTree) -> jax.Array:
+        def multiply(x: Array, params: PyTree) -> Array:
             w = params["kernel"]
             return matmul(x, w, recipe=recipe, quantized=stored, key=key)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
@@ -136,7 +136,7 @@ def cross_entropy(
         if weights is None
         else weights.astype(jnp.float32)
     )
-    if not isinstance(ignore, _INT | jax.Array | None):
+    if not isinstance(ignore, _INT | Array | None):
         raise TypeError(f"ignore={ignore!r} is no target; pass an integer, or None")
     # A weight of 0 leaves its token out, also for the derivative by the weight, which
     # would need the token's loss.
@@ -179,8 +179,8 @@ class Loss:
 
 
 def _checked(
-    x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+    x: tuple[int, ...], targets: Array, weights: Array | None
+) -> tuple[Array, Array | None]:
     """Return int32 targets and weights, if they fit an x of this shape."""
     targets = jnp.asarray(targets)
     if weights is not None:
@@ -210,13 +210,13 @@ def _checked(
 
 def loss_of(
     asked: Loss,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    targets: jax.Array,
-    shares: jax.Array,
-    key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    targets: Array,
+    shares: Array,
+    key: Array | None = None,
+) -> tuple[Array, Array]:
     """Return `cross_entropy` of a weight `[k, vocabulary]` as floats, quantized or
     both, and shares in the mean.
 
@@ -252,13 +252,13 @@ def loss_of(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(asked: Loss, *operands: Any) -> tuple[jax.Array, jax.Array]:
+def _loss(asked: Loss, *operands: Any) -> tuple[Array, Array]:
     # JAX runs this body only if nobody differentiates.
     mean, losses, *_ = _by_chunks(asked, (), *operands)
     return head(mean, asked), losses
 
 
-def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _forward(asked: Loss, *primals: Any) -> tuple[tuple[Array, Array], Any]:
     x, w, quantized, targets, shares = jax.tree.map(
         lambda leaf: leaf.value,
         primals,
@@ -298,7 +298,7 @@ def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
         )
     factor = of_mean + jnp.where(alike, total, jnp.nan)
 
-    def scaled(g: jax.Array | None, like: jax.Array | None) -> jax.Array | None:
+    def scaled(g: Array | None, like: Array | None) -> Array | None:
         if g is None or like is None:
             return None
         return (g.astype(jnp.float32) * factor).astype(like.dtype)
@@ -308,7 +308,7 @@ def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     return dx, dw, None, None, of_mean * losses
 
 
-def _instantiated(cotangent: Any) -> jax.Array:
+def _instantiated(cotangent: Any) -> Array:
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
@@ -333,12 +333,12 @@ def _devices() -> int:
 def _by_chunks(
     asked: Loss,
     wanted: tuple[str, ...],
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    targets: jax.Array,
-    shares: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    targets: Array,
+    shares: Array,
+) -> tuple[Array, Array, Array | None, Array | None]:
     """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted
     gradients are None.
     """
@@ -348,7 +348,7 @@ def _by_chunks(
     count = -(-tokens // limit) if isinstance(tokens, int) else 1
     size = -(-tokens // count)
 
-    def cut(array: jax.Array) -> jax.Array:
+    def cut(array: Array) -> Array:
         # A chunk has every count-th token, so that devices that split the tokens share
         # the work of each chunk.
         rest = [(0, 0)] * (array.ndim - 1)
@@ -358,7 +358,7 @@ def _by_chunks(
     # Outside of the loop, for products that read floats.
     read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
 
-    def of_chunk(dw: jax.Array | None, given: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def of_chunk(dw: Array | None, given: tuple[Array, ...]) -> tuple[Any, Any]:
         losses, dx, dw = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
         return dw, (losses, dx)
 
@@ -367,7 +367,7 @@ def _by_chunks(
         dw = varying(jnp.zeros(w.shape, jnp.float32), x)
     dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
 
-    def joined(chunks: jax.Array) -> jax.Array:
+    def joined(chunks: Array) -> Array:
         whole = chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])
         return whole[:tokens]
 
@@ -380,7 +380,7 @@ def _by_chunks(
     return mean, losses, dx, dw
 
 
-def _kept(g: jax.Array, like: jax.Array) -> jax.Array:
+def _kept(g: Array, like: Array) -> Array:
     """Return a gradient as it waits for the backward pass, in half the memory.
 
     float16 has too little range before it is scaled.
@@ -390,14 +390,14 @@ def _kept(g: jax.Array, like: jax.Array) -> jax.Array:
 
 def _chunk(
     asked: Loss,
-    total_dw: jax.Array | None,
+    total_dw: Array | None,
     wants_dx: bool,
-    w: jax.Array | None,
+    w: Array | None,
     quantized: Stored | None,
-    x: jax.Array,
-    targets: jax.Array,
-    shares: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    x: Array,
+    targets: Array,
+    shares: Array,
+) -> tuple[Array, Array | None, Array | None]:
     """Return (losses, gradient of x or None, the float32 gradient of w so far or None)
     of tokens `[tokens, k]`.
     """
@@ -453,7 +453,7 @@ def _chunk(
     return losses, dx if wants_dx else None, dw
 
 
-def _capped(asked: Loss, logits: jax.Array) -> jax.Array:
+def _capped(asked: Loss, logits: Array) -> Array:
     """Return float32 logits below the cap, if there is one."""
     logits = logits.astype(jnp.float32)
     cap = asked.soft_cap
@@ -470,8 +470,8 @@ class _Gradient:
     vocabulary: int
 
     def __call__(
-        self, narrow: jax.Array, targets: jax.Array, total: jax.Array, *rest: jax.Array
-    ) -> tuple[jax.Array, ...]:
+        self, narrow: Array, targets: Array, total: Array, *rest: Array
+    ) -> tuple[Array, ...]:
         """Return a gradient for each of the factors, which the ids `[1, vocabulary]`
         follow.
         """
@@ -494,11 +494,11 @@ class _Gradient:
 
 def _quantized(
     asked: Loss,
-    narrow: jax.Array,
-    targets: jax.Array,
-    total: jax.Array,
-    shares: jax.Array,
-    bound: jax.Array,
+    narrow: Array,
+    targets: Array,
+    total: Array,
+    shares: Array,
+    bound: Array,
 ) -> Quantized | None:
     """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows,
     or None for other scalings.

@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -168,7 +169,7 @@ def device_budget(margin: float = MARGIN) -> int:
 # --------------------------------------------------------------------------------------
 
 
-def checkpoint_in_fp8(x: jax.Array, name: str) -> jax.Array:
+def checkpoint_in_fp8(x: Array, name: str) -> Array:
     """Return x, of which a remat whose policy keeps `name` keeps a copy in FP8.
 
     Use this like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise
@@ -212,14 +213,12 @@ mlir.register_lowering(_in_fp8, lambda context, x, *, name: [x])
 
 
 def _jvp(
-    primals: list[jax.Array], tangents: list[jax.Array], *, name: str
-) -> tuple[jax.Array, jax.Array]:
+    primals: list[Array], tangents: list[Array], *, name: str
+) -> tuple[Array, Array]:
     return _in_fp8.bind(*primals, name=name), tangents[0]
 
 
-def _batch(
-    args: list[jax.Array], axes: list[int], *, name: str
-) -> tuple[jax.Array, int]:
+def _batch(args: list[Array], axes: list[int], *, name: str) -> tuple[Array, int]:
     return _in_fp8.bind(*args, name=name), axes[0]
 
 
@@ -283,13 +282,13 @@ def _name() -> Primitive:
 
 
 @jax.jit
-def _pack(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _pack(x: Array) -> tuple[Array, Array, Array]:
     rows = quantize(x, jnp.float8_e4m3fn, Row()).rows
     return x, rows.values, rows.scale
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _unpack(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _unpack(values: Array, scale: Array, dtype: DTypeLike) -> Array:
     # Without the barrier of `Operand.dequantize`, so that XLA reads a slice of a stack
     # where it is. If XLA cancels both casts in a loop-free program, as
     # `prevent_cse=False` allows, the value is exact.

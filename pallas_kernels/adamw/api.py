@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import moments as codec
@@ -22,12 +23,12 @@ __all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
 def _by_reference(
     options: Options,
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: Array,
+    hi: Array,
+    lo: Array,
     state: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
 ) -> Step:
     """Take the step by the definition.
 
@@ -47,7 +48,7 @@ def _by_reference(
     )
 
 
-def _spec(x: jax.Array) -> Any:
+def _spec(x: Array) -> Any:
     return jax.typeof(x).sharding.spec
 
 
@@ -64,7 +65,7 @@ def adamw(
     lo: "Float[jax.Array, 'k n']",
     moments: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
     *,
     backend: Backend | None = None,
     **options: str,
@@ -142,7 +143,7 @@ def adamw(
     )
 
 
-def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:
+def _check_arrays(g: Array, hi: Array, lo: Array, moments: Moments) -> None:
     if hi.ndim != 2:
         raise ValueError(
             f"hi{list(hi.shape)} is not a matrix; use jax.vmap over a stack of them"

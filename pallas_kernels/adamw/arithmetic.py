@@ -12,9 +12,8 @@ Both give the same bits, for which they need three properties:
 * **Subnormals are zero**, as input and as result, as on CPUs under XLA.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import moments, numerics
 from pallas_kernels.arithmetic import Instruct
@@ -34,47 +33,47 @@ class Portable:
       gradient: the gradient of the step, which the compiler does not know.
     """
 
-    def __init__(self, gradient: jax.Array) -> None:
+    def __init__(self, gradient: Array) -> None:
         # Zero except for a NaN, which stays a NaN after any "or" with its mantissa.
         bits = lax.bitcast_convert_type(gradient, jnp.int32) & 0x7FFFFFFF
         self._zeros = (bits > moments.INFINITY).astype(jnp.int32)
 
-    def _guard(self, x: jax.Array) -> jax.Array:
+    def _guard(self, x: Array) -> Array:
         return lax.bitcast_convert_type(
             lax.bitcast_convert_type(x, jnp.int32) | self._zeros, jnp.float32
         )
 
-    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def multiply(self, a: Array, b: Array) -> Array:
         """Return a * b, never contracted with an addition."""
         return self._guard(a * b)
 
-    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    def add_exact_product(self, a: Array, b: Array, c: Array) -> Array:
         """Return a * b + c for an a * b that float32 holds exactly.
 
         Contraction then changes nothing.
         """
         return a * b + c
 
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def add(self, a: Array, b: Array) -> Array:
         """Return a + b."""
         return a + b
 
-    def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def subtract(self, a: Array, b: Array) -> Array:
         """Return a - b."""
         return a - b
 
-    def root(self, x: jax.Array) -> jax.Array:
+    def root(self, x: Array) -> Array:
         """Return the root of x >= 2**-100; NaN for an infinite x."""
         return jnp.where(jnp.isfinite(x), jnp.sqrt(x), jnp.nan)
 
-    def reciprocal(self, x: jax.Array) -> jax.Array:
+    def reciprocal(self, x: Array) -> Array:
         """Return 1 / x for x in [2**-50, 2**125].
 
         It is guarded, or XLA would turn the product with it into a division.
         """
         return self._guard(1.0 / x)
 
-    def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def e4m3(self, x: Array) -> tuple[Array, Array]:
         """Return (x in E4M3, the same value as float32).
 
         x is rounded to nearest, ties to even; an infinity saturates as well.
@@ -83,24 +82,22 @@ class Portable:
         value = numerics.round_to(saturated, moments.E4M3)
         return value.astype(moments.E4M3), value
 
-    def stochastic_e4m3(
-        self, x: jax.Array, inverse: jax.Array | None, random: jax.Array
-    ) -> jax.Array:
+    def stochastic_e4m3(self, x: Array, inverse: Array | None, random: Array) -> Array:
         """Return `moments.stochastic_e4m3` of x, or of x * inverse.
 
         `inverse` is a power of two or NaN.
         """
         return moments.stochastic_e4m3(x if inverse is None else x * inverse, random)
 
-    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
+    def add_v_bits(self, v: Array, bits: Array) -> Array:
         """Return `moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
         return moments.magnitude_bits(v) + moments.v_bits(bits)
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def largest(self, x: Array) -> Array:
         """Return the largest |x| of each block that is not NaN."""
         return self.largest_or_nan(jnp.where(jnp.isnan(x), 0.0, x))
 
-    def largest_or_nan(self, v: jax.Array) -> jax.Array:
+    def largest_or_nan(self, v: Array) -> Array:
         """Return the largest |v| of each block, or NaN if it has one."""
         bits = jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
         return lax.bitcast_convert_type(bits, jnp.float32)
@@ -119,23 +116,23 @@ class Instructions(Portable):
     def __init__(self, run: Instruct) -> None:
         self._run = run
 
-    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def multiply(self, a: Array, b: Array) -> Array:
         """Return a * b."""
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
-    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    def add_exact_product(self, a: Array, b: Array, c: Array) -> Array:
         """Return a * b + c, rounded once."""
         return self._run("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def add(self, a: Array, b: Array) -> Array:
         """Return a + b."""
         return self._run("add.rn.ftz.f32 $0, $1, $2;", a, b)
 
-    def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def subtract(self, a: Array, b: Array) -> Array:
         """Return a - b."""
         return self._run("sub.rn.ftz.f32 $0, $1, $2;", a, b)
 
-    def root(self, x: jax.Array) -> jax.Array:
+    def root(self, x: Array) -> Array:
         """Return the correctly rounded root of x >= 2**-100.
 
         It is `sqrt.rn` without its branch for smaller values.
@@ -147,7 +144,7 @@ class Instructions(Portable):
             x,
         )
 
-    def reciprocal(self, x: jax.Array) -> jax.Array:
+    def reciprocal(self, x: Array) -> Array:
         """Return the correctly rounded 1 / x, as `rcp.rn` without its branches."""
         return self._run(
             "{ .reg .f32 y, e, n; rcp.approx.ftz.f32 y, $1; neg.f32 n, $1; fma.rn.f32"
@@ -155,7 +152,7 @@ class Instructions(Portable):
             x,
         )
 
-    def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def e4m3(self, x: Array) -> tuple[Array, Array]:
         """Return (x in E4M3, the same value as float32).
 
         In a kernel XLA cannot delete the cast and back.
@@ -163,9 +160,7 @@ class Instructions(Portable):
         rounded = x.astype(moments.E4M3)
         return rounded, rounded.astype(jnp.float32)
 
-    def stochastic_e4m3(
-        self, x: jax.Array, inverse: jax.Array | None, random: jax.Array
-    ) -> jax.Array:
+    def stochastic_e4m3(self, x: Array, inverse: Array | None, random: Array) -> Array:
         """Return `moments.stochastic_e4m3` of x or x * inverse.
 
         The sum carries into the bits that are kept.
@@ -181,18 +176,18 @@ class Instructions(Portable):
         wide = self._run(f"mul.rn.f32 $0, $1, {_HUGE};", cut)
         return wide.astype(moments.E4M3)
 
-    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
+    def add_v_bits(self, v: Array, bits: Array) -> Array:
         """Return the bits of v >= 0 plus `moments.v_bits`.
 
         Results of a device have no subnormals, and one NaN.
         """
         return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def largest(self, x: Array) -> Array:
         """Return the largest |x| of each block; a device's maximum ignores NaN."""
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True)
 
-    def largest_or_nan(self, v: jax.Array) -> jax.Array:
+    def largest_or_nan(self, v: Array) -> Array:
         """Return the largest v of each block, or NaN if it has one."""
         bits = lax.bitcast_convert_type(v, jnp.int32)
         top = jnp.max(bits, axis=-1, keepdims=True)

@@ -15,9 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Rates, Step
@@ -25,7 +24,7 @@ from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import device_count, has_explicit_axes
 
-Kernel: TypeAlias = Callable[..., list[jax.Array]]
+Kernel: TypeAlias = Callable[..., list[Array]]
 Ref: TypeAlias = Any  # reference to memory
 ROWS = 16  # rows of a tile; a shard has a multiple of them
 STATE = 6  # hi, lo, m, m_scale, v, v_scale
@@ -42,13 +41,13 @@ class Numbers(NamedTuple):
     """
 
     coefficients: Coefficients
-    unit: jax.Array
-    keep: jax.Array
-    k0: jax.Array
-    k1: jax.Array
+    unit: Array
+    keep: Array
+    k0: Array
+    k1: Array
 
     @staticmethod
-    def words(rates: Rates, key: jax.Array) -> jax.Array:
+    def words(rates: Rates, key: Array) -> Array:
         """Return the operand of a kernel."""
         unit = jnp.where(rates.keep, rates.new_scale, rates.scale)
         floats = jnp.stack([*Coefficients.of(rates), unit])
@@ -57,7 +56,7 @@ class Numbers(NamedTuple):
         return jnp.concatenate([words, integers])
 
     @staticmethod
-    def read(word: Callable[[int], jax.Array]) -> "Numbers":
+    def read(word: Callable[[int], Array]) -> "Numbers":
         """Return the numbers from a function that reads a word of the operand."""
         count = len(Coefficients._fields)
         floats = [lax.bitcast_convert_type(word(i), jnp.float32) for i in range(count)]
@@ -68,12 +67,12 @@ class Numbers(NamedTuple):
 def launch(
     kernel: Kernel,
     options: Options,
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: Array,
+    hi: Array,
+    lo: Array,
     state: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
 ) -> Step:
     """Take the step by a kernel, see `api.adamw`."""
     operands = (
@@ -107,13 +106,13 @@ def _stacked(kernel: Kernel, options: Options) -> Kernel:
     """
 
     @custom_vmap
-    def call(*operands: jax.Array) -> list[jax.Array]:
+    def call(*operands: Array) -> list[Array]:
         return _on_each_device(kernel, options, *operands)
 
     @call.def_vmap
     def _rule(
-        size: int, is_mapped: list[bool], *operands: jax.Array
-    ) -> tuple[list[jax.Array], list[bool]]:
+        size: int, is_mapped: list[bool], *operands: Array
+    ) -> tuple[list[Array], list[bool]]:
         whole = []
         for x, maps in zip(operands, is_mapped, strict=True):
             whole.append(x if maps else jnp.broadcast_to(x, (size, *x.shape)))
@@ -123,9 +122,7 @@ def _stacked(kernel: Kernel, options: Options) -> Kernel:
     return call
 
 
-def _on_each_device(
-    kernel: Kernel, options: Options, *operands: jax.Array
-) -> list[jax.Array]:
+def _on_each_device(kernel: Kernel, options: Options, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices; each device takes its part of them."""
     *leading, k, n = operands[2].shape
     # A letter for each axis of a stack, because layers of experts are split in their
@@ -136,7 +133,7 @@ def _on_each_device(
     outputs = [*state, f"{stack} p q"]
     if options.orientation == "both":
         outputs.append(f"{stack} j i")
-    places: list[jax.Array] = []
+    places: list[Array] = []
     if device_count() > 1:
         # Global rows and columns, split like the weight
         places = [lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)]
@@ -144,7 +141,7 @@ def _on_each_device(
     rule = f"{', '.join(inputs)} -> {', '.join(outputs)}"
     blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
 
-    def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
+    def local(*operands: Array, summed_over: tuple[str, ...]) -> list[Array]:
         stack = operands[2].shape[:-2]
         merged = [x.reshape(-1, *x.shape[len(stack) :]) for x in operands[: 2 + STATE]]
         results = kernel(options, n, *merged, *operands[2 + STATE :])

@@ -1,7 +1,7 @@
 """The AdamW step on Hopper: the choice of the kernel in `mosaic_kernel.py`."""
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
@@ -11,9 +11,7 @@ from pallas_kernels.moments import BLOCK
 from pallas_kernels.specs import device_count
 
 
-def reject(
-    options: Options, g: jax.Array, hi: jax.Array, *arrays: object
-) -> str | None:
+def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     reason = plan.reject(jnp.bfloat16)
     if reason is not None:
@@ -38,12 +36,12 @@ def reject(
 
 def adamw(
     options: Options,
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: Array,
+    hi: Array,
+    lo: Array,
     state: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
 ) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: a second that a program without this kernel need not

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,7 +32,7 @@ _TURNS = ROWS // _WARPS
 _REGISTERS = Registers((_WARPS, BLOCK))  # of a turn
 
 
-def call(options: Options, columns: int, *operands: jax.Array) -> list[jax.Array]:
+def call(options: Options, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     words, gradient, *state = varying(operands, *operands)
     l, k, n = gradient.shape
@@ -71,14 +71,14 @@ def call(options: Options, columns: int, *operands: jax.Array) -> list[jax.Array
 class _Place(NamedTuple):
     """The place of a block in a stack: its matrix, and its part of the matrix."""
 
-    entry: jax.Array
-    row: jax.Array
-    column: jax.Array
+    entry: Array
+    row: Array
+    column: Array
     rows: pl.Slice
     columns: pl.Slice
 
     @staticmethod
-    def of_block(block: jax.Array, shape: tuple[int, int, int]) -> "_Place":
+    def of_block(block: Array, shape: tuple[int, int, int]) -> "_Place":
         """Return the place of the block with this number in a stack of this shape."""
         _, k, n = shape
         down = lax.div(block, n // BLOCK)
@@ -95,10 +95,10 @@ class _Device(Instructions):
     A number of a row has the shape of its values.
     """
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def largest(self, x: Array) -> Array:
         return _REGISTERS.largest("max.f32", jnp.abs(x))
 
-    def largest_or_nan(self, v: jax.Array) -> jax.Array:
+    def largest_or_nan(self, v: Array) -> Array:
         return _REGISTERS.largest("max.s32", v)
 
 
@@ -171,10 +171,10 @@ class _Rows:
     width: int
     tiles: Sequence[Ref]
     scales: Sequence[Ref]
-    warps: jax.Array
-    lanes: jax.Array
+    warps: Array
+    lanes: Array
 
-    def update(self, i: jax.Array, top: jax.Array) -> jax.Array:
+    def update(self, i: Array, top: Array) -> Array:
         """Update a row of each warp; return the largest magnitudes, of `top` too."""
         keep = self.numbers.keep
         at = pl.ds(i * _WARPS, _WARPS)
@@ -204,7 +204,7 @@ class _Rows:
         # This maximum ignores NaN.
         return _REGISTERS.instruct("max.f32 $0, $1, $2;", top, jnp.abs(weight))
 
-    def _random_bits(self, i: jax.Array) -> jax.Array:
+    def _random_bits(self, i: Array) -> Array:
         """Return the hash of each value in the rows of turn i."""
         row = (self.place.row * ROWS + i * _WARPS).astype(jnp.uint32) + self.warps
         before = row * self.width
@@ -213,7 +213,7 @@ class _Rows:
         return counter.finish(start ^ self.lanes, self.numbers.k1)
 
 
-def _iota(axis: int) -> jax.Array:
+def _iota(axis: int) -> Array:
     """Return the row (axis 0) or the column (1) of each value in a turn."""
     number = lax.broadcasted_iota(jnp.uint32, _REGISTERS.shape, axis)
     return plgpu.layout_cast(number, _REGISTERS.layout)

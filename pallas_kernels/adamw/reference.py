@@ -7,9 +7,8 @@ It is the path on CPUs and the oracle of the kernels. The arithmetic is written 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.arithmetic import SMALLEST_RADICAND, Portable
@@ -51,10 +50,10 @@ class Moments(NamedTuple):
       v_scale: uint8 [k, ceil(n / 128)].
     """
 
-    m: jax.Array
-    m_scale: jax.Array
-    v: jax.Array
-    v_scale: jax.Array
+    m: Array
+    m_scale: Array
+    v: Array
+    v_scale: Array
 
     @staticmethod
     def zeros(shape: tuple[int, int]) -> "Moments":
@@ -96,18 +95,18 @@ class Rates(NamedTuple):
         for bit; `new_scale` must be `scale` then.
     """
 
-    b1: jax.Array
-    b2: jax.Array
-    rate: jax.Array
-    rate_g: jax.Array
-    correction: jax.Array
-    eps: jax.Array
-    eps_root: jax.Array
-    decay: jax.Array
-    gradient_scale: jax.Array
-    scale: jax.Array
-    new_scale: jax.Array
-    keep: jax.Array
+    b1: Array
+    b2: Array
+    rate: Array
+    rate_g: Array
+    correction: Array
+    eps: Array
+    eps_root: Array
+    decay: Array
+    gradient_scale: Array
+    scale: Array
+    new_scale: Array
+    keep: Array
 
 
 class Step(NamedTuple):
@@ -121,11 +120,11 @@ class Step(NamedTuple):
         rounded, NaN aside.
     """
 
-    hi: jax.Array
-    lo: jax.Array
-    columns: jax.Array | None
+    hi: Array
+    lo: Array
+    columns: Array | None
     moments: Moments
-    amax: jax.Array
+    amax: Array
 
 
 class Coefficients(NamedTuple):
@@ -134,22 +133,22 @@ class Coefficients(NamedTuple):
     They are float32 scalars. The factors of the gradient contain its scale.
     """
 
-    b1: jax.Array
-    one_minus_b1: jax.Array
-    b2: jax.Array
-    one_minus_b2: jax.Array
-    correction: jax.Array
-    eps_root: jax.Array
-    eps: jax.Array
-    rate: jax.Array
-    rate_g: jax.Array
-    decay: jax.Array
+    b1: Array
+    one_minus_b1: Array
+    b2: Array
+    one_minus_b2: Array
+    correction: Array
+    eps_root: Array
+    eps: Array
+    rate: Array
+    rate_g: Array
+    decay: Array
 
     @staticmethod
     def of(rates: Rates) -> "Coefficients":
         """Return the coefficients of a step, with the same bits on every backend."""
 
-        def twenty_bits(x: jax.Array) -> jax.Array:
+        def twenty_bits(x: Array) -> Array:
             bits = lax.bitcast_convert_type(x, jnp.int32)
             return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
 
@@ -177,15 +176,15 @@ class State(NamedTuple):
     the base of v.
     """
 
-    hi: jax.Array
-    lo: jax.Array
-    m: jax.Array
-    m_scale: jax.Array
-    v: jax.Array
-    v_scale: jax.Array
+    hi: Array
+    lo: Array
+    m: Array
+    m_scale: Array
+    v: Array
+    v_scale: Array
 
     @staticmethod
-    def of(hi: jax.Array, lo: jax.Array, state: Moments) -> "State":
+    def of(hi: Array, lo: Array, state: Moments) -> "State":
         """Return the blocks of a whole weight and its moments."""
         return State(
             hi=moments.to_blocks(hi),
@@ -197,7 +196,7 @@ class State(NamedTuple):
         )
 
 
-def _byte_of_block(scale: jax.Array) -> jax.Array:
+def _byte_of_block(scale: Array) -> Array:
     codes = lax.bitcast_convert_type(scale, jnp.uint8)
     return codes[..., None].astype(jnp.int32)
 
@@ -206,10 +205,10 @@ def update(
     do: Portable,
     options: Options,
     c: Coefficients,
-    gradient: jax.Array,
+    gradient: Array,
     old: State,
-    bits: jax.Array,
-) -> tuple[State, jax.Array]:
+    bits: Array,
+) -> tuple[State, Array]:
     """Return (the new state, the weight before rounding in units of the new scale).
 
     Codes have four significant bits and b1 and b2 twenty, so the products of both are
@@ -267,12 +266,12 @@ def update(
 
 def adamw(
     options: Options,
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: Array,
+    hi: Array,
+    lo: Array,
     state: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
 ) -> Step:
     """Take the step, see `api.adamw`."""
     n = hi.shape[-1]
@@ -284,10 +283,10 @@ def adamw(
         Portable(gradient), options, Coefficients.of(rates), gradient, old, bits
     )
 
-    def whole(blocks: jax.Array) -> jax.Array:
+    def whole(blocks: Array) -> Array:
         return moments.from_blocks(blocks, n)
 
-    def kept(new: jax.Array, before: jax.Array) -> jax.Array:
+    def kept(new: Array, before: Array) -> Array:
         return jnp.where(rates.keep, new, before)
 
     new_hi = kept(whole(new.hi), hi)

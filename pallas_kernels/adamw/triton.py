@@ -1,6 +1,6 @@
 """The AdamW step in Pallas-Triton: the choice of the kernel in `triton_kernel.py`."""
 
-import jax
+from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
@@ -8,9 +8,7 @@ from pallas_kernels.dispatch import lacks_fp8
 from pallas_kernels.moments import BLOCK
 
 
-def reject(
-    options: Options, g: jax.Array, hi: jax.Array, *arrays: object
-) -> str | None:
+def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     k, n = hi.shape
     if k % ROWS or n % BLOCK:
@@ -32,12 +30,12 @@ def decline(*arguments: object) -> str | None:
 
 def adamw(
     options: Options,
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: Array,
+    hi: Array,
+    lo: Array,
     state: Moments,
     rates: Rates,
-    key: jax.Array,
+    key: Array,
 ) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: half a second that a program without kernels need not

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import counter
@@ -31,7 +31,7 @@ from pallas_kernels.specs import varying
 _WARPS = 4
 
 
-def call(options: Options, columns: int, *operands: jax.Array) -> list[jax.Array]:
+def call(options: Options, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     run = functools.partial(_call, options, columns)
     if plgpu.unreachable(*operands[1:]):
@@ -39,7 +39,7 @@ def call(options: Options, columns: int, *operands: jax.Array) -> list[jax.Array
     return plgpu.on_platform(run, *operands)
 
 
-def _by_parts(run: Kernel, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
+def _by_parts(run: Kernel, *operands: Array, interpret: bool) -> list[Array]:
     """Run the kernel on parts of a stack in turn.
 
     Each part is copied out and in again, and the state stays in place.
@@ -51,8 +51,8 @@ def _by_parts(run: Kernel, *operands: jax.Array, interpret: bool) -> list[jax.Ar
     cut = [x.reshape(parts, size // parts, *x.shape[1:]) for x in entries]
 
     def step(
-        state: list[jax.Array], given: tuple[jax.Array, ...]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        state: list[Array], given: tuple[Array, ...]
+    ) -> tuple[list[Array], list[Array]]:
         i, *read = given
         old = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in state]
         new = run(*read, *old, *places, interpret=interpret)
@@ -66,7 +66,7 @@ def _by_parts(run: Kernel, *operands: jax.Array, interpret: bool) -> list[jax.Ar
     return [x.reshape(size, *x.shape[2:]) for x in (*state, *rest)]
 
 
-def _fewest_parts(stacks: Sequence[jax.Array]) -> int:
+def _fewest_parts(stacks: Sequence[Array]) -> int:
     """Return the fewest equal parts of stacks that a kernel can address."""
     size = stacks[0].shape[0]
     for parts in range(1, size):
@@ -126,8 +126,8 @@ class _Tiles(NamedTuple):
 
 
 def _call(
-    options: Options, columns: int, *operands: jax.Array, interpret: bool
-) -> list[jax.Array]:
+    options: Options, columns: int, *operands: Array, interpret: bool
+) -> list[Array]:
     """Run the kernel on arrays that it can address, see `launch`."""
     # A result in place has the type of its operand.
     operands = varying(operands, *operands)
@@ -138,7 +138,7 @@ def _call(
     make = _Tiles.below_each_other if turned else _Tiles.in_memory_order
     tiles = make(l, k, n)
 
-    def view(x: jax.Array) -> jax.Array:
+    def view(x: Array) -> Array:
         if not tiles.flat:
             return x
         return x.reshape(-1, BLOCK if x.shape == gradient.shape else 1)
@@ -226,7 +226,7 @@ def _kernel(
         _summarize(new_refs[STATE:], hi, do.multiply(do.largest(weight), unit))
 
 
-def _summarize(refs: Sequence[Ref], hi: jax.Array, largest: jax.Array) -> None:
+def _summarize(refs: Sequence[Ref], hi: Array, largest: Array) -> None:
     """Write the results that are not in place.
 
     They are the bits of the tile's largest magnitude, and perhaps hi transposed.
@@ -239,8 +239,8 @@ def _summarize(refs: Sequence[Ref], hi: jax.Array, largest: jax.Array) -> None:
 
 
 def _first_indices(
-    options: Options, sizes: tuple[int, int, int], place: Sequence[jax.Array]
-) -> jax.Array:
+    options: Options, sizes: tuple[int, int, int], place: Sequence[Array]
+) -> Array:
     """Return the index of the first value of each block in the whole weight.
 
     Args:

@@ -6,8 +6,8 @@ On Hopper no copy of a weight exists in another format, unless x has many rows.
 import functools
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_choice
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = (
 
 
 def fp4_matmul(
-    x: jax.Array,
+    x: Array,
     w: Operand,
     *,
     contracts: Literal["k", "n"] = "k",
@@ -35,7 +35,7 @@ def fp4_matmul(
     out_dtype: DTypeLike | None = None,
     out_sharding: Sharding = None,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> Array:
     """Return `x @ w.T` with an FP4 weight w `[n, k]`, or `x @ w` from the same codes.
 
     Use it to serve a model whose weights are packed in 4 bits. It has no gradient:
@@ -82,7 +82,7 @@ def fp4_matmul(
     return under_own_mesh(run)(x, w)
 
 
-def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
+def _check(x: Array, w: Operand, contracts: str, activation: str) -> None:
     check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
     check_choice("activation", activation, get_args(Activation))
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):

@@ -35,6 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -175,7 +176,7 @@ def table_of(form: Fp4Format, dtype: str) -> np.ndarray:
     return bits | bits << 16
 
 
-def permuted(x: jax.Array, form: Fp4Format) -> jax.Array:
+def permuted(x: Array, form: Fp4Format) -> Array:
     """Return x `[m, k]` with each step in the order in which decoded codes meet it.
 
     In BF16, place 32 w + 16 p + 8 h + 2 q + e of NVFP4 is value 64 q + 8 w + 2 p + h +
@@ -195,7 +196,7 @@ def permuted(x: jax.Array, form: Fp4Format) -> jax.Array:
     return parts.transpose(0, 1, 3, 5, 6, 2, 4).reshape(m, k)
 
 
-def places(form: Fp4Format) -> tuple[jax.Array, jax.Array]:
+def places(form: Fp4Format) -> tuple[Array, Array]:
     """Return the places of a thread's codes and scales in a buffer of 64 rows.
 
     They are the same for all steps.
@@ -215,11 +216,11 @@ def _place_of_thread(text: str, _: object) -> mgpu.FragmentedArray:
 def decoder(
     form: Fp4Format,
     dtype: str,
-    where: tuple[jax.Array, jax.Array],
+    where: tuple[Array, Array],
     codes: jax.Ref,
     scales: jax.Ref,
     table: jax.Ref,
-) -> Callable[[int], jax.Array]:
+) -> Callable[[int], Array]:
     """Return a function that makes the operand of `wgmma` for a chunk of a step.
 
     The operand is `[64, CHUNK[dtype]]` in registers. In shared memory are codes, uint8
@@ -233,9 +234,9 @@ def decoder(
     in_bf16 = dtype == "bfloat16"
     layout = plgpu.Layout.WGMMA if in_bf16 else plgpu.Layout.WGMMA_8BIT
     made = plgpu.ShapeDtypeStruct((64, CHUNK[dtype]), jnp.dtype(dtype), layout)
-    loaded: dict[int, jax.Array] = {}
+    loaded: dict[int, Array] = {}
 
-    def bf16_operand(chunk: int) -> jax.Array:
+    def bf16_operand(chunk: int) -> Array:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
             load = functools.partial(_load_codes, form, unit)
@@ -246,7 +247,7 @@ def decoder(
         )(functools.partial(_decode_bf16, form, chunk))
         return run(loaded[unit], table, of_blocks)
 
-    def e4m3_operand(chunk: int) -> jax.Array:
+    def e4m3_operand(chunk: int) -> Array:
         run = plgpu.inline_mgpu(
             arg_types=(CODES, plgpu.RefType(), PAIRS, SINGLE), return_type=made
         )(functools.partial(_decode_e4m3, chunk))
@@ -377,7 +378,7 @@ def _e4m3_words(
 
 def _in_registers(
     function: Callable[..., object], *arguments: object, layout: object = PAIRS
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Array]:
     """Return a function, made of PTX, whose result is words of each thread."""
     made = plgpu.ShapeDtypeStruct((128 * _WORDS[layout],), jnp.uint32, layout)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=made)(function)

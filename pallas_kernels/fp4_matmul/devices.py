@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.fp4_matmul.reference import Options, dimensions, scaling_of
 from pallas_kernels.matmul.devices import result_spec
@@ -18,12 +18,12 @@ from pallas_kernels.specs import Entry
 
 
 def on_each_device(
-    multiply: Callable[..., jax.Array],
+    multiply: Callable[..., Array],
     options: Options,
-    x: jax.Array | Operand,
+    x: Array | Operand,
     w: Operand,
-    *table: jax.Array,
-) -> jax.Array:
+    *table: Array,
+) -> Array:
     """Run `multiply(options, x, w, *table)`, each device on its part of x and w.
 
     X is `[..., k]`, and its parts are matrices. Its rows may be rounded already. A
@@ -34,7 +34,7 @@ def on_each_device(
     operands = (x, replace(w, outer=outer), table)
     tree = jax.tree.structure(operands)
 
-    def local(*arrays: jax.Array, summed_over: tuple[str, ...]) -> jax.Array:
+    def local(*arrays: Array, summed_over: tuple[str, ...]) -> Array:
         x, w, table = jax.tree.unflatten(tree, arrays)
         if w.outer is not None:
             w = replace(w, outer=w.outer[0])
@@ -55,7 +55,7 @@ def on_each_device(
     return run(*jax.tree.leaves(operands))
 
 
-def _rule(options: Options, x: jax.Array | Operand, w: Operand, tables: int) -> str:
+def _rule(options: Options, x: Array | Operand, w: Operand, tables: int) -> str:
     """Return the letters of x, w, tables and the result, for `partitioned`."""
     summed, kept = ("k", "n") if options.contracts == "k" else ("n", "k")
     letters = [f"m {summed}"]
@@ -69,7 +69,7 @@ def _rule(options: Options, x: jax.Array | Operand, w: Operand, tables: int) -> 
 
 
 def _wanted(
-    options: Options, x: jax.Array | Operand, w: Operand
+    options: Options, x: Array | Operand, w: Operand
 ) -> tuple[Entry, ...] | None:
     """Return the spec of the result under explicit axes, as of a product in BF16."""
     of_x = _in_bf16(x.shape, x.values if isinstance(x, Operand) else x)
@@ -79,7 +79,7 @@ def _wanted(
     )
 
 
-def _in_bf16(shape: tuple[int, ...], array: jax.Array) -> jax.ShapeDtypeStruct:
+def _in_bf16(shape: tuple[int, ...], array: Array) -> jax.ShapeDtypeStruct:
     sharding = jax.typeof(array).sharding
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 

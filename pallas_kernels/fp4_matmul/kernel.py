@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -91,13 +91,13 @@ class Config:
 def call(
     config: Config,
     form: Fp4Format,
-    x: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    table: jax.Array,
-    factors: jax.Array | None = None,
+    x: Array,
+    codes: Array,
+    scales: Array,
+    table: Array,
+    factors: Array | None = None,
     out: jax.ShapeDtypeStruct | None = None,
-) -> jax.Array:
+) -> Array:
     """Return the product, `out`, or sums to be added if k is split.
 
     Sums of parts of k are float32 `[splits, n, m]`. Sums without factors are still to
@@ -158,7 +158,7 @@ def call(
     return product if out is None else product[: out.shape[0]]
 
 
-def _rows_of(config: Config, x: jax.Array | jax.Ref) -> int:
+def _rows_of(config: Config, x: Array | jax.Ref) -> int:
     """Return the number of multiplied rows: x's own, then zeros that blocks add."""
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
@@ -280,7 +280,7 @@ class _Block:
         return self.config.rows or _rows_of(self.config, self.gmem.x)
 
     @property
-    def _place(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _place(self) -> tuple[Array, Array, Array]:
         """The band of x, the tile of outputs and the part of k that this block has."""
         bands = _rows_of(self.config, self.gmem.x) // self.rows
         splits = self.config.splits
@@ -312,7 +312,7 @@ class _Block:
         outputs = pl.ds(self._place[1] * self.config.height, self.config.height)
 
         @pl.loop(0, self.steps)
-        def _steps(k: jax.Array) -> None:
+        def _steps(k: Array) -> None:
             @pl.when(k >= self.stages - 1)
             def _wait() -> None:
                 plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
@@ -348,7 +348,7 @@ class _Block:
         plgpu.barrier_arrive(self.smem["met"].at[time])
         plgpu.barrier_wait(self.smem["met"].at[time])
 
-    def _multiply(self, places: tuple[jax.Array, jax.Array], acc: jax.Ref) -> None:
+    def _multiply(self, places: tuple[Array, Array], acc: jax.Ref) -> None:
         warpgroup = lax.axis_index("warpgroup")
         own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
         x_smem = self.smem["x"]
@@ -356,7 +356,7 @@ class _Block:
         size = _SWIZZLE // x_smem.dtype.itemsize
 
         @pl.loop(0, self.steps)
-        def _steps(k: jax.Array) -> None:
+        def _steps(k: Array) -> None:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = decode.decoder(
@@ -385,7 +385,7 @@ class _Block:
         plgpu.wgmma_wait(0)
         self._write(warpgroup, acc[...])
 
-    def _write(self, warpgroup: jax.Array, sums: jax.Array) -> None:
+    def _write(self, warpgroup: Array, sums: Array) -> None:
         """Write sums of 64 outputs."""
         if self.gmem.factors is not None:
             sums = sums * self._factors(self.gmem.factors)
@@ -397,7 +397,7 @@ class _Block:
         out_smem = self.smem["out"].at[warpgroup]
         _store(sums, out_smem, self.out_gmem.at[self._band, outputs])
 
-    def _factors(self, factors: jax.Ref) -> jax.Array:
+    def _factors(self, factors: jax.Ref) -> Array:
         """Return the factors of the sums: a number, or one for each row of x."""
         if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.BF16_FACTOR[self.form])
@@ -414,7 +414,7 @@ class _Block:
         return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
 
 
-def _store(sums: jax.Array, out_smem: Any, out_gmem: jax.Ref) -> None:
+def _store(sums: Array, out_smem: Any, out_gmem: jax.Ref) -> None:
     """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece.
 
     Copies leave out rows that the output lacks.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import (
@@ -90,7 +91,7 @@ def limits(activation: Activation) -> _Limits:
     raise KeyError(f"tuned.json has no limits for {activation}")
 
 
-def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
+def reject(options: Options, x: Array, w: Operand) -> str | None:
     """Return why this kernel cannot multiply these operands here, or None."""
     reason = plan.reject(options.out_dtype)
     if reason is not None:
@@ -127,7 +128,7 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
 # --------------------------------------------------------------------------------------
 
 
-def configure(options: Options, x: jax.Array | Operand, w: Operand) -> "Config | None":
+def configure(options: Options, x: Array | Operand, w: Operand) -> "Config | None":
     """Return the sizes of the kernel for this product, or None if none fit."""
     from pallas_kernels.fp4_matmul.kernel import OUTPUTS
 
@@ -215,7 +216,7 @@ def _output_bytes(config: "Config", options: Options, rows: int) -> int:
 
 
 def _rounding(
-    config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeStruct
+    config: "Config", options: Options, x: Array | jax.ShapeDtypeStruct
 ) -> "Config":
     """Return the sizes for blocks that round x themselves if its rows are few.
 
@@ -243,8 +244,8 @@ def _rounding(
 
 
 def fp4_matmul(
-    options: Options, x: jax.Array, w: Operand, *, config: "Config | None" = None
-) -> jax.Array:
+    options: Options, x: Array, w: Operand, *, config: "Config | None" = None
+) -> Array:
     """Return the product, see `api.fp4_matmul`.
 
     XLA multiplies a device's part that no sizes fit.
@@ -252,8 +253,8 @@ def fp4_matmul(
     from pallas_kernels.fp4_matmul import decode
 
     def on_device(
-        options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array
-    ) -> jax.Array:
+        options: Options, x: Array | Operand, w: Operand, table: Array
+    ) -> Array:
         chosen = config or configure(options, x, w)
         if chosen is None:
             return multiply(options, x, w)
@@ -279,8 +280,8 @@ def _padded(m: int, config: "Config") -> int:
 
 
 def _in_bf16(
-    config: "Config", options: Options, x: jax.Array, w: Operand, table: jax.Array
-) -> jax.Array:
+    config: "Config", options: Options, x: Array, w: Operand, table: Array
+) -> Array:
     from pallas_kernels.fp4_matmul import decode, kernel
 
     m = x.shape[0]
@@ -301,10 +302,10 @@ def _in_bf16(
 def _in_fp8(
     config: "Config",
     options: Options,
-    x: jax.Array | Operand,
+    x: Array | Operand,
     w: Operand,
-    table: jax.Array,
-) -> jax.Array:
+    table: Array,
+) -> Array:
     """Return the product of the rows of x, which may be rounded already."""
     from pallas_kernels.fp4_matmul import kernel
 
@@ -333,7 +334,7 @@ def _in_fp8(
     return _added(call()).T[:m].astype(options.out_dtype)
 
 
-def _added(sums: jax.Array) -> jax.Array:
+def _added(sums: Array) -> Array:
     """Add parts in order.
 
     So a row has the same bits whichever rows are multiplied with it.
@@ -347,11 +348,11 @@ def _added(sums: jax.Array) -> jax.Array:
 
 def ordered_rows(
     rows: int,
-    x: jax.Array | Operand,
-    outer: jax.Array,
+    x: Array | Operand,
+    outer: Array,
     *,
     backend: Backend | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return the rows of x `[m, k]` as the kernel reads them: (values, factors).
 
     Values are E4M3 `[rows, k]` in the order of `decode.permuted`, and factors float32
@@ -364,13 +365,11 @@ def ordered_rows(
     return dispatch("ordered_rows", ROWS_IMPLEMENTATIONS, backend, rows, x, outer)
 
 
-def _round_and_order(
-    rows: int, x: jax.Array, outer: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _round_and_order(rows: int, x: Array, outer: Array) -> tuple[Array, Array]:
     return _in_order(rows, quantize_rows(x), outer)
 
 
-def _in_order(rows: int, x: Operand, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _in_order(rows: int, x: Operand, outer: Array) -> tuple[Array, Array]:
     from pallas_kernels.fp4_matmul import decode
 
     more = rows - x.shape[0]

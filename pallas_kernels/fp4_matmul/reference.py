@@ -12,10 +12,9 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import fp4
@@ -52,9 +51,7 @@ class Options:
     out_sharding: Sharding = None
 
 
-def decode(
-    w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0
-) -> jax.Array:
+def decode(w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0) -> Array:
     """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`.
 
     The values are exact in bfloat16.
@@ -64,7 +61,7 @@ def decode(
     bits = 8 * jnp.dtype(dtype).itemsize
     word, pair = _WORDS[bits]
 
-    def value(codes: jax.Array) -> jax.Array:
+    def value(codes: Array) -> Array:
         rounded = (fp4.numbers(codes) * (scale * factor)).astype(dtype)
         return lax.bitcast_convert_type(rounded, word).astype(pair)
 
@@ -74,7 +71,7 @@ def decode(
     return lax.bitcast_convert_type(pairs, dtype).reshape(n, k)
 
 
-def _scale_of_bytes(w: Operand) -> jax.Array:
+def _scale_of_bytes(w: Operand) -> Array:
     """Return the scale of every byte of codes, which its two codes share.
 
     It is float32 `[n, k / 2]`.
@@ -90,7 +87,7 @@ def _scale_of_bytes(w: Operand) -> jax.Array:
     return jnp.broadcast_to(scale[:, :, None], wide).reshape(n, -1)
 
 
-def unpack(turned: bool, w: Operand) -> jax.Array:
+def unpack(turned: bool, w: Operand) -> Array:
     """Return a weight times `E4M3_FACTOR` in E4M3: `[n, k]`, or turned `[k, n]`."""
     values = decode(w, jnp.float8_e4m3fn, E4M3_FACTOR)
     return values.T if turned else values
@@ -102,7 +99,7 @@ def scaling_of(w: Operand) -> Fp4:
     return w.scaling
 
 
-def scale_bytes(w: Operand) -> jax.Array:
+def scale_bytes(w: Operand) -> Array:
     """Return the bytes of every row's scales, uint8 `[n, k / block]`, for kernels.
 
     The scale of a square is repeated for each of its rows, which costs 0.5 bits a
@@ -129,7 +126,7 @@ def e4m3_table() -> np.ndarray:
     return rows.view(np.uint32).reshape(-1)
 
 
-def quantize_rows(x: jax.Array) -> Operand:
+def quantize_rows(x: Array) -> Operand:
     """Return x in E4M3 with a scale for each row, as `ROWS` says."""
     return quantize(ROWS, x, None).rows
 
@@ -140,7 +137,7 @@ def dimensions(options: Options, ndim: int) -> lax.DotDimensionNumbers:
     return ((ndim - 1,), (of_w,)), ((), ())
 
 
-def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
+def fp4_matmul(options: Options, x: Array | Operand, w: Operand) -> Array:
     """Return the product, see `api.fp4_matmul`; rows of x may be rounded already."""
     if options.activation == "bfloat16":
         assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
@@ -153,7 +150,7 @@ def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Arra
     return out.astype(options.out_dtype)
 
 
-def _in_bf16(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+def _in_bf16(options: Options, x: Array, w: Operand) -> Array:
     """Return the product with x in bfloat16, added in float32."""
     multiply = functools.partial(
         lax.dot_general,
@@ -161,11 +158,11 @@ def _in_bf16(options: Options, x: jax.Array, w: Operand) -> jax.Array:
         out_sharding=options.out_sharding,
     )
 
-    def in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
+    def in_float32(x: Array, w: Array) -> Array:
         wide = (array.astype(jnp.float32) for array in (x, w))
         return multiply(*wide, precision=lax.Precision.HIGHEST)
 
-    def on_tensor_cores(x: jax.Array, w: jax.Array) -> jax.Array:
+    def on_tensor_cores(x: Array, w: Array) -> Array:
         return multiply(x, w, preferred_element_type=jnp.float32)
 
     if x.size == 0 or w.values.size == 0:
@@ -177,7 +174,7 @@ def _in_bf16(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     return out if w.outer is None else out * w.outer
 
 
-def key(options: Options, x: jax.Array, w: Operand) -> Key:
+def key(options: Options, x: Array, w: Operand) -> Key:
     """Return the name of a product in `tuned.json`."""
     n, k = w.shape
     scaling = scaling_of(w)

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -98,7 +98,7 @@ mad.lo.u32 $0, $2, 128, $0;}"""
 
 def round_rows(
     x: jax.Ref,
-    first_step: jax.Array,
+    first_step: Array,
     smem: dict[str, jax.Ref],
     meet: Callable[[int], None],
 ) -> None:
@@ -135,7 +135,7 @@ def round_rows(
     meet(1)
 
 
-def _share_of(steps: int, warpgroups: int) -> list[jax.Array]:
+def _share_of(steps: int, warpgroups: int) -> list[Array]:
     """Return the first steps of a warpgroup's units.
 
     A unit behind the last step is the last one again.
@@ -147,7 +147,7 @@ def _share_of(steps: int, warpgroups: int) -> list[jax.Array]:
     ]
 
 
-def _load(x: jax.Ref, row: int, steps: list[jax.Array]) -> list[jax.Array]:
+def _load(x: jax.Ref, row: int, steps: list[Array]) -> list[Array]:
     """Return the units of a row that begin at these steps."""
     return [
         plgpu.load(

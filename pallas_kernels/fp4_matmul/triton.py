@@ -15,7 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
@@ -48,7 +48,7 @@ def reject_weight(turned: bool, w: Operand) -> str | None:
     )
 
 
-def unpack(turned: bool, w: Operand) -> jax.Array:
+def unpack(turned: bool, w: Operand) -> Array:
     """Return `reference.unpack(turned, w)`.
 
     Each device unpacks its part, by XLA if the kernel rejects it.
@@ -56,12 +56,12 @@ def unpack(turned: bool, w: Operand) -> jax.Array:
     scaling = scaling_of(w)
 
     def local(
-        codes: jax.Array,
-        scales: jax.Array,
-        table: jax.Array,
+        codes: Array,
+        scales: Array,
+        table: Array,
         *,
         summed_over: tuple[str, ...],
-    ) -> jax.Array:
+    ) -> Array:
         assert not summed_over, "every device has whole values"
         part = Operand(codes, scales, scaling=scaling)
         if reject_weight(turned, part) is not None:
@@ -75,9 +75,7 @@ def unpack(turned: bool, w: Operand) -> jax.Array:
     return run(w.values, w.scale, table)
 
 
-def _unpack(
-    turned: bool, w: Operand, table: jax.Array, *, interpret: bool
-) -> jax.Array:
+def _unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> Array:
     from jax.experimental import pallas as pl
 
     n, k = w.shape
@@ -132,7 +130,7 @@ def _power_of_two_in(size: int) -> int:
     return size & -size
 
 
-def _decoded(codes: jax.Array, words: list[jax.Array], interpret: bool) -> jax.Array:
+def _decoded(codes: Array, words: list[Array], interpret: bool) -> Array:
     """Return the two E4M3 values of each byte of codes as a word of 16 bits.
 
     `words` are the magnitudes of the byte's block, two words of 32 bits.
@@ -152,7 +150,7 @@ def _decoded(codes: jax.Array, words: list[jax.Array], interpret: bool) -> jax.A
             result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int16)],
         )[0]
 
-    def value(code: jax.Array) -> jax.Array:
+    def value(code: Array) -> Array:
         word = jnp.where(code & 4, high, low)
         return ((word >> (8 * (code & 3))) & 0xFF) ^ ((code & 8) << 4)
 
@@ -164,7 +162,7 @@ def _decoded(codes: jax.Array, words: list[jax.Array], interpret: bool) -> jax.A
 # --------------------------------------------------------------------------------------
 
 
-def reject_rows(rows: int, x: jax.Array, outer: jax.Array) -> str | None:
+def reject_rows(rows: int, x: Array, outer: Array) -> str | None:
     """Return the reason why the kernel cannot round these rows, or None."""
     k = x.shape[1]
     if 0 < k <= LONGEST_ROW:
@@ -172,16 +170,14 @@ def reject_rows(rows: int, x: jax.Array, outer: jax.Array) -> str | None:
     return f'k={k} must be 1 to {LONGEST_ROW}; use backend="xla"'
 
 
-def ordered_rows(
-    rows: int, x: jax.Array, outer: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def ordered_rows(rows: int, x: Array, outer: Array) -> tuple[Array, Array]:
     """Return the rows of x in E4M3 and their factors, see `mosaic.ordered_rows`."""
     return plgpu.on_platform(functools.partial(_ordered_rows, rows), x, outer)
 
 
 def _ordered_rows(
-    rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+    rows: int, x: Array, outer: Array, *, interpret: bool
+) -> tuple[Array, Array]:
     from jax.experimental import pallas as pl
 
     m, k = x.shape
@@ -228,7 +224,7 @@ def _ordered_rows(
     return values, factors
 
 
-def _word_at(place: jax.Array) -> jax.Array:
+def _word_at(place: Array) -> Array:
     """Return which four values of k stand at a place of E4M3's order.
 
     Both count fours: place 8 t + 4 h + q has word 16 q + 2 t + h.

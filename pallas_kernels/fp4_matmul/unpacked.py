@@ -6,8 +6,8 @@ E4M3 activations are multiplied on FP8 tensor cores. Then `unpack` writes the E4
 weight in the orientation that the product reads.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
 from pallas_kernels.fp4_matmul import reference, triton
@@ -27,7 +27,7 @@ UNPACK_IMPLEMENTATIONS = (
 )
 
 
-def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+def fp4_matmul(options: Options, x: Array, w: Operand) -> Array:
     """Return the product, see `api.fp4_matmul`.
 
     Under a mesh with explicit axes each device multiplies its part, because blocks cut
@@ -42,7 +42,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     return on_each_device(multiply, options, quantize_rows(x), w)
 
 
-def multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
+def multiply(options: Options, x: Array | Operand, w: Operand) -> Array:
     """Return the product on one device; the rows of x may be rounded already.
 
     The format library's "fold_exact" scales begin at 2**-3, where the smallest number
@@ -65,7 +65,7 @@ def multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
     )
 
 
-def quantize_rows(x: jax.Array) -> Operand:
+def quantize_rows(x: Array) -> Operand:
     """Return `reference.quantize_rows(x)`, by a kernel if one was timed as faster."""
     if not x.size:
         return reference.quantize_rows(x)
@@ -74,7 +74,7 @@ def quantize_rows(x: jax.Array) -> Operand:
 
 def unpack(
     w: Operand, *, turned: bool = False, backend: Backend | None = None
-) -> jax.Array:
+) -> Array:
     """Return a weight times `E4M3_FACTOR` in E4M3: `[n, k]`, or turned `[k, n]`.
 
     The signs of NaN are the device's own.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_choice
@@ -147,7 +148,7 @@ def grouped_weight_gradient(
     )
 
 
-def check_sizes(group_sizes: jax.Array, m: int, groups: int | None = None) -> jax.Array:
+def check_sizes(group_sizes: Array, m: int, groups: int | None = None) -> Array:
     """Return sizes of groups of m rows as int32.
 
     Raises:
@@ -176,7 +177,7 @@ def check_sizes(group_sizes: jax.Array, m: int, groups: int | None = None) -> ja
     return group_sizes.astype(jnp.int32)
 
 
-def _check(x: Operand | jax.Array, w: Operand | jax.Array, accumulation: str) -> None:
+def _check(x: Operand | Array, w: Operand | Array, accumulation: str) -> None:
     check_choice("accumulation", accumulation, ("fast", "full"))
     if isinstance(x, Operand) and isinstance(w, Operand):
         check_operands(x, w)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -50,7 +50,7 @@ _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
 
 
-def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: Array) -> Array:
     """Return the product of x and w by the lists of `mosaic.py`.
 
     Args:
@@ -230,9 +230,7 @@ class _Block:
         add_one = functools.partial(add, 1)
         return lax.fori_loop(2 * pairs, tile.steps, add_one, carry)
 
-    def _accumulate(
-        self, tile: Tile, before: Index, rows: pl.Slice, acc: Ref
-    ) -> jax.Array:
+    def _accumulate(self, tile: Tile, before: Index, rows: pl.Slice, acc: Ref) -> Array:
         """Return the sum of all steps of a tile from the tensor core's accumulator.
 
         A step's buffers are given back a step later, so that the tensor cores always
@@ -295,9 +293,7 @@ class _Block:
             _copy_rows(sent.at[slot], out, tile.row + row, column, count)
             plgpu.commit_smem_to_gmem_group()
 
-    def _scale_rows(
-        self, tile: Tile, piece: jax.Array, row: Index, column: Index
-    ) -> jax.Array:
+    def _scale_rows(self, tile: Tile, piece: Array, row: Index, column: Index) -> Array:
         """Scale a piece of the output by the scales of its rows and columns."""
         of_x, of_w = self.work.scales
         height, width = piece.shape
@@ -318,18 +314,18 @@ class _OfBlocks(Factors):
 
     row: Index
 
-    def of_rows(self, at: Index, rows: pl.Slice) -> jax.Array:
+    def of_rows(self, at: Index, rows: pl.Slice) -> Array:
         """Return x's scales of these rows of the tile."""
         lines = pl.ds(self.row + rows.start, rows.size)
         return _load_global(self.scales[0].at[at, lines], 1)
 
-    def of_columns(self, at: Index, chunk: int) -> jax.Array:
+    def of_columns(self, at: Index, chunk: int) -> Array:
         """Return W's scales of the columns of a chunk."""
         columns = pl.ds((self.first + chunk) * self.columns, self.columns)
         return _load_global(self.scales[1].at[at, columns], 0)
 
 
-def _load_global(vector: Ref, axis: int) -> jax.Array:
+def _load_global(vector: Ref, axis: int) -> Array:
     """Load a vector of rows (reduced axis 1) or of columns (0) from global memory."""
     # "Optimized" loads are made for swizzled shared memory and refuse global memory.
     layout = plgpu.Layout.WGMMA.reduce(axis)

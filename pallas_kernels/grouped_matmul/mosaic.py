@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import dispatch, numerics, tuning
 from pallas_kernels.grouped_matmul import reference
@@ -50,8 +51,8 @@ class Problem:
     def of(
         cls,
         options: Product,
-        x: Operand | jax.Array,
-        w: Operand | jax.Array,
+        x: Operand | Array,
+        w: Operand | Array,
         groups: int,
     ) -> "Problem":
         """Return the sizes of a product; BF16 is added in float32 anyway."""
@@ -132,9 +133,9 @@ def misfit(config: Config, problem: Problem) -> str | None:
 
 def reject(
     options: Product,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
 ) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     reason = hopper.reject(options.out_dtype)
@@ -157,9 +158,9 @@ def reject(
 
 def configure(
     options: Product,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else a guess."""
     problem = Problem.of(options, x, w, group_sizes.shape[0])
@@ -174,12 +175,12 @@ def configure(
 
 def grouped_matmul(
     options: Product,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
     *,
     config: Config | None = None,
-) -> jax.Array:
+) -> Array:
     """Return the product of each row with the weight of its group, see `api`."""
     m = reference.values_of(x).shape[0]
     experts, n, _ = reference.values_of(w).shape
@@ -209,12 +210,12 @@ def grouped_matmul(
 
 def grouped_weight_gradient(
     options: Product,
-    x: Operand | jax.Array,
-    g: Operand | jax.Array,
-    group_sizes: jax.Array,
+    x: Operand | Array,
+    g: Operand | Array,
+    group_sizes: Array,
     *,
     config: Config | None = None,
-) -> jax.Array:
+) -> Array:
     """Return the product over the rows of each group, see `api`."""
     k, m = reference.values_of(x).shape
     n = reference.values_of(g).shape[0]
@@ -234,12 +235,12 @@ def grouped_weight_gradient(
     return _run(options, config, x, g, out, [starts], scales)
 
 
-def _padded(scale: jax.Array, more: int) -> jax.Array:
+def _padded(scale: Array, more: int) -> Array:
     """Return scales of rows, long enough for whole tiles."""
     return jnp.pad(scale, (0, more))
 
 
-def _by_steps(operand: Operand, more: int) -> jax.Array:
+def _by_steps(operand: Operand, more: int) -> Array:
     """Return the scales of blocks as `[..., steps of k, rows or squares]`.
 
     They are float32, and long enough for whole tiles.
@@ -251,12 +252,12 @@ def _by_steps(operand: Operand, more: int) -> jax.Array:
 def _run(
     options: Product,
     config: Config,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
+    x: Operand | Array,
+    w: Operand | Array,
     out: jax.ShapeDtypeStruct,
-    lists: list[jax.Array],
-    scales: list[jax.Array],
-) -> jax.Array:
+    lists: list[Array],
+    scales: list[Array],
+) -> Array:
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.
     from pallas_kernels.grouped_matmul import kernel
@@ -277,7 +278,7 @@ def _run(
     return kernel.call(plan, out, *operands, *lists, *scales)
 
 
-def _scales_of(w: Operand | jax.Array) -> Scales:
+def _scales_of(w: Operand | Array) -> Scales:
     """Return the kind of the scales of an operand."""
     if not isinstance(w, Operand):
         return "none"

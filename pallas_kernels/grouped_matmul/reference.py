@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.tuning import Key
@@ -26,10 +26,10 @@ _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 def grouped_matmul(
     options: Product,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
+) -> Array:
     """Return the product of each row with the weight of its group, see `api`."""
     x = _without_blocks(x)
     w = _without_blocks(w)
@@ -49,10 +49,10 @@ def grouped_matmul(
 
 def grouped_weight_gradient(
     options: Product,
-    x: Operand | jax.Array,
-    g: Operand | jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
+    x: Operand | Array,
+    g: Operand | Array,
+    group_sizes: Array,
+) -> Array:
     """Return the product over the rows of each group, see `api`."""
     x = _without_blocks(x)
     g = _without_blocks(g)
@@ -66,9 +66,9 @@ def grouped_weight_gradient(
 
 def key(
     options: Product,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
 ) -> Key:
     """Return the name of a product in `tuned.json`, with the shape `(e, m, k, n)`."""
     e = group_sizes.shape[0]
@@ -85,12 +85,12 @@ def key(
     return Key("grouped_matmul", variant, (e, m, k, n))
 
 
-def values_of(x: Operand | jax.Array) -> jax.Array:
+def values_of(x: Operand | Array) -> Array:
     """Return the values of an operand, which is an array itself if it is BF16."""
     return x.values if isinstance(x, Operand) else x
 
 
-def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
+def _without_blocks(x: Operand | Array) -> Operand | Array:
     """Return an operand in blocks with one scale of 1.
 
     An FP8 value times a power of two is exact in bfloat16.
@@ -99,7 +99,7 @@ def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
         return x
     scale = x.scale_of_values()
 
-    def scaled(half: jax.Array) -> jax.Array:
+    def scaled(half: Array) -> Array:
         wide = lax.optimization_barrier(half).astype(jnp.float32) * scale
         return wide.astype(jnp.bfloat16)
 
@@ -110,20 +110,20 @@ def _without_blocks(x: Operand | jax.Array) -> Operand | jax.Array:
 
 def _unscaled(
     numbers: lax.RaggedDotDimensionNumbers,
-    x: Operand | jax.Array,
-    w: Operand | jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
+    x: Operand | Array,
+    w: Operand | Array,
+    group_sizes: Array,
+) -> Array:
     """Return the float32 product of the values without their scales."""
     operands = [values_of(x), values_of(w)]
     if isinstance(w, Operand) and w.lo is not None:
         operands.append(w.lo)
 
-    def in_float32(x: jax.Array, *halves: jax.Array) -> jax.Array:
+    def in_float32(x: Array, *halves: Array) -> Array:
         w = sum(half.astype(jnp.float32) for half in halves)  # exact: 18 bits at most
         return _ragged(numbers, True)(x.astype(jnp.float32), w, group_sizes)
 
-    def on_tensor_cores(*operands: jax.Array) -> jax.Array:
+    def on_tensor_cores(*operands: Array) -> Array:
         # The barrier keeps XLA from cancelling the cast against the one that made the
         # values, in the same jit.
         x, *halves = [
@@ -138,7 +138,7 @@ def _unscaled(
 @functools.cache
 def _ragged(
     numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Array]:
     """Return the product of arrays, or of stacks of them.
 
     `jax.vmap` may add an axis to any operand. JAX's own rule wants every operand to
@@ -149,15 +149,13 @@ def _ragged(
         precision=lax.Precision.HIGHEST if precise else None,
     )
 
-    def one(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def one(x: Array, w: Array, group_sizes: Array) -> Array:
         return lax.ragged_dot_general(x, w, group_sizes, numbers, **options)
 
     product = jax.custom_batching.custom_vmap(jax.vmap(one) if stacked else one)
 
     @product.def_vmap
-    def of_stack(
-        size: int, batched: list[bool], *arrays: jax.Array
-    ) -> tuple[jax.Array, bool]:
+    def of_stack(size: int, batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
         alike = []
         for a, own in zip(arrays, batched, strict=True):
             alike.append(a if own else jnp.broadcast_to(a, (size, *a.shape)))
@@ -169,13 +167,13 @@ def _ragged(
     return product
 
 
-def _are_sound(group_sizes: jax.Array, m: int) -> jax.Array:
+def _are_sound(group_sizes: Array, m: int) -> Array:
     """Return whether sizes are zero or more and add up to at most m."""
     ends = jnp.cumsum(group_sizes)
     # The first sum that overflows is negative.
     return jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
 
 
-def _checked(out: jax.Array, group_sizes: jax.Array, m: int) -> jax.Array:
+def _checked(out: Array, group_sizes: Array, m: int) -> Array:
     """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
     return jnp.where(_are_sound(group_sizes, m), out, jnp.nan)

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.plan import Config, Index, Ref
@@ -81,10 +81,10 @@ class Tile:
     steps: Index
     begin: Index
     end: Index
-    factor: jax.Array
+    factor: Array
 
 
-def list_groups(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
+def list_groups(sizes: Array, m: int, tile_m: int) -> tuple[Array, Array]:
     """Return (first row of each group, row tiles before it), int32 `[e + 1]`.
 
     It is one fusion. The last are sums over all groups. A size that is none counts as
@@ -97,15 +97,13 @@ def list_groups(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.A
     # Comparing all with all is one fusion; a sum over prefixes is several kernels.
     earlier = jnp.arange(len(sizes)) < jnp.arange(len(sizes) + 1)[:, None]
 
-    def total(x: jax.Array) -> jax.Array:
+    def total(x: Array) -> Array:
         return jnp.sum(jnp.where(earlier, x, 0), axis=1, dtype=jnp.int32)
 
     return total(sizes), total((sizes + tile_m - 1) // tile_m)
 
 
-def list_tiles(
-    starts: jax.Array, before: jax.Array, m: int, most: int
-) -> tuple[jax.Array, ...]:
+def list_tiles(starts: Array, before: Array, m: int, most: int) -> tuple[Array, ...]:
     """Return facts of each row tile, int32 `[most]`, in one fusion.
 
     They are its group, the first tile of the group, the group's first row, and its last
@@ -118,7 +116,7 @@ def list_tiles(
     """
     has_begun = before <= jnp.arange(most, dtype=jnp.int32)[:, None]
 
-    def largest(x: jax.Array) -> jax.Array:
+    def largest(x: Array) -> Array:
         # Groups begin one after the other, so the largest of those that have begun is
         # the last of them.
         return jnp.max(jnp.where(has_begun, x, 0), axis=1)
@@ -284,7 +282,7 @@ class Work:
             factor=self._factor(group, m),
         )
 
-    def _factor(self, group: Index, m: int) -> jax.Array:
+    def _factor(self, group: Index, m: int) -> Array:
         """Return the scale of a tile's sum: NaN if sizes add up to more than m rows."""
         is_wrong = self.starts[self.groups] > m
         factor = jnp.where(is_wrong, jnp.float32(jnp.nan), jnp.float32(1))

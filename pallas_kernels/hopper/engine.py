@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.hopper import plan
 from pallas_kernels.tiled import Engine, Pass
 
 
 def reject(
-    matrices: Sequence[jax.Array | jax.ShapeDtypeStruct], columns: int = plan.COLUMNS
+    matrices: Sequence[Array | jax.ShapeDtypeStruct], columns: int = plan.COLUMNS
 ) -> str | None:
     """Return the reason why no pass over these matrices can run here, or None.
 
@@ -41,7 +42,7 @@ def reject(
     )
 
 
-def _run(one: Pass, *operands: jax.Array) -> list[jax.Array] | None:
+def _run(one: Pass, *operands: Array) -> list[Array] | None:
     columns = plan.columns_of(one.tiling.rows[0])
     if reject(operands[: one.matrices], columns) is not None:
         return None

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -46,7 +46,7 @@ from pallas_kernels.hopper.sums import (
 from pallas_kernels.specs import varying
 
 
-def call(plan: Plan, out_dtype: DTypeLike, *operands: jax.Array) -> jax.Array:
+def call(plan: Plan, out_dtype: DTypeLike, *operands: Array) -> Array:
     """Return the product of x `[m, k]`, weights `[n, k]`, a scale and perhaps a bias.
 
     Args:
@@ -218,7 +218,7 @@ class _Product:
         row: Index,
         column: Index,
         warpgroup: Index,
-        scale: jax.Array,
+        scale: Array,
         buffers: Ref,
         parts: Parts,
     ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,7 +24,7 @@ from pallas_kernels.specs import varying
 from pallas_kernels.tiled import Arrays, Axis, Form, Pass, Sorted, shape_of
 
 
-def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
+def call(one: Pass, *operands: Array) -> list[Array]:
     """Return the outputs of a pass over matrices `[m, k]`."""
     given = one.sort(operands)
     m, k = given.matrices[0].shape
@@ -58,11 +58,11 @@ def call(one: Pass, *operands: jax.Array) -> list[jax.Array]:
             arguments[output.replaces] = place
             replaced.append(place)
     results = kernel(*arguments)
-    found: list[jax.Array] = varying([*results, *map(jax.freeze, replaced)], *operands)
+    found: list[Array] = varying([*results, *map(jax.freeze, replaced)], *operands)
     return found
 
 
-def _memory(one: Pass, matrices: Sequence[jax.Array]) -> dict[str, object]:
+def _memory(one: Pass, matrices: Sequence[Array]) -> dict[str, object]:
     """Return the shared memory of a block."""
     size = one.tiling.rows[0]
     columns = columns_of(size)
@@ -141,7 +141,7 @@ def _kernel(
 
 def _numbers(
     registers: Registers, given: Sorted[Ref], at: tuple[pl.Slice, pl.Slice]
-) -> list[list[jax.Array]]:
+) -> list[list[Array]]:
     """Return the vectors and scalars of a tile for each few rows."""
     rest = [registers.read_vector(ref.at[at[1]], 1) for ref in given.columns]
     rest += [ref[0] for ref in given.scalars]
@@ -153,7 +153,7 @@ def _numbers(
 
 
 def _few(
-    form: Form, size: int, place: tuple[jax.Array, jax.Array], columns: int
+    form: Form, size: int, place: tuple[Array, Array], columns: int
 ) -> tuple[pl.Slice, ...]:
     """Return where the numbers of a tile lie in a result of one number a block."""
     height = ROWS if form == "rows" else ROWS // size
@@ -178,7 +178,7 @@ class _Tile:
         one: Pass,
         registers: Registers,
         tiles: list[Ref],
-        numbers: list[list[jax.Array]],
+        numbers: list[list[Array]],
         memory: list[Ref],
     ) -> None:
         self.one = one
@@ -194,13 +194,13 @@ class _Tile:
         """Write matrices to `targets`, and a number for each block or line of one."""
         do = _operations(self.registers)
         maxima = self._maxima()
-        found: list[list[jax.Array]] = []
-        zeros: list[list[jax.Array]] = []
+        found: list[list[Array]] = []
+        zeros: list[list[Array]] = []
         for step in range(self.steps):
             values = self.one.body.values(do, self._load(step), maxima[step])
             at = self._at(step)
-            matrices: list[jax.Array] = []
-            few: list[jax.Array] = []
+            matrices: list[Array] = []
+            few: list[Array] = []
             measured = []
             for output, x in zip(self.one.outputs, values, strict=True):
                 (matrices if output.is_matrix else few).append(x)
@@ -239,7 +239,7 @@ class _Tile:
             known.append([top for top in tops for _ in range(steps)])
         return list(zip(*known, strict=True))
 
-    def _largest(self, axis: Axis, bits: Sequence[jax.Array]) -> list[jax.Array]:
+    def _largest(self, axis: Axis, bits: Sequence[Array]) -> list[Array]:
         """Return the largest of the values that share a maximum, from bits.
 
         There is an array for each step if rows share them, else for each band.
@@ -253,7 +253,7 @@ class _Tile:
         memory = next(self.memory)
         return self.registers.largest_of_blocks(self.size, axis, bands, memory)
 
-    def _load(self, step: int) -> list[jax.Array]:
+    def _load(self, step: int) -> list[Array]:
         """Return the operands of the body."""
         at = self._at(step)
         tiles = [self.registers.load(tile.at[at]) for tile in self.tiles]
@@ -269,7 +269,7 @@ def _operations(registers: Registers) -> Portable:
     return Portable() if device_kind() == "cpu" else Instructions(registers.instruct)
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
+def _magnitude(x: Array) -> Array:
     """Return bits without their sign, which are ordered like magnitudes.
 
     NaN is the largest.

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, tuning
@@ -46,7 +47,7 @@ _H100_MULTIPROCESSORS = 132
 
 
 Ref: TypeAlias = Any  # reference to a GPU's memory, or a tree of references
-Index: TypeAlias = jax.Array | int
+Index: TypeAlias = Array | int
 
 
 @dataclass(frozen=True)

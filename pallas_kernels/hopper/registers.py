@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -48,12 +47,12 @@ class Registers:
         """The layout, for `plgpu.layout_cast`."""
         return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.each)
 
-    def spread(self, x: ArrayLike) -> jax.Array:
+    def spread(self, x: ArrayLike) -> Array:
         """Return a number as a matrix of float32."""
         whole = jnp.broadcast_to(jnp.asarray(x, jnp.float32), self.shape)
         return plgpu.layout_cast(whole, self.layout)
 
-    def instruct(self, assembly: str, *values: ArrayLike) -> jax.Array:
+    def instruct(self, assembly: str, *values: ArrayLike) -> Array:
         """Return the result of instructions on float32 values, elementwise.
 
         No compiler replaces them by others.
@@ -64,7 +63,7 @@ class Registers:
 
         return self._by_lanes(of_lane, *values)
 
-    def largest(self, maximum: str, x: jax.Array) -> jax.Array:
+    def largest(self, maximum: str, x: Array) -> Array:
         """Return the largest number of the row of each warp, none negative.
 
         `maximum` is the instruction, of numbers or of bits.
@@ -80,8 +79,8 @@ class Registers:
         return self._by_lanes(of_lane, x)
 
     def largest_of_blocks(
-        self, size: int, axis: int | None, tops: Sequence[jax.Array], memory: Ref
-    ) -> list[jax.Array]:
+        self, size: int, axis: int | None, tops: Sequence[Array], memory: Ref
+    ) -> list[Array]:
         """Return the largest float32 of blocks, from bits, where the values are.
 
         Args:
@@ -120,9 +119,7 @@ class Registers:
         refs = [] if axis == 1 else [memory]
         return self._inline(run, tops, refs, [jnp.float32] * len(tops))
 
-    def _largest_of_block(
-        self, size: int, axis: int | None, bits: jax.Array
-    ) -> jax.Array:
+    def _largest_of_block(self, size: int, axis: int | None, bits: Array) -> Array:
         """Return the same for one matrix in an interpreter."""
         blocks = bits.reshape(-1, self.shape[1] // size, size)
         over = (0, 2) if axis is None else 2 * axis
@@ -158,7 +155,7 @@ class Registers:
         return [_parts(x, each) for x in joined]
 
     def write_of_blocks(
-        self, size: int, form: str, numbers: Sequence[jax.Array], ref: Ref
+        self, size: int, form: str, numbers: Sequence[Array], ref: Ref
     ) -> None:
         """Write the numbers of all "rows", or of squares ("one") or columns, which have
         a matrix for a band.
@@ -190,12 +187,12 @@ class Registers:
 
         self._inline(run, numbers, [ref])
 
-    def load(self, ref: Ref) -> jax.Array:
+    def load(self, ref: Ref) -> Array:
         """Read a matrix from a tile; interpreters know no layouts."""
-        x: jax.Array = ref[...]
+        x: Array = ref[...]
         return x if device_kind() == "cpu" else plgpu.layout_cast(x, self.layout)
 
-    def read_vector(self, ref: Ref, axis: Literal[0, 1], first: int = 0) -> jax.Array:
+    def read_vector(self, ref: Ref, axis: Literal[0, 1], first: int = 0) -> Array:
         """Return numbers of a vector from `first` on, each in its row (axis 0) or
         column.
         """
@@ -214,7 +211,7 @@ class Registers:
 
         return self._inline(read, [], [ref], [ref.dtype])[0]
 
-    def read_lines(self, ref: Ref) -> list[jax.Array]:
+    def read_lines(self, ref: Ref) -> list[Array]:
         """Return the values of `[lanes, values]`, each lane's own, as an array for each
         column.
         """
@@ -230,7 +227,7 @@ class Registers:
 
         return self._inline(read, [], [ref], [ref.dtype] * count)
 
-    def write_lines(self, arrays: Sequence[jax.Array], ref: Ref) -> None:
+    def write_lines(self, arrays: Sequence[Array], ref: Ref) -> None:
         """Write the bytes of each lane's values to its own line of
         `[lanes, values]`.
         """
@@ -249,7 +246,7 @@ class Registers:
 
         self._inline(write, arrays, [ref])
 
-    def store(self, arrays: Sequence[jax.Array], refs: Sequence[Ref]) -> None:
+    def store(self, arrays: Sequence[Array], refs: Sequence[Ref]) -> None:
         """Write matrices to tiles, in their dtypes."""
         pairs = zip(arrays, refs, strict=True)
         arrays = [x.astype(ref.dtype) for x, ref in pairs]
@@ -264,7 +261,7 @@ class Registers:
 
         self._inline(write, arrays, refs)
 
-    def read_bytes(self, first: ArrayLike, refs: Sequence[Ref]) -> list[jax.Array]:
+    def read_bytes(self, first: ArrayLike, refs: Sequence[Ref]) -> list[Array]:
         """Return a byte for the row of each warp, from `first` on, as int32."""
 
         def read(arrays: _InLanes, refs: _Values) -> _InLanes:
@@ -294,7 +291,7 @@ class Registers:
         self._inline(copy, [], [*sources, *targets])
 
     def write_numbers(
-        self, first: ArrayLike, numbers: Sequence[jax.Array], refs: Sequence[Ref]
+        self, first: ArrayLike, numbers: Sequence[Array], refs: Sequence[Ref]
     ) -> None:
         """Write an int32 for the row of each warp, from row `first` on, as a byte or an
         int32.
@@ -312,9 +309,7 @@ class Registers:
 
         self._inline(write, [jnp.int32(first), *numbers], refs)
 
-    def _by_lanes(
-        self, function: Callable[..., _Values], *values: ArrayLike
-    ) -> jax.Array:
+    def _by_lanes(self, function: Callable[..., _Values], *values: ArrayLike) -> Array:
         """Return float32, whose values in a lane are a function of the lane's values of
         each matrix.
         """
@@ -327,10 +322,10 @@ class Registers:
     def _inline(
         self,
         function: Callable[[_InLanes, _Values], _InLanes | None],
-        arrays: Sequence[jax.Array],
+        arrays: Sequence[Array],
         refs: Sequence[Ref],
         dtypes: Sequence[DTypeLike] = (),
-    ) -> list[jax.Array]:
+    ) -> list[Array]:
         """Run a function of MLIR values, with a result of each dtype."""
         kinds = [self.layout if x.shape else plgpu.Layout.WG_SPLAT(()) for x in arrays]
         results = []
@@ -346,7 +341,7 @@ class Registers:
         def run(_: object, arrays: _InLanes, refs: _Values) -> _InLanes | None:
             return function(arrays, refs)
 
-        made: list[jax.Array] = run(list(arrays), list(refs))
+        made: list[Array] = run(list(arrays), list(refs))
         return made
 
     def _array(

@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.plan import Index, Ref
 
 # Lines of the parts of a sum, from top to bottom and from left to right
-Parts: TypeAlias = list[list[jax.Array]]
+Parts: TypeAlias = list[list[Array]]
 Store: TypeAlias = Callable[[Parts], None]
 Release: TypeAlias = Callable[[], None]
 Carry: TypeAlias = Any  # the accumulator, or the totals and the scales of squares
@@ -99,7 +98,7 @@ class Factors:
     first: Index
     steps: Index
 
-    def of_squares(self, step: Index, chunks: int) -> tuple[jax.Array, ...]:
+    def of_squares(self, step: Index, chunks: int) -> tuple[Array, ...]:
         """Return W's scales of one step if they are numbers, else none.
 
         A step beyond the last one gets the scales of the last.
@@ -111,8 +110,8 @@ class Factors:
         return tuple(scales[step, self.first + chunk] for chunk in range(chunks))
 
     def find(
-        self, at: Ref, of_squares: Sequence[jax.Array], rows: pl.Slice, chunk: int
-    ) -> jax.Array | None:
+        self, at: Ref, of_squares: Sequence[Array], rows: pl.Slice, chunk: int
+    ) -> Array | None:
         """Return the factor of these rows of the tile and one chunk, or None.
 
         Args:
@@ -130,11 +129,11 @@ class Factors:
         of_w = lax.broadcast_in_dim(self.of_columns(at, chunk), shape, (1,))
         return lax.broadcast_in_dim(of_x, shape, (0,)) * of_w
 
-    def of_rows(self, at: Ref, rows: pl.Slice) -> jax.Array:
+    def of_rows(self, at: Ref, rows: pl.Slice) -> Array:
         """Return x's scales of these rows; `at` are copies in shared memory."""
         return plgpu.load(at[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
 
-    def of_columns(self, at: Ref, chunk: int) -> jax.Array:
+    def of_columns(self, at: Ref, chunk: int) -> Array:
         """Return W's scales of the columns of a chunk."""
         columns = pl.ds(chunk * self.columns, self.columns)
         return plgpu.load(at[1].at[0, columns], layout=plgpu.Layout.WGMMA.reduce(0))
@@ -173,11 +172,11 @@ class Promoted:
         totals, of_squares = carry
         following = self.factors.of_squares(step + 1, self.chunks)
         waves = self.rows.size // _WAVE_ROWS
-        new: list[jax.Array] = []
+        new: list[Array] = []
         for wave in range(waves):
             rows = pl.ds(self.rows.start + wave * _WAVE_ROWS, _WAVE_ROWS)
 
-            def partial_sum(acc: Ref, rows: pl.Slice = rows) -> jax.Array:
+            def partial_sum(acc: Ref, rows: pl.Slice = rows) -> Array:
                 self.multiply(acc, x, w, rows)
                 return acc[...]
 
@@ -218,7 +217,7 @@ class Promoted:
 
 def pieces_of(
     parts: Parts, height: int, width: int
-) -> Iterator[tuple[int, int, jax.Array]]:
+) -> Iterator[tuple[int, int, Array]]:
     """Yield (first row, first column, values) of each piece of a sum, in order."""
     top = 0
     for line in parts:

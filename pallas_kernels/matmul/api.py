@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_choice
@@ -151,7 +152,7 @@ def skip_matmul(
     out_dtype: DTypeLike = jnp.bfloat16,
     out_sharding: Sharding = None,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> Array:
     """Return `x @ w.T` without blocks of k whose residual is all zero in an n-tile.
 
     The kernel neither loads nor multiplies them. The result differs from `matmul` only
@@ -194,12 +195,12 @@ def skip_matmul(
 
 
 def add_product(
-    total: jax.Array,
+    total: Array,
     x: Operand,
     w: Operand,
     accumulation: Accumulation,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> Array:
     """Return `total + x @ w.T`, float32 `[..., n]`.
 
     Use it to sum weight gradients over chunks of tokens. With one scale per tensor XLA
@@ -230,9 +231,9 @@ def _by_rows(
     options: Product,
     x: Operand,
     w: Operand,
-    bias: jax.Array | None,
+    bias: Array | None,
     backend: Backend | None,
-) -> jax.Array:
+) -> Array:
     """Return the product of unscaled values, scaled afterwards."""
     # Powers of two scale a rounded bfloat16 exactly, so the product may be written as
     # such; others round once.
@@ -268,7 +269,7 @@ def _by_rows(
 
 
 def scale_rows(
-    unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype: DTypeLike
-) -> jax.Array:
+    unscaled: Array, of_x: Array, of_w: Array, out_dtype: DTypeLike
+) -> Array:
     """Scale the product `[..., n]` of the values of operands with a scale per row."""
     return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
@@ -19,7 +19,7 @@ from pallas_kernels.specs import Entry, Sharding, entries, has_explicit_axes
 from pallas_kernels.wire import Scatter, reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
-Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]
+Multiply = Callable[[Product, Operand, Operand, Array | None], Array]
 
 
 def on_each_device(
@@ -27,10 +27,10 @@ def on_each_device(
     options: Product,
     x: Operand,
     w: Operand,
-    bias: jax.Array | None,
+    bias: Array | None,
     *,
     interpreter: Literal["pure", "calls back"] = "pure",
-) -> jax.Array:
+) -> Array:
     """Return `multiply` of x `[..., k]` and w `[n, *k]`, run on each device's part.
 
     Parts are matrices. A part need not fit a kernel as the whole product did, so
@@ -55,10 +55,10 @@ def on_each_device(
         return operand.settled()
 
     def local(
-        *arrays: jax.Array,
+        *arrays: Array,
         summed_over: tuple[str, ...],
         scattered: Sequence[Scatter] = (),
-    ) -> jax.Array:
+    ) -> Array:
         x, w, bias = jax.tree.unflatten(tree, arrays)
         x = settled(x)
         w = settled(w)
@@ -100,8 +100,8 @@ def on_each_device(
 
 
 def result_spec(
-    x: jax.Array | jax.ShapeDtypeStruct,
-    w: jax.Array | jax.ShapeDtypeStruct,
+    x: Array | jax.ShapeDtypeStruct,
+    w: Array | jax.ShapeDtypeStruct,
     axes: lax.DotDimensionNumbers,
     out_sharding: Sharding,
 ) -> tuple[Entry, ...] | None:

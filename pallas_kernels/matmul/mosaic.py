@@ -15,6 +15,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import numerics
 from pallas_kernels.hopper import plan
@@ -24,15 +25,13 @@ from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product
 
 
-def reject(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> str | None:
+def reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     return plan.reject(options.out_dtype, Problem.of(x, w), options.accumulation)
 
 
 def configure(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
+    options: Product, x: Operand, w: Operand, bias: Array | None
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else a guess."""
     key = reference.key(options, x, w, bias)
@@ -43,10 +42,10 @@ def matmul(
     options: Product,
     x: Operand,
     w: Operand,
-    bias: jax.Array | None,
+    bias: Array | None,
     *,
     config: Config | None = None,
-) -> jax.Array:
+) -> Array:
     """Return the product, see `api.matmul`.
 
     `config` overrides the tile sizes of parts that it fits.
@@ -60,8 +59,8 @@ def _multiply(
     options: Product,
     x: Operand,
     w: Operand,
-    bias: jax.Array | None,
-) -> jax.Array:
+    bias: Array | None,
+) -> Array:
     """Return the product of matrices on one device."""
     problem = Problem.of(x, w)
     if config is None or plan.misfit(config, problem) is not None:
@@ -73,7 +72,7 @@ def _multiply(
     from pallas_kernels.hopper import kernel
 
     scaling: Literal["tensor", "square", "vector"] = "tensor"
-    lists: list[jax.Array] = []
+    lists: list[Array] = []
     if w.scaling.in_blocks:
         # blocks of k first
         of_x = numerics.decode_e8m0(x.scale).T
@@ -105,7 +104,7 @@ def _multiply(
     return kernel.call(planned, options.out_dtype, *given)
 
 
-def _list_work(residual_scales: jax.Array, n_tiles: int) -> tuple[jax.Array, jax.Array]:
+def _list_work(residual_scales: Array, n_tiles: int) -> tuple[Array, Array]:
     """Return the work of every tile of n, int32.
 
     It is the number of steps that need the residual, `[n_tiles]`, and the blocks of k,

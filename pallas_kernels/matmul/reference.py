@@ -24,10 +24,9 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.matmul.devices import on_each_device
@@ -63,9 +62,7 @@ class _AnyFP8(lax.DotAlgorithm):
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
-def matmul(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> jax.Array:
+def matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
     """Return the product, see `api.matmul`.
 
     Each device multiplies its own part if a wire is asked for, because XLA has no such
@@ -78,16 +75,14 @@ def matmul(
     return on_each_device(product, options, x, w, bias)
 
 
-def product(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> jax.Array:
+def product(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
     """Return the product on the platform for which the program is lowered."""
     multiply = _scaled_once if isinstance(w.scaling, Tensor) else _dequantized
     out = multiply(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
-def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
+def key(options: Product, x: Operand, w: Operand, bias: Array | None) -> Key:
     """Return the name of a product in `tuned.json`.
 
     It is "padded" if cuBLASLt must pad sizes to multiples of 16. Times of a product
@@ -106,7 +101,7 @@ def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key
     return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", shape)
 
 
-def product_scale(x: Operand, w: Operand) -> jax.Array:
+def product_scale(x: Operand, w: Operand) -> Array:
     """Return the scale of a product of operands with one scale each.
 
     The product of two powers of two is exact in bfloat16 and has that dtype: cuBLASLt
@@ -118,7 +113,7 @@ def product_scale(x: Operand, w: Operand) -> jax.Array:
     return scale
 
 
-def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
+def _scaled_once(options: Product, x: Operand, w: Operand) -> Array:
     """Return the product of operands with one scale each."""
     axes = dimensions(x, w)
     scale = product_scale(x, w)
@@ -136,11 +131,11 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
 def _in_float32(
     options: Product,
     axes: lax.DotDimensionNumbers,
-    x: jax.Array,
-    w: jax.Array,
-    w_lo: jax.Array | None,
-    scale: jax.Array | None,
-) -> jax.Array:
+    x: Array,
+    w: Array,
+    w_lo: Array | None,
+    scale: Array | None,
+) -> Array:
     wide = w.astype(jnp.float32)
     if w_lo is not None:
         wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
@@ -159,11 +154,11 @@ def _in_float32(
 def _on_tensor_cores(
     options: Product,
     axes: lax.DotDimensionNumbers,
-    x: jax.Array,
-    w: jax.Array,
-    w_lo: jax.Array | None,
-    scale: jax.Array | None,
-) -> jax.Array:
+    x: Array,
+    w: Array,
+    w_lo: Array | None,
+    scale: Array | None,
+) -> Array:
     out_dtype = options.out_dtype
     # bfloat16 straight from the GEMM: asking for float32 and casting later costs a
     # pass over the output. float16 has too little range for the product before it
@@ -174,7 +169,7 @@ def _on_tensor_cores(
     is_power = scale is not None and scale.dtype == jnp.bfloat16
     scale_dtype = product_dtype if is_power else jnp.float32
 
-    def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def scaled_dot(x: Array, w: Array, scale: Array | None) -> Array:
         out = _fp8_dot(options, x, w, axes, product_dtype, options.out_sharding)
         if scale is not None:
             out = out.astype(scale_dtype) * scale.astype(scale_dtype)
@@ -193,23 +188,17 @@ def _on_tensor_cores(
     return lax.optimization_barrier(out)
 
 
-def add_product(
-    options: Product, x: Operand, w: Operand, total: jax.Array
-) -> jax.Array:
+def add_product(options: Product, x: Operand, w: Operand, total: Array) -> Array:
     """Return `total + x @ w.T` of operands with one scale each, see `api.add_product`.
 
     The weight has no residual.
     """
     axes = dimensions(x, w)
 
-    def in_float32(
-        x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
-    ) -> jax.Array:
+    def in_float32(x: Array, w: Array, scale: Array, total: Array) -> Array:
         return total + _in_float32(options, axes, x, w, None, scale)
 
-    def on_tensor_cores(
-        x: jax.Array, w: jax.Array, scale: jax.Array, total: jax.Array
-    ) -> jax.Array:
+    def on_tensor_cores(x: Array, w: Array, scale: Array, total: Array) -> Array:
         # No barrier behind the product: XLA hands `total` to cuBLASLt as its C operand,
         # which is overwritten.
         x, scale = lax.optimization_barrier((x, scale))
@@ -223,12 +212,12 @@ def add_product(
 
 def _fp8_dot(
     options: Product,
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     axes: lax.DotDimensionNumbers,
     dtype: DTypeLike,
     sharding: Sharding,
-) -> jax.Array:
+) -> Array:
     """Return the product of FP8 values by cuBLASLt.
 
     It has zero rows added up to two on each device, and a zero column next to a single
@@ -266,24 +255,24 @@ def _fp8_dot(
     return out[..., :1] if has_one_column else out
 
 
-def _padded(array: jax.Array, axis: int, more: int) -> jax.Array:
+def _padded(array: Array, axis: int, more: int) -> Array:
     """Return an array with zeros added to the end of an axis."""
     padding = [(0, 0, 0)] * array.ndim
     padding[axis] = (0, more, 0)
     return lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 
-def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
+def _dequantized(options: Product, x: Operand, w: Operand) -> Array:
     """Return the product of operands with many scales."""
     contracted = w.values.ndim - 1
 
-    def flat(half: jax.Array) -> jax.Array:
+    def flat(half: Array) -> Array:
         """Merge the contracted axes, as blocks run along all of them."""
         if contracted == 1:
             return half
         return half.reshape(*half.shape[: half.ndim - contracted], -1)
 
-    def wide(half: jax.Array, scales: jax.Array) -> jax.Array:
+    def wide(half: Array, scales: Array) -> Array:
         # The barrier keeps XLA on a GPU from cancelling the cast against the one that
         # made the values, in the same jit.
         return lax.optimization_barrier(half).astype(jnp.float32) * scales
@@ -297,12 +286,12 @@ def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
         operands.append(wide(flat(w.lo), of_w))
     axes = (((x_values.ndim - 1,), (1,)), ((), ()))
 
-    def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
+    def in_float32(x: Array, w: Array, *lo: Array) -> Array:
         whole = w + lo[0] if lo else w
         out = lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST)
         return out.astype(options.out_dtype)
 
-    def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
+    def on_tensor_cores(x: Array, *halves: Array) -> Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
             lax.dot_general(

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -58,9 +58,7 @@ def _largest_side(size: int) -> int:
     return 0
 
 
-def reject(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> str | None:
+def reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     if x.values.dtype != w.values.dtype:
         return (
@@ -82,16 +80,12 @@ def decline(*args: object) -> str:
     return "F16 mma.sync is slower than the FP8 products of cuBLASLt"
 
 
-def matmul(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> jax.Array:
+def matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
     """Return the product, see `api.matmul`."""
     return on_each_device(_multiply, options, x, w, bias)
 
 
-def _multiply(
-    options: Product, x: Operand, w: Operand, bias: jax.Array | None
-) -> jax.Array:
+def _multiply(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
     if _fit(*sizes(x, w), w.scaling) is None:
         return reference.product(options, x, w, bias)
     if w.scaling.in_blocks:
@@ -113,9 +107,9 @@ def _call(
     scaling: Scaling,
     halves: int,
     out_dtype: DTypeLike,
-    *operands: jax.Array,
+    *operands: Array,
     interpret: bool,
-) -> jax.Array:
+) -> Array:
     from jax.experimental import pallas as pl
 
     m, k = operands[0].shape
@@ -163,7 +157,7 @@ def _kernel(scaling: Scaling, halves: int, tile_k: int, x: Ref, *refs: Ref) -> N
     scales = rest[: 1 + in_blocks]
     bias = rest[1 + in_blocks :]
 
-    def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
+    def multiply(step: Array, total: Array) -> Array:
         """Add the products of a step with all halves of w."""
         columns = pl.ds(step * tile_k, tile_k)
         x_tile = x[:, columns]
@@ -176,7 +170,7 @@ def _kernel(scaling: Scaling, halves: int, tile_k: int, x: Ref, *refs: Ref) -> N
             )
         return total
 
-    def multiply_block(step: jax.Array, total: jax.Array) -> jax.Array:
+    def multiply_block(step: Array, total: Array) -> Array:
         part = multiply(step, jnp.zeros(out.shape, jnp.float32))
         of_x, of_w = scales
         if scaling.squares:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, UInt32
 
 
-def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
+def _key(options: Quantization, x: Array, amax: Array | None) -> Key | None:
     """Return the name of a quantization in `tuned.json`, or None if x has no rows."""
     if not x.ndim or not x.shape[-1]:
         return None
@@ -47,10 +48,10 @@ def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | N
 
 def _dual_key(
     options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    w: Array,
+    error: Array | None,
+    bits: Array | None,
+    amax: Array | None,
 ) -> Key:
     """Return the name of a split in `tuned.json`."""
     rounding = "nearest" if bits is None else "stochastic"

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.arithmetic import Portable
@@ -56,8 +56,8 @@ class Computed(Body):
 
 
 def _by_kernel(
-    engine: Engine, options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
-) -> list[jax.Array]:
+    engine: Engine, options: Computed, x: Array, rows: Arrays, columns: Arrays
+) -> list[Array]:
     if options.results == 2:
         outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
     else:
@@ -74,9 +74,7 @@ def _by_kernel(
     )
 
 
-def _by_xla(
-    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
-) -> list[jax.Array]:
+def _by_xla(options: Computed, x: Array, rows: Arrays, columns: Arrays) -> list[Array]:
     of_rows = [vector[:, None] for vector in rows]
     of_columns = [vector[None, :] for vector in columns]
     values = options.whole([x, *of_rows, *of_columns])
@@ -84,13 +82,13 @@ def _by_xla(
 
 
 def _reject_triton(
-    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
+    options: Computed, x: Array, rows: Arrays, columns: Arrays
 ) -> str | None:
     return _TILING.misfit("x", *x.shape)
 
 
 def _reject_mosaic(
-    options: Computed, x: jax.Array, rows: Arrays, columns: Arrays
+    options: Computed, x: Array, rows: Arrays, columns: Arrays
 ) -> str | None:
     return hopper.reject([x])
 
@@ -114,14 +112,14 @@ IMPLEMENTATIONS = (
 
 def quantize_computed(
     compute: Callable[..., Arrays],
-    x: jax.Array,
+    x: Array,
     dtype: DTypeLike,
     *,
     rows: Arrays = (),
     columns: Arrays = (),
     results: int = 1,
     backend: Backend | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return FP8 values `[m, k]` and `[k, m]` of `compute(x, *rows, *columns)`.
 
     Use it instead of `quantize` if the values are computed anyway and their scale is

@@ -7,9 +7,8 @@ the interpreter's on CPUs, where it has no such rule.
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -29,9 +28,7 @@ from pallas_kernels.tiled import (
 )
 
 
-def reject(
-    options: Quantization, w: jax.Array, *arrays: jax.Array | None
-) -> str | None:
+def reject(options: Quantization, w: Array, *arrays: Array | None) -> str | None:
     """Return the reason why no tile divides w, or None."""
     scaling = options.scaling
     if isinstance(scaling, Block) and not scaling.squares:
@@ -47,10 +44,10 @@ def reject(
 
 def dual_quantize(
     options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    w: Array,
+    error: Array | None,
+    bits: Array | None,
+    amax: Array | None,
     engine: Engine | None,
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`; without an engine the definition."""
@@ -123,7 +120,7 @@ class _Split(Body):
     def axes(self) -> tuple[Axis, ...]:
         return () if self.block is None else (None,)
 
-    def outputs(self, both: bool, error: jax.Array | None) -> list[Output]:
+    def outputs(self, both: bool, error: Array | None) -> list[Output]:
         """Return the results of a pass."""
         outputs = [Output(self.dtype, both), Output(self.dtype, both)]
         if self.block is not None:
@@ -138,7 +135,7 @@ class _Split(Body):
             outputs.append(Output(error.dtype, replaces=1))
         return outputs
 
-    def measured(self, operands: Operands) -> jax.Array:
+    def measured(self, operands: Operands) -> Array:
         w, error, *_ = self._sort(operands)
         return reference.target(w, error)
 
@@ -170,7 +167,7 @@ class _Split(Body):
 
     def whole(self, operands: Operands) -> Arrays:
         w, error, bits, scalars = self._sort(operands)
-        left: jax.Array | None
+        left: Array | None
         if self.block is None:
             inverse, scale = scalars
             wanted = reference.target(w, error)
@@ -189,14 +186,14 @@ class _Split(Body):
 
     def _sort(
         self, operands: Operands
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, list[jax.Array]]:
+    ) -> tuple[Array, Array | None, Array | None, list[Array]]:
         """Return (w, error, random bits, scalars)."""
         w, *rest = operands
         error = rest.pop(0) if self.has_error else None
         bits = rest.pop(0) if self.has_bits else None
         return w, error, bits, rest
 
-    def _cast(self, x: jax.Array) -> jax.Array:
+    def _cast(self, x: Array) -> Array:
         if self.block is None:
             return numerics.saturating_cast(x, self.dtype)
         # In a block nothing is to be clipped: its scale covers its largest value, and

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import device_kind
@@ -16,7 +16,7 @@ from pallas_kernels.tiled import Output, map_tiles
 _MEMORY = plan.SHARED_MEMORY - 2048  # for tiles, besides maxima and barriers
 
 
-def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} is not a matrix; use backend="xla" or jax.vmap'
@@ -28,10 +28,10 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def reject_dual(
     options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    w: Array,
+    error: Array | None,
+    bits: Array | None,
+    amax: Array | None,
 ) -> str | None:
     """Return the reason why this kernel cannot split w, or None."""
     if w.ndim != 2:
@@ -48,7 +48,7 @@ def reject_dual(
 
 
 def _reject(
-    options: Quantization, matrices: Sequence[jax.Array], results: int
+    options: Quantization, matrices: Sequence[Array], results: int
 ) -> str | None:
     """Return the reason why no pass takes these matrices, or None.
 
@@ -67,9 +67,7 @@ def _reject(
     return engine.reject(matrices, columns)
 
 
-def quantize_rows(
-    options: Quantization, x: jax.Array, amax: jax.Array | None
-) -> Quantized:
+def quantize_rows(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the quantized tensor with a scale for each row and column.
 
     See `api.quantize`. XLA finds the scales.
@@ -100,8 +98,8 @@ def quantize_rows(
 
 
 def _scales(
-    options: Quantization, x: jax.Array, axes: int | tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+    options: Quantization, x: Array, axes: int | tuple[int, ...]
+) -> tuple[Array, Array]:
     """Return the scales and inverse scales of the lines along these axes."""
     amax = numerics.amax(x, axes)
     return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)

@@ -3,9 +3,8 @@
 It is the path on CPUs and the oracle of every kernel.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -19,7 +18,7 @@ from pallas_kernels.operands import (
 )
 
 
-def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+def quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
     wide = x.astype(jnp.float32)
     scaling = options.scaling
@@ -45,7 +44,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     return Quantized(rows, Operand(values, scale, scaling=scaling))
 
 
-def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
+def _quantize(options: Quantization, x: Array, amax: Array | None) -> Operand:
     scale, multiplier = options.scaling.find(x, options.dtype, amax)
     values = numerics.scaled_cast(x, multiplier, options.dtype)
     return Operand(values, scale, scaling=options.scaling)
@@ -57,10 +56,10 @@ def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Op
 
 def dual_quantize(
     options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    w: Array,
+    error: Array | None,
+    bits: Array | None,
+    amax: Array | None,
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`."""
     scaling = options.scaling
@@ -78,19 +77,19 @@ def dual_quantize(
     return Quantized(rows, columns, left_over)
 
 
-def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
+def target(w: Array, error: Array | None) -> Array:
     """Return `w + error` in float32, which hi + lo shall approximate."""
     wide = w.astype(jnp.float32)
     return wide if error is None else wide + error.astype(jnp.float32)
 
 
 def split(
-    target: jax.Array,
-    inverse: jax.Array,
-    scale: jax.Array,
+    target: Array,
+    inverse: Array,
+    scale: Array,
     dtype: DTypeLike,
-    bits: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    bits: Array | None,
+) -> tuple[Array, Array, Array]:
     """Return (hi, lo, the remaining error), elementwise; `inverse` is 1 / scale."""
     scaled = numerics.flush_subnormal(target) * inverse
     hi = numerics.round_to(scaled, dtype)
@@ -103,7 +102,7 @@ def split(
     return hi.astype(dtype), lo.astype(dtype), numerics.residual(rest, lo) * scale
 
 
-def _skip_zero_blocks(block: Block, stored: jax.Array, lo: jax.Array) -> jax.Array:
+def _skip_zero_blocks(block: Block, stored: Array, lo: Array) -> Array:
     """Return the scales of a residual.
 
     They are the scales of the values, but code 0 for blocks that are zero.

@@ -5,9 +5,8 @@ x is read once, and both orientations are written.
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -28,7 +27,7 @@ from pallas_kernels.tiled import (
 )
 
 
-def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why no tile divides x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
@@ -38,7 +37,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 
 def quantize(
-    options: Quantization, x: jax.Array, amax: jax.Array | None, engine: Engine | None
+    options: Quantization, x: Array, amax: Array | None, engine: Engine | None
 ) -> Quantized:
     """Return the quantized tensor, see `api.quantize`.
 
@@ -104,7 +103,7 @@ class _Blocks(Body):
             return (None,)
         return (1, 0) if self.options.orientation == "both" else (1,)
 
-    def measured(self, operands: Operands) -> jax.Array:
+    def measured(self, operands: Operands) -> Array:
         (x,) = operands
         return x.astype(jnp.float32)
 
@@ -131,7 +130,7 @@ class _Blocks(Body):
 
 
 def _in_blocks(
-    options: Quantization, block: Block, x: jax.Array, engine: Engine | None
+    options: Quantization, block: Block, x: Array, engine: Engine | None
 ) -> Quantized:
     """Return the quantized tensor from tiles that are blocks."""
     dtype = options.dtype

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
@@ -57,12 +57,12 @@ _VALUES_PER_THREAD = 32
 _MOST_WARPS = 16
 
 
-def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize x, or None."""
     return None if x.size else f'x{list(x.shape)} has no values; use backend="xla"'
 
 
-def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+def quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
     *leading, k = x.shape
     m = math.prod(leading)
@@ -96,8 +96,8 @@ def _side(size: int, sides: tuple[int, ...]) -> int:
 
 
 def _rows(
-    options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]
-) -> list[jax.Array]:
+    options: Quantization, x: Array, *, summed_over: tuple[str, ...]
+) -> list[Array]:
     """Return values `[m, k]` and scales `[m]`.
 
     Axes `summed_over` hold the rest of x's rows.
@@ -109,8 +109,8 @@ def _rows(
 
 
 def _tops(
-    sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()
-) -> list[jax.Array]:
+    sides: tuple[int, int], x: Array, *, summed_over: tuple[str, ...] = ()
+) -> list[Array]:
     """Return the largest magnitudes of the rows of every tile and of its columns.
 
     They are `[k / side, m]` and `[m / side, k]`.
@@ -119,8 +119,8 @@ def _tops(
 
 
 def _scales(
-    options: Quantization, tops: jax.Array, *, summed_over: tuple[str, ...]
-) -> list[jax.Array]:
+    options: Quantization, tops: Array, *, summed_over: tuple[str, ...]
+) -> list[Array]:
     """Return inverse scales and scales `[n]` of lines from `_tops`.
 
     Axes `summed_over` hold tiles of the same lines.
@@ -131,8 +131,8 @@ def _scales(
 
 
 def _scales_by_xla(
-    options: Quantization, x: jax.Array, axis: int, summed_over: tuple[str, ...]
-) -> list[jax.Array]:
+    options: Quantization, x: Array, axis: int, summed_over: tuple[str, ...]
+) -> list[Array]:
     amax = numerics.amax_by_bits(x.astype(jnp.float32), axis)
     if summed_over:
         # As integers, because a maximum over a network may drop NaN.
@@ -143,8 +143,8 @@ def _scales_by_xla(
 
 
 def _apply(
-    dtype: DTypeLike, *operands: jax.Array, summed_over: tuple[str, ...] = ()
-) -> list[jax.Array]:
+    dtype: DTypeLike, *operands: Array, summed_over: tuple[str, ...] = ()
+) -> list[Array]:
     """Return x times the inverse scales of its rows.
 
     If inverse scales of columns are given, also return x times these, transposed.
@@ -156,9 +156,7 @@ def _apply(
 # --------------------------------------------------------------------------------------
 
 
-def _call_tops(
-    sides: tuple[int, int], x: jax.Array, *, interpret: bool
-) -> list[jax.Array]:
+def _call_tops(sides: tuple[int, int], x: Array, *, interpret: bool) -> list[Array]:
     from jax.experimental import pallas as pl
 
     m, k = x.shape
@@ -199,8 +197,8 @@ def _call_tops(
 
 
 def _call_apply(
-    dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret: bool
-) -> list[jax.Array]:
+    dtype: DTypeLike, x: Array, *inverses: Array, interpret: bool
+) -> list[Array]:
     from jax.experimental import pallas as pl
 
     m, k = x.shape
@@ -222,7 +220,7 @@ def _call_apply(
     def of_columns(i: ArrayLike, j: ArrayLike) -> _Place:
         return at(i, j)[1:]
 
-    def scaled(wide: jax.Array, inverse: jax.Array) -> jax.Array:
+    def scaled(wide: Array, inverse: Array) -> Array:
         # Nothing is clipped, because the scale of a line covers its values.
         return do.scaled(wide, inverse, dtype).astype(dtype)
 
@@ -259,9 +257,7 @@ def _call_apply(
     )
 
 
-def _call_scales(
-    options: Quantization, tops: jax.Array, *, interpret: bool
-) -> list[jax.Array]:
+def _call_scales(options: Quantization, tops: Array, *, interpret: bool) -> list[Array]:
     from jax.experimental import pallas as pl
 
     tiles, n = tops.shape
@@ -292,9 +288,7 @@ def _call_scales(
     )
 
 
-def _call_rows(
-    options: Quantization, x: jax.Array, *, interpret: bool
-) -> list[jax.Array]:
+def _call_rows(options: Quantization, x: Array, *, interpret: bool) -> list[Array]:
     from jax.experimental import pallas as pl
 
     m, k = x.shape
@@ -337,11 +331,11 @@ def _call_rows(
 def _launch(
     kernel: Callable[..., None],
     shapes: list[jax.ShapeDtypeStruct],
-    operands: list[jax.Array],
+    operands: list[Array],
     *,
     warps: int,
     **options: object,
-) -> list[jax.Array]:
+) -> list[Array]:
     """Run a kernel on operands; `shapes` are those of the results."""
     run = plgpu.pallas_call(
         kernel,
@@ -349,7 +343,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         **options,
     )
-    results: list[jax.Array] = run(*operands)
+    results: list[Array] = run(*operands)
     return results
 
 
@@ -359,9 +353,7 @@ def warps_of(sides: tuple[int, int]) -> int:
     return min(_MOST_WARPS, max(1, warps))
 
 
-def scales_of(
-    options: Quantization, amax: jax.Array, do: Portable
-) -> tuple[jax.Array, jax.Array]:
+def scales_of(options: Quantization, amax: Array, do: Portable) -> tuple[Array, Array]:
     """Return (scales, inverse scales) of lines with these largest magnitudes."""
     scale = options.scaling.scale
     return numerics.scale_and_inverse(amax, options.dtype, scale, division=do.divide)
@@ -369,12 +361,12 @@ def scales_of(
 
 def _inside(
     whole: tuple[int, ...], sides: tuple[int, ...], place: _Place
-) -> jax.Array | None:
+) -> Array | None:
     """Return a mask of the values of the tile at `place` that the array has.
 
     Return None if its sides divide the array.
     """
-    mask: jax.Array | None = None
+    mask: Array | None = None
     for axis, (size, side, index) in enumerate(zip(whole, sides, place, strict=True)):
         if size % side:
             within = index * side + lax.broadcasted_iota(jnp.int32, sides, axis)
@@ -383,6 +375,6 @@ def _inside(
     return mask
 
 
-def _load(ref: jax.Ref, mask: jax.Array | None) -> jax.Array:
+def _load(ref: jax.Ref, mask: Array | None) -> Array:
     """Return a tile, with zeros outside of the mask."""
     return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)

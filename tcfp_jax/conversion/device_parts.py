@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Hashable
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Tensor
@@ -19,7 +18,7 @@ Gathers = tuple[tuple[int, Hashable], ...]
 
 
 def gathered_weight(
-    local: jax.Array, gathers: Gathers, layout: Layout, recipe: Recipe
+    local: Array, gathers: Gathers, layout: Layout, recipe: Recipe
 ) -> Stored | None:
     """Return the stored form of a weight, of which each device has a part.
 
@@ -47,7 +46,7 @@ def gathered_weight(
         amax = lax.pmax(amax, name)
     stored, _ = quantize_weight(matrix, recipe, amax=amax)
 
-    def whole(values: jax.Array, axes: str) -> jax.Array:
+    def whole(values: Array, axes: str) -> Array:
         # Every backend can send bytes, but not every one FP8
         codes = lax.bitcast_convert_type(values, jnp.uint8)
         for atom, name in gathers:

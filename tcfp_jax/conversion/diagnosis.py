@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
+from jax import Array
 
 from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
@@ -267,7 +268,7 @@ def _points(recipe: Recipe) -> list[tuple[float, float]]:
     )
 
 
-def _line(record: Record, usual: Policy, kernel: jax.Array | None) -> Line:
+def _line(record: Record, usual: Policy, kernel: Array | None) -> Line:
     product = record.product
     recipe = record.recipe
     size = math.prod(product.shape)
@@ -323,7 +324,7 @@ def _bytes_of(tree: PyTree) -> int:
 
 
 def _rounded(
-    kernel: jax.Array, record: Record, recipe: Recipe
+    kernel: Array, record: Record, recipe: Recipe
 ) -> tuple[float, float | None]:
     """Return the signal over rounding noise of a kernel in dB, and its `Line.exact`.
 
@@ -348,9 +349,7 @@ def _rounded(
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _powers(
-    w: jax.Array, *, recipe: Recipe
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _powers(w: Array, *, recipe: Recipe) -> tuple[Array, Array, Array | None]:
     """Return the powers of signal and noise, and the share of exact blocks in E4M3.
 
     Only NVFP4 has such a share.

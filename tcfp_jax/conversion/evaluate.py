@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
@@ -37,7 +37,7 @@ CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call")
 
 # The step of rows that come from the stored form of their table.
 LOOKUP = "lookup"
-Key = jax.Array | None
+Key = Array | None
 _Value = TypeVar("_Value")
 
 
@@ -78,7 +78,7 @@ def eval_jaxpr(
     return list(map(read, jaxpr.outvars))
 
 
-def bind(eqn: Equation, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def bind(eqn: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Return the outputs of an equation, unchanged."""
     found = eqn.primitive.get_bind_params(eqn.params)
     # jax 0.11 returns the parameters alone
@@ -119,7 +119,7 @@ class Machine:
       traced: traces of jitted blocks, so that equal ones share one.
     """
 
-    product: Callable[..., jax.Array] | None = None
+    product: Callable[..., Array] | None = None
     traced: dict[Hashable, tuple[Body, Callable[..., Values]]] = field(
         default_factory=dict
     )
@@ -178,7 +178,7 @@ class Machine:
 
     def arrays(
         self, body: Body, inputs: Values, plan: Plan, key: Key = None
-    ) -> list[jax.Array]:
+    ) -> list[Array]:
         """Return the outputs of a program as arrays."""
         return bare(self.run(body, inputs, plan, key), body[0].outvars)
 

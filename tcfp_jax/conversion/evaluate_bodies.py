@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from tcfp_jax.conversion.bodies import Body, Plan, Scan, groups_of_while, opened
 from tcfp_jax.conversion.shown import Parts, Shown, Values, bare
 from tcfp_jax.conversion.views import Equation, Shape
 
-Key = jax.Array | None
-Run = Callable[[Body, Values, Plan, Key], list[jax.Array]]
+Key = Array | None
+Run = Callable[[Body, Values, Plan, Key], list[Array]]
 _Entry = Callable[[Any], Any]
 _Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], Shown]]
 
@@ -86,7 +86,7 @@ def _while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Val
     test_consts, body_consts, carry = groups_of_while(eqn, inputs)
     plans = dict(plan)
 
-    def goes_on(carry: Values) -> jax.Array:
+    def goes_on(carry: Values) -> Array:
         return run(test, [*test_consts, *carry], plans.get(0, ()), key)[0]
 
     def one_round(carry: Values) -> Values:
@@ -124,7 +124,7 @@ def _shard_map(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) ->
         in_specs.append(specs)
         value_of.append(part)
 
-    def on_a_device(*parts: Any) -> tuple[jax.Array, ...]:
+    def on_a_device(*parts: Any) -> tuple[Array, ...]:
         values = [make(part) for make, part in zip(value_of, parts, strict=True)]
         return tuple(run(body, values, plan, key))
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import Scope
 from flax.linen import module as linen_module
+from jax import Array
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Policy
@@ -303,7 +304,7 @@ def _check_result(model: str, method: str, result: object) -> None:
             )
 
 
-def _rngs(scope: Scope) -> dict[str, jax.Array]:
+def _rngs(scope: Scope) -> dict[str, Array]:
     """Return the rngs of a call.
 
     The first call gets the model's own, so that it draws as the float model does.

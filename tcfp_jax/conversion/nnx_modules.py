@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Policy
@@ -85,7 +86,7 @@ def is_variable(leaf: object) -> bool:
 def stored_weights(model: nnx.Module) -> dict[str, PyTree]:
     """Return the stored weights that the modules hold now, by path."""
 
-    def read(leaf: Any) -> jax.Array:
+    def read(leaf: Any) -> Array:
         return leaf[...] if is_variable(leaf) else leaf
 
     weights = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import Array
 from jax.extend import core
 
 from tcfp_jax import paths
@@ -22,7 +23,7 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
-Leaves = Mapping[str, jax.Array | jax.ShapeDtypeStruct]  # parameters by path
+Leaves = Mapping[str, Array | jax.ShapeDtypeStruct]  # parameters by path
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Program(NamedTuple):
 
     jaxpr: core.ClosedJaxpr
     outputs: list[jax.ShapeDtypeStruct]
-    rebuild: Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
+    rebuild: Callable[[Sequence[Array | jax.ShapeDtypeStruct]], PyTree]
 
 
 @dataclass(frozen=True)

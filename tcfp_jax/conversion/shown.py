@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -44,7 +44,7 @@ from tcfp_jax.weights.stored import Stored, constant
 SHAPES = (jax.ShapeDtypeStruct, Absent)
 _static: Any = functools.partial(field, metadata=dict(static=True))
 # The root and the stored form of a parameter, or a device's parts of them.
-Parts = tuple[jax.Array | None, Stored | None]
+Parts = tuple[Array | None, Stored | None]
 # Values of variables: a `Shown`, or an array (or another value of JAX's, such as a
 # token).
 Values = list[Any]
@@ -69,13 +69,13 @@ class Shown:
       gathers: the gathered atoms, each with the mesh axis that it was gathered over.
     """
 
-    root: jax.Array | None
+    root: Array | None
     stored: Any
     view: View = _static()
     weight: Weight | None = _static()
     stacked: tuple[int, ...] = _static()
     dtype: str = _static()
-    local: jax.Array | None = None
+    local: Array | None = None
     gathers: tuple[tuple[int, Hashable], ...] = _static(default=())
 
     @staticmethod
@@ -113,7 +113,7 @@ class Shown:
         """Atoms of each axis."""
         return self.view.axes
 
-    def array(self, shape: Shape) -> jax.Array:
+    def array(self, shape: Shape) -> Array:
         """Return the numbers as an array of this shape."""
         groups = []
         for atoms in self.axes:
@@ -124,13 +124,13 @@ class Shown:
             out = jnp.broadcast_to(out, shape)
         return self._cast(out)
 
-    def _cast(self, array: jax.Array) -> jax.Array:
+    def _cast(self, array: Array) -> Array:
         """Return numbers of the parameter in the dtypes that they went through."""
         for dtype in self.view.casts:
             array = array.astype(dtype)
         return array
 
-    def numbers(self) -> jax.Array:
+    def numbers(self) -> Array:
         """Return the root, or the dequantized weight if only the stored form exists."""
         # the gradient, in another dtype
         carries = self.root is not None and self.root.dtype.name != self.dtype
@@ -145,7 +145,7 @@ class Shown:
         values = self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
         return values if self.root is None else with_gradient(values, self.root)
 
-    def _as_root(self, matrix: jax.Array, layout: Layout) -> jax.Array:
+    def _as_root(self, matrix: Array, layout: Layout) -> Array:
         """Return values `[*stacked, first, second]` of the stored form as the root."""
         sizes: dict[int, int] = {}  # of the parameter's axes that the view has
         for size, axis in zip(self.view.sizes, self.view.origin, strict=True):
@@ -159,7 +159,7 @@ class Shown:
         in_order = whole.transpose([order.index(axis) for axis in sorted(order)])
         return in_order.reshape(self.view.sizes)
 
-    def rows(self, eqn: Equation, indices: jax.Array) -> jax.Array | None:
+    def rows(self, eqn: Equation, indices: Array) -> Array | None:
         """Return the result of a gather from the stored form.
 
         None: only the root has the numbers.
@@ -170,7 +170,7 @@ class Shown:
         shape = eqn.invars[0].aval.shape
         without_casts = dataclasses.replace(self.view, casts=())
 
-        def gather(root: jax.Array, indices: jax.Array) -> jax.Array:
+        def gather(root: Array, indices: Array) -> Array:
             shown = Shown(root, None, without_casts, None, (), root.dtype.name)
             outside: float = jnp.nan
             if eqn.params["fill_value"] == 0:
@@ -317,7 +317,7 @@ class Shown:
         return (root, stored), entry
 
 
-def bare(values: Values, variables: Values) -> list[jax.Array]:
+def bare(values: Values, variables: Values) -> list[Array]:
     """Return the arrays of the values of some variables.
 
     A view becomes the array that it shows.
@@ -329,7 +329,7 @@ def bare(values: Values, variables: Values) -> list[jax.Array]:
     return arrays
 
 
-def _here(x: jax.Array) -> jax.Array:
+def _here(x: Array) -> Array:
     """Return an array of explicit axes with automatic ones, if the program has these.
 
     A part of a program may have other axes than the parameters.
@@ -342,7 +342,7 @@ def _here(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, whole)
 
 
-def _split(x: jax.Array, sizes: Shape) -> jax.Array:
+def _split(x: Array, sizes: Shape) -> Array:
     """Split the axes of an array into these sizes, in order."""
     if x.shape == tuple(sizes):
         return x
@@ -362,8 +362,8 @@ def multiply(
     recipe: Recipe,
     *,
     x_quantized: Quantized | None = None,
-    drawn: jax.Array | None = None,
-) -> jax.Array:
+    drawn: Array | None = None,
+) -> Array:
     """Return the product of an equation, computed as the recipe says."""
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight = inputs[side]
@@ -417,7 +417,7 @@ def multiply(
 
 def multiply_head(
     eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss
-) -> list[jax.Array]:
+) -> list[Array]:
     """Return (mean, losses) of a `losses.cross_entropy` with these options.
 
     Its product is computed as the recipe says.
@@ -433,7 +433,7 @@ def multiply_head(
 
 
 def _as_experts(
-    layout: Layout, kernel: jax.Array | None, stored: Stored | None, count: int
+    layout: Layout, kernel: Array | None, stored: Stored | None, count: int
 ) -> Parts:
     """Return the weights of a grouped product as `[e, k, n]`, floats and stored."""
     matrix, stored = layout.untransposed(kernel, stored)
@@ -450,7 +450,7 @@ def _as_experts(
 
 def _taken(
     weight: Shown, found: Factors | str, recipe: Recipe
-) -> tuple[Factors, jax.Array | None, Stored | None]:
+) -> tuple[Factors, Array | None, Stored | None]:
     """Return a product over the weight's axes, the weight's floats and stored form."""
     assert isinstance(found, Factors), "the census plans no other product"
     # The stored form serves the product that it was made for; another product of the
@@ -467,8 +467,8 @@ def _taken(
 
 
 def _key_of(
-    recipe: Recipe, stored: Stored | None, drawn: jax.Array | None = None
-) -> jax.Array | None:
+    recipe: Recipe, stored: Stored | None, drawn: Array | None = None
+) -> Array | None:
     """Return the key of the random bits of a product, or None.
 
     A weight is rounded stochastically at its product only in evaluation, whose calls

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 from tcfp_jax import paths
@@ -48,7 +49,7 @@ from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 
 _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
-_Rebuild = Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
+_Rebuild = Callable[[Sequence[Array | jax.ShapeDtypeStruct]], PyTree]
 
 
 def trace(function: Callable[..., PyTree], args: _Args, kwargs: _Tree) -> Program:
@@ -66,7 +67,7 @@ def trace(function: Callable[..., PyTree], args: _Args, kwargs: _Tree) -> Progra
     rebuild: _Rebuild = list
 
     # A new function for every call: no cache holds a trace of it, so none can be stale.
-    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+    def run(arrays: list[Array]) -> list[Array]:
         nonlocal rebuild
         args, kwargs = rebuild_arguments(arrays)
         outputs, rebuild = _split(function(*args, **kwargs))
@@ -76,7 +77,7 @@ def trace(function: Callable[..., PyTree], args: _Args, kwargs: _Tree) -> Progra
     return Program(jaxpr, outputs, rebuild)
 
 
-def _split(tree: PyTree) -> tuple[list[jax.Array], _Rebuild]:
+def _split(tree: PyTree) -> tuple[list[Array], _Rebuild]:
     """Return the arrays of a tree, and the function that replaces them by others."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
@@ -89,7 +90,7 @@ def _split(tree: PyTree) -> tuple[list[jax.Array], _Rebuild]:
         arrays.append(leaf)
         leaves[place] = None
 
-    def rebuild(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> PyTree:
+    def rebuild(arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> PyTree:
         filled = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
@@ -98,7 +99,7 @@ def _split(tree: PyTree) -> tuple[list[jax.Array], _Rebuild]:
     return arrays, rebuild
 
 
-def arrays_in(tree: PyTree) -> list[jax.Array]:
+def arrays_in(tree: PyTree) -> list[Array]:
     """Return the arrays of a tree, in the order of the inputs of a `Program`."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
 
@@ -154,7 +155,7 @@ class Transformed:
         self,
         *args: PyTree,
         stored: _Tree | None = None,
-        product_key: jax.Array | None = None,
+        product_key: Array | None = None,
         **kwargs: PyTree,
     ) -> PyTree:
         """Return the function's result.
@@ -209,7 +210,7 @@ class Transformed:
 
     def run_on(
         self, machine: Machine, found: Examined, args: _Args, probes: _Tree
-    ) -> list[jax.Array]:
+    ) -> list[Array]:
         """Return the arrays of the result from another machine.
 
         Its products find `probes` as stored weights.
@@ -225,7 +226,7 @@ class Transformed:
         args: _Args,
         kwargs: _Tree,
         stored: _Tree | None,
-        key: jax.Array | None,
+        key: Array | None,
     ) -> PyTree:
         leaves = paths.leaves(args[self.params], is_quantized)
         trained = {
@@ -259,16 +260,14 @@ class Transformed:
         own: list[Shown],
         args: _Args,
         kwargs: _Tree,
-        key: jax.Array | None = None,
-    ) -> list[jax.Array]:
+        key: Array | None = None,
+    ) -> list[Array]:
         program = found.program.jaxpr
         before, after = self._others(args, kwargs)
         body = (program.jaxpr, program.consts)
         return machine.arrays(body, [*before, *own, *after], found.plan, key)
 
-    def _others(
-        self, args: _Args, kwargs: _Tree
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _others(self, args: _Args, kwargs: _Tree) -> tuple[list[Array], list[Array]]:
         """Return the arrays before and after the parameters, in the program's order."""
         rest = (args[self.params + 1 :], dict(kwargs))
         return arrays_in(args[: self.params]), arrays_in(rest)
@@ -349,12 +348,12 @@ def _parameter(
     return Shown.of(leaf, stored, weight, dtype)
 
 
-def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
+def _quantized(kernel: Array, weight: Weight) -> Stored:
     """Return the stored form of a kernel that was packed."""
     # only evaluation comes here, and its calls repeat
     key = jax.random.key(0) if weight.recipe.stochastic else None
 
-    def quantize(w: jax.Array) -> Stored:
+    def quantize(w: Array) -> Stored:
         return quantize_weight(w, weight.recipe, key=key)[0]
 
     for _ in weight.layout.stack:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 
 from tcfp_jax.conversion.bodies import Body, opened
@@ -94,7 +94,7 @@ class _Linear(NamedTuple):
     of: Any = None
 
 
-_Value = jax.Array | _Linear
+_Value = Array | _Linear
 
 
 def unfolded(program: core.ClosedJaxpr, marks: Marks) -> core.ClosedJaxpr:
@@ -106,7 +106,7 @@ def unfolded(program: core.ClosedJaxpr, marks: Marks) -> core.ClosedJaxpr:
     ['dot_general', 'broadcast_in_dim', 'mul']
     """
 
-    def run(*inputs: jax.Array) -> list[jax.Array]:
+    def run(*inputs: Array) -> list[Array]:
         body = (program.jaxpr, program.consts)
         return list(map(_array, _evaluated(body, inputs, marks)))
 
@@ -181,7 +181,7 @@ def _with_bodies(eqn: Equation, inner: Marks) -> Equation:
     return eqn.replace(params=params)
 
 
-def _array(value: _Value) -> jax.Array:
+def _array(value: _Value) -> Array:
     """Return a weight as an array, computed as the original program does."""
     if not isinstance(value, _Linear):
         return value
@@ -195,7 +195,7 @@ def _array(value: _Value) -> jax.Array:
     return _scaled(value, parts)
 
 
-def _scaled(value: _Linear, parts: Sequence[jax.Array]) -> jax.Array:
+def _scaled(value: _Linear, parts: Sequence[Array]) -> Array:
     """Apply an operation that is alike for a weight and for its product."""
     if value.kind == "neg":
         return lax.neg(parts[0])
@@ -231,8 +231,8 @@ def _moved(eqn: Equation, value: _Value) -> _Value:
 
 
 def _product(
-    eqn: Equation, x: jax.Array, weight: _Value, side: int, numbers: Numbers
-) -> jax.Array:
+    eqn: Equation, x: Array, weight: _Value, side: int, numbers: Numbers
+) -> Array:
     """Return the product of x and a weight over the parts of the weight.
 
     The weight is operand `side`.
@@ -259,8 +259,8 @@ def _product(
 
 
 def _product_of_joined(
-    eqn: Equation, x: jax.Array, weight: _Linear, side: int, numbers: Numbers
-) -> jax.Array:
+    eqn: Equation, x: Array, weight: _Linear, side: int, numbers: Numbers
+) -> Array:
     """Return the product of x and a weight that is joined of parts, or padded."""
     contracted, batch = numbers
     shape = _shape(weight)
@@ -273,7 +273,7 @@ def _product_of_joined(
     in_result = {axis: first + number for number, axis in enumerate(free)}
     in_result |= {axis: number for number, axis in enumerate(batch[side])}
 
-    def product_of_part(part: _Value, starts: Mapping[int, int]) -> jax.Array:
+    def product_of_part(part: _Value, starts: Mapping[int, int]) -> Array:
         """Multiply the entries of x that meet a part, which starts there."""
         rows = x
         for axis, start in starts.items():

@@ -22,8 +22,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend import core
 from jax.typing import DTypeLike
 
@@ -51,7 +51,7 @@ Axes = tuple[Shape, ...]
 # The numbers of the equations around an equation, outermost first, and its own.
 Place = tuple[int, ...]
 COMPUTED = "its weight is computed from parameters, and is not a view of one"
-Start = jax.Array | int  # where a slice begins
+Start = Array | int  # where a slice begins
 
 
 class Equation(Protocol):

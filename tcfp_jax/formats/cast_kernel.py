@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.arithmetic import Portable
@@ -57,7 +57,7 @@ class Cast:
     modes: Modes
 
 
-def reject(options: Cast, x: jax.Array, key: jax.Array | None) -> str | None:
+def reject(options: Cast, x: Array, key: Array | None) -> str | None:
     """Return the reason why no kernel computes this cast, or None.
 
     The scale must be a power of two for tiles with one side, without subtiles, that run
@@ -101,7 +101,7 @@ def _reject_tiles(scale: ScaleSpec, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def reject_mosaic(options: Cast, x: jax.Array, key: jax.Array | None) -> str | None:
+def reject_mosaic(options: Cast, x: Array, key: Array | None) -> str | None:
     """Return the reason why Pallas Mosaic cannot compute this cast, or None."""
     if (reason := reject(options, x, key)) is not None:
         return reason
@@ -113,7 +113,7 @@ def reject_mosaic(options: Cast, x: jax.Array, key: jax.Array | None) -> str | N
     return hopper.reject([view], columns)
 
 
-def cast_tiles(engine: Engine, options: Cast, x: jax.Array) -> jax.Array:
+def cast_tiles(engine: Engine, options: Cast, x: Array) -> Array:
     """Return the cast of an array that is not rejected.
 
     Pallas-Triton's interpreter flushes subnormals on CPUs.
@@ -124,7 +124,7 @@ def cast_tiles(engine: Engine, options: Cast, x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _by_tiles(engine: Engine, options: Cast) -> Callable[[jax.Array], jax.Array]:
+def _by_tiles(engine: Engine, options: Cast) -> Callable[[Array], Array]:
     """Return the kernel on `[..., tile]`.
 
     Whole tiles stay on one device, and vmap adds a leading axis. (`map_tiles` would
@@ -134,7 +134,7 @@ def _by_tiles(engine: Engine, options: Cast) -> Callable[[jax.Array], jax.Array]
     assert scale is not None
     body = CastBody(options.datatype, options.modes.of_scale(scale))
 
-    def local(tiles: jax.Array, *, summed_over: tuple[str, ...] = ()) -> jax.Array:
+    def local(tiles: Array, *, summed_over: tuple[str, ...] = ()) -> Array:
         size = tiles.shape[-1]
         rows = tiles.reshape(-1, size)
         one = Pass(body, (Output(rows.dtype),), "cast", _tiling(size), matrices=1)
@@ -143,18 +143,16 @@ def _by_tiles(engine: Engine, options: Cast) -> Callable[[jax.Array], jax.Array]
         return made[0].reshape(tiles.shape)
 
     @custom_vmap
-    def run(tiles: jax.Array) -> jax.Array:
+    def run(tiles: Array) -> Array:
         if engine.calls_back_here():
             return local(tiles)
         axes = " ".join("abcdefghijklmnop"[: tiles.ndim - 1])
         of_parts = partitioned(local, f"{axes} t -> {axes} t", whole=("t",))
-        made: jax.Array = of_parts(tiles)
+        made: Array = of_parts(tiles)
         return made
 
     @run.def_vmap
-    def _rule(
-        size: int, is_mapped: list[bool], tiles: jax.Array
-    ) -> tuple[jax.Array, bool]:
+    def _rule(size: int, is_mapped: list[bool], tiles: Array) -> tuple[Array, bool]:
         return run(tiles), True
 
     return run
@@ -176,7 +174,7 @@ def _tiling(size: int) -> Tiling:
     return Tiling(tuple(counts), (size,))
 
 
-def _by_mosaic(one: Pass, rows: jax.Array) -> list[jax.Array] | None:
+def _by_mosaic(one: Pass, rows: Array) -> list[Array] | None:
     """Run a pass over `[tiles, size]`, with several tiles in a row of the matrix."""
     size = rows.shape[1]
     columns = plan.columns_of(size)
@@ -213,7 +211,7 @@ class CastBody(Body):
         assert isinstance(self.datatype.number, NumberSpec)
         return self.datatype.number
 
-    def measured(self, operands: Operands) -> jax.Array:
+    def measured(self, operands: Operands) -> Array:
         """Return the values that count for the scales."""
         (x,) = operands
         value = x.astype(jnp.float32)
@@ -256,7 +254,7 @@ class CastBody(Body):
         amax = lax.bitcast_convert_type(bits, jnp.float32)
         return self.values(Portable(), operands, (amax,))
 
-    def _exponent(self, amax: jax.Array) -> jax.Array:
+    def _exponent(self, amax: Array) -> Array:
         """Return the exponents of scales, from the bits of largest magnitudes."""
         scale = self.datatype.scale
         assert scale is not None
@@ -269,7 +267,7 @@ class CastBody(Body):
             return exponent - (self.number.mbits - 1)
         return exponent
 
-    def _rounded(self, scaled: jax.Array) -> jax.Array:
+    def _rounded(self, scaled: Array) -> Array:
         """Return the bits of the nearest magnitudes of the number."""
         grid = self.number.grid
         bits = lax.bitcast_convert_type(scaled, jnp.int32)
@@ -280,5 +278,5 @@ class CastBody(Body):
         return lax.bitcast_convert_type(rounded, jnp.int32)
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
+def _magnitude(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(~SIGN)

@@ -23,7 +23,7 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -59,9 +59,9 @@ def cast(
     axis: int = -1,
     roundmode: RoundMode = "even",
     scalemode: ScaleMode | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     saturate: bool = True,
-) -> jax.Array:
+) -> Array:
     """Round `x` to the values of a datatype: `round(x / scale) * scale`.
 
     Use this to train or evaluate with the numbers of a format that no product of this
@@ -123,9 +123,9 @@ def cast(
         )
         return jnp.moveaxis(made, -1, axis)
 
-    def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def rounded(x: Array, key: Array | None) -> Array:
         options = Cast(datatype, modes)
-        made: jax.Array = dispatch("cast", IMPLEMENTATIONS, None, options, x, key)
+        made: Array = dispatch("cast", IMPLEMENTATIONS, None, options, x, key)
         return made
 
     # Tables are looked up and tiles are cut, which explicit axes refuse.
@@ -137,21 +137,21 @@ def cast(
 
 
 @jax.custom_jvp
-def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+def _straight_through(x: Array, rounded: Array) -> Array:
     return rounded
 
 
 @_straight_through.defjvp
 def _(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     return primals[1], tangents[0]
 
 
 # Jitted here, so that a call outside jit is one program per datatype and shape.
 # Otherwise the few hundred operations of a long division would be compiled one by one.
 @functools.partial(jax.jit, static_argnums=0)
-def _define(options: Cast, x: jax.Array, key: jax.Array | None) -> jax.Array:
+def _define(options: Cast, x: Array, key: Array | None) -> Array:
     """Return the cast by its definition."""
     random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     bits = float_bits.to_bits(x)
@@ -160,15 +160,13 @@ def _define(options: Cast, x: jax.Array, key: jax.Array | None) -> jax.Array:
     return float_bits.from_bits(made, x.dtype)
 
 
-def _by_kernel(
-    engine: Engine, options: Cast, x: jax.Array, key: jax.Array | None
-) -> jax.Array:
+def _by_kernel(engine: Engine, options: Cast, x: Array, key: Array | None) -> Array:
     """Return the cast by a kernel."""
     kernel = functools.partial(cast_kernel.cast_tiles, engine, options)
     if device_kind() == "cpu":  # in its interpreter
         return kernel(x)
     # XLA decides, because a program may run on another device.
-    made: jax.Array = lax.platform_dependent(
+    made: Array = lax.platform_dependent(
         x, cuda=kernel, default=functools.partial(_define, options, key=None)
     )
     return made
@@ -220,9 +218,9 @@ def check_arguments(
     datatype: DataType,
     roundmode: RoundMode,
     scalemode: ScaleMode | None,
-    key: jax.Array | None,
+    key: Array | None,
     saturate: bool,
-) -> tuple[jax.Array, Modes]:
+) -> tuple[Array, Modes]:
     """Return (`x` as an array, the modes), or raise the errors of `cast`."""
     array = jnp.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):

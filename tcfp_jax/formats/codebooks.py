@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from tcfp_jax.formats.float_bits import RoundMode, is_smaller, sum_squares, uniform
 from tcfp_jax.formats.numbers import NumberSpec, number
@@ -106,7 +107,7 @@ class CodebookSpec:
         steps = np.diff(self.tables)
         return float(steps[steps > 0].min()) / self.maxfloat
 
-    def levels(self) -> jax.Array:
+    def levels(self) -> Array:
         """Return the tables as float32 `[tables, values]`."""
         return jnp.asarray(np.array(self.tables, np.float32))
 
@@ -240,11 +241,11 @@ def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
 
 
 def _nearest_index(
-    value: jax.Array,
-    levels: jax.Array,
+    value: Array,
+    levels: Array,
     mode: RoundMode,
-    bits: jax.Array | None,
-) -> jax.Array:
+    bits: Array | None,
+) -> Array:
     """Return the index of the level that `value` rounds to.
 
     Values beyond the ends round to the ends.
@@ -270,18 +271,18 @@ def _nearest_index(
 class _Fit(NamedTuple):
     """Values rounded to a table: codes, the sum of squared errors, the table."""
 
-    codes: jax.Array
-    error: tuple[jax.Array, jax.Array]
-    table: jax.Array
+    codes: Array
+    error: tuple[Array, Array]
+    table: Array
 
 
 def search(
-    value: jax.Array,
+    value: Array,
     book: CodebookSpec,
     axes: tuple[int, ...],
     mode: RoundMode,
-    bits: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
+    bits: Array | None,
+) -> tuple[Array, Array | None]:
     """Return (indices of the entries that values round to, the table of each tile).
 
     Values are float32, divided by their scale; those beyond the ends round to the ends.
@@ -300,13 +301,13 @@ def search(
     steps = limit // 2 / book.maxfloat
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
-    def fit(table: jax.Array) -> _Fit:
+    def fit(table: Array) -> _Fit:
         index = _nearest_index(value, levels[table], mode, bits)
         error = jnp.round((levels[table][index] - clipped) * steps)
         squares = sum_squares(error.astype(jnp.int32), axes, limit)
         return _Fit(index, squares, jnp.full_like(squares[0], table))
 
-    def better(table: jax.Array, best: _Fit) -> _Fit:
+    def better(table: Array, best: _Fit) -> _Fit:
         other = fit(table)
         less = is_smaller(other.error, best.error)
         return jax.tree.map(functools.partial(jnp.where, less), other, best)

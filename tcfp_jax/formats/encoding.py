@@ -6,9 +6,8 @@ lowest bits: a byte holds two 4-bit codes, and three bytes hold four 6-bit codes
 the last byte of an array is filled up, with zeros.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import (
@@ -24,7 +23,7 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scale_rules import finite_magnitude
 
 
-def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
+def encode(value: Array, number: NumberSpec) -> Array:
     """Return the uint32 codes of float32 values that a number holds.
 
     NaN becomes 0 if it has no code. The lowest code of a signed integer, which no value
@@ -51,7 +50,7 @@ def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
     return jnp.where(nan, jnp.uint32(nan_code), code)
 
 
-def _float_code(magnitude: jax.Array, number: NumberSpec) -> jax.Array:
+def _float_code(magnitude: Array, number: NumberSpec) -> Array:
     """Return the int32 codes of finite magnitudes of a float narrower than float32."""
     shift = number.unit_shift
     emin = number.emin - shift
@@ -62,7 +61,7 @@ def _float_code(magnitude: jax.Array, number: NumberSpec) -> jax.Array:
     return steps + (jnp.maximum(exponent - emin, 0) << number.mbits)
 
 
-def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
+def decode(code: Array, number: NumberSpec) -> Array:
     """Return the float32 values of uint32 codes."""
     if number.kind == "uint":
         return code.astype(jnp.float32)
@@ -96,13 +95,13 @@ def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
     return from_bits(jnp.where(nan, NAN, bits))
 
 
-def signed_integers(code: jax.Array, bits: int) -> jax.Array:
+def signed_integers(code: Array, bits: int) -> Array:
     """Return the int32 values of uint32 codes in two's complement of `bits` bits."""
     unused = 32 - bits
     return lax.bitcast_convert_type(code << unused, jnp.int32) >> unused
 
 
-def _bits_of_float(code: jax.Array, number: NumberSpec) -> jax.Array:
+def _bits_of_float(code: Array, number: NumberSpec) -> Array:
     """Return the float32 bits of finite int32 codes without their sign."""
     shift = number.unit_shift
     field = code >> number.mbits
@@ -126,7 +125,7 @@ def _special_codes(number: NumberSpec) -> tuple[int, int]:
     return (ones if number.has_inf else 0), ones + 1
 
 
-def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
+def to_bytes(codes: Array, bits: int) -> Array:
     """Return the codes of any shape as uint8, without gaps."""
     pieces = codes.reshape(-1).astype(jnp.uint32)
     if bits in _WHOLE:
@@ -141,7 +140,7 @@ def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
     return _joined(pieces.reshape(-1, places.size), places).astype(jnp.uint8)
 
 
-def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
+def from_bytes(data: Array, bits: int, count: int) -> Array:
     """Return the uint32 codes that `to_bytes` wrote, `[count]`."""
     if bits in _WHOLE:
         # A cast to another width adds an axis, a cast to the same one does not
@@ -156,7 +155,7 @@ def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
     return _joined(pieces.reshape(count, bits), jnp.arange(bits, dtype=jnp.uint32))
 
 
-def _joined(pieces: jax.Array, places: jax.Array) -> jax.Array:
+def _joined(pieces: Array, places: Array) -> Array:
     """Return the sum of pieces on the last axis, each moved to its place."""
     return jnp.sum(pieces << places, axis=-1, dtype=jnp.uint32)
 

@@ -13,10 +13,9 @@ the same on every backend, with and without jit.
 import math
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 RoundMode = Literal["nearest", "even", "zero", "stochastic"]
@@ -44,9 +43,7 @@ class Grid(NamedTuple):
     largest: float
 
 
-def sum_squares(
-    x: jax.Array, axes: tuple[int, ...], limit: int
-) -> tuple[jax.Array, jax.Array]:
+def sum_squares(x: Array, axes: tuple[int, ...], limit: int) -> tuple[Array, Array]:
     """Return the exact sum of squares over `axes` in two parts, (upper, lower).
 
     The values are int32 of at most `limit`, which is below 2**15.5. Parts of equal
@@ -55,7 +52,7 @@ def sum_squares(
     count = math.prod(x.shape[axis] for axis in axes)
     squares = jnp.square(x)
 
-    def total(terms: jax.Array) -> jax.Array:
+    def total(terms: Array) -> Array:
         return jnp.sum(terms, axis=axes, keepdims=True, dtype=jnp.int32)
 
     if count * limit**2 < 2**31:
@@ -73,9 +70,7 @@ def sum_squares(
     return carry + total((squares >> last) & mask), lower
 
 
-def is_smaller(
-    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
-) -> jax.Array:
+def is_smaller(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
     """Return whether the first of two results of `sum_squares` is smaller."""
     return (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
 
@@ -87,7 +82,7 @@ def _digit_width(count: int) -> int:
     return 4 if count < 2**27 else 2
 
 
-def to_bits(x: jax.Array) -> jax.Array:
+def to_bits(x: Array) -> Array:
     """Return the int32 bits of float32(x) for any float dtype; only float64 rounds."""
     if x.dtype == jnp.bfloat16:  # by integers: a conversion flushes subnormals on a CPU
         half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
@@ -95,7 +90,7 @@ def to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def from_bits(bits: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def from_bits(bits: Array, dtype: DTypeLike = jnp.float32) -> Array:
     """Return the values of float32 bits in `dtype`, rounded to nearest even.
 
     A finite value stays finite.
@@ -116,23 +111,23 @@ def from_bits(bits: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
     return jnp.where(jnp.isfinite(values), clipped, values).astype(dtype)
 
 
-def magnitude_of(bits: jax.Array) -> jax.Array:
+def magnitude_of(bits: Array) -> Array:
     """Return the bits of |x|."""
     return bits & ~jnp.int32(SIGN)
 
 
-def sign_of(bits: jax.Array) -> jax.Array:
+def sign_of(bits: Array) -> Array:
     """Return the sign bit of x alone."""
     return bits & jnp.int32(SIGN)
 
 
-def power_of_two(exponent: jax.Array) -> jax.Array:
+def power_of_two(exponent: Array) -> Array:
     """Return float32 2**exponent for int32; 0 below -126, and 2**127 above 127."""
     biased = jnp.clip(exponent + 127, 0, 254)
     return from_bits(biased << MANTISSA_BITS)
 
 
-def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+def normalize(magnitude: Array) -> tuple[Array, Array]:
     """Return (floor(log2), the 23 mantissa bits) of magnitudes; -150 for zero.
 
     Subnormals are exact, too.
@@ -145,7 +140,7 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, jnp.where(magnitude < HIDDEN, steps, magnitude) & _MANTISSA
 
 
-def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
+def scale_down(magnitude: Array, exponent: Array) -> Array:
     """Return |x| * 2**-exponent in float32, exact within the range of normal numbers.
 
     Below 2**-126 it is 0, and from 2**128 on the largest float32.
@@ -166,7 +161,7 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
     return from_bits(jnp.where(magnitude < HIDDEN, subnormal, shifted))
 
 
-def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
+def scale_up(value: Array, exponent: Array) -> Array:
     """Return the bits of value * 2**exponent; inf and NaN stay.
 
     The product is exact, or a subnormal that is rounded to nearest even.
@@ -183,7 +178,7 @@ def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(magnitude >= INFINITY, bits, scaled | sign_of(bits))
 
 
-def flushed(bits: jax.Array) -> jax.Array:
+def flushed(bits: Array) -> Array:
     """Return the float32 values of bits, with +0 for subnormals and zeros.
 
     CPUs drop some subnormals that GPUs keep, and a code has the sign of its zero.
@@ -191,7 +186,7 @@ def flushed(bits: jax.Array) -> jax.Array:
     return from_bits(jnp.where(magnitude_of(bits) < HIDDEN, 0, bits))
 
 
-def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
+def divide_to_odd(magnitude: Array, divisor: Array, digits: int) -> Array:
     """Return |x| / |y| in float32 with `digits` mantissa bits, rounded to odd.
 
     The last bit is set if the quotient is not exact. A quotient that is rounded so, and
@@ -208,7 +203,7 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
     return _quotient(magnitude, divisor, exponent, quotient)
 
 
-def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
+def divide(magnitude: Array, divisor: Array) -> Array:
     """Return |x| / |y| in float32, rounded to nearest; see `divide_to_odd`."""
     exponent, quotient, remainder, denominator = _divide(
         magnitude, divisor, MANTISSA_BITS
@@ -220,8 +215,8 @@ def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def _divide(
-    magnitude: jax.Array, divisor: jax.Array, digits: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    magnitude: Array, divisor: Array, digits: int
+) -> tuple[Array, Array, Array, Array]:
     """Return (biased exponent, quotient, remainder, denominator) of a long division."""
     numerator = (magnitude & _MANTISSA) | HIDDEN
     denominator = (divisor & _MANTISSA) | HIDDEN
@@ -244,8 +239,8 @@ def _divide(
 
 
 def _quotient(
-    magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quotient: jax.Array
-) -> jax.Array:
+    magnitude: Array, divisor: Array, exponent: Array, quotient: Array
+) -> Array:
     """Return the float32 of a quotient's exponent and digits."""
     # No float32 has an exponent field above 254; capping it keeps the sum within int32.
     bits = (jnp.minimum(exponent, 254) << MANTISSA_BITS) + (quotient - HIDDEN)
@@ -255,15 +250,15 @@ def _quotient(
     return from_bits(jnp.where(nothing, 0, bits))
 
 
-def uniform(bits: jax.Array | None) -> jax.Array:
+def uniform(bits: Array | None) -> Array:
     """Return uniform float32 values from 0 to 1, exact to 2**-24, of uniform uint32."""
     assert bits is not None, "stochastic rounding has random bits"
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def round_to_grid(
-    value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None = None
-) -> jax.Array:
+    value: Array, grid: Grid, mode: Rounding, bits: Array | None = None
+) -> Array:
     """Round values >= 0 to a grid whose steps are normal float32.
 
     The grid continues beyond `largest`. `bits` are uniform uint32 for "stochastic": it
@@ -291,15 +286,15 @@ def round_to_grid(
 
 
 def round_bits(
-    magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None = None
-) -> jax.Array:
+    magnitude: Array, mbits: int, mode: Rounding, bits: Array | None = None
+) -> Array:
     """Round magnitudes to `mbits` bits of mantissa, with the exponents of float32."""
     drop = MANTISSA_BITS - mbits
     if drop == 0:
         return magnitude
     ones = (1 << drop) - 1
     half = 1 << (drop - 1)
-    added: jax.Array | int
+    added: Array | int
     if mode == "stochastic":  # a carry if the draw is below the dropped bits
         assert bits is not None
         added = ones - (bits >> (32 - drop)).astype(jnp.int32)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -63,13 +63,13 @@ class PackedArray:
       sparsity: (n, m) if m of every n values along the last axis were kept, or None.
     """
 
-    values: jax.Array
-    scales: jax.Array | None
-    zeros: jax.Array | None
-    offsets: jax.Array | None
-    selectors: jax.Array | None
-    outer: jax.Array | None
-    mask: jax.Array | None
+    values: Array
+    scales: Array | None
+    zeros: Array | None
+    offsets: Array | None
+    selectors: Array | None
+    outer: Array | None
+    mask: Array | None
     residual: "PackedArray | None"
     datatype: DataType = field(metadata=dict(static=True))
     shape: tuple[int, ...] = field(metadata=dict(static=True))
@@ -91,7 +91,7 @@ def pack(
     *,
     roundmode: RoundMode = "even",
     scalemode: ScaleMode | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     saturate: bool = True,
     sparsity: tuple[int, int] | None = None,
 ) -> PackedArray:
@@ -127,7 +127,7 @@ def pack(
     return with_automatic_axes(packed, lambda _: PartitionSpec(), array, key)
 
 
-def unpack(packed: PackedArray) -> jax.Array:
+def unpack(packed: PackedArray) -> Array:
     """Return the packed array in its shape and dtype.
 
     It has the bits of `cast` with the arguments of `pack`. With `sparsity` it is the
@@ -156,7 +156,7 @@ def unpack(packed: PackedArray) -> jax.Array:
     return with_automatic_axes(_unpack, lambda _: PartitionSpec(), packed)
 
 
-def _check_nan(array: jax.Array, datatype: DataType) -> None:
+def _check_nan(array: Array, datatype: DataType) -> None:
     """Raise a ValueError if the array has a NaN, as far as known, without a code."""
     number = datatype.number
     if datatype.scale is not None or number.has_nan or number.kind == "int":
@@ -197,8 +197,8 @@ def _check_sparsity(sparsity: object, datatype: DataType) -> None:
 
 @functools.partial(jax.jit, static_argnames=("datatype", "modes", "sparsity"))
 def _pack(
-    x: jax.Array,
-    key: jax.Array | None,
+    x: Array,
+    key: Array | None,
     *,
     datatype: DataType,
     modes: Modes,
@@ -221,7 +221,7 @@ def _pack_parts(
     shape: tuple[int, ...],
     dtype: np.dtype,
     sparsity: tuple[int, int] | None = None,
-    kept: jax.Array | None = None,
+    kept: Array | None = None,
 ) -> PackedArray:
     """Return the parts in bits; the residual is packed as a float32 array."""
     residual = None
@@ -235,7 +235,7 @@ def _pack_parts(
     if kept is not None and sparsity is not None:
         codes["values"] = compress(codes["values"], kept, *sparsity)
         mask = to_bytes(kept, 1)
-    stored: dict[str, jax.Array | None] = dict.fromkeys(_FIELDS)
+    stored: dict[str, Array | None] = dict.fromkeys(_FIELDS)
     for name, (bits, _) in datatype.fields(shape).items():
         stored[name] = to_bytes(codes[name], bits)
     return PackedArray(
@@ -249,7 +249,7 @@ def _pack_parts(
     )
 
 
-def _codes_of(parts: QuantizedArray, datatype: DataType) -> dict[str, jax.Array]:
+def _codes_of(parts: QuantizedArray, datatype: DataType) -> dict[str, Array]:
     """Return the codes of each part that the datatype stores."""
     number = datatype.number
     scale = datatype.scale
@@ -275,7 +275,7 @@ def _codes_of(parts: QuantizedArray, datatype: DataType) -> dict[str, jax.Array]
     return codes
 
 
-def _code_of_zero(zero: jax.Array, number: NumberSpec, bits: int) -> jax.Array:
+def _code_of_zero(zero: Array, number: NumberSpec, bits: int) -> Array:
     """Return the code of a zero point of values of `bits` bits.
 
     An integer zero point is a code of the values, so it fits a signed integer once half
@@ -294,7 +294,7 @@ def _code_of_zero(zero: jax.Array, number: NumberSpec, bits: int) -> jax.Array:
 
 
 @jax.jit
-def _unpack(packed: PackedArray) -> jax.Array:
+def _unpack(packed: PackedArray) -> Array:
     parts = _unpack_parts(packed)
     bits = assemble(parts, packed.datatype, packed.shape)
     return float_bits.from_bits(bits, packed.dtype)
@@ -334,7 +334,7 @@ def _unpack_parts(packed: PackedArray) -> QuantizedArray:
     return parts
 
 
-def _codes_in(packed: PackedArray) -> dict[str, jax.Array]:
+def _codes_in(packed: PackedArray) -> dict[str, Array]:
     """Return the codes of each part; values have the shape of the array."""
     codes = {}
     for name, (bits, shape) in packed.datatype.fields(packed.shape).items():
@@ -350,7 +350,7 @@ def _codes_in(packed: PackedArray) -> dict[str, jax.Array]:
     return codes
 
 
-def _zero_of(code: jax.Array, number: NumberSpec, bits: int) -> jax.Array:
+def _zero_of(code: Array, number: NumberSpec, bits: int) -> Array:
     """Return the zero point that `_code_of_zero` wrote."""
     if not number.is_integer:
         return decode(code, number)
@@ -451,7 +451,7 @@ def _check_part(packed: PackedArray, name: str, length: int | None) -> None:
     )
 
 
-def _check_mask(mask: jax.Array, size: int, n: int, m: int) -> None:
+def _check_mask(mask: Array, size: int, n: int, m: int) -> None:
     """Raise a ValueError unless a mask, as far as known, keeps m of every n values."""
     if isinstance(mask, jax.core.Tracer | jax.ShapeDtypeStruct):
         return

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from tcfp_jax.formats import codebooks, float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
@@ -55,14 +55,14 @@ class QuantizedArray(NamedTuple):
       residual: the parts of the remainder, or None.
     """
 
-    value: jax.Array
-    exponent: jax.Array | None = None
-    scale: jax.Array | None = None
-    nan: jax.Array | None = None
-    zero: jax.Array | None = None
-    offset: jax.Array | None = None
-    selector: jax.Array | None = None
-    outer: jax.Array | None = None
+    value: Array
+    exponent: Array | None = None
+    scale: Array | None = None
+    nan: Array | None = None
+    zero: Array | None = None
+    offset: Array | None = None
+    selector: Array | None = None
+    outer: Array | None = None
     residual: "QuantizedArray | None" = None
 
 
@@ -71,11 +71,11 @@ class QuantizedArray(NamedTuple):
 
 
 def quantize(
-    bits: jax.Array,
+    bits: Array,
     datatype: DataType,
     modes: Modes,
-    random: jax.Array | None,
-    amax: jax.Array | None = None,
+    random: Array | None,
+    amax: Array | None = None,
 ) -> QuantizedArray:
     """Quantize an array that is given by its float32 bits.
 
@@ -97,11 +97,11 @@ def quantize(
 
 
 def _quantize_value(
-    bits: jax.Array,
+    bits: Array,
     datatype: DataType,
     modes: Modes,
-    random: jax.Array | None,
-    amax: jax.Array | None,
+    random: Array | None,
+    amax: Array | None,
 ) -> QuantizedArray:
     """Return the parts of an array without a residual."""
     number = datatype.number
@@ -120,10 +120,10 @@ def _quantize_value(
 
 
 def _quantize_unscaled(
-    bits: jax.Array,
+    bits: Array,
     number: NumberSpec | CodebookSpec,
     modes: Modes,
-    random: jax.Array | None,
+    random: Array | None,
 ) -> QuantizedArray:
     if isinstance(number, NumberSpec):
         return QuantizedArray(round_values(bits, number, modes, random))
@@ -138,31 +138,31 @@ def _quantize_unscaled(
 class _Tiles:
     """The bits of an array, split into tiles, and all that decides their rounding."""
 
-    bits: jax.Array
+    bits: Array
     number: NumberSpec | CodebookSpec
     scale: ScaleSpec
     layout: Tiling
     modes: Modes
-    random: jax.Array | None
+    random: Array | None
 
     @functools.cached_property
-    def magnitude(self) -> jax.Array:
+    def magnitude(self) -> Array:
         """The bits of |x|."""
         return magnitude_of(self.bits)
 
-    def amax(self, axes: tuple[int, ...]) -> jax.Array:
+    def amax(self, axes: tuple[int, ...]) -> Array:
         """Return the bits of the largest finite magnitude over `axes`."""
         finite = finite_magnitude(self.magnitude)
         return jnp.max(finite, axis=axes, keepdims=True, initial=0)
 
-    def lost(self) -> jax.Array:
+    def lost(self) -> Array:
         """Return the tiles that a NaN makes NaN, because the number has none."""
         nan = self.magnitude > INFINITY
         if self.number.has_nan:
             nan = jnp.zeros_like(nan)
         return jnp.any(nan, axis=self.layout.tile_axes, keepdims=True)
 
-    def rounded(self, units: jax.Array) -> QuantizedArray:
+    def rounded(self, units: Array) -> QuantizedArray:
         """Return the values of |x| / scale, without their scales."""
         number = self.number
         if isinstance(number, NumberSpec):
@@ -193,7 +193,7 @@ class _Tiles:
             offset = jnp.clip(exponent - wanted, 0, (1 << self.scale.offset) - 1)
         nan = self.lost()
 
-        def at(exponent: jax.Array) -> QuantizedArray:
+        def at(exponent: Array) -> QuantizedArray:
             unit = _without(exponent, offset) - number.fixed_point
             parts = self.rounded(float_bits.scale_down(self.magnitude, unit))
             return parts._replace(exponent=exponent, offset=offset, nan=nan)
@@ -212,8 +212,8 @@ class _Tiles:
         return jax.tree.map(functools.partial(jnp.where, better), narrow, covering)
 
     def _error_of_power(
-        self, parts: QuantizedArray, shift: jax.Array, unit: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, parts: QuantizedArray, shift: Array, unit: Array
+    ) -> tuple[Array, Array]:
         """Return the squared error of each tile, in units of 2**unit.
 
         The values of the parts count times 2**shift.
@@ -229,12 +229,12 @@ class _Tiles:
         whole = jnp.clip(error, -limit, limit).astype(jnp.int32)
         return float_bits.sum_squares(whole, axes, limit)
 
-    def with_float_scales(self, amax_tensor: jax.Array | None) -> QuantizedArray:
+    def with_float_scales(self, amax_tensor: Array | None) -> QuantizedArray:
         """Return values with float scales, by two levels if the scale has them."""
         outer, candidates = self._float_scales(amax_tensor)
         digits = self.modes.digits(self.number)
 
-        def at(scale: jax.Array) -> QuantizedArray:
+        def at(scale: Array) -> QuantizedArray:
             divisor = to_bits(_factor(scale, outer))
             units = float_bits.divide_to_odd(self.magnitude, divisor, digits)
             return self.rounded(units)
@@ -253,8 +253,8 @@ class _Tiles:
         return parts._replace(scale=scale, outer=outer)
 
     def _float_scales(
-        self, amax_tensor: jax.Array | None
-    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        self, amax_tensor: Array | None
+    ) -> tuple[Array | None, list[Array]]:
         """Return (the tensor's scale or None, those among which tiles choose)."""
         scale = self.scale
         amax = self.amax(self.layout.tile_axes)
@@ -276,8 +276,8 @@ class _Tiles:
         )
 
     def _error_of_scale(
-        self, parts: QuantizedArray, scale: jax.Array, outer: jax.Array | None
-    ) -> jax.Array:
+        self, parts: QuantizedArray, scale: Array, outer: Array | None
+    ) -> Array:
         """Return the squared error of each tile.
 
         It is the sum of (round(256 |x| / scale) - 256 value)**2, an integer, times
@@ -315,7 +315,7 @@ class _Tiles:
         factor = scale_rules.choose_scale(to_bits(span), number.max, self.scale.number)
         digits = self.modes.digits(number)
 
-        def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
+        def divided(values: Array, mode: RoundMode) -> Array:
             units = float_bits.divide_to_odd(
                 to_bits(jnp.abs(values)), to_bits(factor), digits
             )
@@ -370,17 +370,17 @@ def _steps_within(limit: int, largest: float) -> float:
     return min(_STEPS_OF_ERROR, steps)
 
 
-def _without(exponent: jax.Array, offset: jax.Array | None) -> jax.Array:
+def _without(exponent: Array, offset: Array | None) -> Array:
     """Return the exponent of a value: its tile's, minus its subtile's offset."""
     return exponent if offset is None else exponent - offset
 
 
-def _factor(scale: jax.Array, outer: jax.Array | None) -> jax.Array:
+def _factor(scale: Array, outer: Array | None) -> Array:
     """Return the factor of the values of each tile."""
     return scale if outer is None else _settled(scale * outer)
 
 
-def _settled(values: jax.Array) -> jax.Array:
+def _settled(values: Array) -> Array:
     """Return products with subnormals as zero and inf as the largest float32.
 
     NaN and the sign of zero stay.
@@ -396,7 +396,7 @@ def _settled(values: jax.Array) -> jax.Array:
 
 def assemble(
     parts: QuantizedArray, datatype: DataType, shape: tuple[int, ...]
-) -> jax.Array:
+) -> Array:
     """Return the float32 bits of the array of `shape` that parts stand for."""
     layout = datatype.layout(shape)
     bits = _assemble_value(parts, datatype)
@@ -406,7 +406,7 @@ def assemble(
     return layout.join(bits)
 
 
-def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> jax.Array:
+def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> Array:
     """Return the float32 values of a number in its own units."""
     if isinstance(number, NumberSpec):
         return parts.value
@@ -418,7 +418,7 @@ def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> jax.Ar
     return tables.reshape(-1).at[index].get(mode="fill", fill_value=jnp.nan)
 
 
-def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
+def _assemble_value(parts: QuantizedArray, datatype: DataType) -> Array:
     """Return the float32 bits of values without their residual, split into tiles."""
     number = datatype.number
     value = _look_up(parts, number)
@@ -437,8 +437,8 @@ def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
 
 
 def _multiplied(
-    value: jax.Array, scale: jax.Array, parts: QuantizedArray, zero: NumberSpec | None
-) -> jax.Array:
+    value: Array, scale: Array, parts: QuantizedArray, zero: NumberSpec | None
+) -> Array:
     """Return values times their float scales, without their zero points."""
     if parts.zero is None or zero is None:
         product = _settled(value * _factor(scale, parts.outer))
@@ -459,11 +459,11 @@ def _multiplied(
 # is, and the sum is rounded to float32 once.
 
 
-def _unit(parts: QuantizedArray) -> jax.Array:
+def _unit(parts: QuantizedArray) -> Array:
     return jnp.int32(0) if parts.exponent is None else parts.exponent
 
 
-def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
+def _rest_of(bits: Array, rounded: Array, unit: Array) -> Array:
     """Return the bits of (x - rounded) / 2**unit.
 
     They are 0 for a subnormal, and if `x` or `rounded` is not finite.
@@ -475,7 +475,7 @@ def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
     return to_bits(jnp.where(keep, difference, 0))
 
 
-def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
+def _add_rest(rounded: Array, rest: Array, unit: Array) -> Array:
     """Return the bits of rounded + rest * 2**unit, at most the largest float32.
 
     If `rounded` is not finite, its own bits are returned.
@@ -489,7 +489,7 @@ def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array
     return jnp.where(magnitude_of(rounded) >= INFINITY, rounded, bits)
 
 
-def _in_units(bits: jax.Array, unit: jax.Array) -> jax.Array:
+def _in_units(bits: Array, unit: Array) -> Array:
     """Return the signed float32 values of bits, divided by 2**unit."""
     units = to_bits(float_bits.scale_down(magnitude_of(bits), unit))
     return from_bits(units | sign_of(bits))

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_kernels.checks import check_choice
@@ -27,7 +28,7 @@ def rotate(
     signs: ArrayLike | None = None,
     dim: int = -1,
     direction: Direction = "forward",
-) -> jax.Array:
+) -> Array:
     """Multiply every `size` values along `dim` by a Hadamard matrix over sqrt(size).
 
         forward: y = (x * signs) H / sqrt(size)
@@ -101,7 +102,7 @@ def check_axis(dim: object, shape: tuple[int, ...], name: str = "dim") -> None:
         )
 
 
-def checked_signs(signs: ArrayLike, size: int) -> jax.Array:
+def checked_signs(signs: ArrayLike, size: int) -> Array:
     """Return `signs` in float32.
 
     Raises:
@@ -121,16 +122,16 @@ def checked_signs(signs: ArrayLike, size: int) -> jax.Array:
     return flips.astype(jnp.float32)
 
 
-def _flushed(x: jax.Array) -> jax.Array:
+def _flushed(x: Array) -> Array:
     # Values have a gradient, which the bits of `float_bits.flushed` have not.
     return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
 
 
 def rotate_arrays(
-    values: list[jax.Array],
-    signs: list[jax.Array],
-    flush: Callable[[jax.Array], jax.Array] = _flushed,
-) -> list[jax.Array]:
+    values: list[Array],
+    signs: list[Array],
+    flush: Callable[[Array], Array] = _flushed,
+) -> list[Array]:
     """Return the bits of `rotate` for values in float32 arrays of their own.
 
     A kernel passes its own `flush`.
@@ -146,7 +147,7 @@ def rotate_arrays(
     return [flush(value * norm) for value in mixed]
 
 
-def _butterflies(values: list[jax.Array], half: int) -> list[jax.Array]:
+def _butterflies(values: list[Array], half: int) -> list[Array]:
     """Return the sums and differences of values that are `half` apart."""
     mixed = []
     for i, value in enumerate(values):
@@ -155,7 +156,7 @@ def _butterflies(values: list[jax.Array], half: int) -> list[jax.Array]:
     return mixed
 
 
-def _hadamard(x: jax.Array, size: int) -> jax.Array:
+def _hadamard(x: Array, size: int) -> Array:
     """Compute butterflies along the last axis in a fixed order, then the norm."""
     half = 1
     while half < size:

@@ -6,9 +6,9 @@ backend, also for subnormals, which float operations of XLA:CPU read as zero.
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
@@ -60,8 +60,8 @@ class Modes:
 
 
 def round_values(
-    bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
+    bits: Array, number: NumberSpec, modes: Modes, random: Array | None
+) -> Array:
     """Return float32 values of a number without scale."""
     if number.kind == "exponent":
         return _round_exponent(bits, number, modes, random)
@@ -80,8 +80,8 @@ def round_values(
 
 
 def _round_wide(
-    bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
+    bits: Array, number: NumberSpec, modes: Modes, random: Array | None
+) -> Array:
     """Return values of a number with the exponents of float32."""
     magnitude = finite_magnitude(magnitude_of(bits))
     rounded = float_bits.round_bits(magnitude, number.mbits, modes.roundmode, random)
@@ -91,8 +91,8 @@ def _round_wide(
 
 
 def _round_exponent(
-    bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
+    bits: Array, number: NumberSpec, modes: Modes, random: Array | None
+) -> Array:
     """Return powers of two; NaN for values that are not positive.
 
     Ties go up, because a significand of 1 is odd.
@@ -116,13 +116,13 @@ def _round_exponent(
 
 
 def round_units(
-    units: jax.Array,
-    bits: jax.Array,
+    units: Array,
+    bits: Array,
     number: NumberSpec,
     modes: Modes,
-    random: jax.Array | None,
+    random: Array | None,
     shift: int = 0,
-) -> jax.Array:
+) -> Array:
     """Return `units`, |x| / scale, rounded to a number, with the signs of x.
 
     Use it for scaled values, and `round_values` for others. `bits` are those of x,
@@ -138,13 +138,13 @@ def round_units(
 
 
 def _finish(
-    rounded: jax.Array,
-    over: jax.Array,
-    largest: jax.Array,
-    bits: jax.Array,
+    rounded: Array,
+    over: Array,
+    largest: Array,
+    bits: Array,
     number: NumberSpec,
     modes: Modes,
-) -> jax.Array:
+) -> Array:
     """Return signed values, with magnitudes `over` the largest clipped.
 
     `bits` are those of x and show inf, NaN and the sign.

@@ -47,9 +47,9 @@ it. For the same reason it rounds float scales up and takes the first candidate.
 order of the sum changes nothing.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
@@ -79,17 +79,17 @@ CLIPPED_FROM = 6.375
 NEGLIGIBLE = 2.0**-100
 
 
-def finite_magnitude(magnitude: jax.Array) -> jax.Array:
+def finite_magnitude(magnitude: Array) -> Array:
     """Return magnitudes with 0 for inf and NaN, which do not influence a scale."""
     return jnp.where(magnitude < INFINITY, magnitude, 0)
 
 
 def choose_exponent(
-    amax: jax.Array,
+    amax: Array,
     number: NumberSpec | CodebookSpec,
     scale: NumberSpec,
     mode: ScaleMode,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`.
 
     The module has the formulas. For "mse" it is the larger candidate; only the values
@@ -101,7 +101,7 @@ def choose_exponent(
         limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
         limit_mantissa = _bits_of(limit) & _MANTISSA
         wanted = wanted + (mantissa > limit_mantissa).astype(jnp.int32)
-    smallest: jax.Array | int = scale.emin
+    smallest: Array | int = scale.emin
     if mode == "mse":
         smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1)
     # The largest value of the number, times the scale, must be a float32.
@@ -112,9 +112,7 @@ def _bits_of(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
-def round_scale(
-    quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even"
-) -> jax.Array:
+def round_scale(quotient: Array, scale: NumberSpec, mode: Rounding = "even") -> Array:
     """Round a float32 scale >= 0 to its number.
 
     0 stays 0, and a positive scale stays positive.
@@ -130,8 +128,8 @@ def round_scale(
 
 
 def choose_scale(
-    amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even"
-) -> jax.Array:
+    amax: Array, largest: float, scale: NumberSpec, mode: Rounding = "even"
+) -> Array:
     """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`.
 
     It is 0 if amax is 0 or subnormal.
@@ -145,12 +143,12 @@ def choose_scale(
 
 
 def choose_outer(
-    amax: jax.Array,
+    amax: Array,
     largest: float,
     scale: NumberSpec,
     outer: NumberSpec,
     rule: ScaleMode,
-) -> jax.Array:
+) -> Array:
     """Return the scale of a tensor above the scales of its tiles.
 
     `amax` are the bits of its largest magnitude.
@@ -160,13 +158,13 @@ def choose_outer(
 
 
 def tile_scales(
-    amax: jax.Array,
-    whole: jax.Array,
+    amax: Array,
+    whole: Array,
     largest: float,
     scale: NumberSpec,
     rule: ScaleMode,
     covers: bool,
-) -> list[jax.Array]:
+) -> list[Array]:
     """Return the scales among which each tile chooses, below the tensor's, `whole`.
 
     `amax` are int32 bits, `largest` is the number's largest value. With `covers` the
@@ -176,7 +174,7 @@ def tile_scales(
     Cook et al. 2025, "Four Over Six".
     """
 
-    def over(largest: float, mode: Rounding) -> jax.Array:
+    def over(largest: float, mode: Rounding) -> Array:
         divisor = to_bits(whole * jnp.float32(largest))
         quotient = float_bits.divide_to_odd(amax, divisor, float_bits.MANTISSA_BITS)
         quotient = jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient)
@@ -194,7 +192,7 @@ def tile_scales(
     return [first, over(4.0, "even")] if rule == "four_over_six" else [first]
 
 
-def _folded(value: jax.Array) -> jax.Array:
+def _folded(value: Array) -> Array:
     """Return the smallest scale of "fold_exact" that is not below `value`.
 
     It is at most the largest one; 0 stays 0.
@@ -209,13 +207,13 @@ def _folded(value: jax.Array) -> jax.Array:
     return jnp.where(value > 0, clipped, jnp.float32(0))
 
 
-def _next_folded(value: jax.Array) -> jax.Array:
+def _next_folded(value: Array) -> Array:
     """Return the next scale of "fold_exact"; 0 and the largest one stay."""
     binade = from_bits(to_bits(value) & INFINITY)
     return _folded(value + binade * jnp.float32(0.125))
 
 
-def exact_share(scales: jax.Array) -> jax.Array:
+def exact_share(scales: Array) -> Array:
     """Return the share of tiles whose products code * scale / 2**e are E4M3 numbers.
 
     2**e brings the largest scale into the binade of 32, so that six times any scale is

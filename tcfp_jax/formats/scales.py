@@ -28,8 +28,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 
@@ -81,14 +81,14 @@ class Tiling:
     tile_axes: tuple[int, ...]
     subtile_axes: tuple[int, ...]
 
-    def split(self, x: jax.Array) -> jax.Array:
+    def split(self, x: Array) -> Array:
         """Return `x` in `split_shape`, with its last tiles filled with zeros."""
         if self.padded != self.shape:
             sizes = zip(self.padded, self.shape, strict=True)
             x = jnp.pad(x, [(0, full - size) for full, size in sizes])
         return x.reshape(self.split_shape)
 
-    def join(self, x: jax.Array) -> jax.Array:
+    def join(self, x: Array) -> Array:
         """Return the array of `shape` that was split."""
         x = x.reshape(self.padded)
         if self.padded == self.shape:

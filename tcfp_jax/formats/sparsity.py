@@ -4,13 +4,14 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 
 from tcfp_jax.formats.float_bits import magnitude_of, to_bits
 from tcfp_jax.formats.rotation import check_axis
 
 
-def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
+def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> Array:
     """Set all but the m largest magnitudes of every n values along `dim` to zero.
 
     Ties keep the lower index. Use this for the m of n sparsity of tensor cores, such as
@@ -40,7 +41,7 @@ def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
     return jnp.where(kept_by(array, n, m, dim), array, 0)
 
 
-def kept_by(x: jax.Array, n: int, m: int, dim: int = -1) -> jax.Array:
+def kept_by(x: Array, n: int, m: int, dim: int = -1) -> Array:
     """Return where `sparse` keeps a value, with its arguments and errors."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
@@ -67,14 +68,14 @@ def _is_count(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def compress(codes: jax.Array, kept: jax.Array, n: int, m: int) -> jax.Array:
+def compress(codes: Array, kept: Array, n: int, m: int) -> Array:
     """Return the m kept codes of every n, in their order, `[groups, m]`."""
     dropped = ~kept.reshape(-1, n)
     order = jnp.argsort(dropped, axis=-1, stable=True)[:, :m]
     return jnp.take_along_axis(codes.reshape(-1, n), order, axis=-1)
 
 
-def expand(codes: jax.Array, kept: jax.Array) -> jax.Array:
+def expand(codes: Array, kept: Array) -> Array:
     """Return the codes that `compress` was given, with 0 for dropped ones.
 
     `codes` are `[groups, m]`, and `kept` is True for kept values, `[groups, n]`.

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion import linen_models
@@ -37,7 +37,7 @@ from tcfp_jax.recipes import Recipe
 
 def hessians(
     model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Return the sum of x xᵀ over the inputs x of every converted weight, by path.
 
     Use this before `gptq`, which reads the float32 `[*stack, k, k]`, or
@@ -67,7 +67,7 @@ def hessians(
     """
     run = _function_of(model)
     moments = jax.jit(functools.partial(_second_moments, run))
-    total: dict[str, jax.Array] | None = None
+    total: dict[str, Array] | None = None
     for batch in batches:
         args = batch if isinstance(batch, tuple) else (batch,)
         found = moments(params, *args)
@@ -106,11 +106,11 @@ def _function_of(model: Transformed | nn.Module) -> Transformed:
 class _Probe:
     """Zeros instead of a stored weight, whose gradient carries the moments."""
 
-    zeros: jax.Array
+    zeros: Array
     path: str = field(metadata=dict(static=True))
 
 
-def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
+def _second_moments(run: Transformed, *args: PyTree) -> dict[str, Array]:
     """Return the sums of one batch; `args` are the parameters and the inputs.
 
     The result of `run` is differentiated, so a loop of unknown length has no moments.
@@ -119,14 +119,14 @@ def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
     """
     found = run.examine(*args)
 
-    def zeros(path: str) -> jax.Array:
+    def zeros(path: str) -> Array:
         layout = found.weights[path].layout
         shape = found.leaves[path].shape
         k = math.prod(shape[axis] for axis in layout.inputs)
         stack = [shape[axis] for axis in layout.stack]
         return jnp.zeros((*stack, k, k), jnp.float32)
 
-    def outputs(probes: dict[str, jax.Array]) -> list[jax.Array]:
+    def outputs(probes: dict[str, Array]) -> list[Array]:
         seen: set[str] = set()
         machine = Machine(functools.partial(_observed, seen))
         shown = {path: _Probe(probe, path) for path, probe in probes.items()}
@@ -149,8 +149,8 @@ def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
 
 
 def _observed(
-    seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: jax.Array
-) -> jax.Array:
+    seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, **_: Array
+) -> Array:
     """Return a planned product, and show its rows of x to the probe of its weight."""
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1
@@ -181,14 +181,12 @@ def _observed(
 
 
 @jax.custom_vjp
-def _observe(y: jax.Array, x: jax.Array, moments: jax.Array) -> jax.Array:
+def _observe(y: Array, x: Array, moments: Array) -> Array:
     """Return y; the gradient of `moments` are the moments of x `[..., rows, k]`."""
     return y
 
 
-def _observe_backward(
-    x: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _observe_backward(x: Array, gradient: Array) -> tuple[Array, Array, Array]:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     moments = jnp.einsum(
         "...mi,...mj->...ij",

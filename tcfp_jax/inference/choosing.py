@@ -42,7 +42,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.fp4 import pack
@@ -68,12 +68,12 @@ _MANTISSAS = 2 * np.frexp(_E4M3)[0]
 _FOLDS = (_E4M3 >= LEAST_FOLDED) & np.isin(_MANTISSAS, (1.0, 1.25, 1.5))
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 _EXACT = lax.Precision.HIGHEST
-_Pair = tuple[jax.Array, jax.Array]  # errors and scales of blocks
-_Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
+_Pair = tuple[Array, Array]  # errors and scales of blocks
+_Best = tuple[Array, Array, Array]  # (error, scales, scale of the scales)
 
 
 def search_scales(
-    w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None
+    w: Array, scaling: Fp4 = Fp4(), *, importance: Array | None = None
 ) -> Operand:
     """Return the FP4 operand whose scales leave the smallest squared error.
 
@@ -116,8 +116,8 @@ def search_scales(
 
 
 def gptq(
-    w: jax.Array,
-    hessian: jax.Array,
+    w: Array,
+    hessian: Array,
     scaling: Fp4 = Fp4(),
     *,
     scales: Literal["rule", "search"] = "rule",
@@ -180,7 +180,7 @@ def gptq(
 
 
 @functools.partial(jax.jit, static_argnames="scaling")
-def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
+def _search(w: Array, importance: Array, scaling: Fp4) -> Operand:
     values, lost = _split(w, scaling)
     scale, outer = _best_scales(values, importance, scaling)
     factor = (scale * outer)[:, None, :, None]
@@ -191,7 +191,7 @@ def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
     return _operand(numbers, scale, outer, lost, (w, scaling))
 
 
-def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
+def _lengthening(w: Array, q: Array, weights: Array) -> Array:
     """Return the factor f that rescales q so that `<w, f q> = <w, w>`."""
     unit = _unit_of(jnp.abs(w).max(initial=0))
     wanted = jnp.sum(w * unit * (w * unit) * weights)
@@ -199,7 +199,7 @@ def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
 
 
-def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _spread(importance: Array, shape: tuple[int, ...]) -> Array:
     """Return the importance of each column of tiles of this shape.
 
     It is `[blocks along k, block]`, positive, in any unit.
@@ -213,9 +213,7 @@ def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(weights, (0, missing)).reshape(shape[2:])
 
 
-def _best_scales(
-    values: jax.Array, importance: jax.Array, scaling: Fp4
-) -> tuple[jax.Array, jax.Array]:
+def _best_scales(values: Array, importance: Array, scaling: Fp4) -> tuple[Array, Array]:
     """Return (scales of the blocks, their `outer`) with the smallest error."""
     amax = jnp.abs(values).max(axis=(1, 3))
     weights = _spread(importance, values.shape)
@@ -224,13 +222,13 @@ def _best_scales(
     # one unit.
     shared = jnp.square(_unit_of(amax.max(initial=0)) / unit)
 
-    def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
+    def of_scale(scale: Array, outer: Array) -> Array:
         factor = (scale * outer)[:, None, :, None]
         error = (values - _rounded(values, factor) * factor) * unit[:, None, :, None]
         return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
-    def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
-        def better(found: _Pair, scale: jax.Array) -> tuple[_Pair, None]:
+    def of_outer(best: _Best, outer: Array) -> tuple[_Best, None]:
+        def better(found: _Pair, scale: Array) -> tuple[_Pair, None]:
             least, chosen = found
             error = of_scale(scale, outer)
             chosen = jnp.where(error < least, scale, chosen)
@@ -261,7 +259,7 @@ def _best_scales(
 
 @functools.partial(jax.jit, static_argnames=("scaling", "search"))
 def _compensate(
-    w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: Fp4, search: bool
+    w: Array, hessian: Array, damping: Array, scaling: Fp4, search: bool
 ) -> Operand:
     values, lost = _split(w, scaling)
     groups, rows, count, block = values.shape
@@ -272,7 +270,7 @@ def _compensate(
         (outer,) = _outers(jnp.abs(values).max(initial=0), scaling, search=False)
     matrix = values.reshape(groups * rows, count * block)
 
-    def step(matrix: jax.Array, number: jax.Array) -> tuple[jax.Array, _Pair]:
+    def step(matrix: Array, number: Array) -> tuple[Array, _Pair]:
         """Choose the codes and scales of a block of columns; correct later ones."""
         at = number * block
         mine = lax.dynamic_slice_in_dim(matrix, at, block, axis=1)
@@ -303,7 +301,7 @@ def _compensate(
     return _operand(numbers, scale.T, outer, lost, (w, scaling))
 
 
-def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Array:
+def _inverse_factor(hessian: Array, damping: Array, size: int) -> Array:
     """Return the upper triangular U with `Uᵀ U` the inverse of the damped Hessian.
 
     The identity fills it up to `size`. The Cholesky factor of the Hessian with its
@@ -323,19 +321,17 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Ar
     )
 
 
-def _propagate(
-    values: jax.Array, corner: jax.Array, factors: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _propagate(values: Array, corner: Array, factors: Array) -> tuple[Array, Array]:
     """Return (E2M1 numbers, errors over U_jj) of a block of columns, for each factor.
 
     The columns are `[n, block]` and the factors `[count, n]`. `corner` is the part
     `[block, block]` of U for these columns.
     """
 
-    def put(whole: jax.Array, one: jax.Array, j: jax.Array) -> jax.Array:
+    def put(whole: Array, one: Array, j: Array) -> Array:
         return lax.dynamic_update_index_in_dim(whole, one, j, axis=2)
 
-    def column(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def column(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         left, numbers, errors = state
         mine = lax.dynamic_index_in_dim(left, j, axis=2, keepdims=False)
         line = lax.dynamic_index_in_dim(corner, j, axis=0, keepdims=False)
@@ -356,7 +352,7 @@ def _propagate(
 # --------------------------------------------------------------------------------------
 
 
-def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+def _split(w: Array, scaling: Fp4) -> tuple[Array, Array]:
     """Split a matrix `[n, k]` into tiles that share a scale; tell which are lost.
 
     Lost tiles hold NaN or inf. The tiles are `[tiles along n, rows of a tile, blocks
@@ -373,7 +369,7 @@ def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3))
 
 
-def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
+def _rounded(values: Array, factor: Array) -> Array:
     """Return the E2M1 numbers of values under a factor that broadcasts.
 
     The factor is scale times outer; 0 gives 0.
@@ -382,7 +378,7 @@ def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(factor > 0, numbers, 0)
 
 
-def _unit_of(amax: jax.Array) -> jax.Array:
+def _unit_of(amax: Array) -> Array:
     """Return the power of two that brings a largest magnitude to 1 to 2.
 
     It brings it to 4 if its own inverse is subnormal. Squares of values times it lie in
@@ -400,7 +396,7 @@ def _table(scaling: Fp4) -> np.ndarray:
     return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
 
 
-def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
+def _outers(amax: Array, scaling: Fp4, *, search: bool) -> Array:
     """Return the scales of the scales to try, float32 `[count]`; 1 without any.
 
     A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade,
@@ -416,20 +412,18 @@ def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
     return jnp.where(amax > 0, jnp.maximum(divided, TINY), 1)
 
 
-def _candidates(
-    amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
-) -> jax.Array:
+def _candidates(amax: Array, outer: Array, scaling: Fp4, *, search: bool) -> Array:
     """Return the scales to try for blocks with these `amax`, `[count, ...]`."""
     allowed = _table(scaling)
     values = jnp.asarray(allowed)
 
-    def wanted(part: float) -> jax.Array:
+    def wanted(part: float) -> Array:
         return amax / (part * outer)
 
-    def at(index: jax.Array) -> jax.Array:
+    def at(index: Array) -> Array:
         return values[jnp.clip(index, 0, len(values) - 1)]
 
-    def from_first(first: jax.Array, count: int) -> jax.Array:
+    def from_first(first: Array, count: int) -> Array:
         return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
 
     if search:
@@ -448,11 +442,11 @@ def _candidates(
 
 
 def _operand(
-    numbers: jax.Array,
-    scale: jax.Array,
-    outer: jax.Array,
-    lost: jax.Array,
-    like: tuple[jax.Array, Fp4],
+    numbers: Array,
+    scale: Array,
+    outer: Array,
+    lost: Array,
+    like: tuple[Array, Fp4],
 ) -> Operand:
     """Return the operand of E2M1 numbers in the tiles of `_split`, and their scales.
 

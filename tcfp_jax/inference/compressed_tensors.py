@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Fp4, Operand
@@ -42,7 +42,7 @@ _RULE = "tcfp_jax.fp4_rule"
 
 def save_compressed(
     folder: str | Path,
-    tensors: Mapping[str, Operand | Stored | jax.Array | np.ndarray],
+    tensors: Mapping[str, Operand | Stored | Array | np.ndarray],
     *,
     config: Mapping[str, object] | None = None,
     ignore: Sequence[str] = ("lm_head",),
@@ -90,7 +90,7 @@ def save_compressed(
     """
     check_choice("activations", activations, ("bfloat16", "float8"))
     weights: dict[str, Operand] = {}
-    floats: dict[str, jax.Array | np.ndarray] = {}
+    floats: dict[str, Array | np.ndarray] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Operand | Stored):
             weights[name.removesuffix(".weight")] = matrix_of(name, tensor)
@@ -139,7 +139,7 @@ def save_compressed(
 
 def load_compressed(
     folder: str | Path, *, global_scale: Literal["divisor", "multiplier"] = "divisor"
-) -> tuple[dict[str, Stored | jax.Array], Json]:
+) -> tuple[dict[str, Stored | Array], Json]:
     """Return (tensors by torch's names, `config.json`) of such a folder.
 
     Use this to serve or fine-tune a model that llm-compressor or `save_compressed`
@@ -169,7 +169,7 @@ def load_compressed(
     """
     check_choice("global_scale", global_scale, ("divisor", "multiplier"))
     config, arrays, metadata = safetensors.read(Path(folder))
-    tensors: dict[str, Stored | jax.Array] = {}
+    tensors: dict[str, Stored | Array] = {}
     scales: dict[str, tuple[np.ndarray, float]] = {}
     scaled = [name for name in arrays if name.endswith(".weight_scale")]
     for name in [name.removesuffix("_scale") for name in scaled]:

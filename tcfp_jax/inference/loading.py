@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from jax import Array
 
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
@@ -275,7 +276,7 @@ class _Held:
             for name in [n for n, value in entries.items() if value is variable]:
                 nnx_modules.put(owner, name, kernel)
 
-    def set(self, path: str, value: jax.Array) -> None:
+    def set(self, path: str, value: Array) -> None:
         """Set a variable, or an array without one."""
         if path in self.variables:
             self.variables[path].set_raw_value(value)

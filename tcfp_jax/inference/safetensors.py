@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
-import jax
 import ml_dtypes
 import numpy as np
+from jax import Array
 
 Json: TypeAlias = Any  # an object of a JSON file
 FILE = "model.safetensors"
@@ -51,7 +51,7 @@ _LARGEST_TEXT = 32 << 20
 
 def write(
     path: Path,
-    tensors: Mapping[str, np.ndarray | jax.Array],
+    tensors: Mapping[str, np.ndarray | Array],
     metadata: Mapping[str, str],
 ) -> None:
     """Write arrays by name, whole or not at all.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
+from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Operand, Scaling
@@ -162,7 +163,7 @@ def choose_codes(
     served: Mapping[str, PyTree],
     params: PyTree,
     weights: Mapping[str, Weight],
-    choose: Callable[[str, jax.Array], Operand],
+    choose: Callable[[str, Array], Operand],
     *,
     fused: Sequence[Sequence[str]] = (),
 ) -> dict[str, PyTree]:

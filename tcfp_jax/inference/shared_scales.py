@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from pallas_kernels.fp4 import E2M1
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
@@ -38,9 +39,9 @@ _HELD = (_ROUNDED == _PRODUCTS).all(axis=1) | np.isnan(_SCALES)
 
 
 def quantize_together(
-    weights: Mapping[str, jax.Array],
+    weights: Mapping[str, Array],
     scaling: Scaling,
-    quantize: Callable[[jax.Array], Operand] | None = None,
+    quantize: Callable[[Array], Operand] | None = None,
 ) -> dict[str, Operand]:
     """Quantize weights as one matrix, so that they share the matrix's one scale.
 
@@ -101,10 +102,10 @@ def _rows_of_a_scale(scaling: Scaling) -> int:
 
 def store_together(
     stored: Iterable[str],
-    leaves: Mapping[str, jax.Array],
+    leaves: Mapping[str, Array],
     weights: Mapping[str, Weight],
     fused: Sequence[Sequence[str]],
-    choose: Callable[[str, jax.Array], Operand] | None = None,
+    choose: Callable[[str, Array], Operand] | None = None,
 ) -> dict[str, Stored]:
     """Store FP4 weights; those that are multiplied as one matrix have one `outer`.
 
@@ -166,9 +167,9 @@ def _family_of(
 
 def _store_family(
     family: Sequence[str],
-    leaves: Mapping[str, jax.Array],
+    leaves: Mapping[str, Array],
     weights: Mapping[str, Weight],
-    choose: Callable[[str, jax.Array], Operand] | None,
+    choose: Callable[[str, Array], Operand] | None,
 ) -> dict[str, Stored]:
     """Store weights that are multiplied as one matrix, by `choose` or by the rule."""
     first = family[0]
@@ -203,8 +204,8 @@ def _store_family(
 def _chosen(
     path: str,
     scaling: Scaling,
-    choose: Callable[[str, jax.Array], Operand],
-    w: jax.Array,
+    choose: Callable[[str, Array], Operand],
+    w: Array,
 ) -> Operand:
     """Return the operand that a user's function chose, with its own rule.
 
@@ -263,12 +264,12 @@ def check_rule(name: str, weight: Operand, repair: str) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
+def _quantized(scaling: Scaling, *weights: Array) -> Operand:
     w = jnp.concatenate(weights, axis=-2)
     if isinstance(scaling, Fp4):
         return quantize_fp4(w, scaling)
 
-    def quantized(w: jax.Array) -> Operand:
+    def quantized(w: Array) -> Operand:
         return quantize_values(w, jnp.float8_e4m3fn, scaling).rows
 
     for _ in range(w.ndim - 2):

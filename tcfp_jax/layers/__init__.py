@@ -13,6 +13,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -71,7 +72,7 @@ class Absent:
         """Return the placeholder itself, for `kernel[...]`."""
         return self
 
-    def __jax_array__(self) -> jax.Array:
+    def __jax_array__(self) -> Array:
         """Raise a NotImplementedError, because there is no float kernel."""
         raise NotImplementedError(
             f"a kernel of shape {list(self.shape)} exists in quantized form only, but"
@@ -81,19 +82,19 @@ class Absent:
 
 
 # Return the product of x and a kernel.
-Multiply: TypeAlias = Callable[[Contraction, jax.Array, jax.Array | Absent], jax.Array]
+Multiply: TypeAlias = Callable[[Contraction, Array, Array | Absent], Array]
 
 
 def product(
     contraction: Contraction,
-    x: jax.Array,
-    kernel: jax.Array | Absent,
+    x: Array,
+    kernel: Array | Absent,
     *,
     recipe: Recipe,
     stored: Stored | PackedTCFP12 | None,
-    key: Callable[[], jax.Array | None],
+    key: Callable[[], Array | None],
     out_sharding: Sharding = None,
-) -> jax.Array:
+) -> Array:
     """Return the product of x and a layer's kernel.
 
     Args:
@@ -107,7 +108,7 @@ def product(
     """
     layout = contraction.layout
     shape = None
-    floats: jax.Array | None = None
+    floats: Array | None = None
     if isinstance(kernel, Absent):
         # Under nnx.scan and nnx.vmap arrays lose their stacked axes, and a placeholder
         # keeps them.
@@ -154,11 +155,11 @@ def product(
 
 def dense(
     multiply: Multiply,
-    inputs: jax.Array,
-    kernel: jax.Array | Absent,
-    bias: jax.Array | None,
+    inputs: Array,
+    kernel: Array | Absent,
+    bias: Array | None,
     dtype: DTypeLike | None,
-) -> jax.Array:
+) -> Array:
     """Return `y = x W + b` of `Dense` or `Linear`, x `[..., k]` and W `[k, n]`."""
     inputs = _promotable("inputs", inputs)
     typed = jnp.zeros((), kernel.dtype) if isinstance(kernel, Absent) else kernel
@@ -173,10 +174,10 @@ def dense(
 
 def attend(
     multiply: Multiply,
-    query: jax.Array,
-    table: jax.Array | Absent,
+    query: Array,
+    table: Array | Absent,
     dtype: DTypeLike | None,
-) -> jax.Array:
+) -> Array:
     """Return `Embed.attend`: `y = q Eᵀ`, E `[num_embeddings, features]`."""
     query = _promotable("query", query)
     dtype = canonicalize_dtype(query, table, dtype=dtype)
@@ -185,11 +186,11 @@ def attend(
 
 
 def embed(
-    table: jax.Array,
-    tokens: jax.Array,
+    table: Array,
+    tokens: Array,
     dtype: DTypeLike | None,
     out_sharding: Sharding = None,
-) -> jax.Array:
+) -> Array:
     """Return the rows of `Embed`, rounded to packed TCFP-12 straight-through."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -209,11 +210,11 @@ def embed(
     return fake_quantize(rows).astype(dtype or rows.dtype)
 
 
-def _rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _rows_of(table: Array, tokens: Array) -> Array:
     return jnp.take(table, tokens, axis=0)
 
 
-def _promotable(name: str, x: jax.Array) -> jax.Array:
+def _promotable(name: str, x: Array) -> Array:
     """Return x as an array of real numbers; Flax promotes integers, so they pass."""
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):

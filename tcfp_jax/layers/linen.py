@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import Array
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
@@ -89,7 +90,7 @@ def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
     return layer.get_variable(COLLECTION, name)
 
 
-def _kernel_of(layer: "TCFPDense", shape: tuple[int, int]) -> jax.Array | Absent:
+def _kernel_of(layer: "TCFPDense", shape: tuple[int, int]) -> Array | Absent:
     """Return the layer's kernel, or `Absent` if only a quantized one exists."""
     if not layer.is_initializing():
         if layer.has_variable("params", "kernel"):
@@ -117,7 +118,7 @@ def _multiplier(layer: "TCFPDense | TCFPEmbed", name: str) -> Multiply:
     It reads the stored parameter if the caller passed one.
     """
 
-    def key() -> jax.Array | None:
+    def key() -> Array | None:
         if layer.has_rng(RNG):
             return layer.make_rng(RNG)
         # The output of `init` is thrown away, so any key serves.
@@ -240,14 +241,14 @@ class TCFPEmbed(nn.Embed):
 
     recipe: Recipe | str = "tcfp12"
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: Array) -> Array:
         """Map integer tokens `[...]` to `[..., features]`."""
         if _is_off(self):
             return inspect.unwrap(nn.Embed.__call__)(self, inputs)
         _check_fields(self, nn.Embed)
         return layers.embed(self.embedding, inputs, self.dtype)
 
-    def attend(self, query: jax.Array) -> jax.Array:
+    def attend(self, query: Array) -> Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
         if _is_off(self):
             return inspect.unwrap(nn.Embed.attend)(self, query)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
+from jax import Array
 
 from pallas_kernels.specs import Sharding
 from tcfp_jax import layers
@@ -66,7 +67,7 @@ class _LowPrecision(nnx.Module):
     def _multiplier(self, out_sharding: Sharding) -> Multiply:
         """Return the product of the layer, which reads its stored kernel if it can."""
 
-        def key() -> jax.Array | None:
+        def key() -> Array | None:
             keys = getattr(self, "keys", None)
             return None if keys is None else keys()
 
@@ -101,7 +102,7 @@ def store(layer: _LowPrecision, weight: Stored) -> None:
 
     # The optimizer's own variables stay the same objects, so the layer reads its next
     # update.
-    def as_variable(leaf: jax.Array | nnx.Variable) -> nnx.Variable:
+    def as_variable(leaf: Array | nnx.Variable) -> nnx.Variable:
         return leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
 
     variables = jax.tree.map(as_variable, weight, is_leaf=_is_variable)
@@ -149,7 +150,7 @@ class TCFPLinear(_LowPrecision, nnx.Linear):
     (2, 4)
     """
 
-    def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
+    def __call__(self, inputs: Array, out_sharding: Sharding = None) -> Array:
         """Map `inputs` `[..., k]` to `[..., n]`."""
         if self.products == "flax":
             return super().__call__(inputs, out_sharding)
@@ -207,7 +208,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
     (2, 4)
     """
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalize x; `mask` as in `nnx.LayerNorm`."""
         normalize: Any = nnx.LayerNorm.__call__
         return normalize(_Rounded(self), x, mask=mask)
@@ -229,13 +230,13 @@ class TCFPEmbed(_LowPrecision, nnx.Embed):
     ((3, 4), (2, 8))
     """
 
-    def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
+    def __call__(self, inputs: Array, out_sharding: Sharding = None) -> Array:
         """Map integer tokens `[...]` to `[..., features]`."""
         if self.products == "flax":
             return super().__call__(inputs, out_sharding)
         return layers.embed(self.embedding[...], inputs, self.dtype, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: Sharding = None) -> jax.Array:
+    def attend(self, query: Array, out_sharding: Sharding = None) -> Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
         if self.products == "flax":
             return super().attend(query, out_sharding)

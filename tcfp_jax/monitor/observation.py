@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Sharding
 
 from tcfp_jax import paths
@@ -80,7 +80,7 @@ _BODIES = {
 # its body or of its branches.
 _Plan: TypeAlias = dict[int, "_Step"]
 # Readings of the forward pass, and the words of FP4 training's key
-_Saved: TypeAlias = tuple[jax.Array, jax.Array | None]
+_Saved: TypeAlias = tuple[Array, Array | None]
 _Step: TypeAlias = _Found | _Unread | _Plan
 
 
@@ -324,7 +324,7 @@ def _probes(plan: _Step) -> PyTree:
     return {number: _probes(step) for number, step in plan.items()}
 
 
-def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
+def _named(found: Sequence[_Found], probes: Sequence[Array]) -> Readings:
     """Return readings by path, from the gradients of the probes."""
     readings: Readings = {}
     for product, probe in zip(found, probes, strict=True):
@@ -346,11 +346,11 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(
     site: Site,
-    outputs: tuple[jax.Array, ...],
-    probe: jax.Array,
-    forward: jax.Array,
-    words: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+    outputs: tuple[Array, ...],
+    probe: Array,
+    forward: Array,
+    words: Array | None,
+) -> tuple[Array, ...]:
     """Return the outputs of a product.
 
     The gradient of the probe is the readings of its operands.
@@ -360,22 +360,22 @@ def _watched(
 
 def _watched_forward(
     site: Site,
-    outputs: tuple[jax.Array, ...],
-    probe: jax.Array,
-    forward: jax.Array,
-    words: jax.Array | None,
-) -> tuple[tuple[jax.Array, ...], _Saved]:
+    outputs: tuple[Array, ...],
+    probe: Array,
+    forward: Array,
+    words: Array | None,
+) -> tuple[tuple[Array, ...], _Saved]:
     return outputs, (forward, words)
 
 
 def _watched_backward(
     site: Site,
     saved: _Saved,
-    gradients: tuple[jax.Array, ...],
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, None]:
+    gradients: tuple[Array, ...],
+) -> tuple[tuple[Array, ...], Array, Array, None]:
     forward, words = saved
 
-    def of_one(g: jax.Array, words: jax.Array | None) -> jax.Array:
+    def of_one(g: Array, words: Array | None) -> Array:
         return _rows(read_gradients(site.recipe, g, words))
 
     of_words = 0 if words is not None and words.ndim > 1 else None
@@ -388,18 +388,18 @@ def _watched_backward(
 _watched.defvjp(_watched_forward, _watched_backward)
 
 
-def _rows(readings: Sequence[Reading]) -> jax.Array:
+def _rows(readings: Sequence[Reading]) -> Array:
     rows = [jnp.stack([*one, jnp.ones_like(one.amax)]) for one in readings]
     return jnp.stack(rows)
 
 
 def _run(
-    body: Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree
-) -> list[jax.Array]:
+    body: Body, inputs: Sequence[Array], plan: _Plan, probes: PyTree
+) -> list[Array]:
     """Return the outputs of a program with a probe at each product of its plan."""
     jaxpr, consts = body
 
-    def rule(number: int, eqn: Equation, given: list[jax.Array]) -> Sequence[jax.Array]:
+    def rule(number: int, eqn: Equation, given: list[Array]) -> Sequence[Array]:
         if number not in plan:
             return programs.bind(eqn, given)
         return _evaluate(eqn, given, plan[number], probes[number])
@@ -408,8 +408,8 @@ def _run(
 
 
 def _evaluate(
-    eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTree
-) -> Sequence[jax.Array]:
+    eqn: Equation, inputs: list[Array], step: _Step, probes: PyTree
+) -> Sequence[Array]:
     """Return the outputs of an equation that is a product, or that holds some."""
     name = eqn.primitive.name
     params = eqn.params
@@ -422,7 +422,7 @@ def _evaluate(
     if name == "cond":
         return _switch(eqn, inputs, step, probes)
 
-    def run(inputs: list[jax.Array], probes: PyTree) -> list[jax.Array]:
+    def run(inputs: list[Array], probes: PyTree) -> list[Array]:
         return _run(programs.bodies_of(eqn)[0], inputs, step, probes)
 
     if name in programs.CHECKPOINTS:
@@ -436,8 +436,8 @@ def _evaluate(
 
 
 def _switch(
-    eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree
-) -> Sequence[jax.Array]:
+    eqn: Equation, inputs: list[Array], plan: _Plan, probes: PyTree
+) -> Sequence[Array]:
     branches = []
     for number, branch in enumerate(eqn.params["branches"]):
         own: Any = plan.get(number, {})
@@ -446,20 +446,18 @@ def _switch(
 
 
 def _branch(
-    body: Body, plan: _Plan, number: int, inputs: list[jax.Array], probes: PyTree
-) -> list[jax.Array]:
+    body: Body, plan: _Plan, number: int, inputs: list[Array], probes: PyTree
+) -> list[Array]:
     return _run(body, inputs, plan, probes.get(number, {}))
 
 
 def _scan(
-    eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree
-) -> list[jax.Array]:
+    eqn: Equation, inputs: list[Array], plan: _Plan, probes: PyTree
+) -> list[Array]:
     loop = Scan.of(eqn)
     consts, carry, arrays = loop.groups(inputs)
 
-    def one(
-        carry: list[jax.Array], items: PyTree
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def one(carry: list[Array], items: PyTree) -> tuple[list[Array], list[Array]]:
         own, own_probes = items
         outputs = _run(loop.body, [*consts, *carry, *own], plan, own_probes)
         return outputs[: loop.carried], outputs[loop.carried :]
@@ -469,12 +467,12 @@ def _scan(
 
 
 def _product(
-    eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Array
-) -> Sequence[jax.Array]:
+    eqn: Equation, inputs: list[Array], site: Site, probe: Array
+) -> Sequence[Array]:
     """Return the outputs of a product, and send its readings to the probe."""
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
-    def of_one(*leaves: jax.Array) -> jax.Array:
+    def of_one(*leaves: Array) -> Array:
         return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
     in_axes: list[int | None] = [None] * len(leaves)

@@ -8,8 +8,8 @@ after a forward product in BF16; these have readings, too.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Operand, Quantized
@@ -44,13 +44,13 @@ class Reading(NamedTuple):
     is taken before the rotation and the rest after it.
     """
 
-    amax: jax.Array
-    underflow: jax.Array
-    saturation: jax.Array
-    snr: jax.Array
+    amax: Array
+    underflow: Array
+    saturation: Array
+    snr: Array
 
 
-def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
+def read(values: Array, rounded: Operand | Array) -> Reading:
     """Return the reading of values and their rounded values.
 
     These are an `Operand`, or floats of the same shape.
@@ -73,9 +73,7 @@ def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
     return _compared(x, x, q, clipped)
 
 
-def _compared(
-    given: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array
-) -> Reading:
+def _compared(given: Array, x: Array, q: Array, clipped: Array) -> Reading:
     """Return the reading of float32 x and its rounded values q.
 
     x was made of the values given.
@@ -91,11 +89,11 @@ def _compared(
     return Reading(amax, _share((x != 0) & (q == 0)), _share(clipped), snr)
 
 
-def _share(these: jax.Array) -> jax.Array:
+def _share(these: Array) -> Array:
     return jnp.mean(these.astype(jnp.float32))
 
 
-def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
+def _clipped(x: Array, q: Array, rounded: Operand) -> Array:
     """Return which values exceed the largest number of the format at their scale."""
     if rounded.scaling.packed:
         numbers = fp4.numbers(fp4.unpack(rounded.values))
@@ -109,7 +107,7 @@ def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
     return is_top & _beyond(x, q, spare)
 
 
-def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
+def _beyond(x: Array, q: Array, spare: float = _CLIPPED) -> Array:
     return jnp.abs(x) > jnp.abs(q) * (1 + spare)
 
 
@@ -129,11 +127,11 @@ def operands(recipe: Recipe) -> tuple[OperandName, ...]:
 
 def read_product(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     stored: Stored | None,
     made: Quantized | None,
-    words: jax.Array | None = None,
+    words: Array | None = None,
 ) -> tuple[Reading, ...]:
     """Return the readings of x and the weight, in the order of `operands`.
 
@@ -172,7 +170,7 @@ def read_product(
 
 
 def read_gradients(
-    recipe: Recipe, g: jax.Array, words: jax.Array | None = None
+    recipe: Recipe, g: Array, words: Array | None = None
 ) -> tuple[Reading, ...]:
     """Return the readings of the gradient of a result, in the order of `operands`."""
     if recipe.fp4 is not None:
@@ -184,7 +182,7 @@ def read_gradients(
 
 
 def _read_fp4_training(
-    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
+    recipe: Recipe, x: Array, w: Array, words: Array | None
 ) -> tuple[Reading, ...]:
     assert recipe.fp4 is not None, "the caller looked"
     of_w = _read_nvfp4("w", w, words)
@@ -199,9 +197,9 @@ def _read_fp4_training(
 
 def _read_nvfp4(
     operand: OperandName,
-    x: jax.Array,
-    words: jax.Array | None,
-    given: jax.Array | None = None,
+    x: Array,
+    words: Array | None,
+    given: Array | None = None,
 ) -> Reading:
     """Return the reading of an operand of FP4 training.
 
@@ -222,11 +220,11 @@ def _read_nvfp4(
     return _compared(given, exact[inside], q[inside], clipped[inside])
 
 
-def _tokens(x: jax.Array) -> jax.Array:
+def _tokens(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _rows(x: jax.Array, dtype: str, recipe: Recipe) -> Operand:
+def _rows(x: Array, dtype: str, recipe: Recipe) -> Operand:
     """Return the rows that products read, to the bit.
 
     XLA quantizes, because it fuses that with the reading.

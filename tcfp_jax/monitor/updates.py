@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from tcfp_jax.optim.adam import AdamWState
 from tcfp_jax.optim.encoding import Format, Scales, decode, found
@@ -36,8 +37,8 @@ class Quality(NamedTuple):
         update in the mean, 0 if it loses the update or if the update is zero.
     """
 
-    moved: jax.Array
-    edq: jax.Array
+    moved: Array
+    edq: Array
 
 
 def update_quality(
@@ -102,9 +103,9 @@ def update_quality(
 def _matrix(
     path: str,
     weight: Parameter | Stored,
-    update: jax.Array,
+    update: Array,
     weights: Mapping[str, Weight],
-) -> jax.Array:
+) -> Array:
     """Return a float update in the shape of the stored matrix."""
     layout = Layout((0,), (1,))
     if isinstance(weight, Parameter):
@@ -148,7 +149,7 @@ def float_updates(
     -0.1
     """
 
-    def like(parameter: PyTree, moment: jax.Array) -> jax.Array:
+    def like(parameter: PyTree, moment: Array) -> Array:
         if not isinstance(parameter, Parameter):
             return moment
         return parameter.layout.kernel(moment, parameter.kernel_shape)
@@ -164,7 +165,7 @@ def float_updates(
     return tx.update(gradients, state, dequantize(params))[0]
 
 
-def stale_moments(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
+def stale_moments(before: PyTree, after: PyTree) -> dict[str, Array]:
     """Return the share of each parameter's second moments that a step did not change.
 
     Use this to find frozen moments: their share is 1 in every step. With stochastic
@@ -187,7 +188,7 @@ def stale_moments(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
     >>> float(stale_moments(before, after)["kernel"])
     0.75
     """
-    shares: dict[str, jax.Array] = {}
+    shares: dict[str, Array] = {}
     for old, new in zip(_adams(before), _adams(after), strict=True):
         first = leaves(old)
         for path, v in leaves(new).items():

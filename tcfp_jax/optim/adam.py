@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
@@ -63,13 +64,13 @@ class AdamWState(NamedTuple):
     """
 
     # optax's name for it; tuples have a method of that name
-    count: jax.Array  # type: ignore[assignment]
-    skipped: jax.Array
+    count: Array  # type: ignore[assignment]
+    skipped: Array
     mu: PyTree
     nu: PyTree
     mu_scale: Scales
     nu_scale: Scales
-    key: jax.Array | None
+    key: Array | None
     quality: None = None
 
 
@@ -85,7 +86,7 @@ def adamw(
     nesterov: bool = False,
     moments: Literal["8bit", "bfloat16", "float32"] = "8bit",
     max_norm: ArrayLike | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> optax.GradientTransformation:
     """Return `optax.adamw` for stored parameters, with moments in few bytes.
 
@@ -195,7 +196,7 @@ class _Leaf(NamedTuple):
     """
 
     names: list[str]
-    parameter: jax.Array | Parameter
+    parameter: Array | Parameter
     forms: tuple[Format, Format]
     decays: bool
 
@@ -220,9 +221,7 @@ class _Leaf(NamedTuple):
         encoding.check_moment("/".join(self.names), self.forms[i], like)
         return encoding.zeros(self.forms[i], like)
 
-    def keys(
-        self, words: jax.Array | None, count: jax.Array, place: int
-    ) -> Keys | None:
+    def keys(self, words: Array | None, count: Array, place: int) -> Keys | None:
         """Return the keys of the counter hash in one step.
 
         A fused parameter has keys for each entry of its stack.
@@ -231,7 +230,7 @@ class _Leaf(NamedTuple):
         numbers = jnp.arange(int(np.prod(stack)), dtype=jnp.uint32)
         return encoding.stream(words, count, place, numbers.reshape(stack))
 
-    def gradient(self, g: PyTree) -> jax.Array:
+    def gradient(self, g: PyTree) -> Array:
         """Return the gradient in the parameter's shape, or as a stored matrix."""
         path = "/".join(self.names)
         if is_quantized(g):
@@ -268,14 +267,14 @@ class _Tree:
             for (names, leaf), small, decay in zip(found, narrow, decays, strict=True)
         ]
 
-    def gradients(self, grads: PyTree) -> list[jax.Array]:
+    def gradients(self, grads: PyTree) -> list[Array]:
         """Return the gradient of each parameter, for a stored one as a matrix."""
         given = self.treedef.flatten_up_to(grads)
         return list(map(_Leaf.gradient, self.leaves, given))
 
     def with_moments(
-        self, gradients: list[jax.Array], state: AdamWState
-    ) -> list[tuple[_Leaf, jax.Array, Moment, Moment]]:
+        self, gradients: list[Array], state: AdamWState
+    ) -> list[tuple[_Leaf, Array, Moment, Moment]]:
         """Return each parameter with its gradient and its moments."""
         mu = self.treedef.flatten_up_to(state.mu)
         nu = self.treedef.flatten_up_to(state.nu)
@@ -295,7 +294,7 @@ class _Tree:
 
     def updates(self, made: list[Stepped]) -> PyTree:
         """Return the tree of updates; that of a stored weight is the new weight."""
-        updates: list[jax.Array | Rewritten] = []
+        updates: list[Array | Rewritten] = []
         for update, _, _ in made:
             if isinstance(update, Parameter):
                 updates.append(Rewritten.of(update))
@@ -344,9 +343,7 @@ def _float_shape(leaf: PyTree) -> tuple[int, ...]:
     return leaf.kernel_shape if is_parameter(leaf) else jnp.shape(leaf)
 
 
-def _finite(
-    gradients: list[jax.Array], max_norm: ArrayLike | None
-) -> tuple[jax.Array, jax.Array]:
+def _finite(gradients: list[Array], max_norm: ArrayLike | None) -> tuple[Array, Array]:
     """Return whether the step is taken, and the factor that clips the gradients."""
     one = jnp.ones((), jnp.float32)
     if max_norm is None or not gradients:

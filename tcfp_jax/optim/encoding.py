@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from pallas_kernels import counter
@@ -33,7 +33,7 @@ from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.placement import Placement, known_placement
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
-Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
+Keys: TypeAlias = tuple[Array, Array]  # two words for the counter hash
 Scales: TypeAlias = dict[str, PyTree]  # of 8-bit moments, in nested dicts by name
 
 _SMALLEST = 4096  # a leaf with fewer values keeps float32: it has little to save
@@ -48,14 +48,14 @@ class Blocks(NamedTuple):
         float8_e8m0fnu, or uint8.
     """
 
-    values: jax.Array
-    scale: jax.Array
+    values: Array
+    scale: Array
 
 
-Moment: TypeAlias = jax.Array | Blocks
+Moment: TypeAlias = Array | Blocks
 
 
-def encode(form: Format, x: jax.Array, keys: Keys | None) -> Moment:
+def encode(form: Format, x: Array, keys: Keys | None) -> Moment:
     """Return a float32 moment in its format, rounded by the random bits of `keys`."""
     if form == "float32":
         return x
@@ -63,12 +63,12 @@ def encode(form: Format, x: jax.Array, keys: Keys | None) -> Moment:
     return _encode(form, x, *keys)
 
 
-def decode(form: Format, x: Moment) -> jax.Array:
+def decode(form: Format, x: Moment) -> Array:
     """Return a moment in float32."""
     return x if form == "float32" and not isinstance(x, Blocks) else _decode(x)
 
 
-def zeros(form: Format, like: jax.Array) -> Moment:
+def zeros(form: Format, like: Array) -> Moment:
     """Return a moment of zeros with the shape and sharding of `like`.
 
     The result equals `encode` of zeros. XLA would compute that at compile time, which
@@ -79,7 +79,7 @@ def zeros(form: Format, like: jax.Array) -> Moment:
     return _zeros(form, jnp.zeros_like(like, dtype=jnp.uint8))
 
 
-def check_moment(name: str, form: Format, x: jax.Array) -> None:
+def check_moment(name: str, form: Format, x: Array) -> None:
     """Raise a ValueError if `x` is known to be sharded through blocks of its moment."""
     parts = known_placement(name, x) if has_blocks(form) else None
     if parts is not None:
@@ -132,7 +132,7 @@ def block_parts(values: Placement) -> Placement:
 # A model has hundreds of moments and a few shapes: jitted functions are traced and
 # lowered once for each shape.
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
+def _encode(form: Format, x: Array, k0: Array, k1: Array) -> Moment:
     hashed = counter.bits_of(x.shape, k0, k1)
     x = x.astype(jnp.float32)
     if form == "bfloat16":
@@ -142,19 +142,19 @@ def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
 
 
 @jax.jit
-def _decode(x: Moment) -> jax.Array:
+def _decode(x: Moment) -> Array:
     if not isinstance(x, Blocks):
         return x.astype(jnp.float32)
     return _under_mesh(_of_blocks, x.values, makes_blocks=False)(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _zeros(form: Format, values: jax.Array) -> Blocks:
+def _zeros(form: Format, values: Array) -> Blocks:
     in_blocks = functools.partial(_zeros_in_blocks, form)
     return _under_mesh(in_blocks, values, makes_blocks=True)(values)
 
 
-def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
+def _in_blocks(form: Format, x: Array, hashed: Array) -> Blocks:
     shape = _blocked_shape(x.shape)
     if form == "ue5m3":
         # "ue5m3" has no sign. A negative value shows that the field holds no second
@@ -165,13 +165,13 @@ def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
     return Blocks(values.reshape(x.shape), scale)
 
 
-def _of_blocks(x: Blocks) -> jax.Array:
+def _of_blocks(x: Blocks) -> Array:
     values = x.values.reshape(_blocked_shape(x.values.shape))
     code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
     return code(values, x.scale).reshape(x.values.shape)
 
 
-def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
+def _zeros_in_blocks(form: Format, values: Array) -> Blocks:
     # Take one code of each block, so that scales are sharded as the values are. Zeros
     # have base 0 in v, scale 1 in m.
     blocked = values.reshape(_blocked_shape(values.shape))
@@ -184,7 +184,7 @@ def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
 
 
 def _under_mesh(
-    function: Callable[..., Any], x: jax.Array, *, makes_blocks: bool
+    function: Callable[..., Any], x: Array, *, makes_blocks: bool
 ) -> Callable[..., Any]:
     """Return `function`, which reshapes to blocks, for a mesh with explicit axes.
 
@@ -202,7 +202,7 @@ def _under_mesh(
     return jax.sharding.auto_axes(function, out_sharding=out)
 
 
-def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
+def _to_bfloat16(x: Array, hashed: Array) -> Array:
     """Round float32 stochastically to bfloat16.
 
     An inf or NaN stays, and no finite value becomes infinite.
@@ -219,7 +219,7 @@ def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
 
 
-def kept(moment: Moment, names: list[str], scales: Scales) -> jax.Array:
+def kept(moment: Moment, names: list[str], scales: Scales) -> Array:
     """Return the array that a state keeps, and put scales of blocks into `scales`.
 
     Two arrays in one place do not work: a holder of boxed parameters such as
@@ -231,7 +231,7 @@ def kept(moment: Moment, names: list[str], scales: Scales) -> jax.Array:
     return moment.values
 
 
-def found(form: Format, values: jax.Array, names: list[str], scales: Scales) -> Moment:
+def found(form: Format, values: Array, names: list[str], scales: Scales) -> Moment:
     """Undo `kept`: return the moment of this format."""
     if not has_blocks(form):
         return values
@@ -316,8 +316,8 @@ def spread(
 
 
 def checked_key(
-    name: str, key: jax.Array | None, rounds: bool, setting: str
-) -> jax.Array | None:
+    name: str, key: Array | None, rounds: bool, setting: str
+) -> Array | None:
     """Return the uint32 words of a random key, or None if nothing is rounded.
 
     Raises:
@@ -341,7 +341,7 @@ def checked_key(
     return key.astype(jnp.uint32).reshape(-1)
 
 
-def stream(key: jax.Array | None, *words: ArrayLike) -> Keys | None:
+def stream(key: Array | None, *words: ArrayLike) -> Keys | None:
     """Return the keys of the counter hash for integers such as a step and a leaf.
 
     None without a key.

@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Contracts
@@ -35,7 +36,7 @@ from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.placement import check_blocks
 
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
-_Key: TypeAlias = jax.Array | None
+_Key: TypeAlias = Array | None
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -61,14 +62,14 @@ class ErrorFeedbackState(NamedTuple):
     weights: dict[str, PyTree]
     errors: PyTree
     amax: PyTree
-    key: jax.Array | None
+    key: Array | None
     scaled_errors: PyTree = None
 
 
 def error_feedback(
     recipe: Recipe | str | Mapping[str, Weight],
     *,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     error_dtype: DTypeLike = "float32",
     mask: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> optax.GradientTransformation:
@@ -216,7 +217,7 @@ def _is_feedback(node: object) -> bool:
 
 
 # The place of a weight among the leaves, its matrix, recipe and contracted axis
-_Leaf: TypeAlias = tuple[int, jax.Array, Recipe, Contracts]
+_Leaf: TypeAlias = tuple[int, Array, Recipe, Contracts]
 
 
 class _Weights:
@@ -242,9 +243,7 @@ class _Weights:
                 if chosen[i]:
                     self.leaves.append((i, leaf, recipe, "first"))
 
-    def _masked(
-        self, params: PyTree, leaves: list[jax.Array], mask: PyTree
-    ) -> list[bool]:
+    def _masked(self, params: PyTree, leaves: list[Array], mask: PyTree) -> list[bool]:
         if mask is None:
             pairs = zip(self.names, leaves, strict=True)
             chosen = [
@@ -268,7 +267,7 @@ class _Weights:
         return chosen
 
     def _mapped(
-        self, params: PyTree, leaves: list[jax.Array], weights: Mapping[str, Weight]
+        self, params: PyTree, leaves: list[Array], weights: Mapping[str, Weight]
     ) -> list[_Leaf]:
         paths = ["/".join(names) for names in self.names]
         # by `optax.masked` or `partition`
@@ -292,7 +291,7 @@ class _Weights:
         return found
 
     def state(
-        self, made: list[Entry], key_data: jax.Array | None, *, scaled: bool
+        self, made: list[Entry], key_data: Array | None, *, scaled: bool
     ) -> ErrorFeedbackState:
         """Return the state with these entries, one for each weight."""
         stored: dict[str, PyTree] = {}
@@ -322,7 +321,7 @@ def _is_hidden(node: object) -> bool:
 
 
 def _checked(
-    recipes: Sequence[Recipe], key: jax.Array | None, dtype: DTypeLike
+    recipes: Sequence[Recipe], key: Array | None, dtype: DTypeLike
 ) -> jnp.dtype:
     """Return the dtype of errors.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -21,15 +22,15 @@ from tcfp_jax.weights.stored import Stored
 
 _AMAX_DECAY = 0.999
 # Stored weight, error and amax of the step before; None if the recipe reads none
-Before: TypeAlias = tuple[Stored | None, jax.Array | None, jax.Array | None]
+Before: TypeAlias = tuple[Stored | None, Array | None, Array | None]
 
 
 class Entry(NamedTuple):
     """State of one weight: its stored form, its error and its delayed amax."""
 
     weight: Stored
-    error: jax.Array | None
-    amax: jax.Array | None
+    error: Array | None
+    amax: Array | None
 
 
 class WeightStep(NamedTuple):
@@ -45,7 +46,7 @@ class WeightStep(NamedTuple):
     contracts: Contracts = "first"
 
     @functools.partial(jax.jit, static_argnums=0)
-    def first(self, w: jax.Array, key: jax.Array | None) -> Entry:
+    def first(self, w: Array, key: Array | None) -> Entry:
         """Return the first state of a weight."""
         error = None
         if self.recipe.feedback:
@@ -56,7 +57,7 @@ class WeightStep(NamedTuple):
         return self._quantize(w, key, error, amax, amax)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def next(self, w: jax.Array, key: jax.Array | None, before: Before) -> Entry:
+    def next(self, w: Array, key: Array | None, before: Before) -> Entry:
         """Return the state of a weight after a step that left it at `w`."""
         stored, kept, carried = before
         error = None if kept is None else kept.astype(self._handed_dtype())
@@ -81,7 +82,7 @@ class WeightStep(NamedTuple):
         after = _next_amax(carried, seen)
         return self._quantize(w, key, error, carried, after)
 
-    def reads(self, stored: Stored, kept: jax.Array, carried: jax.Array) -> Before:
+    def reads(self, stored: Stored, kept: Array, carried: Array) -> Before:
         """Return the state that `next` reads.
 
         The rest is None, and the program does not take it along.
@@ -97,18 +98,18 @@ class WeightStep(NamedTuple):
 
     def _quantize(
         self,
-        w: jax.Array,
-        key: jax.Array | None,
-        error: jax.Array | None,
-        amax: jax.Array | None,
-        amax_after: jax.Array | None,
+        w: Array,
+        key: Array | None,
+        error: Array | None,
+        amax: Array | None,
+        amax_after: Array | None,
     ) -> Entry:
         def one(
-            w: jax.Array,
-            error: jax.Array | None,
-            amax: jax.Array | None,
-            key: jax.Array | None,
-        ) -> tuple[Stored, jax.Array | None]:
+            w: Array,
+            error: Array | None,
+            amax: Array | None,
+            key: Array | None,
+        ) -> tuple[Stored, Array | None]:
             return quantize_weight(
                 w,
                 self.recipe,
@@ -140,7 +141,7 @@ class WeightStep(NamedTuple):
         """
         return jnp.float32 if self.error_dtype == jnp.float8_e5m2 else self.error_dtype
 
-    def _write_error(self, error: jax.Array, stored: Stored) -> jax.Array:
+    def _write_error(self, error: Array, stored: Stored) -> Array:
         if self.recipe.amax == "delayed":
             error = error.astype(jnp.float32)
             # A value that a stale scale clipped leaves more than a rounding error. The
@@ -155,7 +156,7 @@ class WeightStep(NamedTuple):
         return error.astype(self.error_dtype)
 
 
-def _units(stored: Stored) -> jax.Array:
+def _units(stored: Stored) -> Array:
     """Return the scale of each value of an error, which is never zero."""
     scale = stored.scale_of_values()
     if stored.is_packed:
@@ -163,7 +164,7 @@ def _units(stored: Stored) -> jax.Array:
     return scale
 
 
-def _next_amax(carried: jax.Array, seen: jax.Array) -> jax.Array:
+def _next_amax(carried: Array, seen: Array) -> Array:
     """Return the delayed amax of the next step (PDDS).
 
     It rises at once and falls slowly; NaN and inf stay visible. Quantization by the

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.specs import Sharding, sharding_of
 from tcfp_jax.paths import PyTree
@@ -147,7 +148,7 @@ def _filled(leaf: Any, slot: Any) -> Any:
 
 
 @jax.custom_vjp
-def _codes(leaf: Parameter, slot: jax.Array) -> Parameter:
+def _codes(leaf: Parameter, slot: Array) -> Parameter:
     """Return a stored weight whose arrays depend on its slot, so that a gradient that
     reaches the arrays is seen.
     """
@@ -164,7 +165,7 @@ def _codes_backward(saved: None, cotangents: object) -> NoReturn:
     )
 
 
-def _codes_forward(leaf: Parameter, slot: jax.Array) -> tuple[Parameter, None]:
+def _codes_forward(leaf: Parameter, slot: Array) -> tuple[Parameter, None]:
     return jax.tree.map(lambda given: given.value, leaf), None
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from tcfp_jax.optim import encoding
@@ -53,8 +53,8 @@ class LowPrecisionState(NamedTuple):
     """
 
     # optax's name for it; tuples have a method of that name
-    count: jax.Array  # type: ignore[assignment]
-    key: jax.Array | None
+    count: Array  # type: ignore[assignment]
+    key: Array | None
     inner: PyTree
     scales: Scales
 
@@ -78,7 +78,7 @@ def low_precision_moments(
     *,
     mu: DTypeLike = "float8_e4m3fn",
     nu: DTypeLike = "ue5m3",
-    key: jax.Array | None = None,
+    key: Array | None = None,
     mask: PyTree | Callable[[PyTree], PyTree] = None,
     fields: Mapping[str, Role] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -160,8 +160,8 @@ def low_precision_moments(
     def encoded(
         state: PyTree,
         chosen: list[Format],
-        count: jax.Array,
-        key: jax.Array | None,
+        count: Array,
+        key: Array | None,
         params: PyTree,
     ) -> LowPrecisionState:
         scales: Scales = {}

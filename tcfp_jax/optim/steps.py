@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_kernels import counter, numerics
@@ -31,28 +32,28 @@ class Scalars(NamedTuple):
     `rest` is 1 - b, `bias` is 1 - b**t, and `next_bias1` is that of the next step.
     """
 
-    b1: jax.Array
-    rest1: jax.Array
-    b2: jax.Array
-    rest2: jax.Array
-    bias1: jax.Array
-    next_bias1: jax.Array
-    bias2: jax.Array
-    eps: jax.Array
-    eps_root: jax.Array
-    learning_rate: jax.Array
-    weight_decay: jax.Array
-    factor: jax.Array
+    b1: Array
+    rest1: Array
+    b2: Array
+    rest2: Array
+    bias1: Array
+    next_bias1: Array
+    bias2: Array
+    eps: Array
+    eps_root: Array
+    learning_rate: Array
+    weight_decay: Array
+    factor: Array
 
     @staticmethod
     def of(
-        count: jax.Array,
+        count: Array,
         lr: ArrayLike,
         b1: ArrayLike,
         b2: ArrayLike,
         epsilons: tuple[ArrayLike, ArrayLike],
         weight_decay: ArrayLike,
-        factor: jax.Array,
+        factor: Array,
     ) -> "Scalars":
         """Return the numbers of step `count`, which starts at 1.
 
@@ -77,7 +78,7 @@ class Scalars(NamedTuple):
         return Scalars(*(jnp.asarray(value, jnp.float32) for value in values))
 
 
-def _bias(b: ArrayLike, count: jax.Array) -> jax.Array:
+def _bias(b: ArrayLike, count: Array) -> Array:
     """Return 1 - b**count."""
     power = jnp.power(jnp.asarray(b, jnp.float32), count.astype(jnp.float32))
     return 1 - power
@@ -86,7 +87,7 @@ def _bias(b: ArrayLike, count: jax.Array) -> jax.Array:
 class Stepped(NamedTuple):
     """Result of a step: the float update or the new stored weight, and both moments."""
 
-    update: jax.Array | Parameter
+    update: Array | Parameter
     m: Moment
     v: Moment
 
@@ -104,13 +105,13 @@ class Step(NamedTuple):
 
     def run(
         self,
-        w: jax.Array | Parameter,
-        g: jax.Array,
+        w: Array | Parameter,
+        g: Array,
         m: Moment,
         v: Moment,
         s: Scalars,
         keys: Keys | None,
-        keep: jax.Array,
+        keep: Array,
     ) -> Stepped:
         """Return the step of a parameter, by the kernel if `fused`, otherwise by XLA.
 
@@ -123,13 +124,13 @@ class Step(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _float_step(
     step: Step,
-    w: jax.Array | Parameter,
-    g: jax.Array,
+    w: Array | Parameter,
+    g: Array,
     m: Moment,
     v: Moment,
     s: Scalars,
     keys: Keys | None,
-    keep: jax.Array,
+    keep: Array,
 ) -> Stepped:
     # the caller has looked at the codes
     values = w.stored.dequantize() if isinstance(w, Parameter) else w
@@ -150,12 +151,12 @@ def _float_step(
 def _fused_step(
     step: Step,
     w: Parameter,
-    g: jax.Array,
+    g: Array,
     m: Blocks,
     v: Blocks,
     s: Scalars,
     keys: Keys,
-    keep: jax.Array,
+    keep: Array,
 ) -> Stepped:
     state, old, copy = w.state, w.rows, w.stored.forward
     scale = _next_scale(step, s, old, state.amax)
@@ -188,7 +189,7 @@ def _fused_step(
     return Stepped(written, first, Blocks(done.moments.v, done.moments.v_scale))
 
 
-def _next_scale(step: Step, s: Scalars, old: Operand, amax: jax.Array) -> jax.Array:
+def _next_scale(step: Step, s: Scalars, old: Operand, amax: Array) -> Array:
     """Return the scale of the new values.
 
     The pass writes values before it has seen them all, so their scale must cover the
@@ -201,7 +202,7 @@ def _next_scale(step: Step, s: Scalars, old: Operand, amax: jax.Array) -> jax.Ar
     return jnp.where(reach > largest * scale, cover, scale)
 
 
-def _reach(step: Step, s: Scalars, amax: jax.Array) -> jax.Array:
+def _reach(step: Step, s: Scalars, amax: Array) -> Array:
     """Return a bound of |w| after the step.
 
     It is `|decay| amax + lr U`, where U bounds Adam's update. With `m = sum_i c_i g_i`
@@ -224,8 +225,8 @@ def _reach(step: Step, s: Scalars, amax: jax.Array) -> jax.Array:
 
 
 def _wanted(
-    step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: Scalars
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    step: Step, w: Array, g: Array, m: Array, v: Array, s: Scalars
+) -> tuple[Array, Array, Array]:
     """Return (update, m, v) in float32: `optax.adamw`, operation by operation.
 
     `times` keeps XLA from contracting a product with a sum, which it does in some
@@ -246,7 +247,7 @@ def _wanted(
 
 
 def _rates(
-    step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array
+    step: Step, s: Scalars, scale: Array, new_scale: Array, keep: Array
 ) -> tuple[Rates, Rates]:
     """Return the kernel's numbers, and their vmap axes.
 
@@ -278,13 +279,13 @@ def _rates(
     return rates, Rates(**axes)
 
 
-def _decay(step: Step, s: Scalars) -> jax.Array:
+def _decay(step: Step, s: Scalars) -> Array:
     """Return the factor by which decay shrinks a weight."""
     if not step.decays:
         return jnp.ones((), jnp.float32)
     return 1 - s.learning_rate * s.weight_decay
 
 
-def _either(keep: jax.Array, after: PyTree, before: PyTree) -> PyTree:
+def _either(keep: Array, after: PyTree, before: PyTree) -> PyTree:
     """Return `after` if the step is taken, otherwise `before`, bit for bit."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.typing import ArrayLike, DTypeLike
@@ -44,7 +44,7 @@ def store(
     params: PyTree | Callable[[], PyTree],
     recipe: Recipe | str | Mapping[str, Weight],
     *,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     remainder: Remainder = "stochastic",
     gradient_dtype: DTypeLike | None = None,
 ) -> PyTree:
@@ -206,7 +206,7 @@ class OnStoredState(NamedTuple):
     """
 
     inner: PyTree
-    skipped: jax.Array
+    skipped: Array
 
 
 def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree:
@@ -227,7 +227,7 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     """
     share = jnp.asarray(step_size, jnp.float32)
 
-    def change(a: jax.Array, b: jax.Array) -> jax.Array:
+    def change(a: Array, b: Array) -> Array:
         return share * (a.astype(jnp.float32) - b.astype(jnp.float32))
 
     return apply_updates(old, jax.tree.map(change, dequantize(new), dequantize(old)))
@@ -294,7 +294,7 @@ def on_stored(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def all_finite(tree: PyTree) -> jax.Array:
+def all_finite(tree: PyTree) -> Array:
     """Return whether every value of every array of a tree is finite, and its square
     too: smaller than 2**63.
 
@@ -322,7 +322,7 @@ class _Program:
         closed, self.shapes = jax.make_jaxpr(function, return_shape=True)()
         self._jaxpr, self._inputs = closed.jaxpr, closed.consts
 
-    def leaf(self, place: int, *, after: list[Any]) -> jax.Array:
+    def leaf(self, place: int, *, after: list[Any]) -> Array:
         """Return the leaf at a place of the flattened tree; its computation begins when
         `after` is there.
         """

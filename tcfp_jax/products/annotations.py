@@ -16,6 +16,7 @@ have a rule instead of the body.
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from tcfp_jax.recipes import Recipe
@@ -65,14 +66,14 @@ _ANNOTATIONS: list[_Annotation] = []
 _NUMBERS: dict[_Annotation, int] = {}
 
 
-def _annotated(x: jax.Array, annotation: _Annotation) -> jax.Array:
+def _annotated(x: Array, annotation: _Annotation) -> Array:
     number = _NUMBERS.setdefault(annotation, len(_ANNOTATIONS))
     if number == len(_ANNOTATIONS):
         _ANNOTATIONS.append(annotation)
     return checkpoint_name(x, f"{_PREFIX}{number}")
 
 
-def mark(kernel: jax.Array, layout: Layout, recipe: Recipe, rows: int) -> jax.Array:
+def mark(kernel: Array, layout: Layout, recipe: Recipe, rows: int) -> Array:
     """Return the kernel itself, annotated with the product that reads it.
 
     >>> marks = lambda w: mark(w, Layout((0,), (1,)), Recipe(), 8)
@@ -90,11 +91,11 @@ def marked(name: str) -> Mark | None:
 
 
 def site(
-    result: jax.Array,
+    result: Array,
     recipe: Recipe,
     operands: tuple[object, ...],
-    words: jax.Array | None = None,
-) -> jax.Array:
+    words: Array | None = None,
+) -> Array:
     """Return the result itself, annotated with the product that made it.
 
     >>> from tcfp_jax.recipes import recipe
@@ -114,7 +115,7 @@ def site_of(program: Any) -> Site | None:
     return _last(program, Site)
 
 
-def head(mean: jax.Array, options: Any) -> jax.Array:
+def head(mean: Array, options: Any) -> Array:
     """Return the mean itself, annotated with the options of the cross entropy that made
     it.
     """

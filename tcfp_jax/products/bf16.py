@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -25,13 +25,13 @@ from tcfp_jax.weights.stored import Stored
 
 
 def dot(
-    a: jax.Array,
-    b: jax.Array,
+    a: Array,
+    b: Array,
     a_axes: tuple[int, ...],
     b_axes: tuple[int, ...],
     dtype: DTypeLike,
     sharding: Sharding = None,
-) -> jax.Array:
+) -> Array:
     """Return the product over some axes of each in `dtype`, summed in float32.
 
     `sharding` is that of the result, as in `lax.dot_general`.
@@ -56,7 +56,7 @@ def dot(
         out_sharding=sharding,
     )
 
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+    def widened(a: Array, b: Array) -> Array:
         # The barrier keeps XLA from deleting a cast to bfloat16 and back.
         a, b = lax.optimization_barrier((a, b))
         return product(a.astype(jnp.float32), b.astype(jnp.float32))
@@ -74,7 +74,7 @@ def dot(
     return y.astype(dtype)
 
 
-def weight(weight: jax.Array | Stored, halves: Halves) -> jax.Array:
+def weight(weight: Array | Stored, halves: Halves) -> Array:
     """Return a weight, or some halves of its stored form, as BF16 products read it."""
     if not isinstance(weight, Stored):
         return weight.astype(jnp.bfloat16)
@@ -86,15 +86,15 @@ def weight(weight: jax.Array | Stored, halves: Halves) -> jax.Array:
 
 
 def weight_gradient(
-    x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire
-) -> jax.Array:
+    x: Array, g: Array, dtype: DTypeLike, sharding: Sharding, wire: Wire
+) -> Array:
     """Return `xᵀ g` of x `[*m, k]` and g `[*m, n]`, as `[k, n]`; devices send partial
     sums as `wire` says.
     """
 
     def local(
-        x: jax.Array,
-        g: jax.Array,
+        x: Array,
+        g: Array,
         *,
         summed_over: tuple[str, ...],
         scattered: Sequence[Scatter] = (),
@@ -116,15 +116,13 @@ def weight_gradient(
 
 
 # x and w; a tangent may be a symbolic zero
-_Pair: TypeAlias = tuple[jax.Array, jax.Array]
+_Pair: TypeAlias = tuple[Array, Array]
 _Axes: TypeAlias = tuple[int | None, int | None]
 _Mapped: TypeAlias = tuple[_Axes, ...]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def product(
-    recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array
-) -> jax.Array:
+def product(recipe: Recipe, sharding: Sharding, x: Array, w: Array) -> Array:
     """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has
     derivatives in both modes.
 
@@ -172,15 +170,15 @@ _linear = Primitive("bf16_product")
 
 
 def _computed(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     *,
     dtype: DTypeLike,
     sharding: Sharding,
     wire: Wire | None,
     mapped: _Mapped,
-) -> jax.Array:
-    def one(x: jax.Array, w: jax.Array) -> jax.Array:
+) -> Array:
+    def one(x: Array, w: Array) -> Array:
         y = lax.dot_general(
             x.astype(jnp.bfloat16),
             w.astype(jnp.bfloat16),
@@ -198,9 +196,9 @@ def _computed(
 
 
 def _dgrad(
-    g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped, **_: object
-) -> jax.Array:
-    def one(g: jax.Array, w: jax.Array) -> jax.Array:
+    g: Array, x: ad.UndefinedPrimal, w: Array, *, mapped: _Mapped, **_: object
+) -> Array:
+    def one(g: Array, w: Array) -> Array:
         operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
         return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding)
 
@@ -210,15 +208,15 @@ def _dgrad(
 
 
 def _wgrad(
-    g: jax.Array,
-    x: jax.Array,
+    g: Array,
+    x: Array,
     w: ad.UndefinedPrimal,
     *,
     wire: Wire | None,
     mapped: _Mapped,
     **_: object,
-) -> jax.Array:
-    def one(g: jax.Array, x: jax.Array) -> jax.Array:
+) -> Array:
+    def one(g: Array, x: Array) -> Array:
         x = x.astype(jnp.bfloat16)
         g = g.astype(jnp.bfloat16)
         if wire is not None:
@@ -247,7 +245,7 @@ def _sharding_of_one(
     return with_entries(sharding, spec)
 
 
-def _of_all(one: Callable[..., jax.Array], mapped: _Mapped) -> Callable[..., jax.Array]:
+def _of_all(one: Callable[..., Array], mapped: _Mapped) -> Callable[..., Array]:
     """Return a gradient under each `jax.vmap`, by the axes of (the known operand, the
     one of the gradient).
     """
@@ -262,7 +260,7 @@ def _of_all(one: Callable[..., jax.Array], mapped: _Mapped) -> Callable[..., jax
 
 def _batched(
     operands: _Pair, axes: _Axes, *, mapped: _Mapped, **options: object
-) -> tuple[jax.Array, int]:
+) -> tuple[Array, int]:
     return _linear.bind(*operands, mapped=(*mapped, tuple(axes)), **options), 0
 
 

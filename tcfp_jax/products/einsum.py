@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
+from jax import Array
 
 from pallas_kernels import specs
 from pallas_kernels.dispatch import shared
@@ -98,16 +99,16 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
 
 def contract(
     contraction: Contraction,
-    x: jax.Array,
-    kernel: jax.Array | None,
+    x: Array,
+    kernel: Array | None,
     *,
     recipe: Recipe,
     quantized: Stored | Operand | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     shape: tuple[int, ...] | None = None,
     out_sharding: Sharding = None,
     x_quantized: Quantized | None = None,
-) -> jax.Array:
+) -> Array:
     """Return the product of x and a kernel, with the operands, products and gradients
     that `recipe` describes.
 
@@ -157,12 +158,12 @@ class _Options:
 
 def _contracted(
     options: _Options,
-    x: jax.Array,
-    kernel: jax.Array | None,
+    x: Array,
+    kernel: Array | None,
     stored: Stored | None,
-    key: jax.Array | None,
+    key: Array | None,
     x_quantized: Quantized | None,
-) -> jax.Array:
+) -> Array:
     contraction, layout, asked = (
         options.contraction,
         options.contraction.layout,
@@ -195,7 +196,7 @@ def _contracted(
     if spec is not None:
         _, merged = specs.merged_entries(spec, [*leading, outputs])
         out_sharding = specs.with_entries(asked.out_sharding, merged[stack:])
-    multiply: Callable[..., jax.Array] = functools.partial(
+    multiply: Callable[..., Array] = functools.partial(
         product, Asked(asked.recipe, out_sharding)
     )
     # vmap quantizes each matrix of the stack on its own, so that each has its own
@@ -213,7 +214,7 @@ def _contracted(
 _shared_contraction = shared(_contracted)
 
 
-def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[list[int]]:
+def _one_of_rest(x: Array, leading: list[list[int]], stack: int) -> list[list[int]]:
     """Return groups that merge all axes of x that the kernel lacks.
 
     XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes if its result
@@ -258,7 +259,7 @@ def _split_alike(stack: int, operands: _T) -> _T:
         for axis in range(stack)
     )
 
-    def split(leaf: jax.Array) -> jax.Array:
+    def split(leaf: Array) -> Array:
         own = specs.entries(specs.sharding_of(leaf), leaf.ndim)[stack:]
         used = {name for entry in chosen for name in specs.names(entry)}
         return specs.moved(

@@ -12,8 +12,8 @@ recipe("nvfp4_training")), stacks of weights (`jax.vmap`), groups of rows, and c
 your own choice (`tcfp_jax.inference.choose_codes`).
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
@@ -24,7 +24,7 @@ from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 
 
-def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
+def pack_fp4(w: Array, recipe: Recipe | str = "nvfp4") -> Stored:
     """Pack a float weight `[k, n]` into codes and scales: 4.5 bits a value, or 4.25
     with "mxfp4".
 
@@ -54,12 +54,12 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
 
 
 def fp4_matmul(
-    x: jax.Array,
-    w: jax.Array | Stored | Operand,
+    x: Array,
+    w: Array | Stored | Operand,
     *,
     recipe: Recipe | str | None = None,
     out_sharding: Sharding = None,
-) -> jax.Array:
+) -> Array:
     """Return `x @ w` with a weight of four bits.
 
     Use this to serve a weight in 4.5 bits per value or less, or to try FP4 on one
@@ -111,13 +111,13 @@ def fp4_matmul(
 
 
 def fp4_linear(
-    x: jax.Array,
-    w: jax.Array | Stored | Operand,
-    bias: jax.Array | None = None,
+    x: Array,
+    w: Array | Stored | Operand,
+    bias: Array | None = None,
     *,
     recipe: Recipe | str | None = None,
     out_sharding: Sharding = None,
-) -> jax.Array:
+) -> Array:
     """Return `x @ w + bias` with a weight of four bits.
 
     Use this instead of `fp4_matmul` for a layer with a bias `[n]`.

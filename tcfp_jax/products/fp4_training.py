@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -56,10 +57,10 @@ _SIGNS_WGRAD, _G_DGRAD, _G_WGRAD = 1, 3, 4
 _HADAMARD = 16
 # The forward product and dgrad read one W, unless the former is in BF16.
 OperandName = Literal["x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"]
-Words = tuple[jax.Array, jax.Array]
+Words = tuple[Array, Array]
 
 
-def _words_of(key: jax.Array) -> jax.Array:
+def _words_of(key: Array) -> Array:
     """Return a random key, typed or not, as one array of words from which streams of
     bits are made.
     """
@@ -67,13 +68,11 @@ def _words_of(key: jax.Array) -> jax.Array:
     return (jax.random.key_data(key) if typed else key).astype(jnp.uint32).reshape(-1)
 
 
-def _stream(words: jax.Array, number: int) -> Words:
+def _stream(words: Array, number: int) -> Words:
     return keys(*(words[i] for i in range(words.shape[0])), number)
 
 
-def product(
-    recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None
-) -> jax.Array:
+def product(recipe: Recipe, x: Array, w: Array, key: Array | None) -> Array:
     """Return `x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w
     `[k, n]`.
 
@@ -98,7 +97,7 @@ def product(
 # A rule of its own and not a check in the rule of `_product`, for the reason that
 # `tcfp_jax.weights.stored._constant` states.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
+def _keyless(recipe: Recipe, operand: Array) -> Array:
     """Return the operand; asking for its gradient raises."""
     return operand
 
@@ -121,17 +120,15 @@ class _Saved:
     dtypes of x and w.
     """
 
-    x: jax.Array
+    x: Array
     w: Nvfp4Values
-    words: jax.Array | None
+    words: Array | None
     k: int = field(metadata=dict(static=True))
     dtypes: tuple[DTypeLike, DTypeLike] = field(metadata=dict(static=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
-) -> jax.Array:
+def _product(recipe: Recipe, x: Array, w: Array, words: Array | None) -> Array:
     return site(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
 
 
@@ -142,10 +139,10 @@ class _Quantization(NamedTuple):
 
     axis: int | None
     key: Words | None = None
-    signs: jax.Array | None = None
+    signs: Array | None = None
 
 
-def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization:
+def quantization(operand: OperandName, words: Array | None) -> _Quantization:
     """Return how an operand of a product with these key words is quantized; x and g of
     wgrad are `[tokens, ...]`.
     """
@@ -166,15 +163,13 @@ def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization
     return _Quantization(0, _stream(words, _G_WGRAD), turn)
 
 
-def _quantized(
-    operand: OperandName, values: jax.Array, words: jax.Array | None
-) -> Nvfp4Values:
+def _quantized(operand: OperandName, values: Array, words: Array | None) -> Nvfp4Values:
     return quantize_values(values, *quantization(operand, words))
 
 
 def _forward(
-    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
-) -> tuple[jax.Array, _Saved]:
+    recipe: Recipe, x: Array, w: Array, words: Array | None
+) -> tuple[Array, _Saved]:
     with jax.named_scope("quantize_w"):
         w_q = jax.tree.map(
             lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), _quantized("w", w, None)
@@ -194,15 +189,13 @@ def _forward(
 
 
 def _forward_rule(
-    recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
-) -> tuple[jax.Array, _Saved]:
+    recipe: Recipe, x: Array, w: Array, words: Array | None
+) -> tuple[Array, _Saved]:
     x, w = differentiated_once((x, w))
     return _forward(recipe, x, w, words)
 
 
-def _backward(
-    recipe: Recipe, saved: _Saved, g: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(recipe: Recipe, saved: _Saved, g: Array) -> tuple[Array, Array, None]:
     g = differentiated_once(g)
     words = saved.words
     with jax.named_scope("dgrad"):
@@ -222,12 +215,12 @@ _product.defvjp(_forward_rule, _backward)
 
 def _multiply(
     a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], dtype: DTypeLike
-) -> jax.Array:
+) -> Array:
     """Return the product of dequantized operands over an axis of each, summed in
     float32.
     """
     return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
 
 
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     return bf16.dot(a, b, (a_axis,), (b_axis,), jnp.float32)

@@ -12,6 +12,7 @@ bits and is exact in BF16. So a product of two NVFP4 operands is a BF16 product 
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.explicit import with_automatic_axes
@@ -44,11 +45,11 @@ from tcfp_jax.weights.stored import Stored
 
 def _forward(
     asked: Asked,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
     x_quantized: Quantized | None,
-) -> tuple[jax.Array, Saved]:
+) -> tuple[Array, Saved]:
     """Return (the product, the residuals of its backward pass)."""
     recipe = asked.recipe
     weight = read_weight(w, quantized)
@@ -61,9 +62,7 @@ def _forward(
     return y, saved_of(recipe, x, x_quantized, w, weight)
 
 
-def _product(
-    x: jax.Array, codes: Operand, recipe: Recipe, out_sharding: Sharding
-) -> jax.Array:
+def _product(x: Array, codes: Operand, recipe: Recipe, out_sharding: Sharding) -> Array:
     """Multiply x `[..., k]` by packed codes; the result is `[..., n]` in the dtype of
     x.
     """
@@ -93,9 +92,9 @@ def _product(
 def _backward(
     asked: Asked,
     saved: Saved,
-    g: jax.Array,
+    g: Array,
     g_quantized: Quantized | None = None,
-    total: jax.Array | None = None,
+    total: Array | None = None,
 ) -> Gradients:
     """Return the gradients of x and w; the arguments are those of FP8's rule."""
     recipe = asked.recipe
@@ -110,8 +109,8 @@ def _backward(
 
 
 def _dgrad(
-    g: jax.Array, codes: Operand, recipe: Recipe, x_type: jax.core.ShapedArray
-) -> jax.Array:
+    g: Array, codes: Operand, recipe: Recipe, x_type: jax.core.ShapedArray
+) -> Array:
     """Return the gradient of an x of this type, from the gradient g of the result."""
     k = x_type.shape[-1]
     sharding = sharding_of(x_type)
@@ -163,7 +162,7 @@ def reader_of(w: Stored) -> str:
     )
 
 
-def _codes(w: jax.Array | Stored) -> Operand:
+def _codes(w: Array | Stored) -> Operand:
     # `quantize_params` by name cannot know that a layer stores [n, k]
     if not isinstance(w, Stored) or w.forward is None:
         raise ValueError(
@@ -179,7 +178,7 @@ def _rounded_to(how: Arithmetic) -> Activation:
     return "bfloat16" if how == "bf16" else "float8_e4m3fn"
 
 
-def _in_nvfp4(x: jax.Array) -> Nvfp4Values:
+def _in_nvfp4(x: Array) -> Nvfp4Values:
     """Round x `[..., k]` to NVFP4 in blocks of 16 along k; its `values` are BF16."""
     # An infinity would saturate to the largest value of its block; NaN is seen.
     x = jnp.where(jnp.isfinite(x), x, jnp.nan)

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -36,7 +37,7 @@ from tcfp_jax.recipes import Arithmetic, Halves, Recipe
 from tcfp_jax.weights.stored import Stored
 
 # An operand as its product reads it: BF16 values, or FP8 with scales.
-Read: TypeAlias = jax.Array | Operand
+Read: TypeAlias = Array | Operand
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,18 @@ class Saved:
     """
 
     x: Read
-    weight: jax.Array | Stored
+    weight: Array | Stored
     x_type: jax.core.ShapedArray = field(metadata=dict(static=True))
     w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
 
 
 # (options, x, w, quantized, x quantized already) to (the product, its residuals).
 Forward: TypeAlias = Callable[
-    [Asked, jax.Array, jax.Array | None, Stored | None, Quantized | None],
-    tuple[jax.Array, Saved],
+    [Asked, Array, Array | None, Stored | None, Quantized | None],
+    tuple[Array, Saved],
 ]
 # The gradients of these four operands; the last two have none.
-Gradients: TypeAlias = tuple[jax.Array, jax.Array | None, None, None]
+Gradients: TypeAlias = tuple[Array, Array | None, None, None]
 
 
 class Rule:
@@ -98,11 +99,11 @@ class Rule:
     def _product(
         self,
         asked: Asked,
-        x: jax.Array,
-        w: jax.Array | None,
+        x: Array,
+        w: Array | None,
         quantized: Stored | None,
         x_quantized: Quantized | None,
-    ) -> jax.Array:
+    ) -> Array:
         # JAX runs this body only if nobody differentiates; otherwise it takes the rule
         # below, without the site.
         y, _ = self.forward(asked, x, w, quantized, x_quantized)
@@ -111,11 +112,11 @@ class Rule:
     def _saving(
         self,
         asked: Asked,
-        x: jax.Array,
-        w: jax.Array | None,
+        x: Array,
+        w: Array | None,
         quantized: Stored | None,
         x_quantized: Quantized | None,
-    ) -> tuple[jax.Array, Saved]:
+    ) -> tuple[Array, Saved]:
         if quantized is not None:
             # Nothing reads w then, and JAX would drop an unread operand together with
             # this check.
@@ -124,7 +125,7 @@ class Rule:
         return self.forward(asked, x, w, quantized, x_quantized)
 
 
-def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
+def rounded(recipe: Recipe, x: Array) -> Array:
     """Return activations or gradients; only products of BF16 ones have true second
     derivatives.
     """
@@ -133,7 +134,7 @@ def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
     return differentiated_once(x)
 
 
-def read_weight(w: jax.Array | None, quantized: Stored | None) -> jax.Array | Stored:
+def read_weight(w: Array | None, quantized: Stored | None) -> Array | Stored:
     """Return the form of a weight that products read: the stored one if it exists."""
     weight = w if quantized is None else quantized
     if weight is None:
@@ -146,7 +147,7 @@ def halves_read(recipe: Recipe, product: Literal["forward", "dgrad"]) -> Halves:
     return "hi+lo" if recipe.stored is None else getattr(recipe.stored, product)
 
 
-def quantize_operand(x: jax.Array, dtype: DTypeLike, recipe: Recipe) -> Quantized:
+def quantize_operand(x: Array, dtype: DTypeLike, recipe: Recipe) -> Quantized:
     """Quantize x or g `[..., c]`, in one pass and only in the orientations that its
     products read.
 
@@ -163,14 +164,14 @@ def quantize_operand(x: jax.Array, dtype: DTypeLike, recipe: Recipe) -> Quantize
     )
 
 
-def rows_of(x: jax.Array, quantized: Quantized | None, how: Arithmetic) -> Read:
+def rows_of(x: Array, quantized: Quantized | None, how: Arithmetic) -> Read:
     """Return x or g as a product along its last axis reads it."""
     if quantized is None or how == "bf16":
         return x.astype(jnp.bfloat16)
     return quantized.rows
 
 
-def columns_of(x: jax.Array, quantized: Quantized | None, how: Arithmetic) -> Read:
+def columns_of(x: Array, quantized: Quantized | None, how: Arithmetic) -> Read:
     """Return x or g as a product along all other axes reads it; BF16 is not turned."""
     if quantized is None or quantized.columns is None or how == "bf16":
         return x.astype(jnp.bfloat16)
@@ -179,10 +180,10 @@ def columns_of(x: jax.Array, quantized: Quantized | None, how: Arithmetic) -> Re
 
 def saved_of(
     recipe: Recipe,
-    x: jax.Array,
+    x: Array,
     x_quantized: Quantized | None,
-    w: jax.Array | None,
-    weight: jax.Array | Stored,
+    w: Array | None,
+    weight: Array | Stored,
 ) -> Saved:
     """Return the residuals: only the operand of wgrad, and the weight that dgrad reads.
 
@@ -197,10 +198,10 @@ def saved_of(
 def weight_gradient(
     recipe: Recipe,
     saved: Saved,
-    g: jax.Array,
+    g: Array,
     g_quantized: Quantized | None,
-    total: jax.Array | None,
-) -> jax.Array | None:
+    total: Array | None,
+) -> Array | None:
     """Return the gradient of w, added to `total`.
 
     A frozen weight, such as one for inference or under LoRA adapters, has none, and
@@ -244,7 +245,7 @@ def multiply(
     out_dtype: DTypeLike,
     out_sharding: Sharding = None,
     wire: Wire | None = None,
-) -> jax.Array:
+) -> Array:
     """Return `a @ b.T` of dequantized operands `[..., *c]` and `[n, *c]`, as
     `[..., n]`.
     """
@@ -275,11 +276,11 @@ def _accumulation(how: Arithmetic) -> Accumulation:
 
 def _forward(
     asked: Asked,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
     x_quantized: Quantized | None,
-) -> tuple[jax.Array, Saved]:
+) -> tuple[Array, Saved]:
     """Return (the product, the residuals of its backward pass)."""
     recipe = asked.recipe
     weight = read_weight(w, quantized)
@@ -311,9 +312,9 @@ def _forward(
 def _backward(
     asked: Asked,
     saved: Saved,
-    g: jax.Array,
+    g: Array,
     g_quantized: Quantized | None = None,
-    total: jax.Array | None = None,
+    total: Array | None = None,
 ) -> Gradients:
     """Return the gradients of x and w from the result's, g.
 
@@ -351,7 +352,7 @@ def _backward(
     return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
 
 
-def _stored(weight: jax.Array | Stored) -> Stored:
+def _stored(weight: Array | Stored) -> Stored:
     if isinstance(weight, Stored):
         return weight
     raise TypeError("an FP8 product reads a stored weight; quantize it first")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
@@ -53,7 +54,7 @@ def grouped_matmul(
     *,
     recipe: Recipe | str,
     quantized: Stored | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> "Float[jax.Array, 'm n']":
     """Return each row of x times the weight of its group, as `jax.lax.ragged_dot` with
     the arithmetic of `recipe`.
@@ -140,7 +141,7 @@ def unsupported(recipe: Recipe) -> str:
 
 
 def _check_shapes(
-    x: jax.Array, w: jax.Array | None, quantized: Stored | None
+    x: Array, w: Array | None, quantized: Stored | None
 ) -> tuple[int, ...]:
     """Return the shape `[e, k, n]` of the weights."""
     shapes = [tuple(one.shape) for one in (w, quantized) if one is not None]
@@ -167,12 +168,12 @@ def _check_shapes(
 
 def _prepared(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    sizes: jax.Array,
-    key: jax.Array | None,
-) -> jax.Array:
+    sizes: Array,
+    key: Array | None,
+) -> Array:
     return _product(
         recipe, *varying_alike((x, w, form_read(recipe, w, quantized, key), sizes))
     )
@@ -184,11 +185,11 @@ _shared_product = shared(_prepared)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    sizes: jax.Array,
-) -> jax.Array:
+    sizes: Array,
+) -> Array:
     return site(
         _forward(recipe, x, w, quantized, sizes)[0],
         recipe,
@@ -199,11 +200,11 @@ def _product(
 
 def _forward(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    sizes: jax.Array,
-) -> tuple[jax.Array, tuple[Saved, jax.Array]]:
+    sizes: Array,
+) -> tuple[Array, tuple[Saved, Array]]:
     """Return (the product, the residuals of its backward pass)."""
     with jax.named_scope("quantize_x"):
         rows, columns = _read(x, recipe.activation, recipe.forward, recipe)
@@ -224,18 +225,18 @@ def _forward(
 
 def _forward_rule(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    sizes: jax.Array,
-) -> tuple[jax.Array, tuple[Saved, jax.Array]]:
+    sizes: Array,
+) -> tuple[Array, tuple[Saved, Array]]:
     x, w, quantized = differentiated_once((x, w, quantized))
     return _forward(recipe, x, w, quantized, sizes)
 
 
 def _backward(
-    recipe: Recipe, residuals: tuple[Saved, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None, None]:
+    recipe: Recipe, residuals: tuple[Saved, Array], g: Array
+) -> tuple[Array, Array | None, None, None]:
     saved, sizes = residuals
     with jax.named_scope("quantize_g"):
         g = differentiated_once(g)
@@ -262,7 +263,7 @@ _product.defvjp(_forward_rule, _backward)
 
 
 def _read(
-    x: jax.Array, dtype: DTypeLike, how: Arithmetic, recipe: Recipe
+    x: Array, dtype: DTypeLike, how: Arithmetic, recipe: Recipe
 ) -> tuple[Read, Read]:
     """Return x or g `[m, c]` as its product along c reads it, computed `how`, and
     `[c, m]` as wgrad does.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import shared
@@ -63,7 +63,7 @@ def matmul(
     *,
     recipe: Recipe | str,
     quantized: Stored | Operand | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     out_sharding: Sharding = None,
 ) -> "Float[jax.Array, '*rows n']":
     """Return `x @ w` with the operands, products and gradients that `recipe` describes.
@@ -125,9 +125,9 @@ def matmul(
 
 
 def weight_of(
-    w: jax.Array | Stored | Parameter | Operand | None,
+    w: Array | Stored | Parameter | Operand | None,
     quantized: Stored | Operand | None,
-) -> tuple[jax.Array | None, Stored | None]:
+) -> tuple[Array | None, Stored | None]:
     """Return (the floats or zeros that take the gradient, the stored form) of a weight,
     either of which may be None.
     """
@@ -144,7 +144,7 @@ def weight_of(
     return w, Stored.of(quantized) if isinstance(quantized, Operand) else quantized
 
 
-def opened(weight: Stored | Parameter) -> tuple[Stored, jax.Array | None]:
+def opened(weight: Stored | Parameter) -> tuple[Stored, Array | None]:
     """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its
     gradient, or None).
     """
@@ -153,12 +153,12 @@ def opened(weight: Stored | Parameter) -> tuple[Stored, jax.Array | None]:
 
 def product(
     asked: Asked,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    key: jax.Array | None,
+    key: Array | None,
     x_quantized: Quantized | None = None,
-) -> jax.Array:
+) -> Array:
     """Return `matmul` for callers that share a larger part of the program, or have
     quantized x already.
     """
@@ -190,8 +190,8 @@ def product(
 
 
 def _of_nothing(
-    asked: Asked, x: jax.Array, w: jax.Array | None, shape: tuple[int, ...]
-) -> jax.Array:
+    asked: Asked, x: Array, w: Array | None, shape: tuple[int, ...]
+) -> Array:
     """Return the product of arrays without values, zero in any arithmetic.
 
     A scale would need at least one value.
@@ -205,11 +205,11 @@ def _of_nothing(
 
 def operands_of(
     recipe: Recipe,
-    x: jax.Array,
-    w: jax.Array | None,
+    x: Array,
+    w: Array | None,
     quantized: Stored | None,
-    key: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None, Stored | None]:
+    key: Array | None,
+) -> tuple[Array, Array | None, Stored | None]:
     """Return (x, w, quantized), checked and with w quantized, as the rules below take
     them.
     """
@@ -221,7 +221,7 @@ def operands_of(
 
 
 def form_read(
-    recipe: Recipe, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None
+    recipe: Recipe, w: Array | None, quantized: Stored | None, key: Array | None
 ) -> Stored | None:
     """Return the stored form of a weight `[*stack, k, n]` that the products read; None
     if they read floats.
@@ -239,14 +239,14 @@ def form_read(
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
 
 
-def _quantized_here(recipe: Recipe, w: jax.Array, key: jax.Array | None) -> Stored:
+def _quantized_here(recipe: Recipe, w: Array, key: Array | None) -> Stored:
     """Return a weight, or stack of weights, in the form that the products read."""
     form = recipe.stored
     if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
         # Nothing reads W_lo, and outside the optimizer nothing keeps it.
         recipe = replace(recipe, weight=Single(form.dtype))
 
-    def one(w: jax.Array, key: jax.Array | None) -> Stored:
+    def one(w: Array, key: Array | None) -> Stored:
         return quantize_weight(w, recipe, key=key)[0]
 
     stack = w.shape[:-2]
@@ -260,7 +260,7 @@ def _quantized_here(recipe: Recipe, w: jax.Array, key: jax.Array | None) -> Stor
 _shared_product = shared(product)
 
 
-def check_input(name: str, x: jax.Array) -> None:
+def check_input(name: str, x: Array) -> None:
     """Raise a TypeError unless x is real floats of 16 bits or more."""
     check_real(name, x)
     # FP8 without its scale would be multiplied as if the scale were one.

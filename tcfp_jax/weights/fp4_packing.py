@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.operands import Fp4, Operand, check_real
 from tcfp_jax.formats.datatypes import DataType, datatype
@@ -25,7 +25,7 @@ def _datatype_of(scaling: Fp4) -> DataType:
     )
 
 
-def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
+def quantize_fp4(w: Array, scaling: Fp4 = Fp4()) -> Operand:
     """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with
     scales.
 
@@ -53,7 +53,7 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
     return packed(w)
 
 
-def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
+def check_matrix(w: Array, scaling: Fp4) -> Array:
     """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into
     bytes.
     """
@@ -77,7 +77,7 @@ def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
     return w
 
 
-def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
+def _matrix(scaling: Fp4, w: Array) -> Operand:
     n, k = w.shape
     if w.size == 0:
         scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
@@ -124,7 +124,7 @@ def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
     return Operand(values, scale, scaling=scaling, outer=outer)
 
 
-def _above_zero(outer: jax.Array) -> jax.Array:
+def _above_zero(outer: Array) -> Array:
     """Return the scale of the scales, or 1 for a weight of zeros, because files hold
     its reciprocal.
     """

@@ -13,13 +13,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from tcfp_jax.weights.sampling import agree, is_part, sample_of
 from tcfp_jax.weights.stored import Stored
 
 
-def current(stored: Stored, w: jax.Array) -> Stored:
+def current(stored: Stored, w: Array) -> Stored:
     """Return the stored weight without its sample, if it was made of this parameter.
 
     With concrete arrays another parameter raises. A traced program cannot raise, so it
@@ -66,7 +66,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
 
 
 @jax.jit
-def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
+def _agrees(w: Array, sample: Array) -> Array:
     """Return whether each matrix of `w` `[..., k, n]` has this sample `[..., 16]`; bool
     `[...]`.
 
@@ -85,7 +85,7 @@ def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
     return agree(found, sample, tolerance, w)
 
 
-def _differ(w: jax.Array, sample: jax.Array) -> str:
+def _differ(w: Array, sample: Array) -> str:
     """Return a message about the values that differ most."""
     found, kept = (np.asarray(values).reshape(-1) for values in (sample_of(w), sample))
     i = int(

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
+from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.specs import (
@@ -101,7 +101,7 @@ class Layout:
             )
         return tuple(math.prod(shape[axis] for axis in group) for group in self.groups)
 
-    def matrix(self, kernel: jax.Array) -> jax.Array:
+    def matrix(self, kernel: Array) -> Array:
         """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`,
         under explicit axes too.
         """
@@ -114,8 +114,8 @@ class Layout:
         )
 
     def untransposed(
-        self, kernel: jax.Array | None, stored: Stored | None
-    ) -> tuple[jax.Array | None, Stored | None]:
+        self, kernel: Array | None, stored: Stored | None
+    ) -> tuple[Array | None, Stored | None]:
         """Return a weight as `[*stack, k, n]`, floats and stored form."""
         matrix = None if kernel is None else self.matrix(kernel)
         if not self.transposed:
@@ -124,7 +124,7 @@ class Layout:
             None if stored is None else stored.swap()
         )
 
-    def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def kernel(self, matrix: Array, shape: tuple[int, ...]) -> Array:
         """Return the kernel of this shape from its `matrix`.
 
         >>> import jax.numpy as jnp

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Tensor
@@ -18,12 +18,12 @@ from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored, constant
 
 # `(array, indices)` to the entries of the array at the indices; linear in the array.
-Gather = Callable[[jax.Array, jax.Array], jax.Array]
+Gather = Callable[[Array, Array], Array]
 
 
 def lookup(
-    table: Stored | Parameter, ids: jax.Array, *, out_sharding: Sharding = None
-) -> jax.Array:
+    table: Stored | Parameter, ids: Array, *, out_sharding: Sharding = None
+) -> Array:
     """Return rows of a stored table: `jnp.take(table.dequantize(), ids, axis=0)`,
     without the float table.
 
@@ -82,7 +82,7 @@ def lookup(
 
 def _opened(
     table: Stored | Parameter,
-) -> tuple[Stored, jax.Array | None, DTypeLike]:
+) -> tuple[Stored, Array | None, DTypeLike]:
     """Return (the values, the zeros that take the gradient, the dtype of the rows)."""
     if isinstance(table, Parameter):
         return table.read(), table.slot, table.state.dtype
@@ -92,10 +92,10 @@ def _opened(
 def gathered(
     table: Operand,
     gather: Gather,
-    indices: jax.Array,
+    indices: Array,
     dtype: DTypeLike,
-    slot: jax.Array | None,
-) -> jax.Array:
+    slot: Array | None,
+) -> Array:
     """Return entries of dequantized codes with one scale; the gradient goes to `slot`,
     of which nothing is read.
 
@@ -103,7 +103,7 @@ def gathered(
     formats, or 0.
     """
 
-    def take(codes: jax.Array) -> jax.Array:
+    def take(codes: Array) -> Array:
         return lax.bitcast_convert_type(
             gather(lax.bitcast_convert_type(codes, jnp.uint8), indices), codes.dtype
         )
@@ -119,7 +119,7 @@ def gathered(
     )
 
 
-def with_gradient(values: jax.Array, slot: jax.Array) -> jax.Array:
+def with_gradient(values: Array, slot: Array) -> Array:
     """Return values whose gradient goes to a slot of their shape, of which nothing is
     read.
     """
@@ -134,13 +134,13 @@ def with_gradient(values: jax.Array, slot: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_gradient(
-    gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, indices: jax.Array
-) -> jax.Array:
+    gather: Gather, kind: Any, rows: Array, slot: Array, indices: Array
+) -> Array:
     """Return rows, whose gradient goes to the slot, of type `kind`."""
     return rows
 
 
-def _backward(gather: Gather, kind: Any, indices: jax.Array, g: jax.Array) -> Any:
+def _backward(gather: Gather, kind: Any, indices: Array, g: Array) -> Any:
     # A frequent token has thousands of gradients; a sum in bfloat16 would stop growing
     # after 256 of them.
     wide = jax.linear_transpose(

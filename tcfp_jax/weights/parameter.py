@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand
@@ -104,7 +104,7 @@ class Parameter(NotAnArray):
         return (*self.shape[:layers], *self.state.shape)
 
     @property
-    def slot(self) -> jax.Array | None:
+    def slot(self) -> Array | None:
         """The zeros `[*stack, k, n]` that take the gradient, or None."""
         slot = self.state.slot
         return None if slot is None else self.layout.matrix(slot)
@@ -121,7 +121,7 @@ class Parameter(NotAnArray):
         """
         return self.intact().stored
 
-    def opened(self) -> tuple[Stored, jax.Array | None]:
+    def opened(self) -> tuple[Stored, Array | None]:
         """Return (the weight `[k, n]` as products read it, the slot as `[k, n]`).
 
         A layer that stores `[n, k]` gets the transpose of both.
@@ -132,7 +132,7 @@ class Parameter(NotAnArray):
             return values, slot
         return values.swap(), None if slot is None else slot.swapaxes(-1, -2)
 
-    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return the weight `[*stack, k, n]`, in float32 and then `dtype`.
 
         It has a gradient under `tcfp_jax.grad`.
@@ -141,7 +141,7 @@ class Parameter(NotAnArray):
         slot = self.slot
         return values if slot is None else values + slot.astype(dtype)
 
-    def kernel(self) -> jax.Array:
+    def kernel(self) -> Array:
         """Return the float kernel; inside `value_and_grad` it has a gradient like any
         parameter.
         """

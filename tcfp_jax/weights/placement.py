@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Block, Fp4, Scaling
@@ -172,21 +173,17 @@ def shortest(spec: Sequence[Entry]) -> PartitionSpec:
     return PartitionSpec(*found)
 
 
-def known_placement(
-    name: str, array: jax.Array | jax.ShapeDtypeStruct
-) -> Placement | None:
+def known_placement(name: str, array: Array | jax.ShapeDtypeStruct) -> Placement | None:
     """Return the placement of an array by its type or devices, None if unknown."""
     sharding = None
     if not isinstance(array, jax.core.Tracer):
         sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding) and isinstance(array, jax.Array):
+    if not isinstance(sharding, NamedSharding) and isinstance(array, Array):
         sharding = sharding_of(array)
     return None if sharding is None else Placement.of(name, array.shape, sharding)
 
 
-def check_blocks(
-    name: str, matrix: jax.Array, scaling: Scaling, *, turned: bool
-) -> None:
+def check_blocks(name: str, matrix: Array, scaling: Scaling, *, turned: bool) -> None:
     """Raise a ValueError if a mesh is known to cut a block of a matrix.
 
     See `Placement.check_blocks`.

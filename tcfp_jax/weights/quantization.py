@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -106,7 +107,7 @@ def split(
     w: ArrayLike,
     *,
     error: ArrayLike | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     amax: ArrayLike | None = None,
     block: int | None = None,
     tile: Tile = "square",
@@ -157,8 +158,8 @@ def quantize_weight(
     recipe: Recipe,
     *,
     error: "Float[jax.Array, '*stack k n'] | None" = None,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
+    key: Array | None = None,
+    amax: Array | None = None,
     copies: Copies = "both",
     contracts: Contracts = "first",
 ) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
@@ -220,7 +221,7 @@ def quantize_weight(
     return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
 
 
-def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
+def _packed(w: Array, scaling: Fp4, contracts: Contracts) -> Stored:
     """Return the codes `[n, k]` of a matrix, which serve both products; an odd k gets a
     row of zeros.
     """
@@ -237,7 +238,7 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
     if columns % (shards(mesh, k) * scaling.block):
         k = None
 
-    def pack(w: jax.Array) -> Operand:
+    def pack(w: Array) -> Operand:
         w = w if contracts == "last" else w.T
         return quantize_fp4(jnp.pad(w, ((0, 0), (0, w.shape[-1] % 2))), scaling)
 

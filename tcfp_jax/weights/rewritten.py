@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from tcfp_jax.weights.parameter import Parameter
 
@@ -34,8 +34,8 @@ class Rewritten:
         old weight.
     """
 
-    arrays: list[jax.Array]
-    witness: jax.Array
+    arrays: list[Array]
+    witness: Array
 
     @staticmethod
     def of(parameter: Parameter) -> "Rewritten":
@@ -85,8 +85,8 @@ class Rewritten:
         return weight if bool(whole) else old
 
 
-def _where(condition: jax.Array, one: Parameter, other: Parameter) -> Parameter:
-    def chosen(a: jax.Array, b: jax.Array) -> jax.Array:
+def _where(condition: Array, one: Parameter, other: Parameter) -> Parameter:
+    def chosen(a: Array, b: Array) -> Array:
         return jnp.where(condition, a, b)
 
     return jax.tree.map(chosen, one, other)

@@ -17,6 +17,7 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
@@ -42,10 +43,10 @@ _SCALE_OF_ZERO = 2.0**-16
 
 
 def make_parameter(
-    kernel: jax.Array,
+    kernel: Array,
     weight: Weight,
     *,
-    key: jax.Array | None,
+    key: Array | None,
     remainder: Remainder,
     gradient_dtype: DTypeLike | None = None,
 ) -> Parameter:
@@ -104,7 +105,7 @@ def make_parameter(
     return _written(state, target, scale, rounding)
 
 
-def rewrite(parameter: Parameter, target: jax.Array) -> Parameter:
+def rewrite(parameter: Parameter, target: Array) -> Parameter:
     """Return the parameter with the values `target`, float32 `[*stack, k, n]`, rounded
     by its own rule.
 
@@ -123,7 +124,7 @@ def rewrite(parameter: Parameter, target: jax.Array) -> Parameter:
     return _written(after, target, scale, state.rounding)
 
 
-def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
+def next_scale(scale: Array, amax: Array) -> Array:
     """Return the next scale, from the last one and the amax of the last rounding.
 
     The module's docstring states the rule.
@@ -140,9 +141,9 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
 
 def _written(
     state: Training,
-    target: jax.Array,
-    scale: jax.Array | None,
-    rounding: jax.Array | None,
+    target: Array,
+    scale: Array | None,
+    rounding: Array | None,
 ) -> Parameter:
     """Return the parameter with values, error and copies made from `target`.
 
@@ -162,9 +163,7 @@ def _written(
             scale * numerics.largest(form.dtype), jnp.finfo(jnp.float32).max
         )
 
-    def one(
-        target: jax.Array, amax: jax.Array | None, rounding: jax.Array | None
-    ) -> Quantized:
+    def one(target: Array, amax: Array | None, rounding: Array | None) -> Quantized:
         bits = None
         if rounding is not None:
             words = [rounding[i].astype(jnp.uint32) for i in range(3)]
@@ -195,7 +194,7 @@ def _written(
     return Parameter(Stored(columns, rows), state)
 
 
-def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
+def _kept_error(left: Array, rows: Operand) -> Array:
     """Return a float32 rounding error in `ERROR_DTYPE`; nothing clips, because these
     values have chosen the scale.
     """
@@ -206,7 +205,7 @@ def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
     return numerics.round_to(units, ERROR_DTYPE).astype(ERROR_DTYPE)
 
 
-def _step_of(rows: Operand) -> jax.Array:
+def _step_of(rows: Operand) -> Array:
     """Return the distance between neighbours of each `W_lo` in units of the scale: a
     power of two, float32.
     """
@@ -227,7 +226,7 @@ def _unstacked(weight: Weight) -> Weight:
     return replace(weight, layout=Layout(inputs, outputs))
 
 
-def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
+def _check(recipe: Recipe, key: Array | None, remainder: str) -> None:
     if recipe.scaling.packed:
         raise ValueError(
             f"weight={recipe.stored} with scaling={recipe.scaling}: codes of four bits"

@@ -10,7 +10,7 @@ parameters, and `training` for weights that are the parameters.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.operands import Operand, Tensor
@@ -22,7 +22,7 @@ SIZE = 16  # values in a sample
 _STEPS = (0.7548776662466927, 0.5698402909980532)
 
 
-def sample_of(w: jax.Array) -> jax.Array:
+def sample_of(w: Array) -> Array:
     """Return 16 values of each matrix of `w` `[..., k, n]`, float32 `[..., 16]`; their
     places depend on k and n alone.
 
@@ -37,7 +37,7 @@ def sample_of(w: jax.Array) -> jax.Array:
     return _unknown(w) if is_part(w) else _sample(w)
 
 
-def sample_of_codes(rows: Operand) -> jax.Array:
+def sample_of_codes(rows: Operand) -> Array:
     """Return the sample of the values of two halves `[..., k, n]`.
 
     A value is a product of codes and scale. Arithmetic on a tree changes the sample as
@@ -51,16 +51,14 @@ def sample_of_codes(rows: Operand) -> jax.Array:
     return _unknown(rows.values) if is_part(rows.values) else _sample_of_codes(rows)
 
 
-def sample_of_transpose(sample: jax.Array | None) -> jax.Array | None:
+def sample_of_transpose(sample: Array | None) -> Array | None:
     """Return the sample of the transposed matrix: its two halves change places."""
     if sample is None:
         return None
     return jnp.roll(sample, sample.shape[-1] // 2, axis=-1)
 
 
-def agree(
-    found: jax.Array, sample: jax.Array, tolerance: jax.Array, w: jax.Array
-) -> jax.Array:
+def agree(found: Array, sample: Array, tolerance: Array, w: Array) -> Array:
     """Return whether two samples of `w` `[..., k, n]` agree; bool `[...]`. NaN in
     either agrees with everything.
     """
@@ -76,7 +74,7 @@ def agree(
     return jnp.all(close, axis=-1)
 
 
-def is_part(w: jax.Array) -> bool:
+def is_part(w: Array) -> bool:
     """Return whether `w` has no values, or is, or may be, one device's part of a
     weight.
     """
@@ -89,18 +87,18 @@ def is_part(w: jax.Array) -> bool:
     )
 
 
-def _unknown(w: jax.Array) -> jax.Array:
+def _unknown(w: Array) -> Array:
     return jnp.full((*w.shape[:-2], SIZE), jnp.nan, jnp.float32)
 
 
 @jax.jit
-def _sample(w: jax.Array) -> jax.Array:
+def _sample(w: Array) -> Array:
     return _taken(w).astype(jnp.float32)
 
 
 @jax.jit
-def _sample_of_codes(rows: Operand) -> jax.Array:
-    def numbers(codes: jax.Array) -> jax.Array:
+def _sample_of_codes(rows: Operand) -> Array:
+    def numbers(codes: Array) -> Array:
         # As bytes, which devices of a mesh can add up. Without the barrier XLA (jaxlib
         # 0.10 to 0.12) takes the bytes of a constant stack in another order.
         as_bytes = _taken(lax.bitcast_convert_type(codes, jnp.uint8))
@@ -114,7 +112,7 @@ def _sample_of_codes(rows: Operand) -> jax.Array:
     return (numbers(rows.values) + numbers(rows.residual)) * scale
 
 
-def _taken(w: jax.Array) -> jax.Array:
+def _taken(w: Array) -> Array:
     # A gather of single values: a partitioned program reads them on their devices and
     # adds up 16 numbers.
     taken = w.at[(..., *_places(*w.shape[-2:]))]
@@ -130,7 +128,7 @@ def _places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     return rows.astype(np.int32), columns.astype(np.int32)
 
 
-def _of_stack(w: jax.Array) -> NamedSharding | None:
+def _of_stack(w: Array) -> NamedSharding | None:
     """Return the sharding of a sample of `w` under explicit axes.
 
     It is split as the stack, and the 16 values are whole.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Scaling
@@ -104,7 +104,7 @@ class Stored(NotAnArray):
 
     forward: Operand | None
     backward: Operand | None
-    sample: jax.Array | None = None
+    sample: Array | None = None
     padding: int = 0
     e5m2: bool = False
 
@@ -252,7 +252,7 @@ class Stored(NotAnArray):
         """Return W_hi alone."""
         return self._each(Operand.drop_residual)
 
-    def poisoned_unless(self, sound: jax.Array) -> "Stored":
+    def poisoned_unless(self, sound: Array) -> "Stored":
         """Return the weight with NaN scales for matrices that are not `sound`, bool
         `[]` or `[*stack]`.
         """
@@ -264,7 +264,7 @@ class Stored(NotAnArray):
         backward = None if self.backward is None else change(self.backward)
         return replace(self, forward=forward, backward=backward)
 
-    def scale_of_values(self) -> jax.Array:
+    def scale_of_values(self) -> Array:
         """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors
         dgrad's.
         """
@@ -272,7 +272,7 @@ class Stored(NotAnArray):
             return self._unpadded(self._one.scale_of_values())
         return self.for_dgrad().scale_of_values()
 
-    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return the weight `[..., k, n]`, in float32 and then `dtype`.
 
         For rows and vectors these are the values of dgrad.
@@ -288,7 +288,7 @@ class Stored(NotAnArray):
         """
         return self._unpadded(constant(self)._one.dequantize(dtype))
 
-    def _unpadded(self, values: jax.Array) -> jax.Array:
+    def _unpadded(self, values: Array) -> Array:
         """Return values of the present operand as those of the weight."""
         if self.padding:
             values = values[..., : -self.padding]
@@ -369,7 +369,7 @@ def constant(stored: Stored) -> Stored:
     return _constant(replace(stored, sample=None))
 
 
-def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
+def _poisoned_unless(operand: Operand, sound: Array) -> Operand:
     scale = operand.scale
     sound = sound.reshape(sound.shape + (1,) * (scale.ndim - sound.ndim))
     if scale.dtype == jnp.float32:

@@ -38,7 +38,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -84,10 +84,10 @@ class PackedTCFP12:
       residual: "linear" or "nf4".
     """
 
-    values: jax.Array
-    codes: jax.Array
-    scale: jax.Array
-    residual_scale: jax.Array
+    values: Array
+    codes: Array
+    scale: Array
+    residual_scale: Array
     length: int = field(metadata=dict(static=True))
     residual: Residual = field(metadata=dict(static=True))
 
@@ -104,7 +104,7 @@ class PackedTCFP12:
             for leaf in jax.tree.leaves(self)
         )
 
-    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return `(value + level * residual_scale) * scale`, in float32 and `dtype`.
 
         Raises:
@@ -116,7 +116,7 @@ class PackedTCFP12:
         return with_automatic_axes(unpacked, lambda _: leading, self)
 
 
-def _unpacked(packed: PackedTCFP12, dtype: DTypeLike) -> jax.Array:
+def _unpacked(packed: PackedTCFP12, dtype: DTypeLike) -> Array:
     *outer, blocks, block = packed.values.shape
     codes = jnp.stack([packed.codes & 15, packed.codes >> 4], axis=-1).astype(jnp.int32)
     levels = jnp.asarray(LEVELS[packed.residual])[codes.reshape(packed.values.shape)]
@@ -139,7 +139,7 @@ def quantize_tcfp12(
     residual: Residual = "linear",
     scale: BlockScale = "amax",
     sigma: float = _SIGMA,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> PackedTCFP12:
     """Return `x` in the packed TCFP-12 format; the module's docstring has the formula.
 
@@ -187,8 +187,8 @@ def _packed(
     residual: Residual,
     scale: BlockScale,
     sigma: float,
-    x: jax.Array,
-    key: jax.Array | None,
+    x: Array,
+    key: Array | None,
 ) -> PackedTCFP12:
     count = -(-x.shape[-1] // block)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])]
@@ -216,9 +216,7 @@ def _packed(
     )
 
 
-def dequantize_tcfp12(
-    packed: PackedTCFP12, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> Array:
     """Return the unpacked tensor, in `dtype`.
 
     Use this on the result of `quantize_tcfp12`; it is `packed.dequantize(dtype)`.
@@ -246,8 +244,8 @@ def fake_quantize(
     residual: Residual = "linear",
     scale: BlockScale = "amax",
     sigma: float = _SIGMA,
-    key: jax.Array | None = None,
-) -> jax.Array:
+    key: Array | None = None,
+) -> Array:
     """Return `x` rounded to the packed TCFP-12 format, in its own dtype.
 
     The gradient passes straight through, and arguments and errors are the same as for
@@ -259,7 +257,7 @@ def fake_quantize(
     """
     x = jnp.asarray(x)
 
-    def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def rounded(x: Array, key: Array | None) -> Array:
         packed = quantize_tcfp12(
             x, block, residual=residual, scale=scale, sigma=sigma, key=key
         )
@@ -305,7 +303,7 @@ def _check_parts(packed: PackedTCFP12) -> None:
     check_choice("residual", packed.residual, LEVELS)
 
 
-def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
+def _bound(blocks: Array, scale: BlockScale, sigma: float) -> Array:
     """Return the magnitude of each block that E4M3's largest value must reach."""
     amax = numerics.amax(blocks, axis=-1)
     if scale == "amax":
@@ -327,8 +325,8 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="residual")
 def _round(
-    scaled: jax.Array, residual: Residual, random: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scaled: Array, residual: Residual, random: Array | None
+) -> tuple[Array, Array, Array]:
     """Return (values of E4M3, codes of the residual, its E8M0 scales) of scaled blocks.
 
     Values are float32 and codes int32.
@@ -352,12 +350,12 @@ def _round(
 
 
 def _check(
-    x: jax.Array,
+    x: Array,
     block: int,
     residual: str,
     scale: str,
     sigma: float,
-    key: jax.Array | None,
+    key: Array | None,
 ) -> None:
     check_real("x", x)
     if x.ndim == 0:

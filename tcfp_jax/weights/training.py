@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -51,11 +52,11 @@ class Training:
         forgets it.
     """
 
-    rounding: jax.Array | None
-    amax: jax.Array
-    error: jax.Array | None
-    slot: jax.Array | None
-    sample: jax.Array | None
+    rounding: Array | None
+    amax: Array
+    error: Array | None
+    slot: Array | None
+    sample: Array | None
     weight: Weight = field(metadata=dict(static=True))
     shape: tuple[int, ...] = field(metadata=dict(static=True))
     dtype: DTypeLike = field(metadata=dict(static=True))
@@ -70,7 +71,7 @@ class Training:
             raise TypeError(f"{form} is no form of a stored parameter")
         return form
 
-    def next_rounding(self) -> jax.Array | None:
+    def next_rounding(self) -> Array | None:
         """Return `rounding` after one more rounding; the count restarts after 2**24."""
         if self.rounding is None:
             return None
@@ -78,7 +79,7 @@ class Training:
         following = jnp.where(count >= 2.0**WORD_BITS - 1, 0.0, count + 1)
         return jnp.concatenate([self.rounding[..., :2], following[..., None]], axis=-1)
 
-    def sampled(self, rows: Operand) -> jax.Array | None:
+    def sampled(self, rows: Operand) -> Array | None:
         """Return the sample of new codes, or None for a kernel without one."""
         return None if self.sample is None else sample_of_codes(rows)
 
@@ -87,7 +88,7 @@ serialize_with_flax(Training)
 
 
 @jax.jit
-def is_sound(training: Training, rows: Operand) -> jax.Array:
+def is_sound(training: Training, rows: Operand) -> Array:
     """Return whether codes are those that a rounding wrote; bool `[*stack]`.
 
     NaN is sound, because it shows anyway.
