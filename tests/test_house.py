@@ -248,7 +248,7 @@ def test_the_page_of_backends_lists_every_table():
         "`fp4_matmul`": fp4.IMPLEMENTATIONS,
         "`unpack_fp4`": unpacked.UNPACK_IMPLEMENTATIONS,
         "`ordered_rows`": fp4_mosaic.ROWS_IMPLEMENTATIONS,
-        "`quantize_nvfp4`": nvfp4_arrays.IMPLEMENTATIONS,
+        "`quantize_values` to NVFP4": nvfp4_arrays.IMPLEMENTATIONS,
         "`cast`": casting.IMPLEMENTATIONS,
     }
     page = (ROOT / "docs" / "backends.md").read_text().split("## ")[1]

@@ -5,13 +5,14 @@ which FP4 training multiplies.
 
 16 values share an E4M3 scale, and the tensor has a float32 scale.
 
-`quantization.quantize` defines the rounding, as for every cast. `nvfp4_kernel` has the
-same bits, and does all in one pass on NVIDIA GPUs. `observe` has them, too: it makes
-numbers in XLA, and divides nothing if it rounds to nearest.
+`quantization.quantize` defines the rounding, as for every cast, and makes the codes: a
+weight is packed once. Numbers are made in every step. `observe` has the same bits in
+XLA, and divides nothing if it rounds to nearest. `nvfp4_kernel` makes them in one pass
+on NVIDIA GPUs.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,11 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.tiled import Engine
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
+from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_kernel import Job, reject, run
-from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options, Place
+from tcfp_jax.formats.nvfp4_registers import LARGEST, SIDE, KeyWords, Kind, words_of
 from tcfp_jax.formats.nvfp4_triton import TRITON
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rotation import checked_signs, rotate, rotate_arrays
@@ -44,9 +46,9 @@ _MODES: dict[ScaleRule, ScaleMode] = {
     "four_over_six": "four_over_six",
     "fold_exact": "fold_exact",
 }
-_Maybe = jax.Array | None
-_LARGEST = 6.0  # E2M1's largest value
-_E2M1, _E4M3, _FLOAT32 = number("e2m1f"), number("e4m3fn"), number("float32")
+_E2M1 = number("e2m1f")
+_E4M3 = number("e4m3fn")
+_FLOAT32 = number("float32")
 
 
 class Nvfp4(NamedTuple):
@@ -89,17 +91,18 @@ def quantize_nvfp4(
     tile: Literal["vector", "square"] = "vector",
     amax: ArrayLike | None = None,
     signs: ArrayLike | None = None,
-    key: Key | None = None,
-    backend: Backend | None = None,
+    key: KeyWords | None = None,
 ) -> Nvfp4:
-    """Quantize `x` to codes and scales, rounded as `cast` to `nvfp4` rounds: one pass
-    on NVIDIA GPUs.
+    """Quantize `x` to codes and scales, rounded as `cast` to `nvfp4` rounds.
+
+    Use this to store an array in 4.5 bits a value that products and files read. Use
+    `cast` for the values alone, and `pack` for other datatypes.
 
     Args:
       x: `[..., k]`, real floats, k even.
       rule: how tiles find their scales, the `scalemode` of `cast` ("amax" is its
         "max").
-      tile: 16 values along the last axis, or squares of 16 x 16, which have no kernel.
+      tile: 16 values along the last axis, or squares of 16 x 16.
       amax: the largest magnitude of the tensor, float32 `[]`, if you know it; otherwise
         it is computed. Values above it saturate. If it is not finite, the outer scale
         is NaN, and so is every value.
@@ -109,7 +112,6 @@ def quantize_nvfp4(
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with the
         bits of each value's index. Its scales cover, so nothing is clipped and the
         expectation is x.
-      backend: None for the fastest one, or a name.
 
     Returns:
       Codes, scales and the outer scale. A tile with NaN has a NaN scale and zero codes;
@@ -120,151 +122,69 @@ def quantize_nvfp4(
       ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or
         tile, an amax that is not one magnitude, or signs that are not 16 of 1 and -1,
         or for squares.
-      NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)
     (215, [[448.0]], 0.002232)
     """
     array = jnp.asarray(x)
-    _check(array, rule, tile, signs, amax, key)
-    wide = None if amax is None else jnp.asarray(amax, jnp.float32)
+    check_choice("rule", rule, _MODES)
+    check_choice("tile", tile, _DATATYPES)
+    _check(array, tile, signs, amax, key)
     flips = None if signs is None else checked_signs(signs, SIDE)
-    place: Place = "squares" if tile == "square" else "last"
-    options = Options(
-        _MODES[rule],
-        "even" if key is None else "stochastic",
-        flips is not None,
-        place=place,
-    )
+    wide = None if amax is None else jnp.asarray(amax, jnp.float32)
+    modes = Modes("even" if key is None else "stochastic", _MODES[rule])
+    call = functools.partial(_encoded, _DATATYPES[tile], modes)
     # Tiles are cut, which explicit axes refuse.
-    call = functools.partial(_dispatched, (options, backend))
-    return with_automatic_axes(call, lambda _: PartitionSpec(), array, wide, flips, key)
+    return with_automatic_axes(call, lambda _: PartitionSpec(), array, flips, wide, key)
 
 
-def _by_mosaic(job: Job, *operands: Any) -> list[jax.Array]:
-    # Imported where it is used: a second that a program without this kernel need not
-    # pay, and needs jax 0.11.
-    from tcfp_jax.formats import nvfp4_mosaic
-
-    return nvfp4_mosaic.call(job, *operands)
-
-
-_MOSAIC = Engine(_by_mosaic, calls_back=True)
-
-
-def _by_kernel(
-    engine: Engine,
-    options: Options,
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _encoded(
+    datatype: DataType,
+    modes: Modes,
     x: jax.Array,
-    amax: _Maybe,
-    signs: _Maybe,
-    key: Key | None,
-) -> Nvfp4 | Nvfp4Values:
-    """Return the result by a kernel."""
-    if amax is not None:
-        found = float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
-    elif signs is None:
-        found = jnp.max(
-            scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF))
-        )
-    else:
-        unscaled = options.words(jnp.float32(1), signs, key)
-        (found,) = run(x, unscaled, options._replace(output="amax"), engine)
-    outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
-    first, *scales = run(x, options.words(outer, signs, key), options, engine)
-    outer = outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan)
-    return Nvfp4(first, scales[0], outer) if scales else Nvfp4Values(first, outer)
-
-
-def _by_xla(
-    options: Options, x: jax.Array, amax: _Maybe, signs: _Maybe, key: Key | None
-) -> Nvfp4 | Nvfp4Values:
-    """Return the result as the format library's cast computes it."""
-    if options.output == "bfloat16":
-        return observe(
-            x, {"last": -1, "first": 0, "squares": None}[options.place], key, signs
-        ).found
+    signs: jax.Array | None,
+    amax: jax.Array | None,
+    key: KeyWords | None,
+) -> Nvfp4:
+    """Return the parts of `quantization.quantize` in codes."""
     if signs is not None:
         x = rotate(x.astype(jnp.float32), SIDE, signs=signs)
-    datatype = _DATATYPES["square" if options.place == "squares" else "vector"]
-    modes = Modes(options.rounding, options.rule)
     random = None if key is None else bits_of(x.shape, *key)
-    given = (
-        None
-        if amax is None
-        else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
-    )
-    parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
-    layout = datatype.layout(x.shape)
-    assert (
-        datatype.scale is not None
-        and parts.scale is not None
-        and parts.outer is not None
-    )
+    top = None
+    if amax is not None:
+        top = float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
+    parts = quantize(float_bits.to_bits(x), datatype, modes, random, top)
+    outer = parts.outer
+    assert parts.scale is not None and outer is not None
     # The codes of a NaN tile mean nothing; the codes of a zero tile are only signs.
-    kept = jnp.where(
-        jnp.isnan(parts.scale),
-        0,
-        jnp.where(parts.scale * parts.outer < float_bits.TINY, 8, 15),
-    )
-    codes = layout.join(encode(parts.value, datatype.number) & kept.astype(jnp.uint32))  # type: ignore[arg-type]
-    scales = encode(parts.scale, datatype.scale.number).astype(jnp.uint8)
-    split = [
-        size
-        for axis, size in enumerate(layout.split_shape)
-        if axis not in layout.tile_axes
-    ]
-    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    return Nvfp4(
-        (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8),
-        lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).reshape(split),
-        (
-            parts.outer
-            if amax is None
-            else jnp.where(jnp.isfinite(amax), parts.outer, jnp.nan)
-        ),
-    )
-
-
-def _reject_mosaic(options: Options, x: jax.Array, *arrays: object) -> str | None:
-    return plan.reject(jnp.bfloat16) or reject(options, x)
-
-
-def _decline_triton(*call: object) -> str | None:
-    return lacks_fp8()
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "triton", functools.partial(_by_kernel, TRITON), reject, _decline_triton
-    ),
-    Implementation("mosaic", functools.partial(_by_kernel, _MOSAIC), _reject_mosaic),
-    Implementation("xla", _by_xla),
-)
-
-
-@shared
-def _dispatched(chosen: tuple[Options, Backend | None], *arrays: Any) -> Any:
-    options, backend = chosen
-    return dispatch("quantize_nvfp4", IMPLEMENTATIONS, backend, options, *arrays)
+    is_zero = parts.scale * outer < float_bits.TINY
+    kept = jnp.where(jnp.isnan(parts.scale), 0, jnp.where(is_zero, 8, 15))
+    layout = datatype.layout(x.shape)
+    codes = layout.join(encode(parts.value, _E2M1) & kept.astype(jnp.uint32))
+    pairs = codes.reshape(*x.shape[:-1], -1, 2)
+    packed = (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8)
+    scales = encode(parts.scale, _E4M3).astype(jnp.uint8)
+    scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
+    if amax is not None:
+        outer = jnp.where(jnp.isfinite(amax), outer, jnp.nan)
+    return Nvfp4(packed, lax.squeeze(scales, layout.tile_axes), outer)
 
 
 def _check(
     x: jax.Array,
-    rule: str,
     tile: str,
     signs: ArrayLike | None,
     amax: ArrayLike | None,
     key: object,
 ) -> None:
+    """Raise the errors of `quantize_nvfp4`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as"
             " x.astype(float32)"
         )
-    check_choice("rule", rule, _MODES)
-    check_choice("tile", tile, _DATATYPES)
     shape = list(x.shape)
     if x.ndim == 0 or x.shape[-1] % 2 or x.size == 0:
         raise ValueError(
@@ -276,28 +196,31 @@ def _check(
             f"signs rotate every 16 values of a vector, not x{shape} in tiles {tile!r};"
             " drop signs="
         )
-    side = shape[-2:] if tile == "square" else shape[-1:]
-    if len(side) < (2 if tile == "square" else 1) or min(side) < SIDE:
+    sides = 2 if tile == "square" else 1
+    if x.ndim < sides or min(shape[-sides:]) < SIDE:
         raise ValueError(
             f"x{shape} is smaller than one tile of {SIDE} ({tile!r}); pad it with zeros"
         )
     if amax is not None:
-        top = jnp.asarray(amax)
-        if top.shape or jnp.issubdtype(top.dtype, jnp.complexfloating):
-            has = f"shape {list(top.shape)} and dtype {top.dtype}"
-            raise ValueError(
-                f"amax has {has}, but the tensor has one real magnitude, []; pass a"
-                " scalar"
-            )
-        if not isinstance(top, jax.core.Tracer) and float(top) < 0:
-            raise ValueError(
-                f"amax={float(top)} is negative, and a magnitude is not; pass"
-                " jnp.max(jnp.abs(x))"
-            )
+        _check_amax(jnp.asarray(amax))
     if key is not None and not (isinstance(key, tuple) and len(key) == 2):
         raise TypeError(
             f"key is a {type(key).__name__}, not two words; make them by"
             " pallas_kernels.counter.keys(seed)"
+        )
+
+
+def _check_amax(amax: jax.Array) -> None:
+    """Raise a ValueError unless this is one magnitude, as far as it is known."""
+    if amax.shape or jnp.issubdtype(amax.dtype, jnp.complexfloating):
+        has = f"shape {list(amax.shape)} and dtype {amax.dtype}"
+        raise ValueError(
+            f"amax has {has}, but the tensor has one real magnitude, []; pass a scalar"
+        )
+    if not isinstance(amax, jax.core.Tracer) and float(amax) < 0:
+        raise ValueError(
+            f"amax={float(amax)} is negative, and a magnitude is not; pass"
+            " jnp.max(jnp.abs(x))"
         )
 
 
@@ -308,20 +231,19 @@ def _check(
 def quantize_values(
     x: jax.Array,
     axis: int | None,
-    key: Key | None = None,
-    signs: _Maybe = None,
+    key: KeyWords | None = None,
+    signs: jax.Array | None = None,
     *,
     backend: Backend | None = None,
 ) -> Nvfp4Values:
-    """Quantize `x` to numbers in blocks of 16 along an axis, or a matrix in squares of
-    16 x 16, with scales amax / 6.
+    """Quantize `x` to numbers in blocks of 16, with scales amax / 6.
 
-    A NaN or inf makes its block NaN, while a cast saturates inf: a gradient that
-    overflows must be seen.
+    Blocks run along an axis, or are squares of 16 x 16. A NaN or inf makes its block
+    NaN, while a cast saturates inf: a gradient that overflows must be seen.
 
     Args:
       x: bfloat16 or float32.
-      axis: the first or the last, or None for squares: the transpose of a matrix then
+      axis: the first or the last, or None for squares of a matrix: its transpose then
         has the same numbers.
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with
         scales that cover; without it values are rounded to nearest even. Squares take
@@ -339,15 +261,72 @@ def quantize_values(
     [(2, 32), (16, 20), (16, 32)]
     """
     x, axes = _filled(x, axis)
-    place: Place = "squares" if axis is None else "last" if axes[0] else "first"
-    options = Options(
-        "max",
-        "even" if key is None else "stochastic",
-        signs is not None,
-        "bfloat16",
-        place,
+    if axis is not None:
+        axis = -1 if axes == (x.ndim - 1,) else axes[0]
+    kind = Kind(axis, key is not None, signs is not None)
+    return _dispatched((kind, backend), x, signs, key)
+
+
+def _by_mosaic(job: Job, *operands: jax.Array) -> list[jax.Array]:
+    # Imported where it is used: a second that a program without this kernel need not
+    # pay, and needs jax 0.11.
+    from tcfp_jax.formats import nvfp4_mosaic
+
+    return nvfp4_mosaic.call(job, *operands)
+
+
+_MOSAIC = Engine(_by_mosaic, calls_back=True)
+
+
+def _by_kernel(
+    engine: Engine,
+    kind: Kind,
+    x: jax.Array,
+    signs: jax.Array | None,
+    key: KeyWords | None,
+) -> Nvfp4Values:
+    parts = [x]
+    if kind.rotated:
+        parts = _in_blocks(x, (kind.axis % x.ndim,), signs)
+    outer = _outer([scale_rules.finite_magnitude(_magnitudes(part)) for part in parts])
+    return Nvfp4Values(run(x, words_of(outer, signs, key), kind, engine), outer)
+
+
+def _by_xla(
+    kind: Kind, x: jax.Array, signs: jax.Array | None, key: KeyWords | None
+) -> Nvfp4Values:
+    return observe(x, kind.axis, key, signs).found
+
+
+def _reject_mosaic(kind: Kind, x: jax.Array, *arrays: object) -> str | None:
+    return plan.reject(jnp.bfloat16) or reject(kind, x)
+
+
+def _decline_triton(*call: object) -> str | None:
+    return lacks_fp8()
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        "triton", functools.partial(_by_kernel, TRITON), reject, _decline_triton
+    ),
+    Implementation("mosaic", functools.partial(_by_kernel, _MOSAIC), _reject_mosaic),
+    Implementation("xla", _by_xla),
+)
+
+
+@shared
+def _dispatched(
+    chosen: tuple[Kind, Backend | None],
+    x: jax.Array,
+    signs: jax.Array | None,
+    key: KeyWords | None,
+) -> Nvfp4Values:
+    kind, backend = chosen
+    made: Nvfp4Values = dispatch(
+        "quantize_values", IMPLEMENTATIONS, backend, kind, x, signs, key
     )
-    return _dispatched((options, backend), x, None, signs, key)
+    return made
 
 
 class _Observed(NamedTuple):
@@ -366,102 +345,127 @@ class _Observed(NamedTuple):
 
 
 def observe(
-    x: jax.Array, axis: int | None, key: Key | None = None, signs: _Maybe = None
+    x: jax.Array,
+    axis: int | None,
+    key: KeyWords | None = None,
+    signs: jax.Array | None = None,
 ) -> _Observed:
     """Return what `quantize_values` does to each value; XLA computes it."""
     assert axis is not None or key is None, "the random bits of squares are not defined"
     x, axes = _filled(x, axis)
-    shape, inner = x.shape, tuple(place + n + 1 for n, place in enumerate(axes))
-    blocks = functools.partial(_in_blocks, axes=axes, signs=signs)
+    inner = tuple(place + n + 1 for n, place in enumerate(axes))
     # Blocks are made twice, because a pass over x that makes them costs less than one
     # over the result.
-    bits = [
-        lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32)
-        for part in blocks(x)
-    ]
-    top = lambda part: jnp.max(part, axis=inner, keepdims=True)
-    largest_of = lambda parts: functools.reduce(jnp.maximum, map(top, parts))
-    amax = largest_of([scale_rules.finite_magnitude(part) for part in bits])
-    lost = largest_of(bits) >= float_bits.INFINITY
+    parts = [_magnitudes(part) for part in _in_blocks(x, axes, signs)]
+    amax = _largest([scale_rules.finite_magnitude(part) for part in parts], inner)
+    lost = _largest(parts, inner) >= float_bits.INFINITY
     # Without a barrier XLA finds the maximum of x in a pass of its own, and writes the
     # rotated array to memory.
     amax, lost, x = lax.optimization_barrier((amax, lost, x))
-    exact = jnp.concatenate(blocks(x), axis=inner[0]).astype(jnp.float32)
+    exact = jnp.concatenate(_in_blocks(x, axes, signs), axis=inner[0])
+    exact = exact.astype(jnp.float32)
     # Subnormals are zero, as casts read them: by integers, because XLA writes the
     # operands of `where` to memory.
-    magnitude = lax.bitcast_convert_type(jnp.abs(exact), jnp.int32)
+    magnitude = _magnitudes(exact)
     magnitude &= -jnp.minimum(magnitude >> float_bits.MANTISSA_BITS, 1)
-    outer = scale_rules.choose_outer(jnp.max(amax), _LARGEST, _E4M3, _FLOAT32, "max")
-    (scale,) = scale_rules.tile_scales(
-        amax, outer, _LARGEST, _E4M3, "max", key is not None
-    )
+    outer = _outer([amax])
+    covers = key is not None
+    (scale,) = scale_rules.tile_scales(amax, outer, LARGEST, _E4M3, "max", covers)
     product = scale * outer
     if key is None:
         # A divisor above every value rounds all of them to zero.
         divisor = jnp.where(product < float_bits.TINY, jnp.float32(2.0**120), product)
         units = nearest(lax.bitcast_convert_type(magnitude, jnp.float32), divisor)
     else:
-        divisor = lax.bitcast_convert_type(product, jnp.int32)
-        quotient = float_bits.divide_to_odd(
-            magnitude, divisor, float_bits.MANTISSA_BITS
-        )
         random = bits_of(exact.shape, *key, fastest=inner[0])
-        units = jnp.minimum(
-            float_bits.round_to_grid(quotient, _E2M1.grid, "stochastic", random),
-            _LARGEST,
-        )
+        units = _stochastic(magnitude, product, random)
     scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
     values = (jnp.copysign(units, exact) * scale).astype(jnp.bfloat16)
-    largest = jnp.broadcast_to(scale * _LARGEST, exact.shape)
-    found = Nvfp4Values(values.reshape(shape), outer.reshape(()))
-    return _Observed(exact.reshape(shape), found, largest.reshape(shape))
+    largest = jnp.broadcast_to(scale * LARGEST, exact.shape)
+    found = Nvfp4Values(values.reshape(x.shape), outer)
+    return _Observed(exact.reshape(x.shape), found, largest.reshape(x.shape))
 
 
 def nearest(m: jax.Array, f: jax.Array) -> jax.Array:
-    """Return the E2M1 number nearest to m / f, ties to even, at most 6, by comparisons
-    instead of a long division.
+    """Return the E2M1 number nearest to m / f, ties to even, at most 6.
 
-    A difference of two floats within a factor of two of each other is exact, and every
-    other difference has the right sign. So each comparison is right for the real
-    numbers.
+    Comparisons replace a long division. A difference of two floats within a factor of
+    two of each other is exact, and every other difference has the right sign. So each
+    comparison is right for the real numbers.
     """
-    one, two, four = m - f, m - 2 * f, m - 4 * f
-    step = lambda up, size: jnp.where(up, jnp.float32(size), 0)
-    units = (
-        step(m > 0.25 * f, 0.5)
-        + step(one >= -0.25 * f, 0.5)
-        + step(one > 0.25 * f, 0.5)
+    one = m - f
+    two = m - 2 * f
+    four = m - 4 * f
+    steps = [  # >= if a tie goes up to the even code
+        (m > 0.25 * f, 0.5),  # 0.0 to 0.5
+        (one >= -0.25 * f, 0.5),  # 0.5 to 1.0
+        (one > 0.25 * f, 0.5),  # 1.0 to 1.5
+        (two >= -0.25 * f, 0.5),  # 1.5 to 2.0
+        (two > 0.5 * f, 1.0),  # 2.0 to 3.0
+        (four >= -0.5 * f, 1.0),  # 3.0 to 4.0
+        (four > f, 2.0),  # 4.0 to 6.0
+    ]
+    return sum(jnp.where(above, jnp.float32(size), 0) for above, size in steps)
+
+
+def _stochastic(
+    magnitude: jax.Array, divisor: jax.Array, random: jax.Array
+) -> jax.Array:
+    """Return the E2M1 numbers next to magnitude / divisor that random bits choose."""
+    quotient = float_bits.divide_to_odd(
+        magnitude,
+        lax.bitcast_convert_type(divisor, jnp.int32),
+        float_bits.MANTISSA_BITS,
     )
-    units += step(two >= -0.25 * f, 0.5) + step(two > 0.5 * f, 1)
-    return units + step(four >= -0.5 * f, 1) + step(four > f, 2)
+    units = float_bits.round_to_grid(quotient, _E2M1.grid, "stochastic", random)
+    return jnp.minimum(units, LARGEST)
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    """Return the bits of magnitudes in float32."""
+    return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+
+
+def _largest(parts: list[jax.Array], axes: tuple[int, ...]) -> jax.Array:
+    tops = [jnp.max(part, axis=axes, keepdims=True) for part in parts]
+    return functools.reduce(jnp.maximum, tops)
+
+
+def _outer(parts: list[jax.Array]) -> jax.Array:
+    """Return the scale of a tensor from the bits of magnitudes, none infinite."""
+    amax = jnp.max(functools.reduce(jnp.maximum, parts))
+    return scale_rules.choose_outer(amax, LARGEST, _E4M3, _FLOAT32, "max")
 
 
 def _filled(x: jax.Array, axis: int | None) -> tuple[jax.Array, tuple[int, ...]]:
     """Return x filled with zeros up to whole blocks, and the axes of a block."""
     axes = tuple(range(x.ndim)) if axis is None else (axis % x.ndim,)
-    short = [(0, -size % SIDE if i in axes else 0) for i, size in enumerate(x.shape)]
-    return (jnp.pad(x, short) if any(fill for _, fill in short) else x), axes
+    fill = [(0, 0)] * x.ndim
+    for place in axes:
+        fill[place] = (0, -x.shape[place] % SIDE)
+    if any(size for _, size in fill):
+        x = jnp.pad(x, fill)
+    return x, axes
 
 
 def _in_blocks(
     x: jax.Array, axes: tuple[int, ...], signs: jax.Array | None
 ) -> list[jax.Array]:
-    """Return x with two axes, `[blocks, 16]`, instead of each axis of a block: whole,
-    or rotated and row by row.
+    """Return x with two axes, `[blocks, 16]`, instead of each axis of a block.
+
+    It is whole, or rotated and row by row.
     """
-    shape = [
-        part
-        for i, size in enumerate(x.shape)
-        for part in ((size // SIDE, SIDE) if i in axes else (size,))
-    ]
+    shape: list[int] = []
+    for axis, size in enumerate(x.shape):
+        shape += [size // SIDE, SIDE] if axis in axes else [size]
     whole = x.reshape(shape)
     if signs is None:
         return [whole]
     assert axes == (0,), "the rows of a block are rotated, not its columns"
     # Row by row: XLA would write the rotated array to memory before it finds its
     # maxima.
-    rows = [
-        lax.slice_in_dim(whole, i, i + 1, axis=1).astype(jnp.float32)
-        for i in range(SIDE)
-    ]
+    rows = []
+    for i in range(SIDE):
+        row = lax.slice_in_dim(whole, i, i + 1, axis=1)
+        rows.append(row.astype(jnp.float32))
     return rotate_arrays(rows, list(signs))

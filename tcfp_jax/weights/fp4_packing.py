@@ -98,7 +98,7 @@ def _matrix(scaling: Fp4, w: Array) -> Operand:
         and scaling.tile == "vector"
         and scaling.rule != "one_level"
     ):
-        found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
+        found = quantize_nvfp4(w, rule=scaling.rule)
         return Operand(
             found.codes[:, : k // 2],
             found.scales,

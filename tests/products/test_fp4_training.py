@@ -93,9 +93,8 @@ def test_products_are_those_of_the_format_librarys_values(how):
 
 
 def test_rotations_cancel_where_nothing_is_rounded(monkeypatch):
-    axes = {"last": -1, "first": 0, "squares": None}
-    seen = lambda chosen, x, _, signs, key: nvfp4_arrays.observe(
-        x, axes[chosen[0].place], key, signs
+    seen = lambda chosen, x, signs, key: nvfp4_arrays.observe(
+        x, chosen[0].axis, key, signs
     )
     monkeypatch.setattr(
         nvfp4_arrays,
