@@ -12,7 +12,7 @@ on NVIDIA GPUs.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.nvfp4_kernel import Job, reject, run
+from tcfp_jax.formats.nvfp4_kernel import Job, Shape, reject, run
 from tcfp_jax.formats.nvfp4_registers import LARGEST, SIDE, KeyWords, Kind, words_of
 from tcfp_jax.formats.nvfp4_triton import TRITON
 from tcfp_jax.formats.quantization import quantize
@@ -46,6 +46,7 @@ _MODES: dict[ScaleRule, ScaleMode] = {
     "four_over_six": "four_over_six",
     "fold_exact": "fold_exact",
 }
+_Maybe: TypeAlias = jax.Array | None
 _E2M1 = number("e2m1f")
 _E4M3 = number("e4m3fn")
 _FLOAT32 = number("float32")
@@ -144,8 +145,8 @@ def _encoded(
     datatype: DataType,
     modes: Modes,
     x: jax.Array,
-    signs: jax.Array | None,
-    amax: jax.Array | None,
+    signs: _Maybe,
+    amax: _Maybe,
     key: KeyWords | None,
 ) -> Nvfp4:
     """Return the parts of `quantization.quantize` in codes."""
@@ -232,7 +233,7 @@ def quantize_values(
     x: jax.Array,
     axis: int | None,
     key: KeyWords | None = None,
-    signs: jax.Array | None = None,
+    signs: _Maybe = None,
     *,
     backend: Backend | None = None,
 ) -> Nvfp4Values:
@@ -267,12 +268,12 @@ def quantize_values(
     return _dispatched((kind, backend), x, signs, key)
 
 
-def _by_mosaic(job: Job, *operands: jax.Array) -> list[jax.Array]:
+def _by_mosaic(job: Job, own: Shape, *operands: jax.Array) -> list[jax.Array]:
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.
     from tcfp_jax.formats import nvfp4_mosaic
 
-    return nvfp4_mosaic.call(job, *operands)
+    return nvfp4_mosaic.call(job, own, *operands)
 
 
 _MOSAIC = Engine(_by_mosaic, calls_back=True)
@@ -282,18 +283,17 @@ def _by_kernel(
     engine: Engine,
     kind: Kind,
     x: jax.Array,
-    signs: jax.Array | None,
+    signs: _Maybe,
     key: KeyWords | None,
 ) -> Nvfp4Values:
-    parts = [x]
-    if kind.rotated:
-        parts = _in_blocks(x, (kind.axis % x.ndim,), signs)
+    # The maximum of rotated values is a pass of its own, which writes nothing.
+    parts = [x] if signs is None else _in_blocks(x, (0,), signs)
     outer = _outer([scale_rules.finite_magnitude(_magnitudes(part)) for part in parts])
     return Nvfp4Values(run(x, words_of(outer, signs, key), kind, engine), outer)
 
 
 def _by_xla(
-    kind: Kind, x: jax.Array, signs: jax.Array | None, key: KeyWords | None
+    kind: Kind, x: jax.Array, signs: _Maybe, key: KeyWords | None
 ) -> Nvfp4Values:
     return observe(x, kind.axis, key, signs).found
 
@@ -319,7 +319,7 @@ IMPLEMENTATIONS = (
 def _dispatched(
     chosen: tuple[Kind, Backend | None],
     x: jax.Array,
-    signs: jax.Array | None,
+    signs: _Maybe,
     key: KeyWords | None,
 ) -> Nvfp4Values:
     kind, backend = chosen
@@ -348,12 +348,12 @@ def observe(
     x: jax.Array,
     axis: int | None,
     key: KeyWords | None = None,
-    signs: jax.Array | None = None,
+    signs: _Maybe = None,
 ) -> _Observed:
     """Return what `quantize_values` does to each value; XLA computes it."""
     assert axis is not None or key is None, "the random bits of squares are not defined"
     x, axes = _filled(x, axis)
-    inner = tuple(place + n + 1 for n, place in enumerate(axes))
+    inner = tuple(place + i + 1 for i, place in enumerate(axes))
     # Blocks are made twice, because a pass over x that makes them costs less than one
     # over the result.
     parts = [_magnitudes(part) for part in _in_blocks(x, axes, signs)]
@@ -405,7 +405,10 @@ def nearest(m: jax.Array, f: jax.Array) -> jax.Array:
         (four >= -0.5 * f, 1.0),  # 3.0 to 4.0
         (four > f, 2.0),  # 4.0 to 6.0
     ]
-    return sum(jnp.where(above, jnp.float32(size), 0) for above, size in steps)
+    units = jnp.zeros_like(one)
+    for above, size in steps:
+        units += jnp.where(above, jnp.float32(size), 0)
+    return units
 
 
 def _stochastic(
@@ -448,9 +451,7 @@ def _filled(x: jax.Array, axis: int | None) -> tuple[jax.Array, tuple[int, ...]]
     return x, axes
 
 
-def _in_blocks(
-    x: jax.Array, axes: tuple[int, ...], signs: jax.Array | None
-) -> list[jax.Array]:
+def _in_blocks(x: jax.Array, axes: tuple[int, ...], signs: _Maybe) -> list[jax.Array]:
     """Return x with two axes, `[blocks, 16]`, instead of each axis of a block.
 
     It is whole, or rotated and row by row.

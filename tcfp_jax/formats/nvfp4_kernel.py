@@ -12,6 +12,7 @@ bits of a value depend on it.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -63,19 +64,17 @@ def reject(kind: Kind, x: jax.Array, *arrays: object) -> str | None:
 
     It takes whole blocks, in groups of 128.
     """
+    shape = list(x.shape)
     if kind.axis is None:
         return 'squares have no kernel; use backend="xla"'
+    if kind.axis != -1 and x.ndim != 2:
+        return f'x{shape} has blocks within an axis; use backend="xla"'
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         return f'x is {x.dtype}, not bfloat16 or float32; use backend="xla"'
-    if kind.axis == -1:
-        count = x.size // SIDE
-    elif kind.axis == 0 and x.ndim == 2:
-        count = x.shape[1]
-    else:
-        return f'x{list(x.shape)} has blocks within an axis; use backend="xla"'
+    count = x.size // SIDE if kind.axis == -1 else x.shape[1]
     if x.size == 0 or x.shape[kind.axis] % SIDE or count % BLOCKS:
         return (
-            f"x{list(x.shape)} has not whole tiles of {SIDE} in groups of {BLOCKS}; use"
+            f"x{shape} has not whole tiles of {SIDE} in groups of {BLOCKS}; use"
             ' backend="xla" or pad'
         )
     return None
@@ -90,7 +89,7 @@ def run(x: jax.Array, words: jax.Array, kind: Kind, engine: Engine) -> jax.Array
         blocks = x.reshape(-1, SIDE, x.shape[1])
         shape = blocks.shape[::2]
     job = Job(kind, shape, engine)
-    local = functools.partial(_local, job)
+    local: Callable[..., jax.Array] = functools.partial(_local, job)
     if not engine.calls_back_here():
         axes = "abcdefghijklmnop"[: len(shape)]
         of_blocks = " ".join([*axes, "t"]) if job.along else "a t b"
@@ -122,11 +121,15 @@ def _local(
 
 
 def _by_arrays(
-    job: Job, own: Shape, words: jax.Array, blocks: jax.Array, *starts: jax.Array
+    job: Job,
+    own: Shape,
+    words: jax.Array,
+    blocks: jax.Array,
+    *starts: jax.Array,
 ) -> jax.Array:
     """Return the same without a kernel, for a part that is not made of whole groups."""
     axis = -1 if job.along else 1
-    values = [lax.index_in_dim(blocks, i, axis, keepdims=False) for i in range(SIDE)]
+    values = list(jnp.moveaxis(blocks, axis, 0))
     places = lax.iota(jnp.uint32, math.prod(own)).reshape(own)
     first = first_values(job, own, places, *starts)
     return jnp.stack(numbers(job.kind, words, values, first), axis)

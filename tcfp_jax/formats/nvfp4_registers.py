@@ -27,16 +27,23 @@ from jax import lax
 from pallas_kernels.arithmetic import Instruct
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
-from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, SIGN, TINY
+from tcfp_jax.formats.float_bits import (
+    INFINITY,
+    MANTISSA_BITS,
+    SIGN,
+    TINY,
+    from_bits,
+    to_bits,
+)
 from tcfp_jax.formats.rotation import rotate_arrays
 from tcfp_jax.formats.scale_rules import NEGLIGIBLE
 
 SIDE = 16  # values of a block
 LARGEST = 6.0  # E2M1's largest value
 _LARGEST_SCALE = 0x7E  # E4M3's largest code
-# Words of a call: floats from the first one on, then the key, then signs.
-_KEY = 14
-_SIGNS = 16
+# Words of a call: floats from the first one on, then signs, then the key.
+_SIGNS = 14
+_KEY = _SIGNS + SIDE
 
 KeyWords: TypeAlias = tuple[jax.Array, jax.Array]
 Arrays: TypeAlias = list[jax.Array]
@@ -72,14 +79,6 @@ _E2M1 = _Number(22, 126)
 _E4M3 = _Number(20, 120)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _floats(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 class _Portable:
     """Elementary operations under flushed subnormals, as XLA has them on CPUs.
 
@@ -95,7 +94,7 @@ class _Portable:
 
     def flushed(self, x: jax.Array) -> jax.Array:
         """Return x with +0 for subnormals and zeros."""
-        return float_bits.flushed(_bits(x))
+        return float_bits.flushed(to_bits(x))
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
         """Return 1 / x, approximately; meaningless for zero."""
@@ -109,7 +108,12 @@ class _Portable:
         """Return the float32 value of a code at its place in `bits`."""
         return float_bits.scale_down(bits, jnp.int32(-number.moved))
 
-    def quotient(self, x: jax.Array, inverse: jax.Array, number: _Number) -> jax.Array:
+    def quotient(
+        self,
+        x: jax.Array,
+        inverse: jax.Array,
+        number: _Number,
+    ) -> jax.Array:
         """Return the approximate bits of x * inverse with exponents moved down.
 
         They include subnormals, and mean nothing for inf and NaN.
@@ -117,24 +121,31 @@ class _Portable:
         return float_bits.scale_up(x * inverse, jnp.int32(-number.moved))
 
     def rest(
-        self, x: jax.Array, bits: jax.Array, divisor: jax.Array, number: _Number
+        self,
+        x: jax.Array,
+        bits: jax.Array,
+        divisor: jax.Array,
+        number: _Number,
     ) -> jax.Array:
         """Return a float with the sign of x - value * divisor.
 
         `bits` are those of the value with its exponent moved down, of five digits.
         """
         value = self.widen(bits, number)
-        high = _floats(_bits(divisor) & jnp.int32(-(1 << 12)))
+        high = from_bits(to_bits(divisor) & jnp.int32(-(1 << 12)))
         low = divisor - high
         return (x - value * high) - value * low
 
     def divide_to_odd(
-        self, a: jax.Array, b: jax.Array, inverse: jax.Array
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        inverse: jax.Array,
     ) -> jax.Array:
         """Return `float_bits.divide_to_odd` with 23 digits, for floats a >= 0 and
         b > 0.
         """
-        return float_bits.divide_to_odd(_bits(a), _bits(b), MANTISSA_BITS)
+        return float_bits.divide_to_odd(to_bits(a), to_bits(b), MANTISSA_BITS)
 
 
 class _Device(_Portable):
@@ -156,25 +167,37 @@ class _Device(_Portable):
 
     def ceil(self, x: jax.Array) -> jax.Array:
         text = "{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }"
-        return _bits(self.run(text, x))
+        return to_bits(self.run(text, x))
 
     def widen(self, bits: jax.Array, number: _Number) -> jax.Array:
         power = (127 + number.moved) << MANTISSA_BITS
-        return self.run(f"mul.rn.f32 $0, $1, 0f{power:08X};", _floats(bits))
+        return self.run(f"mul.rn.f32 $0, $1, 0f{power:08X};", from_bits(bits))
 
-    def quotient(self, x: jax.Array, inverse: jax.Array, number: _Number) -> jax.Array:
+    def quotient(
+        self,
+        x: jax.Array,
+        inverse: jax.Array,
+        number: _Number,
+    ) -> jax.Array:
         down = inverse * jnp.float32(2.0**-number.moved)
-        return _bits(self.run("mul.rn.f32 $0, $1, $2;", x, down))
+        return to_bits(self.run("mul.rn.f32 $0, $1, $2;", x, down))
 
     def rest(
-        self, x: jax.Array, bits: jax.Array, divisor: jax.Array, number: _Number
+        self,
+        x: jax.Array,
+        bits: jax.Array,
+        divisor: jax.Array,
+        number: _Number,
     ) -> jax.Array:
         # A scale of 2**-9 and its like, times 2**126, are float32.
         up = divisor * jnp.float32(2.0**number.moved)
-        return self._fused_rest(x, _floats(bits), up)
+        return self._fused_rest(x, from_bits(bits), up)
 
     def divide_to_odd(
-        self, a: jax.Array, b: jax.Array, inverse: jax.Array
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        inverse: jax.Array,
     ) -> jax.Array:
         # From a quotient with an error below its last digit, and the sign of the
         # remainder.
@@ -184,8 +207,8 @@ class _Device(_Portable):
         )
         quotient = self.run(text, a, b, inverse)
         rest = self._fused_rest(a, b, quotient)
-        below = _bits(quotient) + (_bits(rest) >> 31)
-        return _floats(below | (rest != 0).astype(jnp.int32))
+        below = to_bits(quotient) + (to_bits(rest) >> 31)
+        return from_bits(below | (rest != 0).astype(jnp.int32))
 
     def _fused_rest(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return x - a * b; the sign of a fused operation is exact."""
@@ -198,29 +221,28 @@ class _Device(_Portable):
 
 
 def words_of(
-    outer: jax.Array, signs: jax.Array | None, key: KeyWords | None
+    outer: jax.Array,
+    signs: jax.Array | None,
+    key: KeyWords | None,
 ) -> jax.Array:
-    """Return the scalars of a call as uint32 `[16]`, or `[32]` with signs.
+    """Return the scalars of a call as uint32 `[32]`.
 
-    They begin with floats: the lifted scale of the tensor, the lift, the least product
-    of it with another scale, and the divisor of amax that gives a scale, with its
+    They begin with the lifted scale of the tensor, the lift, the least product of that
+    scale and another one, and the divisor of amax that gives a scale, with its
     reciprocal.
     """
     # The lift brings the scale of the tensor into the binade of 2**-9; it is 1 for a
     # tensor of zeros.
-    exponent = (_bits(outer) >> MANTISSA_BITS) - 127
+    exponent = (to_bits(outer) >> MANTISSA_BITS) - 127
     lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
     divisor = outer * jnp.float32(LARGEST) * lift
     inverse = 1 / jnp.where(divisor == 0, 1.0, divisor)
     floats = jnp.stack([outer * lift, lift, TINY * lift, divisor, inverse])
-    floats = jnp.pad(floats, (0, _KEY - floats.size))
-    words = [
-        lax.bitcast_convert_type(floats, jnp.uint32),
-        jnp.stack(keys(0) if key is None else key),
-    ]
-    if signs is not None:
-        words.append(lax.bitcast_convert_type(signs.astype(jnp.float32), jnp.uint32))
-    return jnp.concatenate(words)
+    floats = jnp.pad(floats, (0, _SIGNS - floats.size))
+    turn = jnp.ones(SIDE, jnp.float32) if signs is None else signs
+    floats = jnp.concatenate([floats, turn.astype(jnp.float32)])
+    words = lax.bitcast_convert_type(floats, jnp.uint32)
+    return jnp.concatenate([words, jnp.stack(key or keys(0))])
 
 
 def numbers(
@@ -243,14 +265,14 @@ def numbers(
       Codes times scales. A block with inf or NaN is NaN.
     """
     do = _Portable() if instruct is None else _Device(instruct)
-    outer, lift, tiny, divisor, inverse = [_floats(words[at]) for at in range(5)]
+    outer, lift, tiny, divisor, inverse = [from_bits(words[at]) for at in range(5)]
     x = [value.astype(jnp.float32) for value in x]
     if kind.rotated:
-        signs = [_floats(words[_SIGNS + at]) for at in range(SIDE)]
+        signs = [from_bits(words[_SIGNS + at]) for at in range(SIDE)]
         x = rotate_arrays(x, signs, do.flushed)
     lifted = [do.multiply(jnp.abs(value), lift) for value in x]
-    largest = functools.reduce(jnp.maximum, [_bits(value) for value in lifted])
-    amax = _floats(largest)
+    largest = functools.reduce(jnp.maximum, [to_bits(value) for value in lifted])
+    amax = from_bits(largest)
     round_scale = _covering_code if kind.stochastic else _nearest_code
     code = round_scale(do, amax, divisor, inverse, _E4M3)
     code = jnp.clip(code, 1, _LARGEST_SCALE)
@@ -260,12 +282,17 @@ def numbers(
     product = do.multiply(scale, outer)
     product = jnp.where(product < tiny, jnp.float32(0), product)
     # If the product is zero, codes mean nothing.
-    if kind.stochastic:
-        key = (words[_KEY], words[_KEY + 1])
-        codes = _stochastic_codes(do, lifted, product, key, first)
-    else:
-        inverse = do.reciprocal(product)
-        codes = [_nearest_code(do, value, product, inverse, _E2M1) for value in lifted]
+    inverse = do.reciprocal(product)
+    # The indices in a block differ in their last four bits only.
+    begun = begin(first ^ words[_KEY])
+    codes = []
+    for at, value in enumerate(lifted):
+        if kind.stochastic:
+            random = finish(begun ^ jnp.uint32(at), words[_KEY + 1])
+            units = do.divide_to_odd(value, product, inverse)
+            codes.append(_stochastic_code(do, units, random))
+        else:
+            codes.append(_nearest_code(do, value, product, inverse, _E2M1))
     scale = jnp.where(product > 0, scale, jnp.float32(0))
     scale = jnp.where(largest >= INFINITY, jnp.float32(jnp.nan), scale)
     found = []
@@ -273,8 +300,8 @@ def numbers(
         # As unsigned, because the code of a NaN may be negative.
         code = jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32)
         number = do.widen(code << _E2M1.place, _E2M1) * scale
-        sign = _bits(value) & jnp.int32(SIGN)
-        found.append(_floats(_bits(number) | sign).astype(jnp.bfloat16))
+        sign = to_bits(value) & jnp.int32(SIGN)
+        found.append(from_bits(to_bits(number) | sign).astype(jnp.bfloat16))
     return found
 
 
@@ -291,7 +318,7 @@ def _nearest_code(
     """
     below = do.quotient(x, inverse, number) >> number.place
     middle = (below << number.place) | jnp.int32(1 << (number.place - 1))
-    rest = _bits(do.rest(x, middle, divisor, number))
+    rest = to_bits(do.rest(x, middle, divisor, number))
     # Round up if rest + (1 for an odd code) > 0: a rest of +0 is the middle itself,
     # where odd codes go up.
     return below + lax.shift_right_logical(-rest - (below & 1), jnp.int32(31))
@@ -314,34 +341,15 @@ def _covering_code(
     return code + (rest > 0).astype(jnp.int32)
 
 
-def _stochastic_codes(
-    do: _Portable,
-    x: Arrays,
-    divisor: jax.Array,
-    key: KeyWords,
-    first: jax.Array,
-) -> Arrays:
-    """Return the E2M1 codes of x / divisor, rounded by `counter.random_bits`."""
-    inverse = do.reciprocal(divisor)
-    # The indices in a block differ in their last four bits only.
-    begun = begin(first ^ key[0])
-    codes = []
-    for at, value in enumerate(x):
-        units = do.divide_to_odd(value, divisor, inverse)
-        random = finish(begun ^ jnp.uint32(at), key[1])
-        codes.append(_stochastic_code(do, units, random))
-    return codes
-
-
 def _stochastic_code(do: _Portable, units: jax.Array, random: jax.Array) -> jax.Array:
     """Return the codes of E2M1's `float_bits.round_to_grid`, "stochastic".
 
-    Round up if a random k of 24 bits is below the 24 bits behind the code, so if these
-    and 2**24 - 1 - k carry.
+    The random bits are those of `counter.random_bits`. Round up if a random k of 24
+    bits is below the 24 bits behind the code, so if these and 2**24 - 1 - k carry.
     """
     # As integers, of which a GPU's NaN from an infinity is the largest, too.
-    bits = jnp.minimum(_bits(units), np.float32(LARGEST).view(np.int32))
-    capped = _floats(bits)
+    bits = jnp.minimum(to_bits(units), np.float32(LARGEST).view(np.int32))
+    capped = from_bits(bits)
     # Above 1 the bits of a float are the code and the bits behind it; below 1 the steps
     # are halves.
     above = (bits - (126 << MANTISSA_BITS)) << 2
