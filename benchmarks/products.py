@@ -119,7 +119,7 @@ class Form:
         out_dtype, skips = jnp.dtype(self.out_dtype), self.residual_blocks == "nonzero"
         if config is not None:
             w = w if skips else dataclasses.replace(w, lo_scale=None)
-            return mosaic.matmul(self._options, x, w, None, config=config)
+            return mosaic.KERNEL.run(self._options, x, w, None, config=config)
         if skips:
             return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
         return matmul(

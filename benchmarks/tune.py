@@ -338,9 +338,7 @@ def _grouped_case(
         return operand(0, sides[0]), operand(1, sides[1]), jnp.asarray(sizes)
 
     drawn = jax.eval_shape(operands)
-    multiply: Any = (
-        mosaic.grouped_weight_gradient if part == "wgrad" else mosaic.grouped_matmul
-    )
+    multiply: Any = (mosaic.GRADIENT if part == "wgrad" else mosaic.KERNEL).run
     ways: list[Named] = [
         ("mosaic", jax.jit(functools.partial(multiply, options, config=config)), config)
         for config in _grouped_configs(

@@ -125,6 +125,13 @@ def scale_and_inverse(
     return of_values, jnp.where(finite, multiplier, nan)
 
 
+def find_scale(
+    x: Array, dtype: DTypeLike, scale: str, axis: int | tuple[int, ...] | None = None
+) -> tuple[Array, Array]:
+    """Return `scale_and_inverse` for the magnitudes of x over `axis` (None: all)."""
+    return scale_and_inverse(amax(x, axis), dtype, scale)
+
+
 def flush_subnormal(x: Array) -> Array:
     """Return float32 `x` with its subnormals set to zero of their sign."""
     # Not times 0: if a program has an array of zeros of this shape (a backward pass

@@ -289,7 +289,8 @@ def check_quantizer(
         orientation is unknown.
     """
     check_real(name, x)
-    check_choice("orientation", options.orientation, ("rows", "both"))
+    if options.orientation not in ("rows", "both"):
+        check_choice("orientation", options.orientation, ("rows", "both"))
     scaling = options.scaling
     if not isinstance(scaling, Tensor):
         if amax is not None:

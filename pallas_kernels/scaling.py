@@ -126,7 +126,7 @@ class Tensor(_Float32):
         Both are NaN if max |x| is not finite.
         """
         if amax is None:
-            amax = numerics.amax(x)
+            return numerics.find_scale(x, dtype, self.scale)
         return numerics.scale_and_inverse(amax, dtype, self.scale)
 
     def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
@@ -167,8 +167,7 @@ class Row(_Float32):
     ) -> tuple[Array, Array]:
         """Return (scales of float32 x's rows, their inverses, shaped to multiply x)."""
         assert amax is None, "check_quantizer refuses an amax of rows"
-        of_rows = numerics.amax(x, axis=-1)
-        scale, inverse = numerics.scale_and_inverse(of_rows, dtype, self.scale)
+        scale, inverse = numerics.find_scale(x, dtype, self.scale, -1)
         return scale, inverse[..., None]
 
     def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:

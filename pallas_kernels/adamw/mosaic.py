@@ -1,17 +1,19 @@
 """The AdamW step on Hopper: the choice of the kernel in `mosaic_kernel.py`."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
-from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.adamw.reference import Options, Step
+from pallas_kernels.dispatch import Implementation, device_kind
 from pallas_kernels.hopper import plan
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.specs import device_count
 
 
-def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
+def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     reason = plan.reject(jnp.bfloat16)
     if reason is not None:
@@ -34,18 +36,13 @@ def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None
     return None
 
 
-def adamw(
-    options: Options,
-    g: Array,
-    hi: Array,
-    lo: Array,
-    state: Moments,
-    rates: Rates,
-    key: Array,
-) -> Step:
+def _adamw(options: Options, *operands: Any) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.
     from pallas_kernels.adamw import mosaic_kernel
 
-    return launch(mosaic_kernel.call, options, g, hi, lo, state, rates, key)
+    return launch(mosaic_kernel.call, options, *operands)
+
+
+KERNEL = Implementation("mosaic", _adamw, _reject)

@@ -1,14 +1,16 @@
 """The AdamW step in Pallas-Triton: the choice of the kernel in `triton_kernel.py`."""
 
+from typing import Any
+
 from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
-from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
-from pallas_kernels.dispatch import lacks_fp8
+from pallas_kernels.adamw.reference import Options, Step
+from pallas_kernels.dispatch import Implementation, lacks_fp8
 from pallas_kernels.moments import BLOCK
 
 
-def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
+def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     k, n = hi.shape
     if k % ROWS or n % BLOCK:
@@ -19,7 +21,7 @@ def reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None
     return None
 
 
-def decline(*arguments: object) -> str | None:
+def _decline(*arguments: object) -> str | None:
     """Return the reason why this kernel is not the first choice here, or None.
 
     No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take
@@ -28,18 +30,13 @@ def decline(*arguments: object) -> str | None:
     return lacks_fp8()
 
 
-def adamw(
-    options: Options,
-    g: Array,
-    hi: Array,
-    lo: Array,
-    state: Moments,
-    rates: Rates,
-    key: Array,
-) -> Step:
+def _adamw(options: Options, *operands: Any) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: half a second that a program without kernels need not
     # pay.
     from pallas_kernels.adamw import triton_kernel
 
-    return launch(triton_kernel.call, options, g, hi, lo, state, rates, key)
+    return launch(triton_kernel.call, options, *operands)
+
+
+KERNEL = Implementation("triton", _adamw, _reject, _decline)

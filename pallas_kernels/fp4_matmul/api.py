@@ -19,9 +19,7 @@ from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
 
 IMPLEMENTATIONS = (
-    Implementation(
-        "mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure
-    ),
+    mosaic.KERNEL,
     Implementation("xla", unpacked.fp4_matmul, key=reference.key),
 )
 

@@ -91,7 +91,7 @@ def limits(activation: Activation) -> _Limits:
     raise KeyError(f"tuned.json has no limits for {activation}")
 
 
-def reject(options: Options, x: Array, w: Operand) -> str | None:
+def _reject(options: Options, x: Array, w: Operand) -> str | None:
     """Return why this kernel cannot multiply these operands here, or None."""
     reason = plan.reject(options.out_dtype)
     if reason is not None:
@@ -243,7 +243,7 @@ def _rounding(
 # --------------------------------------------------------------------------------------
 
 
-def fp4_matmul(
+def _fp4_matmul(
     options: Options, x: Array, w: Operand, *, config: "Config | None" = None
 ) -> Array:
     """Return the product, see `api.fp4_matmul`.
@@ -271,6 +271,9 @@ def fp4_matmul(
     # A row's scale is found from all of it, so rows are rounded before devices have
     # parts of them.
     return on_each_device(on_device, options, quantize_rows(x), w, table)
+
+
+KERNEL = Implementation("mosaic", _fp4_matmul, _reject, configure=configure)
 
 
 def _padded(m: int, config: "Config") -> int:
@@ -380,6 +383,6 @@ def _in_order(rows: int, x: Operand, outer: Array) -> tuple[Array, Array]:
 
 # Both round rows and order them.
 ROWS_IMPLEMENTATIONS = (
-    Implementation("triton", triton.ordered_rows, triton.reject_rows),
+    triton.ROWS,
     Implementation("xla", _round_and_order),
 )

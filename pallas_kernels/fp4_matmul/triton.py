@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
+from pallas_kernels.dispatch import Implementation, lacks_fp8
 from pallas_kernels.fp4_matmul import reference
 from pallas_kernels.fp4_matmul.devices import blocks_of, scale_letters
 from pallas_kernels.fp4_matmul.reference import scaling_of
@@ -36,7 +37,7 @@ _BLOCK_BYTES = 8  # codes of a block
 # --------------------------------------------------------------------------------------
 
 
-def reject_weight(turned: bool, w: Operand) -> str | None:
+def _reject_weight(turned: bool, w: Operand) -> str | None:
     """Return the reason why the kernel cannot unpack this weight, or None."""
     n, k = w.shape
     whole = n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
@@ -48,7 +49,7 @@ def reject_weight(turned: bool, w: Operand) -> str | None:
     )
 
 
-def unpack(turned: bool, w: Operand) -> Array:
+def _unpack(turned: bool, w: Operand) -> Array:
     """Return `reference.unpack(turned, w)`.
 
     Each device unpacks its part, by XLA if the kernel rejects it.
@@ -64,9 +65,9 @@ def unpack(turned: bool, w: Operand) -> Array:
     ) -> Array:
         assert not summed_over, "every device has whole values"
         part = Operand(codes, scales, scaling=scaling)
-        if reject_weight(turned, part) is not None:
+        if _reject_weight(turned, part) is not None:
             return reference.unpack(turned, part)
-        return plgpu.on_platform(functools.partial(_unpack, turned), part, table)
+        return plgpu.on_platform(functools.partial(_call_unpack, turned), part, table)
 
     result = "k n" if turned else "n k"
     rule = f"n h, {scale_letters(scaling)}, t -> {result}"
@@ -75,7 +76,10 @@ def unpack(turned: bool, w: Operand) -> Array:
     return run(w.values, w.scale, table)
 
 
-def _unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> Array:
+UNPACK = Implementation("triton", _unpack, _reject_weight, lambda *_: lacks_fp8())
+
+
+def _call_unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> Array:
     from jax.experimental import pallas as pl
 
     n, k = w.shape
@@ -162,7 +166,7 @@ def _decoded(codes: Array, words: list[Array], interpret: bool) -> Array:
 # --------------------------------------------------------------------------------------
 
 
-def reject_rows(rows: int, x: Array, outer: Array) -> str | None:
+def _reject_rows(rows: int, x: Array, outer: Array) -> str | None:
     """Return the reason why the kernel cannot round these rows, or None."""
     k = x.shape[1]
     if 0 < k <= LONGEST_ROW:
@@ -170,12 +174,15 @@ def reject_rows(rows: int, x: Array, outer: Array) -> str | None:
     return f'k={k} must be 1 to {LONGEST_ROW}; use backend="xla"'
 
 
-def ordered_rows(rows: int, x: Array, outer: Array) -> tuple[Array, Array]:
+def _ordered_rows(rows: int, x: Array, outer: Array) -> tuple[Array, Array]:
     """Return the rows of x in E4M3 and their factors, see `mosaic.ordered_rows`."""
-    return plgpu.on_platform(functools.partial(_ordered_rows, rows), x, outer)
+    return plgpu.on_platform(functools.partial(_call_rows, rows), x, outer)
 
 
-def _ordered_rows(
+ROWS = Implementation("triton", _ordered_rows, _reject_rows)
+
+
+def _call_rows(
     rows: int, x: Array, outer: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
     from jax.experimental import pallas as pl

@@ -9,7 +9,7 @@ weight in the orientation that the product reads.
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8
+from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.fp4_matmul import reference, triton
 from pallas_kernels.fp4_matmul.devices import on_each_device
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options, scaling_of
@@ -20,9 +20,7 @@ from pallas_kernels.specs import has_explicit_axes
 
 # Both unpack a weight to E4M3.
 UNPACK_IMPLEMENTATIONS = (
-    Implementation(
-        "triton", triton.unpack, triton.reject_weight, lambda *_: lacks_fp8()
-    ),
+    triton.UNPACK,
     Implementation("xla", reference.unpack),
 )
 

@@ -20,18 +20,11 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
 
 IMPLEMENTATIONS = (
-    Implementation(
-        "mosaic", mosaic.grouped_matmul, mosaic.reject, configure=mosaic.configure
-    ),
+    mosaic.KERNEL,
     Implementation("xla", reference.grouped_matmul, key=reference.key),
 )
 GRADIENT_IMPLEMENTATIONS = (
-    Implementation(
-        "mosaic",
-        mosaic.grouped_weight_gradient,
-        mosaic.reject,
-        configure=mosaic.configure,
-    ),
+    mosaic.GRADIENT,
     Implementation("xla", reference.grouped_weight_gradient, key=reference.key),
 )
 

@@ -1,13 +1,14 @@
 """Grouped products on Hopper: scales, lists of groups and tiles for `kernel.py`."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import dispatch, numerics, tuning
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.tiles import Plan, Scales, list_groups, list_tiles
 from pallas_kernels.hopper import plan as hopper
@@ -131,7 +132,7 @@ def misfit(config: Config, problem: Problem) -> str | None:
     return None
 
 
-def reject(
+def _reject(
     options: Product,
     x: Operand | Array,
     w: Operand | Array,
@@ -156,7 +157,7 @@ def reject(
     return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
 
 
-def configure(
+def _configure(
     options: Product,
     x: Operand | Array,
     w: Operand | Array,
@@ -173,7 +174,7 @@ def configure(
     return next(iter(candidates(problem)), None)
 
 
-def grouped_matmul(
+def _grouped_matmul(
     options: Product,
     x: Operand | Array,
     w: Operand | Array,
@@ -184,7 +185,7 @@ def grouped_matmul(
     """Return the product of each row with the weight of its group, see `api`."""
     m = reference.values_of(x).shape[0]
     experts, n, _ = reference.values_of(w).shape
-    config = config or configure(options, x, w, group_sizes)
+    config = config or _configure(options, x, w, group_sizes)
     assert config is not None, "rejected"
     starts, before = list_groups(group_sizes, m, config.tile_m)
     if not isinstance(x, Operand) or not isinstance(w, Operand):
@@ -208,7 +209,7 @@ def grouped_matmul(
     return _run(options, config, x, w, out, lists, scales)
 
 
-def grouped_weight_gradient(
+def _grouped_weight_gradient(
     options: Product,
     x: Operand | Array,
     g: Operand | Array,
@@ -219,7 +220,7 @@ def grouped_weight_gradient(
     """Return the product over the rows of each group, see `api`."""
     k, m = reference.values_of(x).shape
     n = reference.values_of(g).shape[0]
-    config = config or configure(options, x, g, group_sizes)
+    config = config or _configure(options, x, g, group_sizes)
     assert config is not None, "rejected"
     if not isinstance(x, Operand) or not isinstance(g, Operand):
         scales = []
@@ -233,6 +234,10 @@ def grouped_weight_gradient(
     starts, _ = list_groups(group_sizes, m, config.tile_m)
     out = jax.ShapeDtypeStruct((group_sizes.shape[0], k, n), options.out_dtype)
     return _run(options, config, x, g, out, [starts], scales)
+
+
+KERNEL = Implementation("mosaic", _grouped_matmul, _reject, configure=_configure)
+GRADIENT = replace(KERNEL, run=_grouped_weight_gradient)
 
 
 def _padded(scale: Array, more: int) -> Array:

@@ -49,10 +49,8 @@ SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
 }
 
 _TABLE = (
-    Implementation(
-        "mosaic", mosaic.matmul, mosaic.reject, configure=mosaic.configure, timed=True
-    ),
-    Implementation("triton", triton.matmul, triton.reject, triton.decline),
+    mosaic.KERNEL,
+    triton.KERNEL,
     Implementation("xla", reference.matmul, key=reference.key),
 )
 IMPLEMENTATIONS = {Tensor: _TABLE, Block: _TABLE}
@@ -122,7 +120,8 @@ def matmul(
         check_wire(wire)
     blocks = w.scaling.in_blocks
     accumulation = accumulation or ("full" if blocks else "fast")
-    check_choice("accumulation", accumulation, ("fast", "full"))
+    if accumulation not in ("fast", "full"):
+        check_choice("accumulation", accumulation, ("fast", "full"))
     if blocks and accumulation == "fast":
         raise ValueError(
             f'accumulation="fast" with {w.scaling}: a product is promoted to float32'

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import numerics
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.hopper import plan
 from pallas_kernels.hopper.plan import Config, Plan, Problem
 from pallas_kernels.matmul import reference
@@ -25,7 +26,7 @@ from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product
 
 
-def reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
+def _reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     return plan.reject(options.out_dtype, Problem.of(x, w), options.accumulation)
 
@@ -38,7 +39,7 @@ def configure(
     return plan.choose(key, Problem.of(x, w), options.accumulation)
 
 
-def matmul(
+def _matmul(
     options: Product,
     x: Operand,
     w: Operand,
@@ -102,6 +103,9 @@ def _multiply(
     operands = [x.values, w.values, w.lo, *scales, bias, *lists]
     given = [array for array in operands if array is not None]
     return kernel.call(planned, options.out_dtype, *given)
+
+
+KERNEL = Implementation("mosaic", _matmul, _reject, configure=configure, timed=True)
 
 
 def _list_work(residual_scales: Array, n_tiles: int) -> tuple[Array, Array]:

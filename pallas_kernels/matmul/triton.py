@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
@@ -58,7 +59,7 @@ def _largest_side(size: int) -> int:
     return 0
 
 
-def reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
+def _reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     if x.values.dtype != w.values.dtype:
         return (
@@ -75,14 +76,16 @@ def reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str 
     return None
 
 
-def decline(*args: object) -> str:
-    """Return the reason why this kernel is never the first choice."""
+def _decline(*args: object) -> str:
     return "F16 mma.sync is slower than the FP8 products of cuBLASLt"
 
 
-def matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
+def _matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
     """Return the product, see `api.matmul`."""
     return on_each_device(_multiply, options, x, w, bias)
+
+
+KERNEL = Implementation("triton", _matmul, _reject, _decline)
 
 
 def _multiply(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:

@@ -4,6 +4,7 @@ Both can return the result for products over either side from one pass over the 
 """
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,7 +13,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.hopper.engine import MOSAIC
 from pallas_kernels.operands import (
     Block,
     Orientation,
@@ -24,8 +24,7 @@ from pallas_kernels.operands import (
     check_quantizer,
     check_real,
 )
-from pallas_kernels.quantize import dual_tiles, mosaic, tiles, triton_rows
-from pallas_kernels.triton_passes import TRITON
+from pallas_kernels.quantize import dual_tiles, mosaic, reference, tiles, triton_rows
 from pallas_kernels.tuning import Key
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -63,50 +62,22 @@ def _dual_key(
     return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
-_MOSAIC_TILES = Implementation(
-    "mosaic",
-    functools.partial(tiles.quantize, engine=MOSAIC),
-    mosaic.reject,
-    timed=True,
-    replaces="triton",
-)
-_MOSAIC_ROWS = Implementation(
-    "mosaic", mosaic.quantize_rows, mosaic.reject, timed=True, replaces="triton"
-)
-_TRITON_TILES = Implementation(
-    "triton",
-    functools.partial(tiles.quantize, engine=TRITON),
-    tiles.reject,
-    timed=True,
-)
-_TRITON_ROWS = Implementation(
-    "triton", triton_rows.quantize, triton_rows.reject, timed=True
-)
-_XLA = Implementation("xla", functools.partial(tiles.quantize, engine=None), key=_key)
-_MOSAIC_DUAL = Implementation(
-    "mosaic",
-    functools.partial(dual_tiles.dual_quantize, engine=MOSAIC),
-    mosaic.reject_dual,
-    timed=True,
-    replaces="triton",
-)
-_TRITON_DUAL = Implementation(
-    "triton",
-    functools.partial(dual_tiles.dual_quantize, engine=TRITON),
-    dual_tiles.reject,
-    timed=True,
-)
-_XLA_DUAL = Implementation(
-    "xla", functools.partial(dual_tiles.dual_quantize, engine=None), key=_dual_key
+_XLA = Implementation("xla", reference.quantize, key=_key)
+_DUAL = (
+    mosaic.DUAL,
+    dual_tiles.TRITON,
+    Implementation(
+        "xla", functools.partial(dual_tiles.dual_quantize, None), key=_dual_key
+    ),
 )
 IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
-    Tensor: (_MOSAIC_TILES, _TRITON_TILES, _XLA),
-    Row: (_MOSAIC_ROWS, _TRITON_ROWS, _XLA),
-    Block: (_MOSAIC_TILES, _TRITON_TILES, _XLA),
+    Tensor: (mosaic.TILES, tiles.TRITON, _XLA),
+    Row: (mosaic.ROWS, triton_rows.TRITON, _XLA),
+    Block: (mosaic.TILES, tiles.TRITON, replace(_XLA, run=tiles.define_blocks)),
 }
 DUAL_IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
-    Tensor: (_MOSAIC_DUAL, _TRITON_DUAL, _XLA_DUAL),
-    Block: (_MOSAIC_DUAL, _TRITON_DUAL, _XLA_DUAL),
+    Tensor: _DUAL,
+    Block: _DUAL,
 }
 
 

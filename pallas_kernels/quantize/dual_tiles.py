@@ -5,14 +5,16 @@ residual (see `numerics`), but XLA never sees the body of a compiled kernel. It 
 the interpreter's on CPUs, where it has no such rule.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
+from pallas_kernels import numerics, triton_passes
 from pallas_kernels.arithmetic import Portable
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
@@ -28,7 +30,7 @@ from pallas_kernels.tiled import (
 )
 
 
-def reject(options: Quantization, w: Array, *arrays: Array | None) -> str | None:
+def _reject(options: Quantization, w: Array, *arrays: Array | None) -> str | None:
     """Return the reason why no tile divides w, or None."""
     scaling = options.scaling
     if isinstance(scaling, Block) and not scaling.squares:
@@ -43,12 +45,12 @@ def reject(options: Quantization, w: Array, *arrays: Array | None) -> str | None
 
 
 def dual_quantize(
+    engine: Engine | None,
     options: Quantization,
     w: Array,
     error: Array | None,
     bits: Array | None,
     amax: Array | None,
-    engine: Engine | None,
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`; without an engine the definition."""
     dtype = options.dtype
@@ -87,6 +89,14 @@ def dual_quantize(
         lo_scale = lo_scale.T
     columns = Operand(hi_turned, scale.T, lo_turned, lo_scale, scaling)
     return Quantized(rows, columns, left)
+
+
+TRITON = Implementation(
+    "triton",
+    functools.partial(dual_quantize, triton_passes.TRITON),
+    _reject,
+    timed=True,
+)
 
 
 def _tiling(body: "_Split") -> Tiling:

@@ -1,32 +1,34 @@
 """The quantizers on Hopper, by the passes of Pallas Mosaic (`hopper/engine.py`)."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import numerics
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.dispatch import Implementation, device_kind
 from pallas_kernels.hopper import engine, plan
 from pallas_kernels.operands import Block, Operand, Quantization, Quantized
-from pallas_kernels.quantize.tiles import Scaled
+from pallas_kernels.quantize import dual_tiles, tiles
 from pallas_kernels.specs import device_count
 from pallas_kernels.tiled import Output, map_tiles
 
 _MEMORY = plan.SHARED_MEMORY - 2048  # for tiles, besides maxima and barriers
 
 
-def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
+def _reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} is not a matrix; use backend="xla" or jax.vmap'
     both = options.orientation == "both"
     # A transpose of other values is computed where rows are, and then turned.
     has_other_values = both and not options.scaling.serves_both
-    return _reject(options, [x], 1 + both + has_other_values)
+    return _misfit(options, [x], 1 + both + has_other_values)
 
 
-def reject_dual(
+def _reject_dual(
     options: Quantization,
     w: Array,
     error: Array | None,
@@ -44,10 +46,10 @@ def reject_dual(
     if isinstance(scaling, Block) and not scaling.squares:
         return f'{scaling.tile} blocks; use squares, or backend="xla"'
     matrices = [matrix for matrix in (w, error, bits) if matrix is not None]
-    return _reject(options, matrices, 4 if options.orientation == "both" else 2)
+    return _misfit(options, matrices, 4 if options.orientation == "both" else 2)
 
 
-def _reject(
+def _misfit(
     options: Quantization, matrices: Sequence[Array], results: int
 ) -> str | None:
     """Return the reason why no pass takes these matrices, or None.
@@ -67,23 +69,27 @@ def _reject(
     return engine.reject(matrices, columns)
 
 
-def quantize_rows(options: Quantization, x: Array, amax: Array | None) -> Quantized:
+def _quantize_rows(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the quantized tensor with a scale for each row and column.
 
     See `api.quantize`. XLA finds the scales.
     """
     wide = x.astype(jnp.float32)
     outputs = [Output(options.dtype)]
-    of_rows, inverse = _scales(options, wide, -1)
+    kind = options.scaling.scale
+    of_rows, inverse = numerics.find_scale(wide, options.dtype, kind, -1)
     if options.orientation == "rows":
         of_columns = None
         column_inverses = []
     else:
-        of_columns, column_inverse = _scales(options, wide, tuple(range(x.ndim - 1)))
+        others = tuple(range(x.ndim - 1))
+        of_columns, column_inverse = numerics.find_scale(
+            wide, options.dtype, kind, others
+        )
         column_inverses = [column_inverse]
         outputs.append(Output(options.dtype, form="transposed"))
     values, *turned = map_tiles(
-        Scaled(options.dtype),
+        tiles.Scaled(options.dtype),
         [x],
         outputs,
         name="row_quantize",
@@ -97,9 +103,12 @@ def quantize_rows(options: Quantization, x: Array, amax: Array | None) -> Quanti
     return Quantized(rows, Operand(turned[0], of_columns, scaling=options.scaling))
 
 
-def _scales(
-    options: Quantization, x: Array, axes: int | tuple[int, ...]
-) -> tuple[Array, Array]:
-    """Return the scales and inverse scales of the lines along these axes."""
-    amax = numerics.amax(x, axes)
-    return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
+def _kernel(
+    run: Callable[..., Quantized], reject: Callable[..., Any]
+) -> Implementation:
+    return Implementation("mosaic", run, reject, timed=True, replaces="triton")
+
+
+TILES = _kernel(functools.partial(tiles.quantize, engine.MOSAIC), _reject)
+ROWS = _kernel(_quantize_rows, _reject)
+DUAL = _kernel(functools.partial(dual_tiles.dual_quantize, engine.MOSAIC), _reject_dual)

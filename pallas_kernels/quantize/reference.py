@@ -27,12 +27,12 @@ def quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
         return Quantized(rows)
     if scaling.serves_both:
         values = jnp.moveaxis(rows.values, -1, 0)
-        scale = scaling.turn(rows.scale)
+        scale = rows.scale.T
     # A second quantization, along all other axes as one.
     elif isinstance(scaling, Row):
         # Scaled before it is turned: XLA then turns one byte a value.
-        amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
-        scale, inverse = numerics.scale_and_inverse(amax, options.dtype, scaling.scale)
+        others = tuple(range(x.ndim - 1))
+        scale, inverse = numerics.find_scale(wide, options.dtype, scaling.scale, others)
         scaled = numerics.scaled_cast(wide, inverse, options.dtype)
         values = jnp.moveaxis(scaled, -1, 0)
     else:

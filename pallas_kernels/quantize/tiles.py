@@ -3,14 +3,16 @@
 x is read once, and both orientations are written.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
+from pallas_kernels import numerics, triton_passes
 from pallas_kernels.arithmetic import Portable
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
@@ -27,7 +29,7 @@ from pallas_kernels.tiled import (
 )
 
 
-def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
+def _reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why no tile divides x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
@@ -37,19 +39,12 @@ def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
 
 
 def quantize(
-    options: Quantization, x: Array, amax: Array | None, engine: Engine | None
+    engine: Engine, options: Quantization, x: Array, amax: Array | None
 ) -> Quantized:
-    """Return the quantized tensor, see `api.quantize`.
-
-    Without an engine it is the definition.
-    """
+    """Return the quantized tensor, see `api.quantize`."""
     scaling = options.scaling
-    # JAX does not cut explicit axes into blocks, so there each device computes the
-    # definition of its part.
-    if isinstance(scaling, Block) and (engine is not None or has_explicit_axes()):
+    if isinstance(scaling, Block):
         return _in_blocks(options, scaling, x, engine)
-    if engine is None:
-        return reference.quantize(options, x, amax)
     scale, inverse = scaling.find(x, options.dtype, amax)
     rows, *columns = map_tiles(
         Scaled(options.dtype),
@@ -64,6 +59,23 @@ def quantize(
     if not columns:
         return Quantized(of_rows)
     return Quantized(of_rows, Operand(columns[0], scale, scaling=scaling))
+
+
+TRITON = Implementation(
+    "triton", functools.partial(quantize, triton_passes.TRITON), _reject, timed=True
+)
+
+
+def define_blocks(options: Quantization, x: Array, amax: Array | None) -> Quantized:
+    """Return the definition of a tensor in blocks.
+
+    JAX does not cut explicit axes into blocks, so there each device computes the
+    definition of its part.
+    """
+    scaling = options.scaling
+    if isinstance(scaling, Block) and has_explicit_axes():
+        return _in_blocks(options, scaling, x, None)
+    return reference.quantize(options, x, amax)
 
 
 @dataclass(frozen=True)

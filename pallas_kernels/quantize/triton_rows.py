@@ -31,6 +31,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.arithmetic import Portable
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import device_count, varying
@@ -57,12 +58,12 @@ _VALUES_PER_THREAD = 32
 _MOST_WARPS = 16
 
 
-def reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
+def _reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize x, or None."""
     return None if x.size else f'x{list(x.shape)} has no values; use backend="xla"'
 
 
-def quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
+def _quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
     *leading, k = x.shape
     m = math.prod(leading)
@@ -82,6 +83,9 @@ def quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     values, turned = apply(x, row_inverses, column_inverses)
     rows = Operand(values, of_rows, scaling=scaling)
     return Quantized(rows, Operand(turned, of_columns, scaling=scaling))
+
+
+TRITON = Implementation("triton", _quantize, _reject, timed=True)
 
 
 def _side(size: int, sides: tuple[int, ...]) -> int:

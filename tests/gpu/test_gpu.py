@@ -226,7 +226,7 @@ def test_every_kind_of_tile_is_right(accumulation, form, index):
     x, w, exact, magnitude = drawn(Tensor(), HALVES[form], (m, k, n))
     bias = jax.random.normal(jax.random.key(5), (n,))
     options = Product(jnp.dtype(jnp.bfloat16), accumulation)
-    call = functools.partial(mosaic.matmul, options, config=configs[index])
+    call = functools.partial(mosaic.KERNEL.run, options, config=configs[index])
     got = np.asarray(jax.jit(call)(x, w, bias), np.float64)
     exact = exact + np.asarray(bias, np.float64)
     bound = SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact)

@@ -107,7 +107,7 @@ def test_zero_blocks_of_a_residual_may_be_left_out(data, part):
 
     assert_close(functools.partial(skip_matmul, **on_mosaic))
     run = functools.partial(
-        mosaic.matmul, Product(jnp.dtype(jnp.float32), "full"), bias=None
+        mosaic.KERNEL.run, Product(jnp.dtype(jnp.float32), "full"), bias=None
     )
     problem = Problem(512, 1024, 256, 2, Block(128), skips=True)
     for config in candidates(problem, "full"):

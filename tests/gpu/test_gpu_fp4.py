@@ -175,7 +175,7 @@ def test_blocks_round_rows_as_a_kernel_before_them(n, k, m):
     found = []
     for rounds in (True, False):
         config = dataclasses.replace(copied, rounds_rows=rounds)
-        run = functools.partial(mosaic.fp4_matmul, IN_E4M3, config=config)
+        run = functools.partial(mosaic.KERNEL.run, IN_E4M3, config=config)
         found.append(np.asarray(jax.jit(run)(x, w)))
     by_blocks, before = found
     np.testing.assert_array_equal(by_blocks, before)
@@ -231,7 +231,7 @@ def test_leading_axes_bfloat16_and_squares_in_e4m3():
 @pytest.mark.parametrize("m", [48, 96])
 def test_no_size_of_the_kernel_changes_the_result(sizes, m):
     x, w = operands(FOLDS, m, 1024, 14336)
-    run = functools.partial(mosaic.fp4_matmul, IN_E4M3, config=Config(*sizes))
+    run = functools.partial(mosaic.KERNEL.run, IN_E4M3, config=Config(*sizes))
     # Errors of sums in about 14 bits, which differ with the parts of k.
     assert cases.lost(jax.jit(run)(x, w), in_e4m3(x, w, backend="xla")) <= 2.0**-6
 

@@ -418,7 +418,7 @@ def test_mosaic_says_why_it_cannot_take_a_step(monkeypatch):
 
     def reason(rows):
         x = jnp.ones((rows, 256), jnp.float16)
-        return mosaic.reject(reference.Options(), x, x)
+        return mosaic.KERNEL.reject(reference.Options(), x, x)
 
     if jax.__version_info__[:2] < plan.SMALLEST_JAX:
         assert "older than 0.11" in reason(64)

@@ -95,7 +95,7 @@ def check(op, oracle, operands, accumulation, config):
 )
 def test_rows_of_groups(form, accumulation, config):
     operands = FORMS[form].by_groups(M, 128, 192, 6)
-    check(mosaic.grouped_matmul, by_groups, operands, accumulation, config)
+    check(mosaic.KERNEL.run, by_groups, operands, accumulation, config)
 
 
 @needs_mosaic
@@ -112,7 +112,7 @@ def test_rows_of_groups(form, accumulation, config):
 )
 def test_sums_within_groups(form, accumulation, config):
     operands = FORMS[form].within_groups(M, 96, 64)
-    check(mosaic.grouped_weight_gradient, within_groups, operands, accumulation, config)
+    check(mosaic.GRADIENT.run, within_groups, operands, accumulation, config)
 
 
 @needs_mosaic
@@ -121,7 +121,7 @@ def test_two_steps_are_promoted_together(steps):
     operands = FORMS["tensor"].by_groups(M, 128 * steps, 128, 6)
     options = Product(jnp.dtype(jnp.float32), "full")
     config = SMALL(tile_k=128, stages=4)
-    y = mosaic.grouped_matmul(options, *operands, jnp.array(SIZES[0]), config=config)
+    y = mosaic.KERNEL.run(options, *operands, jnp.array(SIZES[0]), config=config)
     np.testing.assert_array_equal(y, by_groups(*operands, SIZES[0]))
 
 

@@ -143,7 +143,7 @@ def check_configs(configs, case, accumulation):
     assert {config.cluster for config in configs} == {1, 2}
     options = Product(jnp.dtype(jnp.float32), accumulation)
     for config in configs:
-        got = mosaic.matmul(options, case.x, case.w, None, config=config)
+        got = mosaic.KERNEL.run(options, case.x, case.w, None, config=config)
         assert within(got, case.exact, case.magnitude)
 
 

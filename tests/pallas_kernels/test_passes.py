@@ -104,7 +104,7 @@ def test_blocks_are_the_reference_bit_for_bit(size, with_error):
 def test_a_tile_must_fit_into_shared_memory():
     x = jnp.ones((128, 128))
     options = Quantization(E4M3, Block(128), "both")
-    reason = mosaic.reject_dual(options, x, x, x.astype(jnp.uint32), None)
+    reason = mosaic.DUAL.reject(options, x, x, x.astype(jnp.uint32), None)
     assert "a tile takes 262144 bytes of shared memory" in reason
 
 

@@ -99,7 +99,7 @@ def test_kinds_of_configs_and_more_tiles_than_blocks():
     kinds = {(config.tile_m, config.cluster): config for config in configs}
     options = Product(jnp.dtype(jnp.float32), "full")
     for config in kinds.values():
-        got = mosaic.matmul(options, x, w, None, config=config)
+        got = mosaic.KERNEL.run(options, x, w, None, config=config)
         assert within(got, expected, magnitude)
 
 
