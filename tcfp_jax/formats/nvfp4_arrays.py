@@ -12,11 +12,11 @@ on NVIDIA GPUs.
 """
 
 import functools
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -41,15 +41,9 @@ from tcfp_jax.formats.scales import ScaleMode
 
 ScaleRule = Literal["amax", "four_over_six", "fold_exact"]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
-_MODES: dict[ScaleRule, ScaleMode] = {
-    "amax": "max",
-    "four_over_six": "four_over_six",
-    "fold_exact": "fold_exact",
-}
-_Maybe: TypeAlias = jax.Array | None
+_Maybe: TypeAlias = Array | None
 _E2M1 = number("e2m1f")
 _E4M3 = number("e4m3fn")
-_FLOAT32 = number("float32")
 
 
 class Nvfp4(NamedTuple):
@@ -63,9 +57,9 @@ class Nvfp4(NamedTuple):
       outer: float32 `[]`, the scale of the scales.
     """
 
-    codes: jax.Array
-    scales: jax.Array
-    outer: jax.Array
+    codes: Array
+    scales: Array
+    outer: Array
 
 
 class Nvfp4Values(NamedTuple):
@@ -73,10 +67,10 @@ class Nvfp4Values(NamedTuple):
     `outer` is a float32 scalar.
     """
 
-    values: jax.Array
-    outer: jax.Array
+    values: Array
+    outer: Array
 
-    def dequantize(self) -> jax.Array:
+    def dequantize(self) -> Array:
         """Return the numbers, float32."""
         return self.values.astype(jnp.float32) * self.outer
 
@@ -129,12 +123,13 @@ def quantize_nvfp4(
     (215, [[448.0]], 0.002232)
     """
     array = jnp.asarray(x)
-    check_choice("rule", rule, _MODES)
+    check_choice("rule", rule, get_args(ScaleRule))
     check_choice("tile", tile, _DATATYPES)
     _check(array, tile, signs, amax, key)
     flips = None if signs is None else checked_signs(signs, SIDE)
     wide = None if amax is None else jnp.asarray(amax, jnp.float32)
-    modes = Modes("even" if key is None else "stochastic", _MODES[rule])
+    scalemode: ScaleMode = "max" if rule == "amax" else rule
+    modes = Modes("even" if key is None else "stochastic", scalemode)
     call = functools.partial(_encoded, _DATATYPES[tile], modes)
     # Tiles are cut, which explicit axes refuse.
     return with_automatic_axes(call, lambda _: PartitionSpec(), array, flips, wide, key)
@@ -144,7 +139,7 @@ def quantize_nvfp4(
 def _encoded(
     datatype: DataType,
     modes: Modes,
-    x: jax.Array,
+    x: Array,
     signs: _Maybe,
     amax: _Maybe,
     key: KeyWords | None,
@@ -163,7 +158,7 @@ def _encoded(
     is_zero = parts.scale * outer < float_bits.TINY
     kept = jnp.where(jnp.isnan(parts.scale), 0, jnp.where(is_zero, 8, 15))
     layout = datatype.layout(x.shape)
-    codes = layout.join(encode(parts.value, _E2M1) & kept.astype(jnp.uint32))
+    codes = layout.join(encode(parts.value, _E2M1) & kept)
     pairs = codes.reshape(*x.shape[:-1], -1, 2)
     packed = (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8)
     scales = encode(parts.scale, _E4M3).astype(jnp.uint8)
@@ -174,7 +169,7 @@ def _encoded(
 
 
 def _check(
-    x: jax.Array,
+    x: Array,
     tile: str,
     signs: ArrayLike | None,
     amax: ArrayLike | None,
@@ -211,7 +206,7 @@ def _check(
         )
 
 
-def _check_amax(amax: jax.Array) -> None:
+def _check_amax(amax: Array) -> None:
     """Raise a ValueError unless this is one magnitude, as far as it is known."""
     if amax.shape or jnp.issubdtype(amax.dtype, jnp.complexfloating):
         has = f"shape {list(amax.shape)} and dtype {amax.dtype}"
@@ -230,7 +225,7 @@ def _check_amax(amax: jax.Array) -> None:
 
 
 def quantize_values(
-    x: jax.Array,
+    x: Array,
     axis: int | None,
     key: KeyWords | None = None,
     signs: _Maybe = None,
@@ -268,7 +263,7 @@ def quantize_values(
     return _dispatched((kind, backend), x, signs, key)
 
 
-def _by_mosaic(job: Job, own: Shape, *operands: jax.Array) -> list[jax.Array]:
+def _by_mosaic(job: Job, own: Shape, *operands: Array) -> list[Array]:
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.
     from tcfp_jax.formats import nvfp4_mosaic
@@ -282,7 +277,7 @@ _MOSAIC = Engine(_by_mosaic, calls_back=True)
 def _by_kernel(
     engine: Engine,
     kind: Kind,
-    x: jax.Array,
+    x: Array,
     signs: _Maybe,
     key: KeyWords | None,
 ) -> Nvfp4Values:
@@ -292,13 +287,11 @@ def _by_kernel(
     return Nvfp4Values(run(x, words_of(outer, signs, key), kind, engine), outer)
 
 
-def _by_xla(
-    kind: Kind, x: jax.Array, signs: _Maybe, key: KeyWords | None
-) -> Nvfp4Values:
+def _by_xla(kind: Kind, x: Array, signs: _Maybe, key: KeyWords | None) -> Nvfp4Values:
     return observe(x, kind.axis, key, signs).found
 
 
-def _reject_mosaic(kind: Kind, x: jax.Array, *arrays: object) -> str | None:
+def _reject_mosaic(kind: Kind, x: Array, *arrays: object) -> str | None:
     return plan.reject(jnp.bfloat16) or reject(kind, x)
 
 
@@ -317,14 +310,11 @@ IMPLEMENTATIONS = (
 
 @shared
 def _dispatched(
-    chosen: tuple[Kind, Backend | None],
-    x: jax.Array,
-    signs: _Maybe,
-    key: KeyWords | None,
+    chosen: tuple[Kind, Backend | None], *arrays: Array | KeyWords | None
 ) -> Nvfp4Values:
     kind, backend = chosen
     made: Nvfp4Values = dispatch(
-        "quantize_values", IMPLEMENTATIONS, backend, kind, x, signs, key
+        "quantize_values", IMPLEMENTATIONS, backend, kind, *arrays
     )
     return made
 
@@ -339,13 +329,13 @@ class _Observed(NamedTuple):
         of `found.outer`; float32.
     """
 
-    exact: jax.Array
+    exact: Array
     found: Nvfp4Values
-    largest: jax.Array
+    largest: Array
 
 
 def observe(
-    x: jax.Array,
+    x: Array,
     axis: int | None,
     key: KeyWords | None = None,
     signs: _Maybe = None,
@@ -369,24 +359,25 @@ def observe(
     magnitude = _magnitudes(exact)
     magnitude &= -jnp.minimum(magnitude >> float_bits.MANTISSA_BITS, 1)
     outer = _outer([amax])
-    covers = key is not None
-    (scale,) = scale_rules.tile_scales(amax, outer, LARGEST, _E4M3, "max", covers)
+    (scale,) = scale_rules.tile_scales(
+        amax, outer, LARGEST, _E4M3, "max", covers=key is not None
+    )
     product = scale * outer
     if key is None:
         # A divisor above every value rounds all of them to zero.
-        divisor = jnp.where(product < float_bits.TINY, jnp.float32(2.0**120), product)
-        units = nearest(lax.bitcast_convert_type(magnitude, jnp.float32), divisor)
+        divisor = jnp.where(product < float_bits.TINY, 2.0**120, product)
+        units = nearest(float_bits.from_bits(magnitude), divisor)
     else:
         random = bits_of(exact.shape, *key, fastest=inner[0])
         units = _stochastic(magnitude, product, random)
-    scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
+    scale = jnp.where(lost, jnp.nan, scale)
     values = (jnp.copysign(units, exact) * scale).astype(jnp.bfloat16)
     largest = jnp.broadcast_to(scale * LARGEST, exact.shape)
     found = Nvfp4Values(values.reshape(x.shape), outer)
     return _Observed(exact.reshape(x.shape), found, largest.reshape(x.shape))
 
 
-def nearest(m: jax.Array, f: jax.Array) -> jax.Array:
+def nearest(m: Array, f: Array) -> Array:
     """Return the E2M1 number nearest to m / f, ties to even, at most 6.
 
     Comparisons replace a long division. A difference of two floats within a factor of
@@ -407,51 +398,46 @@ def nearest(m: jax.Array, f: jax.Array) -> jax.Array:
     ]
     units = jnp.zeros_like(one)
     for above, size in steps:
-        units += jnp.where(above, jnp.float32(size), 0)
+        units += jnp.where(above, size, 0.0)
     return units
 
 
-def _stochastic(
-    magnitude: jax.Array, divisor: jax.Array, random: jax.Array
-) -> jax.Array:
+def _stochastic(magnitude: Array, divisor: Array, random: Array) -> Array:
     """Return the E2M1 numbers next to magnitude / divisor that random bits choose."""
-    quotient = float_bits.divide_to_odd(
-        magnitude,
-        lax.bitcast_convert_type(divisor, jnp.int32),
-        float_bits.MANTISSA_BITS,
-    )
+    digits = float_bits.MANTISSA_BITS
+    quotient = float_bits.divide_to_odd(magnitude, float_bits.to_bits(divisor), digits)
     units = float_bits.round_to_grid(quotient, _E2M1.grid, "stochastic", random)
     return jnp.minimum(units, LARGEST)
 
 
-def _magnitudes(x: jax.Array) -> jax.Array:
+def _magnitudes(x: Array) -> Array:
     """Return the bits of magnitudes in float32."""
-    return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return float_bits.to_bits(jnp.abs(x.astype(jnp.float32)))
 
 
-def _largest(parts: list[jax.Array], axes: tuple[int, ...]) -> jax.Array:
+def _largest(parts: list[Array], axes: tuple[int, ...]) -> Array:
     tops = [jnp.max(part, axis=axes, keepdims=True) for part in parts]
     return functools.reduce(jnp.maximum, tops)
 
 
-def _outer(parts: list[jax.Array]) -> jax.Array:
+def _outer(parts: list[Array]) -> Array:
     """Return the scale of a tensor from the bits of magnitudes, none infinite."""
     amax = jnp.max(functools.reduce(jnp.maximum, parts))
-    return scale_rules.choose_outer(amax, LARGEST, _E4M3, _FLOAT32, "max")
+    return scale_rules.choose_outer(amax, LARGEST, _E4M3, number("float32"), "max")
 
 
-def _filled(x: jax.Array, axis: int | None) -> tuple[jax.Array, tuple[int, ...]]:
+def _filled(x: Array, axis: int | None) -> tuple[Array, tuple[int, ...]]:
     """Return x filled with zeros up to whole blocks, and the axes of a block."""
     axes = tuple(range(x.ndim)) if axis is None else (axis % x.ndim,)
-    fill = [(0, 0)] * x.ndim
+    fill = [0] * x.ndim
     for place in axes:
-        fill[place] = (0, -x.shape[place] % SIDE)
-    if any(size for _, size in fill):
-        x = jnp.pad(x, fill)
+        fill[place] = -x.shape[place] % SIDE
+    if any(fill):
+        x = jnp.pad(x, [(0, size) for size in fill])
     return x, axes
 
 
-def _in_blocks(x: jax.Array, axes: tuple[int, ...], signs: _Maybe) -> list[jax.Array]:
+def _in_blocks(x: Array, axes: tuple[int, ...], signs: _Maybe) -> list[Array]:
     """Return x with two axes, `[blocks, 16]`, instead of each axis of a block.
 
     It is whole, or rotated and row by row.

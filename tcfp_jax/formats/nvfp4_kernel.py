@@ -15,9 +15,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.partition import partitioned
 from pallas_kernels.tiled import Engine
@@ -51,15 +50,11 @@ class Job(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Rows and columns of a program's part of `rows`."""
+        """Rows and columns of a program, in a matrix of blocks in rows or columns."""
         return (BLOCKS, SIDE) if self.along else (SIDE, BLOCKS)
 
-    def rows(self, blocks: jax.Array) -> jax.Array:
-        """Return blocks as a matrix: a block in each row, or down 16 rows."""
-        return blocks.reshape(-1, SIDE if self.along else blocks.shape[-1])
 
-
-def reject(kind: Kind, x: jax.Array, *arrays: object) -> str | None:
+def reject(kind: Kind, x: Array, *arrays: object) -> str | None:
     """Return the reason why the kernel cannot take x, or None.
 
     It takes whole blocks, in groups of 128.
@@ -80,16 +75,15 @@ def reject(kind: Kind, x: jax.Array, *arrays: object) -> str | None:
     return None
 
 
-def run(x: jax.Array, words: jax.Array, kind: Kind, engine: Engine) -> jax.Array:
+def run(x: Array, words: Array, kind: Kind, engine: Engine) -> Array:
     """Return the numbers of an array that is not rejected; `words_of` makes `words`."""
     if kind.axis == -1:
         blocks = x.reshape(*x.shape[:-1], -1, SIDE)
-        shape = blocks.shape[:-1]
     else:
         blocks = x.reshape(-1, SIDE, x.shape[1])
-        shape = blocks.shape[::2]
+    shape = _count(kind, blocks)
     job = Job(kind, shape, engine)
-    local: Callable[..., jax.Array] = functools.partial(_local, job)
+    local: Callable[..., Array] = functools.partial(_local, job)
     if not engine.calls_back_here():
         axes = "abcdefghijklmnop"[: len(shape)]
         of_blocks = " ".join([*axes, "t"]) if job.along else "a t b"
@@ -99,34 +93,38 @@ def run(x: jax.Array, words: jax.Array, kind: Kind, engine: Engine) -> jax.Array
     return local(words, blocks, *places).reshape(x.shape)
 
 
+def _count(kind: Kind, blocks: Array) -> Shape:
+    """Return the shape of blocks without the axis of their values."""
+    return blocks.shape[:-1] if kind.axis == -1 else blocks.shape[::2]
+
+
 def _local(
     job: Job,
-    words: jax.Array,
-    blocks: jax.Array,
-    *places: jax.Array,
+    words: Array,
+    blocks: Array,
+    *places: Array,
     summed_over: tuple[str, ...] = (),
-) -> jax.Array:
+) -> Array:
     """Return the numbers of the part of a device."""
-    own = blocks.shape[:-1] if job.along else blocks.shape[::2]
+    own = _count(job.kind, blocks)
     starts = []
     if own != job.shape:
         starts = [jnp.stack([place[0] for place in places])]
     count = math.prod(own) if job.along else own[-1]
-    found = None
-    if count % BLOCKS == 0:
-        found = job.engine.run(job, own, words, blocks, *starts)
-    if found is None:
+    if count % BLOCKS:
         return _by_arrays(job, own, words, blocks, *starts)
+    found = job.engine.run(job, own, words, blocks, *starts)
+    assert found is not None, "the part fits"
     return found[0].reshape(blocks.shape)
 
 
 def _by_arrays(
     job: Job,
     own: Shape,
-    words: jax.Array,
-    blocks: jax.Array,
-    *starts: jax.Array,
-) -> jax.Array:
+    words: Array,
+    blocks: Array,
+    *starts: Array,
+) -> Array:
     """Return the same without a kernel, for a part that is not made of whole groups."""
     axis = -1 if job.along else 1
     values = list(jnp.moveaxis(blocks, axis, 0))
@@ -136,8 +134,8 @@ def _by_arrays(
 
 
 def first_values(
-    job: Job, own: Shape, block: jax.Array, starts: jax.Array | None = None
-) -> jax.Array:
+    job: Job, own: Shape, block: Array, starts: Array | None = None
+) -> Array:
     """Return the index in the whole array of the first value of blocks, modulo 2**32.
 
     `block` is the index of a block in the part of a device, which has `own` blocks and

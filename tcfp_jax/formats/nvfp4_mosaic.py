@@ -7,7 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -21,10 +21,10 @@ _REGISTERS = Registers((BLOCKS,), each=1)
 
 
 def call(
-    job: Job, own: Shape, words: jax.Array, blocks: jax.Array, *starts: jax.Array
-) -> list[jax.Array]:
+    job: Job, own: Shape, words: Array, blocks: Array, *starts: Array
+) -> list[Array]:
     """Return the numbers of a part of `own` blocks, see `nvfp4_kernel.Job`."""
-    x = job.rows(blocks)
+    x = blocks.reshape(-1, blocks.shape[-1])
     kernel = plgpu.kernel(
         functools.partial(_kernel, job, own),
         out_type=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],

@@ -19,12 +19,10 @@ Magnitudes are multiplied by the power of two that brings the scale of the tenso
 import functools
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
+from jax import Array, lax
 
-from pallas_kernels.arithmetic import Instruct
+from pallas_kernels.arithmetic import Instruct, Instructions, Portable
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import (
@@ -40,13 +38,14 @@ from tcfp_jax.formats.scale_rules import NEGLIGIBLE
 
 SIDE = 16  # values of a block
 LARGEST = 6.0  # E2M1's largest value
+_LARGEST_BITS = 0x40C00000  # those of its float32
 _LARGEST_SCALE = 0x7E  # E4M3's largest code
 # Words of a call: floats from the first one on, then signs, then the key.
 _SIGNS = 14
 _KEY = _SIGNS + SIDE
 
-KeyWords: TypeAlias = tuple[jax.Array, jax.Array]
-Arrays: TypeAlias = list[jax.Array]
+KeyWords: TypeAlias = tuple[Array, Array]
+Arrays: TypeAlias = list[Array]
 
 
 class Kind(NamedTuple):
@@ -79,41 +78,34 @@ _E2M1 = _Number(22, 126)
 _E4M3 = _Number(20, 120)
 
 
-class _Portable:
+class _Portable(Portable):
     """Elementary operations under flushed subnormals, as XLA has them on CPUs.
 
     `_Device` uses instructions of a GPU.
     """
 
-    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a * b, rounded before anything is added.
-
-        Subnormals are zeros, in and out.
-        """
-        return a * b
-
-    def flushed(self, x: jax.Array) -> jax.Array:
+    def flushed(self, x: Array) -> Array:
         """Return x with +0 for subnormals and zeros."""
         return float_bits.flushed(to_bits(x))
 
-    def reciprocal(self, x: jax.Array) -> jax.Array:
+    def reciprocal(self, x: Array) -> Array:
         """Return 1 / x, approximately; meaningless for zero."""
         return 1 / x
 
-    def ceil(self, x: jax.Array) -> jax.Array:
+    def ceil(self, x: Array) -> Array:
         """Return the int32 not below x, for 0 <= x < 2**31."""
         return jnp.ceil(x).astype(jnp.int32)
 
-    def widen(self, bits: jax.Array, number: _Number) -> jax.Array:
+    def widen(self, bits: Array, number: _Number) -> Array:
         """Return the float32 value of a code at its place in `bits`."""
         return float_bits.scale_down(bits, jnp.int32(-number.moved))
 
     def quotient(
         self,
-        x: jax.Array,
-        inverse: jax.Array,
+        x: Array,
+        inverse: Array,
         number: _Number,
-    ) -> jax.Array:
+    ) -> Array:
         """Return the approximate bits of x * inverse with exponents moved down.
 
         They include subnormals, and mean nothing for inf and NaN.
@@ -122,83 +114,78 @@ class _Portable:
 
     def rest(
         self,
-        x: jax.Array,
-        bits: jax.Array,
-        divisor: jax.Array,
+        x: Array,
+        bits: Array,
+        divisor: Array,
         number: _Number,
-    ) -> jax.Array:
+    ) -> Array:
         """Return a float with the sign of x - value * divisor.
 
         `bits` are those of the value with its exponent moved down, of five digits.
         """
         value = self.widen(bits, number)
-        high = from_bits(to_bits(divisor) & jnp.int32(-(1 << 12)))
+        high = from_bits(to_bits(divisor) & -(1 << 12))
         low = divisor - high
         return (x - value * high) - value * low
 
     def divide_to_odd(
         self,
-        a: jax.Array,
-        b: jax.Array,
-        inverse: jax.Array,
-    ) -> jax.Array:
+        a: Array,
+        b: Array,
+        inverse: Array,
+    ) -> Array:
         """Return `float_bits.divide_to_odd` with 23 digits, for floats a >= 0 and
         b > 0.
         """
         return float_bits.divide_to_odd(to_bits(a), to_bits(b), MANTISSA_BITS)
 
 
-class _Device(_Portable):
-    """The same operations by instructions of a GPU, which keep subnormals unless an
-    instruction says `ftz`.
+class _Device(_Portable, Instructions):
+    """The same operations by instructions of a GPU.
+
+    They keep subnormals unless an instruction says `ftz`.
     """
 
-    def __init__(self, run: Instruct) -> None:
-        self.run = run
-
-    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self.run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
-
-    def flushed(self, x: jax.Array) -> jax.Array:
+    def flushed(self, x: Array) -> Array:
         return self.run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
-    def reciprocal(self, x: jax.Array) -> jax.Array:
+    def reciprocal(self, x: Array) -> Array:
         return self.run("rcp.approx.ftz.f32 $0, $1;", x)
 
-    def ceil(self, x: jax.Array) -> jax.Array:
+    def ceil(self, x: Array) -> Array:
         text = "{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }"
         return to_bits(self.run(text, x))
 
-    def widen(self, bits: jax.Array, number: _Number) -> jax.Array:
+    def widen(self, bits: Array, number: _Number) -> Array:
         power = (127 + number.moved) << MANTISSA_BITS
         return self.run(f"mul.rn.f32 $0, $1, 0f{power:08X};", from_bits(bits))
 
     def quotient(
         self,
-        x: jax.Array,
-        inverse: jax.Array,
+        x: Array,
+        inverse: Array,
         number: _Number,
-    ) -> jax.Array:
-        down = inverse * jnp.float32(2.0**-number.moved)
+    ) -> Array:
+        down = inverse * 2.0**-number.moved
         return to_bits(self.run("mul.rn.f32 $0, $1, $2;", x, down))
 
     def rest(
         self,
-        x: jax.Array,
-        bits: jax.Array,
-        divisor: jax.Array,
+        x: Array,
+        bits: Array,
+        divisor: Array,
         number: _Number,
-    ) -> jax.Array:
+    ) -> Array:
         # A scale of 2**-9 and its like, times 2**126, are float32.
-        up = divisor * jnp.float32(2.0**number.moved)
+        up = divisor * 2.0**number.moved
         return self._fused_rest(x, from_bits(bits), up)
 
     def divide_to_odd(
         self,
-        a: jax.Array,
-        b: jax.Array,
-        inverse: jax.Array,
-    ) -> jax.Array:
+        a: Array,
+        b: Array,
+        inverse: Array,
+    ) -> Array:
         # From a quotient with an error below its last digit, and the sign of the
         # remainder.
         text = (
@@ -210,7 +197,7 @@ class _Device(_Portable):
         below = to_bits(quotient) + (to_bits(rest) >> 31)
         return from_bits(below | (rest != 0).astype(jnp.int32))
 
-    def _fused_rest(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    def _fused_rest(self, x: Array, a: Array, b: Array) -> Array:
         """Return x - a * b; the sign of a fused operation is exact."""
         text = "{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }"
         return self.run(text, x, a, b)
@@ -221,10 +208,10 @@ class _Device(_Portable):
 
 
 def words_of(
-    outer: jax.Array,
-    signs: jax.Array | None,
+    outer: Array,
+    signs: Array | None,
     key: KeyWords | None,
-) -> jax.Array:
+) -> Array:
     """Return the scalars of a call as uint32 `[32]`.
 
     They begin with the lifted scale of the tensor, the lift, the least product of that
@@ -235,7 +222,7 @@ def words_of(
     # tensor of zeros.
     exponent = (to_bits(outer) >> MANTISSA_BITS) - 127
     lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
-    divisor = outer * jnp.float32(LARGEST) * lift
+    divisor = outer * LARGEST * lift
     inverse = 1 / jnp.where(divisor == 0, 1.0, divisor)
     floats = jnp.stack([outer * lift, lift, TINY * lift, divisor, inverse])
     floats = jnp.pad(floats, (0, _SIGNS - floats.size))
@@ -247,9 +234,9 @@ def words_of(
 
 def numbers(
     kind: Kind,
-    words: jax.Array,
+    words: Array,
     x: Arrays,
-    first: jax.Array,
+    first: Array,
     instruct: Instruct | None = None,
 ) -> Arrays:
     """Return the numbers of blocks in 16 arrays, in 16 bfloat16 arrays.
@@ -270,89 +257,77 @@ def numbers(
     if kind.rotated:
         signs = [from_bits(words[_SIGNS + at]) for at in range(SIDE)]
         x = rotate_arrays(x, signs, do.flushed)
-    lifted = [do.multiply(jnp.abs(value), lift) for value in x]
+    lifted = [do.scaled(jnp.abs(value), lift, jnp.float32) for value in x]
     largest = functools.reduce(jnp.maximum, [to_bits(value) for value in lifted])
     amax = from_bits(largest)
-    round_scale = _covering_code if kind.stochastic else _nearest_code
-    code = round_scale(do, amax, divisor, inverse, _E4M3)
+    code = _rounded(do, _E4M3, amax, divisor, inverse, covers=kind.stochastic)
     code = jnp.clip(code, 1, _LARGEST_SCALE)
     # In a tensor of zeros every scale is zero.
-    kept = (amax >= divisor * jnp.float32(NEGLIGIBLE)) & (divisor > 0)
+    kept = (amax >= divisor * NEGLIGIBLE) & (divisor > 0)
     scale = do.widen(jnp.where(kept, code, 0) << _E4M3.place, _E4M3)
-    product = do.multiply(scale, outer)
-    product = jnp.where(product < tiny, jnp.float32(0), product)
-    # If the product is zero, codes mean nothing.
+    product = do.scaled(scale, outer, jnp.float32)
+    product = jnp.where(product < tiny, 0, product)
     inverse = do.reciprocal(product)
+    # If the product is zero, codes mean nothing.
+    scale = jnp.where(product > 0, scale, 0)
+    scale = jnp.where(largest >= INFINITY, jnp.nan, scale)
     # The indices in a block differ in their last four bits only.
     begun = begin(first ^ words[_KEY])
-    codes = []
-    for at, value in enumerate(lifted):
+    found = []
+    for at, value in enumerate(x):
         if kind.stochastic:
             random = finish(begun ^ jnp.uint32(at), words[_KEY + 1])
-            units = do.divide_to_odd(value, product, inverse)
-            codes.append(_stochastic_code(do, units, random))
+            units = do.divide_to_odd(lifted[at], product, inverse)
+            code = _stochastic_code(do, units, random)
         else:
-            codes.append(_nearest_code(do, value, product, inverse, _E2M1))
-    scale = jnp.where(product > 0, scale, jnp.float32(0))
-    scale = jnp.where(largest >= INFINITY, jnp.float32(jnp.nan), scale)
-    found = []
-    for code, value in zip(codes, x, strict=True):
+            code = _rounded(do, _E2M1, lifted[at], product, inverse)
         # As unsigned, because the code of a NaN may be negative.
         code = jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32)
         number = do.widen(code << _E2M1.place, _E2M1) * scale
-        sign = to_bits(value) & jnp.int32(SIGN)
-        found.append(from_bits(to_bits(number) | sign).astype(jnp.bfloat16))
+        signed = from_bits(to_bits(number) | to_bits(value) & SIGN)
+        found.append(signed.astype(jnp.bfloat16))
     return found
 
 
-def _nearest_code(
+def _rounded(
     do: _Portable,
-    x: jax.Array,
-    divisor: jax.Array,
-    inverse: jax.Array,
     number: _Number,
-) -> jax.Array:
-    """Return the codes of x / divisor rounded to nearest even.
+    x: Array,
+    divisor: Array,
+    inverse: Array,
+    covers: bool = False,
+) -> Array:
+    """Return the codes of x / divisor, rounded to nearest even, or up with `covers`.
 
     They continue beyond the number's largest.
     """
-    below = do.quotient(x, inverse, number) >> number.place
-    middle = (below << number.place) | jnp.int32(1 << (number.place - 1))
+    bits = do.quotient(x, inverse, number)
+    half = 1 << (number.place - 1)
+    if covers:
+        # About the nearest code, or the next one if x lies above it.
+        code = (bits + half) >> number.place
+        rest = do.rest(x, code << number.place, divisor, number)
+        return code + (rest > 0).astype(jnp.int32)
+    below = bits >> number.place
+    middle = below << number.place | half
     rest = to_bits(do.rest(x, middle, divisor, number))
     # Round up if rest + (1 for an odd code) > 0: a rest of +0 is the middle itself,
     # where odd codes go up.
     return below + lax.shift_right_logical(-rest - (below & 1), jnp.int32(31))
 
 
-def _covering_code(
-    do: _Portable,
-    x: jax.Array,
-    divisor: jax.Array,
-    inverse: jax.Array,
-    number: _Number,
-) -> jax.Array:
-    """Return the codes of x / divisor rounded up.
-
-    Each is about the nearest code, or the next one if x lies above it.
-    """
-    half = 1 << (number.place - 1)
-    code = (do.quotient(x, inverse, number) + half) >> number.place
-    rest = do.rest(x, code << number.place, divisor, number)
-    return code + (rest > 0).astype(jnp.int32)
-
-
-def _stochastic_code(do: _Portable, units: jax.Array, random: jax.Array) -> jax.Array:
+def _stochastic_code(do: _Portable, units: Array, random: Array) -> Array:
     """Return the codes of E2M1's `float_bits.round_to_grid`, "stochastic".
 
     The random bits are those of `counter.random_bits`. Round up if a random k of 24
     bits is below the 24 bits behind the code, so if these and 2**24 - 1 - k carry.
     """
     # As integers, of which a GPU's NaN from an infinity is the largest, too.
-    bits = jnp.minimum(to_bits(units), np.float32(LARGEST).view(np.int32))
+    bits = jnp.minimum(to_bits(units), _LARGEST_BITS)
     capped = from_bits(bits)
     # Above 1 the bits of a float are the code and the bits behind it; below 1 the steps
     # are halves.
     above = (bits - (126 << MANTISSA_BITS)) << 2
-    below = do.ceil(capped * jnp.float32(2.0**25))
+    below = do.ceil(capped * 2.0**25)
     behind = (~random >> 8).astype(jnp.int32)
     return (jnp.where(capped < 1, below, above) + behind) >> 24

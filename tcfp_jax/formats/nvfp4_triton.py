@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.specs import varying
@@ -17,7 +17,7 @@ from tcfp_jax.formats.nvfp4_registers import SIDE, Arrays, numbers
 _HALVES = (slice(0, 8), slice(8, 16))
 
 
-def _run(job: Job, own: Shape, *operands: jax.Array) -> list[jax.Array]:
+def _run(job: Job, own: Shape, *operands: Array) -> list[Array]:
     return plgpu.on_platform(functools.partial(_call, job, own), *operands)
 
 
@@ -27,19 +27,19 @@ TRITON = Engine(_run)
 def _call(
     job: Job,
     own: Shape,
-    words: jax.Array,
-    blocks: jax.Array,
-    *starts: jax.Array,
+    words: Array,
+    blocks: Array,
+    *starts: Array,
     interpret: bool,
-) -> list[jax.Array]:
+) -> list[Array]:
     from jax.experimental import pallas as pl
 
-    x = job.rows(blocks)
+    x = blocks.reshape(-1, blocks.shape[-1])
     rows, columns = job.sides
     across = x.shape[1] // columns
 
-    def kernel(words: Any, x: Any, *refs: Any) -> None:
-        *starts, to = refs
+    def kernel(words: Any, *refs: Any) -> None:
+        *starts, x, to = refs
         program = pl.program_id(0) * across + pl.program_id(1)
         block = program * BLOCKS + lax.broadcasted_iota(jnp.int32, (BLOCKS,), 0)
         first = first_values(job, own, block.astype(jnp.uint32), *starts)
@@ -60,7 +60,7 @@ def _call(
         kernel,
         out_shape=varying(out_shape, words, x, *starts),
         grid=(len(x) // rows, across),
-        in_specs=[whole[0], part, *whole[1:]],
+        in_specs=[*whole, part],
         out_specs=[part],
         # Down the first axis the values of a block lie apart, so a thread takes two
         # columns to load words of 4 bytes.
@@ -69,7 +69,7 @@ def _call(
         ),
         interpret=interpret,
         name="quantize_nvfp4",
-    )(words, x, *starts)
+    )(words, *starts, x)
 
 
 def _read_rows(x: Any) -> Arrays:
@@ -82,13 +82,13 @@ def _read_rows(x: Any) -> Arrays:
     return values
 
 
-def _side_by_side(parts: Arrays) -> jax.Array:
-    """Return `[..., n]` from n = 2**j arrays `[...]`, by joins of pairs, which Triton
-    can compile.
+def _side_by_side(parts: Arrays) -> Array:
+    """Return `[blocks, 8]` from 8 arrays.
+
+    Triton can compile joins of pairs.
     """
-    shape = (*parts[0].shape, len(parts))
     while len(parts) > 1:
         half = len(parts) // 2
         pairs = zip(parts[:half], parts[half:], strict=True)
         parts = [jnp.stack(pair, axis=-1) for pair in pairs]
-    return parts[0].reshape(shape)
+    return parts[0].reshape(BLOCKS, 8)
