@@ -102,8 +102,8 @@ def quantize_nvfp4(
         it is computed. Values above it saturate. If it is not finite, the outer scale
         is NaN, and so is every value.
       signs: `[16]` of 1 and -1: first rotate every 16 values along the last axis, as
-        `formats.rotate` does, in float32. `amax` is then that of rotated values. Only
-        for vectors, with a k that 16 divides.
+        `formats.rotate` does, in float32. `amax` is then the largest rotated magnitude.
+        Only for vectors, with a k that 16 divides.
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with the
         bits of each value's index. Its scales cover, so nothing is clipped and the
         expectation is x.
@@ -207,7 +207,7 @@ def _check(
 
 
 def _check_amax(amax: Array) -> None:
-    """Raise a ValueError unless this is one magnitude, as far as it is known."""
+    """Raise a ValueError if this is not one magnitude; a traced sign is not checked."""
     if amax.shape or jnp.issubdtype(amax.dtype, jnp.complexfloating):
         has = f"shape {list(amax.shape)} and dtype {amax.dtype}"
         raise ValueError(

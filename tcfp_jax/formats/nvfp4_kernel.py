@@ -22,7 +22,7 @@ from pallas_kernels.partition import partitioned
 from pallas_kernels.tiled import Engine
 from tcfp_jax.formats.nvfp4_registers import SIDE, Kind, numbers
 
-BLOCKS = 128  # of a program
+BLOCKS = 128  # for each program
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
     @property
     def along(self) -> bool:
-        """Whether blocks run along the last axis, `[..., 16]`.
+        """True if blocks run along the last axis, `[..., 16]`.
 
         Otherwise they run down a matrix, `[blocks, 16, columns]`.
         """

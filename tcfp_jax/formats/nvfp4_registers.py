@@ -38,7 +38,7 @@ from tcfp_jax.formats.scale_rules import NEGLIGIBLE
 
 SIDE = 16  # values of a block
 LARGEST = 6.0  # E2M1's largest value
-_LARGEST_BITS = 0x40C00000  # those of its float32
+_LARGEST_BITS = 0x40C00000  # its float32
 _LARGEST_SCALE = 0x7E  # E4M3's largest code
 # Words of a call: floats from the first one on, then signs, then the key.
 _SIGNS = 14
@@ -121,7 +121,7 @@ class _Portable(Portable):
     ) -> Array:
         """Return a float with the sign of x - value * divisor.
 
-        `bits` are those of the value with its exponent moved down, of five digits.
+        The value has five digits; `bits` hold it with its exponent moved down.
         """
         value = self.widen(bits, number)
         high = from_bits(to_bits(divisor) & -(1 << 12))
@@ -319,8 +319,8 @@ def _rounded(
 def _stochastic_code(do: _Portable, units: Array, random: Array) -> Array:
     """Return the codes of E2M1's `float_bits.round_to_grid`, "stochastic".
 
-    The random bits are those of `counter.random_bits`. Round up if a random k of 24
-    bits is below the 24 bits behind the code, so if these and 2**24 - 1 - k carry.
+    `random` are `counter.random_bits`. Round up if a random k of 24 bits is below the
+    24 bits behind the code, so if these and 2**24 - 1 - k carry.
     """
     # As integers, of which a GPU's NaN from an infinity is the largest, too.
     bits = jnp.minimum(to_bits(units), _LARGEST_BITS)

@@ -59,19 +59,17 @@ def oracle(x, rule):
         np.abs(blocks).max() / np.float32(6 * (448 if rule == "max" else 256))
     )
     amax = np.abs(blocks).max(-1, keepdims=True).astype(np.float64)
-    nearest = lambda top: (
-        (amax / np.float32(outer * np.float32(top)))
-        .astype(ml_dtypes.float8_e4m3fn)
-        .astype(np.float32)
-    )
     if rule == "fold_exact":
         first = np.searchsorted(FOLDED, amax / np.float32(outer * np.float32(6.375)))
         candidates = [FOLDED[np.minimum(first + i, len(FOLDED) - 1)] for i in range(3)]
     else:
-        candidates = [
-            nearest(top) for top in ((6, 4) if rule == "four_over_six" else (6,))
-        ]
-    found, least = None, None
+        candidates = []
+        for top in (6, 4) if rule == "four_over_six" else (6,):
+            quotient = amax / np.float32(outer * np.float32(top))
+            scale = quotient.astype(ml_dtypes.float8_e4m3fn)
+            candidates.append(scale.astype(np.float32))
+    found = None
+    least = None
     for scale in candidates:
         factor = (scale * outer).astype(np.float32)
         rounded = (
@@ -88,8 +86,10 @@ def oracle(x, rule):
             np.sum(steps**2, -1, keepdims=True).astype(np.float32) * (scale * scale)
         ).astype(np.float32)
         if found is None:
-            found, least = values, error
-        found, least = np.where(error < least, values, found), np.minimum(error, least)
+            found = values
+            least = error
+        found = np.where(error < least, values, found)
+        least = np.minimum(error, least)
     return found.reshape(x.shape)
 
 
@@ -112,38 +112,32 @@ def test_what_the_rules_are_worth():
     assert decibels["four_over_six"] == pytest.approx(21.2, abs=0.15)
 
 
+def in_e4m3(products):
+    return products.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == products
+
+
 def test_folded_scales_times_codes_are_numbers_of_e4m3():
     """Check every folded scale with every code, and `exact_share` for all other
     scales.
     """
-    in_e4m3 = lambda products: (
-        products.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == products
-    )
-    assert (
-        len(FOLDED) == 37
-        and FOLDED[-1] == 384
-        and in_e4m3(FOLDED[:, None] / 8 * CODES).all()
-    )
+    assert len(FOLDED) == 37 and FOLDED[-1] == 384
+    assert in_e4m3(FOLDED[:, None] / 8 * CODES).all()
     small = EVERY_SCALE[EVERY_SCALE < 64]
     # Next to a scale in the binade of 32, exponents do not shift.
     pairs = jnp.asarray(
         np.stack([np.full_like(small, 32), small], -1), jnp.float8_e4m3fn
     )
     shares = jax.jit(jax.vmap(exact_share), compiler_options=QUICK)(pairs)
-    assert (
-        np.array_equal(shares == 1, in_e4m3(small[:, None] * CODES).all(-1))
-        and np.isin(shares, (0.5, 1)).all()
-    )
+    assert np.array_equal(shares == 1, in_e4m3(small[:, None] * CODES).all(-1))
+    assert np.isin(shares, (0.5, 1)).all()
 
 
 def test_folded_scales_have_three_mantissas_and_are_exact():
     x = normal()
     share = jax.jit(exact_share, compiler_options=QUICK)
     scales = {rule: scales_of(cast(x, rule)[0]) for rule in RULES}
-    assert (
-        np.isin(scales["fold_exact"], FOLDED).all()
-        and len(np.unique(scales["fold_exact"])) > 6
-    )
+    assert np.isin(scales["fold_exact"], FOLDED).all()
+    assert len(np.unique(scales["fold_exact"])) > 6
     # Rows far below the largest one have the least of them, so that these are exact,
     # too.
     low = np.concatenate([x[:64], np.ldexp(x[64:], -14)])
@@ -153,10 +147,8 @@ def test_folded_scales_have_three_mantissas_and_are_exact():
         float(share(jnp.asarray(s, jnp.float8_e4m3fn)))
         for s in (scales["fold_exact"], scales["max"], low, bad)
     ]
-    assert (
-        shares == [1, pytest.approx(0.4, abs=0.1), 1, 0.75]
-        and 0.4 < (low == 2.0**-3).mean() < 0.5
-    )
+    assert shares == [1, pytest.approx(0.4, abs=0.1), 1, 0.75]
+    assert 0.4 < (low == 2.0**-3).mean() < 0.5
 
 
 @every_rule
@@ -175,9 +167,8 @@ def test_square_tiles_and_their_transpose_agree(rule):
     w = jnp.asarray(normal((48, 48)))
     found = quick(w, formats.nvfp4s, scalemode=rule)
     assert same(found.T, quick(w.T, formats.nvfp4s, scalemode=rule))
-    assert noise(w, found) > 18.5 and same(found, quick(w, formats.nvfp4s)) == (
-        rule == "max"
-    )
+    assert noise(w, found) > 18.5
+    assert same(found, quick(w, formats.nvfp4s)) == (rule == "max")
     vectors = quick(w, formats.nvfp4, scalemode=rule)
     assert not same(vectors.T, quick(w.T, formats.nvfp4, scalemode=rule))
 
@@ -194,19 +185,20 @@ def test_square_tiles_and_their_transpose_agree(rule):
 def test_stochastic_rounding_never_clips_and_has_no_bias(name, rule):
     # The largest value of a tile would be clipped where its scale is rounded down.
     x = np.random.default_rng(3).uniform(0.5, 6, (32, 32)).astype(np.float32)
-    count, made = 512, getattr(formats, name)
-    one = lambda key: formats.cast(
-        x, made, roundmode="stochastic", key=key, scalemode=rule
-    )
+    count = 512
+    made = getattr(formats, name)
+
+    def one(key):
+        return formats.cast(x, made, roundmode="stochastic", key=key, scalemode=rule)
+
     drawn = jax.jit(jax.vmap(one), compiler_options=QUICK)(
         jax.random.split(jax.random.key(4), count)
     )
     errors = np.asarray(drawn, np.float64).mean(0) - x
     # A step is at most twice a scale, of which the largest is 4/3 of 6/6.
     deviation = 4 / 3 / np.sqrt(count)
-    assert np.abs(errors).max() < 5 * deviation and abs(
-        errors.mean()
-    ) < 5 * deviation / np.sqrt(x.size)
+    assert np.abs(errors).max() < 5 * deviation
+    assert abs(errors.mean()) < 5 * deviation / np.sqrt(x.size)
     tops = x == x.reshape(32, 2, 16).max(-1).repeat(16, -1).reshape(32, 32)
     assert abs(errors[tops].mean()) < 5 * deviation / np.sqrt(tops.sum())
 
@@ -214,16 +206,15 @@ def test_stochastic_rounding_never_clips_and_has_no_bias(name, rule):
 @every_rule
 def test_tiles_that_are_hard(rule):
     x = normal()
-    x[0, :16], x[1, :16], x[2, 3], x[3, 5], x[4, 7], x[5, :16] = (
-        0.0,
-        1e-20,
-        np.nan,
-        np.inf,
-        1e4,
-        1e-42,
-    )
+    x[0, :16] = 0.0
+    x[1, :16] = 1e-20
+    x[2, 3] = np.nan
+    x[3, 5] = np.inf
+    x[4, 7] = 1e4
+    x[5, :16] = 1e-42
     packed, got = cast(x, rule)
-    got, scales = np.asarray(got), scales_of(packed).reshape(128, 4)
+    got = np.asarray(got)
+    scales = scales_of(packed).reshape(128, 4)
     assert not got[0, :16].any() and scales[0, 0] == 0 and scales[5, 0] == 0
     assert not got[1, :16].any() and scales[1, 0] == (
         2.0**-3 if rule == "fold_exact" else 2.0**-9
