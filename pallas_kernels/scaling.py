@@ -213,6 +213,11 @@ class Block:
         check_choice("tile", self.tile, get_args(Tile))
 
     @property
+    def block(self) -> int:
+        """Number of values along the last axis that share a scale."""
+        return self.size
+
+    @property
     def squares(self) -> bool:
         """True if a block is a square of a matrix."""
         return self.tile == "square"

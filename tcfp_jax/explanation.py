@@ -6,8 +6,9 @@ optimizer's update. `pallas_kernels.dispatch` records each call, `pallas_kernels
 has the times, and `include="measured"` reads them.
 """
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -180,29 +181,6 @@ def explain(
     dgrad       bfloat16[8, 64] x bfloat16[32, 64] ... xla
     wgrad       bfloat16[8, 32] x bfloat16[8, 64] ... xla
     """
-    if device is None:
-        return _explained(x_shape, w_shape, recipe, dtype, w_dtype, optimizer)
-    if not is_timed(device):
-        raise ValueError(
-            f"device={device!r} was not timed; use one of {sorted(load())}, or None for"
-            " the device in use"
-        )
-    described = AbstractDevice(device_kind=device, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("device",), abstract_device=described)
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
-        # of a JAX without the fast kernels: the table has it as a reason
-        warnings.simplefilter("ignore")
-        return _explained(x_shape, w_shape, recipe, dtype, w_dtype, optimizer)
-
-
-def _explained(
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    recipe: Recipe | str,
-    dtype: DTypeLike,
-    w_dtype: DTypeLike,
-    optimizer: optax.GradientTransformation | None,
-) -> Explanation:
     recipe = named_recipe(recipe)
     if not all(isinstance(shape, Sequence) for shape in (x_shape, w_shape)):
         raise ValueError(
@@ -220,21 +198,41 @@ def _explained(
     if optimizer is None:
         key = jax.random.key(0) if recipe.stochastic else None
         optimizer = error_feedback(recipe, key=key)
-    steps = _traced(recipe, optimizer, params, x, g)
     emulated = _emulated(recipe)
-    device = dispatch.device_kind()
+    with _on(device):
+        kind = dispatch.device_kind()
+        steps = _traced(recipe, optimizer, params, x, g)
+        if not is_timed(kind):
+            return Explanation(kind, steps, emulated=emulated)
+        bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
+        return Explanation(
+            kind,
+            steps,
+            bf16,
+            tuple(map(_time, steps)),
+            tuple(map(_time, bf16)),
+            emulated,
+            timed_device(kind),
+        )
+
+
+@contextlib.contextmanager
+def _on(device: str | None) -> Iterator[None]:
+    """Let programs be traced for another device; None is the one in use."""
+    if device is None:
+        yield
+        return
     if not is_timed(device):
-        return Explanation(device, steps, emulated=emulated)
-    bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
-    return Explanation(
-        device,
-        steps,
-        bf16,
-        tuple(map(_time, steps)),
-        tuple(map(_time, bf16)),
-        emulated,
-        timed_device(device),
-    )
+        raise ValueError(
+            f"device={device!r} was not timed; use one of {sorted(load())}, or None for"
+            " the device in use"
+        )
+    described = AbstractDevice(device_kind=device, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("device",), abstract_device=described)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # of a JAX without the fast kernels: the table has it as a reason
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _emulated(recipe: Recipe) -> str:

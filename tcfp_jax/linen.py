@@ -73,6 +73,9 @@ class TrainState(train_state.TrainState):
     ) -> "TrainState":
         """Return a new state, as Flax's; `apply_fn` is the converted model's `apply`.
 
+        Use this as Flax's own; use `tcfp_jax.store` on the parameters first if they
+        should be stored.
+
         Raises:
           ValueError: the parameters are float, `tx` has no `error_feedback`, and
             `apply_fn` is of no converted model.
@@ -83,7 +86,10 @@ class TrainState(train_state.TrainState):
 
     @property
     def quantized(self) -> "TrainState":
-        """The state for a loss: `apply_fn` reads the optimizer's quantized weights."""
+        """The state for a loss: `apply_fn` reads the optimizer's quantized weights.
+
+        Use this in the loss of float parameters; use the state itself for stored ones.
+        """
         stored = layer_state(self.opt_state)
 
         def apply(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -92,7 +98,11 @@ class TrainState(train_state.TrainState):
         return self.replace(apply_fn=apply)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: PyTree) -> "TrainState":
-        """Return the state after a step, as Flax's; stored parameters are rounded."""
+        """Return the state after a step, as Flax's; stored parameters are rounded.
+
+        Use this as Flax's own, with gradients of `tcfp_jax.value_and_grad` for stored
+        parameters.
+        """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = apply_updates(self.params, updates)
         return self.replace(

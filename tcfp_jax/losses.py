@@ -43,7 +43,7 @@ from pallas_kernels.quantize.computed import quantize_computed
 from pallas_kernels.specs import sharding_of, varying, varying_alike
 from tcfp_jax.products.annotations import differentiated_once, head
 from tcfp_jax.products.fp8_weights import Asked, rounded
-from tcfp_jax.products.matmul import RULES, opened, operands_of
+from tcfp_jax.products.matmul import RULES, operands_of, weight_of
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -79,8 +79,8 @@ def cross_entropy(
     """Return (the weighted mean of the losses, the loss of every token) of a head.
 
     It never holds all logits. Use it instead of `x @ kernel` and a softmax cross
-    entropy, if the vocabulary is large. Logits are rounded to the dtype of x, as results
-    of `tcfp_jax.matmul` are. Sums and losses are float32.
+    entropy, if the vocabulary is large. Logits are rounded to the dtype of x, as
+    results of `tcfp_jax.matmul` are. Sums and losses are float32.
 
     Args:
       x: real floats `[..., k]`.
@@ -126,16 +126,12 @@ def cross_entropy(
     (True, 0.0)
     """
     recipe = named_recipe(recipe)
-    quantized, w = (
-        opened(kernel) if isinstance(kernel, Stored | Parameter) else (None, kernel)
-    )
+    w, quantized = weight_of(kernel, None)
     asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
     targets, weights = _checked(np.shape(x), targets, weights)
-    shares = (
-        jnp.ones(targets.shape, jnp.float32)
-        if weights is None
-        else weights.astype(jnp.float32)
-    )
+    if weights is None:
+        weights = jnp.ones(targets.shape)
+    shares = weights.astype(jnp.float32)
     if not isinstance(ignore, _INT | Array | None):
         raise TypeError(f"ignore={ignore!r} is no target; pass an integer, or None")
     # A weight of 0 leaves its token out, also for the derivative by the weight, which
@@ -160,19 +156,14 @@ class Loss:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        cap = 1.0 if self.soft_cap is None else self.soft_cap
+        chunk = 1 if self.chunk is None else self.chunk
+        is_chunk = isinstance(chunk, _INT) and chunk > 0
         for name, is_fine, range in (
             ("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1"),
             ("z_loss", 0 <= self.z_loss < math.inf, "0 or more"),
-            (
-                "soft_cap",
-                self.soft_cap is None or 0 < self.soft_cap < math.inf,
-                "positive, or None",
-            ),
-            (
-                "chunk",
-                self.chunk is None or (isinstance(self.chunk, _INT) and self.chunk > 0),
-                "positive, or None",
-            ),
+            ("soft_cap", 0 < cap < math.inf, "positive, or None"),
+            ("chunk", is_chunk, "positive, or None"),
         ):
             if not is_fine:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {range}")
@@ -503,20 +494,20 @@ def _quantized(
     """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows,
     or None for other scalings.
     """
-    recipe, vocabulary = asked.recipe, narrow.shape[-1]
-    scaling, dtype = recipe.scaling, jnp.float8_e5m2
+    recipe = asked.recipe
+    vocabulary = narrow.shape[-1]
+    scaling = recipe.scaling
+    dtype = jnp.float8_e5m2
     if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
         return None
-    scale, inverse = numerics.scale_and_inverse(
-        numerics.amax(bound), dtype, scaling.scale
-    )
-    of_rows, factors, of_columns = scale, [shares * inverse], scale
+    amax = numerics.amax(bound)
+    scale, inverse = numerics.scale_and_inverse(amax, dtype, scaling.scale)
+    of_rows = of_columns = scale
+    factors = [shares * inverse]
     if isinstance(scaling, Row):
         of_rows, inverses = numerics.scale_and_inverse(bound, dtype, scaling.scale)
-        factors, of_columns = (
-            [shares * inverses, *factors],
-            jnp.broadcast_to(scale, (vocabulary,)),
-        )
+        of_columns = jnp.broadcast_to(scale, (vocabulary,))
+        factors = [shares * inverses, *factors]
     values, turned = quantize_computed(
         _Gradient(asked, vocabulary),
         narrow,
@@ -526,7 +517,7 @@ def _quantized(
         results=len(factors),
         backend=recipe.quantize_backend,
     )
-    columns = (
-        None if recipe.wgrad == "bf16" else Operand(turned, of_columns, scaling=scaling)
-    )
+    columns = None
+    if recipe.wgrad != "bf16":
+        columns = Operand(turned, of_columns, scaling=scaling)
     return Quantized(Operand(values, of_rows, scaling=scaling), columns)

@@ -20,6 +20,7 @@ from tcfp_jax.layers.nnx import (
     TCFPEmbed,
     TCFPLayerNorm,
     TCFPLinear,
+    is_variable,
 )
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.optim.gradients import with_slots
@@ -110,6 +111,9 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: nnx.Module, grads: PyTree, /, **extra: PyTree) -> PyTree:
         """Update the model and this state by gradients, and return the updates.
 
+        Use this after each backward pass, instead of `optax.apply_updates`, which does
+        not know stored weights.
+
         Take the gradients from `value_and_grad`. Other arguments go to the
         transformation, as in `nnx.Optimizer`.
         """
@@ -171,7 +175,7 @@ def value_and_grad(
             lambda variable, gradient: variable.replace(gradient),
             variables,
             gradients,
-            is_leaf=_is_variable,
+            is_leaf=is_variable,
         )
 
     return with_gradients
@@ -180,11 +184,7 @@ def value_and_grad(
 def _values(tree: PyTree) -> PyTree:
     """Return the tree with the values of variables instead of the variables."""
     return jax.tree.map(
-        lambda leaf: leaf.get_raw_value() if _is_variable(leaf) else leaf,
+        lambda leaf: leaf.get_raw_value() if is_variable(leaf) else leaf,
         tree,
-        is_leaf=_is_variable,
+        is_leaf=is_variable,
     )
-
-
-def _is_variable(node: object) -> bool:
-    return isinstance(node, nnx.Variable)

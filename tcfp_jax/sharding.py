@@ -151,7 +151,7 @@ def fsdp(params: PyTree, mesh: AnyMesh, axis: str = "fsdp") -> PyTree:
             " one of them"
         )
     found, treedef = named_leaves(params, is_quantized)
-    narrow = narrow_leaves(params, is_leaf=is_quantized, sizes=_kernel_shape)
+    narrow = narrow_leaves(params)
     chosen = []
     for (_, leaf), small in zip(found, narrow, strict=True):
         places = _axes_by_size(leaf)

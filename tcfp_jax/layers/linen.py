@@ -249,7 +249,11 @@ class TCFPEmbed(nn.Embed):
         return layers.embed(self.embedding, inputs, self.dtype)
 
     def attend(self, query: Array) -> Array:
-        """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
+        """Map `query` `[..., features]` to scores `[..., num_embeddings]`.
+
+        Use this for an output head that shares the table; use `TCFPDense` for a head of
+        its own.
+        """
         if _is_off(self):
             return inspect.unwrap(nn.Embed.attend)(self, query)
         _check_fields(self, nn.Embed)

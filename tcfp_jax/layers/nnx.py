@@ -80,7 +80,8 @@ class _LowPrecision(nnx.Module):
         )
 
 
-def _is_variable(node: object) -> bool:
+def is_variable(node: object) -> bool:
+    """Return whether a node of a tree is a variable of NNX; use it as `is_leaf`."""
     return isinstance(node, nnx.Variable)
 
 
@@ -93,7 +94,7 @@ def stored_weight(layer: _LowPrecision) -> Stored | None:
     # Read at each call, because the optimizer writes new arrays into the same
     # variables.
     return jax.tree.map(
-        lambda variable: variable[...], layer.stored, is_leaf=_is_variable
+        lambda variable: variable[...], layer.stored, is_leaf=is_variable
     )
 
 
@@ -105,7 +106,7 @@ def store(layer: _LowPrecision, weight: Stored) -> None:
     def as_variable(leaf: Array | nnx.Variable) -> nnx.Variable:
         return leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
 
-    variables = jax.tree.map(as_variable, weight, is_leaf=_is_variable)
+    variables = jax.tree.map(as_variable, weight, is_leaf=is_variable)
     layer.stored = nnx.data(variables)
 
 
@@ -237,7 +238,11 @@ class TCFPEmbed(_LowPrecision, nnx.Embed):
         return layers.embed(self.embedding[...], inputs, self.dtype, out_sharding)
 
     def attend(self, query: Array, out_sharding: Sharding = None) -> Array:
-        """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
+        """Map `query` `[..., features]` to scores `[..., num_embeddings]`.
+
+        Use this for an output head that shares the table; use `TCFPLinear` for a head
+        of its own.
+        """
         if self.products == "flax":
             return super().attend(query, out_sharding)
         multiply = self._multiplier(out_sharding)

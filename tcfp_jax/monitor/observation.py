@@ -359,13 +359,9 @@ def _watched(
 
 
 def _watched_forward(
-    site: Site,
-    outputs: tuple[Array, ...],
-    probe: Array,
-    forward: Array,
-    words: Array | None,
+    site: Site, outputs: tuple[Array, ...], probe: Array, *saved: Any
 ) -> tuple[tuple[Array, ...], _Saved]:
-    return outputs, (forward, words)
+    return outputs, saved
 
 
 def _watched_backward(

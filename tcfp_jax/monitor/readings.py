@@ -29,6 +29,9 @@ _CLIPPED = 2.0**-10
 class Reading(NamedTuple):
     """Effect of rounding on one operand.
 
+    Use this to find operands that lose values: watch `underflow` of gradients first,
+    then `saturation`.
+
     The fields are float32, with an axis for each loop around the product.
 
     Attributes:

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 from tcfp_jax.optim.adam import AdamWState
-from tcfp_jax.optim.encoding import Format, Scales, decode, found
+from tcfp_jax.optim.encoding import Blocks, Scales, decode, found
 from tcfp_jax.optim.moments import LowPrecisionState
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import PyTree, leaves, named_leaves
@@ -22,14 +22,12 @@ from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.parameter import Parameter, is_parameter, is_quantized
 from tcfp_jax.weights.stored import Stored
 
-_FORMS: dict[jnp.dtype, Format] = {
-    jnp.dtype(jnp.uint8): "ue5m3",
-    jnp.dtype(jnp.float8_e4m3fn): "float8_e4m3fn",
-}
-
 
 class Quality(NamedTuple):
     """Effect of an update of a stored weight; float32 scalars.
+
+    Use this to see whether a learning rate is too small for the grid: `edq` is then far
+    from 1.
 
     Attributes:
       moved: share of its values that changed.
@@ -241,10 +239,8 @@ def _decoded(moments: PyTree, scales: Scales) -> PyTree:
     given, treedef = named_leaves(moments)
     floats = []
     for names, leaf in given:
-        form = _FORMS.get(leaf.dtype)
-        if form is not None:
-            leaf = decode(form, found(form, leaf, names, scales))
-        elif leaf.dtype == jnp.bfloat16:
-            leaf = leaf.astype(jnp.float32)
+        moment = found(leaf, names, scales)
+        if isinstance(moment, Blocks) or moment.dtype == jnp.bfloat16:
+            leaf = decode(moment)
         floats.append(leaf)
     return treedef.unflatten(floats)

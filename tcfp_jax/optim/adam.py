@@ -49,6 +49,9 @@ _FORMATS: dict[str, tuple[Format, Format]] = {
 class AdamWState(NamedTuple):
     """State of `adamw`.
 
+    Use this to read counters or moments; use `tcfp_jax.monitor` instead to find moments
+    that do not move.
+
     Attributes:
       count: number of steps that were taken, int32.
       skipped: number of steps that were skipped because of a NaN, an inf or a gradient
@@ -238,14 +241,14 @@ class _Leaf(NamedTuple):
                 f"the gradient of {path} is a stored weight, not floats; take it with"
                 " tcfp_jax.value_and_grad"
             )
-        shape = _float_shape(self.parameter)
+        own = self.parameter
+        shape = own.kernel_shape if isinstance(own, Parameter) else jnp.shape(own)
         if jnp.shape(g) != shape:
             raise ValueError(
                 f"the gradient of {path} is {list(jnp.shape(g))}, but the parameter is"
                 f" {list(shape)}; pass the gradients of these very parameters"
             )
-        stored = self.parameter
-        return stored.layout.matrix(g) if isinstance(stored, Parameter) else g
+        return own.layout.matrix(g) if isinstance(own, Parameter) else g
 
 
 class _Tree:
@@ -257,13 +260,13 @@ class _Tree:
         for names, leaf in found:
             if is_quantized(leaf):
                 _check_whole("/".join(names), leaf)
-        narrow = encoding.narrow_leaves(
-            params, is_leaf=is_quantized, sizes=_matrix_shape
-        )
-        decays = [True] * len(found) if mask is None else _decays(mask, params)
+        narrow = encoding.narrow_leaves(params)
+        if callable(mask):
+            mask = mask(jax.tree.map(_seen, params, is_leaf=is_quantized))
+        decays = encoding.spread(mask, params)
         forms = (_FORMATS["float32"], _FORMATS[moments])
         self.leaves = [
-            _Leaf(names, leaf, forms[small], bool(decay))
+            _Leaf(names, leaf, forms[small], decay)
             for (names, leaf), small, decay in zip(found, narrow, decays, strict=True)
         ]
 
@@ -287,8 +290,8 @@ class _Tree:
                         f" state, and {form} in this optimizer; make it with the"
                         " moments= of the state, or a new state by tx.init"
                     )
-            first = encoding.found(leaf.forms[0], m, leaf.names, state.mu_scale)
-            second = encoding.found(leaf.forms[1], v, leaf.names, state.nu_scale)
+            first = encoding.found(m, leaf.names, state.mu_scale)
+            second = encoding.found(v, leaf.names, state.nu_scale)
             found.append((leaf, gradient, first, second))
         return found
 
@@ -322,25 +325,11 @@ def _check_whole(path: str, leaf: PyTree) -> None:
         )
 
 
-def _decays(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[bool]:
-    if callable(mask):
-        mask = mask(jax.tree.map(_seen, params, is_leaf=is_quantized))
-    return encoding.spread(mask, params, is_leaf=is_quantized)
-
-
 def _seen(leaf: PyTree) -> PyTree:
     """Return a parameter as a mask sees it: a stored one has the kernel's shape."""
     if not is_parameter(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.state.dtype)
-
-
-def _matrix_shape(leaf: PyTree) -> tuple[int, ...]:
-    return leaf.shape if is_parameter(leaf) else jnp.shape(leaf)
-
-
-def _float_shape(leaf: PyTree) -> tuple[int, ...]:
-    return leaf.kernel_shape if is_parameter(leaf) else jnp.shape(leaf)
 
 
 def _finite(gradients: list[Array], max_norm: ArrayLike | None) -> tuple[Array, Array]:

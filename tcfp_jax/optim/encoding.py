@@ -30,6 +30,7 @@ from pallas_kernels import moments as codes
 from pallas_kernels.specs import sharding_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, find, named_leaves, put
+from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.placement import Placement, known_placement
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
@@ -63,11 +64,6 @@ def encode(form: Format, x: Array, keys: Keys | None) -> Moment:
     return _encode(form, x, *keys)
 
 
-def decode(form: Format, x: Moment) -> Array:
-    """Return a moment in float32."""
-    return x if form == "float32" and not isinstance(x, Blocks) else _decode(x)
-
-
 def zeros(form: Format, like: Array) -> Moment:
     """Return a moment of zeros with the shape and sharding of `like`.
 
@@ -81,14 +77,9 @@ def zeros(form: Format, like: Array) -> Moment:
 
 def check_moment(name: str, form: Format, x: Array) -> None:
     """Raise a ValueError if `x` is known to be sharded through blocks of its moment."""
-    parts = known_placement(name, x) if has_blocks(form) else None
-    if parts is not None:
+    parts = known_placement(name, x)
+    if parts is not None and form in ("float8_e4m3fn", "ue5m3"):
         block_parts(parts)
-
-
-def has_blocks(form: Format) -> bool:
-    """Return whether a format has eight bits and scales."""
-    return form in ("float8_e4m3fn", "ue5m3")
 
 
 def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
@@ -111,8 +102,8 @@ def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64))
     ((512, 768), (4096,))
     """
-    merged = [math.prod(shape[i] for i in group) for group in _blocked_axes(shape)]
-    return tuple(merged)
+    first = len(_blocked_axes(shape)) - 1
+    return (*shape[:first], math.prod(shape[first:]))
 
 
 def block_parts(values: Placement) -> Placement:
@@ -142,7 +133,8 @@ def _encode(form: Format, x: Array, k0: Array, k1: Array) -> Moment:
 
 
 @jax.jit
-def _decode(x: Moment) -> Array:
+def decode(x: Moment) -> Array:
+    """Return a moment in float32."""
     if not isinstance(x, Blocks):
         return x.astype(jnp.float32)
     return _under_mesh(_of_blocks, x.values, makes_blocks=False)(x)
@@ -231,11 +223,10 @@ def kept(moment: Moment, names: list[str], scales: Scales) -> Array:
     return moment.values
 
 
-def found(form: Format, values: Array, names: list[str], scales: Scales) -> Moment:
-    """Undo `kept`: return the moment of this format."""
-    if not has_blocks(form):
-        return values
-    return Blocks(values, find(scales, names or ["parameter"]))
+def found(values: Array, names: list[str], scales: Scales) -> Moment:
+    """Undo `kept`: return the moment, which has scales if it has eight bits."""
+    scale = find(scales, names or ["parameter"])
+    return values if scale is None else Blocks(values, scale)
 
 
 def by_name(entries: Scales, params: PyTree) -> PyTree:
@@ -249,53 +240,41 @@ def by_name(entries: Scales, params: PyTree) -> PyTree:
 
 
 def narrow_leaves(
-    params: PyTree,
-    mask: PyTree | Callable[[PyTree], PyTree] = None,
-    *,
-    is_leaf: Callable[[object], bool] | None = None,
-    sizes: Callable[[PyTree], tuple[int, ...]] = jnp.shape,
+    params: PyTree, mask: PyTree | Callable[[PyTree], PyTree] = None
 ) -> list[bool]:
-    """Return for each parameter whether its moments may be narrow.
+    """Return for each parameter, float or stored, whether its moments may be narrow.
 
     Only its path and its global shape decide. `mask` chooses those that may: a tree of
-    bools, or a function of `params` that returns one. `is_leaf` finds nodes that are
-    parameters too, such as stored weights, and `sizes` returns the shape of a
-    parameter. Float tables may not.
+    bools, or a function of `params` that returns one. Float tables may not.
 
     >>> table = jnp.ones((64, 64))
     >>> narrow_leaves({"embed": table, "kernel": table, "scale": jnp.ones(4096)})
     [False, True, False]
     """
-    leaves, _ = named_leaves(params, is_leaf)
-    allowed = [True] * len(leaves)
-    if mask is not None:
-        allowed = spread(mask, params, is_leaf=is_leaf)
+    leaves, _ = named_leaves(params, is_quantized)
+    allowed = spread(mask, params)
     narrow = []
     for (names, leaf), may in zip(leaves, allowed, strict=True):
-        shape = sizes(leaf)
+        shape = np.shape(leaf)
         is_large = len(shape) >= 2 and math.prod(shape) >= _SMALLEST
-        is_table = "embed" in "/".join(names).lower()
-        if is_leaf is not None and is_leaf(leaf):
-            is_table = False
-        narrow.append(bool(may) and is_large and not is_table)
+        is_table = "embed" in "/".join(names).lower() and not is_quantized(leaf)
+        narrow.append(may and is_large and not is_table)
     return narrow
 
 
-def spread(
-    mask: PyTree | Callable[[PyTree], PyTree],
-    params: PyTree,
-    *,
-    is_leaf: Callable[[object], bool] | None = None,
-) -> list[bool]:
-    """Return one value of a mask for each parameter.
+def spread(mask: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[bool]:
+    """Return one value of a mask for each parameter; None means all of them.
 
     The mask may be a function of the parameters.
     """
     tree = mask(params) if callable(mask) else mask
+    if mask is None:
+        tree = True
     every: list[bool] = []
 
     def add(keep: bool, part: PyTree) -> None:
-        every.extend([keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)))
+        count = len(jax.tree.leaves(part, is_leaf=is_quantized))
+        every.extend([bool(keep)] * count)
 
     try:
         jax.tree.map(add, tree, params)
@@ -305,7 +284,7 @@ def spread(
             " them, or a function that returns one, but its structure is another:"
             f" {error}"
         ) from error
-    count = len(jax.tree.leaves(params, is_leaf=is_leaf))
+    count = len(jax.tree.leaves(params, is_leaf=is_quantized))
     if len(every) != count:
         raise ValueError(
             f"mask has {len(every)} values for {count} parameters, because it was"

@@ -42,6 +42,8 @@ _Key: TypeAlias = Array | None
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`.
 
+    Use this to inspect errors; use `layer_state` instead to hand the weights to layers.
+
     Attributes:
       weights: a `Stored` for every weight, in nested dicts by parameter name: the
         collection that layers read. Each holds a sample of its parameter. A checkpoint
@@ -328,7 +330,7 @@ def _checked(
     It and the key must fit the remainders of the recipes.
     """
     stochastic = any(r.stochastic for r in recipes)
-    found = {r.stored.remainder if r.stored else "none" for r in recipes}
+    found = {getattr(r.stored, "remainder", "none") for r in recipes}
     remainders = ", ".join(map(repr, sorted(found)))
     check_key(key)
     if stochastic and key is None:

@@ -44,6 +44,9 @@ _KNOWN: dict[str, Role] = {"mu": "mu", "nu": "nu"}
 class LowPrecisionState(NamedTuple):
     """State of `low_precision_moments`.
 
+    Use this to inspect the narrow moments; `tcfp_jax.monitor.stale_moments` reads them
+    as floats.
+
     Attributes:
       count: number of steps so far, int32.
       key: uint32 words of the random key; None if nothing is rounded.
@@ -194,8 +197,9 @@ def low_precision_moments(
         leaves, treedef = named_leaves(state.inner)
         moments = []
         for form, (names, leaf) in zip(chosen, leaves, strict=True):
-            moment = encoding.found(form, leaf, names, state.scales)
-            moments.append(encoding.decode(form, moment))
+            if form != "float32":
+                leaf = encoding.decode(encoding.found(leaf, names, state.scales))
+            moments.append(leaf)
         wide = treedef.unflatten(moments)
         updates, inner = inner_tx.update(updates, wide, params, **extra)
         count = optax.safe_increment(state.count)

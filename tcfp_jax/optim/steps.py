@@ -134,9 +134,7 @@ def _float_step(
 ) -> Stepped:
     # the caller has looked at the codes
     values = w.stored.dequantize() if isinstance(w, Parameter) else w
-    old_m = decode(step.forms[0], m)
-    old_v = decode(step.forms[1], v)
-    change, *new = _wanted(step, values, g, old_m, old_v, s)
+    change, *new = _wanted(step, values, g, decode(m), decode(v), s)
     moments = []
     for i, (form, before) in enumerate(zip(step.forms, (m, v), strict=True)):
         own_keys = None if keys is None else counter.keys(*keys, i)
@@ -158,7 +156,9 @@ def _fused_step(
     keys: Keys,
     keep: Array,
 ) -> Stepped:
-    state, old, copy = w.state, w.rows, w.stored.forward
+    state = w.state
+    old = w.rows
+    copy = w.stored.forward
     scale = _next_scale(step, s, old, state.amax)
     scale = jnp.where(keep, scale, old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)

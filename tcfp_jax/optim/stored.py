@@ -51,9 +51,9 @@ def store(
     """Return the tree with its kernels stored as `W_hi + W_lo`, two bytes per weight.
 
     Use this to train without float copies of the weights: a third of the memory, at
-    the speed of plain FP8. Norms, biases and other parameters do not change. Pass a function that makes the
-    parameters if they do not fit in memory: inside `jit`, its kernels are made one
-    after another, and at most one of them is float at a time.
+    the speed of plain FP8. Norms, biases and other parameters do not change. Pass a
+    function that makes the parameters if they do not fit in memory: inside `jit`, its
+    kernels are made one after another, and at most one of them is float at a time.
 
         def make(key):
             return store(lambda: model.init(key, x)["params"], recipe, key=key)
@@ -135,7 +135,8 @@ def store(
 def dequantize(params: PyTree) -> PyTree:
     """Return the tree with float parameters instead of stored ones, as Flax made them.
 
-    Use this for export, and for code that reads float parameters. A jitted program computes only the floats that it reads.
+    Use this for export, and for code that reads float parameters. A jitted program
+    computes only the floats that it reads.
 
     Raises:
       TypeError: a stored weight was not made by `store`, so the shape of its kernel is
@@ -165,9 +166,10 @@ def dequantize(params: PyTree) -> PyTree:
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """Add updates to parameters, and round stored weights into `W_hi + W_lo`.
 
-    Use this instead of `optax.apply_updates` for trees with stored weights. A weight whose update is zero everywhere keeps its bits, and its random state does
-    not advance. A NaN or inf makes the weight NaN; `on_stored` and
-    `tcfp_jax.optim.adamw` skip such steps.
+    Use this instead of `optax.apply_updates` for trees with stored weights. A weight
+    whose update is zero everywhere keeps its bits, and its random state does not
+    advance. A NaN or inf makes the weight NaN; `on_stored` and `tcfp_jax.optim.adamw`
+    skip such steps.
 
     Args:
       params: the parameters.
@@ -238,11 +240,11 @@ def on_stored(
 ) -> optax.GradientTransformationExtraArgs:
     """Let any optax transformation train stored parameters by their floats.
 
-    Use this for optimizers other than `tcfp_jax.optim.adamw`. Its state stays as large as optax makes it: AdamW's float32 moments take eight bytes
-    a weight, next to the two of the weight. Use `tcfp_jax.optim.adamw` or
-    `low_precision_moments` for smaller ones. A transformation that keeps a copy of the
-    parameters keeps a float copy. Call `init` inside `jit`, so that the floats it is
-    shown are never made.
+    Use this for optimizers other than `tcfp_jax.optim.adamw`. Its state stays as large
+    as optax makes it: AdamW's float32 moments take eight bytes a weight, next to the
+    two of the weight. Use `tcfp_jax.optim.adamw` or `low_precision_moments` for smaller
+    ones. A transformation that keeps a copy of the parameters keeps a float copy. Call
+    `init` inside `jit`, so that the floats it is shown are never made.
 
     A step with a NaN, an inf or a magnitude of 2**63 in any gradient changes no state,
     returns updates of zero, and is counted. No number of such steps in a row is ever
@@ -320,7 +322,8 @@ class _Program:
 
     def __init__(self, function: Callable[[], PyTree]) -> None:
         closed, self.shapes = jax.make_jaxpr(function, return_shape=True)()
-        self._jaxpr, self._inputs = closed.jaxpr, closed.consts
+        self._jaxpr = closed.jaxpr
+        self._inputs = closed.consts
 
     def leaf(self, place: int, *, after: list[Any]) -> Array:
         """Return the leaf at a place of the flattened tree; its computation begins when

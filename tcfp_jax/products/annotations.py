@@ -1,13 +1,15 @@
-"""Annotations: names in a traced program that say which low-precision product stands
-where.
+"""Annotations: names in a traced program that say where products are.
 
 A product of ours is FP8 operands behind a custom derivative, which nobody can read in a
 jaxpr. So three identity functions pass an array through `checkpoint_name` with a name
 that stands for the product:
 
-    mark    on the kernel of a layer; the census of a model reads the kernel's layout and the recipe from it
-    site    on the result inside the custom derivative; the monitor reads recipe, operands and shapes from it
-    head    on the mean of `losses.cross_entropy`, inside its custom derivative; a conversion reads its options from it
+    mark    on the kernel of a layer; the census of a model reads the kernel's layout
+            and the recipe from it
+    site    on the result inside the custom derivative; the monitor reads recipe,
+            operands and shapes from it
+    head    on the mean of `losses.cross_entropy`, inside its custom derivative; a
+            conversion reads its options from it
 
 A name costs nothing: it is gone when the program is lowered. Differentiated programs
 have a rule instead of the body.

@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 class Contraction:
     """The axes of x that meet axes of the kernel, and their places in the result.
 
+    Use this for a kernel of several axes; use `matrix_product` for a plain matrix.
+
     Attributes:
       layout: the part that each axis of the kernel takes.
       ndim: the number of axes of x.
@@ -112,6 +114,8 @@ def contract(
     """Return the product of x and a kernel, with the operands, products and gradients
     that `recipe` describes.
 
+    Use this in a layer whose kernel is no matrix; use `tcfp_jax.matmul` for one.
+
     Axes that x, kernel and result share are a stack of products, each with its own
     scales.
 
@@ -164,11 +168,9 @@ def _contracted(
     key: Array | None,
     x_quantized: Quantized | None,
 ) -> Array:
-    contraction, layout, asked = (
-        options.contraction,
-        options.contraction.layout,
-        options.product,
-    )
+    contraction = options.contraction
+    layout = contraction.layout
+    asked = options.product
     # The common case needs no transposes, and its program should not have any.
     if asked.out_sharding is None and contraction == matrix_product(x.ndim):
         return product(asked, x, kernel, stored, key, x_quantized)
@@ -177,12 +179,10 @@ def _contracted(
         return product(asked, x, matrix, stored, key, x_quantized)
     # x as [*stack, *rest, k], the result as [*stack, *rest, *outputs].
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
-    stack, rest = len(contraction.stack), len(contraction.rest)
-    inputs, outputs = (
-        [options.shape[axis] for axis in axes]
-        for axes in (layout.inputs, layout.outputs)
-    )
-    leading = [[size] for size in x.shape[: stack + rest]]
+    stack = len(contraction.stack)
+    inputs = [options.shape[axis] for axis in layout.inputs]
+    outputs = [options.shape[axis] for axis in layout.outputs]
+    leading = [[size] for size in x.shape[: -len(inputs)]]
     # Merged axes let one matrix product serve any number of them; groups of one axis
     # change nothing.
     if layout.transposed:
@@ -191,7 +191,7 @@ def _contracted(
     if key is not None and stack:
         # So each matrix of the stack is rounded with its own bits
         key = jax.random.split(key, x.shape[:stack])
-    spec = _result_spec(options, stack + rest + len(outputs))
+    spec = _result_spec(options, len(leading) + len(outputs))
     out_sharding = None
     if spec is not None:
         _, merged = specs.merged_entries(spec, [*leading, outputs])
@@ -203,9 +203,8 @@ def _contracted(
     # scales.
     for _ in range(stack):
         multiply = jax.vmap(multiply)
-    y = specs.ungrouped(
-        multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs]
-    )
+    y = multiply(*_split_alike(stack, (x, matrix, stored, key)))
+    y = specs.ungrouped(y, [*leading, outputs])
     if spec is not None:
         y = specs.moved(y, spec)
     return y if contraction.order is None else y.transpose(contraction.order)
@@ -220,7 +219,7 @@ def _one_of_rest(x: Array, leading: list[list[int]], stack: int) -> list[list[in
     XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes if its result
     is transposed, as the gradient of a transposed kernel is. Over one axis it can.
     """
-    one = [*leading[:stack], [size for group in leading[stack:] for size in group]]
+    one = [*leading[:stack], list(x.shape[stack : len(leading)])]
     sharding = specs.sharding_of(x)
     if sharding is not None:
         spec = specs.entries(sharding, x.ndim)[: len(leading)]
@@ -233,17 +232,14 @@ def _result_spec(options: _Options, ndim: int) -> tuple[Entry, ...] | None:
     """Return the spec that is asked of the result, for axes in the order
     `[*stack, *rest, *outputs]`.
     """
-    if options.product.out_sharding is None:
+    asked = options.product.out_sharding
+    if asked is None:
         return None
-    spec, order = (
-        specs.entries(options.product.out_sharding, ndim),
-        options.contraction.order,
-    )
-    return (
-        spec
-        if order is None
-        else tuple(spec[order.index(place)] for place in range(ndim))
-    )
+    spec = specs.entries(asked, ndim)
+    order = options.contraction.order
+    if order is None:
+        return spec
+    return tuple(spec[order.index(place)] for place in range(ndim))
 
 
 def _split_alike(stack: int, operands: _T) -> _T:
@@ -254,20 +250,18 @@ def _split_alike(stack: int, operands: _T) -> _T:
     if not stack or all(specs.sharding_of(leaf) is None for leaf in leaves):
         return operands
     held = [specs.entries(specs.sharding_of(leaf), leaf.ndim) for leaf in leaves]
-    chosen = tuple(
-        next((spec[axis] for spec in held if spec[axis] is not None), None)
-        for axis in range(stack)
-    )
+    chosen: list[Entry] = []
+    used: set[str] = set()
+    for axis in range(stack):
+        entry = next((spec[axis] for spec in held if spec[axis]), None)
+        chosen.append(entry)
+        used.update(specs.names(entry))
 
     def split(leaf: Array) -> Array:
-        own = specs.entries(specs.sharding_of(leaf), leaf.ndim)[stack:]
-        used = {name for entry in chosen for name in specs.names(entry)}
-        return specs.moved(
-            leaf,
-            (
-                *chosen,
-                *(None if used & set(specs.names(entry)) else entry for entry in own),
-            ),
-        )
+        spec = list(chosen)
+        for entry in specs.entries(specs.sharding_of(leaf), leaf.ndim)[stack:]:
+            is_free = used.isdisjoint(specs.names(entry))
+            spec.append(entry if is_free else None)
+        return specs.moved(leaf, spec)
 
     return jax.tree.map(split, operands)

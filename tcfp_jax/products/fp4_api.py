@@ -15,7 +15,7 @@ your own choice (`tcfp_jax.inference.choose_codes`).
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.operands import Fp4, Operand, check_real
+from pallas_kernels.operands import Operand, check_real
 from pallas_kernels.specs import Sharding
 from tcfp_jax.products.matmul import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, describe
@@ -99,12 +99,10 @@ def fp4_matmul(
     if isinstance(w, Operand):
         w = Stored.of(w)
     if recipe is None:
-        codes = w.scaling if isinstance(w, Stored) else None
-        recipe = (
-            named_recipe(codes.format, scaling=codes)
-            if isinstance(codes, Fp4)
-            else "nvfp4"
-        )
+        recipe = "nvfp4"
+        codes = w.codes if isinstance(w, Stored) else None
+        if codes is not None:
+            recipe = named_recipe(codes.format, scaling=codes)
     chosen = of_fp4(recipe)
     weight = w if isinstance(w, Stored) else jnp.asarray(w)
     return matmul(jnp.asarray(x), weight, recipe=chosen, out_sharding=out_sharding)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
-from pallas_kernels.operands import Fp4, Operand, Quantized
+from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.specs import (
     Sharding,
     entries,
@@ -152,8 +152,8 @@ def check_odd(x: tuple[int, ...], w: Stored) -> None:
 
 def reader_of(w: Stored) -> str:
     """Return how to multiply by packed codes, for messages; "" for other weights."""
-    codes = w.scaling
-    if not isinstance(codes, Fp4):
+    codes = w.codes
+    if codes is None:
         return ""
     return (
         "products read codes in the format and tile that they have: use"
@@ -185,5 +185,8 @@ def _in_nvfp4(x: Array) -> Nvfp4Values:
     # Blocks are cut along k, which an explicit sharding of k refuses; the other axes
     # stay where they are.
     spec = PartitionSpec(*entries_of(x)[:-1], None)
-    of_result = lambda made: spec if made.ndim else PartitionSpec()
+
+    def of_result(made: jax.ShapeDtypeStruct) -> PartitionSpec:
+        return spec if made.ndim else PartitionSpec()
+
     return with_automatic_axes(lambda x: quantize_values(x, -1), of_result, x)

@@ -2,8 +2,10 @@
 is FP8 or BF16, as the recipe says.
 
     forward   y[m, n]  = x_q[m, k]  . (W_hi + W_lo)ᵀ[n, k]    scale s_x s_w
-    dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
-    wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
+    dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]     scale s_g s_w
+    wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]              scale s_x s_g
+
+Dgrad may read W_hi alone (ABD), and wgrad may multiply x and g in BF16.
 
 x and g are quantized once each. If wgrad is FP8, one pass makes both orientations, so
 the backward pass keeps x in one byte per value and nothing is transposed.
@@ -209,7 +211,8 @@ def weight_gradient(
     """
     if saved.w_type is None:
         return None
-    dtype, sharding = saved.w_type.dtype, sharding_of(saved.w_type)
+    dtype = saved.w_type.dtype
+    sharding = sharding_of(saved.w_type)
     with jax.named_scope("wgrad"):
         x = saved.x
         columns = columns_of(g, g_quantized, recipe.wgrad)
@@ -334,7 +337,8 @@ def _backward(
         with jax.named_scope("quantize_g"):
             g_quantized = quantize_operand(g, recipe.gradient, recipe)
     halves = halves_read(recipe, "dgrad")
-    dtype, sharding = saved.x_type.dtype, sharding_of(saved.x_type)
+    dtype = saved.x_type.dtype
+    sharding = sharding_of(saved.x_type)
     with jax.named_scope("dgrad"):
         rows = rows_of(g, g_quantized, recipe.dgrad)
         if isinstance(rows, Operand):

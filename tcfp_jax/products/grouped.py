@@ -6,7 +6,7 @@ expert's rows by its weight:
 
     forward   y[m, n]      = x_q[m, k]   . (W_hi + W_lo)[e, n, k]   of each row's group
     dgrad     dx[m, k]     = g_q[m, n]   . (W_hi + W_lo)[e, k, n]   of each row's group
-    wgrad     dW[e, k, n]  = x_qᵀ[k, m]  . g_qᵀ[n, m]               over the rows of each group
+    wgrad     dW[e, k, n]  = x_qᵀ[k, m]  . g_qᵀ[n, m]               over a group's rows
 
 Scales, rounding and the straight-through gradient are as in `products.matmul`. Each
 weight has scales of its own.
@@ -98,7 +98,8 @@ def grouped_matmul(
     [2.0, 1.0, 1.0, 0.0]
     """
     recipe = named_recipe(recipe)
-    if reason := unsupported(recipe):
+    reason = unsupported(recipe)
+    if reason:
         raise NotImplementedError(
             f'{reason}; use "bf16", "tcfp12_single", "tensorwise" or "rowwise" for'
             " these weights"
@@ -133,11 +134,9 @@ def unsupported(recipe: Recipe) -> str:
         return (
             f"{describe(recipe)} has no grouped product, which multiplies FP8 or BF16"
         )
-    return (
-        ""
-        if recipe.wire is None
-        else f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
-    )
+    if recipe.wire is None:
+        return ""
+    return f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
 
 
 def _check_shapes(
@@ -145,13 +144,8 @@ def _check_shapes(
 ) -> tuple[int, ...]:
     """Return the shape `[e, k, n]` of the weights."""
     shapes = [tuple(one.shape) for one in (w, quantized) if one is not None]
-    if (
-        not shapes
-        or len(set(shapes)) > 1
-        or len(shapes[0]) != 3
-        or x.ndim != 2
-        or x.shape[1] != shapes[0][1]
-    ):
+    is_one_stack = len(set(shapes)) == 1 and len(shapes[0]) == 3
+    if not is_one_stack or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         given = " and ".join(f"w{list(shape)}" for shape in shapes) or "no weight"
         raise ValueError(
             f"x{list(x.shape)} and {given} must be [m, k] and one weight [e, k, n];"
@@ -174,9 +168,8 @@ def _prepared(
     sizes: Array,
     key: Array | None,
 ) -> Array:
-    return _product(
-        recipe, *varying_alike((x, w, form_read(recipe, w, quantized, key), sizes))
-    )
+    quantized = form_read(recipe, w, quantized, key)
+    return _product(recipe, *varying_alike((x, w, quantized, sizes)))
 
 
 _shared_product = shared(_prepared)
@@ -190,12 +183,8 @@ def _product(
     quantized: Stored | None,
     sizes: Array,
 ) -> Array:
-    return site(
-        _forward(recipe, x, w, quantized, sizes)[0],
-        recipe,
-        (x, w, quantized, None),
-        sizes,
-    )
+    y, _ = _forward(recipe, x, w, quantized, sizes)
+    return site(y, recipe, (x, w, quantized, None), sizes)
 
 
 def _forward(
@@ -223,15 +212,8 @@ def _forward(
     return y, (Saved(columns, weight, jax.typeof(x), w_type), sizes)
 
 
-def _forward_rule(
-    recipe: Recipe,
-    x: Array,
-    w: Array | None,
-    quantized: Stored | None,
-    sizes: Array,
-) -> tuple[Array, tuple[Saved, Array]]:
-    x, w, quantized = differentiated_once((x, w, quantized))
-    return _forward(recipe, x, w, quantized, sizes)
+def _forward_rule(recipe: Recipe, *operands: Any) -> tuple[Array, tuple[Saved, Array]]:
+    return _forward(recipe, *differentiated_once(operands))
 
 
 def _backward(

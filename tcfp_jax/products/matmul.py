@@ -37,7 +37,7 @@ from pallas_kernels.specs import (
 )
 from tcfp_jax.products import bf16, fp4_training, fp4_weights, fp8_weights
 from tcfp_jax.products.annotations import WEIGHT_NAME
-from tcfp_jax.products.fp8_weights import Asked, read_weight
+from tcfp_jax.products.fp8_weights import Asked
 from tcfp_jax.recipes import Dual, Recipe, Single, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -55,6 +55,8 @@ RULES = {
     TCFPMode.TCFP12: fp8_weights.RULE,
     TCFPMode.FP4: fp4_weights.RULE,
 }
+
+_WIDE_FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
 
 def matmul(
@@ -140,15 +142,10 @@ def weight_of(
             raise ValueError(
                 "w is quantized already and quantized= is given too; pass one of them"
             )
-        quantized, w = opened(w)
+        if isinstance(w, Stored):
+            return None, w
+        quantized, w = w.opened()
     return w, Stored.of(quantized) if isinstance(quantized, Operand) else quantized
-
-
-def opened(weight: Stored | Parameter) -> tuple[Stored, Array | None]:
-    """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its
-    gradient, or None).
-    """
-    return weight.opened() if isinstance(weight, Parameter) else (weight, None)
 
 
 def product(
@@ -164,7 +161,8 @@ def product(
     """
     recipe = asked.recipe
     x, w, quantized = operands_of(recipe, x, w, quantized, key)
-    weight = read_weight(w, quantized)
+    weight = w if quantized is None else quantized
+    assert weight is not None, "_check_shapes has looked"
     if 0 in (*x.shape, weight.shape[-1]):
         return _of_nothing(asked, x, w, weight.shape)
     is_vector = x.ndim == 1
@@ -198,9 +196,9 @@ def _of_nothing(
     """
     if w is None:
         w = jnp.zeros((x.shape[-1], shape[-1]), jnp.bfloat16)
-    x_axes = (x.ndim - 1,)
-    operands = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-    return bf16.dot(*operands, x_axes, (0,), x.dtype, asked.out_sharding)
+    rows = x.astype(jnp.bfloat16)
+    kernel = w.astype(jnp.bfloat16)
+    return bf16.dot(rows, kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
 
 
 def operands_of(
@@ -216,7 +214,7 @@ def operands_of(
     check_input("x", x)
     if w is not None:
         check_input("w", w)
-    _check_shapes(x.shape, None if w is None else w.shape, quantized)
+    _check_shapes(x.shape, w, quantized)
     return varying_alike((x, w, form_read(recipe, w, quantized, key)))
 
 
@@ -262,27 +260,29 @@ _shared_product = shared(product)
 
 def check_input(name: str, x: Array) -> None:
     """Raise a TypeError unless x is real floats of 16 bits or more."""
+    if getattr(x, "dtype", None) in _WIDE_FLOATS:
+        return
     check_real(name, x)
     # FP8 without its scale would be multiplied as if the scale were one.
-    if jnp.dtype(x.dtype).itemsize < 2:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or"
-            " float32, or a Stored weight as w"
-        )
+    raise TypeError(
+        f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or"
+        " float32, or a Stored weight as w"
+    )
 
 
 def _check_shapes(
-    x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None
+    x: tuple[int, ...], w: Array | None, quantized: Stored | None
 ) -> None:
     """Raise unless x `[..., k]` and the weight `[k, n]`, given as floats, quantized, or
     both, can be multiplied.
     """
-    weight = w if quantized is None else quantized.shape
-    if weight is None:
+    given = w if quantized is None else quantized
+    if given is None:
         raise ValueError(
             f"x{list(x)} has no weight: w is None, and so is quantized; pass one of"
             " them"
         )
+    weight = given.shape
     if len(weight) != 2:
         raise ValueError(
             f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over"
@@ -300,10 +300,10 @@ def _check_shapes(
             f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of"
             " w (k)"
         )
-    if w is not None and w != weight:
+    if w is not None and w.shape != weight:
         raise ValueError(
-            f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the"
-            " same weight"
+            f"w has shape {list(w.shape)}, but quantized has {list(weight)}; they must"
+            " be the same weight"
         )
 
 

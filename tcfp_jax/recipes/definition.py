@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, check_backend
-from pallas_kernels.operands import Block, Fp4, Scaling, Tensor
+from pallas_kernels.operands import Block, Scaling, Tensor
 from pallas_kernels.wire import Wire, check_wire
 
 Float8 = Literal["float8_e4m3fn", "float8_e5m2"]
@@ -190,12 +190,19 @@ class Recipe(_Checked):
 
     @functools.cached_property
     def stored(self) -> Single | Dual | None:
-        """The form of the stored weight, or None if products read the float weight."""
+        """The form of the stored weight, or None if products read the float weight.
+
+        Use this to read the form's fields; use `Recipe.weight` if emulated FP4 training
+        matters too.
+        """
         return None if isinstance(self.weight, Fp4Training) else self.weight
 
     @functools.cached_property
     def fp4(self) -> Fp4Training | None:
-        """The emulation of FP4 training, or None."""
+        """The emulation of FP4 training, or None.
+
+        Use this to ask whether products draw random bits and store nothing.
+        """
         return self.weight if isinstance(self.weight, Fp4Training) else None
 
     @functools.cached_property
@@ -209,17 +216,26 @@ class Recipe(_Checked):
 
     @functools.cached_property
     def stochastic(self) -> bool:
-        """True if weights are rounded stochastically, which needs a random key."""
+        """True if weights are rounded stochastically, which needs a random key.
+
+        Use this to decide whether `tcfp_jax.error_feedback` or a product needs `key=`.
+        """
         return isinstance(self.weight, Dual) and self.weight.remainder == "stochastic"
 
     @functools.cached_property
     def draws(self) -> bool:
-        """True if gradients draw random bits, which needs a key: FP4 training does."""
+        """True if gradients draw random bits, which needs a key: FP4 training does.
+
+        Use this to decide whether each step of training needs a random key.
+        """
         return self.fp4 is not None
 
     @functools.cached_property
     def feedback(self) -> bool:
-        """True if the optimizer keeps the rounding error of a weight."""
+        """True if the optimizer keeps the rounding error of a weight.
+
+        Use this to ask whether `tcfp_jax.error_feedback` keeps an error buffer.
+        """
         return self.stored is not None and self.stored.remainder == "feedback"
 
     @classmethod
@@ -315,7 +331,7 @@ def _contradictions_of_fp4(r: Recipe) -> Iterator[str]:
             ' products with FP4 add in float32; use "full" for E4M3 activations or'
             ' gradients, or "bf16"'
         )
-    in_nvfp4 = isinstance(r.scaling, Fp4) and r.scaling.format == "nvfp4"
+    in_nvfp4 = getattr(r.scaling, "format", None) == "nvfp4"
     if r.activation == "float4_e2m1fn" and not (
         in_nvfp4 and r.forward == "full" and r.wgrad == "bf16"
     ):

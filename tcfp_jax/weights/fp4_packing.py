@@ -29,6 +29,9 @@ def quantize_fp4(w: Array, scaling: Fp4 = Fp4()) -> Operand:
     """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with
     scales.
 
+    Use this for an operand of `pallas_kernels`; use `tcfp_jax.products.pack_fp4`
+    instead for a weight of a model.
+
     Args:
       w: real floats `[..., n, k]`; each matrix of a stack has its own `outer`. k is
         even; a last block may be short.
@@ -42,9 +45,12 @@ def quantize_fp4(w: Array, scaling: Fp4 = Fp4()) -> Operand:
       TypeError: w is not real floating point, or the scaling is not an `Fp4`.
       ValueError: w has fewer than two axes, or k is odd.
 
-    >>> w = quantize_fp4(jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]]))
-    >>> w.shape, w.values.dtype, float(abs(w.dequantize()[0] - jnp.array([6.0, -3.0, 0.5, 0.0])).max()) < 1e-6
-    ((2, 4), dtype('uint8'), True)
+    >>> w = jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]])
+    >>> packed = quantize_fp4(w)
+    >>> packed.shape, packed.values.dtype
+    ((2, 4), dtype('uint8'))
+    >>> bool(jnp.allclose(packed.dequantize(), w))
+    True
     """
     w = check_matrix(w, scaling)
     packed = functools.partial(_matrix, scaling)

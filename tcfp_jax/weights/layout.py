@@ -1,10 +1,13 @@
 """`Layout`: the axes of a kernel that a product contracts, by which a kernel of any
 shape is a stack of matrices.
 
-    einsum("...k,khd->...hd", x, w):  inputs (0,), outputs (1, 2)      w as a matrix: [k, h d]
-    einsum("...hd,hdn->...n", x, w):  inputs (0, 1), outputs (2,)                     [h d, n]
-    einsum("...k,nk->...n", x, w):    inputs (1,), outputs (0,)                       [n, k], read transposed
-    einsum("...ek,ekn->...en", x, w): stack (0,), inputs (1,), outputs (2,)           [e, k, n], a scale each
+    einsum                axes of the kernel w                      w as a matrix
+    "...k,khd->...hd"     inputs (0,), outputs (1, 2)               [k, h d]
+    "...hd,hdn->...n"     inputs (0, 1), outputs (2,)               [h d, n]
+    "...k,nk->...n"       inputs (1,), outputs (0,)                 [n, k], transposed
+    "...ek,ekn->...en"    stack (0,), inputs (1,), outputs (2,)     [e, k, n]
+
+Each entry of a stack has its own scale.
 
 The matrix keeps the order of the kernel's axes if possible, so that it is a view
 instead of a copy. A matrix `[n, k]` is stored untransposed, and its layer multiplies by
@@ -33,6 +36,9 @@ from tcfp_jax.weights.stored import Stored
 @dataclass(frozen=True)
 class Layout:
     """The axes of a kernel by their part in the product.
+
+    Use this in a `Weight` that you write by hand; use
+    `tcfp_jax.conversion.find_weights` instead for a model.
 
     Attributes:
       inputs: axes that are contracted with x; together k.
@@ -83,7 +89,10 @@ class Layout:
             raise ValueError(
                 f"{self} describes {self.ndim} axes, but the kernel has {ndim}"
             )
-        shift = lambda axes: tuple(axis + extra for axis in axes)
+
+        def shift(axes: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(axis + extra for axis in axes)
+
         return Layout(
             shift(self.inputs),
             shift(self.outputs),
@@ -99,19 +108,16 @@ class Layout:
                 f"{self} describes {self.ndim} axes, but the kernel has shape"
                 f" {list(shape)}"
             )
-        return tuple(math.prod(shape[axis] for axis in group) for group in self.groups)
+        return tuple(map(math.prod, self._sizes(shape)))
 
     def matrix(self, kernel: Array) -> Array:
         """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`,
         under explicit axes too.
+
+        Use this to compare a float kernel with its stored weight.
         """
-        shape = kernel.shape
-        self.matrix_shape(shape)  # raises if the kernel has other axes
-        order = tuple(axis for group in self.groups for axis in group)
-        return regrouped(
-            kernel.transpose(order),
-            [[shape[axis] for axis in group] for group in self.groups],
-        )
+        self.matrix_shape(kernel.shape)  # raises if the kernel has other axes
+        return regrouped(kernel.transpose(self._order), self._sizes(kernel.shape))
 
     def untransposed(
         self, kernel: Array | None, stored: Stored | None
@@ -120,12 +126,14 @@ class Layout:
         matrix = None if kernel is None else self.matrix(kernel)
         if not self.transposed:
             return matrix, stored
-        return None if matrix is None else matrix.swapaxes(-1, -2), (
-            None if stored is None else stored.swap()
-        )
+        if matrix is not None:
+            matrix = matrix.swapaxes(-1, -2)
+        return matrix, None if stored is None else stored.swap()
 
     def kernel(self, matrix: Array, shape: tuple[int, ...]) -> Array:
         """Return the kernel of this shape from its `matrix`.
+
+        Use this to give values of a stored matrix the kernel's shape again.
 
         >>> import jax.numpy as jnp
         >>> layout = Layout((0,), (1,), (2,))
@@ -133,26 +141,35 @@ class Layout:
         >>> bool((layout.kernel(layout.matrix(kernel), kernel.shape) == kernel).all())
         True
         """
-        order = sum(self.groups, ())
+        order = self._order
         parts = matrix.reshape([shape[axis] for axis in order])
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
 
     def kernel_sharding(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
         """Return how the kernel of this shape lies if its matrix lies so."""
-        sizes = [[shape[axis] for axis in group] for group in self.groups]
+        sizes = self._sizes(shape)
         spec = split_entries(sharding, entries(sharding, len(sizes)), sizes)
-        by_axis = dict(zip(sum(self.groups, ()), spec, strict=True))
+        by_axis = dict(zip(self._order, spec, strict=True))
         return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The axes of the kernel that make each axis of the matrix."""
-        both = (
-            (self.outputs, self.inputs)
-            if self.transposed
-            else (self.inputs, self.outputs)
-        )
-        return (*((axis,) for axis in self.stack), *both)
+        stack = [(axis,) for axis in self.stack]
+        if self.transposed:
+            return (*stack, self.outputs, self.inputs)
+        return (*stack, self.inputs, self.outputs)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return sum(self.groups, ())
+
+    def _sizes(self, shape: tuple[int, ...]) -> list[list[int]]:
+        """Return the sizes of the kernel's axes in each of the groups."""
+        sizes = []
+        for group in self.groups:
+            sizes.append([shape[axis] for axis in group])
+        return sizes
 
     def check(self, stored: Stored, shape: tuple[int, ...]) -> None:
         """Raise a ValueError unless `stored` is the matrix, or the stack of matrices,
@@ -172,6 +189,9 @@ class Layout:
 @dataclass(frozen=True)
 class Weight:
     """Storage and use of one parameter, as `tcfp_jax.error_feedback` needs it.
+
+    Use this for a mapping of weights of your own; use
+    `tcfp_jax.conversion.find_weights` instead for a model.
 
     Attributes:
       recipe: the recipe of the layer that multiplies by it.

@@ -74,9 +74,11 @@ def lookup(
             " looked up in a matrix [rows, n] with one scale; look up in one entry of"
             " a stack, or take floats with dequantize()"
         )
-    take = lambda matrix, ids: matrix.at[ids].get(
-        mode="fill", fill_value=0x7F, out_sharding=out_sharding
-    )
+
+    def take(matrix: Array, ids: Array) -> Array:
+        rows = matrix.at[ids]
+        return rows.get(mode="fill", fill_value=0x7F, out_sharding=out_sharding)
+
     return gathered(constant(values).for_dgrad(), take, ids, dtype, slot)
 
 
@@ -109,14 +111,11 @@ def gathered(
         )
 
     lo = None if table.lo is None else take(table.lo)
-    rows = dataclasses.replace(table, values=take(table.values), lo=lo).dequantize(
-        dtype
-    )
-    return (
-        rows
-        if slot is None
-        else _with_gradient(gather, jax.typeof(slot), rows, slot, indices)
-    )
+    taken = dataclasses.replace(table, values=take(table.values), lo=lo)
+    rows = taken.dequantize(dtype)
+    if slot is None:
+        return rows
+    return _with_gradient(gather, jax.typeof(slot), rows, slot, indices)
 
 
 def with_gradient(values: Array, slot: Array) -> Array:

@@ -116,6 +116,9 @@ class Parameter(NotAnArray):
     def read(self) -> Stored:
         """Return the values as products read them.
 
+        Use this for a constant copy of the weight; use `dequantize` instead if a
+        gradient is wanted.
+
         Codes that other code changed raise, or become NaN in a traced program
         (`intact`).
         """
@@ -135,6 +138,9 @@ class Parameter(NotAnArray):
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return the weight `[*stack, k, n]`, in float32 and then `dtype`.
 
+        Use this for the stored matrix; use `kernel` instead for the shape that Flax
+        made.
+
         It has a gradient under `tcfp_jax.grad`.
         """
         values = self.read().dequantize(dtype)
@@ -144,6 +150,9 @@ class Parameter(NotAnArray):
     def kernel(self) -> Array:
         """Return the float kernel; inside `value_and_grad` it has a gradient like any
         parameter.
+
+        Use this where code needs the float parameter; use `tcfp_jax.dequantize` instead
+        for a whole tree.
         """
         values = self.read().dequantize().astype(self.state.dtype)
         kernel = self.layout.kernel(values, self.kernel_shape)
@@ -224,12 +233,19 @@ class Parameter(NotAnArray):
 
 
 def is_parameter(node: object) -> bool:
-    """Return whether a node of a tree is a stored parameter; use it as `is_leaf`."""
+    """Return whether a node of a tree is a stored parameter; use it as `is_leaf`.
+
+    Use this to map over trees of trained weights; use `is_quantized` to find copies and
+    constants, too.
+    """
     return isinstance(node, Parameter)
 
 
 def is_quantized(node: object) -> bool:
     """Return whether a node of a tree is a quantized weight; use it as `is_leaf`.
+
+    Use this to map over any tree with stored weights; use `is_parameter` if only
+    trained ones count.
 
     It is one that is trained (`Parameter`), or a copy or constant (`Stored`).
     """

@@ -16,10 +16,16 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.scaling import Block, Fp4, Scaling
+from pallas_kernels.scaling import Row, Scaling, Tensor
 from pallas_kernels.specs import Entry, entries, names, sharding_of, shards
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+# What to do if a mesh cuts a block, by the format of FP4 codes
+_REPAIRS = {
+    None: "a recipe with smaller blocks, rows or one scale",
+    "nvfp4": "a recipe of 8 bits",
+    "mxfp4": 'recipe("nvfp4"), whose blocks are of 16',
+}
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class Placement:
         The array is a matrix or a stack of them; `turned` says whether the transpose of
         the matrix is stored: next to it, or instead of it if the codes have four bits.
         """
-        if not isinstance(scaling, Block | Fp4):
+        if isinstance(scaling, Tensor | Row):
             return
         kept = [[axis] for axis in range(len(self.shape))]
         transposed = [*kept[:-2], kept[-1], kept[-2]]
@@ -149,11 +155,11 @@ class Placement:
             orders = [transposed]
         else:
             orders = [kept, transposed]
-        size = scaling.block if isinstance(scaling, Fp4) else scaling.size
-        rows = 1 if scaling.tile == "vector" else size
-        sizes = (*[1] * len(kept[:-2]), rows, size)
+        rows = scaling.block if scaling.squares else 1
+        sizes = (*[1] * len(kept[:-2]), rows, scaling.block)
+        repair = _REPAIRS[getattr(scaling, "format", None)]
         for order in orders:
-            self.merged(order).counted(sizes, _repair(scaling))
+            self.merged(order).counted(sizes, repair)
 
     def _over(self, axis: int) -> str:
         return "x".join(repr(name) for name in self.axes[axis])
@@ -197,11 +203,3 @@ def _most_parts(length: int, size: int, parts: int) -> int:
     """Return the largest number of devices, up to `parts`, that hold whole blocks."""
     fitting = [count for count in range(2, parts) if length % (count * size) == 0]
     return max(fitting, default=1)
-
-
-def _repair(scaling: Block | Fp4) -> str:
-    if isinstance(scaling, Block):
-        return "a recipe with smaller blocks, rows or one scale"
-    if scaling.format == "nvfp4":
-        return "a recipe of 8 bits"
-    return 'recipe("nvfp4"), whose blocks are of 16'

@@ -49,6 +49,9 @@ def quantize(
     """Return `x` as FP8 values with one scale, or one for each block:
     `values = saturate(round(x / scale))`.
 
+    Use this for an operand or a constant weight; use `split` for twice the bits, and
+    `formats.cast` for other formats.
+
     Args:
       x: real floats of any shape; arithmetic is float32.
       dtype: `float8_e4m3fn` (31.5 dB on Gaussian data) or `float8_e5m2` (25.5 dB, wider
@@ -115,6 +118,9 @@ def split(
     """Return `w + error` as two E4M3 tensors with one scale: `hi = round(w/s)`,
     `lo = round(w/s - hi)`.
 
+    Use this for a weight that BF16 would be needed for; use `quantize` if one FP8
+    tensor is exact enough.
+
     The pair holds Gaussian values with 64 dB, better than BF16's 56 in as many bits.
 
     Args:
@@ -165,6 +171,9 @@ def quantize_weight(
 ) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
     """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype
     of `error`, or None).
+
+    Use this to store one weight as a recipe says; use `tcfp_jax.store` instead for a
+    tree of parameters.
 
     Args:
       w: the weight, real floats.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Operand, Scaling
+from pallas_kernels.operands import Fp4, Operand, Scaling
 from pallas_kernels.specs import device_count
 from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Dual, Halves, Single
@@ -122,6 +122,9 @@ class Stored(NotAnArray):
     def of(operand: Operand) -> "Stored":
         """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of
         `split` and `quantize` `[k, n]`.
+
+        Use this to multiply by an operand that you quantized yourself;
+        `tcfp_jax.matmul` does it by itself.
         """
         if operand.scaling.packed:
             return Stored(operand, None)
@@ -130,14 +133,15 @@ class Stored(NotAnArray):
     @functools.cached_property
     def _one(self) -> Operand:
         """The operand that has all halves of the weight; `backward` if both have."""
-        forward, backward = self.forward, self.backward
-        if backward is None and forward is None:
-            raise ValueError(
-                "Stored(None, None) holds no weight; give it the operand of one product"
-                " at least"
-            )
+        forward = self.forward
+        backward = self.backward
         if backward is None:
-            return forward  # type: ignore[return-value]
+            if forward is None:
+                raise ValueError(
+                    "Stored(None, None) holds no weight; give it the operand of one"
+                    " product at least"
+                )
+            return forward
         if forward is not None and backward.lo is None and forward.lo is not None:
             return forward
         return backward
@@ -161,6 +165,11 @@ class Stored(NotAnArray):
     def is_packed(self) -> bool:
         """True if the values are packed FP4 codes."""
         return self.scaling.packed
+
+    @property
+    def codes(self) -> Fp4 | None:
+        """The format of packed codes, or None."""
+        return self.scaling if isinstance(self.scaling, Fp4) else None
 
     @property
     def has_both(self) -> bool:
@@ -228,18 +237,25 @@ class Stored(NotAnArray):
     def for_forward(self, halves: Halves = "hi+lo") -> Operand:
         """Return the operand of the forward product, `[..., n, k]`: both halves, or
         W_hi alone.
+
+        Use this to call a kernel of `pallas_kernels` yourself; use `tcfp_jax.matmul`
+        instead in models.
         """
         return _read(self.forward, self._one, halves)
 
     def for_dgrad(self, halves: Halves = "hi+lo") -> Operand:
         """Return the operand of the input gradient, `[..., k, n]`: both halves, or W_hi
         alone.
+
+        Use this for the operand of a backward pass that you write yourself.
         """
         return _read(self.backward, self._one, halves)
 
     def swap(self) -> "Stored":
         """Return the transposed weight `[..., n, k]`, with the two operands exchanged;
         no value moves.
+
+        Use this for a head that reads the transpose of a stored table.
         """
         return replace(
             self,
@@ -249,7 +265,11 @@ class Stored(NotAnArray):
         )
 
     def drop_residual(self) -> "Stored":
-        """Return W_hi alone."""
+        """Return W_hi alone.
+
+        Use this to serve a weight in half the memory, if one FP8 tensor is exact
+        enough.
+        """
         return self._each(Operand.drop_residual)
 
     def poisoned_unless(self, sound: Array) -> "Stored":
@@ -274,6 +294,9 @@ class Stored(NotAnArray):
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return the weight `[..., k, n]`, in float32 and then `dtype`.
+
+        Use this to compare or export values; use `tcfp_jax.dequantize` instead for a
+        tree of parameters.
 
         For rows and vectors these are the values of dgrad.
 

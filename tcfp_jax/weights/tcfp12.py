@@ -54,6 +54,7 @@ from tcfp_jax.formats.float_bits import to_bits
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.paths import serialize_with_flax
+from tcfp_jax.weights.stored import bytes_of
 
 Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
@@ -99,13 +100,12 @@ class PackedTCFP12:
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self)
-        )
+        return bytes_of(self)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return `(value + level * residual_scale) * scale`, in float32 and `dtype`.
+
+        Use this when a product needs the tensor: no kernel reads the packed arrays.
 
         Raises:
           ValueError: an array does not fit the format, as in a damaged file.

@@ -32,6 +32,8 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)  # some backends flush smaller values
 class Training:
     """State of a stored weight that is the parameter.
 
+    Use this to read what `tcfp_jax.store` decided; use `Parameter` for the values.
+
     Attributes:
       rounding: state of stochastic rounding, float32 `[*stack, 3]`: two words of a seed
         and the count of roundings, as integers below 2**24. Integer arrays would make
