@@ -15,7 +15,7 @@ from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Operand, Quantized
 from tcfp_jax.formats.nvfp4_arrays import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
-from tcfp_jax.products.fp8_weights import quantize_operand
+from tcfp_jax.products.fp8_weights import halves_read, quantize_operand, read_weight
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
@@ -156,12 +156,11 @@ def read_product(
         of_x = read(tokens, quantize_fp4(tokens))
     else:
         of_x = read(x, _rows(x, recipe.activation, recipe))
-    if stored is None:
-        assert w is not None, "one of w and stored is there"
-        return of_x, read(w, w.astype(jnp.bfloat16))
-    assert recipe.stored is not None, "the weight is stored"
-    operand = stored.for_forward(recipe.stored.forward).settled()
-    whole = stored.for_forward("hi+lo").dequantize()
+    weight = read_weight(w, stored)
+    if not isinstance(weight, Stored):
+        return of_x, read(weight, weight.astype(jnp.bfloat16))
+    operand = weight.for_forward(halves_read(recipe, "forward")).settled()
+    whole = weight.for_forward("hi+lo").dequantize()
     # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of
     # an odd k end in a zero.
     if w is None:

@@ -27,7 +27,7 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim import encoding
 from tcfp_jax.optim.encoding import Format, Keys, Moment, Scales
-from tcfp_jax.optim.steps import Scalars, Step, Stepped
+from tcfp_jax.optim.steps import Scalars, Step, Stepped, float_step, fused_step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.weights.parameter import (
@@ -175,9 +175,10 @@ def adamw(
         scalars = Scalars.of(count, lr, b1, b2, epsilons, weight_decay, factor)
         made = []
         for i, (leaf, g, m, v) in enumerate(tree.with_moments(gradients, state)):
-            step = Step(leaf.forms, nesterov, leaf.decays, leaf.is_fused)
+            step = Step(leaf.forms, nesterov, leaf.decays)
             keys = leaf.keys(state.key, count, i)
-            made.append(step.run(leaf.parameter, g, m, v, scalars, keys, keep))
+            run = fused_step if leaf.is_fused else float_step
+            made.append(run(step, leaf.parameter, g, m, v, scalars, keys, keep))
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
         mu, mu_scale = tree.kept([one.m for one in made])
         nu, nu_scale = tree.kept([one.v for one in made])

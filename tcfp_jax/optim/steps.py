@@ -101,28 +101,10 @@ class Step(NamedTuple):
     forms: tuple[Format, Format]
     nesterov: bool
     decays: bool
-    fused: bool
-
-    def run(
-        self,
-        w: Array | Parameter,
-        g: Array,
-        m: Moment,
-        v: Moment,
-        s: Scalars,
-        keys: Keys | None,
-        keep: Array,
-    ) -> Stepped:
-        """Return the step of a parameter, by the kernel if `fused`, otherwise by XLA.
-
-        `keep` says whether the step is taken.
-        """
-        run = _fused_step if self.fused else _float_step
-        return run(self, w, g, m, v, s, keys, keep)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _float_step(
+def float_step(
     step: Step,
     w: Array | Parameter,
     g: Array,
@@ -132,6 +114,7 @@ def _float_step(
     keys: Keys | None,
     keep: Array,
 ) -> Stepped:
+    """Return the step of a parameter by XLA; `keep` says whether it is taken."""
     # the caller has looked at the codes
     values = w.stored.dequantize() if isinstance(w, Parameter) else w
     change, *new = _wanted(step, values, g, decode(m), decode(v), s)
@@ -146,7 +129,7 @@ def _float_step(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fused_step(
+def fused_step(
     step: Step,
     w: Parameter,
     g: Array,
@@ -156,6 +139,7 @@ def _fused_step(
     keys: Keys,
     keep: Array,
 ) -> Stepped:
+    """Return the step of a stored weight by the kernel, as `float_step`."""
     state = w.state
     old = w.rows
     copy = w.stored.forward

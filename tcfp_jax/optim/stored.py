@@ -92,12 +92,11 @@ def store(
     (36, dtype('float32'))
     """
     check_key(key)
-    program = (
-        _Program(params)
-        if callable(params) and jax.tree_util.all_leaves([params])
-        else None
-    )
-    tree = params if program is None else program.shapes
+    tree = params
+    program = None
+    if callable(params) and jax.tree_util.all_leaves([params]):
+        program = _Program(params)
+        tree = program.shapes
     found, treedef = named_leaves(tree, is_quantized)
     if any(is_quantized(leaf) for _, leaf in found):
         raise ValueError(
@@ -340,21 +339,18 @@ def _chosen(
 ) -> dict[int, Weight]:
     """Return the weights to store, by place among the leaves."""
     chosen: dict[int, Weight] = {}
-    plain = (
-        None if isinstance(recipe, Mapping) else Weight(named_recipe(recipe), _MATRIX)
-    )
-    for place, (names, leaf) in enumerate(found):
-        if plain is not None:
+    if not isinstance(recipe, Mapping):
+        weight = Weight(named_recipe(recipe), _MATRIX)
+        for place, (names, leaf) in enumerate(found):
             if names[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2:
-                chosen[place] = plain
-        elif isinstance(recipe, Mapping):
-            weight = recipe.get("/".join(names))
-            if (
-                weight is not None
-                and weight.float_reads == "none"
-                and weight.recipe.mode is not TCFPMode.BF16
-            ):
                 chosen[place] = weight
+        return chosen
+    for place, (names, _) in enumerate(found):
+        named = recipe.get("/".join(names))
+        if named is None or named.float_reads != "none":
+            continue
+        if named.recipe.mode is not TCFPMode.BF16:
+            chosen[place] = named
     return chosen
 
 

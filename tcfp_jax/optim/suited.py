@@ -65,9 +65,7 @@ def _has(tree: PyTree, is_wanted: Callable[[object], bool]) -> bool:
     return any(map(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
 
 
-@functools.lru_cache(maxsize=16)
-def _on_stored(tx: _Transformation) -> _Transformation:
-    return on_stored(tx)
+_on_stored = functools.lru_cache(maxsize=16)(on_stored)
 
 
 @functools.lru_cache(maxsize=16)

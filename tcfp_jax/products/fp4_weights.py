@@ -28,44 +28,17 @@ from pallas_kernels.specs import (
     with_entries,
 )
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
-from tcfp_jax.products.fp8_weights import (
-    Asked,
-    Gradients,
-    Rule,
-    Saved,
-    quantize_operand,
-    read_weight,
-    rounded,
-    saved_of,
-    weight_gradient,
-)
+from tcfp_jax.products.fp8_weights import Asked, Rule, Saved
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 
 
 def _forward(
-    asked: Asked,
-    x: Array,
-    w: Array | None,
-    quantized: Stored | None,
-    x_quantized: Quantized | None,
-) -> tuple[Array, Saved]:
-    """Return (the product, the residuals of its backward pass)."""
-    recipe = asked.recipe
-    weight = read_weight(w, quantized)
+    asked: Asked, x: Array, x_quantized: Quantized | None, weight: Array | Stored
+) -> Array:
     # Only wgrad reads an FP8 x: codes are decoded to exact BF16 numbers.
-    if x_quantized is None and recipe.wgrad != "bf16":
-        with jax.named_scope("quantize_x"):
-            x_quantized = quantize_operand(x, recipe.activation, recipe)
-    with jax.named_scope("forward"):
-        y = _product(x, _codes(weight), recipe, asked.out_sharding)
-    return y, saved_of(recipe, x, x_quantized, w, weight)
-
-
-def _product(x: Array, codes: Operand, recipe: Recipe, out_sharding: Sharding) -> Array:
-    """Multiply x `[..., k]` by packed codes; the result is `[..., n]` in the dtype of
-    x.
-    """
+    recipe = asked.recipe
+    codes = _codes(weight)
     if recipe.forward == "full" and recipe.activation == "float4_e2m1fn":
         rounded_x = _in_nvfp4(x)
         # `along` fills k with zeros up to whole blocks, and codes of an odd k up to a
@@ -74,7 +47,7 @@ def _product(x: Array, codes: Operand, recipe: Recipe, out_sharding: Sharding) -
             rounded_x.values[..., : codes.shape[-1]],
             codes,
             out_dtype=jnp.float32,
-            out_sharding=out_sharding,
+            out_sharding=asked.out_sharding,
             backend=recipe.backend,
         )
         return (y * rounded_x.outer).astype(x.dtype)
@@ -84,47 +57,29 @@ def _product(x: Array, codes: Operand, recipe: Recipe, out_sharding: Sharding) -
         x,
         codes,
         activation=_rounded_to(recipe.forward),
-        out_sharding=out_sharding,
+        out_sharding=asked.out_sharding,
         backend=recipe.backend,
     )
 
 
-def _backward(
-    asked: Asked,
-    saved: Saved,
-    g: Array,
-    g_quantized: Quantized | None = None,
-    total: Array | None = None,
-) -> Gradients:
-    """Return the gradients of x and w; the arguments are those of FP8's rule."""
-    recipe = asked.recipe
-    g = rounded(recipe, g)
-    wgrad_reads_fp8 = recipe.wgrad != "bf16" and saved.w_type is not None
-    if g_quantized is None and wgrad_reads_fp8:
-        with jax.named_scope("quantize_g"):
-            g_quantized = quantize_operand(g, recipe.gradient, recipe)
-    with jax.named_scope("dgrad"):
-        dx = _dgrad(g, _codes(saved.weight), recipe, saved.x_type)
-    return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
-
-
 def _dgrad(
-    g: Array, codes: Operand, recipe: Recipe, x_type: jax.core.ShapedArray
+    recipe: Recipe, saved: Saved, g: Array, g_quantized: Quantized | None
 ) -> Array:
-    """Return the gradient of an x of this type, from the gradient g of the result."""
+    codes = _codes(saved.weight)
+    x_type = saved.x_type
     k = x_type.shape[-1]
     sharding = sharding_of(x_type)
     is_odd = codes.shape[-1] != k
-    asked: Sharding = sharding
+    wanted: Sharding = sharding
     if is_odd:
-        asked = with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None))
+        wanted = with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None))
     dx = fp4_matmul(
         g,
         codes,
         contracts="n",
         activation=_rounded_to(recipe.dgrad),
         out_dtype=x_type.dtype,
-        out_sharding=asked,
+        out_sharding=wanted,
         backend=recipe.backend,
     )
     if not is_odd:
@@ -135,7 +90,7 @@ def _dgrad(
     return moved(dx, entries(sharding, g.ndim))
 
 
-RULE = Rule(_forward, _backward)
+RULE = Rule(_forward, _dgrad, reads_fp8=False)
 
 
 def check_odd(x: tuple[int, ...], w: Stored) -> None:

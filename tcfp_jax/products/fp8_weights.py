@@ -15,7 +15,7 @@ the backward pass keeps x in one byte per value and nothing is transposed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -73,43 +73,39 @@ class Saved:
     w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
 
 
-# (options, x, w, quantized, x quantized already) to (the product, its residuals).
-Forward: TypeAlias = Callable[
-    [Asked, Array, Array | None, Stored | None, Quantized | None],
-    tuple[Array, Saved],
-]
-# The gradients of these four operands; the last two have none.
+# The gradients of x, w, the stored weight and the quantized x; the last two have none.
 Gradients: TypeAlias = tuple[Array, Array | None, None, None]
 
 
 class Rule:
-    """The arithmetic of a product `x @ w`, and of its gradients.
+    """A product `x @ w` with its gradients, of weights in one form.
 
     Attributes:
-      forward: returns the product and the residuals of its backward pass.
-      backward: returns the gradients, from the options, residuals and gradient of the
-        result; perhaps from that gradient in FP8, and with a sum to add dw to.
-      product: the product, which JAX differentiates by these two.
+      multiply: returns the product, from the options, x, x in FP8 and the weight.
+      dgrad: returns the gradient of x, from the recipe, the residuals, the gradient of
+        the result and the same in FP8.
+      reads_fp8: whether both read x and g in FP8; wgrad does so in each rule.
+      product: the product, which JAX differentiates by `forward` and `backward`.
     """
 
-    def __init__(self, forward: Forward, backward: Callable[..., Gradients]) -> None:
-        self.forward = forward
-        self.backward = backward
-        self.product = jax.custom_vjp(self._product, nondiff_argnums=(0,))
-        self.product.defvjp(self._saving, backward)
-
-    def _product(
+    def __init__(
         self,
-        asked: Asked,
-        x: Array,
-        w: Array | None,
-        quantized: Stored | None,
-        x_quantized: Quantized | None,
-    ) -> Array:
+        multiply: Callable[[Asked, Array, Quantized | None, Array | Stored], Array],
+        dgrad: Callable[[Recipe, Saved, Array, Quantized | None], Array],
+        *,
+        reads_fp8: bool,
+    ) -> None:
+        self.multiply = multiply
+        self.dgrad = dgrad
+        self.reads_fp8 = reads_fp8
+        self.product = jax.custom_vjp(self._product, nondiff_argnums=(0,))
+        self.product.defvjp(self._saving, self.backward)
+
+    def _product(self, asked: Asked, *operands: Any) -> Array:
         # JAX runs this body only if nobody differentiates; otherwise it takes the rule
         # below, without the site.
-        y, _ = self.forward(asked, x, w, quantized, x_quantized)
-        return site(y, asked.recipe, (x, w, quantized, x_quantized))
+        y, _ = self.forward(asked, *operands)
+        return site(y, asked.recipe, operands)
 
     def _saving(
         self,
@@ -125,6 +121,65 @@ class Rule:
             quantized, w = differentiated_once((quantized, w))
         x = rounded(asked.recipe, x)
         return self.forward(asked, x, w, quantized, x_quantized)
+
+    def forward(
+        self,
+        asked: Asked,
+        x: Array,
+        w: Array | None,
+        quantized: Stored | None,
+        x_quantized: Quantized | None,
+    ) -> tuple[Array, Saved]:
+        """Return (the product, the residuals of its backward pass).
+
+        The residuals are the operand of wgrad and the weight that dgrad reads. x takes
+        one byte per value in FP8 and two in BF16. A float copy of a quantized weight
+        need not live until the backward pass.
+        """
+        recipe = asked.recipe
+        weight = read_weight(w, quantized)
+        # One pass serves the forward product and wgrad; if neither is FP8, x is not
+        # quantized.
+        in_fp8 = self.reads_fp8 and recipe.forward != "bf16"
+        if x_quantized is None and (in_fp8 or recipe.wgrad != "bf16"):
+            with jax.named_scope("quantize_x"):
+                x_quantized = quantize_operand(x, recipe.activation, recipe)
+        with jax.named_scope("forward"):
+            y = self.multiply(asked, x, x_quantized, weight)
+        kept = columns_of(x, x_quantized, recipe.wgrad)
+        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
+        w_type = None if w is None else jax.typeof(w)
+        return y, Saved(kept, weight, jax.typeof(x), w_type)
+
+    def backward(
+        self,
+        asked: Asked,
+        saved: Saved,
+        g: Array,
+        g_quantized: Quantized | None = None,
+        total: Array | None = None,
+    ) -> Gradients:
+        """Return the gradients of x and w from the result's, g.
+
+        Args:
+          asked: the options of the product.
+          saved: its residuals.
+          g: the gradient of the result.
+          g_quantized: the same in FP8, if the caller has quantized it.
+          total: a sum of weight gradients, to which this one is added.
+        """
+        recipe = asked.recipe
+        g = rounded(recipe, g)
+        in_fp8 = self.reads_fp8 and recipe.dgrad != "bf16"
+        wgrad_in_fp8 = recipe.wgrad != "bf16" and saved.w_type is not None
+        # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad
+        # (columns).
+        if g_quantized is None and (in_fp8 or wgrad_in_fp8):
+            with jax.named_scope("quantize_g"):
+                g_quantized = quantize_operand(g, recipe.gradient, recipe)
+        with jax.named_scope("dgrad"):
+            dx = self.dgrad(recipe, saved, g, g_quantized)
+        return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
 
 
 def rounded(recipe: Recipe, x: Array) -> Array:
@@ -178,23 +233,6 @@ def columns_of(x: Array, quantized: Quantized | None, how: Arithmetic) -> Read:
     if quantized is None or quantized.columns is None or how == "bf16":
         return x.astype(jnp.bfloat16)
     return quantized.columns
-
-
-def saved_of(
-    recipe: Recipe,
-    x: Array,
-    x_quantized: Quantized | None,
-    w: Array | None,
-    weight: Array | Stored,
-) -> Saved:
-    """Return the residuals: only the operand of wgrad, and the weight that dgrad reads.
-
-    x takes one byte per value in FP8 and two in BF16. A float copy of a quantized
-    weight need not live until the backward pass.
-    """
-    kept = columns_of(x, x_quantized, recipe.wgrad)
-    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
-    return Saved(kept, weight, jax.typeof(x), None if w is None else jax.typeof(w))
 
 
 def weight_gradient(
@@ -278,82 +316,43 @@ def _accumulation(how: Arithmetic) -> Accumulation:
 
 
 def _forward(
-    asked: Asked,
-    x: Array,
-    w: Array | None,
-    quantized: Stored | None,
-    x_quantized: Quantized | None,
-) -> tuple[Array, Saved]:
-    """Return (the product, the residuals of its backward pass)."""
+    asked: Asked, x: Array, x_quantized: Quantized | None, weight: Array | Stored
+) -> Array:
     recipe = asked.recipe
-    weight = read_weight(w, quantized)
-    # One pass serves the forward product and wgrad; if neither is FP8, x is not
-    # quantized.
-    reads_fp8 = recipe.forward != "bf16" or recipe.wgrad != "bf16"
-    if x_quantized is None and reads_fp8:
-        with jax.named_scope("quantize_x"):
-            x_quantized = quantize_operand(x, recipe.activation, recipe)
     halves = halves_read(recipe, "forward")
-    with jax.named_scope("forward"):
-        rows = rows_of(x, x_quantized, recipe.forward)
-        if isinstance(rows, Operand):
-            y = multiply(
-                rows,
-                _stored(weight).for_forward(halves),
-                recipe,
-                recipe.forward,
-                out_dtype=x.dtype,
-                out_sharding=asked.out_sharding,
-            )
-        else:
-            kernel = bf16.weight(weight, halves)
-            axes = (x.ndim - 1,)
-            y = bf16.dot(rows, kernel, axes, (0,), x.dtype, asked.out_sharding)
-    return y, saved_of(recipe, x, x_quantized, w, weight)
+    rows = rows_of(x, x_quantized, recipe.forward)
+    if not isinstance(rows, Operand):
+        kernel = bf16.weight(weight, halves)
+        axes = (x.ndim - 1,)
+        return bf16.dot(rows, kernel, axes, (0,), x.dtype, asked.out_sharding)
+    return multiply(
+        rows,
+        _stored(weight).for_forward(halves),
+        recipe,
+        recipe.forward,
+        out_dtype=x.dtype,
+        out_sharding=asked.out_sharding,
+    )
 
 
-def _backward(
-    asked: Asked,
-    saved: Saved,
-    g: Array,
-    g_quantized: Quantized | None = None,
-    total: Array | None = None,
-) -> Gradients:
-    """Return the gradients of x and w from the result's, g.
-
-    Args:
-      asked: the options of the product.
-      saved: its residuals.
-      g: the gradient of the result.
-      g_quantized: the same in FP8, if the caller has quantized it.
-      total: a sum of weight gradients, to which this one is added.
-    """
-    recipe = asked.recipe
-    g = rounded(recipe, g)
-    wgrad_reads_fp8 = recipe.wgrad != "bf16" and saved.w_type is not None
-    # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad
-    # (columns).
-    if g_quantized is None and (wgrad_reads_fp8 or recipe.dgrad != "bf16"):
-        with jax.named_scope("quantize_g"):
-            g_quantized = quantize_operand(g, recipe.gradient, recipe)
+def _dgrad(
+    recipe: Recipe, saved: Saved, g: Array, g_quantized: Quantized | None
+) -> Array:
     halves = halves_read(recipe, "dgrad")
     dtype = saved.x_type.dtype
     sharding = sharding_of(saved.x_type)
-    with jax.named_scope("dgrad"):
-        rows = rows_of(g, g_quantized, recipe.dgrad)
-        if isinstance(rows, Operand):
-            dx = multiply(
-                rows,
-                _stored(saved.weight).for_dgrad(halves),
-                recipe,
-                recipe.dgrad,
-                out_dtype=dtype,
-                out_sharding=sharding,
-            )
-        else:
-            kernel = bf16.weight(saved.weight, halves)
-            dx = bf16.dot(rows, kernel, (g.ndim - 1,), (1,), dtype, sharding)
-    return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
+    rows = rows_of(g, g_quantized, recipe.dgrad)
+    if not isinstance(rows, Operand):
+        kernel = bf16.weight(saved.weight, halves)
+        return bf16.dot(rows, kernel, (g.ndim - 1,), (1,), dtype, sharding)
+    return multiply(
+        rows,
+        _stored(saved.weight).for_dgrad(halves),
+        recipe,
+        recipe.dgrad,
+        out_dtype=dtype,
+        out_sharding=sharding,
+    )
 
 
 def _stored(weight: Array | Stored) -> Stored:
@@ -362,4 +361,4 @@ def _stored(weight: Array | Stored) -> Stored:
     raise TypeError("an FP8 product reads a stored weight; quantize it first")
 
 
-RULE = Rule(_forward, _backward)
+RULE = Rule(_forward, _dgrad, reads_fp8=True)

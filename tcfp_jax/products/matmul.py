@@ -144,7 +144,7 @@ def weight_of(
             )
         if isinstance(w, Stored):
             return None, w
-        quantized, w = w.opened()
+        w, quantized = w.layout.untransposed(w.state.slot, w.read())
     return w, Stored.of(quantized) if isinstance(quantized, Operand) else quantized
 
 

@@ -17,17 +17,17 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand
-from tcfp_jax.paths import PyTree, serialize_with_flax
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.sampling import is_part, sample_of_transpose
 from tcfp_jax.weights.stored import (
-    CHILDREN,
     NO_GRADIENT,
     Children,
     NotAnArray,
     Static,
     Stored,
     bytes_of,
+    register,
 )
 from tcfp_jax.weights.training import Training, is_sound
 
@@ -123,17 +123,6 @@ class Parameter(NotAnArray):
         (`intact`).
         """
         return self.intact().stored
-
-    def opened(self) -> tuple[Stored, Array | None]:
-        """Return (the weight `[k, n]` as products read it, the slot as `[k, n]`).
-
-        A layer that stores `[n, k]` gets the transpose of both.
-        """
-        values = self.read()
-        slot = self.slot
-        if not self.layout.transposed:
-            return values, slot
-        return values.swap(), None if slot is None else slot.swapaxes(-1, -2)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return the weight `[*stack, k, n]`, in float32 and then `dtype`.
@@ -286,17 +275,9 @@ def _children(parameter: Parameter) -> tuple[Children, Static]:
     return children, (stored.padding, stored.e5m2)
 
 
-def _named_children(parameter: Parameter) -> tuple[Children, Static]:
-    children, static = _children(parameter)
-    return tuple(zip(CHILDREN[parameter.stored.e5m2], children, strict=True)), static
-
-
 def _parameter_of(static: Static, children: Iterable[Any]) -> Parameter:
     forward, backward, sample, state = children
     return Parameter(Stored(forward, backward, sample, *static), state)
 
 
-jax.tree_util.register_pytree_with_keys(
-    Parameter, _named_children, _parameter_of, _children
-)
-serialize_with_flax(Parameter)
+register(Parameter, _children, _parameter_of)

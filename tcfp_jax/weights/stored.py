@@ -108,7 +108,7 @@ class Stored(NotAnArray):
     padding: int = 0
     e5m2: bool = False
 
-    _state = None  # an empty place in trees, see `CHILDREN`
+    _state = None  # an empty place in trees, see `_CHILDREN`
 
     def __post_init__(self) -> None:
         # A step flattens hundreds of weights, so this compares two objects instead of
@@ -337,7 +337,7 @@ def _keys(format: str) -> list[jax.tree_util.GetAttrKey]:
 # Names of the children in a tree, by which checkpoints know them, by whether the codes
 # are E5M2. The last is the state of a `Parameter`, and None in a `Stored`: checkpoints
 # have an entry for it, and Orbax puts names in the places of children, of None too.
-CHILDREN = {False: _keys(""), True: _keys("_float8_e5m2")}
+_CHILDREN = {False: _keys(""), True: _keys("_float8_e5m2")}
 
 
 def _children(stored: Stored) -> tuple[Children, Static]:
@@ -345,9 +345,19 @@ def _children(stored: Stored) -> tuple[Children, Static]:
     return children, (stored.padding, stored.e5m2)
 
 
-def _named_children(stored: Stored) -> tuple[Children, Static]:
-    children, static = _children(stored)
-    return tuple(zip(CHILDREN[stored.e5m2], children, strict=True)), static
+def register(
+    kind: type,
+    children_of: Callable[[Any], tuple[Children, Static]],
+    make: Callable[[Static, Iterable[Any]], NotAnArray],
+) -> None:
+    """Make a class of weights a pytree whose children checkpoints know by name."""
+
+    def named(weight: Any) -> tuple[Children, Static]:
+        children, (padding, e5m2) = children_of(weight)
+        return tuple(zip(_CHILDREN[e5m2], children, strict=True)), (padding, e5m2)
+
+    jax.tree_util.register_pytree_with_keys(kind, named, make, children_of)
+    serialize_with_flax(kind)
 
 
 def _stored_of(static: Static, children: Iterable[Any]) -> Stored:
@@ -357,8 +367,8 @@ def _stored_of(static: Static, children: Iterable[Any]) -> Stored:
     return stored
 
 
-jax.tree_util.register_pytree_with_keys(Stored, _named_children, _stored_of, _children)
-serialize_with_flax(Stored, Operand)
+register(Stored, _children, _stored_of)
+serialize_with_flax(Operand)
 
 
 # A rule of its own instead of a check in the product's rule: once a rule of a shared

@@ -76,7 +76,7 @@ def wide(moments, scales):
     """Moments of any format in float32."""
     up = moments["up"]["kernel"]
     up = (
-        decode("ue5m3", Blocks(up, scales["up"]["kernel"]))
+        decode(Blocks(up, scales["up"]["kernel"]))
         if scales
         else up.astype(jnp.float32)
     )
