@@ -31,7 +31,7 @@ from pallas_kernels.specs import sharding_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.parameter import is_quantized
-from tcfp_jax.weights.placement import Placement, known_placement
+from tcfp_jax.weights.placement import Placement
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 Keys: TypeAlias = tuple[Array, Array]  # two words for the counter hash
@@ -56,14 +56,6 @@ class Blocks(NamedTuple):
 Moment: TypeAlias = Array | Blocks
 
 
-def encode(form: Format, x: Array, keys: Keys | None) -> Moment:
-    """Return a float32 moment in its format, rounded by the random bits of `keys`."""
-    if form == "float32":
-        return x
-    assert keys is not None, "checked_key asked for it"
-    return _encode(form, x, *keys)
-
-
 def zeros(form: Format, like: Array) -> Moment:
     """Return a moment of zeros with the shape and sharding of `like`.
 
@@ -77,7 +69,7 @@ def zeros(form: Format, like: Array) -> Moment:
 
 def check_moment(name: str, form: Format, x: Array) -> None:
     """Raise a ValueError if `x` is known to be sharded through blocks of its moment."""
-    parts = known_placement(name, x)
+    parts = Placement.known(name, x)
     if parts is not None and form in ("float8_e4m3fn", "ue5m3"):
         block_parts(parts)
 
@@ -123,8 +115,12 @@ def block_parts(values: Placement) -> Placement:
 # A model has hundreds of moments and a few shapes: jitted functions are traced and
 # lowered once for each shape.
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(form: Format, x: Array, k0: Array, k1: Array) -> Moment:
-    hashed = counter.bits_of(x.shape, k0, k1)
+def encode(form: Format, x: Array, keys: Keys | None) -> Moment:
+    """Return a float32 moment in its format, rounded by the random bits of `keys`."""
+    if form == "float32":
+        return x
+    assert keys is not None, "checked_key asked for it"
+    hashed = counter.bits_of(x.shape, *keys)
     x = x.astype(jnp.float32)
     if form == "bfloat16":
         return _to_bfloat16(x, hashed)

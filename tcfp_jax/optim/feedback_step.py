@@ -104,13 +104,8 @@ class WeightStep(NamedTuple):
         amax: Array | None,
         amax_after: Array | None,
     ) -> Entry:
-        def one(
-            w: Array,
-            error: Array | None,
-            amax: Array | None,
-            key: Array | None,
-        ) -> tuple[Stored, Array | None]:
-            return quantize_weight(
+        with jax.named_scope("quantize_w"):
+            weight, left = quantize_weight(
                 w,
                 self.recipe,
                 error=error,
@@ -119,16 +114,6 @@ class WeightStep(NamedTuple):
                 copies=self.recipe.copies,
                 contracts=self.contracts,
             )
-
-        stack = w.shape[:-2]
-        if key is not None and stack:
-            key = jax.random.split(key, stack)
-        # Each layer of a stack (nn.scan) has its own scale: an outlier in one layer
-        # costs the others nothing.
-        for _ in stack:
-            one = jax.vmap(one)
-        with jax.named_scope("quantize_w"):
-            weight, left = one(w, error, amax, key)
         weight = dataclasses.replace(weight, sample=sample_of(w))
         if left is not None:
             left = self._write_error(left, weight)

@@ -10,7 +10,7 @@ slot. Nothing reads the zeros, so the compiled program has none.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from tcfp_jax.weights.parameter import (
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fun: Callable[..., PyTree], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """Return `jax.value_and_grad` of a function of stored parameters.
 
     Use it instead of JAX's for parameters that `tcfp_jax.store` made; float parameters
@@ -61,10 +61,10 @@ def value_and_grad(
     """
 
     @functools.wraps(fun)
-    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+    def with_gradients(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _, slots, given = with_slots(argnums, args)
 
-        def of_slots(slots: Sequence[PyTree]) -> Any:
+        def of_slots(slots: Sequence[PyTree]) -> PyTree:
             return fun(*given(slots), **kwargs)
 
         result, gradients = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
@@ -74,8 +74,8 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fun: Callable[..., PyTree], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """Return `jax.grad` of a function of stored parameters.
 
     Use it if you do not need the value; see `value_and_grad`.
@@ -90,7 +90,7 @@ def grad(
     both = value_and_grad(fun, argnums, has_aux)
 
     @functools.wraps(fun)
-    def gradients_alone(*args: Any, **kwargs: Any) -> Any:
+    def gradients_alone(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result, gradients = both(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
@@ -130,7 +130,7 @@ def with_slots(
     return places, slots, given
 
 
-def _slot(leaf: Any) -> Any:
+def _slot(leaf: PyTree) -> PyTree:
     if not isinstance(leaf, Parameter):
         return leaf
     return jnp.zeros(
@@ -140,7 +140,7 @@ def _slot(leaf: Any) -> Any:
     )
 
 
-def _filled(leaf: Any, slot: Any) -> Any:
+def _filled(leaf: PyTree, slot: PyTree) -> PyTree:
     if not isinstance(leaf, Parameter):
         return slot
     codes = _codes(leaf, slot)

@@ -16,7 +16,7 @@ small parameters, which stay float.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def store(
         raise ValueError(
             _nothing_to_store(sorted("/".join(names) for names, _ in found), recipe)
         )
-    leaves: list[Any] = []
+    leaves: list[PyTree] = []
     for place, (names, leaf) in enumerate(found):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
         if place in chosen:
@@ -147,7 +147,7 @@ def dequantize(params: PyTree) -> PyTree:
     [[0.5, 0.5], [0.5, 0.5]]
     """
 
-    def floats(leaf: Any) -> Any:
+    def floats(leaf: PyTree) -> PyTree:
         if is_parameter(leaf):
             return leaf.kernel()
         if is_quantized(leaf):
@@ -266,7 +266,7 @@ def on_stored(
         return OnStoredState(inner.init(dequantize(params)), jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: OnStoredState, params: PyTree = None, **extra: Any
+        updates: PyTree, state: OnStoredState, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, OnStoredState]:
         if params is None:
             raise ValueError(
@@ -324,7 +324,7 @@ class _Program:
         self._jaxpr = closed.jaxpr
         self._inputs = closed.consts
 
-    def leaf(self, place: int, *, after: list[Any]) -> Array:
+    def leaf(self, place: int, *, after: list[PyTree]) -> Array:
         """Return the leaf at a place of the flattened tree; its computation begins when
         `after` is there.
         """
@@ -335,7 +335,7 @@ class _Program:
 
 
 def _chosen(
-    found: list[tuple[list[str], Any]], recipe: Recipe | str | Mapping[str, Weight]
+    found: list[tuple[list[str], PyTree]], recipe: Recipe | str | Mapping[str, Weight]
 ) -> dict[int, Weight]:
     """Return the weights to store, by place among the leaves."""
     chosen: dict[int, Weight] = {}
@@ -387,7 +387,7 @@ def _nothing_to_store(
     )
 
 
-def _updated(path: str, leaf: Any, update: Any) -> Any:
+def _updated(path: str, leaf: PyTree, update: PyTree) -> PyTree:
     if not is_quantized(leaf):
         return optax.apply_updates(leaf, update)
     if isinstance(update, Rewritten):

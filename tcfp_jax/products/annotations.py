@@ -55,13 +55,13 @@ class Site(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-class Head(NamedTuple):
+class _Head(NamedTuple):
     """A product together with its cross entropy, of these `losses.Loss`."""
 
     options: Any
 
 
-_Annotation = Mark | Site | Head
+_Annotation = Mark | Site | _Head
 # Equal products share a number, so equal programs stay equal and annotations add
 # nothing to the caches of jit.
 _ANNOTATIONS: list[_Annotation] = []
@@ -121,7 +121,7 @@ def head(mean: Array, options: Any) -> Array:
     """Return the mean itself, annotated with the options of the cross entropy that made
     it.
     """
-    return _annotated(mean, Head(options))
+    return _annotated(mean, _Head(options))
 
 
 def head_of(program: Any) -> Any:
@@ -132,7 +132,7 @@ def head_of(program: Any) -> Any:
     >>> head_of(jax.make_jaxpr(abs)(1.0)) is None
     True
     """
-    found = _last(program, Head)
+    found = _last(program, _Head)
     return None if found is None else found.options
 
 

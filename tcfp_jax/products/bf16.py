@@ -32,14 +32,16 @@ def dot(
     dtype: DTypeLike,
     sharding: Sharding = None,
 ) -> Array:
-    """Return the product over some axes of each in `dtype`, summed in float32.
+    """Return the product over some axes of each operand, rounded to BF16, in `dtype`.
 
-    `sharding` is that of the result, as in `lax.dot_general`.
+    Sums are float32. `sharding` is that of the result, as in `lax.dot_general`.
 
     >>> a, b = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16)
     >>> dot(a, b, (1,), (0,), jnp.float32).tolist()
     [[3.0], [3.0]]
     """
+    a = a.astype(jnp.bfloat16)
+    b = b.astype(jnp.bfloat16)
     k = math.prod(a.shape[axis] for axis in a_axes)
     # Not by division, because `jax.export` may leave sizes open.
     m = math.prod(a.shape[i] for i in range(a.ndim) if i not in a_axes)
@@ -112,7 +114,7 @@ def weight_gradient(
         merged={"m": x.shape[:-1]},
         wanted=wanted,
     )
-    return call(x, g)
+    return call(x.astype(jnp.bfloat16), g.astype(jnp.bfloat16))
 
 
 # x and w; a tangent may be a symbolic zero
@@ -135,14 +137,7 @@ def product(recipe: Recipe, sharding: Sharding, x: Array, w: Array) -> Array:
     [[0.5]]
     """
     with jax.named_scope("forward"):
-        y = dot(
-            x.astype(jnp.bfloat16),
-            w.astype(jnp.bfloat16),
-            (x.ndim - 1,),
-            (0,),
-            x.dtype,
-            sharding,
-        )
+        y = dot(x, w, (x.ndim - 1,), (0,), x.dtype, sharding)
     return site(y, recipe, (x, w, None, None))
 
 
@@ -199,8 +194,7 @@ def _dgrad(
     g: Array, x: ad.UndefinedPrimal, w: Array, *, mapped: _Mapped, **_: object
 ) -> Array:
     def one(g: Array, w: Array) -> Array:
-        operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-        return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding)
+        return dot(g, w, (g.ndim - 1,), (1,), x.aval.dtype, sharding)
 
     sharding = _sharding_of_one(x.aval, [of_x for of_x, _ in mapped])
     with jax.named_scope("dgrad"):
@@ -217,8 +211,6 @@ def _wgrad(
     **_: object,
 ) -> Array:
     def one(g: Array, x: Array) -> Array:
-        x = x.astype(jnp.bfloat16)
-        g = g.astype(jnp.bfloat16)
         if wire is not None:
             return weight_gradient(x, g, w.aval.dtype, sharding, wire)
         tokens = tuple(range(g.ndim - 1))
@@ -252,10 +244,12 @@ def _of_all(one: Callable[..., Array], mapped: _Mapped) -> Callable[..., Array]:
     for known, own in mapped:
         each = jax.vmap(one, (0, known), 0 if own is None else own)
         # Products that share an operand add their gradients.
-        one = (
-            each if own is not None else lambda *arrays, each=each: each(*arrays).sum(0)
-        )
+        one = each if own is not None else functools.partial(_summed, each)
     return one
+
+
+def _summed(each: Callable[..., Array], *arrays: Array) -> Array:
+    return each(*arrays).sum(0)
 
 
 def _batched(

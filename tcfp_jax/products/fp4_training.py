@@ -32,7 +32,7 @@ for the backward pass. Rounding has the straight-through gradient.
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def _keyless(recipe: Recipe, operand: Array) -> Array:
 
 
 @_keyless.defjvp
-def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
+def _refuse(recipe: Recipe, primals: object, tangents: object) -> NoReturn:
     raise ValueError(
         f'recipe "{describe(recipe)}" draws random bits, and got no key; pass one that'
         ' differs at each step: key= of tcfp_jax.matmul, rngs={"tcfp": key} of a'
@@ -178,7 +178,7 @@ def _forward(
     assert recipe.fp4 is not None, "the caller looked"
     if recipe.fp4.forward_operands == "bf16":
         with jax.named_scope("forward"):
-            y = _dot(kept_x, w.astype(jnp.bfloat16), x.ndim - 1, 0)
+            y = _dot(kept_x, w, x.ndim - 1, 0)
     else:
         with jax.named_scope("quantize_x"):
             x_q = _quantized("x", x, words)

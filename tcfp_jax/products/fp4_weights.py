@@ -93,30 +93,6 @@ def _dgrad(
 RULE = Rule(_forward, _dgrad, reads_fp8=False)
 
 
-def check_odd(x: tuple[int, ...], w: Stored) -> None:
-    """Raise a ValueError if x is one value short of packed codes that do not know their
-    odd k.
-    """
-    if w.is_packed and x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
-        raise ValueError(
-            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds"
-            f" k={w.shape[-2]}, as a byte holds two codes; pad x with one zero if w was"
-            " packed of an odd k, or pass the float weight, which is padded here"
-        )
-
-
-def reader_of(w: Stored) -> str:
-    """Return how to multiply by packed codes, for messages; "" for other weights."""
-    codes = w.codes
-    if codes is None:
-        return ""
-    return (
-        "products read codes in the format and tile that they have: use"
-        f' recipe("{codes.format}", tile="{codes.tile}"), which fp4_matmul does'
-        " with recipe=None, or pack the float weight by this recipe"
-    )
-
-
 def _codes(w: Array | Stored) -> Operand:
     # `quantize_params` by name cannot know that a layer stores [n, k]
     if not isinstance(w, Stored) or w.forward is None:

@@ -15,7 +15,7 @@ the backward pass keeps x in one byte per value and nothing is transposed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from pallas_kernels.operands import Accumulation, Operand, Orientation, Quantize
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.specs import Sharding, sharding_of
 from pallas_kernels.wire import Wire
+from tcfp_jax.paths import PyTree
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import (
     ACTIVATION_NAME,
@@ -101,7 +102,7 @@ class Rule:
         self.product = jax.custom_vjp(self._product, nondiff_argnums=(0,))
         self.product.defvjp(self._saving, self.backward)
 
-    def _product(self, asked: Asked, *operands: Any) -> Array:
+    def _product(self, asked: Asked, *operands: PyTree) -> Array:
         # JAX runs this body only if nobody differentiates; otherwise it takes the rule
         # below, without the site.
         y, _ = self.forward(asked, *operands)

@@ -28,6 +28,7 @@ from pallas_kernels.grouped_matmul.api import check_sizes, grouped_weight_gradie
 from pallas_kernels.grouped_matmul.api import grouped_matmul as multiply
 from pallas_kernels.operands import Operand
 from pallas_kernels.specs import has_explicit_axes, varying_alike
+from tcfp_jax.paths import PyTree
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, differentiated_once, site
 from tcfp_jax.products.fp8_weights import (
@@ -212,7 +213,9 @@ def _forward(
     return y, (Saved(columns, weight, jax.typeof(x), w_type), sizes)
 
 
-def _forward_rule(recipe: Recipe, *operands: Any) -> tuple[Array, tuple[Saved, Array]]:
+def _forward_rule(
+    recipe: Recipe, *operands: PyTree
+) -> tuple[Array, tuple[Saved, Array]]:
     return _forward(recipe, *differentiated_once(operands))
 
 

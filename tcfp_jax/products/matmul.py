@@ -110,7 +110,7 @@ def matmul(
         recipe = named_recipe(recipe)
     w, quantized = weight_of(w, quantized)
     if w is None and quantized is not None:
-        fp4_weights.check_odd(jnp.shape(x), quantized)
+        _check_odd(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the
     # same product many times.
     try:
@@ -196,9 +196,7 @@ def _of_nothing(
     """
     if w is None:
         w = jnp.zeros((x.shape[-1], shape[-1]), jnp.bfloat16)
-    rows = x.astype(jnp.bfloat16)
-    kernel = w.astype(jnp.bfloat16)
-    return bf16.dot(rows, kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
+    return bf16.dot(x, w, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
 
 
 def operands_of(
@@ -243,16 +241,7 @@ def _quantized_here(recipe: Recipe, w: Array, key: Array | None) -> Stored:
     if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
         # Nothing reads W_lo, and outside the optimizer nothing keeps it.
         recipe = replace(recipe, weight=Single(form.dtype))
-
-    def one(w: Array, key: Array | None) -> Stored:
-        return quantize_weight(w, recipe, key=key)[0]
-
-    stack = w.shape[:-2]
-    for _ in stack:
-        one = jax.vmap(one)  # each matrix of a stack has a scale of its own
-    if key is not None and stack:
-        key = jax.random.split(key, stack)
-    return one(w, key)
+    return quantize_weight(w, recipe, key=key)[0]
 
 
 _shared_product = shared(product)
@@ -322,7 +311,31 @@ def _check_stored(recipe: Recipe, quantized: Stored) -> None:
     else:
         halves = "hi + lo" if isinstance(recipe.stored, Dual) else "one FP8 tensor"
         wanted = f"a weight of {halves} with {recipe.scaling} in both orientations"
-    repair = fp4_weights.reader_of(quantized) or "build the state with the same recipe"
+    repair = _reader_of(quantized) or "build the state with the same recipe"
     raise ValueError(
         f"the recipe multiplies {wanted}, but quantized is a {given}; {repair}"
+    )
+
+
+def _check_odd(x: tuple[int, ...], w: Stored) -> None:
+    """Raise a ValueError if x is one value short of packed codes that do not know their
+    odd k.
+    """
+    if w.is_packed and x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
+        raise ValueError(
+            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds"
+            f" k={w.shape[-2]}, as a byte holds two codes; pad x with one zero if w was"
+            " packed of an odd k, or pass the float weight, which is padded here"
+        )
+
+
+def _reader_of(w: Stored) -> str:
+    """Return how to multiply by packed codes, for messages; "" for other weights."""
+    codes = w.codes
+    if codes is None:
+        return ""
+    return (
+        "products read codes in the format and tile that they have: use"
+        f' recipe("{codes.format}", tile="{codes.tile}"), which fp4_matmul does'
+        " with recipe=None, or pack the float weight by this recipe"
     )

@@ -29,7 +29,7 @@ from tcfp_jax.weights.stored import (
     bytes_of,
     register,
 )
-from tcfp_jax.weights.training import Training, is_sound
+from tcfp_jax.weights.training import Training
 
 _REPAIR = (
     "codes and scales are not numbers to average, scale, clip or cast. For averages use"
@@ -183,7 +183,7 @@ class Parameter(NotAnArray):
         self._check_arrays()
         if is_part(rows.values):
             return self
-        sound = is_sound(self.state, rows)
+        sound = self.state.is_sound(rows)
         if isinstance(sound, jax.core.Tracer):
             return replace(self, stored=self.stored.poisoned_unless(sound))
         if not bool(jnp.all(sound)):
@@ -261,7 +261,7 @@ def parameter_of(weight: Parameter | Stored) -> Parameter:
 def intact(params: PyTree) -> PyTree:
     """Return a tree of parameters, if the codes of all are as they were written."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: PyTree) -> PyTree:
         return parameter_of(leaf).intact() if is_quantized(leaf) else leaf
 
     return jax.tree.map(one, params, is_leaf=is_quantized)

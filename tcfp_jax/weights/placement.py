@@ -77,6 +77,16 @@ class Placement:
         axes = tuple(names(entry) for entry in entries(sharding, len(shape)))
         return Placement(name, tuple(shape), sharding.mesh, axes)
 
+    @staticmethod
+    def known(name: str, array: Array | jax.ShapeDtypeStruct) -> "Placement | None":
+        """Return the placement of an array by its type or devices, None if unknown."""
+        sharding = None
+        if not isinstance(array, jax.core.Tracer):
+            sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) and isinstance(array, Array):
+            sharding = sharding_of(array)
+        return None if sharding is None else Placement.of(name, array.shape, sharding)
+
     @property
     def sharding(self) -> NamedSharding:
         """JAX's form of the placement."""
@@ -179,22 +189,12 @@ def shortest(spec: Sequence[Entry]) -> PartitionSpec:
     return PartitionSpec(*found)
 
 
-def known_placement(name: str, array: Array | jax.ShapeDtypeStruct) -> Placement | None:
-    """Return the placement of an array by its type or devices, None if unknown."""
-    sharding = None
-    if not isinstance(array, jax.core.Tracer):
-        sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding) and isinstance(array, Array):
-        sharding = sharding_of(array)
-    return None if sharding is None else Placement.of(name, array.shape, sharding)
-
-
 def check_blocks(name: str, matrix: Array, scaling: Scaling, *, turned: bool) -> None:
     """Raise a ValueError if a mesh is known to cut a block of a matrix.
 
     See `Placement.check_blocks`.
     """
-    parts = known_placement(name, matrix)
+    parts = Placement.known(name, matrix)
     if parts is not None:
         parts.check_blocks(scaling, turned=turned)
 

@@ -4,6 +4,8 @@ its recipe stores it.
 The arithmetic is that of `pallas_kernels`, with defaults.
 """
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -169,8 +171,11 @@ def quantize_weight(
     copies: Copies = "both",
     contracts: Contracts = "first",
 ) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
-    """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype
-    of `error`, or None).
+    """Return (the weight `[*stack, k, n]` as the recipe stores it, the new error in the
+    dtype of `error`, or None).
+
+    Each matrix of a stack has its own scale: an outlier in one layer costs the others
+    nothing.
 
     Use this to store one weight as a recipe says; use `tcfp_jax.store` instead for a
     tree of parameters.
@@ -180,20 +185,40 @@ def quantize_weight(
       recipe: how to store it; a stochastic residual needs a `key`.
       error: the rounding error of earlier steps, of the shape of `w`.
       key: random key.
-      amax: the magnitude to scale by instead of max |w + error|.
+      amax: the magnitude `[*stack]` to scale by instead of max |w + error|.
       copies: "both" orientations, or "one", `[k, n]`. FP4 codes exist once, `[n, k]`.
       contracts: the axis of `w` that the forward product contracts. Use "last" for the
         `[n, k]` of a transposed layout, whose layer multiplies by `Stored.swap()` of
         the result. FP4 packs along that axis.
     """
     check_real("w", w)
+    quantize: Callable[..., tuple[Stored, Array | None]] = functools.partial(
+        _quantized_matrix, recipe, copies == "both", contracts
+    )
+    stack = w.shape[:-2]
+    if key is not None and stack:
+        key = jax.random.split(key, stack)
+    for _ in stack:
+        quantize = jax.vmap(quantize)
+    return quantize(w, error, key, amax)
+
+
+def _quantized_matrix(
+    recipe: Recipe,
+    both: bool,
+    contracts: Contracts,
+    w: Array,
+    error: Array | None,
+    key: Array | None,
+    amax: Array | None,
+) -> tuple[Stored, Array | None]:
     form = recipe.stored
     if form is None:
         raise ValueError(
             "this recipe keeps weights in BF16; there is nothing to quantize, use"
             ' recipe("tcfp12")'
         )
-    orientation: Orientation = "both" if copies == "both" else "rows"
+    orientation: Orientation = "both" if both else "rows"
     options: Any = dict(
         amax=amax, orientation=orientation, backend=recipe.quantize_backend
     )

@@ -85,28 +85,27 @@ class Training:
         """Return the sample of new codes, or None for a kernel without one."""
         return None if self.sample is None else sample_of_codes(rows)
 
+    @jax.jit
+    def is_sound(self, rows: Operand) -> Array:
+        """Return whether codes are those that a rounding wrote; bool `[*stack]`.
+
+        NaN is sound, because it shows anyway.
+        """
+        if self.sample is not None:
+            found = sample_of_codes(rows)
+            same = agree(found, self.sample, jnp.float32(_TINY), rows.values)
+            return same | jnp.any(jnp.isnan(found), axis=-1)
+        sound = jnp.bool_(True)
+        if self.rounding is not None:
+            sound = jnp.all(jnp.floor(self.rounding) == self.rounding, axis=-1)
+        hi = rows.values.astype(jnp.float32)
+        values = (hi + rows.residual.astype(jnp.float32)) * rows.scale_of_values()
+        found = numerics.amax(values, axis=(-2, -1))
+        # Half a step of the smaller half, twice for stochastic rounding: a 128th of the
+        # largest value in E4M3.
+        tolerance = 2.0 ** -(2 * jnp.finfo(rows.dtype).nmant + 1) * self.amax + _TINY
+        close = jnp.abs(found - self.amax) <= tolerance
+        return sound & (close | jnp.isnan(found) | jnp.isnan(self.amax))
+
 
 serialize_with_flax(Training)
-
-
-@jax.jit
-def is_sound(training: Training, rows: Operand) -> Array:
-    """Return whether codes are those that a rounding wrote; bool `[*stack]`.
-
-    NaN is sound, because it shows anyway.
-    """
-    if training.sample is not None:
-        found = sample_of_codes(rows)
-        same = agree(found, training.sample, jnp.float32(_TINY), rows.values)
-        return same | jnp.any(jnp.isnan(found), axis=-1)
-    sound = jnp.bool_(True)
-    if training.rounding is not None:
-        sound = jnp.all(jnp.floor(training.rounding) == training.rounding, axis=-1)
-    hi = rows.values.astype(jnp.float32)
-    values = (hi + rows.residual.astype(jnp.float32)) * rows.scale_of_values()
-    found = numerics.amax(values, axis=(-2, -1))
-    # Half a step of the smaller half, twice for stochastic rounding: a 128th of the
-    # largest value in E4M3.
-    tolerance = 2.0 ** -(2 * jnp.finfo(rows.dtype).nmant + 1) * training.amax + _TINY
-    close = jnp.abs(found - training.amax) <= tolerance
-    return sound & (close | jnp.isnan(found) | jnp.isnan(training.amax))
