@@ -124,9 +124,10 @@ def _multiplier(layer: "TCFPDense | TCFPEmbed", name: str) -> Multiply:
         # The output of `init` is thrown away, so any key serves.
         return jax.random.key(0) if layer.is_initializing() else None
 
+    recipe = layer.recipe
     return functools.partial(
         layers.product,
-        recipe=named_recipe(layer.recipe),
+        recipe=recipe if isinstance(recipe, Recipe) else named_recipe(recipe),
         stored=_stored_weight(layer, name),
         key=key,
     )

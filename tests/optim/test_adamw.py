@@ -76,9 +76,7 @@ def wide(moments, scales):
     """Moments of any format in float32."""
     up = moments["up"]["kernel"]
     up = (
-        decode(Blocks(up, scales["up"]["kernel"]))
-        if scales
-        else up.astype(jnp.float32)
+        decode(Blocks(up, scales["up"]["kernel"])) if scales else up.astype(jnp.float32)
     )
     return {**moments, "up": {**moments["up"], "kernel": up}}
 
