@@ -98,18 +98,24 @@ class Census:
         """
         jaxpr, consts = body
         given = [*map(_of_constant, consts), *facts]
+        if not inline:
+            given = list(map(_as_array, given))
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
 
-        def rule(number: int, eqn: Equation, inputs: Facts) -> Facts:
+        def fact_of(var: Any) -> Fact:
+            if isinstance(var, core.Literal):
+                return Fact(uniform="number" if var.val else "zero")
+            return known[var]
+
+        for number, eqn in enumerate(jaxpr.eqns):
             own = (*place, number)
             # An earlier walk of the same body may have known less
             self.forget(own)
-            return _RULES.get(eqn.primitive.name, _ordinary)(self, eqn, inputs, own)
-
-        if inline:
-            return programs.eval_jaxpr(jaxpr, given, rule, _of_literal)
-        given = list(map(_as_array, given))
-        outputs = programs.eval_jaxpr(jaxpr, given, rule, _of_literal)
-        return list(map(_as_array, outputs))
+            rule = _RULES.get(eqn.primitive.name, _ordinary)
+            outputs = rule(self, eqn, list(map(fact_of, eqn.invars)), own)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        found = list(map(fact_of, jaxpr.outvars))
+        return found if inline else list(map(_as_array, found))
 
     def forget(self, place: Place) -> None:
         """Forget the marks at a place."""
@@ -181,11 +187,6 @@ def _of_constant(value: object) -> Fact:
     return Fact(uniform="number")
 
 
-def _of_literal(value: object) -> Fact:
-    """Return the fact of a number that is written in the program."""
-    return Fact(uniform="number" if value else "zero")
-
-
 def _as_array(fact: Fact) -> Fact:
     """Return the fact of a value that goes into a body or comes out of it."""
     return dataclasses.replace(fact, linear="") if fact.linear else fact
@@ -231,10 +232,10 @@ def _output(
 
 def _moved(eqn: Equation, inputs: Facts, number: int) -> Fact | None:
     """Return the fact of an output that is a view of an operand, or None."""
-    at = operand_number(eqn, number)
-    if at is None:
+    if not any(fact.view for fact in inputs):
         return None
-    shown = inputs[at].view
+    at = operand_number(eqn, number)
+    shown = None if at is None else inputs[at].view
     if shown is None:
         return None
     # The start of a slice makes no difference to the view, so 0 stands for one that is
@@ -349,8 +350,9 @@ def _call(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
 def _custom(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     """Walk a function with a derivative of its own, which a rule may open."""
     bodies = bodies_of(eqn)
-    if programs.is_head(eqn, bodies):
-        return _head(found, eqn, inputs, place)
+    head = head_of_loss(eqn, bodies[0][0])
+    if head is not None:
+        return _head(found, head, inputs, place)
     scope = str(eqn.source_info.name_stack)
     sources = [fact.source for fact in inputs if fact.is_weight]
     rules = set(filter(None, (found.inline(source, scope) for source in sources)))
@@ -400,9 +402,9 @@ def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Fac
         local.append(fact.local(var.aval.shape))
     outputs = [fact.computed() for fact in found.walk(body, local, place)]
     # a body of one device's parts cannot be traced alone
-    for marked_place in list(found.marks):
-        if marked_place[: len(place)] == place:
-            found.forget(marked_place)
+    for inner in list(found.marks):
+        if inner[: len(place)] == place:
+            found.forget(inner)
     return outputs
 
 
@@ -474,11 +476,11 @@ def _weight_times_input(
 
 
 def _head(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    """Return the facts of a `losses.cross_entropy`, converted like other products."""
+    """Return the facts of a `losses.cross_entropy`, from its product as an equation."""
     x, weight = inputs[:2]
     if weight.view is not None and any(len(axes) != 1 for axes in weight.view.axes):
         weight = weight.opaque("its table has merged axes")
-    facts = _product(found, head_of_loss(eqn), [x, weight], place)
+    facts = _product(found, eqn, [x, weight], place)
     found.forget(place)  # `unfold` rewrites products, and not this
     if place in found.products:
         head = dataclasses.replace(found.products[place], primitive="cross_entropy")

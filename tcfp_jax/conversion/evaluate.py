@@ -22,6 +22,7 @@ from pallas_kernels.operands import Fp4, Quantized, Row
 from pallas_kernels.specs import has_explicit_axes
 from tcfp_jax.conversion import evaluate_bodies
 from tcfp_jax.conversion.bodies import Body, Plan
+from tcfp_jax.conversion.evaluate_bodies import Key
 from tcfp_jax.conversion.shown import Shown, Values, bare, multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.annotations import head_of
@@ -30,14 +31,13 @@ from tcfp_jax.recipes import Recipe
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Calls whose body runs once, with the operands of the call as its inputs.
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
-CHECKPOINTS = ("remat2", "checkpoint", "remat")
+_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+CALLS = ("jit", "pjit", "closed_call", "core_call", *_CHECKPOINTS)
 # Functions with a derivative of their own, which a rule may open.
 CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call")
 
 # The step of rows that come from the stored form of their table.
 LOOKUP = "lookup"
-Key = Array | None
 _Value = TypeVar("_Value")
 
 
@@ -45,7 +45,6 @@ def eval_jaxpr(
     jaxpr: core.Jaxpr,
     inputs: Sequence[_Value],
     rule: Callable[[int, Equation, list[_Value]], Sequence[_Value]],
-    literal: Callable[[Any], _Value] = lambda value: value,
 ) -> list[_Value]:
     """Return the values of a jaxpr's outputs.
 
@@ -53,18 +52,17 @@ def eval_jaxpr(
       jaxpr: the program.
       inputs: a value of any kind for each constant and each input.
       rule: `(number, equation, values of its operands)` to the values of its outputs.
-      literal: value of a number that is written in the program.
 
     >>> program = jax.make_jaxpr(lambda x, y: (x + y) * 2.0)(1.0, 1.0)
-    >>> def count_inputs(number, eqn, values):
-    ...     return [sum(values)]
-    >>> eval_jaxpr(program.jaxpr, [1, 1], count_inputs, literal=lambda _: 0)
-    [2]
+    >>> def name_of(number, eqn, values):
+    ...     return [eqn.primitive.name]
+    >>> eval_jaxpr(program.jaxpr, ["x", "y"], name_of)
+    ['mul']
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
     def read(var: Any) -> _Value:
-        return literal(var.val) if isinstance(var, core.Literal) else known[var]
+        return var.val if isinstance(var, core.Literal) else known[var]
 
     for number, eqn in enumerate(jaxpr.eqns):
         # The operations of a rule keep the equation's named scope, source line and
@@ -98,28 +96,16 @@ def bodies_of(eqn: Equation) -> list[Body]:
     return bodies
 
 
-def is_head(eqn: Equation, bodies: Sequence[Body]) -> bool:
-    """Return whether an equation is a `losses.cross_entropy` of matrices.
-
-    The recipe of one with a stored weight cannot change, so it does not count.
-    """
-    if [len(var.aval.shape) for var in eqn.invars] != [2, 2, 1, 1]:
-        return False
-    options = head_of(bodies[0][0])
-    return options is not None and options.recipe.stored is None
-
-
 @dataclass(frozen=True)
 class Machine:
     """Evaluator of programs by plans.
 
     Attributes:
-      product: `product(eqn, inputs, recipe, drawn=key)` for planned products; None is
-        `multiply`, as the recipe says.
+      product: the planned products, `multiply` or a function with its arguments.
       traced: traces of jitted blocks, so that equal ones share one.
     """
 
-    product: Callable[..., Array] | None = None
+    product: Callable[..., Array] = multiply
     traced: dict[Hashable, tuple[Body, Callable[..., Values]]] = field(
         default_factory=dict
     )
@@ -132,9 +118,7 @@ class Machine:
         """
         jaxpr, consts = body
         steps = dict(plan)
-        readers = _readers_of_one_x(jaxpr, steps) if self.product is None else {}
-        if readers and has_explicit_axes():
-            readers = {}
+        readers = _readers_of_one_x(jaxpr, steps)
         x_quantized: dict[Hashable, Quantized] = {}
 
         def shared_x(number: int, x: Any, recipe: Recipe) -> Quantized | None:
@@ -155,18 +139,15 @@ class Machine:
             # Bits depend on the place alone, so that another plan does not change the
             # bits of a product.
             own = jax.random.fold_in(key, number) if step and key is not None else None
-            if isinstance(step, Recipe) and name in CUSTOM:  # `is_head`, by the plan
+            if isinstance(step, Recipe) and name in CUSTOM:  # a head with its loss
                 return multiply_head(eqn, given, step, head_of(bodies_of(eqn)[0][0]))
-            if isinstance(step, Recipe) and self.product is not None:
-                return [self.product(eqn, given, step, drawn=own)]
             if isinstance(step, Recipe):
                 shared = shared_x(number, given[0], step)
-                return [multiply(eqn, given, step, x_quantized=shared, drawn=own)]
+                return [self.product(eqn, given, step, x_quantized=shared, drawn=own)]
             if not any(isinstance(value, Shown) for value in given):
                 return bind(eqn, given)
-            if name in CALLS and not eqn.params.get("differentiated"):
-                return _call(self, eqn, given, step, own)
-            if name in CUSTOM and step:
+            is_call = name in CALLS and not eqn.params.get("differentiated")
+            if is_call or (name in CUSTOM and step):
                 return _call(self, eqn, given, step, own)
             # A loop over a stack needs its rule even if nothing in it is planned: the
             # stack may pass through it.
@@ -226,7 +207,7 @@ def _call(
     def run(inputs: Values, key: Key) -> Values:
         return machine.run(body, inputs, plan, key)
 
-    if eqn.primitive.name in CHECKPOINTS:
+    if eqn.primitive.name in _CHECKPOINTS:
         again = jax.checkpoint(
             run, prevent_cse=params["prevent_cse"], policy=params["policy"]
         )
@@ -313,7 +294,8 @@ def _readers_of_one_x(
             how = (recipe.activation, rows, recipe.quantize_backend)
             readers[number] = (eqn.invars[0], how)
     several = Counter(readers.values())
-    return {number: x for number, x in readers.items() if several[x] > 1}
+    shared = {number: x for number, x in readers.items() if several[x] > 1}
+    return {} if shared and has_explicit_axes() else shared
 
 
 def _can_share_x(eqn: Equation, recipe: Recipe) -> bool:

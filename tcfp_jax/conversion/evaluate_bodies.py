@@ -4,6 +4,7 @@ Each rule gets the function that runs a body, the equation, the values of its op
 the plan of its bodies and a key, and returns the equation's outputs.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -97,12 +98,11 @@ def _while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Val
 
 def _cond(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
     plans = dict(plan)
-
     # Branches return arrays: a choice between two views is not a view.
-    def branch(number: int, body: Any) -> Callable[[], Values]:
-        return lambda: run(opened(body), inputs[1:], plans.get(number, ()), key)
-
-    branches = [branch(*numbered) for numbered in enumerate(eqn.params["branches"])]
+    branches = []
+    for number, body in enumerate(eqn.params["branches"]):
+        own = plans.get(number, ())
+        branches.append(functools.partial(run, opened(body), inputs[1:], own, key))
     (chosen,) = bare(inputs[:1], eqn.invars[:1])
     return lax.switch(chosen, branches)
 

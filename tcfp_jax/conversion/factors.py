@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from tcfp_jax.conversion.views import Axes, Equation, Facts, Shape, View
-from tcfp_jax.products.annotations import Mark
+from tcfp_jax.products.annotations import Mark, head_of
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
@@ -424,8 +425,17 @@ def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product
     )
 
 
-def head_of_loss(eqn: Equation) -> Equation:
-    """Return `x[t, k] @ w[k, n]` inside a `losses.cross_entropy` as an equation."""
+def head_of_loss(eqn: Equation, body: core.Jaxpr) -> Equation | None:
+    """Return `x[t, k] @ w[k, n]` inside a `losses.cross_entropy` as an equation.
+
+    None: the equation is something else, or a loss with a stored weight, whose recipe
+    cannot change.
+    """
+    if [len(var.aval.shape) for var in eqn.invars] != [2, 2, 1, 1]:
+        return None
+    options = head_of(body)
+    if options is None or options.recipe.stored is not None:
+        return None
     x, w = (jax.ShapeDtypeStruct(var.aval.shape, jnp.float32) for var in eqn.invars[:2])
     program = jax.make_jaxpr(lambda x, w: lax.dot_general(x, w, MATRIX))(x, w)
     return program.eqns[0].replace(source_info=eqn.source_info)

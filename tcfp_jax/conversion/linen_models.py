@@ -200,7 +200,9 @@ def _call(
             return pure({**rest, "params": params}, *args, rngs=rngs, **kwargs)
 
     variables = dict(self.variables)
-    state: Mapping[str, Stored] = paths.entries(variables.pop(COLLECTION, {}))
+    state: Mapping[str, Stored] = {}
+    if COLLECTION in variables:
+        state = paths.entries(variables.pop(COLLECTION))
     params = variables.pop("params", {})
     rngs = _rngs(scope)
     _warn_if_forgotten(conversion, params, state)

@@ -19,7 +19,9 @@ from pallas_kernels.dispatch import device_kind, surroundings
 from pallas_kernels.operands import Tensor
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import is_timed, load
+from tcfp_jax import paths
 from tcfp_jax.conversion.factors import GROUPED, Product
+from tcfp_jax.conversion.views import Place
 from tcfp_jax.explanation import Explanation, explain
 from tcfp_jax.products.grouped import unsupported
 from tcfp_jax.recipes import Recipe, describe
@@ -234,6 +236,19 @@ class Policy:
             return sized
         why = f"{found.summary}: its size decided"
         return dataclasses.replace(sized, reason=why)
+
+    def choices(
+        self, products: Mapping[Place, Product], prefix: str
+    ) -> dict[Place, Record]:
+        """Return the choice for each product of a part of a model.
+
+        Rules know a parameter by its path in the whole model; `prefix` is the part's.
+        """
+        choices = {}
+        for place, product in products.items():
+            path = paths.join(prefix, product.path) if prefix else product.path
+            choices[place] = self.choose(dataclasses.replace(product, path=path))
+        return choices
 
     def settle(self, products: Iterable[Product]) -> "Policy":
         """Return the policy with its choices by measured times settled.

@@ -12,7 +12,6 @@ import jax
 from jax import Array
 from jax.extend import core
 
-from tcfp_jax import paths
 from tcfp_jax.conversion.bodies import Plan
 from tcfp_jax.conversion.census import Census
 from tcfp_jax.conversion.evaluate import LOOKUP
@@ -94,7 +93,6 @@ class Report:
         """
         if self.impossible:
             raise ValueError(
-                f"strict=True: {len(self.impossible)} products of parameters have no"
                 f"strict=True: {len(self.impossible)} products of parameters have no"
                 " low-precision form; leave them alone by rules, such as"
                 f' {{"patch": None}}:{_by_reason(self.impossible)}'
@@ -189,11 +187,11 @@ def judge(
     products = dict(found.products)
     if "embed" in chosen.include:
         products |= found.lookups
-    choices = _choices(chosen, products, prefix)
+    choices = chosen.choices(products, prefix)
     # a layer that is switched off keeps its state
     kept = choices
     if chosen.off:
-        kept = _choices(dataclasses.replace(chosen, off=()), products, prefix)
+        kept = dataclasses.replace(chosen, off=()).choices(products, prefix)
     weights = _weights_of(found, products, kept)
     steps: dict[Place, Recipe | str] = {}
     converted: list[Record] = []
@@ -217,30 +215,11 @@ def judge(
     gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
     unmatched = chosen.unmatched(choices.values())
     unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
-    report = Report(
-        tuple(converted),
-        tuple(skipped),
-        (*unmatched, *unused),
-        tuple(sorted(gains)),
-    )
+    rules = (*unmatched, *unused)
+    report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
     return Examined(
         program, found, leaves, prefix, _plan_of(steps), report, weights, gains
     )
-
-
-def _choices(
-    chosen: Policy, products: Mapping[Place, Product], prefix: str
-) -> dict[Place, Record]:
-    """Return the choices of a policy.
-
-    Rules know a parameter by its path in the whole model, also if a part of the model
-    is called by itself.
-    """
-    choices = {}
-    for place, product in products.items():
-        path = paths.join(prefix, product.path) if prefix else product.path
-        choices[place] = chosen.choose(dataclasses.replace(product, path=path))
-    return choices
 
 
 def _weights_of(

@@ -30,7 +30,7 @@ from pallas_kernels.specs import (
 )
 from tcfp_jax.conversion.device_parts import gathered_weight
 from tcfp_jax.conversion.factors import GROUPED, MATRIX, Factors, factors, factors_of
-from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View, without_ones
+from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
 from tcfp_jax.layers import Absent
 from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
@@ -101,7 +101,7 @@ class Shown:
             )
         root = None if isinstance(leaf, SHAPES) else leaf
         if root is not None and view.sizes != leaf.shape:
-            root = regrouped(root, without_ones(leaf.shape))
+            root = regrouped(root, _without_ones(leaf.shape))
         # If nothing reads the numbers, a loop stacks gradients in their dtype
         reads = "" if stored is None or weight is None else weight.float_reads
         if root is not None and reads == "none" and gradient_dtype is not None:
@@ -340,6 +340,22 @@ def _here(x: Array) -> Array:
         return x
     whole = NamedSharding(mesh, PartitionSpec(*[None] * x.ndim))
     return jax.sharding.reshard(x, whole)
+
+
+def _without_ones(shape: Shape) -> list[list[int]]:
+    """Return neighbouring axes as groups, each with one axis that is longer than one.
+
+    >>> _without_ones((1, 8, 1, 4))
+    [[1, 8, 1], [4]]
+    """
+    if max(shape, default=1) == 1:
+        return []
+    groups: list[list[int]] = [[]]
+    for size in shape:
+        if size > 1 and max(groups[-1], default=1) > 1:
+            groups.append([])
+        groups[-1].append(size)
+    return groups
 
 
 def _split(x: Array, sizes: Shape) -> Array:

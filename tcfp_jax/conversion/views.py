@@ -283,22 +283,6 @@ def _take(left: list[tuple[int, int]], size: int) -> list[tuple[int, int]] | Non
     return taken
 
 
-def without_ones(shape: Shape) -> list[list[int]]:
-    """Return neighbouring axes as groups, each with one axis that is longer than one.
-
-    >>> without_ones((1, 8, 1, 4))
-    [[1, 8, 1], [4]]
-    """
-    if max(shape, default=1) == 1:
-        return []
-    groups: list[list[int]] = [[]]
-    for size in shape:
-        if size > 1 and max(groups[-1], default=1) > 1:
-            groups.append([])
-        groups[-1].append(size)
-    return groups
-
-
 def operand_number(eqn: Equation, number: int) -> int | None:
     """Return which operand output `number` may be a view of.
 

@@ -9,16 +9,12 @@ from flax import linen as nn
 from flax import nnx
 from jax import Array
 
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.numerics import FLOAT8_DTYPES
+from pallas_kernels.operands import SCALE_DTYPE, Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_modules
 from tcfp_jax.conversion.convert import hand_out
-from tcfp_jax.inference.checks import (
-    check_operand,
-    check_scales,
-    check_weights,
-    part_of,
-)
+from tcfp_jax.inference.checks import check_weights, part_of
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
@@ -29,6 +25,8 @@ from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
 
 _REPAIR = "pass the recipe that the weights were quantized by"
+# Bits of 2**121, the scale of float32's largest value
+_LARGEST_SCALE = (121 + 127) << 23
 
 
 def restored(
@@ -129,9 +127,70 @@ def _operand_of(
             " whole file again"
         )
     made = Operand(**arrays, scaling=recipe.scaling)
-    check_operand(path, made, _REPAIR)
+    _check_operand(path, made)
     check_rule(path, made, _REPAIR)
     return made
+
+
+def _check_operand(path: str, weight: Operand) -> None:
+    """Raise a ValueError if the arrays of a weight do not fit its scaling."""
+    scaling = weight.scaling
+    wanted = (np.dtype(scaling.scale_dtype), scaling.scale_shape(weight.shape))
+    found = (np.dtype(weight.scale.dtype), tuple(weight.scale.shape))
+    values = weight.values
+    is_packed = values.dtype == np.uint8
+    if found != wanted or scaling.packed != is_packed:
+        raise ValueError(
+            f"{path} is {values.dtype}{list(values.shape)}, whose scales"
+            f" with {scaling} are {wanted[0]}{list(wanted[1])}, but these are"
+            f" {found[0]}{list(found[1])}; {_REPAIR}"
+        )
+    if not is_packed and values.dtype not in FLOAT8_DTYPES:
+        raise ValueError(
+            f"{path} is {values.dtype}, which is neither FP8 nor packed FP4"
+            f" codes; {_REPAIR}"
+        )
+    expected = {
+        "lo": (values.dtype, values.shape),
+        "lo_scale": found,
+        "outer": (np.dtype(np.float32), values.shape[:-2]),
+    }
+    for name, (dtype, shape) in expected.items():
+        one = getattr(weight, name)
+        if one is not None and (one.dtype, tuple(one.shape)) != (dtype, shape):
+            raise ValueError(
+                f"{name} of {path} is {one.dtype}{one.shape}, not {dtype}{shape};"
+                " restore the whole file"
+            )
+    _check_scales(path, weight)
+
+
+def _check_scales(path: str, weight: Operand) -> None:
+    """Raise a ValueError for scales that no quantizer makes.
+
+    NaN is one that they make: it says that the values were lost.
+    """
+    for name in ("scale", "lo_scale", "outer"):
+        scale = getattr(weight, name)
+        if isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct | None):
+            continue
+        if scale.dtype == SCALE_DTYPE or not getattr(
+            scale, "is_fully_addressable", True
+        ):
+            continue
+        bits = np.asarray(scale).astype(np.float32).reshape(-1).view(np.int32)
+        # Zero is the scale of FP4 blocks of zeros. Some devices read subnormals as
+        # zero, and others do not.
+        is_zero = weight.scaling.packed & (bits == 0)
+        least = np.where(is_zero, 0, 1 << 23)
+        is_nan = bits & 0x7FFFFFFF > 0x7F800000
+        wrong = ((bits < least) | (bits > _LARGEST_SCALE)) & ~is_nan
+        if np.any(wrong):
+            raise ValueError(
+                f"{name} of {path} has {bits[wrong].view(np.float32)[0]:g}, and"
+                " quantizers make scales from 2**-126 to 2**121, or 0 for FP4 blocks"
+                " of zeros; the file is damaged, or another library wrote it"
+            )
 
 
 def load_quantized(model: nnx.Module, variables: Mapping[str, PyTree]) -> None:
@@ -304,7 +363,7 @@ def _check_stored(stored: Mapping[str, PyTree]) -> None:
             continue
         for operand in (weight.forward, weight.backward):
             if operand is not None:
-                check_scales(path, operand)
+                _check_scales(path, operand)
 
 
 def _check_size(path: str, given: PyTree, own: PyTree) -> None:
