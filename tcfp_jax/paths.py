@@ -14,6 +14,9 @@ import jax
 
 # Parameters, gradients or states; the type says that a function takes any tree
 PyTree: TypeAlias = Any
+Tree: TypeAlias = Mapping[str, PyTree]  # by path, or nested
+Args: TypeAlias = tuple[PyTree, ...]
+Function: TypeAlias = Callable[..., PyTree]
 _SERIALIZED: list[type] = []
 
 

@@ -11,7 +11,7 @@ give `find_weights(model)` to `tcfp_jax.error_feedback`, or make stored paramete
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 import jax
@@ -19,19 +19,18 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion import linen_models, nnx_calls, nnx_models, nnx_modules
+from tcfp_jax.conversion import linen_models, nnx_models, nnx_modules
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Report
-from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.conversion.transform import AWAITED, Transformed
 from tcfp_jax.layers import linen, nnx
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 
 _Model = TypeVar("_Model")
-_Sample = tuple[tuple[PyTree, ...], dict[str, PyTree]]  # arguments and options
 
 
 def convert_to_tcfp(
@@ -41,7 +40,7 @@ def convert_to_tcfp(
     rules: Rules = None,
     include: Iterable[Include] | Include | None = None,
     strict: bool = False,
-    options: Mapping[str, PyTree] | None = None,
+    options: Tree | None = None,
     rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
 ) -> _Model:
     """Return the model with its products of parameters computed by `recipe`.
@@ -130,7 +129,7 @@ def convert_to_tcfp(
 
 
 def _converted_linen(
-    model: nn.Module, chosen: Policy, sample: _Sample | None, *, strict: bool
+    model: nn.Module, chosen: Policy, sample: nnx_models.Sample | None, *, strict: bool
 ) -> Any:
     if model.scope is not None:
         raise ValueError(
@@ -145,9 +144,7 @@ def _converted_linen(
     return linen_models.converted(base, Conversion(type(base), chosen, found, shapes))
 
 
-def survey(
-    model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None
-) -> Report:
+def survey(model: object, *inputs: PyTree, options: Tree | None = None) -> Report:
     """Return the report of every product of a parameter.
 
     Use this when you want to know which layers were converted, to which recipe, and why
@@ -176,7 +173,7 @@ def survey(
 
 
 def find_weights(
-    model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None
+    model: object, *inputs: PyTree, options: Tree | None = None
 ) -> dict[str, Weight]:
     """Return the weights of a converted model by parameter path.
 
@@ -199,16 +196,15 @@ def find_weights(
     >>> find_weights(model)["kernel"].layout
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
-    found, chosen = _examined(model, inputs, options, "find_weights")
+    found, _ = _examined(model, inputs, options, "find_weights")
     if not found.weights:
         return {}
+    conversion_of = linen_models.conversion_of
     if isinstance(model, flax_nnx.Module):
-        if nnx_modules.conversion_of(model) is not None:
-            nnx_calls.AWAITED.add(chosen)
-        return found.weights
-    conversion = linen_models.conversion_of(model)
+        conversion_of = nnx_modules.conversion_of
+    conversion = conversion_of(model)
     if conversion is not None:
-        conversion.awaited = True
+        AWAITED.add(conversion)
     return found.weights
 
 
@@ -247,7 +243,7 @@ def detach(model: flax_nnx.Module) -> None:
 
 
 @overload
-def export(model: Transformed) -> Callable[..., PyTree]: ...
+def export(model: Transformed) -> Function: ...
 @overload
 def export(model: _Model) -> _Model: ...
 def export(model: Any) -> Any:
@@ -320,13 +316,13 @@ def _settled(
 
 def _examined(
     model: object,
-    inputs: tuple[PyTree, ...],
-    options: Mapping[str, PyTree] | None,
+    inputs: Args,
+    options: Tree | None,
     asked: str,
 ) -> tuple[Examined, Policy]:
     """Return the decisions about a call of a model, and the policy of the model."""
     _check_inputs(inputs)
-    sample = (inputs, dict(options or {}))
+    sample: nnx_models.Sample = (inputs, dict(options or {}))
     sampled = any(sample)
     if isinstance(model, Transformed):
         return model.examine(*inputs, **sample[1]), model.policy
@@ -335,7 +331,7 @@ def _examined(
         chosen = nnx_modules.conversion_of(model) or BY_HAND
         known = nnx_models.sample_of(model)
         if known is not None and not sampled:
-            sample = (known.args, known.options)
+            sample = known
             sampled = True
         if not sampled and chosen is BY_HAND and not _own_layers(model):
             raise _not_converted(model)
@@ -368,7 +364,7 @@ def linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
     return linen_models.plain(model), linen_models.conversion_of(model) or by_hand
 
 
-def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
+def hand_out(model: flax_nnx.Module, weights: Tree) -> int:
     """Give stored weights to the layers of an NNX model; return how many were taken.
 
     They go to layers written by hand and to converted modules.
@@ -407,7 +403,7 @@ def _devices_of(tree: PyTree) -> int:
     return devices
 
 
-def _check_inputs(inputs: tuple[PyTree, ...]) -> None:
+def _check_inputs(inputs: Args) -> None:
     for value in jax.tree.leaves(inputs):
         if isinstance(value, str):
             raise TypeError(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tcfp_jax.conversion.policy import WORTHWHILE, Include, Policy, Record, poli
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import Function, PyTree
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -147,7 +147,7 @@ def _total(name: str, lines: Sequence[Line]) -> str:
 
 
 def diagnose(
-    model: nn.Module | flax_nnx.Module | Callable[..., PyTree],
+    model: nn.Module | flax_nnx.Module | Function,
     *inputs: PyTree,
     recipe: Recipe | str = "tcfp12_fast",
     params: PyTree = None,

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,14 +27,10 @@ from jax import Array
 from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.report import Examined
-from tcfp_jax.conversion.transform import Transformed, is_differentiated, trace
+from tcfp_jax.conversion.transform import Transformed, trace, warn_if_forgotten
 from tcfp_jax.layers.linen import COLLECTION, OFF, RNG, switched_off
-from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.parameter import is_quantized
+from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.weights.stored import Stored
-
-# Nested mappings, of arrays or of shapes.
-_Tree = Mapping[str, PyTree]
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,15 +42,12 @@ class Conversion:
       policy: the request.
       found: the decisions for the sample inputs, if some were given.
       shapes: shapes of the parameters for these inputs.
-      awaited: whether `find_weights` gave out the weights, and no call has had their
-        stored form since.
     """
 
     base: type[nn.Module]
     policy: Policy
     found: Examined | None = None
-    shapes: _Tree | None = None
-    awaited: bool = False
+    shapes: Tree | None = None
 
 
 def converted(model: nn.Module, conversion: Conversion) -> Any:
@@ -105,8 +97,8 @@ def conversion_of(model: object) -> Conversion | None:
 
 
 def examine(
-    model: nn.Module, policy: Policy, inputs: tuple[PyTree, ...], options: _Tree
-) -> tuple[Examined, _Tree]:
+    model: nn.Module, policy: Policy, inputs: Args, options: Tree
+) -> tuple[Examined, Tree]:
     """Return the decisions about a call of an unconverted model.
 
     The shapes of its parameters come with them.
@@ -116,7 +108,7 @@ def examine(
     def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return model.init(rngs, *args, **kwargs)
 
-    def call(params: _Tree, rest: _Tree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def call(params: Tree, rest: Tree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         mutable = nn.DenyList("params")
         with switched_off(policy.off, policy.is_off):
             return model.apply(
@@ -138,7 +130,7 @@ def _own(self: Any) -> Any:
 
 
 def _apply(
-    self: Any, variables: _Tree, *args: PyTree, method: Any = None, **kwargs: PyTree
+    self: Any, variables: Tree, *args: PyTree, method: Any = None, **kwargs: PyTree
 ) -> PyTree:
     """Run `nn.Module.apply`, and convert a function that is not a method of the module.
 
@@ -163,8 +155,8 @@ def _apply(
 
 def _call(
     self: Any,
-    fun: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
+    fun: Function,
+    args: Args,
     kwargs: dict[str, PyTree],
 ) -> PyTree:
     """Run any method of a converted module.
@@ -188,9 +180,7 @@ def _call(
         _unwrapped(fun), model, mutable=scope.mutable, capture_intermediates=captured
     )
 
-    def call(
-        params: _Tree, rest: _Tree, rngs: _Tree, args: tuple[PyTree, ...], kwargs: _Tree
-    ) -> PyTree:
+    def call(params: Tree, rest: Tree, rngs: Tree, args: Args, kwargs: Tree) -> PyTree:
         # Patterns of a converted model around this one are not for layers of this one:
         # having none is a choice, too.
         off: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -205,7 +195,14 @@ def _call(
         state = paths.entries(variables.pop(COLLECTION))
     params = variables.pop("params", {})
     rngs = _rngs(scope)
-    _warn_if_forgotten(conversion, params, state)
+    warn_if_forgotten(
+        conversion,
+        (params, state),
+        "Linen",
+        'and apply got no "tcfp" collection; weights are quantized at each use, without'
+        ' error feedback. Use model.apply({"params": params, "tcfp":'
+        " layer_state(opt_state)}, x)",
+    )
     if state:
         shapes_of_call = functools.partial(
             _shapes_of_call, model, fun, rngs, args, kwargs
@@ -230,7 +227,7 @@ def _call(
     return result
 
 
-def _unwrapped(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _unwrapped(fun: Function) -> Function:
     """Return a method as a function that Flax's own code runs."""
 
     def method(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -241,10 +238,10 @@ def _unwrapped(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 def _with_absent(
     conversion: Conversion,
-    params: _Tree,
+    params: Tree,
     state: Mapping[str, Stored],
-    shapes_of_call: Callable[[], _Tree],
-) -> tuple[_Tree, Mapping[str, Stored]]:
+    shapes_of_call: Callable[[], Tree],
+) -> tuple[Tree, Mapping[str, Stored]]:
     """Return the parameters, with shapes for those that only the state has.
 
     The state comes with them, without weights that are none of these parameters.
@@ -268,27 +265,6 @@ def _with_absent(
     # weights.
     given = paths.leaves(params)
     return params, {path: weight for path, weight in state.items() if path in given}
-
-
-def _warn_if_forgotten(
-    conversion: Conversion, params: _Tree, state: Mapping[str, Stored]
-) -> None:
-    """Say once that a model is trained without its optimizer's stored weights."""
-    if not conversion.awaited:
-        return
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    trains = is_differentiated(leaves)
-    quantized = bool(state) or any(map(is_quantized, leaves))
-    if trains or quantized:
-        conversion.awaited = False
-    if trains and not quantized:
-        warnings.warn(
-            "a converted Linen model is trained without its optimizer's stored"
-            ' weights: find_weights was called, and apply got no "tcfp" collection;'
-            " weights are quantized at each use, without error feedback. Use"
-            ' model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)',
-            stacklevel=2,
-        )
 
 
 def _check_result(model: str, method: str, result: object) -> None:
@@ -321,11 +297,11 @@ def _rngs(scope: Scope) -> dict[str, Array]:
 
 def _shapes_of_call(
     model: nn.Module,
-    fun: Callable[..., PyTree],
-    rngs: _Tree,
-    args: tuple[PyTree, ...],
-    kwargs: _Tree,
-) -> _Tree:
+    fun: Function,
+    rngs: Tree,
+    args: Args,
+    kwargs: Tree,
+) -> Tree:
     """Return the shapes of the parameters that a method makes in `init`."""
     keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
     init = functools.partial(nn.init(_unwrapped(fun), model), keys)
@@ -344,16 +320,14 @@ def _shapes_of_call(
     return nn.meta.unbox(shapes).get("params", {})
 
 
-def _shapes(
-    function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: _Tree
-) -> PyTree:
+def _shapes(function: Function, args: Args, kwargs: Tree) -> PyTree:
     """Run `jax.eval_shape` with arguments of which some are not arrays."""
     program = trace(function, args, kwargs)
     return program.rebuild(program.outputs)
 
 
 def _check_parameters(
-    name: str, absent: Iterable[str], params: _Tree, leaves: Mapping[str, PyTree]
+    name: str, absent: Iterable[str], params: Tree, leaves: Tree
 ) -> None:
     """Raise a ValueError if the state holds a weight that is not a parameter."""
     for path in absent:
@@ -382,7 +356,7 @@ def _completed(
     return jax.ShapeDtypeStruct(shapes.shape, cast.get(shapes.dtype, shapes.dtype))
 
 
-def _cast(held: _Tree, shapes: _Tree) -> dict[jnp.dtype, jnp.dtype]:
+def _cast(held: Tree, shapes: Tree) -> dict[jnp.dtype, jnp.dtype]:
     """Map each dtype of `init` to the one that all remaining parameters of it have now.
 
     A model whose parameters were cast to bfloat16 answers in bfloat16, and must still

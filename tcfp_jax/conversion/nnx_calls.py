@@ -7,8 +7,7 @@ model runs inside, and caches of traced functions find it under the model's own 
 """
 
 import operator
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,13 +27,9 @@ from tcfp_jax.conversion.nnx_modules import (
     strip,
 )
 from tcfp_jax.conversion.policy import Policy
-from tcfp_jax.conversion.transform import Transformed, is_differentiated
-from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.parameter import is_quantized
+from tcfp_jax.conversion.transform import Transformed, warn_if_forgotten
+from tcfp_jax.paths import Args, Function, PyTree, Tree
 
-# Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that
-# no optimizer has given back yet.
-AWAITED: set[Policy | None] = set()
 _GONE = object()  # stands for an attribute that a method deleted
 _Values = dict[Path, tuple[list[Any], Any]]  # flattened values of variables by path
 _Attributes = dict[Path, dict[str, Any]]  # of modules by path
@@ -55,7 +50,7 @@ class _Entry(NamedTuple):
     is_parameter: bool
     name: str
 
-    def filled(self, values: Mapping[str, PyTree]) -> Any:
+    def filled(self, values: Tree) -> Any:
         """Return the variable with its value among these."""
         value = values[self.name]
         return self.variable.replace(value) if is_variable(self.variable) else value
@@ -81,9 +76,9 @@ class Call:
     def __init__(
         self,
         model: nnx.Module,
-        original: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        options: Mapping[str, PyTree],
+        original: Function,
+        args: Args,
+        options: Tree,
     ) -> None:
         """Split the call of `original`, a method of the model's own class."""
         self._model = model
@@ -129,7 +124,13 @@ class Call:
         """Return the method's result, and write its changes back to the model."""
         stored = stored_weights(self._model)
         if not stored:
-            _warn_if_forgotten(chosen, self.arguments[0])
+            warn_if_forgotten(
+                chosen,
+                self.arguments[0],
+                "NNX",
+                "but no tcfp_jax.nnx.Optimizer was made; weights are quantized at each"
+                " use, without error feedback",
+            )
         keys = getattr(self._model, KEYS, None)
         key = None if keys is None else keys()
         low = self.transformed(chosen)
@@ -151,8 +152,8 @@ class Call:
 
     def _pure(
         self,
-        params: Mapping[str, PyTree],
-        rest: Mapping[str, PyTree],
+        params: Tree,
+        rest: Tree,
         inputs: list[PyTree],
     ) -> PyTree:
         """Return the method's result on copies of the modules, and their changes."""
@@ -188,7 +189,7 @@ class Call:
         out = jax.tree.map(reference, out, is_leaf=is_own)
         return out, _changes(nodes, attributes, before, absent)
 
-    def _materialize(self, nodes: Any, params: Mapping[str, PyTree]) -> set[Path]:
+    def _materialize(self, nodes: Any, params: Tree) -> set[Path]:
         """Put traced parameters where the model has shapes, and return where.
 
         All places of a shared parameter get one.
@@ -201,21 +202,6 @@ class Call:
                 put(owners[0, *above], name, parameter)
                 found.add((0, *above, name))
         return found
-
-
-def _warn_if_forgotten(chosen: Policy, params: Mapping[str, PyTree]) -> None:
-    """Say once that a model is trained without its optimizer's stored weights."""
-    if chosen not in AWAITED or any(map(is_quantized, params.values())):
-        return
-    if not is_differentiated(params.values()):
-        return
-    AWAITED.discard(chosen)
-    warnings.warn(
-        "a converted NNX model is trained without its optimizer's stored weights:"
-        " find_weights was called, but no tcfp_jax.nnx.Optimizer was made; weights are"
-        " quantized at each use, without error feedback",
-        stacklevel=4,
-    )
 
 
 def _values_of(nodes: PyTree) -> _Values:

@@ -5,13 +5,12 @@ place, so that references to modules and to their `Param`s stay valid.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
-from tcfp_jax.conversion.nnx_calls import AWAITED, Call
+from tcfp_jax.conversion.nnx_calls import Call
 from tcfp_jax.conversion.nnx_modules import (
     KEYS,
     PATH,
@@ -26,30 +25,12 @@ from tcfp_jax.conversion.nnx_modules import (
 )
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.report import Examined
-from tcfp_jax.paths import PyTree
+from tcfp_jax.conversion.transform import AWAITED
+from tcfp_jax.paths import Args, Function, PyTree, Tree
 
+Sample = tuple[Args, Tree]  # arguments and options of a call
 # One class for equal conversions: nnx.jit compiles again for another class.
 _CLASSES: dict[tuple[type, Policy], type] = {}
-
-
-class _Sample:
-    """The sample arguments of a conversion as shapes.
-
-    It is a part of a model's graph, so samples of equal shapes are equal.
-    """
-
-    def __init__(self, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> None:
-        self.args, self.options = jax.tree.map(_shape_of, (args, dict(options)))
-
-    def _key(self) -> tuple[object, ...]:
-        leaves, treedef = jax.tree.flatten((self.args, self.options))
-        return treedef, tuple(map(repr, leaves))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sample) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
 
 
 def _shape_of(leaf: Any) -> Any:
@@ -62,7 +43,7 @@ def convert(
     model: nnx.Module,
     chosen: Policy,
     held: list[str] | None,
-    sample: tuple[tuple[PyTree, ...], Mapping[str, PyTree]] | None,
+    sample: Sample | None,
     keys: nnx.RngStream | None,
 ) -> None:
     """Give converted classes to the modules that hold weights at these paths.
@@ -93,15 +74,21 @@ def convert(
         if keys is not None:
             setattr(module, KEYS, keys.fork())  # as Flax's Dropout does
     if sample is not None:
-        setattr(model, SAMPLE, nnx.static(_Sample(*sample)))
+        leaves, treedef = jax.tree.flatten(sample)
+        # A part of the model's graph, so samples of equal shapes have to be equal
+        shapes = tuple(map(_shape_of, leaves))
+        setattr(model, SAMPLE, nnx.static((treedef, shapes)))
 
 
-def sample_of(model: object) -> _Sample | None:
-    """Return the sample inputs of a converted model, if it had some."""
-    return getattr(model, SAMPLE, None)
+def sample_of(model: object) -> Sample | None:
+    """Return the arguments and options of a conversion as shapes, if it had some."""
+    if not hasattr(model, SAMPLE):
+        return None
+    treedef, shapes = getattr(model, SAMPLE)
+    return treedef.unflatten(shapes)
 
 
-def store(model: nnx.Module, weights: Mapping[str, PyTree]) -> int:
+def store(model: nnx.Module, weights: Tree) -> int:
     """Let the modules of a model hold stored weights, by the path of the parameter.
 
     Returns how many were taken.
@@ -149,8 +136,8 @@ def rename(model: nnx.Module, chosen: Policy) -> None:
 def examine(
     model: nnx.Module,
     chosen: Policy,
-    args: tuple[PyTree, ...],
-    options: Mapping[str, PyTree],
+    args: Args,
+    options: Tree,
 ) -> Examined:
     """Return the decisions of a policy about a call of the model."""
     call = Call(model, own_class(model).__call__, args, options)
@@ -177,7 +164,7 @@ def _class_of(base: type, chosen: Policy) -> type:
     return _CLASSES[key]
 
 
-def _methods_of(base: type) -> dict[str, Callable[..., PyTree]]:
+def _methods_of(base: type) -> dict[str, Function]:
     """Return the methods of a class and its bases, as transformed functions."""
     methods = {}
     for kind in reversed(base.__mro__[: base.__mro__.index(nnx.Module)]):
@@ -203,7 +190,7 @@ def _is_method(value: object) -> bool:
     return not later
 
 
-def _method(original: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
+def _method(original: Function, name: str) -> Function:
     def method(self: Any, *args: PyTree, **options: PyTree) -> PyTree:
         chosen = conversion_of(self)
         assert chosen is not None

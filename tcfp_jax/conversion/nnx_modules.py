@@ -1,6 +1,5 @@
 """The modules of an NNX model, and the attributes that a conversion adds to them."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax import Array
 from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.layers import Absent
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import PyTree, Tree
 
 # The attributes that conversion adds to a module. They are gone inside of a call, and
 # after `export`.
@@ -91,7 +90,7 @@ def stored_weights(model: nnx.Module) -> dict[str, PyTree]:
 
     weights = {}
     for path, module in modules_of(model).items():
-        held: Mapping[str, PyTree] = getattr(module, STORED, {})
+        held: Tree = getattr(module, STORED, {})
         for name, weight in held.items():
             values = jax.tree.map(read, weight, is_leaf=is_variable)
             weights[paths.join(path, name)] = values

@@ -105,7 +105,7 @@ def _switch_nnx(
         sample = nnx_models.sample_of(model)
         found = None
         if sample is not None:
-            found = nnx_models.examine(model, chosen, sample.args, sample.options)
+            found = nnx_models.examine(model, chosen, *sample)
         nnx_models.rename(model, _switched(chosen, patterns, found, off=off))
     for layer in by_hand:
         layer.products = products

@@ -19,6 +19,7 @@ model's methods and state.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from tcfp_jax.conversion.shown import SHAPES, Shown
 from tcfp_jax.conversion.unfold import unfolded
 from tcfp_jax.conversion.views import Fact, View
 from tcfp_jax.layers import Absent
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight
@@ -47,12 +48,15 @@ from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 
-_Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
-_Args = tuple[PyTree, ...]
 _Rebuild = Callable[[Sequence[Array | jax.ShapeDtypeStruct]], PyTree]
 
 
-def trace(function: Callable[..., PyTree], args: _Args, kwargs: _Tree) -> Program:
+# Conversions (of Linen) and policies (of NNX) whose weights `find_weights` gave out, to
+# be kept in an optimizer, and that no optimizer has given back yet.
+AWAITED: set[object] = set()
+
+
+def trace(function: Function, args: Args, kwargs: Tree) -> Program:
     """Trace a function of arrays and other values, such as strings and modules.
 
     Its result may hold such values, too.
@@ -108,13 +112,27 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_differentiated(leaves: Iterable[object]) -> bool:
-    """Return whether a leaf is a tracer of a derivative.
+def warn_if_forgotten(
+    conversion: object, params: PyTree, kind: str, repair: str
+) -> None:
+    """Say once that a model is trained without its optimizer's stored weights.
 
-    That is the one sign of training that a call can see.
+    A leaf that is a tracer of a derivative is the one sign of training that a call can
+    see.
     """
+    if conversion not in AWAITED:
+        return
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     kinds = {type(leaf).__name__ for leaf in leaves}
-    return not kinds.isdisjoint(("JVPTracer", "LinearizeTracer"))
+    is_trained = not kinds.isdisjoint(("JVPTracer", "LinearizeTracer"))
+    if any(map(is_quantized, leaves)) or is_trained:
+        AWAITED.discard(conversion)
+    if is_trained and not any(map(is_quantized, leaves)):
+        warnings.warn(
+            f"a converted {kind} model is trained without its optimizer's stored"
+            f" weights: find_weights was called, {repair}",
+            stacklevel=4,
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -136,7 +154,7 @@ class Transformed:
         multiply nothing.
     """
 
-    function: Callable[..., PyTree]
+    function: Function
     policy: Policy
     params: int
     strict: bool = False
@@ -154,7 +172,7 @@ class Transformed:
     def __call__(
         self,
         *args: PyTree,
-        stored: _Tree | None = None,
+        stored: Tree | None = None,
         product_key: Array | None = None,
         **kwargs: PyTree,
     ) -> PyTree:
@@ -209,7 +227,7 @@ class Transformed:
         return judge(program, found, leaves, self.policy, self.prefix)
 
     def run_on(
-        self, machine: Machine, found: Examined, args: _Args, probes: _Tree
+        self, machine: Machine, found: Examined, args: Args, probes: Tree
     ) -> list[Array]:
         """Return the arrays of the result from another machine.
 
@@ -223,9 +241,9 @@ class Transformed:
     def _run(
         self,
         found: Examined,
-        args: _Args,
-        kwargs: _Tree,
-        stored: _Tree | None,
+        args: Args,
+        kwargs: Tree,
+        stored: Tree | None,
         key: Array | None,
     ) -> PyTree:
         leaves = paths.leaves(args[self.params], is_quantized)
@@ -258,8 +276,8 @@ class Transformed:
         machine: Machine,
         found: Examined,
         own: list[Shown],
-        args: _Args,
-        kwargs: _Tree,
+        args: Args,
+        kwargs: Tree,
         key: Array | None = None,
     ) -> list[Array]:
         program = found.program.jaxpr
@@ -267,12 +285,12 @@ class Transformed:
         body = (program.jaxpr, program.consts)
         return machine.arrays(body, [*before, *own, *after], found.plan, key)
 
-    def _others(self, args: _Args, kwargs: _Tree) -> tuple[list[Array], list[Array]]:
+    def _others(self, args: Args, kwargs: Tree) -> tuple[list[Array], list[Array]]:
         """Return the arrays before and after the parameters, in the program's order."""
         rest = (args[self.params + 1 :], dict(kwargs))
         return arrays_in(args[: self.params]), arrays_in(rest)
 
-    def _floats(self, args: _Args) -> _Args:
+    def _floats(self, args: Args) -> Args:
         """Return the arguments with float parameters instead of stored ones.
 
         Code that is not a product reads the floats. A program without such code never
@@ -362,7 +380,7 @@ def _quantized(kernel: Array, weight: Weight) -> Stored:
 
 
 def transform(
-    fn: Callable[..., PyTree],
+    fn: Function,
     recipe: Recipe | str,
     *,
     params: int = 0,

@@ -31,6 +31,12 @@ def _add(
     CATALOG[name] = datatype(number, scale, name, residual=residual)
 
 
+def _add_rows(rows: str) -> None:
+    """Add the datatypes of a table: name, number and scale."""
+    for row in rows.strip().splitlines():
+        _add(*row.split())
+
+
 _FP8 = {
     "bf8": "e5m2",
     "fp8": "e4m3fn",
@@ -87,15 +93,14 @@ def _add_tensor_and_channel_scaled() -> None:
         _add(f"int4_{letter}c", "int4", f"{shared}_t0")
         if letter in "fbe":
             _add(f"int16_{letter}", "int16", shared)
-    for name, code in {
-        "e5m2": "e5m2",
-        "e5m2z": "e5m2fnuz",
-        "e4m3": "e4m3fn",
-        "e4m3z": "e4m3fnuz",
-    }.items():
-        _add(f"{name}_e", code, "e8m0")
-    _add("e3m2_e", "e3m2f", "e8m0")
-    _add("e2m3_e", "e2m3f", "e8m0")
+    _add_rows("""
+        e5m2_e   e5m2      e8m0
+        e5m2z_e  e5m2fnuz  e8m0
+        e4m3_e   e4m3fn    e8m0
+        e4m3z_e  e4m3fnuz  e8m0
+        e3m2_e   e3m2f     e8m0
+        e2m3_e   e2m3f     e8m0
+    """)
 
 
 _MX = {
@@ -137,35 +142,37 @@ def _add_tiled() -> None:
     for name, code in {"fp8": "e4m3fn", "fp8n": "e4m3b8fnuz"}.items():
         _add(f"{name}F32s", code, "float32_t32_t32")
         _add(f"{name}f32s", code, "float16_t32_t32")
-    _add("bf8b32s", "e5m2", "bfloat16_t32_t32")
-    _add("bf8nb32s", "e5m2b16fnuz", "bfloat16_t32_t32")
-    _add("bfp16", "int8", "e8m0_t8")
-    _add("bfp16t16", "int8", "e8m0_t16")
-    _add("uint4_f12i432", "uint4", "e5m6_int4_t32")
-    _add("int4_b32", "int4", "bfloat16_t32")
-    _add("int4_f32", "int4", "e5m3_t32")
-    _add("e1m6b1_e32", "e1m6b1fnuz", "e8m0_t32")
-    _add("e1m2b1_e32", "e1m2b1fnuz", "e8m0_t32")
-    _add("e1m2b1_f32", "e1m2b1fnuz", "e5m3_t32")
-    for name, code in {
-        "e2m1": "e2m1f",
-        "e3m2": "e3m2f",
-        "e2m3": "e2m3f",
-        "e4m3": "e4m3fn",
-    }.items():
-        _add(f"{name}_f32", code, "e5m3_t32")
-    for name, code in {"mx9": "int8", "mx6": "int5", "mx4": "int3"}.items():
-        _add(name, code, "e8m0_t16s2o1")
+    _add_rows("""
+        bf8b32s       e5m2        bfloat16_t32_t32
+        bf8nb32s      e5m2b16fnuz bfloat16_t32_t32
+        bfp16         int8        e8m0_t8
+        bfp16t16      int8        e8m0_t16
+        uint4_f12i432 uint4       e5m6_int4_t32
+        int4_b32      int4        bfloat16_t32
+        int4_f32      int4        e5m3_t32
+        e1m6b1_e32    e1m6b1fnuz  e8m0_t32
+        e1m2b1_e32    e1m2b1fnuz  e8m0_t32
+        e1m2b1_f32    e1m2b1fnuz  e5m3_t32
+        e2m1_f32      e2m1f       e5m3_t32
+        e3m2_f32      e3m2f       e5m3_t32
+        e2m3_f32      e2m3f       e5m3_t32
+        e4m3_f32      e4m3fn      e5m3_t32
+        mx9           int8        e8m0_t16s2o1
+        mx6           int5        e8m0_t16s2o1
+        mx4           int3        e8m0_t16s2o1
+    """)
     for subtile, offset in ((8, 1), (4, 1), (8, 2), (4, 2)):
         _add(f"e2m1_e32s{subtile}o{offset}", "e2m1f", f"e8m0_t32s{subtile}o{offset}")
     for width, code in {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}.items():
         for tile in ("32", "32s16", "32s8", "32s4"):
             _add(f"icb44fi{width}_e{tile}", f"icb44fi_{code}", f"e8m0_t{tile}")
             _add(f"icb44fi{width}_f{tile}", f"icb44fi_{code}", f"e5m3_t{tile}")
-    _add("nf4", "nf4", "float32_t64")
-    _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
-    _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
-    _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
+    _add_rows("""
+        nf4             nf4   float32_t64
+        nvfp4           e2m1f e4m3fn_t16_float32
+        nvfp4s          e2m1f e4m3fn_t16_t16_float32
+        nvfp4_one_level e2m1f e4m3fn_t16
+    """)
     _add(
         "tcfp12",
         "e4m3fn",

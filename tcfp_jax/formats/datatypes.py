@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.numbers import NumberSpec, number
-from tcfp_jax.formats.scales import ScaleSpec, Tiling
+from tcfp_jax.formats.scales import ScaleSpec, Shape, Tiling
 from tcfp_jax.formats.scales import scale as parse_scale
 
 
@@ -65,13 +65,13 @@ class DataType:
             return float(bits)
         return float(bits) + self.residual.bits_per_value()
 
-    def layout(self, shape: tuple[int, ...]) -> Tiling:
+    def layout(self, shape: Shape) -> Tiling:
         """Return how an array of this shape splits into tiles."""
         if self.scale is None:
             return Tiling(shape, shape, shape, (), ())
         return self.scale.tiling(shape)
 
-    def fields(self, shape: Sequence[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    def fields(self, shape: Sequence[int]) -> dict[str, tuple[int, Shape]]:
         """Return (bits of a code, shape of the codes) of values and kinds of scales."""
         sizes = _sizes(shape)
         found = {"values": (self.number.bits, sizes)}
@@ -109,7 +109,7 @@ class DataType:
         return {name: bits for name, bits in found.items() if bits}
 
 
-def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+def _sizes(shape: Sequence[int]) -> Shape:
     sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
         raise ValueError(

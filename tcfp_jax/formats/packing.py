@@ -40,7 +40,7 @@ from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.quantization import QuantizedArray, assemble, quantize
 from tcfp_jax.formats.rounding import Modes
-from tcfp_jax.formats.scales import ScaleMode
+from tcfp_jax.formats.scales import ScaleMode, Shape
 from tcfp_jax.formats.sparsity import compress, expand, kept_by
 from tcfp_jax.paths import serialize_with_flax
 
@@ -72,7 +72,7 @@ class PackedArray:
     mask: Array | None
     residual: "PackedArray | None"
     datatype: DataType = field(metadata=dict(static=True))
-    shape: tuple[int, ...] = field(metadata=dict(static=True))
+    shape: Shape = field(metadata=dict(static=True))
     dtype: np.dtype = field(metadata=dict(static=True))
     sparsity: tuple[int, int] | None = field(metadata=dict(static=True))
 
@@ -218,7 +218,7 @@ def _pack(
 def _pack_parts(
     parts: QuantizedArray,
     datatype: DataType,
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: np.dtype,
     sparsity: tuple[int, int] | None = None,
     kept: Array | None = None,

@@ -32,7 +32,7 @@ from tcfp_jax.formats.float_bits import (
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.rounding import Modes, round_units, round_values
 from tcfp_jax.formats.scale_rules import finite_magnitude
-from tcfp_jax.formats.scales import ScaleMode, ScaleSpec, Tiling
+from tcfp_jax.formats.scales import ScaleMode, ScaleSpec, Shape, Tiling
 
 _STEPS_OF_ERROR = 256.0
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -150,7 +150,7 @@ class _Tiles:
         """The bits of |x|."""
         return magnitude_of(self.bits)
 
-    def amax(self, axes: tuple[int, ...]) -> Array:
+    def amax(self, axes: Shape) -> Array:
         """Return the bits of the largest finite magnitude over `axes`."""
         finite = finite_magnitude(self.magnitude)
         return jnp.max(finite, axis=axes, keepdims=True, initial=0)
@@ -394,9 +394,7 @@ def _settled(values: Array) -> Array:
 # --------------------------------------------------------------------------------------
 
 
-def assemble(
-    parts: QuantizedArray, datatype: DataType, shape: tuple[int, ...]
-) -> Array:
+def assemble(parts: QuantizedArray, datatype: DataType, shape: Shape) -> Array:
     """Return the float32 bits of the array of `shape` that parts stand for."""
     layout = datatype.layout(shape)
     bits = _assemble_value(parts, datatype)

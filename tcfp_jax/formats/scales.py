@@ -33,6 +33,7 @@ from jax import Array
 
 from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 
+Shape = tuple[int, ...]
 SCALE_GRAMMAR = (
     "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32,"
     " float16_int8_t32 or float32"
@@ -75,11 +76,11 @@ class Tiling:
       subtile_axes: the axes of `split_shape` within a subtile.
     """
 
-    shape: tuple[int, ...]
-    padded: tuple[int, ...]
-    split_shape: tuple[int, ...]
-    tile_axes: tuple[int, ...]
-    subtile_axes: tuple[int, ...]
+    shape: Shape
+    padded: Shape
+    split_shape: Shape
+    tile_axes: Shape
+    subtile_axes: Shape
 
     def split(self, x: Array) -> Array:
         """Return `x` in `split_shape`, with its last tiles filled with zeros."""
@@ -96,16 +97,16 @@ class Tiling:
         return x[tuple(slice(size) for size in self.shape)]
 
     @property
-    def scale_shape(self) -> tuple[int, ...]:
+    def scale_shape(self) -> Shape:
         """The shape of an array with one value per tile."""
         return self._reduced(self.tile_axes)
 
     @property
-    def subscale_shape(self) -> tuple[int, ...]:
+    def subscale_shape(self) -> Shape:
         """The shape of an array with one value per subtile."""
         return self._reduced(self.subtile_axes)
 
-    def _reduced(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def _reduced(self, axes: Shape) -> Shape:
         sizes = list(self.split_shape)
         for axis in axes:
             sizes[axis] = 1
@@ -154,7 +155,7 @@ class ScaleSpec:
         """True if tiles have e4m3fn scales below one of the tensor, as in NVFP4."""
         return self.outer is not None and self.number.name == "e4m3fn"
 
-    def tiling(self, shape: tuple[int, ...]) -> Tiling:
+    def tiling(self, shape: Shape) -> Tiling:
         """Return how this scale splits an array.
 
         Raises:
@@ -186,7 +187,7 @@ class ScaleSpec:
             shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes)
         )
 
-    def _tiles_by_axis(self, shape: tuple[int, ...]) -> dict[int, BlockAxis]:
+    def _tiles_by_axis(self, shape: Shape) -> dict[int, BlockAxis]:
         """Return the tile of each tiled axis, or raise the errors of `tiling`."""
         by_axis: dict[int, BlockAxis] = {}
         for tile in self.tiles:

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
+# A recipe or its name, or weights by path, from `find_weights`.
+RecipeOrWeights = Recipe | str | Mapping[str, Weight]
 
-def part_of(variables: Mapping[str, PyTree], name: str) -> PyTree:
+
+def part_of(variables: Tree, name: str) -> PyTree:
     """Return the parameters or the stored weights of variables of `quantize_params`."""
     part = variables.get(name) if isinstance(variables, Mapping) else None
     if not isinstance(part, Mapping):

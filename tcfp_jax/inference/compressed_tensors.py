@@ -31,8 +31,8 @@ from tcfp_jax.inference.file_weights import (
     scheme_of,
     take_weight,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8, Json
-from tcfp_jax.inference.shared_scales import FUSED, settle_families
+from tcfp_jax.inference.safetensors import COPY, FLOAT8, Arrays, Json
+from tcfp_jax.inference.shared_scales import FUSED, Groups, settle_families
 from tcfp_jax.weights.stored import Stored
 
 # Metadata of the file: the rule that found the scales of its NVFP4 weights, or, in
@@ -46,7 +46,7 @@ def save_compressed(
     *,
     config: Mapping[str, object] | None = None,
     ignore: Sequence[str] = ("lm_head",),
-    fused: Sequence[Sequence[str]] = FUSED,
+    fused: Groups = FUSED,
     activations: Literal["bfloat16", "float8"] = "bfloat16",
 ) -> None:
     """Write quantized weights and floats as a folder of the compressed-tensors format.
@@ -208,9 +208,9 @@ def _check_names(
 
 def _arrays_of_all(
     weights: Mapping[str, Operand], floats: Mapping[str, object]
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """Return the arrays of all weights; raise a ValueError if a name is taken."""
-    written: dict[str, np.ndarray] = {}
+    written: Arrays = {}
     scales: dict[str, tuple[np.ndarray, float]] = {}
     for name, weight in weights.items():
         arrays = arrays_of(name, weight)

@@ -31,7 +31,7 @@ from pallas_kernels.operands import (
     Scaling,
     Tensor,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8, MXFP4, NVFP4, Json
+from tcfp_jax.inference.safetensors import COPY, FLOAT8, MXFP4, NVFP4, Arrays, Json
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.weights.stored import Stored
 
@@ -129,7 +129,7 @@ def scheme_of(weight: Operand, activations: str) -> Json:
     )
 
 
-def arrays_of(name: str, weight: Operand) -> dict[str, np.ndarray]:
+def arrays_of(name: str, weight: Operand) -> Arrays:
     """Return the arrays of a weight in a file, by name."""
     scaling = weight.scaling
     scale = np.asarray(weight.scale)
@@ -154,9 +154,7 @@ def arrays_of(name: str, weight: Operand) -> dict[str, np.ndarray]:
     return arrays | {f"{name}.weight_global_scale": divisor}
 
 
-def take_weight(
-    name: str, arrays: dict[str, np.ndarray], divides: bool, rule: Any
-) -> Operand:
+def take_weight(name: str, arrays: Arrays, divides: bool, rule: Any) -> Operand:
     """Take the arrays of the weight "X.weight" out of a file's, and return it.
 
     Args:
@@ -254,7 +252,7 @@ def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
 
 def _fp4(
     name: str,
-    arrays: dict[str, np.ndarray],
+    arrays: Arrays,
     scale: np.ndarray,
     divides: bool,
     rule: Any,

@@ -14,13 +14,12 @@ from pallas_kernels.operands import SCALE_DTYPE, Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_modules
 from tcfp_jax.conversion.convert import hand_out
-from tcfp_jax.inference.checks import check_weights, part_of
+from tcfp_jax.inference.checks import RecipeOrWeights, check_weights, part_of
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.layers import Absent
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
 
@@ -29,9 +28,7 @@ _REPAIR = "pass the recipe that the weights were quantized by"
 _LARGEST_SCALE = (121 + 127) << 23
 
 
-def restored(
-    variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]
-) -> dict[str, PyTree]:
+def restored(variables: Tree, recipe: RecipeOrWeights) -> dict[str, PyTree]:
     """Return variables of `quantize_params` from the plain dicts of a checkpoint.
 
     Use this if Orbax loaded a checkpoint without a template: it then makes dicts of
@@ -75,9 +72,7 @@ def _is_weight(node: object) -> bool:
     return any(str(name).startswith(sides) for name in node)
 
 
-def _stored_of(
-    path: str, node: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]
-) -> Stored:
+def _stored_of(path: str, node: Tree, recipe: RecipeOrWeights) -> Stored:
     """Return a stored weight from the dict that a checkpointer made of it."""
     if "codes" in node:
         raise ValueError(
@@ -104,9 +99,7 @@ def _stored_of(
     return Stored(forward, backward)
 
 
-def _operand_of(
-    path: str, node: Mapping[str, PyTree], side: str, recipe: Recipe
-) -> Operand | None:
+def _operand_of(path: str, node: Tree, side: str, recipe: Recipe) -> Operand | None:
     """Return one side of a stored weight, or None if the dict lacks it."""
     # A format other than E4M3 is part of the name, see `Stored`.
     entries = [node[name] for name in node if str(name).startswith(side)]
@@ -193,7 +186,7 @@ def _check_scales(path: str, weight: Operand) -> None:
             )
 
 
-def load_quantized(model: nnx.Module, variables: Mapping[str, PyTree]) -> None:
+def load_quantized(model: nnx.Module, variables: Tree) -> None:
     """Put inference weights into a converted NNX model, in place of float kernels.
 
     Use this to serve an NNX model; a Linen model applies the variables itself. The
@@ -260,7 +253,7 @@ class _Held:
     def __init__(self, model: nnx.Module) -> None:
         self.nodes = dict(nnx.iter_graph(model))
         self.variables: dict[str, nnx.Variable] = {}
-        self.arrays: dict[str, tuple[PyTree, ...]] = {}
+        self.arrays: dict[str, nnx_modules.Path] = {}
         replaced = nnx_modules.absent_of(model)
         self.absent = {path: kernel for path, (kernel, _) in replaced.items()}
         self.parameters = set(self.absent)
@@ -273,7 +266,7 @@ class _Held:
             elif hasattr(node, "dtype") and not isinstance(node, Absent):
                 self.arrays[name] = path
 
-    def check(self, stored: Mapping[str, PyTree], params: Mapping[str, PyTree]) -> None:
+    def check(self, stored: Tree, params: Tree) -> None:
         """Raise a ValueError unless these weights and parameters are the model's."""
         extra = stored.keys() - self.parameters
         if extra:
@@ -304,7 +297,7 @@ class _Held:
             elif path in self.absent:
                 _check_size(path, value, self.absent[path])
 
-    def empty_without(self, params: Mapping[str, PyTree]) -> set[str]:
+    def empty_without(self, params: Tree) -> set[str]:
         """Return the other variables that hold no value and are not among these."""
         others = self.variables.keys() - self.parameters - params.keys()
         return {
@@ -313,7 +306,7 @@ class _Held:
             if isinstance(self.variables[path].get_raw_value(), jax.ShapeDtypeStruct)
         }
 
-    def streams_without(self, params: Mapping[str, PyTree]) -> list[str]:
+    def streams_without(self, params: Tree) -> list[str]:
         """Return the streams of random keys among `empty_without`."""
         return [
             path
@@ -351,7 +344,7 @@ def _another_model(path: str, has: str, lacks: str) -> ValueError:
     )
 
 
-def _check_stored(stored: Mapping[str, PyTree]) -> None:
+def _check_stored(stored: Tree) -> None:
     """Raise a ValueError unless these are stored weights with scales that can be."""
     if not all(isinstance(weight, Stored | PackedTCFP12) for weight in stored.values()):
         raise ValueError(

@@ -18,6 +18,8 @@ import numpy as np
 from jax import Array
 
 Json: TypeAlias = Any  # an object of a JSON file
+Arrays: TypeAlias = dict[str, np.ndarray]  # by name
+_Form: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -77,7 +79,7 @@ def write(
 
 def read(
     folder: Path, form: Literal["compressed", "float"] = "compressed"
-) -> tuple[Json, dict[str, np.ndarray], dict[str, dict[str, str]]]:
+) -> tuple[Json, Arrays, dict[str, dict[str, str]]]:
     """Return (config, arrays by name, metadata of its file by name) of a folder.
 
     Its weights are in the compressed-tensors format, or all are floats. Arrays are read
@@ -99,7 +101,7 @@ def read(
             " take the original"
         )
     places = _read_index(folder) if (folder / INDEX).exists() else {}
-    arrays: dict[str, np.ndarray] = {}
+    arrays: Arrays = {}
     metadata: dict[str, dict[str, str]] = {}
     for file in sorted(set(places.values())) or [FILE]:
         held, noted = _of_file(_inside(folder, file))
@@ -198,7 +200,7 @@ def _check_config(path: Path, found: object) -> None:
             )
 
 
-def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _of_file(path: Path) -> tuple[Arrays, dict[str, str]]:
     """Return (arrays by name, metadata) of one file."""
     package = _package()
     with path.open("rb") as raw:
@@ -208,7 +210,7 @@ def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
                 f"{path} says that its header has {length:,} bytes; copy the file again"
             )
         header = raw.read(length)
-    forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+    forms: dict[str, _Form] = {}
     try:
         with package.safe_open(path, framework="np") as file:
             noted = file.metadata() or {}
@@ -229,9 +231,7 @@ def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return _arrays(path, _LENGTH + length, forms), noted
 
 
-def _arrays(
-    path: Path, start: int, forms: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, np.ndarray]:
+def _arrays(path: Path, start: int, forms: Mapping[str, _Form]) -> Arrays:
     """Return the arrays of a file from `start` on, given their dtypes and shapes.
 
     The package's NumPy side lacks FP8. It has checked that tensors follow each other in

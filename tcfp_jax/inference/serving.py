@@ -1,19 +1,18 @@
 """Weights for inference, without float kernels; `tcfp_jax.inference` shows how."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
-from jax import Array
 
 from pallas_kernels.checks import check_choice
-from pallas_kernels.operands import Operand, Scaling
+from pallas_kernels.operands import Scaling
 from tcfp_jax import paths
-from tcfp_jax.inference.checks import check_weights, part_of
-from tcfp_jax.inference.shared_scales import store_together
+from tcfp_jax.inference.checks import RecipeOrWeights, check_weights, part_of
+from tcfp_jax.inference.shared_scales import Choose, Groups, store_together
 from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tcfp_jax.paths import PyTree
+from tcfp_jax.paths import PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
@@ -24,10 +23,10 @@ from tcfp_jax.weights.tcfp12 import PackedTCFP12, quantize_tcfp12
 
 def quantize_params(
     params: PyTree,
-    recipe: Recipe | str | Mapping[str, Weight],
+    recipe: RecipeOrWeights,
     *,
     storage: Literal["recipe", "packed"] = "recipe",
-    fused: Sequence[Sequence[str]] = (),
+    fused: Groups = (),
 ) -> dict[str, PyTree]:
     """Return the variables of a model with quantized kernels.
 
@@ -139,7 +138,7 @@ def _check_params(params: PyTree) -> None:
         )
 
 
-def _check_fused(fused: Sequence[Sequence[str]]) -> None:
+def _check_fused(fused: Groups) -> None:
     """Raise a ValueError unless these are groups of names."""
     groups = fused if isinstance(fused, Sequence) else [fused]
     for group in groups:
@@ -160,12 +159,12 @@ def _scalings_of_fp4(stored: PyTree) -> dict[str, Scaling]:
 
 
 def choose_codes(
-    served: Mapping[str, PyTree],
+    served: Tree,
     params: PyTree,
     weights: Mapping[str, Weight],
-    choose: Callable[[str, Array], Operand],
+    choose: Choose,
     *,
-    fused: Sequence[Sequence[str]] = (),
+    fused: Groups = (),
 ) -> dict[str, PyTree]:
     """Return variables of `quantize_params` with FP4 codes that your function chose.
 
@@ -214,7 +213,7 @@ def choose_codes(
     return {**served, "tcfp": chosen}
 
 
-def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:
+def _nothing_stored(recipe: RecipeOrWeights) -> str:
     """Return the message for a recipe, or for weights, of which none is stored."""
     if isinstance(recipe, Mapping) and not recipe:
         return (
@@ -241,9 +240,7 @@ def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:
     )
 
 
-def unpack(
-    variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]
-) -> dict[str, PyTree]:
+def unpack(variables: Tree, recipe: RecipeOrWeights) -> dict[str, PyTree]:
     """Turn variables of `storage="packed"` into those of `storage="recipe"`.
 
     Use this once after loading, unless memory is scarce: otherwise layers unpack their

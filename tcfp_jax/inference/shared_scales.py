@@ -23,6 +23,8 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 
+Groups = Sequence[Sequence[str]]
+Choose = Callable[[str, Array], Operand]
 # Layers that engines multiply as one matrix, by the last part of the names of their
 # modules.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -104,8 +106,8 @@ def store_together(
     stored: Iterable[str],
     leaves: Mapping[str, Array],
     weights: Mapping[str, Weight],
-    fused: Sequence[Sequence[str]],
-    choose: Callable[[str, Array], Operand] | None = None,
+    fused: Groups,
+    choose: Choose | None = None,
 ) -> dict[str, Stored]:
     """Store FP4 weights; those that are multiplied as one matrix have one `outer`.
 
@@ -128,9 +130,7 @@ def store_together(
     return made
 
 
-def _families(
-    weights: Iterable[str], fused: Sequence[Sequence[str]]
-) -> list[list[str]]:
+def _families(weights: Iterable[str], fused: Groups) -> list[list[str]]:
     """Return the paths of weights in lists, one for each matrix that is multiplied."""
     found: dict[Hashable, list[str]] = {}
     groups = [tuple(group) for group in fused]
@@ -169,7 +169,7 @@ def _store_family(
     family: Sequence[str],
     leaves: Mapping[str, Array],
     weights: Mapping[str, Weight],
-    choose: Callable[[str, Array], Operand] | None,
+    choose: Choose | None,
 ) -> dict[str, Stored]:
     """Store weights that are multiplied as one matrix, by `choose` or by the rule."""
     first = family[0]
@@ -204,7 +204,7 @@ def _store_family(
 def _chosen(
     path: str,
     scaling: Scaling,
-    choose: Callable[[str, Array], Operand],
+    choose: Choose,
     w: Array,
 ) -> Operand:
     """Return the operand that a user's function chose, with its own rule.
@@ -295,7 +295,7 @@ def settle_families(
     weights: Mapping[str, Operand],
     schemes: Mapping[str, str],
     floats: Iterable[str],
-    fused: Sequence[Sequence[str]],
+    fused: Groups,
 ) -> dict[str, Operand]:
     """Return the weights of a file; zeros get a global scale that it can hold.
 
@@ -362,9 +362,7 @@ def _is_zero(weight: Operand) -> bool:
     return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
 
 
-def _siblings(
-    name: str, fused: Sequence[Sequence[str]]
-) -> Iterator[tuple[Sequence[str], str]]:
+def _siblings(name: str, fused: Groups) -> Iterator[tuple[Sequence[str], str]]:
     """Yield (group, name) of the modules that engines multiply together with one.
 
     The module itself is among them.
