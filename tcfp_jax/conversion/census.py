@@ -16,9 +16,8 @@ from typing import Any
 
 from jax.extend import core
 
-from tcfp_jax.conversion import census_bodies
 from tcfp_jax.conversion import evaluate as programs
-from tcfp_jax.conversion.bodies import Body
+from tcfp_jax.conversion.bodies import WALKS, Body
 from tcfp_jax.conversion.evaluate import bodies_of
 from tcfp_jax.conversion.factors import (
     MATRIX,
@@ -386,7 +385,7 @@ def _opaque(
 
 
 def _bodies(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    return census_bodies.RULES[eqn.primitive.name](found.walk, eqn, inputs, place)
+    return WALKS[eqn.primitive.name](found.walk, eqn, inputs, place)
 
 
 def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
@@ -493,7 +492,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(programs.PRODUCTS, _product),
     **dict.fromkeys(programs.CALLS, _call),
     **dict.fromkeys(programs.CUSTOM, _custom),
-    **dict.fromkeys(census_bodies.RULES, _bodies),
+    **dict.fromkeys(WALKS, _bodies),
     "name": _named,
     "shard_map": _shard_map,
 }

@@ -20,9 +20,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from pallas_kernels.operands import Fp4, Quantized, Row
 from pallas_kernels.specs import has_explicit_axes
-from tcfp_jax.conversion import evaluate_bodies
-from tcfp_jax.conversion.bodies import Body, Plan
-from tcfp_jax.conversion.evaluate_bodies import Key
+from tcfp_jax.conversion.bodies import RUNS, Body, Key, Plan
 from tcfp_jax.conversion.shown import Shown, Values, bare, multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.annotations import head_of
@@ -45,6 +43,7 @@ def eval_jaxpr(
     jaxpr: core.Jaxpr,
     inputs: Sequence[_Value],
     rule: Callable[[int, Equation, list[_Value]], Sequence[_Value]],
+    literal: Callable[[Any], _Value] = lambda value: value,
 ) -> list[_Value]:
     """Return the values of a jaxpr's outputs.
 
@@ -52,17 +51,18 @@ def eval_jaxpr(
       jaxpr: the program.
       inputs: a value of any kind for each constant and each input.
       rule: `(number, equation, values of its operands)` to the values of its outputs.
+      literal: value of a number that is written in the program.
 
     >>> program = jax.make_jaxpr(lambda x, y: (x + y) * 2.0)(1.0, 1.0)
-    >>> def name_of(number, eqn, values):
-    ...     return [eqn.primitive.name]
-    >>> eval_jaxpr(program.jaxpr, ["x", "y"], name_of)
-    ['mul']
+    >>> def count_inputs(number, eqn, values):
+    ...     return [sum(values)]
+    >>> eval_jaxpr(program.jaxpr, [1, 1], count_inputs, literal=lambda _: 0)
+    [2]
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
     def read(var: Any) -> _Value:
-        return var.val if isinstance(var, core.Literal) else known[var]
+        return literal(var.val) if isinstance(var, core.Literal) else known[var]
 
     for number, eqn in enumerate(jaxpr.eqns):
         # The operations of a rule keep the equation's named scope, source line and
@@ -151,8 +151,8 @@ class Machine:
                 return _call(self, eqn, given, step, own)
             # A loop over a stack needs its rule even if nothing in it is planned: the
             # stack may pass through it.
-            if name in evaluate_bodies.RULES and (step or name == "scan"):
-                return evaluate_bodies.RULES[name](self.arrays, eqn, given, step, own)
+            if name in RUNS and (step or name == "scan"):
+                return RUNS[name](self.arrays, eqn, given, step, own)
             return _moved(eqn, given, step)
 
         return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
