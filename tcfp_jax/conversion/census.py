@@ -234,7 +234,9 @@ def _moved(eqn: Equation, inputs: Facts, number: int) -> Fact | None:
     if not any(fact.view for fact in inputs):
         return None
     at = operand_number(eqn, number)
-    shown = None if at is None else inputs[at].view
+    if at is None:
+        return None
+    shown = inputs[at].view
     if shown is None:
         return None
     # The start of a slice makes no difference to the view, so 0 stands for one that is

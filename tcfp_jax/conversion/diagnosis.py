@@ -338,7 +338,8 @@ def _rounded(
             w = jax.lax.slice_in_dim(w, 0, 1, axis=axis)
         matrix = layout.matrix(w).reshape(layout.matrix_shape(w.shape)[-2:])
         w = matrix if layout.transposed else matrix.T
-        w = w[: max(recipe.scaling.block, _SAMPLE // max(1, w.shape[-1]))]
+        rows = _SAMPLE // max(1, w.shape[-1])
+        w = w[: max(recipe.scaling.block, rows)]
     else:
         w = w.reshape(-1)[:_SAMPLE][None]
     signal, noise, exact = _powers(w, recipe=recipe)

@@ -29,8 +29,8 @@ from tcfp_jax.recipes import Recipe
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Calls whose body runs once, with the operands of the call as its inputs.
-_CHECKPOINTS = ("remat2", "checkpoint", "remat")
-CALLS = ("jit", "pjit", "closed_call", "core_call", *_CHECKPOINTS)
+CHECKPOINTS = ("remat2", "checkpoint", "remat")
+CALLS = ("jit", "pjit", "closed_call", "core_call", *CHECKPOINTS)
 # Functions with a derivative of their own, which a rule may open.
 CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call")
 
@@ -207,7 +207,7 @@ def _call(
     def run(inputs: Values, key: Key) -> Values:
         return machine.run(body, inputs, plan, key)
 
-    if eqn.primitive.name in _CHECKPOINTS:
+    if eqn.primitive.name in CHECKPOINTS:
         again = jax.checkpoint(
             run, prevent_cse=params["prevent_cse"], policy=params["policy"]
         )

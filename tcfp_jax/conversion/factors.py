@@ -5,6 +5,7 @@ product, however the program reshapes the parameter.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -239,10 +240,10 @@ def factors_of(eqn: Equation, side: int, view: View) -> Factors | str:
         return factors(eqn.params["dimension_numbers"], shapes, side, view)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (of_x, of_w), batch = numbers.dot_dimension_numbers
-    ndims = tuple(map(len, shapes))
     ragged = tuple(numbers.lhs_ragged_dimensions)
-    by_rows = ndims == (2, 3) and tuple(of_x) == (1,) and ragged == (0,)
-    if side != 1 or not by_rows or any(batch) or len(eqn.invars[2].aval.shape) != 1:
+    ndims = [len(var.aval.shape) for var in eqn.invars]
+    by_rows = ndims == [2, 3, 1] and tuple(of_x) == (1,) and ragged == (0,)
+    if side != 1 or not by_rows or any(batch):
         return (
             "a ragged_dot_general other than x[m, k] with rows in groups and one weight"
             " for each group"
@@ -255,7 +256,8 @@ def factors_of(eqn: Equation, side: int, view: View) -> Factors | str:
             " the parameter's"
         )
     shapes[0] = (shapes[1][group], *shapes[0])
-    found = factors((((2,), tuple(of_w)), ((0,), (group,))), shapes, side, view)
+    contracted = ((2,), tuple(of_w))
+    found = factors((contracted, ((0,), (group,))), shapes, side, view)
     if isinstance(found, str):
         return found
     stack = {ord(_LETTERS[atom]): None for atom in _with_role("b", found.roles)}
@@ -286,8 +288,9 @@ def _layout_of(view: View, roles: Sequence[str]) -> Layout | None:
     # matrix's orientation.
     axes = range(len(found))
     for axis in [*reversed(axes), *axes]:
-        neighbours = [*found[axis + 1 : axis + 2], *found[max(axis - 1, 0) : axis]]
-        near = [role for role in neighbours if role in ("i", "o")]
+        after = found[axis + 1 : axis + 2]
+        before = found[max(axis - 1, 0) : axis]
+        near = [role for role in after + before if role in ("i", "o")]
         if found[axis] is None and near:
             found[axis] = near[0]
     if None in found:
@@ -342,13 +345,14 @@ def other_product(
 
     None: neither operand was meant to be a weight.
     """
-    for side in (0, 1):
-        if facts[side].is_weight:
-            return product_of(eqn, side, facts[side].source, _NO_INPUT)
-    for side in (0, 1):
-        if facts[side].why and facts[side].params:
-            return product_of(eqn, side, facts[side].source, facts[side].why)
-    closed = [side for side in (0, 1) if facts[side].closed]
+    sides = facts[:2]
+    for side, fact in enumerate(sides):
+        if fact.is_weight:
+            return product_of(eqn, side, fact.source, _NO_INPUT)
+    for side, fact in enumerate(sides):
+        if fact.why and fact.params:
+            return product_of(eqn, side, fact.source, fact.why)
+    closed = [side for side, fact in enumerate(sides) if fact.closed]
     # A constant that sums nothing, such as a table of rotations, is not a weight that
     # was forgotten.
     sums = not contracted or bool(contracted[0])
@@ -378,7 +382,8 @@ def _refusal(eqn: Equation, side: int, view: View | None) -> str:
         return "a convolution"
     if name not in ("dot_general", GROUPED):
         return f"a {name}"
-    types = [jnp.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)]
+    variables = (*eqn.invars[:2], *eqn.outvars)
+    types = [jnp.dtype(var.aval.dtype) for var in variables]
     if view is None or all(map(_is_float, types)):
         return ""
     return f"a product of {types[1 - side]} by {types[side]}"
@@ -436,8 +441,11 @@ def head_of_loss(eqn: Equation, body: core.Jaxpr) -> Equation | None:
     options = head_of(body)
     if options is None or options.recipe.stored is not None:
         return None
-    x, w = (jax.ShapeDtypeStruct(var.aval.shape, jnp.float32) for var in eqn.invars[:2])
-    program = jax.make_jaxpr(lambda x, w: lax.dot_general(x, w, MATRIX))(x, w)
+    operands = []
+    for var in eqn.invars[:2]:
+        operands.append(jax.ShapeDtypeStruct(var.aval.shape, jnp.float32))
+    product = functools.partial(lax.dot_general, dimension_numbers=MATRIX)
+    program = jax.make_jaxpr(product)(*operands)
     return program.eqns[0].replace(source_info=eqn.source_info)
 
 

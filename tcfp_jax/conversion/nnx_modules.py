@@ -102,14 +102,14 @@ def absent_of(model: nnx.Module) -> dict[str, tuple[Absent, list[Path]]]:
 
     Each has its shape and all of its places.
     """
-    found: dict[int, tuple[Absent, list[Path]]] = {}
+    found: dict[str, tuple[Absent, list[Path]]] = {}
+    first: dict[int, str] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Absent):
-            _, places = found.setdefault(id(node), (node, []))
+            name = first.setdefault(id(node), "/".join(map(str, path)))
+            _, places = found.setdefault(name, (node, []))
             places.append(path)
-    return {
-        "/".join(map(str, places[0])): (node, places) for node, places in found.values()
-    }
+    return found
 
 
 def put(owner: Any, name: str | int, value: object) -> None:

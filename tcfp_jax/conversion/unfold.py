@@ -71,10 +71,9 @@ def linearity(
     if name == "concatenate":
         return "joined" if not {"", "dot"} & set(levels) else "", 0
     if name == "pad":
-        zeros = uniform[1] == "zero" and all(
-            low >= 0 and high >= 0 and inner == 0
-            for low, high, inner in eqn.params["padding_config"]
-        )
+        zeros = uniform[1] == "zero"
+        for low, high, inner in eqn.params["padding_config"]:
+            zeros = zeros and low >= 0 and high >= 0 and inner == 0
         return "joined" if zeros and levels[0] in ("scaled", "joined") else "", 0
     return (levels[0] if name in _MOVES.get(levels[0], ()) else ""), 0
 
@@ -132,7 +131,11 @@ def _evaluated(body: Body, inputs: Sequence[_Value], marks: Marks) -> list[_Valu
 
 def _below(marks: Marks, number: int) -> Marks:
     """Return the marks at an equation, or in a body, by their places inside."""
-    return {place[1:]: side for place, side in marks.items() if place[:1] == (number,)}
+    inner = {}
+    for (first, *rest), side in marks.items():
+        if first == number:
+            inner[tuple(rest)] = side
+    return inner
 
 
 def _linear(eqn: Equation, given: list[_Value], side: int) -> _Value:
@@ -250,7 +253,9 @@ def _product(
             (axis,) = contracted[side]
             first, second = weight.parts if axis == 0 else weight.parts[::-1]
             inner = _product(eqn, x, first, side, numbers)
-            summed = ((inner.ndim - 1,), (axis,)) if side else ((axis,), (0,))
+            summed = ((axis,), (0,))
+            if side:
+                summed = ((inner.ndim - 1,), (axis,))
             inner = lax.convert_element_type(inner, x.dtype)
             return _product(eqn, inner, second, side, (summed, ((), ())))
     operands = (x, _array(weight)) if side else (_array(weight), x)

@@ -52,6 +52,7 @@ Axes = tuple[Shape, ...]
 Place = tuple[int, ...]
 COMPUTED = "its weight is computed from parameters, and is not a view of one"
 Start = Array | int  # where a slice begins
+_Piece = tuple[int, int]  # the atom that it is cut from, and its size
 
 
 class Equation(Protocol):
@@ -155,13 +156,12 @@ class View:
         >>> View.of((8, 4)).reshape((8, 4), (2, 4, 4)).sizes
         (2, 4, 4)
         """
-        if any(
-            size > 1 and not atoms for size, atoms in zip(old, self.axes, strict=True)
-        ):
-            return None
+        for size, atoms in zip(old, self.axes, strict=True):
+            if size > 1 and not atoms:
+                return None
         order = itertools.chain(*self.axes)
         left = [(atom, self.sizes[atom]) for atom in order]
-        pieces: list[tuple[int, int]] = []  # the atom that each piece is cut from, size
+        pieces: list[_Piece] = []
         axes: list[list[int]] = []
         for size in new:
             taken = _take(left, size)
@@ -171,12 +171,18 @@ class View:
             pieces += taken
         # Atoms are numbered in the parameter's order, which may not be the order of the
         # array's axes.
-        by_atom = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], i))
+        by_atom = sorted(range(len(pieces)), key=lambda i: pieces[i][0])
         number = {piece: atom for atom, piece in enumerate(by_atom)}
+        sizes = []
+        origin = []
+        for piece in by_atom:
+            atom, size = pieces[piece]
+            sizes.append(size)
+            origin.append(self.origin[atom])
         return dataclasses.replace(
             self,
-            sizes=tuple(pieces[i][1] for i in by_atom),
-            origin=tuple(self.origin[pieces[i][0]] for i in by_atom),
+            sizes=tuple(sizes),
+            origin=tuple(origin),
             axes=tuple(tuple(map(number.__getitem__, group)) for group in axes),
         )
 
@@ -262,13 +268,13 @@ class View:
         return self
 
 
-def _take(left: list[tuple[int, int]], size: int) -> list[tuple[int, int]] | None:
+def _take(left: list[_Piece], size: int) -> list[_Piece] | None:
     """Take (atom, size) pieces off the front until they fill an axis of this size.
 
     The last atom may be cut, and its rest stays in front for the next axis. None: an
     atom would have to be cut unevenly.
     """
-    taken: list[tuple[int, int]] = []
+    taken: list[_Piece] = []
     while size > 1:
         if not left:
             return None
@@ -372,7 +378,8 @@ def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
     old = eqn.invars[0].aval.shape
     rest = [other for other in range(len(old)) if other != axis]
     sizes = eqn.params["slice_sizes"]
-    if len(view.axes[axis]) > 1 or any(sizes[other] != old[other] for other in rest):
+    is_whole = all(sizes[other] == old[other] for other in rest)
+    if len(view.axes[axis]) > 1 or not is_whole:
         return None
     return view.at(axis, starts[0]).arrange(rest)
 
