@@ -88,6 +88,28 @@ class Census:
     opened: set[str] = field(default_factory=set)
     exponents: set[tuple[Place, int]] = field(default_factory=set)
 
+    @staticmethod
+    def of(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact], inline: Opens) -> "Census":
+        """Return the products of parameters in a closed jaxpr, from its inputs' facts.
+
+        `inline` is the attribute of `Census`.
+
+        >>> import jax
+        >>> from tcfp_jax.conversion.views import View
+        >>> w, x = jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2))
+        >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(w, x)
+        >>> facts = [Fact(frozenset({"w"}), "w", View.of((3, 2))), Fact(input=True)]
+        >>> found = Census.of(jaxpr, facts, inline=lambda path, scope: None)
+        >>> (product,) = found.products.values()
+        >>> product.path, product.equation
+        ('w', 'cb,ab->ca')
+        """
+        found = Census(inline)
+        outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
+        followed = frozenset().union(*(fact.follows for fact in outputs))
+        found._mark_heads(followed - found.consumed, facts)
+        return found
+
     def walk(
         self, body: Body, facts: Sequence[Fact], place: Place, *, inline: bool = False
     ) -> Facts:
@@ -131,7 +153,7 @@ class Census:
             if fact.path is not None:
                 self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
 
-    def mark_heads(self, last: frozenset[Place], inputs: Sequence[Fact]) -> None:
+    def _mark_heads(self, last: frozenset[Place], inputs: Sequence[Fact]) -> None:
         """Mark the output heads among the `last` products, which no product follows."""
         looked_up = {lookup.path for lookup in self.lookups.values()}
         tables = {}
@@ -150,28 +172,6 @@ class Census:
                 softmax = (place, product.rows * product.n) in self.exponents
                 head = dataclasses.replace(product, head=True, softmax=softmax)
                 self.products[place] = head
-
-
-def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact], inline: Opens) -> Census:
-    """Return the products of parameters in a closed jaxpr, from its inputs' facts.
-
-    `inline` is the attribute of `Census`.
-
-    >>> import jax
-    >>> from tcfp_jax.conversion.views import View
-    >>> w, x = jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2))
-    >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(w, x)
-    >>> facts = [Fact(frozenset({"w"}), "w", View.of((3, 2))), Fact(input=True)]
-    >>> found = census(jaxpr, facts, inline=lambda path, scope: None)
-    >>> (product,) = found.products.values()
-    >>> product.path, product.equation
-    ('w', 'cb,ab->ca')
-    """
-    found = Census(inline)
-    outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
-    followed = frozenset().union(*(fact.follows for fact in outputs))
-    found.mark_heads(followed - found.consumed, facts)
-    return found
 
 
 # Values

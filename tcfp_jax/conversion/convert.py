@@ -199,10 +199,9 @@ def find_weights(
     found, _ = _examined(model, inputs, options, "find_weights")
     if not found.weights:
         return {}
-    conversion_of = linen_models.conversion_of
+    conversion: object = linen_models.conversion_of(model)
     if isinstance(model, flax_nnx.Module):
-        conversion_of = nnx_modules.conversion_of
-    conversion = conversion_of(model)
+        conversion = nnx_modules.conversion_of(model)
     if conversion is not None:
         AWAITED.add(conversion)
     return found.weights

@@ -35,7 +35,7 @@ from tcfp_jax.weights.quantization import quantize_weight
 # Speed over jitted BF16 of an MLP's whole forward and backward pass, by device, recipe
 # and shape [m, k, n]: part "mlp" of `python -m benchmarks.train_step`, written by
 # `python -m benchmarks.report`. The times of `pallas_kernels.tuning`, which `explain`
-# adds up, are those of single kernels; these are of whole steps. Only `predict` reads
+# adds up, are those of single kernels; these are of whole steps. Only `_predict` reads
 # them.
 MEASURED = Path(__file__).with_name("measured.json")
 _DEVICE, _CARD = "NVIDIA H100 80GB HBM3", "NVIDIA H100"
@@ -238,12 +238,12 @@ def _measured_speed(recipe: Recipe, at: float | None) -> str:
     return f"{faster} from {at:.1e} operations a product (2 m k n){note}"
 
 
-def predict(recipe: Recipe, operations: float) -> float | None:
+def _predict(recipe: Recipe, operations: float) -> float | None:
     """Return the speed over BF16 of products of this many operations.
 
     None: the recipe was not measured.
 
-    >>> round(predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384), 1)
+    >>> round(_predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384), 1)
     1.7
     """
     points = _points(recipe)
@@ -291,7 +291,7 @@ def _line(record: Record, usual: Policy, kernel: Array | None) -> Line:
         snr, exact = _rounded(kernel, record, recipe)
     operations = 2.0 * product.rows * product.k * product.n
     if product.primitive != GROUPED:
-        speed = predict(recipe, operations)
+        speed = _predict(recipe, operations)
     points = _points(recipe)
     return dataclasses.replace(
         line,

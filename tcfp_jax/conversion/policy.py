@@ -4,8 +4,8 @@ Rules come first, then known losses of time and known harm.
 
 A product of a small matrix loses to BF16. With "measured", times decide if they are
 known: the three products of a layer and the quantization around them, at the layer's
-own shape on this chip, against the three products of BF16 (`tcfp_jax.explain`). `judge`
-applies a policy to a census.
+own shape on this chip, against the three products of BF16 (`tcfp_jax.explain`).
+`report.Examined` applies a policy to a census.
 """
 
 import dataclasses

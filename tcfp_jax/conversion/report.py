@@ -1,4 +1,4 @@
-"""`judge` applies a policy to a census.
+"""`Examined.of` applies a policy to a census.
 
 It makes the plan of the evaluation, the weights to store, and the `Report`.
 """
@@ -141,9 +141,55 @@ class Examined:
     weights: dict[str, Weight]
     rounded: frozenset[str]
 
+    @staticmethod
+    def of(
+        program: Program,
+        found: Census,
+        leaves: Leaves,
+        chosen: Policy,
+        prefix: str,
+    ) -> "Examined":
+        """Return the decisions of a policy about a program, from its census."""
+        products = dict(found.products)
+        if "embed" in chosen.include:
+            products |= found.lookups
+        choices = chosen.choices(products, prefix)
+        # a layer that is switched off keeps its state
+        kept = choices
+        if chosen.off:
+            kept = dataclasses.replace(chosen, off=()).choices(products, prefix)
+        weights = _weights_of(found, products, kept)
+        steps: dict[Place, Recipe | str] = {}
+        converted: list[Record] = []
+        skipped: list[Record] = []
+        for place, product in products.items():
+            choice = dataclasses.replace(choices[place], product=product)
+            weight = weights.get(product.path)
+            if choice.recipe is not None and place in found.lookups:
+                if weight is not None and weight.float_reads != "lookup":
+                    steps[place] = LOOKUP
+                    converted.append(choice)
+                    continue
+                why = "float: other code reads the table's floats"
+                choice = dataclasses.replace(choice, recipe=None, reason=why)
+            here = (choice.recipe, product.layout)
+            stored = weight is not None and (weight.recipe, weight.layout) == here
+            choice = dataclasses.replace(choice, stored=stored)
+            (skipped if choice.recipe is None else converted).append(choice)
+            if choice.recipe is not None and product.recipe is None:
+                steps[place] = choice.recipe
+        gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
+        unmatched = chosen.unmatched(choices.values())
+        unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
+        rules = (*unmatched, *unused)
+        report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
+        return Examined(
+            program, found, leaves, prefix, _plan_of(steps), report, weights, gains
+        )
+
     def by(self, chosen: Policy) -> "Examined":
         """Return the decisions of another policy about the same program."""
-        return judge(self.program, self.census, self.leaves, chosen, self.prefix)
+        return Examined.of(self.program, self.census, self.leaves, chosen, self.prefix)
 
     def check_converted(self, name: str) -> None:
         """Raise a ValueError if nothing is converted.
@@ -178,48 +224,6 @@ def _by_reason(records: Sequence[Record]) -> str:
         if len(products) > 8:
             lines.append(f"    and {len(products) - 8} more")
     return "\n".join(lines)
-
-
-def judge(
-    program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = ""
-) -> Examined:
-    """Return the decisions of a policy about a program, from the program's census."""
-    products = dict(found.products)
-    if "embed" in chosen.include:
-        products |= found.lookups
-    choices = chosen.choices(products, prefix)
-    # a layer that is switched off keeps its state
-    kept = choices
-    if chosen.off:
-        kept = dataclasses.replace(chosen, off=()).choices(products, prefix)
-    weights = _weights_of(found, products, kept)
-    steps: dict[Place, Recipe | str] = {}
-    converted: list[Record] = []
-    skipped: list[Record] = []
-    for place, product in products.items():
-        choice = dataclasses.replace(choices[place], product=product)
-        weight = weights.get(product.path)
-        if choice.recipe is not None and place in found.lookups:
-            if weight is not None and weight.float_reads != "lookup":
-                steps[place] = LOOKUP
-                converted.append(choice)
-                continue
-            why = "float: other code reads the table's floats"
-            choice = dataclasses.replace(choice, recipe=None, reason=why)
-        here = (choice.recipe, product.layout)
-        stored = weight is not None and (weight.recipe, weight.layout) == here
-        choice = dataclasses.replace(choice, stored=stored)
-        (skipped if choice.recipe is None else converted).append(choice)
-        if choice.recipe is not None and product.recipe is None:
-            steps[place] = choice.recipe
-    gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
-    unmatched = chosen.unmatched(choices.values())
-    unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
-    rules = (*unmatched, *unused)
-    report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
-    return Examined(
-        program, found, leaves, prefix, _plan_of(steps), report, weights, gains
-    )
 
 
 def _weights_of(

@@ -31,10 +31,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import census
+from tcfp_jax.conversion.census import Census
 from tcfp_jax.conversion.evaluate import Machine
 from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
-from tcfp_jax.conversion.report import Examined, Program, judge
+from tcfp_jax.conversion.report import Examined, Program
 from tcfp_jax.conversion.shown import SHAPES, Shown
 from tcfp_jax.conversion.unfold import unfolded
 from tcfp_jax.conversion.views import Fact, View
@@ -220,11 +220,11 @@ class Transformed:
         def inline(path: str, scope: str) -> str | None:
             return self.policy.opens(paths.join(self.prefix, path), scope)
 
-        found = census(program.jaxpr, facts, inline)
+        found = Census.of(program.jaxpr, facts, inline)
         if found.linear:
             program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
-            found = census(program.jaxpr, facts, inline)
-        return judge(program, found, leaves, self.policy, self.prefix)
+            found = Census.of(program.jaxpr, facts, inline)
+        return Examined.of(program, found, leaves, self.policy, self.prefix)
 
     def run_on(
         self, machine: Machine, found: Examined, args: Args, probes: Tree

@@ -132,7 +132,7 @@ def _by_tiles(engine: Engine, options: Cast) -> Callable[[Array], Array]:
     """
     scale = options.datatype.scale
     assert scale is not None
-    body = CastBody(options.datatype, options.modes.of_scale(scale))
+    body = _CastBody(options.datatype, options.modes.of_scale(scale))
 
     def local(tiles: Array, *, summed_over: tuple[str, ...] = ()) -> Array:
         size = tiles.shape[-1]
@@ -189,7 +189,7 @@ MOSAIC = Engine(_by_mosaic, calls_back=True)
 
 
 @dataclass(frozen=True)
-class CastBody(Body):
+class _CastBody(Body):
     """The cast of tiles, one in each row, in arithmetic that keeps subnormals.
 
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax.conversion.diagnosis import MEASURED, diagnose, predict
+from tcfp_jax.conversion.diagnosis import MEASURED, _predict, diagnose
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.recipes import recipe as named_recipe
 from tests.helpers import nnx_model, variables_of
@@ -133,7 +133,7 @@ def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):
     found = diagnose(model, X, recipe="tensorwise")
     assert type(model) is flax_nnx.Linear and found.lines[0].snr_db > 25
     # the smallest shape that was measured
-    assert found.lines[0].speed_up == predict(named_recipe("tensorwise"), 1.0)
+    assert found.lines[0].speed_up == _predict(named_recipe("tensorwise"), 1.0)
     with pytest.raises(ValueError, match="sample inputs"):
         diagnose(model)
 
@@ -156,13 +156,13 @@ def test_predictions_are_what_was_measured():
     assert json.loads(MEASURED.read_text()) == {results["header"]["device"]: expected}
     for name, points in expected.items():
         for point in points:
-            predicted = predict(named_recipe(name), 2 * math.prod(point["shape"]))
+            predicted = _predict(named_recipe(name), 2 * math.prod(point["shape"]))
             assert predicted == pytest.approx(point["speed_over_bf16"])
 
 
 def test_what_was_not_measured_is_not_predicted():
     assert (
-        predict(named_recipe("mxfp8"), 1e12) is None
-        and predict(named_recipe("tensorwise"), 0) is None
+        _predict(named_recipe("mxfp8"), 1e12) is None
+        and _predict(named_recipe("tensorwise"), 0) is None
     )
-    assert predict(named_recipe("bf16"), 1e12) == 1
+    assert _predict(named_recipe("bf16"), 1e12) == 1

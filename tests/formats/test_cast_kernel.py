@@ -13,7 +13,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.triton_passes import TRITON
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
-from tcfp_jax.formats.cast_kernel import Cast, CastBody, cast_tiles
+from tcfp_jax.formats.cast_kernel import Cast, _CastBody, cast_tiles
 from tcfp_jax.formats.rounding import Modes
 from tests.formats_oracles import same
 
@@ -64,7 +64,7 @@ def test_blocks_are_the_definition(name):
     expected = cast(x, made, scalemode=scalemode)
     assert cast_kernel.reject(options, x, None) is None
     tiles = x.reshape(-1, made.scale.tiles[0].size)
-    (got,) = jax.jit(CastBody(made, scalemode).whole)([tiles])
+    (got,) = jax.jit(_CastBody(made, scalemode).whole)([tiles])
     assert same(got.reshape(x.shape), expected)
     if plan.reject(x.dtype) is None:  # Mosaic's interpreter needs a new jax
         assert same(cast_tiles(cast_kernel.MOSAIC, options, x), expected)
