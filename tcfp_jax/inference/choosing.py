@@ -47,7 +47,8 @@ from jax import Array, lax
 from pallas_kernels.checks import check_choice
 from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax.formats.float_bits import TINY
+from tcfp_jax.formats.encoding import encode
+from tcfp_jax.formats.float_bits import MANTISSA_BITS, TINY, power_of_two, to_bits
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_arrays import nearest
 from tcfp_jax.formats.scale_rules import CLIPPED_FROM, LEAST_FOLDED, round_scale
@@ -384,9 +385,8 @@ def _unit_of(amax: Array) -> Array:
     It brings it to 4 if its own inverse is subnormal. Squares of values times it lie in
     float32's range, however large or small the values are.
     """
-    exponent = (lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127
-    bits = (127 - jnp.clip(exponent, -126, 126)) << 23
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    exponent = (to_bits(amax) >> MANTISSA_BITS) - 127
+    return power_of_two(-jnp.clip(exponent, -126, 126))
 
 
 def _table(scaling: Fp4) -> np.ndarray:
@@ -456,16 +456,12 @@ def _operand(
     n, k = w.shape
     groups, rows, blocks, block = numbers.shape
     wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
-    size = jnp.abs(wide)
-    # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
-    above_two = jnp.where(size <= 4, size + 2, 7)
-    code = jnp.where(size <= 2, 2 * size, above_two).astype(jnp.uint8)
-    code = code | (jnp.signbit(wide).astype(jnp.uint8) << 3)
+    codes = pack(encode(wide, number("e2m1f")).astype(jnp.uint8))
     scale = jnp.where(lost, jnp.nan, scale)
     if scaling.format == "mxfp4":
-        byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        byte = (to_bits(scale) >> MANTISSA_BITS).astype(jnp.uint8)
         scale = lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)
-        return Operand(pack(code), scale, scaling=scaling)
+        return Operand(codes, scale, scaling=scaling)
     # Each scale is an E4M3 number already, so the cast rounds nothing.
     scale = scale.astype(jnp.float8_e4m3fn)
-    return Operand(pack(code), scale, scaling=scaling, outer=outer)
+    return Operand(codes, scale, scaling=scaling, outer=outer)
