@@ -276,11 +276,13 @@ def _run_while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) ->
     plans = dict(plan)
 
     def goes_on(carry: Values) -> Array:
-        (again,) = run(loop.test, [*loop.test_consts, *carry], plans.get(0, ()), key)
+        operands = [*loop.test_consts, *carry]
+        (again,) = run(loop.test, operands, plans.get(0, ()), key)
         return again
 
     def one_round(carry: Values) -> Values:
-        return run(loop.body, [*loop.body_consts, *carry], plans.get(1, ()), key)
+        operands = [*loop.body_consts, *carry]
+        return run(loop.body, operands, plans.get(1, ()), key)
 
     return lax.while_loop(goes_on, one_round, bare(loop.carry, eqn.outvars))
 

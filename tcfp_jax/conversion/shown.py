@@ -118,8 +118,8 @@ class Shown:
         groups = []
         for atoms in self.axes:
             groups.append([self.view.sizes[atom] for atom in atoms])
-        root = self.numbers().transpose(list(itertools.chain(*self.axes)))
-        out = regrouped(root, groups)
+        order = list(itertools.chain(*self.axes))
+        out = regrouped(self.numbers().transpose(order), groups)
         if out.shape != tuple(shape):
             out = jnp.broadcast_to(out, shape)
         return self._cast(out)
@@ -142,7 +142,8 @@ class Shown:
                 " only, but a part of it is read that has none; pass the float"
                 " parameter, or leave its layer out of quantize_params"
             )
-        values = self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
+        matrix = self.stored.dequantize(self.dtype)
+        values = self._as_root(matrix, self.weight.layout)
         return values if self.root is None else with_gradient(values, self.root)
 
     def _as_root(self, matrix: Array, layout: Layout) -> Array:
@@ -155,7 +156,8 @@ class Shown:
         columns = math.prod(sizes.get(axis, 1) for axis in second)
         order = [axis for axis in (*self.stacked, *first, *second) if axis in sizes]
         # Packed codes of an odd k have a zero at their end.
-        whole = matrix[..., :rows, :columns].reshape([sizes[axis] for axis in order])
+        shape = [sizes[axis] for axis in order]
+        whole = matrix[..., :rows, :columns].reshape(shape)
         in_order = whole.transpose([order.index(axis) for axis in sorted(order)])
         return in_order.reshape(self.view.sizes)
 

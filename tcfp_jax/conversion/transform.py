@@ -235,7 +235,8 @@ class Transformed:
         """
         own = []
         for path, leaf in found.leaves.items():
-            own.append(Shown.of(leaf, probes.get(path), found.weights.get(path)))
+            weight = found.weights.get(path)
+            own.append(Shown.of(leaf, probes.get(path), weight))
         return self._outputs(machine, found, own, args, {})
 
     def _run(

@@ -212,9 +212,9 @@ class View:
         if not self.axes[axis]:
             return self
         moved = self.drop(axis)
-        return dataclasses.replace(
-            moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:])
-        )
+        axes = list(moved.axes)
+        axes.insert(axis, ())
+        return dataclasses.replace(moved, axes=tuple(axes))
 
     def part(self, axis: int, start: Start, size: int) -> "View":
         """Return the view of some neighbouring entries of an axis."""
@@ -232,8 +232,9 @@ class View:
 
     def _resized(self, axis: int, size: int, *, whole: bool) -> "View":
         (atom,) = self.axes[axis]
-        sizes = (*self.sizes[:atom], size, *self.sizes[atom + 1 :])
-        return dataclasses.replace(self, sizes=sizes, whole=whole)
+        sizes = list(self.sizes)
+        sizes[atom] = size
+        return dataclasses.replace(self, sizes=tuple(sizes), whole=whole)
 
     def local(self, shape: Shape) -> "View | None":
         """Return one device's part of the array, of this shape, inside `shard_map`.
