@@ -17,11 +17,11 @@ The options of an op travel as one frozen value and its arrays in order, so that
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any, Literal, Protocol, TypeVar
 
 import jax
@@ -204,9 +204,10 @@ def compute_capability() -> float:
         return 0.0
 
 
-def lacks_fp8() -> str | None:
+def lacks_fp8(*call: object) -> str | None:
     """Return the reason why that device cannot convert to FP8 in a kernel, or None.
 
+    Give it as `decline` to a kernel that needs no times: XLA is slower at every shape.
     NVIDIA GPUs can from 8.9 on. A device that is only described, for a program that is
     compiled elsewhere, has a name but no capability.
     """
@@ -355,7 +356,7 @@ def _reasons(
     )
 
 
-@functools.cache
+@cache
 def _jitted(run: Callable[..., T]) -> Callable[..., T]:
     return jax.jit(run, static_argnums=0)
 
@@ -377,13 +378,13 @@ def shared(function: Callable[..., T]) -> Callable[..., T]:
     6.0
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def on_device(options: Hashable, around: Hashable, *arguments: object) -> T:
         return function(options, *arguments)
 
     traced = jax.jit(on_device, static_argnums=(0, 1))
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(options: Hashable, *arguments: object) -> T:
         if _CALLS.get() is not None:
             return function(options, *arguments)

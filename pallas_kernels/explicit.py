@@ -9,13 +9,13 @@ Each device merges axes itself, if one axis of a matrix stands for several of an
 If a batch and a length are both split, merging them outside would gather one of them.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import jax
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
 
@@ -215,7 +215,7 @@ def under_own_mesh(function: Callable[P, T]) -> Callable[P, T]:
     users need no `jax.set_mesh`. Operands are trees of arrays.
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*operands: P.args, **options: P.kwargs) -> T:
         if not jax.sharding.get_abstract_mesh().empty:
             return function(*operands, **options)
@@ -231,7 +231,7 @@ def under_own_mesh(function: Callable[P, T]) -> Callable[P, T]:
 
 def with_automatic_axes(
     function: Callable[..., T],
-    spec: Callable[[jax.ShapeDtypeStruct], PartitionSpec],
+    spec: Callable[[ShapeDtypeStruct], PartitionSpec],
     *operands: object,
 ) -> T:
     """Return `function(*operands)`, computed with all axes of the mesh automatic.
@@ -249,7 +249,7 @@ def with_automatic_axes(
         mesh = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit not in mesh.axis_types:
             return function(*operands)
-        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        bare = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape, x.dtype), operands)
         # Ask for the shapes under automatic axes, as `auto_axes` will: kernels take
         # another way under explicit ones.
         kinds = list(mesh.axis_types)

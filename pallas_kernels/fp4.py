@@ -13,11 +13,11 @@ and so is a code times a power of two. Products of these weights lose nothing be
 quantization. The format library finds the scales.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels import numerics
 from pallas_kernels.specs import regrouped
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -69,4 +69,4 @@ def numbers(codes: Array) -> Array:
     normal = ((exponent + 126) << 23) | (half << 22)
     magnitude = jnp.where(exponent == 0, half * (126 << 23), normal)
     sign = (code >> 3) << 31
-    return jax.lax.bitcast_convert_type(magnitude | sign, jnp.float32)
+    return numerics.from_bits(magnitude | sign)

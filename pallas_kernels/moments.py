@@ -138,7 +138,7 @@ def magnitude_bits(x: Array) -> Array:
 
     They are zero for subnormals. There is one NaN, the largest.
     """
-    bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
+    bits = numerics.bits(x) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
     # All NaN become the one that a GPU computes. A CPU computes another, which would
     # have another code.
@@ -170,7 +170,7 @@ def m_scale(amax_bits: Array, finite: Array) -> tuple[Array, Array]:
     exponent = jnp.where(amax_bits == 0, 127, exponent)
     inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
     code = jnp.where(finite, exponent, NOT_FINITE)
-    return code, _from_bits(inverse)
+    return code, numerics.from_bits(inverse)
 
 
 def v_base(amax_bits: Array, finite: Array) -> Array:
@@ -195,7 +195,7 @@ def v_value(code: Array, base: Array) -> Array:
     """Return the float32 values of int32 codes; in a block of zeros all are zero."""
     smallest = (base << _MANTISSA_BITS) + (1 << _DROPPED)
     floor = jnp.where(base == 0, 0, smallest)
-    return _from_bits((code << _DROPPED) + floor)
+    return numerics.from_bits((code << _DROPPED) + floor)
 
 
 def stochastic_e4m3(x: Array, random: Array) -> Array:
@@ -209,10 +209,10 @@ def stochastic_e4m3(x: Array, random: Array) -> Array:
     zero; a scale or a weight's other half records the NaN.
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
-    bits = lax.bitcast_convert_type(clipped, jnp.int32)
+    bits = numerics.bits(clipped)
     exponent = jnp.maximum((bits & INFINITY) >> _MANTISSA_BITS, 121) - 3
-    spacing = _from_bits(exponent << _MANTISSA_BITS)
-    inverse = _from_bits((254 - exponent) << _MANTISSA_BITS)
+    spacing = numerics.from_bits(exponent << _MANTISSA_BITS)
+    inverse = numerics.from_bits((254 - exponent) << _MANTISSA_BITS)
     # Two exact products, because 2**20 / spacing is beyond float32 for the smallest
     # spacing.
     units = jnp.abs(clipped) * inverse * 2.0**20
@@ -221,7 +221,3 @@ def stochastic_e4m3(x: Array, random: Array) -> Array:
     sign = jnp.where(bits < 0, -1.0, 1.0)
     nan = jnp.where(random == 0, jnp.nan, -0.0)
     return jnp.where(jnp.isnan(x), nan, rounded * sign).astype(E4M3)
-
-
-def _from_bits(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)

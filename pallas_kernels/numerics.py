@@ -20,8 +20,8 @@ Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling F
 1.0, 2023 (E8M0).
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     def by_value(x: Array) -> Array:
         return jnp.max(jnp.abs(x), axis=axis, initial=0)
 
-    by_bits = functools.partial(amax_by_bits, axis=axis)
+    by_bits = partial(amax_by_bits, axis=axis)
     return lax.platform_dependent(x, cpu=by_bits, default=by_value).astype(jnp.float32)
 
 
@@ -195,17 +195,23 @@ def amax_by_bits(
     return lax.bitcast_convert_type(top, x.dtype)
 
 
-def _bits(x: ArrayLike) -> Array:
-    return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
+def bits(x: Array) -> Array:
+    """Return the bits of float32 or uint32 values as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _from_bits(bits: Array) -> Array:
+def from_bits(bits: Array) -> Array:
+    """Return the float32 values of 32 bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits(x: ArrayLike) -> Array:
+    return bits(jnp.asarray(x, jnp.float32))
 
 
 def _power_of_two(exponent: Array) -> Array:
     """Return 2**exponent in float32, exactly, for integer exponents in [-126, 127]."""
-    return _from_bits((exponent + _BIAS) << _MANTISSA_BITS)
+    return from_bits((exponent + _BIAS) << _MANTISSA_BITS)
 
 
 def _exponent(x: Array) -> Array:
@@ -285,7 +291,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> Array:
     quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
     # Addition, unlike "or", lets a mantissa that rounds up to 2 carry into the
     # exponent.
-    return _from_bits(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden))
+    return from_bits(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden))
 
 
 def _clip_finite(x: Array, limit: float) -> Array:
@@ -425,4 +431,4 @@ def decode_e8m0(code: Array) -> Array:
     """
     raw = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
     bits = jnp.where(raw == 0, 1 << (_MANTISSA_BITS - 1), raw << _MANTISSA_BITS)
-    return _from_bits(jnp.where(raw == 255, 0x7FC00000, bits))
+    return from_bits(jnp.where(raw == 255, 0x7FC00000, bits))

@@ -5,14 +5,14 @@ reason of `missing`. The attributes of this module are those of
 `jax.experimental.pallas.triton`.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.typing import ArrayLike
 
 from pallas_kernels.arithmetic import Instructions, Portable
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
     return getattr(triton, name)
 
 
-@functools.cache
+@cache
 def missing() -> str | None:
     """Return the reason why no kernel of Pallas-Triton can run, or None."""
     try:
@@ -49,7 +49,7 @@ def missing() -> str | None:
     return None
 
 
-def unreachable(*arrays: Array | jax.ShapeDtypeStruct) -> str | None:
+def unreachable(*arrays: Array | ShapeDtypeStruct) -> str | None:
     """Return the reason why a kernel cannot address these arrays, or None.
 
     >>> unreachable(jax.ShapeDtypeStruct((2**31,), jnp.int8))
@@ -88,8 +88,8 @@ def pallas_call(
 
 def on_platform(call: Callable[..., T], *operands: object) -> T:
     """Return `call(*operands, interpret=...)`, which CPUs interpret."""
-    interpreted = functools.partial(call, interpret=True)
-    compiled = functools.partial(call, interpret=False)
+    interpreted = partial(call, interpret=True)
+    compiled = partial(call, interpret=False)
     return lax.platform_dependent(*operands, cpu=interpreted, cuda=compiled)
 
 
@@ -105,7 +105,7 @@ def instruct(assembly: str, *values: ArrayLike) -> Array:
         args=operands,
         pack=1,
         constraints="=f" + ",f" * len(values),
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        result_shape_dtypes=[ShapeDtypeStruct(shape, jnp.float32)],
     )[0]
 
 

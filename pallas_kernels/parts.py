@@ -13,10 +13,10 @@ Axes of an array may be merged: one letter of a matrix, such as the rows of `[m,
 then stands for several axes of the array, such as `[batch, length]`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -64,10 +64,10 @@ class Parts:
 
     def bind(self, local: Callable[..., T]) -> Callable[..., T]:
         """Return `local` as a function of a device's operands alone."""
-        local = functools.partial(local, summed_over=self.summed_over)
+        local = partial(local, summed_over=self.summed_over)
         if self.scattered is None:
             return local
-        return functools.partial(local, scattered=self.scattered)
+        return partial(local, scattered=self.scattered)
 
     def with_shapes(self, mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> "Parts":
         """Return the same parts with a shape of the result in each `Scatter`.

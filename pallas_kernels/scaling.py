@@ -15,9 +15,9 @@ much larger than the rest. All have the same methods, so callers need not ask wh
 they hold: `scale_dtype`, `in_blocks`, `squares` and `packed` say what matters.
 """
 
-import functools
 import math
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal, NoReturn, Self, get_args
 
 import jax.numpy as jnp
@@ -46,9 +46,7 @@ def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _repeat(of_blocks: Array, size: int, tile: Tile, shape: tuple[int, ...]) -> Array:
     """Return one number for each value of a tensor, from one for each block."""
-    repeat = functools.partial(
-        jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks)
-    )
+    repeat = partial(jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks))
     wide = _first(repeat(of_blocks, axis=-1), shape[-1], -1)
     if tile == "vector":
         return wide
@@ -83,7 +81,7 @@ class _Float32:
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, get_args(Scale))
 
-    @functools.cached_property
+    @cached_property
     def along_rows(self) -> Self:
         """Scaling of the activation or gradient that such a weight multiplies."""
         return self
@@ -231,7 +229,7 @@ class Block:
         """Return whether products that ask for this scaling read values of another."""
         return self == other
 
-    @functools.cached_property
+    @cached_property
     def along_rows(self) -> "Block":
         """Scaling of the activation or gradient that such a weight multiplies.
 
@@ -382,7 +380,7 @@ class Fp4:
         own = (self.format, self.tile)
         return isinstance(other, Fp4) and own == (other.format, other.tile)
 
-    @functools.cached_property
+    @cached_property
     def along_rows(self) -> Row:
         """Scaling of an 8-bit activation that such a weight multiplies."""
         return Row("float32")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
@@ -218,12 +218,10 @@ def varying(results: T, *operands: Array) -> T:
     of_operands = [jax.typeof(x).manual_axis_type.varying for x in operands]
     axes = frozenset[str]().union(*of_operands)
 
-    def vary(result: Array | jax.ShapeDtypeStruct) -> object:
-        if isinstance(result, jax.ShapeDtypeStruct):
+    def vary(result: Array | ShapeDtypeStruct) -> object:
+        if isinstance(result, ShapeDtypeStruct):
             kind = jax.sharding.ManualAxisType(varying=axes)
-            return jax.ShapeDtypeStruct(
-                result.shape, result.dtype, manual_axis_type=kind
-            )
+            return ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
         # Sorted, so that the program, and with it the key of the compilation cache,
         # does not depend on a set's order.
         missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))

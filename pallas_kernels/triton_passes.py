@@ -1,10 +1,10 @@
 """Passes of `tiled.py` by Pallas-Triton: a program holds a tile in its registers."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
@@ -29,12 +29,12 @@ def _run(one: Pass, *operands: Array) -> list[Array] | None:
     Return None if no tile divides the part or Pallas-Triton cannot address it.
     """
     shape = operands[0].shape
-    results = [jax.ShapeDtypeStruct(shape, output.dtype) for output in one.outputs]
+    results = [ShapeDtypeStruct(shape, output.dtype) for output in one.outputs]
     if one.tiling.fit(*shape) is None:
         return None
     if plgpu.unreachable(*operands[: one.matrices], *results):
         return None
-    return plgpu.on_platform(functools.partial(_call, one), *operands)
+    return plgpu.on_platform(partial(_call, one), *operands)
 
 
 TRITON = Engine(_run)
@@ -63,7 +63,7 @@ def _call(one: Pass, *operands: Array, interpret: bool) -> list[Array]:
             return pl.BlockSpec(block, lambda i, j: (j, i))
         return pl.BlockSpec(block, lambda i, j: (i, j))
 
-    shapes: list[jax.ShapeDtypeStruct] = []
+    shapes: list[ShapeDtypeStruct] = []
     specs = []
     aliases = {}
     for output in one.outputs:
@@ -71,7 +71,7 @@ def _call(one: Pass, *operands: Array, interpret: bool) -> list[Array]:
             aliases[output.replaces] = len(shapes)
         for form in output.forms:
             shape = shape_of(form, m, k, rows, columns)
-            shapes.append(jax.ShapeDtypeStruct(shape, output.dtype))
+            shapes.append(ShapeDtypeStruct(shape, output.dtype))
             specs.append(spec(form))
     specs_in = [spec("tile")] * one.matrices
     specs_in += [pl.BlockSpec((rows,), lambda i, j: (i,))] * one.rows
@@ -79,7 +79,7 @@ def _call(one: Pass, *operands: Array, interpret: bool) -> list[Array]:
     scalar = pl.BlockSpec((1,), lambda i, j: (0,))
     specs_in += [scalar] * (len(operands) - len(specs_in))
     run = plgpu.pallas_call(
-        functools.partial(_kernel, one, len(operands)),
+        partial(_kernel, one, len(operands)),
         out_shape=varying(shapes, *operands),
         grid=(m // rows, k // columns),
         in_specs=specs_in,

@@ -1,6 +1,6 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,7 +34,7 @@ def _by_reference(
 
     XLA partitions it even with explicit axes, because it cuts axes into blocks.
     """
-    step = functools.partial(reference.adamw, options)
+    step = partial(reference.adamw, options)
     if not has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
     columns: Any = None

@@ -13,7 +13,7 @@ Both give the same bits, for which they need three properties:
 """
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels import moments, numerics
 from pallas_kernels.arithmetic import Instruct
@@ -35,13 +35,11 @@ class Portable:
 
     def __init__(self, gradient: Array) -> None:
         # Zero except for a NaN, which stays a NaN after any "or" with its mantissa.
-        bits = lax.bitcast_convert_type(gradient, jnp.int32) & 0x7FFFFFFF
+        bits = numerics.bits(gradient) & 0x7FFFFFFF
         self._zeros = (bits > moments.INFINITY).astype(jnp.int32)
 
     def _guard(self, x: Array) -> Array:
-        return lax.bitcast_convert_type(
-            lax.bitcast_convert_type(x, jnp.int32) | self._zeros, jnp.float32
-        )
+        return numerics.from_bits(numerics.bits(x) | self._zeros)
 
     def multiply(self, a: Array, b: Array) -> Array:
         """Return a * b, never contracted with an addition."""
@@ -100,7 +98,7 @@ class Portable:
     def largest_or_nan(self, v: Array) -> Array:
         """Return the largest |v| of each block, or NaN if it has one."""
         bits = jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        return numerics.from_bits(bits)
 
 
 class Instructions(Portable):
@@ -170,9 +168,9 @@ class Instructions(Portable):
         else:
             factor = self._run(f"mul.rn.f32 $0, $1, {_TINY};", inverse)
             tiny = self._run("mul.rn.f32 $0, $1, $2;", x, factor)
-        rounded = lax.bitcast_convert_type(tiny, jnp.int32) + random
+        rounded = numerics.bits(tiny) + random
         kept = rounded & jnp.int32(-(1 << moments.RANDOM_BITS))
-        cut = lax.bitcast_convert_type(kept, jnp.float32)
+        cut = numerics.from_bits(kept)
         wide = self._run(f"mul.rn.f32 $0, $1, {_HUGE};", cut)
         return wide.astype(moments.E4M3)
 
@@ -181,7 +179,7 @@ class Instructions(Portable):
 
         Results of a device have no subnormals, and one NaN.
         """
-        return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
+        return numerics.bits(v) + moments.v_bits(bits)
 
     def largest(self, x: Array) -> Array:
         """Return the largest |x| of each block; a device's maximum ignores NaN."""
@@ -189,6 +187,6 @@ class Instructions(Portable):
 
     def largest_or_nan(self, v: Array) -> Array:
         """Return the largest v of each block, or NaN if it has one."""
-        bits = lax.bitcast_convert_type(v, jnp.int32)
+        bits = numerics.bits(v)
         top = jnp.max(bits, axis=-1, keepdims=True)
-        return lax.bitcast_convert_type(top, jnp.float32)
+        return numerics.from_bits(top)

@@ -11,14 +11,15 @@ It returns the new state, the bits of the largest magnitudes of tiles, and with
 `orientation="both"` the transpose of the new hi.
 """
 
-import functools
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels import numerics
 from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Rates, Step
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned
@@ -59,7 +60,7 @@ class Numbers(NamedTuple):
     def read(word: Callable[[int], Array]) -> "Numbers":
         """Return the numbers from a function that reads a word of the operand."""
         count = len(Coefficients._fields)
-        floats = [lax.bitcast_convert_type(word(i), jnp.float32) for i in range(count)]
+        floats = [numerics.from_bits(word(i)) for i in range(count)]
         rest = [word(count + i) for i in range(4)]
         return Numbers(Coefficients._make(floats), *rest)
 
@@ -94,11 +95,11 @@ def launch(
         m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale
     )
     # Bits of floats that are not negative are ordered like the floats.
-    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
+    amax = numerics.from_bits(jnp.max(tops))
     return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
 
 
-@functools.cache
+@cache
 def _stacked(kernel: Kernel, options: Options) -> Kernel:
     """Return the step of a stack of matrices `[*l, ...]`.
 

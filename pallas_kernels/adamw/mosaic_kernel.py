@@ -6,18 +6,18 @@ blocks, so that one waits for its copies while others compute. In a turn each wa
 row, so that a block of the moments is reduced inside a warp.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import counter
+from pallas_kernels import counter, numerics
 from pallas_kernels.adamw import launch, reference
 from pallas_kernels.adamw.arithmetic import Instructions
 from pallas_kernels.adamw.launch import STATE, Numbers
@@ -36,10 +36,10 @@ def call(options: Options, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     words, gradient, *state = varying(operands, *operands)
     l, k, n = gradient.shape
-    results = [jax.ShapeDtypeStruct((l, k // _TURNS, n // BLOCK), jnp.int32)]
+    results = [ShapeDtypeStruct((l, k // _TURNS, n // BLOCK), jnp.int32)]
     memory = []
     if options.orientation == "both":
-        results.append(jax.ShapeDtypeStruct((l, n, k), E4M3))
+        results.append(ShapeDtypeStruct((l, n, k), E4M3))
         memory.append(_REGISTERS.turned(ROWS, BLOCK, E4M3))
     tiles = [
         plgpu.SMEM((ROWS, BLOCK), x.dtype)
@@ -50,7 +50,7 @@ def call(options: Options, columns: int, *operands: Array) -> list[Array]:
     # donated.
     places = [jax.new_ref(x) for x in state]
     new = plgpu.kernel(
-        functools.partial(_kernel, options),
+        partial(_kernel, options),
         out_type=results,
         grid=(l * (k // ROWS) * (n // BLOCK),),
         grid_names=("block",),
@@ -139,10 +139,10 @@ def _kernel(
 
     do = _Device(_REGISTERS.instruct)
     largest = do.largest(top)
-    unit = lax.bitcast_convert_type(numbers.unit, jnp.float32)
+    unit = numerics.from_bits(numbers.unit)
     amax = do.multiply(largest, unit)
     of_warps = tops.at[place.entry, pl.ds(place.row * _WARPS, _WARPS), place.column]
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    bits = numerics.bits(amax)
     _REGISTERS.write_numbers(0, [bits], [of_warps])
     transposes = [
         (tiles[1], tile, ref.at[place.entry, place.columns, place.rows])

@@ -149,8 +149,8 @@ class Coefficients(NamedTuple):
         """Return the coefficients of a step, with the same bits on every backend."""
 
         def twenty_bits(x: Array) -> Array:
-            bits = lax.bitcast_convert_type(x, jnp.int32)
-            return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
+            bits = numerics.bits(x)
+            return numerics.from_bits((bits + 8) & jnp.int32(-16))
 
         one = jnp.float32(1)
         by = rates.gradient_scale
@@ -223,7 +223,7 @@ def update(
       bits: one hash for each element.
     """
     old_m = old.m.astype(jnp.float32)
-    old_m_scale = lax.bitcast_convert_type(old.m_scale << 23, jnp.float32)
+    old_m_scale = numerics.from_bits(old.m_scale << 23)
     m = do.add_exact_product(
         old_m, old_m_scale * c.b1, do.multiply(gradient, c.one_minus_b1)
     )
@@ -247,8 +247,8 @@ def update(
         lo, _ = do.e4m3(rest)
     top_m = do.largest(m)
     top_v = do.largest_or_nan(v)
-    largest_m = lax.bitcast_convert_type(top_m, jnp.int32)
-    largest_v = lax.bitcast_convert_type(top_v, jnp.int32)
+    largest_m = numerics.bits(top_m)
+    largest_v = numerics.bits(top_v)
     # A NaN gradient makes both moments NaN, so one flag for both needs to search only v
     # for NaN.
     finite = (

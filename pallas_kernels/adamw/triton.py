@@ -21,15 +21,6 @@ def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | Non
     return None
 
 
-def _decline(*arguments: object) -> str | None:
-    """Return the reason why this kernel is not the first choice here, or None.
-
-    No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take
-    three times as long.
-    """
-    return lacks_fp8()
-
-
 def _adamw(options: Options, *operands: Any) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: half a second that a program without kernels need not
@@ -39,4 +30,6 @@ def _adamw(options: Options, *operands: Any) -> Step:
     return launch(triton_kernel.call, options, *operands)
 
 
-KERNEL = Implementation("triton", _adamw, _reject, _decline)
+# No shape needs to be timed: on an H200 XLA's fusions of the same arithmetic take three
+# times as long.
+KERNEL = Implementation("triton", _adamw, _reject, lacks_fp8)

@@ -10,16 +10,15 @@ The compiled kernel uses `arithmetic.Instructions`, and the interpreter
 `arithmetic.Portable`; the bits are the same.
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import counter
+from pallas_kernels import counter, numerics
 from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.arithmetic import Instructions, Portable
@@ -33,9 +32,9 @@ _WARPS = 4
 
 def call(options: Options, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
-    run = functools.partial(_call, options, columns)
+    run = partial(_call, options, columns)
     if plgpu.unreachable(*operands[1:]):
-        run = functools.partial(_by_parts, run)
+        run = partial(_by_parts, run)
     return plgpu.on_platform(run, *operands)
 
 
@@ -73,7 +72,7 @@ def _fewest_parts(stacks: Sequence[Array]) -> int:
         if size % parts:
             continue
         shapes = [
-            jax.ShapeDtypeStruct((size // parts, *x.shape[1:]), x.dtype) for x in stacks
+            ShapeDtypeStruct((size // parts, *x.shape[1:]), x.dtype) for x in stacks
         ]
         if plgpu.unreachable(*shapes) is None:
             return parts
@@ -144,22 +143,20 @@ def _call(
         return x.reshape(-1, BLOCK if x.shape == gradient.shape else 1)
 
     viewed = [view(x) for x in state]
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in viewed]
-    results.append(jax.ShapeDtypeStruct(tiles.maxima, jnp.int32))
+    results = [ShapeDtypeStruct(x.shape, x.dtype) for x in viewed]
+    results.append(ShapeDtypeStruct(tiles.maxima, jnp.int32))
     values = tiles.values
     of_state = [values, values, values, tiles.scales, values, tiles.scales]
     of_results = [*of_state, tiles.maximum]
     if turned:
-        results.append(jax.ShapeDtypeStruct((l, n, k), state[0].dtype))
+        results.append(ShapeDtypeStruct((l, n, k), state[0].dtype))
         of_results.append(
             pl.BlockSpec((None, BLOCK, tiles.rows), lambda j, i, s: (s, j, i))
         )
     of_words = pl.BlockSpec((None, words.shape[1]), lambda *at: (at[-1], 0))
     of_place = pl.BlockSpec((1,), lambda *at: (0,))
     new = plgpu.pallas_call(
-        functools.partial(
-            _kernel, options, (tiles.rows, n, columns), interpret, len(places)
-        ),
+        partial(_kernel, options, (tiles.rows, n, columns), interpret, len(places)),
         out_shape=varying(results, *operands),
         grid=tiles.grid,
         in_specs=[of_words, values, *of_state, *[of_place] * len(places)],
@@ -208,7 +205,7 @@ def _kernel(
         do, options, numbers.coefficients, gradient, old, bits
     )
 
-    unit = lax.bitcast_convert_type(numbers.unit, jnp.float32)
+    unit = numerics.from_bits(numbers.unit)
     largest = do.multiply(do.largest(weight), unit)
 
     # Masked stores, because a branch would keep everything in registers across it.
@@ -232,7 +229,7 @@ def _summarize(refs: Sequence[Ref], hi: Array, largest: Array) -> None:
     They are the bits of the tile's largest magnitude, and perhaps hi transposed.
     """
     top, *turned = refs
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    bits = numerics.bits(largest)
     top[...] = jnp.broadcast_to(jnp.max(bits), top.shape)
     for ref in turned:
         ref[...] = hi.T

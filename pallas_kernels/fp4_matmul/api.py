@@ -3,7 +3,7 @@
 On Hopper no copy of a weight exists in another format, unless x has many rows.
 """
 
-import functools
+from functools import partial
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def fp4_matmul(
     _check(x, w, contracts, activation)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     options = Options(dtype, activation, contracts, out_sharding)
-    run = functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
+    run = partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
     return under_own_mesh(run)(x, w)
 
 

@@ -28,18 +28,19 @@ The second `prmt` reads bytes whose highest bits are the signs of even and of od
 That is 9 instructions for 8 values, where BF16 takes 17, and 3 for each look-up.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, Ref
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.ir import Value
 
 from pallas_kernels.fp4_matmul import reference
 from pallas_kernels.scaling import Fp4Format
@@ -201,15 +202,15 @@ def places(form: Fp4Format) -> tuple[Array, Array]:
 
     They are the same for all steps.
     """
-    of_codes = functools.partial(_place_of_thread, PLACES[form])
-    of_scales = functools.partial(_place_of_thread, SCALE_PLACE)
+    of_codes = partial(_place_of_thread, PLACES[form])
+    of_scales = partial(_place_of_thread, SCALE_PLACE)
     return (
         _in_registers(of_codes, layout=SINGLE)(),
         _in_registers(of_scales, layout=SINGLE)(),
     )
 
 
-def _place_of_thread(text: str, _: object) -> mgpu.FragmentedArray:
+def _place_of_thread(text: str, _: object) -> FragmentedArray:
     return _together(words(1, [mgpu.utils.thread_idx()], text))
 
 
@@ -217,9 +218,9 @@ def decoder(
     form: Fp4Format,
     dtype: str,
     where: tuple[Array, Array],
-    codes: jax.Ref,
-    scales: jax.Ref,
-    table: jax.Ref,
+    codes: Ref,
+    scales: Ref,
+    table: Ref,
 ) -> Callable[[int], Array]:
     """Return a function that makes the operand of `wgmma` for a chunk of a step.
 
@@ -239,32 +240,30 @@ def decoder(
     def bf16_operand(chunk: int) -> Array:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
-            load = functools.partial(_load_codes, form, unit)
+            load = partial(_load_codes, form, unit)
             run = _in_registers(load, CODES, SINGLE, layout=EIGHTS)
             loaded[unit] = run(codes, place)
         run = plgpu.inline_mgpu(
             arg_types=(EIGHTS, plgpu.RefType(), PAIRS), return_type=made
-        )(functools.partial(_decode_bf16, form, chunk))
+        )(partial(_decode_bf16, form, chunk))
         return run(loaded[unit], table, of_blocks)
 
     def e4m3_operand(chunk: int) -> Array:
         run = plgpu.inline_mgpu(
             arg_types=(CODES, plgpu.RefType(), PAIRS, SINGLE), return_type=made
-        )(functools.partial(_decode_e4m3, chunk))
+        )(partial(_decode_e4m3, chunk))
         return run(codes, table, of_blocks, place)
 
     return bf16_operand if in_bf16 else e4m3_operand
 
 
-def _load_scales(
-    _: object, scales: ir.Value, place: mgpu.FragmentedArray
-) -> mgpu.FragmentedArray:
+def _load_scales(_: object, scales: Value, place: FragmentedArray) -> FragmentedArray:
     return _together(_scale_words(_apart(place)[0], address(scales)))
 
 
 def _load_codes(
-    form: Fp4Format, unit: int, _: object, codes: ir.Value, place: mgpu.FragmentedArray
-) -> mgpu.FragmentedArray:
+    form: Fp4Format, unit: int, _: object, codes: Value, place: FragmentedArray
+) -> FragmentedArray:
     return _together(_code_words(form, unit, _apart(place)[0], address(codes)))
 
 
@@ -272,10 +271,10 @@ def _decode_bf16(
     form: Fp4Format,
     chunk: int,
     _: object,
-    codes: mgpu.FragmentedArray,
-    table: ir.Value,
-    scales: mgpu.FragmentedArray,
-) -> mgpu.FragmentedArray:
+    codes: FragmentedArray,
+    table: Value,
+    scales: FragmentedArray,
+) -> FragmentedArray:
     values = _bf16_words(form, chunk, _apart(codes), address(table), _apart(scales))
     two = ir.VectorType.get((2,), ir.BF16Type.get())
     return _operand_of(values, two, mgpu.WGMMA_LAYOUT, CHUNK["bfloat16"])
@@ -284,11 +283,11 @@ def _decode_bf16(
 def _decode_e4m3(
     chunk: int,
     _: object,
-    codes: ir.Value,
-    table: ir.Value,
-    scales: mgpu.FragmentedArray,
-    place: mgpu.FragmentedArray,
-) -> mgpu.FragmentedArray:
+    codes: Value,
+    table: Value,
+    scales: FragmentedArray,
+    place: FragmentedArray,
+) -> FragmentedArray:
     loaded = _code_words("nvfp4", chunk, _apart(place)[0], address(codes))
     values = _e4m3_words(chunk, loaded, address(table), _apart(scales))
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
@@ -297,7 +296,7 @@ def _decode_e4m3(
 
 def _operand_of(
     values: np.ndarray, kind: ir.Type, layout: mgpu.TiledLayout, chunk: int
-) -> mgpu.FragmentedArray:
+) -> FragmentedArray:
     """Return an operand of `wgmma`, 64 rows of a chunk, from words of a thread.
 
     Each word is a vector of this kind.
@@ -307,21 +306,19 @@ def _operand_of(
         one = vector.broadcast(ir.VectorType.get((1,), word.type), word)
         registers[at] = vector.bitcast(kind, one)
     registers = registers.reshape(layout.registers_shape((64, chunk)))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 # The words of a thread
 # --------------------------------------------------------------------------------------
 
 
-def _scale_words(place: ir.Value, scales: ir.Value) -> list[ir.Value]:
+def _scale_words(place: Value, scales: Value) -> list[Value]:
     """Return the scales of a thread's four blocks: a word for row r, one for r + 8."""
     return words(2, [scales, place], _LOAD_SCALES, effects=True)
 
 
-def _code_words(
-    form: Fp4Format, unit: int, place: ir.Value, codes: ir.Value
-) -> list[ir.Value]:
+def _code_words(form: Fp4Format, unit: int, place: Value, codes: Value) -> list[Value]:
     """Return the 32 codes of a unit of 16 bytes, four words for rows r and r + 8."""
     text = _LOAD_CODES.format(below=_TILE_BYTES * (1 if form == "nvfp4" else 2))
     return words(8, [codes, place, constant(16 * unit)], text, effects=True)
@@ -330,9 +327,9 @@ def _code_words(
 def _bf16_words(
     form: Fp4Format,
     chunk: int,
-    codes: list[ir.Value],
-    table: ir.Value,
-    scales: list[ir.Value],
+    codes: list[Value],
+    table: Value,
+    scales: list[Value],
 ) -> np.ndarray:
     """Return a thread's values of a chunk, words of two, `[8, 2]`.
 
@@ -354,7 +351,7 @@ def _bf16_words(
 
 
 def _e4m3_words(
-    chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[ir.Value]
+    chunk: int, codes: list[Value], table: Value, scales: list[Value]
 ) -> np.ndarray:
     """Return a thread's values of a chunk, words of four, `[8, 2]`.
 
@@ -385,8 +382,8 @@ def _in_registers(
 
 
 def words(
-    count: int, operands: list[ir.Value], text: str, *, effects: bool = False
-) -> list[ir.Value]:
+    count: int, operands: list[Value], text: str, *, effects: bool = False
+) -> list[Value]:
     """Run PTX whose results are `$0` on, followed by the operands.
 
     Without effects the compiler may move and share it.
@@ -402,7 +399,7 @@ def words(
     return [llvm.extractvalue(i32, made, [i]) for i in range(count)]
 
 
-def effect(operands: list[ir.Value], text: str) -> None:
+def effect(operands: list[Value], text: str) -> None:
     """Run PTX that writes to shared memory and has no result."""
     constraints = ",".join([*["r"] * len(operands), "~{memory}"])
     llvm.inline_asm(
@@ -415,7 +412,7 @@ def effect(operands: list[ir.Value], text: str) -> None:
     )
 
 
-def _together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
+def _together(separate: list[Value]) -> FragmentedArray:
     """Return words as an array in registers."""
     count = len(separate)
     i32 = ir.IntegerType.get_signless(32)
@@ -423,23 +420,23 @@ def _together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
     for i, word in enumerate(separate):
         whole = vector.insert(word, whole, [], [i])
     layout = mgpu.WGStridedFragLayout((128 * count,), count)
-    return mgpu.FragmentedArray(
+    return FragmentedArray(
         _registers=np.array([whole], object), _layout=layout, _is_signed=False
     )
 
 
-def _apart(array: mgpu.FragmentedArray) -> list[ir.Value]:
+def _apart(array: FragmentedArray) -> list[Value]:
     """Return the words of an array in registers."""
     (whole,) = array.registers.reshape(-1)
     return [vector.extract(whole, [], [i]) for i in range(whole.type.shape[0])]
 
 
-def address(reference: ir.Value) -> ir.Value:
+def address(reference: Value) -> Value:
     """Return an address in shared memory as a word."""
     pointer = mgpu.utils.memref_ptr(reference)
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
 
 
-def constant(value: int) -> ir.Value:
+def constant(value: int) -> Value:
     """Return a number as a word."""
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))

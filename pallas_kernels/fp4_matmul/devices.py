@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 
 from pallas_kernels.fp4_matmul.reference import Options, dimensions, scaling_of
 from pallas_kernels.matmul.devices import result_spec
@@ -79,9 +79,9 @@ def _wanted(
     )
 
 
-def _in_bf16(shape: tuple[int, ...], array: Array) -> jax.ShapeDtypeStruct:
+def _in_bf16(shape: tuple[int, ...], array: Array) -> ShapeDtypeStruct:
     sharding = jax.typeof(array).sharding
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    return ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
 
 def scale_letters(scaling: Fp4) -> str:

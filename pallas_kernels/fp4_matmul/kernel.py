@@ -18,13 +18,12 @@ Copies are bound by how many bytes of a row they ask for at a time; `docs/decisi
 lists the attempts to do better.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -96,7 +95,7 @@ def call(
     scales: Array,
     table: Array,
     factors: Array | None = None,
-    out: jax.ShapeDtypeStruct | None = None,
+    out: ShapeDtypeStruct | None = None,
 ) -> Array:
     """Return the product, `out`, or sums to be added if k is split.
 
@@ -131,17 +130,17 @@ def call(
     assert (out is None) == (config.splits > 1), (
         "parts of k are added before they are rounded"
     )
-    written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
+    written = ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first
         # may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
-        written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
+        written = out if exactly else ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table]
     if factors is not None:
         operands.append(factors)
     product = plgpu.kernel(
-        functools.partial(_kernel, config, form),
+        partial(_kernel, config, form),
         out_type=written,
         # Neighbouring blocks multiply the same part of the weight, which then comes
         # from memory once.
@@ -158,7 +157,7 @@ def call(
     return product if out is None else product[: out.shape[0]]
 
 
-def _rows_of(config: Config, x: Array | jax.Ref) -> int:
+def _rows_of(config: Config, x: Array | Ref) -> int:
     """Return the number of multiplied rows: x's own, then zeros that blocks add."""
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
@@ -167,14 +166,14 @@ def _rows_of(config: Config, x: Array | jax.Ref) -> int:
 class _Operands(NamedTuple):
     """The operands of the kernel in global memory."""
 
-    x: jax.Ref
-    codes: jax.Ref
-    scales: jax.Ref
-    table: jax.Ref
-    factors: jax.Ref | None = None
+    x: Ref
+    codes: Ref
+    scales: Ref
+    table: Ref
+    factors: Ref | None = None
 
 
-def _kernel(config: Config, form: Fp4Format, *refs: jax.Ref) -> None:
+def _kernel(config: Config, form: Fp4Format, *refs: Ref) -> None:
     *inputs, out = refs
     operands = _Operands(*inputs)
     step = decode.step_of(form)
@@ -182,7 +181,7 @@ def _kernel(config: Config, form: Fp4Format, *refs: jax.Ref) -> None:
     # The copy into a single buffer would wait for a release that comes after it.
     stages = max(2, min(config.stages, steps))
 
-    def scope(**smem: jax.Ref) -> None:
+    def scope(**smem: Ref) -> None:
         block = _Block(config, form, steps, stages, operands, out, smem)
         copies = lax.axis_index("warpgroup") == config.warpgroups
         lax.cond(copies, block.fill, block.consume)
@@ -271,8 +270,8 @@ class _Block:
     steps: int
     stages: int
     gmem: _Operands
-    out_gmem: jax.Ref
-    smem: dict[str, jax.Ref]
+    out_gmem: Ref
+    smem: dict[str, Ref]
 
     @property
     def rows(self) -> int:
@@ -341,14 +340,14 @@ class _Block:
             first = self._place[2] * self.steps
             rows.round_rows(self.gmem.x, first, self.smem, self._meet)
         plgpu.barrier_wait(self.smem["ready"])
-        multiply = functools.partial(self._multiply, decode.places(self.form))
+        multiply = partial(self._multiply, decode.places(self.form))
         pl.run_scoped(multiply, plgpu.ACC((OUTPUTS, self.rows), jnp.float32))
 
     def _meet(self, time: int) -> None:
         plgpu.barrier_arrive(self.smem["met"].at[time])
         plgpu.barrier_wait(self.smem["met"].at[time])
 
-    def _multiply(self, places: tuple[Array, Array], acc: jax.Ref) -> None:
+    def _multiply(self, places: tuple[Array, Array], acc: Ref) -> None:
         warpgroup = lax.axis_index("warpgroup")
         own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
         x_smem = self.smem["x"]
@@ -397,7 +396,7 @@ class _Block:
         out_smem = self.smem["out"].at[warpgroup]
         _store(sums, out_smem, self.out_gmem.at[self._band, outputs])
 
-    def _factors(self, factors: jax.Ref) -> Array:
+    def _factors(self, factors: Ref) -> Array:
         """Return the factors of the sums: a number, or one for each row of x."""
         if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.BF16_FACTOR[self.form])
@@ -414,7 +413,7 @@ class _Block:
         return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
 
 
-def _store(sums: Array, out_smem: Any, out_gmem: jax.Ref) -> None:
+def _store(sums: Array, out_smem: Any, out_gmem: Ref) -> None:
     """Write 64 outputs of all rows, `sums` `[64, m]`, piece by piece.
 
     Copies leave out rows that the output lacks.

@@ -5,13 +5,12 @@ from them and from its shape.
 """
 
 import dataclasses
-import functools
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import (
@@ -216,7 +215,7 @@ def _output_bytes(config: "Config", options: Options, rows: int) -> int:
 
 
 def _rounding(
-    config: "Config", options: Options, x: Array | jax.ShapeDtypeStruct
+    config: "Config", options: Options, x: Array | ShapeDtypeStruct
 ) -> "Config":
     """Return the sizes for blocks that round x themselves if its rows are few.
 
@@ -292,12 +291,12 @@ def _in_bf16(
     more = _padded(m, config) - m
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, more), (0, 0)))
     ordered = decode.permuted(rows, form)
-    call = functools.partial(
+    call = partial(
         kernel.call, config, form, ordered, w.values, reference.scale_bytes(w), table
     )
     if config.splits == 1:
         factor = jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1)
-        return call(factor, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
+        return call(factor, ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     out = _added(call())[:, :m].T * decode.BF16_FACTOR[form]
     return (out if w.outer is None else out * w.outer).astype(options.out_dtype)
 
@@ -322,7 +321,7 @@ def _in_fp8(
         factors = outer.reshape(1)
     # 256 values are the most that a dimension of a copy has.
     tables = table.reshape(2, 256)
-    call = functools.partial(
+    call = partial(
         kernel.call,
         config,
         "nvfp4",
@@ -333,7 +332,7 @@ def _in_fp8(
         factors,
     )
     if config.splits == 1:
-        return call(jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
+        return call(ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     return _added(call()).T[:m].astype(options.out_dtype)
 
 

@@ -8,8 +8,8 @@ rounded to bfloat16, or to E4M3 with a scale for each row. Tensor cores multiply
 bfloat16 exactly and add in float32.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ def fp4_matmul(options: Options, x: Array | Operand, w: Operand) -> Array:
 
 def _in_bf16(options: Options, x: Array, w: Operand) -> Array:
     """Return the product with x in bfloat16, added in float32."""
-    multiply = functools.partial(
+    multiply = partial(
         lax.dot_general,
         dimension_numbers=dimensions(options, x.ndim),
         out_sharding=options.out_sharding,

@@ -16,19 +16,20 @@ row go to warpgroups in turn:
     word of four E4M3  = x * multiplier(max over warps)             then they meet again
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.ir import Value
 
 from pallas_kernels import numerics
 from pallas_kernels.fp4_matmul import decode
@@ -97,9 +98,9 @@ mad.lo.u32 $0, $2, 128, $0;}"""
 
 
 def round_rows(
-    x: jax.Ref,
+    x: Ref,
     first_step: Array,
-    smem: dict[str, jax.Ref],
+    smem: dict[str, Ref],
     meet: Callable[[int], None],
 ) -> None:
     """Write the E4M3 values of a block's part of k, and the scales of its rows.
@@ -118,7 +119,7 @@ def round_rows(
     for row in range(m):
         found = _load(x, row, _share_of(k // _STEP, warpgroups))
         run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_FOURS] * len(found)))
-        run(functools.partial(_write_largest, row))(smem["largest"], *found)
+        run(partial(_write_largest, row))(smem["largest"], *found)
     meet(0)
     for row in range(ROWS):
         share = _share_of(smem["x"].shape[0], warpgroups)
@@ -128,7 +129,7 @@ def round_rows(
         units = [smem["x"].at[step] for step in share]
         refs = [plgpu.RefType(), plgpu.RefType(), *[decode.CODES] * len(units)]
         run = plgpu.inline_mgpu(arg_types=(*refs, *[_FOURS] * len(found)))
-        run(functools.partial(_write_rounded, row, len(units)))(
+        run(partial(_write_rounded, row, len(units)))(
             smem["largest"], smem["scales_of_rows"], *units, *found
         )
     plgpu.commit_smem()
@@ -147,7 +148,7 @@ def _share_of(steps: int, warpgroups: int) -> list[Array]:
     ]
 
 
-def _load(x: jax.Ref, row: int, steps: list[Array]) -> list[Array]:
+def _load(x: Ref, row: int, steps: list[Array]) -> list[Array]:
     """Return the units of a row that begin at these steps."""
     return [
         plgpu.load(
@@ -158,7 +159,7 @@ def _load(x: jax.Ref, row: int, steps: list[Array]) -> list[Array]:
 
 
 def _write_largest(
-    row: int, _: object, largest: ir.Value, *found: mgpu.FragmentedArray
+    row: int, _: object, largest: Value, *found: FragmentedArray
 ) -> None:
     pairs = []
     for fours in found:
@@ -172,8 +173,8 @@ def _write_rounded(
     row: int,
     turns: int,
     _: object,
-    largest: ir.Value,
-    scales: ir.Value,
+    largest: Value,
+    scales: Value,
     *operands: Any,
 ) -> None:
     """Write a row: `operands` are its units, then their values, or none for zeros."""
@@ -192,7 +193,7 @@ def _write_rounded(
     decode.effect([place, scale], _WRITE)
 
 
-def _pairs_of(fours: mgpu.FragmentedArray) -> list[ir.Value]:
+def _pairs_of(fours: FragmentedArray) -> list[Value]:
     """Return a thread's four bfloat16 as two words."""
     (register,) = fours.registers.reshape(-1)
     words = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
@@ -201,7 +202,7 @@ def _pairs_of(fours: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def _store_largest(
-    row: int, pairs: list[ir.Value], largest: ir.Value, warps: int, thread: ir.Value
+    row: int, pairs: list[Value], largest: Value, warps: int, thread: Value
 ) -> None:
     """Write the largest magnitude of a warp's pairs of bfloat16.
 
@@ -214,7 +215,7 @@ def _store_largest(
     decode.effect([top, _sum(_of_row(row, largest, warps), of_warp)], _WRITE_LARGEST)
 
 
-def _scale_of(row: int, largest: ir.Value, warps: int) -> list[ir.Value]:
+def _scale_of(row: int, largest: Value, warps: int) -> list[Value]:
     """Return the multiplier and the scale of a row, from the maxima of its warps."""
     top = decode.constant(0)
     for warp in range(warps):
@@ -223,19 +224,19 @@ def _scale_of(row: int, largest: ir.Value, warps: int) -> list[ir.Value]:
     return decode.words(2, [top], _SCALE)
 
 
-def _places_of(row: int, units: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
+def _places_of(row: int, units: list[Value], thread: Value) -> list[Value]:
     """Return the places of a thread's word of a row in each of these units."""
     (place,) = decode.words(1, [thread, decode.constant(row)], _PLACE)
     return [_sum(unit, place) for unit in units]
 
 
-def _of_row(row: int, largest: ir.Value, warps: int) -> ir.Value:
+def _of_row(row: int, largest: Value, warps: int) -> Value:
     return _sum(largest, decode.constant(4 * row * warps))
 
 
-def _sum(a: ir.Value, b: ir.Value) -> ir.Value:
+def _sum(a: Value, b: Value) -> Value:
     return decode.words(1, [a, b], "add.u32 $0, $1, $2;")[0]
 
 
-def _warps_in(largest: ir.Value) -> int:
+def _warps_in(largest: Value) -> int:
     return int(ir.MemRefType(largest.type).shape[1])

@@ -11,11 +11,10 @@ XLA would take three kernels to round rows and order them, which with 64 rows co
 tenth of the product. The bits are those of the definitions.
 """
 
-import functools
+from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, ShapeDtypeStruct, lax
 
 from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
@@ -67,7 +66,7 @@ def _unpack(turned: bool, w: Operand) -> Array:
         part = Operand(codes, scales, scaling=scaling)
         if _reject_weight(turned, part) is not None:
             return reference.unpack(turned, part)
-        return plgpu.on_platform(functools.partial(_call_unpack, turned), part, table)
+        return plgpu.on_platform(partial(_call_unpack, turned), part, table)
 
     result = "k n" if turned else "n k"
     rule = f"n h, {scale_letters(scaling)}, t -> {result}"
@@ -76,7 +75,7 @@ def _unpack(turned: bool, w: Operand) -> Array:
     return run(w.values, w.scale, table)
 
 
-UNPACK = Implementation("triton", _unpack, _reject_weight, lambda *_: lacks_fp8())
+UNPACK = Implementation("triton", _unpack, _reject_weight, lacks_fp8)
 
 
 def _call_unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> Array:
@@ -90,9 +89,7 @@ def _call_unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> 
     codes = w.values.reshape(n, blocks, _BLOCK_BYTES)
     scales = reference.scale_bytes(w)
 
-    def kernel(
-        codes_ref: jax.Ref, scales_ref: jax.Ref, table_ref: jax.Ref, out_ref: jax.Ref
-    ) -> None:
+    def kernel(codes_ref: Ref, scales_ref: Ref, table_ref: Ref, out_ref: Ref) -> None:
         # The two words of each scale byte lie in the cache nearest to the threads.
         at = 2 * scales_ref[...].astype(jnp.int32)
         words = [plgpu.load(table_ref.at[at + i])[:, :, None] for i in range(2)]
@@ -109,11 +106,11 @@ def _call_unpack(turned: bool, w: Operand, table: Array, *, interpret: bool) -> 
     of_scales = pl.BlockSpec((rows, count), lambda i, j: (i, j))
     of_table = pl.BlockSpec((512,), lambda i, j: (0,))
     if turned:
-        out_shape = jax.ShapeDtypeStruct((k // 2, 2, n), jnp.uint8)
+        out_shape = ShapeDtypeStruct((k // 2, 2, n), jnp.uint8)
         sides = (count * _BLOCK_BYTES, 2, rows)
         out_specs = pl.BlockSpec(sides, lambda i, j: (j, 0, i))
     else:
-        out_shape = jax.ShapeDtypeStruct(codes.shape, jnp.int16)
+        out_shape = ShapeDtypeStruct(codes.shape, jnp.int16)
         out_specs = of_codes
     values = plgpu.pallas_call(
         kernel,
@@ -151,7 +148,7 @@ def _decoded(codes: Array, words: list[Array], interpret: bool) -> Array:
             args=[codes, low, high],
             pack=4,
             constraints="=r,=r" + ",r" * 9,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int16)],
+            result_shape_dtypes=[ShapeDtypeStruct(codes.shape, jnp.int16)],
         )[0]
 
     def value(code: Array) -> Array:
@@ -176,7 +173,7 @@ def _reject_rows(rows: int, x: Array, outer: Array) -> str | None:
 
 def _ordered_rows(rows: int, x: Array, outer: Array) -> tuple[Array, Array]:
     """Return the rows of x in E4M3 and their factors, see `mosaic.ordered_rows`."""
-    return plgpu.on_platform(functools.partial(_call_rows, rows), x, outer)
+    return plgpu.on_platform(partial(_call_rows, rows), x, outer)
 
 
 ROWS = Implementation("triton", _ordered_rows, _reject_rows)
@@ -194,9 +191,7 @@ def _call_rows(
     sides = (width // 4, 4)
     do = plgpu.operations(interpret)
 
-    def kernel(
-        x_ref: jax.Ref, outer_ref: jax.Ref, values_ref: jax.Ref, factor_ref: jax.Ref
-    ) -> None:
+    def kernel(x_ref: Ref, outer_ref: Ref, values_ref: Ref, factor_ref: Ref) -> None:
         row = pl.program_id(0)
         word, value = (lax.broadcasted_iota(jnp.int32, sides, axis) for axis in (0, 1))
         mask = None if k == width else word < k // 4
@@ -216,8 +211,8 @@ def _call_rows(
         plgpu.store(factor_ref.at[one], factor)
 
     shapes = (
-        jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn),
+        ShapeDtypeStruct((rows,), jnp.float32),
     )
     warps = warps_of((1, width))
     values, factors = plgpu.pallas_call(

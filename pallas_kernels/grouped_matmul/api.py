@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.grouped_matmul import mosaic, reference
+from pallas_kernels.grouped_matmul.reference import values_of
 from pallas_kernels.operands import Accumulation, Operand, Product, check_operands
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
@@ -76,10 +77,10 @@ def grouped_matmul(
     >>> grouped_matmul(x, w, jnp.array([1, 2]))[:, 0].tolist()
     [2.0, 4.0, 4.0, 0.0]
     """
-    values = reference.values_of(w)
-    if values.ndim != 3 or reference.values_of(x).ndim != 2:
+    values = values_of(w)
+    if values.ndim != 3 or values_of(x).ndim != 2:
         raise ValueError(
-            f"x{list(reference.values_of(x).shape)} and w{list(values.shape)} must be"
+            f"x{list(values_of(x).shape)} and w{list(values.shape)} must be"
             " [m, k] and [e, n, k]"
         )
     if isinstance(w, Operand) and w.scale.shape != w.scaling.scale_shape(values.shape):
@@ -90,7 +91,7 @@ def grouped_matmul(
         )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), w)
     _check(x, one, accumulation)
-    sizes = check_sizes(group_sizes, reference.values_of(x).shape[0], len(values))
+    sizes = check_sizes(group_sizes, values_of(x).shape[0], len(values))
     options = Product(jnp.dtype(out_dtype), accumulation)
     return dispatch("grouped_matmul", IMPLEMENTATIONS, backend, options, x, w, sizes)
 
@@ -124,11 +125,11 @@ def grouped_weight_gradient(
     >>> grouped_weight_gradient(one, 2 * one, jnp.array([1, 0, 2]))[:, 0, 0].tolist()
     [2.0, 0.0, 4.0]
     """
-    if reference.values_of(x).ndim != 2 or reference.values_of(g).ndim != 2:
-        shapes = [list(reference.values_of(one).shape) for one in (x, g)]
+    if values_of(x).ndim != 2 or values_of(g).ndim != 2:
+        shapes = [list(values_of(one).shape) for one in (x, g)]
         raise ValueError(f"x{shapes[0]} and g{shapes[1]} must be [k, m] and [n, m]")
     _check(x, g, accumulation)
-    sizes = check_sizes(group_sizes, reference.values_of(x).shape[1])
+    sizes = check_sizes(group_sizes, values_of(x).shape[1])
     options = Product(jnp.dtype(out_dtype), accumulation)
     return dispatch(
         "grouped_weight_gradient",
@@ -175,8 +176,8 @@ def _check(x: Operand | Array, w: Operand | Array, accumulation: str) -> None:
     if isinstance(x, Operand) and isinstance(w, Operand):
         check_operands(x, w)
         return
-    a = reference.values_of(x)
-    b = reference.values_of(w)
+    a = values_of(x)
+    b = values_of(w)
     has_operand = isinstance(x, Operand) or isinstance(w, Operand)
     if has_operand or not a.dtype == b.dtype == jnp.bfloat16:
         raise TypeError(

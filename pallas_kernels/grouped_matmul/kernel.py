@@ -14,9 +14,9 @@ must not be written. Shared memory is [rows][128 bytes], swizzled by its address
 see it in tiles of one row, which may begin anywhere, and `wgmma` in tiles of eight.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: Array) -> Array:
     interpret = device_kind() == "cpu"
     accumulation = "full" if plan.promote else "fast"
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan, interpret),
+        partial(_kernel, plan, interpret),
         out_type=out,
         # two blocks show every path of the persistent grid
         grid=(2 if interpret else plan.blocks,),
@@ -95,7 +95,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
     ]
     width = EPILOGUE_ROW_BYTES // work.out.dtype.itemsize
     pieces = (COMPUTE_WARPGROUPS, config.store_buffers, EPILOGUE_ROWS, width)
-    barrier = functools.partial(plgpu.Barrier, num_barriers=config.stages)
+    barrier = partial(plgpu.Barrier, num_barriers=config.stages)
 
     def run(buffers: Sequence[Ref], pieces: Ref, filled: Ref, consumed: Ref) -> None:
         slots = Slots(config.stages, filled, consumed)
@@ -106,7 +106,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
             read = [both[1] for both in buffers]
             block = _Block(work, slots, copied, read, pieces[0], pieces[1])
         warpgroup = lax.axis_index("warpgroup")
-        compute = functools.partial(block.compute, warpgroup)
+        compute = partial(block.compute, warpgroup)
         lax.cond(warpgroup == COMPUTE_WARPGROUPS, block.copy, compute)
 
     pl.run_scoped(
@@ -163,7 +163,7 @@ class _Block:
     def compute(self, warpgroup: Index) -> None:
         """Multiply and store all tiles, in a warpgroup that computes."""
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        self.work.walk(functools.partial(self._multiply, warpgroup))
+        self.work.walk(partial(self._multiply, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
     def _load(self, tile: Tile, before: Index) -> None:
@@ -182,14 +182,14 @@ class _Block:
         plan = self.work.plan
         height = plan.config.tile_m // COMPUTE_WARPGROUPS
         rows = pl.ds(warpgroup * height, height)
-        store = functools.partial(self._store, warpgroup, tile, rows)
+        store = partial(self._store, warpgroup, tile, rows)
         if plan.promote:
             factors = self._factors(tile)
             width = plan.config.tile_n
             total = Promoted(store, rows, width, factors, _multiply_steps)
-            total.compute(functools.partial(self._promote, total, tile, before))
+            total.compute(partial(self._promote, total, tile, before))
         else:
-            add_all = functools.partial(self._accumulate, tile, before, rows)
+            add_all = partial(self._accumulate, tile, before, rows)
             accumulator = plgpu.ACC((height, plan.config.tile_n), jnp.float32)
             store([[pl.run_scoped(add_all, accumulator)]])
 
@@ -227,7 +227,7 @@ class _Block:
 
         pairs = lax.div(tile.steps, 2) if plan.in_pairs else 0
         carry = lax.fori_loop(0, pairs, add_pair, carry)
-        add_one = functools.partial(add, 1)
+        add_one = partial(add, 1)
         return lax.fori_loop(2 * pairs, tile.steps, add_one, carry)
 
     def _accumulate(self, tile: Tile, before: Index, rows: pl.Slice, acc: Ref) -> Array:
@@ -390,5 +390,5 @@ def _copy_rows(
         while size:
             done = lax.bitwise_and(count, -2 * size)
             has_bit = lax.bitwise_and(count, size) != 0
-            pl.when(has_bit)(functools.partial(copy, done, size))
+            pl.when(has_bit)(partial(copy, done, size))
             size //= 2

@@ -3,13 +3,13 @@
 import itertools
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
 from pallas_kernels import dispatch, numerics, tuning
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.reference import Matrix, values_of
 from pallas_kernels.grouped_matmul.tiles import Plan, Scales, list_groups, list_tiles
 from pallas_kernels.hopper import plan as hopper
 from pallas_kernels.hopper.plan import (
@@ -52,13 +52,13 @@ class Problem:
     def of(
         cls,
         options: Product,
-        x: Operand | Array,
-        w: Operand | Array,
+        x: Matrix,
+        w: Matrix,
         groups: int,
     ) -> "Problem":
         """Return the sizes of a product; BF16 is added in float32 anyway."""
-        m, k = reference.values_of(x).shape
-        values = reference.values_of(w)
+        m, k = values_of(x).shape
+        values = values_of(w)
         block = 0
         if isinstance(x, Operand) and isinstance(x.scaling, Block):
             block = x.scaling.size
@@ -134,8 +134,8 @@ def misfit(config: Config, problem: Problem) -> str | None:
 
 def _reject(
     options: Product,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
 ) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
@@ -159,8 +159,8 @@ def _reject(
 
 def _configure(
     options: Product,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else a guess."""
@@ -176,15 +176,15 @@ def _configure(
 
 def _grouped_matmul(
     options: Product,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
     *,
     config: Config | None = None,
 ) -> Array:
     """Return the product of each row with the weight of its group, see `api`."""
-    m = reference.values_of(x).shape[0]
-    experts, n, _ = reference.values_of(w).shape
+    m = values_of(x).shape[0]
+    experts, n, _ = values_of(w).shape
     config = config or _configure(options, x, w, group_sizes)
     assert config is not None, "rejected"
     starts, before = list_groups(group_sizes, m, config.tile_m)
@@ -205,21 +205,21 @@ def _grouped_matmul(
         scales = [x.scale.astype(jnp.float32).reshape(1), w.scale.astype(jnp.float32)]
     most = m // config.tile_m + experts + 1
     lists = [starts, before, *list_tiles(starts, before, m, most)]
-    out = jax.ShapeDtypeStruct((m, n), options.out_dtype)
+    out = ShapeDtypeStruct((m, n), options.out_dtype)
     return _run(options, config, x, w, out, lists, scales)
 
 
 def _grouped_weight_gradient(
     options: Product,
-    x: Operand | Array,
-    g: Operand | Array,
+    x: Matrix,
+    g: Matrix,
     group_sizes: Array,
     *,
     config: Config | None = None,
 ) -> Array:
     """Return the product over the rows of each group, see `api`."""
-    k, m = reference.values_of(x).shape
-    n = reference.values_of(g).shape[0]
+    k, m = values_of(x).shape
+    n = values_of(g).shape[0]
     config = config or _configure(options, x, g, group_sizes)
     assert config is not None, "rejected"
     if not isinstance(x, Operand) or not isinstance(g, Operand):
@@ -232,7 +232,7 @@ def _grouped_weight_gradient(
     else:
         scales = [one.scale.astype(jnp.float32).reshape(1) for one in (x, g)]
     starts, _ = list_groups(group_sizes, m, config.tile_m)
-    out = jax.ShapeDtypeStruct((group_sizes.shape[0], k, n), options.out_dtype)
+    out = ShapeDtypeStruct((group_sizes.shape[0], k, n), options.out_dtype)
     return _run(options, config, x, g, out, [starts], scales)
 
 
@@ -257,9 +257,9 @@ def _by_steps(operand: Operand, more: int) -> Array:
 def _run(
     options: Product,
     config: Config,
-    x: Operand | Array,
-    w: Operand | Array,
-    out: jax.ShapeDtypeStruct,
+    x: Matrix,
+    w: Matrix,
+    out: ShapeDtypeStruct,
     lists: list[Array],
     scales: list[Array],
 ) -> Array:
@@ -277,13 +277,13 @@ def _run(
         scales=_scales_of(w),
         blocks=hopper.blocks(config),
     )
-    operands = [reference.values_of(x), reference.values_of(w)]
+    operands = [values_of(x), values_of(w)]
     if isinstance(w, Operand) and w.lo is not None:
         operands.append(w.lo)
     return kernel.call(plan, out, *operands, *lists, *scales)
 
 
-def _scales_of(w: Operand | Array) -> Scales:
+def _scales_of(w: Matrix) -> Scales:
     """Return the kind of the scales of an operand."""
     if not isinstance(w, Operand):
         return "none"

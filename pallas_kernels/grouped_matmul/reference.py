@@ -8,9 +8,9 @@ weight is gathered for a row. FP8 values are exact in bfloat16 and their product
 float32, so the result has the rounding of float32 sums alone.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax import Array, lax
 from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.tuning import Key
 
+# FP8 with scales, or BF16
+Matrix: TypeAlias = Operand | Array
 # x[m, k] . w[e, n, k] of the rows' groups, and x[k, m] . g[n, m] within each group.
 _ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
@@ -26,8 +28,8 @@ _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 def grouped_matmul(
     options: Product,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
 ) -> Array:
     """Return the product of each row with the weight of its group, see `api`."""
@@ -49,8 +51,8 @@ def grouped_matmul(
 
 def grouped_weight_gradient(
     options: Product,
-    x: Operand | Array,
-    g: Operand | Array,
+    x: Matrix,
+    g: Matrix,
     group_sizes: Array,
 ) -> Array:
     """Return the product over the rows of each group, see `api`."""
@@ -66,8 +68,8 @@ def grouped_weight_gradient(
 
 def key(
     options: Product,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
 ) -> Key:
     """Return the name of a product in `tuned.json`, with the shape `(e, m, k, n)`."""
@@ -85,12 +87,12 @@ def key(
     return Key("grouped_matmul", variant, (e, m, k, n))
 
 
-def values_of(x: Operand | Array) -> Array:
+def values_of(x: Matrix) -> Array:
     """Return the values of an operand, which is an array itself if it is BF16."""
     return x.values if isinstance(x, Operand) else x
 
 
-def _without_blocks(x: Operand | Array) -> Operand | Array:
+def _without_blocks(x: Matrix) -> Matrix:
     """Return an operand in blocks with one scale of 1.
 
     An FP8 value times a power of two is exact in bfloat16.
@@ -110,8 +112,8 @@ def _without_blocks(x: Operand | Array) -> Operand | Array:
 
 def _unscaled(
     numbers: lax.RaggedDotDimensionNumbers,
-    x: Operand | Array,
-    w: Operand | Array,
+    x: Matrix,
+    w: Matrix,
     group_sizes: Array,
 ) -> Array:
     """Return the float32 product of the values without their scales."""
@@ -135,7 +137,7 @@ def _unscaled(
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-@functools.cache
+@cache
 def _ragged(
     numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False
 ) -> Callable[..., Array]:

@@ -13,9 +13,9 @@ the output's dtype and stores through shared memory. The steps (`steps.py`) deci
 block of k a step takes, and whether it takes all operands.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def call(plan: Plan, out_dtype: DTypeLike, *operands: Array) -> Array:
     accumulation = "full" if plan.promote else "fast"
     skips = "_nonzero" if plan.skips else ""
     product = plgpu.kernel(
-        functools.partial(_kernel, plan, steps),
+        partial(_kernel, plan, steps),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         # As many clusters as the chip holds at once. Each walks several output tiles,
         # so the copies of a tile can start before the products of the previous tile
@@ -168,7 +168,7 @@ class _Product:
                 config.snake,
             )
             row = row * config.cluster + member
-            epilogue = functools.partial(
+            epilogue = partial(
                 self._store, row, column, warpgroup, self.scale[0], pieces
             )
             total = self._sum(epilogue, warpgroup, column)

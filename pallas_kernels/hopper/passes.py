@@ -7,8 +7,8 @@ a few rows at a time. If it needs the largest values of squares, rows or columns
 are found first, and the rows are then read anew from shared memory.
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import numerics
 from pallas_kernels.arithmetic import Instructions, Portable
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import ROWS, columns_of
@@ -37,7 +38,7 @@ def call(one: Pass, *operands: Array) -> list[Array]:
                 shape = shape_of(form, m, k, size, size)
                 written.append(jax.ShapeDtypeStruct(shape, output.dtype))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, one),
+        partial(_kernel, one),
         out_type=written,
         grid=((m // ROWS) * (k // columns),),
         grid_names=("tile",),
@@ -249,7 +250,7 @@ class _Tile:
         bands = []
         for first in range(0, self.steps, self.of_band):
             band = bits[first : first + self.of_band]
-            bands.append(functools.reduce(jnp.maximum, band))
+            bands.append(reduce(jnp.maximum, band))
         memory = next(self.memory)
         return self.registers.largest_of_blocks(self.size, axis, bands, memory)
 
@@ -274,4 +275,4 @@ def _magnitude(x: Array) -> Array:
 
     NaN is the largest.
     """
-    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return numerics.bits(x) & 0x7FFFFFFF

@@ -6,10 +6,10 @@ for shapes that were measured.
 """
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -202,9 +202,7 @@ def _of_tensors(halves: int, accumulation: Accumulation) -> list[Config]:
     """Return guesses for operands with one scale each."""
     # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long
     # as 256 of k.
-    large = functools.partial(
-        Config, tile_k=256 // halves, stages=2, store_buffers=2 * halves
-    )
+    large = partial(Config, tile_k=256 // halves, stages=2, store_buffers=2 * halves)
     tall = large(256, 128)
     wide = large(128, 256)
     small = Config(128, 128, stages=4)
@@ -224,14 +222,14 @@ def _of_tensors(halves: int, accumulation: Accumulation) -> list[Config]:
 
 def _of_skipping(size: int) -> list[Config]:
     """Return guesses for a kernel that skips zero blocks of this size."""
-    ring = functools.partial(Config, tile_n=128, tile_k=size, pipeline="ring", chunks=2)
+    ring = partial(Config, tile_n=128, tile_k=size, pipeline="ring", chunks=2)
     found = [
         ring(stages=stages, store_buffers=stores, cluster=cluster)
         for stages, stores, cluster in _SKIPPING[size]
     ]
     # Lower tiles have registers for anything. A step without W_lo leaves its buffer
     # empty, so more stages pay.
-    lower = functools.partial(ring, tile_m=128)
+    lower = partial(ring, tile_m=128)
     found += [lower(stages=4, store_buffers=1, cluster=c) for c in (2, 1)]
     return found + [lower(stages=3, cluster=c) for c in (2, 1)]
 
@@ -241,7 +239,7 @@ def _of_blocks(problem: Problem, size: int) -> list[Config]:
     halves = problem.halves
     # Two halves take twice the columns of W in a stage.
     stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[size]
-    ring = functools.partial(Config, tile_n=128, tile_k=size, pipeline="ring")
+    ring = partial(Config, tile_n=128, tile_k=size, pipeline="ring")
     tall = ring(tile_m=256, stages=stages, cluster=1)
     guesses = [tall]
     if not problem.by_squares(tall.tile_n):
@@ -252,7 +250,7 @@ def _of_blocks(problem: Problem, size: int) -> list[Config]:
         ]
     # Clusters of two were slower for every shape that was timed with a single weight.
     guesses.append(dataclasses.replace(tall, cluster=2))
-    lower = functools.partial(ring, tile_m=128, stages=5 - halves)
+    lower = partial(ring, tile_m=128, stages=5 - halves)
     return [*guesses, lower(cluster=1), lower(cluster=2)]
 
 
@@ -345,7 +343,7 @@ def reject(
     return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
 
 
-@functools.cache
+@cache
 def _warn_of_old_jax(kind: str) -> None:
     """Warn, once in a process, that a Hopper GPU runs without its kernels."""
     warnings.warn(

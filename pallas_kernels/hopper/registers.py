@@ -8,9 +8,9 @@ Functions of `plgpu.inline_mgpu` get MLIR values: arrays of registers, then refe
 Interpreters, on CPUs, have no registers and take the `jax.numpy` beside them.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -18,16 +18,19 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
+from jaxlib.mlir.ir import Value
 
+from pallas_kernels import numerics
 from pallas_kernels.dispatch import device_kind
 
 Ref: TypeAlias = Any  # reference to memory, or a tree of references
-_InLanes: TypeAlias = list[mgpu.FragmentedArray]
-_Values: TypeAlias = Sequence[ir.Value]
+_InLanes: TypeAlias = list[FragmentedArray]
+_Values: TypeAlias = Sequence[Value]
 _WARPS = 4  # of a warpgroup
 
 
@@ -125,10 +128,10 @@ class Registers:
         over = (0, 2) if axis is None else 2 * axis
         top = jnp.max(blocks, over, keepdims=True)
         whole = jnp.broadcast_to(top, blocks.shape).reshape(self.shape)
-        return lax.bitcast_convert_type(whole, jnp.float32)
+        return numerics.from_bits(whole)
 
     def _joined(
-        self, size: int, axis: int | None, found: list[_Values], memory: ir.Value
+        self, size: int, axis: int | None, found: list[_Values], memory: Value
     ) -> list[_Values]:
         """Return the largest values over all warps, by way of shared memory."""
         each = len(found[0])
@@ -345,11 +348,11 @@ class Registers:
         return made
 
     def _array(
-        self, values: Sequence[ir.Value], signed: bool | None = None
-    ) -> mgpu.FragmentedArray:
+        self, values: Sequence[Value], signed: bool | None = None
+    ) -> FragmentedArray:
         """Return a matrix from the values of each lane."""
         kind = ir.VectorType.get((self.each,), values[0].type)
-        return mgpu.FragmentedArray(
+        return FragmentedArray(
             _registers=np.full((1,), vector.from_elements(kind, values)),
             _layout=self.layout.to_mgpu(),
             _is_signed=signed,
@@ -397,7 +400,7 @@ def _turn(tile: Ref, memory: Ref) -> None:
     transforms = Registers.turned(rows, columns, tile.dtype).transforms
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms)))
-    def run(_: object, tile: ir.Value, memory: ir.Value) -> None:
+    def run(_: object, tile: Value, memory: Value) -> None:
         kind = ir.VectorType.get((16,), _dtype_of(tile))
         for first in range(0, columns * pieces, mgpu.utils.WARPGROUP_SIZE):
             thread = gpu.thread_id(gpu.Dimension.x)
@@ -418,7 +421,7 @@ def _turn(tile: Ref, memory: Ref) -> None:
     run(tile, memory)
 
 
-def _asm(text: str, *values: ir.Value) -> ir.Value:
+def _asm(text: str, *values: Value) -> Value:
     """Return the result of instructions on float32 values.
 
     One that joins lanes stays where it is.
@@ -430,64 +433,62 @@ def _asm(text: str, *values: ir.Value) -> ir.Value:
     )  # type: ignore[return-value]
 
 
-def _value(x: mgpu.FragmentedArray, i: int) -> ir.Value:
+def _value(x: FragmentedArray, i: int) -> Value:
     return vector.extract(x.registers.flat[0], [], [i])
 
 
-def _values(x: mgpu.FragmentedArray) -> _Values:
+def _values(x: FragmentedArray) -> _Values:
     """Return the values of a lane."""
     lane = x.registers.flat[0]
     return _parts(lane, lane.type.shape[0])
 
 
-def _parts(x: ir.Value, count: int) -> _Values:
+def _parts(x: Value, count: int) -> _Values:
     return [vector.extract(x, [], [i]) for i in range(count)]
 
 
-def _largest(values: _Values) -> ir.Value:
-    return functools.reduce(arith.maxsi, values)
+def _largest(values: _Values) -> Value:
+    return reduce(arith.maxsi, values)
 
 
 def _exchanged(values: _Values, distance: int) -> _Values:
     """Return the larger of a lane's values and those of the lane at a distance."""
-    found: list[ir.Value] = []
+    found: list[Value] = []
     for value in values:
         other = mgpu.utils.shfl_bfly(value, distance)
         found.append(arith.maxsi(value, other))
     return found
 
 
-def _write_column(
-    x: mgpu.FragmentedArray, ref: ir.Value, lane: ir.Value, line: ir.Value
-) -> None:
+def _write_column(x: FragmentedArray, ref: Value, lane: Value, line: Value) -> None:
     """Write the four values of a lane to a column of a reference."""
     for i in range(4):
         row = arith.addi(arith.muli(lane, _index(4)), _index(i))
         memref.store(_value(x, i), ref, [row, line])
 
 
-def _is_zero(number: ir.Value) -> ir.Value:
+def _is_zero(number: Value) -> Value:
     return arith.cmpi(arith.CmpIPredicate.eq, number, _index(0))
 
 
-def _dtype_of(ref: ir.Value) -> ir.Type:
+def _dtype_of(ref: Value) -> ir.Type:
     return ir.MemRefType(ref.type).element_type
 
 
-def _index(number: int) -> ir.Value:
+def _index(number: int) -> Value:
     return mgpu.utils.c(number, ir.IndexType.get())
 
 
-def _split(number: ir.Value, by: int) -> tuple[ir.Value, ir.Value]:
+def _split(number: Value, by: int) -> tuple[Value, Value]:
     """Return (quotient, remainder)."""
     return arith.divui(number, _index(by)), arith.remui(number, _index(by))
 
 
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+def _warp_and_lane() -> tuple[Value, Value]:
     return _split(gpu.thread_id(gpu.Dimension.x), mgpu.utils.WARP_SIZE)
 
 
-def _place(first: mgpu.FragmentedArray) -> tuple[ir.Value, ir.Value]:
+def _place(first: FragmentedArray) -> tuple[Value, Value]:
     """Return the row of this warp, and the lane."""
     warp, lane = _warp_and_lane()
     start = arith.index_cast(ir.IndexType.get(), first.registers.flat[0])

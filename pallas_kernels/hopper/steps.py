@@ -6,9 +6,9 @@ by one barrier, whereas Pallas has one for each operand. Squares of 128 run 6 % 
 in the ring, vectors of 64 up to 7 % slower, so `benchmarks.tune` times both pipelines.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,8 +87,8 @@ def _specs(plan: Plan) -> list[plgpu.BlockSpec]:
     # hit the same banks. Copies and wgmma must agree on the width (PTX ISA, "Shared
     # Memory Matrix Layout").
     swizzle = min(config.tile_k, SWIZZLE)
-    block = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=0)
-    matrix = functools.partial(
+    block = partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=0)
+    matrix = partial(
         block,
         index_map=lambda step: (0, step),
         transforms=(
@@ -204,7 +204,7 @@ class Ring(Steps):
     def allocations(self, operands: Sequence[Ref]) -> dict[str, Any]:
         """Return the buffers that `pl.run_scoped` must allocate, once for all tiles."""
         specs = _specs(self.plan)
-        barrier = functools.partial(plgpu.Barrier, num_barriers=self._stages)
+        barrier = partial(plgpu.Barrier, num_barriers=self._stages)
         if self.plan.config.cluster == 1:
             consumed = barrier(num_arrivals=COMPUTE_WARPGROUPS)
         else:
@@ -233,8 +233,8 @@ class Ring(Steps):
         slots = Slots(self._stages, tile.buffers["filled"], tile.buffers["consumed"])
         lax.cond(
             lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS,
-            functools.partial(self._fill, tile, slots, before, complete, lists),
-            functools.partial(self._consume, tile, slots, before, complete),
+            partial(self._fill, tile, slots, before, complete, lists),
+            partial(self._consume, tile, slots, before, complete),
         )
 
     def _fill(
@@ -255,14 +255,12 @@ class Ring(Steps):
             needed = None if complete is None else step < complete
             slot = slots.claim(before + step)
             for i in range(len(tile.operands)):
-                copy = functools.partial(self._copy, tile, slots, i, k, slot)
+                copy = partial(self._copy, tile, slots, i, k, slot)
                 if needed is None or i != residual:
                     copy()
                 else:
                     # An arrival instead of the copy keeps the barrier's count.
-                    arrive = functools.partial(
-                        plgpu.barrier_arrive, slots.filled.at[slot]
-                    )
+                    arrive = partial(plgpu.barrier_arrive, slots.filled.at[slot])
                     lax.cond(needed, copy, arrive)
 
         # A block of a cluster must not end while other blocks still arrive at its
@@ -300,16 +298,16 @@ class Ring(Steps):
         def add(present: int, step: Index, carry: Carry) -> Carry:
             slot = slots.read(before + step)
             x, *rest = [buffer.at[slot] for buffer in tile.buffers["buffers"]]
-            release = functools.partial(slots.release, slot)
+            release = partial(slots.release, slot)
             w = rest[:present]
             return tile.sum.add(step, x, w, rest[halves:], release, carry)
 
         def add_all(carry: Carry) -> Carry:
-            add_whole = functools.partial(add, halves)
+            add_whole = partial(add, halves)
             if complete is None:
                 return lax.fori_loop(0, self.count, add_whole, carry)
             carry = lax.fori_loop(0, complete, add_whole, carry)
-            add_partial = functools.partial(add, halves - 1)
+            add_partial = partial(add, halves - 1)
             return lax.fori_loop(complete, self.count, add_partial, carry)
 
         tile.sum.compute(add_all)

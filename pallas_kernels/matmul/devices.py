@@ -3,14 +3,14 @@
 Each device multiplies its part, and sums are added where k is split.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
@@ -80,7 +80,7 @@ def on_each_device(
     merged = {"m": leading, "k": contracted}
     may_split = device_kind() != "cpu" or has_explicit_axes()
     if interpreter == "calls back" and not may_split:
-        alone = functools.partial(local, summed_over=())
+        alone = partial(local, summed_over=())
         return Letters.read(rule, merged).over_arrays(alone)(*arrays)
     blocks = {}
     if isinstance(w.scaling, Block):
@@ -100,8 +100,8 @@ def on_each_device(
 
 
 def result_spec(
-    x: Array | jax.ShapeDtypeStruct,
-    w: Array | jax.ShapeDtypeStruct,
+    x: Array | ShapeDtypeStruct,
+    w: Array | ShapeDtypeStruct,
     axes: lax.DotDimensionNumbers,
     out_sharding: Sharding,
 ) -> tuple[Entry, ...] | None:
@@ -115,7 +115,7 @@ def result_spec(
     """
     if not has_explicit_axes():
         return None
-    product = functools.partial(
+    product = partial(
         lax.dot_general,
         dimension_numbers=axes,
         preferred_element_type=jnp.float32,

@@ -10,7 +10,7 @@ rows by one block of k, is all zero neither loads nor multiplies that tile. Each
 finds these steps from the scales of its own part.
 """
 
-import functools
+from functools import partial
 from typing import Literal
 
 import jax
@@ -51,7 +51,7 @@ def _matmul(
 
     `config` overrides the tile sizes of parts that it fits.
     """
-    multiply = functools.partial(_multiply, config)
+    multiply = partial(_multiply, config)
     return on_each_device(multiply, options, x, w, bias, interpreter="calls back")
 
 

@@ -20,8 +20,8 @@ is exact in bfloat16, so XLA multiplies them on the GPU's BF16 tensor cores, whi
 kernel has to beat.
 """
 
-import functools
 import math
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,10 +121,10 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> Array:
     # a pass over the product.
     is_one = isinstance(scale, np.ndarray | np.generic) and scale == 1
     operands = (x.values, w.values, w.lo, None if is_one else scale)
-    in_float32 = functools.partial(_in_float32, options, axes)
+    in_float32 = partial(_in_float32, options, axes)
     if x.values.size == 0 or w.values.size == 0:
         return in_float32(*operands)
-    on_tensor_cores = functools.partial(_on_tensor_cores, options, axes)
+    on_tensor_cores = partial(_on_tensor_cores, options, axes)
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 

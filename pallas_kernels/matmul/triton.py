@@ -11,7 +11,7 @@ times slower than cuBLASLt. Use it by name on GPUs and for arguments that nothin
 serves; it is never the first choice.
 """
 
-import functools
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -101,7 +101,7 @@ def _multiply(options: Product, x: Operand, w: Operand, bias: Array | None) -> A
     else:
         scales = [reference.product_scale(x, w).astype(jnp.float32).reshape(1)]
     halves = 1 if w.lo is None else 2
-    call = functools.partial(_call, w.scaling, halves, options.out_dtype)
+    call = partial(_call, w.scaling, halves, options.out_dtype)
     operands = [x.values, w.values, w.lo, *scales, bias]
     return plgpu.on_platform(call, *[a for a in operands if a is not None])
 
@@ -137,7 +137,7 @@ def _call(
         specs.append(pl.BlockSpec((tile_n,), lambda i, j: (j,)))
     form = "dual" if halves == 2 else "single"
     return plgpu.pallas_call(
-        functools.partial(_kernel, scaling, halves, tile_k),
+        partial(_kernel, scaling, halves, tile_k),
         out_shape=varying(jax.ShapeDtypeStruct((m, n), out_dtype), *operands),
         grid=(m // tile_m, n // tile_n),
         in_specs=specs,

@@ -3,8 +3,8 @@
 Both can return the result for products over either side from one pass over the input.
 """
 
-import functools
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -66,9 +66,7 @@ _XLA = Implementation("xla", reference.quantize, key=_key)
 _DUAL = (
     mosaic.DUAL,
     dual_tiles.TRITON,
-    Implementation(
-        "xla", functools.partial(dual_tiles.dual_quantize, None), key=_dual_key
-    ),
+    Implementation("xla", partial(dual_tiles.dual_quantize, None), key=_dual_key),
 )
 IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
     Tensor: (mosaic.TILES, tiles.TRITON, _XLA),

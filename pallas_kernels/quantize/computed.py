@@ -12,9 +12,9 @@ The exponential of a kernel may differ from XLA's in the last bits, and so may t
 rounding of a value.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array
@@ -93,19 +93,11 @@ def _reject_mosaic(
     return hopper.reject([x])
 
 
-def _decline_triton(*call: object) -> str | None:
-    return lacks_fp8()
-
-
 # No shape needs to be timed: for 8192 x 128256 logits on an H100 XLA takes 2.4 times as
 # long.
 IMPLEMENTATIONS = (
-    Implementation(
-        "triton", functools.partial(_by_kernel, TRITON), _reject_triton, _decline_triton
-    ),
-    Implementation(
-        "mosaic", functools.partial(_by_kernel, hopper.MOSAIC), _reject_mosaic
-    ),
+    Implementation("triton", partial(_by_kernel, TRITON), _reject_triton, lacks_fp8),
+    Implementation("mosaic", partial(_by_kernel, hopper.MOSAIC), _reject_mosaic),
     Implementation("xla", _by_xla),
 )
 

@@ -5,8 +5,8 @@ residual (see `numerics`), but XLA never sees the body of a compiled kernel. It 
 the interpreter's on CPUs, where it has no such rule.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -93,7 +93,7 @@ def dual_quantize(
 
 TRITON = Implementation(
     "triton",
-    functools.partial(dual_quantize, triton_passes.TRITON),
+    partial(dual_quantize, triton_passes.TRITON),
     _reject,
     timed=True,
 )

@@ -1,7 +1,7 @@
 """The quantizers on Hopper, by the passes of Pallas Mosaic (`hopper/engine.py`)."""
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -109,6 +109,6 @@ def _kernel(
     return Implementation("mosaic", run, reject, timed=True, replaces="triton")
 
 
-TILES = _kernel(functools.partial(tiles.quantize, engine.MOSAIC), _reject)
+TILES = _kernel(partial(tiles.quantize, engine.MOSAIC), _reject)
 ROWS = _kernel(_quantize_rows, _reject)
-DUAL = _kernel(functools.partial(dual_tiles.dual_quantize, engine.MOSAIC), _reject_dual)
+DUAL = _kernel(partial(dual_tiles.dual_quantize, engine.MOSAIC), _reject_dual)

@@ -3,8 +3,8 @@
 x is read once, and both orientations are written.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -62,7 +62,7 @@ def quantize(
 
 
 TRITON = Implementation(
-    "triton", functools.partial(quantize, triton_passes.TRITON), _reject, timed=True
+    "triton", partial(quantize, triton_passes.TRITON), _reject, timed=True
 )
 
 

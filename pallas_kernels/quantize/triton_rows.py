@@ -18,14 +18,13 @@ magnitude of each line that devices share crosses the mesh. If rows are split, "
 takes two passes as well.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, ShapeDtypeStruct, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
@@ -68,18 +67,18 @@ def _quantize(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     *leading, k = x.shape
     m = math.prod(leading)
     scaling = options.scaling
-    split = functools.partial(partitioned, merged={"i": tuple(leading)})
+    split = partial(partitioned, merged={"i": tuple(leading)})
     if options.orientation == "rows":
-        values, scale = split(functools.partial(_rows, options), "i j -> i j, i")(x)
+        values, scale = split(partial(_rows, options), "i j -> i j, i")(x)
         return Quantized(Operand(values, scale, scaling=scaling))
     sides = _side(m, _ROWS), _side(k, _COLUMNS)
     blocks = {"p": BlocksOf("i", sides[0], m), "q": BlocksOf("j", sides[1], k)}
-    find_tops = split(functools.partial(_tops, sides), "i j -> q i, p j", blocks)
+    find_tops = split(partial(_tops, sides), "i j -> q i, p j", blocks)
     row_tops, column_tops = find_tops(x)
-    find = functools.partial(_scales, options)
+    find = partial(_scales, options)
     row_inverses, of_rows = split(find, "q i -> i, i")(row_tops)
     column_inverses, of_columns = split(find, "p j -> j, j")(column_tops)
-    apply = split(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
+    apply = split(partial(_apply, options.dtype), "i j, i, j -> i j, j i")
     values, turned = apply(x, row_inverses, column_inverses)
     rows = Operand(values, of_rows, scaling=scaling)
     return Quantized(rows, Operand(turned, of_columns, scaling=scaling))
@@ -107,7 +106,7 @@ def _rows(
     Axes `summed_over` hold the rest of x's rows.
     """
     if not summed_over and x.shape[1] <= LONGEST_ROW:
-        return plgpu.on_platform(functools.partial(_call_rows, options), x)
+        return plgpu.on_platform(partial(_call_rows, options), x)
     inverse, scale = _scales_by_xla(options, x, 1, summed_over)
     return [_apply(options.dtype, x, inverse)[0], scale]
 
@@ -119,7 +118,7 @@ def _tops(
 
     They are `[k / side, m]` and `[m / side, k]`.
     """
-    return plgpu.on_platform(functools.partial(_call_tops, sides), x)
+    return plgpu.on_platform(partial(_call_tops, sides), x)
 
 
 def _scales(
@@ -130,7 +129,7 @@ def _scales(
     Axes `summed_over` hold tiles of the same lines.
     """
     if not summed_over and tops.shape[0] <= MOST_TILES:
-        return plgpu.on_platform(functools.partial(_call_scales, options), tops)
+        return plgpu.on_platform(partial(_call_scales, options), tops)
     return _scales_by_xla(options, tops, 0, summed_over)
 
 
@@ -140,8 +139,8 @@ def _scales_by_xla(
     amax = numerics.amax_by_bits(x.astype(jnp.float32), axis)
     if summed_over:
         # As integers, because a maximum over a network may drop NaN.
-        bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
-        amax = lax.bitcast_convert_type(bits, jnp.float32)
+        bits = lax.pmax(numerics.bits(amax), summed_over)
+        amax = numerics.from_bits(bits)
     scale, inverse = scales_of(options, amax, Portable())
     return [inverse, scale]
 
@@ -153,7 +152,7 @@ def _apply(
 
     If inverse scales of columns are given, also return x times these, transposed.
     """
-    return plgpu.on_platform(functools.partial(_call_apply, dtype), *operands)
+    return plgpu.on_platform(partial(_call_apply, dtype), *operands)
 
 
 # Kernels
@@ -168,7 +167,7 @@ def _call_tops(sides: tuple[int, int], x: Array, *, interpret: bool) -> list[Arr
     grid = pl.cdiv(m, rows), pl.cdiv(k, columns)
     dtype = x.dtype if x.dtype.itemsize == 2 else jnp.dtype(jnp.float32)
 
-    def kernel(x_ref: jax.Ref, rows_ref: jax.Ref, columns_ref: jax.Ref) -> None:
+    def kernel(x_ref: Ref, rows_ref: Ref, columns_ref: Ref) -> None:
         i = pl.program_id(0)
         j = pl.program_id(1)
         inside = _inside((m, k), sides, (i, j))
@@ -181,8 +180,8 @@ def _call_tops(sides: tuple[int, int], x: Array, *, interpret: bool) -> list[Arr
         plgpu.store(columns_ref, of_columns.astype(dtype), mask=inside)
 
     shapes = [
-        jax.ShapeDtypeStruct((grid[1], m), dtype),
-        jax.ShapeDtypeStruct((grid[0], k), dtype),
+        ShapeDtypeStruct((grid[1], m), dtype),
+        ShapeDtypeStruct((grid[0], k), dtype),
     ]
     return _launch(
         kernel,
@@ -228,7 +227,7 @@ def _call_apply(
         # Nothing is clipped, because the scale of a line covers its values.
         return do.scaled(wide, inverse, dtype).astype(dtype)
 
-    def kernel(x_ref: jax.Ref, *refs: jax.Ref) -> None:
+    def kernel(x_ref: Ref, *refs: Ref) -> None:
         i, j = at(pl.program_id(0), pl.program_id(1))
         inside = _inside((m, k), (rows, columns), (i, j))
         wide = _load(x_ref, inside).astype(jnp.float32)
@@ -247,7 +246,7 @@ def _call_apply(
     vectors = [pl.BlockSpec((rows,), of_rows), pl.BlockSpec((columns,), of_columns)]
     matrix = pl.BlockSpec((rows, columns), at)
     results = [matrix, pl.BlockSpec((columns, rows), turned)]
-    shapes = [jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, m), dtype)]
+    shapes = [ShapeDtypeStruct((m, k), dtype), ShapeDtypeStruct((k, m), dtype)]
     return _launch(
         kernel,
         shapes[:count],
@@ -268,7 +267,7 @@ def _call_scales(options: Quantization, tops: Array, *, interpret: bool) -> list
     sides = pl.next_power_of_2(tiles), _LINES
     do = plgpu.operations(interpret)
 
-    def kernel(tops_ref: jax.Ref, inverse_ref: jax.Ref, scale_ref: jax.Ref) -> None:
+    def kernel(tops_ref: Ref, inverse_ref: Ref, scale_ref: Ref) -> None:
         i = pl.program_id(0)
         inside = _inside((tiles, n), sides, (0, i))
         found = _load(tops_ref, inside).astype(jnp.float32)
@@ -281,7 +280,7 @@ def _call_scales(options: Quantization, tops: Array, *, interpret: bool) -> list
     vector = pl.BlockSpec((_LINES,), lambda i: (i,))
     return _launch(
         kernel,
-        [jax.ShapeDtypeStruct((n,), jnp.float32)] * 2,
+        [ShapeDtypeStruct((n,), jnp.float32)] * 2,
         [tops],
         grid=(pl.cdiv(n, _LINES),),
         in_specs=[pl.BlockSpec(sides, lambda i: (0, i))],
@@ -302,7 +301,7 @@ def _call_rows(options: Quantization, x: Array, *, interpret: bool) -> list[Arra
     sides = rows, width
     do = plgpu.operations(interpret)
 
-    def kernel(x_ref: jax.Ref, values_ref: jax.Ref, scale_ref: jax.Ref) -> None:
+    def kernel(x_ref: Ref, values_ref: Ref, scale_ref: Ref) -> None:
         i = pl.program_id(0)
         inside = _inside((m, k), sides, (i, 0))
         wide = _load(x_ref, inside).astype(jnp.float32)
@@ -316,8 +315,8 @@ def _call_rows(options: Quantization, x: Array, *, interpret: bool) -> list[Arra
 
     matrix = pl.BlockSpec(sides, lambda i: (i, 0))
     shapes = [
-        jax.ShapeDtypeStruct((m, k), dtype),
-        jax.ShapeDtypeStruct((m,), jnp.float32),
+        ShapeDtypeStruct((m, k), dtype),
+        ShapeDtypeStruct((m,), jnp.float32),
     ]
     return _launch(
         kernel,
@@ -334,7 +333,7 @@ def _call_rows(options: Quantization, x: Array, *, interpret: bool) -> list[Arra
 
 def _launch(
     kernel: Callable[..., None],
-    shapes: list[jax.ShapeDtypeStruct],
+    shapes: list[ShapeDtypeStruct],
     operands: list[Array],
     *,
     warps: int,
@@ -379,6 +378,6 @@ def _inside(
     return mask
 
 
-def _load(ref: jax.Ref, mask: Array | None) -> Array:
+def _load(ref: Ref, mask: Array | None) -> Array:
     """Return a tile, with zeros outside of the mask."""
     return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
