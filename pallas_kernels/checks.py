@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 
 def check_choice(
-    name: str, value: object, choices: Iterable[str], hint: str = ""
+    name: str,
+    value: object,
+    choices: Iterable[str],
+    hint: str = "",
 ) -> None:
     """Raise a ValueError unless `value` is one of the words `choices`.
 

@@ -290,7 +290,9 @@ def _objection(
 
 
 def _reject(
-    implementation: Implementation, options: Hashable, *arrays: object
+    implementation: Implementation,
+    options: Hashable,
+    *arrays: object,
 ) -> str | None:
     reason = None
     if implementation.backend == "triton":

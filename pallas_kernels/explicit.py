@@ -180,7 +180,9 @@ def one_at_a_time(call: Callable[..., T]) -> Callable[..., T]:
 
 
 def _on_own_elements(
-    loop: Callable[..., T], places: Sequence[int], operands: Sequence[Array]
+    loop: Callable[..., T],
+    places: Sequence[int],
+    operands: Sequence[Array],
 ) -> T:
     """Run a loop over stacks, the operands at these places.
 

@@ -126,7 +126,10 @@ def scale_and_inverse(
 
 
 def find_scale(
-    x: Array, dtype: DTypeLike, scale: str, axis: int | tuple[int, ...] | None = None
+    x: Array,
+    dtype: DTypeLike,
+    scale: str,
+    axis: int | tuple[int, ...] | None = None,
 ) -> tuple[Array, Array]:
     """Return `scale_and_inverse` for the magnitudes of x over `axis` (None: all)."""
     return scale_and_inverse(amax(x, axis), dtype, scale)
@@ -180,7 +183,10 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
 
 
 def amax_by_bits(
-    x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False
+    x: Array,
+    axis: int | tuple[int, ...] | None = None,
+    *,
+    keepdims: bool = False,
 ) -> Array:
     """Return max |x| over `axis` in the dtype of x, from bit patterns.
 

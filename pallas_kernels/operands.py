@@ -279,7 +279,10 @@ def check_real(name: str, x: Array) -> None:
 
 
 def check_quantizer(
-    name: str, x: Array, options: Quantization, amax: Array | None
+    name: str,
+    x: Array,
+    options: Quantization,
+    amax: Array | None,
 ) -> Quantization:
     """Return the options of a quantizer with a NumPy dtype, or raise if x does not fit.
 

@@ -69,7 +69,9 @@ def unreachable(*arrays: Array | ShapeDtypeStruct) -> str | None:
 
 
 def pallas_call(
-    kernel: Callable[..., None], out_shape: Any, **options: Any
+    kernel: Callable[..., None],
+    out_shape: Any,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Return `pl.pallas_call` of a Triton kernel.
 

@@ -103,7 +103,9 @@ def _by_xla(local: Callable[..., T], rule: str, letters: Letters) -> Callable[..
         return local(*operands, summed_over=())
 
     def partition(
-        mesh: Mesh | AbstractMesh, operands: _Leaves, results: _Leaves
+        mesh: Mesh | AbstractMesh,
+        operands: _Leaves,
+        results: _Leaves,
     ) -> tuple[object, ...]:
         made, tree = jax.tree.flatten(results)
         inputs = [_spec_of(leaf) for leaf in jax.tree.leaves(operands)]

@@ -23,12 +23,11 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
-from pallas_kernels.specs import Entry, first_long, names, shards
+from pallas_kernels.specs import Axes, Entry, first_long, names, shards
 from pallas_kernels.wire import Scatter
 
 Side: TypeAlias = list[str]
 Spec: TypeAlias = tuple[Entry, ...]
-Axes: TypeAlias = tuple[str, ...]
 T = TypeVar("T")
 
 
@@ -104,12 +103,14 @@ class Letters:
     outputs: list[Side]
     merged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     blocks: Mapping[str, BlocksOf] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    whole: Axes = ()
     scattered: bool = False
 
     @classmethod
     def read(
-        cls, rule: str, merged: Mapping[str, tuple[int, ...]] | None = None
+        cls,
+        rule: str,
+        merged: Mapping[str, tuple[int, ...]] | None = None,
     ) -> "Letters":
         """Read a rule such as "m k, n k -> m n".
 
@@ -263,7 +264,9 @@ class Letters:
         return side
 
     def _split_between_blocks(
-        self, mesh: Mesh | AbstractMesh, chosen: dict[str, Axes]
+        self,
+        mesh: Mesh | AbstractMesh,
+        chosen: dict[str, Axes],
     ) -> None:
         """Remove splits inside a block from the choice.
 
@@ -300,7 +303,9 @@ def _spec(side: Side, chosen: Mapping[str, Axes]) -> Spec:
 
 
 def _partial_sums(
-    sides: Sequence[Side], split: Sequence[Sequence[Axes]], kept: set[str]
+    sides: Sequence[Side],
+    split: Sequence[Sequence[Axes]],
+    kept: set[str],
 ) -> dict[str, Axes]:
     """Return the mesh axes of each summed letter on which its operands agree."""
     found: dict[str, set[Axes]] = {}

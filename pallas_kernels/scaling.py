@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.checks import check_choice
-from pallas_kernels.specs import sharding_of
+from pallas_kernels.specs import Shape, sharding_of
 
 Scale = Literal["pow2", "float32"]
 Tile = Literal["vector", "square"]
@@ -36,7 +36,7 @@ SCALE_DTYPE = jnp.float8_e8m0fnu
 ZERO_BLOCK = 0
 
 
-def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _count(size: int, tile: Tile, shape: Shape) -> Shape:
     """Return the number of blocks along each axis."""
     *leading, last = shape
     if tile == "square":
@@ -44,7 +44,7 @@ def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*leading, -(-last // size))
 
 
-def _repeat(of_blocks: Array, size: int, tile: Tile, shape: tuple[int, ...]) -> Array:
+def _repeat(of_blocks: Array, size: int, tile: Tile, shape: Shape) -> Array:
     """Return one number for each value of a tensor, from one for each block."""
     repeat = partial(jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks))
     wide = _first(repeat(of_blocks, axis=-1), shape[-1], -1)
@@ -108,7 +108,7 @@ class Tensor(_Float32):
 
     serves_both = True  # one quantization of a matrix also serves its transpose
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_shape(self, shape: Shape) -> Shape:
         """Return the shape of the scales of a stack of matrices.
 
         >>> Tensor().scale_shape((3, 48, 100))
@@ -117,7 +117,10 @@ class Tensor(_Float32):
         return shape[:-2]
 
     def find(
-        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+        self,
+        x: Array,
+        dtype: DTypeLike,
+        amax: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return (scale, its inverse as a multiplier) of float32 x.
 
@@ -127,7 +130,7 @@ class Tensor(_Float32):
             return numerics.find_scale(x, dtype, self.scale)
         return numerics.scale_and_inverse(amax, dtype, self.scale)
 
-    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
+    def spread(self, scale: Array, shape: Shape) -> Array:
         """Return the scale, shaped to multiply values of this shape."""
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
 
@@ -152,7 +155,7 @@ class Row(_Float32):
 
     serves_both = False
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_shape(self, shape: Shape) -> Shape:
         """Return the shape of the scales of a tensor.
 
         >>> Row().scale_shape((3, 48, 100))
@@ -161,14 +164,17 @@ class Row(_Float32):
         return shape[:-1]
 
     def find(
-        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+        self,
+        x: Array,
+        dtype: DTypeLike,
+        amax: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return (scales of float32 x's rows, their inverses, shaped to multiply x)."""
         assert amax is None, "check_quantizer refuses an amax of rows"
         scale, inverse = numerics.find_scale(x, dtype, self.scale, -1)
         return scale, inverse[..., None]
 
-    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
+    def spread(self, scale: Array, shape: Shape) -> Array:
         """Return the scales, shaped to multiply values of this shape."""
         return scale[..., None]
 
@@ -237,7 +243,7 @@ class Block:
         """
         return Block(self.size, "vector")
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_shape(self, shape: Shape) -> Shape:
         """Return the shape of the scales of a tensor.
 
         >>> Block(32, "vector").scale_shape((48, 100))
@@ -262,7 +268,10 @@ class Block:
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
     def find(
-        self, x: Array, dtype: DTypeLike, amax: Array | None = None
+        self,
+        x: Array,
+        dtype: DTypeLike,
+        amax: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return (E8M0 scales of float32 x's blocks, their inverses, spread over x)."""
         assert amax is None, "check_quantizer refuses an amax of blocks"
@@ -270,7 +279,7 @@ class Block:
         spread = _repeat(inverse, self.size, self.tile, x.shape)
         return numerics.encode_e8m0(scale), spread
 
-    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
+    def spread(self, scale: Array, shape: Shape) -> Array:
         """Return the scale of every value of a tensor of this shape, float32."""
         return _repeat(numerics.decode_e8m0(scale), self.size, self.tile, shape)
 
@@ -385,7 +394,7 @@ class Fp4:
         """Scaling of an 8-bit activation that such a weight multiplies."""
         return Row("float32")
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_shape(self, shape: Shape) -> Shape:
         """Return the shape of the blocks' scales of a tensor.
 
         >>> Fp4().scale_shape((48, 100)), Fp4(tile="square").scale_shape((48, 100))
@@ -393,11 +402,11 @@ class Fp4:
         """
         return _count(self.block, self.tile, shape)
 
-    def bits(self, shape: tuple[int, ...]) -> float:
+    def bits(self, shape: Shape) -> float:
         """Return the bits per value of a matrix of this shape, without `outer`."""
         return 4.0 + 8.0 * math.prod(self.scale_shape(shape)) / math.prod(shape)
 
-    def spread(self, scale: Array, shape: tuple[int, ...]) -> Array:
+    def spread(self, scale: Array, shape: Shape) -> Array:
         """Return the block scale of every value of a tensor, without `outer`."""
         return _repeat(self.in_float32(scale), self.block, self.tile, shape)
 

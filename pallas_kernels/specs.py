@@ -23,10 +23,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
 Entry: TypeAlias = str | tuple[str, ...] | None
+Axes: TypeAlias = tuple[str, ...]  # of a mesh
+Shape: TypeAlias = tuple[int, ...]
 T = TypeVar("T")
 
 
-def names(entry: Entry) -> tuple[str, ...]:
+def names(entry: Entry) -> Axes:
     """Return the mesh axes that an entry names, the slowest first.
 
     >>> names(None), names("data"), names(("data", "fsdp"))
@@ -172,7 +174,9 @@ def merged_entries(
 
 
 def split_entries(
-    sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Sequence[int]]
+    sharding: Sharding,
+    spec: Sequence[Entry],
+    groups: Sequence[Sequence[int]],
 ) -> tuple[Entry, ...]:
     """Return the entries of axes that are split into groups.
 

@@ -143,7 +143,10 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 
 def decline(
-    device: str, key: Key | None, backend: str, able: Collection[str] | None = None
+    device: str,
+    key: Key | None,
+    backend: str,
+    able: Collection[str] | None = None,
 ) -> str | None:
     """Return the reason why a backend is not the first choice on a device, or None.
 

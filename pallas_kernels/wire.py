@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import check_choice
+from pallas_kernels.specs import Axes
 
 Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
 
@@ -36,7 +37,7 @@ class Scatter(NamedTuple):
         the matrix, else None.
     """
 
-    axes: tuple[str, ...]
+    axes: Axes
     dimension: int
     shape: tuple[int, ...] | None = None
 
@@ -75,7 +76,10 @@ def reduced(
 
 
 def _handed_out(
-    partial: Array, axes: tuple[str, ...], dimension: int, wire: Wire | None
+    partial: Array,
+    axes: Axes,
+    dimension: int,
+    wire: Wire | None,
 ) -> Array:
     """Return this device's part of the sum, cut along a dimension."""
     if wire is not None and wire != "float32":
@@ -89,7 +93,7 @@ def _handed_out(
     return jnp.sum(parts.reshape(shape).astype(jnp.float32), axis=dimension)
 
 
-def _everywhere(partial: Array, axes: tuple[str, ...], wire: Wire | None) -> Array:
+def _everywhere(partial: Array, axes: Axes, wire: Wire | None) -> Array:
     """Return the whole sum on every device."""
     if wire == "bfloat16":
         return lax.psum(partial.astype(jnp.bfloat16), axes)

@@ -112,7 +112,9 @@ def _stacked(kernel: Kernel, options: Options) -> Kernel:
 
     @call.def_vmap
     def _rule(
-        size: int, is_mapped: list[bool], *operands: Array
+        size: int,
+        is_mapped: list[bool],
+        *operands: Array,
     ) -> tuple[list[Array], list[bool]]:
         whole = []
         for x, maps in zip(operands, is_mapped, strict=True):

@@ -125,7 +125,10 @@ class _Tiles(NamedTuple):
 
 
 def _call(
-    options: Options, columns: int, *operands: Array, interpret: bool
+    options: Options,
+    columns: int,
+    *operands: Array,
+    interpret: bool,
 ) -> list[Array]:
     """Run the kernel on arrays that it can address, see `launch`."""
     # A result in place has the type of its operand.
@@ -236,7 +239,9 @@ def _summarize(refs: Sequence[Ref], hi: Array, largest: Array) -> None:
 
 
 def _first_indices(
-    options: Options, sizes: tuple[int, int, int], place: Sequence[Array]
+    options: Options,
+    sizes: tuple[int, int, int],
+    place: Sequence[Array],
 ) -> Array:
     """Return the index of the first value of each block in the whole weight.
 

@@ -262,7 +262,11 @@ def _load_scales(_: object, scales: Value, place: FragmentedArray) -> Fragmented
 
 
 def _load_codes(
-    form: Fp4Format, unit: int, _: object, codes: Value, place: FragmentedArray
+    form: Fp4Format,
+    unit: int,
+    _: object,
+    codes: Value,
+    place: FragmentedArray,
 ) -> FragmentedArray:
     return _together(_code_words(form, unit, _apart(place)[0], address(codes)))
 
@@ -295,7 +299,10 @@ def _decode_e4m3(
 
 
 def _operand_of(
-    values: np.ndarray, kind: ir.Type, layout: mgpu.TiledLayout, chunk: int
+    values: np.ndarray,
+    kind: ir.Type,
+    layout: mgpu.TiledLayout,
+    chunk: int,
 ) -> FragmentedArray:
     """Return an operand of `wgmma`, 64 rows of a chunk, from words of a thread.
 
@@ -351,7 +358,10 @@ def _bf16_words(
 
 
 def _e4m3_words(
-    chunk: int, codes: list[Value], table: Value, scales: list[Value]
+    chunk: int,
+    codes: list[Value],
+    table: Value,
+    scales: list[Value],
 ) -> np.ndarray:
     """Return a thread's values of a chunk, words of four, `[8, 2]`.
 
@@ -374,7 +384,9 @@ def _e4m3_words(
 
 
 def _in_registers(
-    function: Callable[..., object], *arguments: object, layout: object = PAIRS
+    function: Callable[..., object],
+    *arguments: object,
+    layout: object = PAIRS,
 ) -> Callable[..., Array]:
     """Return a function, made of PTX, whose result is words of each thread."""
     made = plgpu.ShapeDtypeStruct((128 * _WORDS[layout],), jnp.uint32, layout)
@@ -382,7 +394,11 @@ def _in_registers(
 
 
 def words(
-    count: int, operands: list[Value], text: str, *, effects: bool = False
+    count: int,
+    operands: list[Value],
+    text: str,
+    *,
+    effects: bool = False,
 ) -> list[Value]:
     """Run PTX whose results are `$0` on, followed by the operands.
 

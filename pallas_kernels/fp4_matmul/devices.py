@@ -69,7 +69,9 @@ def _rule(options: Options, x: Array | Operand, w: Operand, tables: int) -> str:
 
 
 def _wanted(
-    options: Options, x: Array | Operand, w: Operand
+    options: Options,
+    x: Array | Operand,
+    w: Operand,
 ) -> tuple[Entry, ...] | None:
     """Return the spec of the result under explicit axes, as of a product in BF16."""
     of_x = _in_bf16(x.shape, x.values if isinstance(x, Operand) else x)

@@ -215,7 +215,9 @@ def _output_bytes(config: "Config", options: Options, rows: int) -> int:
 
 
 def _rounding(
-    config: "Config", options: Options, x: Array | ShapeDtypeStruct
+    config: "Config",
+    options: Options,
+    x: Array | ShapeDtypeStruct,
 ) -> "Config":
     """Return the sizes for blocks that round x themselves if its rows are few.
 
@@ -243,7 +245,11 @@ def _rounding(
 
 
 def _fp4_matmul(
-    options: Options, x: Array, w: Operand, *, config: "Config | None" = None
+    options: Options,
+    x: Array,
+    w: Operand,
+    *,
+    config: "Config | None" = None,
 ) -> Array:
     """Return the product, see `api.fp4_matmul`.
 
@@ -252,7 +258,10 @@ def _fp4_matmul(
     from pallas_kernels.fp4_matmul import decode
 
     def on_device(
-        options: Options, x: Array | Operand, w: Operand, table: Array
+        options: Options,
+        x: Array | Operand,
+        w: Operand,
+        table: Array,
     ) -> Array:
         chosen = config or configure(options, x, w)
         if chosen is None:
@@ -282,7 +291,11 @@ def _padded(m: int, config: "Config") -> int:
 
 
 def _in_bf16(
-    config: "Config", options: Options, x: Array, w: Operand, table: Array
+    config: "Config",
+    options: Options,
+    x: Array,
+    w: Operand,
+    table: Array,
 ) -> Array:
     from pallas_kernels.fp4_matmul import decode, kernel
 

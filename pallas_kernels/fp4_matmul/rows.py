@@ -159,7 +159,10 @@ def _load(x: Ref, row: int, steps: list[Array]) -> list[Array]:
 
 
 def _write_largest(
-    row: int, _: object, largest: Value, *found: FragmentedArray
+    row: int,
+    _: object,
+    largest: Value,
+    *found: FragmentedArray,
 ) -> None:
     pairs = []
     for fours in found:
@@ -202,7 +205,11 @@ def _pairs_of(fours: FragmentedArray) -> list[Value]:
 
 
 def _store_largest(
-    row: int, pairs: list[Value], largest: Value, warps: int, thread: Value
+    row: int,
+    pairs: list[Value],
+    largest: Value,
+    warps: int,
+    thread: Value,
 ) -> None:
     """Write the largest magnitude of a warp's pairs of bfloat16.
 

@@ -180,7 +180,11 @@ ROWS = Implementation("triton", _ordered_rows, _reject_rows)
 
 
 def _call_rows(
-    rows: int, x: Array, outer: Array, *, interpret: bool
+    rows: int,
+    x: Array,
+    outer: Array,
+    *,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     from jax.experimental import pallas as pl
 

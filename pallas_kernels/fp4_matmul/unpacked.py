@@ -71,7 +71,10 @@ def quantize_rows(x: Array) -> Operand:
 
 
 def unpack(
-    w: Operand, *, turned: bool = False, backend: Backend | None = None
+    w: Operand,
+    *,
+    turned: bool = False,
+    backend: Backend | None = None,
 ) -> Array:
     """Return a weight times `E4M3_FACTOR` in E4M3: `[n, k]`, or turned `[k, n]`.
 

@@ -194,7 +194,11 @@ class _Block:
             store([[pl.run_scoped(add_all, accumulator)]])
 
     def _take(
-        self, tile: Tile, before: Index, step: Index, rows: pl.Slice
+        self,
+        tile: Tile,
+        before: Index,
+        step: Index,
+        rows: pl.Slice,
     ) -> tuple[Index, Ref, Sequence[Ref]]:
         """Return (slot, x, halves of w) of a step when they are there."""
         slot = self.slots.read(before + step)
@@ -204,7 +208,11 @@ class _Block:
         return slot, x, ws
 
     def _promote(
-        self, total: Promoted, tile: Tile, before: Index, carry: Carry
+        self,
+        total: Promoted,
+        tile: Tile,
+        before: Index,
+        carry: Carry,
     ) -> Carry:
         """Add all steps of a tile, alone or in pairs, to totals in registers."""
         plan = self.work.plan
@@ -269,7 +277,11 @@ class _Block:
         )
 
     def _store(
-        self, warpgroup: Index, tile: Tile, rows: pl.Slice, parts: Parts
+        self,
+        warpgroup: Index,
+        tile: Tile,
+        rows: pl.Slice,
+        parts: Parts,
     ) -> None:
         """Scale the sums of a warpgroup, and write the rows that belong to the tile."""
         plan = self.work.plan
@@ -333,7 +345,10 @@ def _load_global(vector: Ref, axis: int) -> Array:
 
 
 def _multiply_steps(
-    acc: Ref, xs: Sequence[Ref], ws: Sequence[Sequence[Ref]], rows: pl.Slice
+    acc: Ref,
+    xs: Sequence[Ref],
+    ws: Sequence[Sequence[Ref]],
+    rows: pl.Slice,
 ) -> None:
     """Add the products of several steps."""
     for x, halves in zip(xs, ws, strict=True):
@@ -361,7 +376,11 @@ def _mask(tile: Tile, step: Index, x: Ref, rows: pl.Slice) -> None:
 
 
 def _copy_rows(
-    piece: Ref, out: Ref, row: Index, column: Index, count: Index | None
+    piece: Ref,
+    out: Ref,
+    row: Index,
+    column: Index,
+    count: Index | None,
 ) -> None:
     """Copy the first `count` rows of a piece to rows of `out`, or all.
 

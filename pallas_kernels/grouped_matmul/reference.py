@@ -139,7 +139,9 @@ def _unscaled(
 
 @cache
 def _ragged(
-    numbers: lax.RaggedDotDimensionNumbers, precise: bool, stacked: bool = False
+    numbers: lax.RaggedDotDimensionNumbers,
+    precise: bool,
+    stacked: bool = False,
 ) -> Callable[..., Array]:
     """Return the product of arrays, or of stacks of them.
 

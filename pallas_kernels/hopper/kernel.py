@@ -187,7 +187,10 @@ class _Product:
         return parts
 
     def _sum(
-        self, store: Store, warpgroup: Index, column: Index
+        self,
+        store: Store,
+        warpgroup: Index,
+        column: Index,
     ) -> Accumulated | Promoted:
         """Return a warpgroup's sum of a tile in this column of tiles."""
         config = self.plan.config

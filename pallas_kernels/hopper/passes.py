@@ -141,7 +141,9 @@ def _kernel(
 
 
 def _numbers(
-    registers: Registers, given: Sorted[Ref], at: tuple[pl.Slice, pl.Slice]
+    registers: Registers,
+    given: Sorted[Ref],
+    at: tuple[pl.Slice, pl.Slice],
 ) -> list[list[Array]]:
     """Return the vectors and scalars of a tile for each few rows."""
     rest = [registers.read_vector(ref.at[at[1]], 1) for ref in given.columns]
@@ -154,7 +156,10 @@ def _numbers(
 
 
 def _few(
-    form: Form, size: int, place: tuple[Array, Array], columns: int
+    form: Form,
+    size: int,
+    place: tuple[Array, Array],
+    columns: int,
 ) -> tuple[pl.Slice, ...]:
     """Return where the numbers of a tile lie in a result of one number a block."""
     height = ROWS if form == "rows" else ROWS // size

@@ -36,10 +36,10 @@ _WARPS = 4  # of a warpgroup
 
 @dataclass(frozen=True)
 class Registers:
-    """Matrices of one shape, of 512 values: four rows of 128, so that each warp has a
-    row, or eight of 64.
+    """Matrices of one shape, of 512 values.
 
-    With fewer values `each` lane they are arrays of 128 times as many values.
+    They are four rows of 128, so that each warp has a row, or eight of 64. With fewer
+    values `each` lane they are arrays of 128 times as many values.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,11 @@ class Registers:
         return self._by_lanes(of_lane, x)
 
     def largest_of_blocks(
-        self, size: int, axis: int | None, tops: Sequence[Array], memory: Ref
+        self,
+        size: int,
+        axis: int | None,
+        tops: Sequence[Array],
+        memory: Ref,
     ) -> list[Array]:
         """Return the largest float32 of blocks, from bits, where the values are.
 
@@ -131,7 +135,11 @@ class Registers:
         return numerics.from_bits(whole)
 
     def _joined(
-        self, size: int, axis: int | None, found: list[_Values], memory: Value
+        self,
+        size: int,
+        axis: int | None,
+        found: list[_Values],
+        memory: Value,
     ) -> list[_Values]:
         """Return the largest values over all warps, by way of shared memory."""
         each = len(found[0])
@@ -158,11 +166,13 @@ class Registers:
         return [_parts(x, each) for x in joined]
 
     def write_of_blocks(
-        self, size: int, form: str, numbers: Sequence[Array], ref: Ref
+        self,
+        size: int,
+        form: str,
+        numbers: Sequence[Array],
+        ref: Ref,
     ) -> None:
-        """Write the numbers of all "rows", or of squares ("one") or columns, which have
-        a matrix for a band.
-        """
+        """Write a number for each row, or square ("one") or column of each band."""
         step = self.shape[0] if form == "rows" else 1
         if device_kind() == "cpu":
             lines = jnp.concatenate([x[:step] for x in numbers])
@@ -196,9 +206,7 @@ class Registers:
         return x if device_kind() == "cpu" else plgpu.layout_cast(x, self.layout)
 
     def read_vector(self, ref: Ref, axis: Literal[0, 1], first: int = 0) -> Array:
-        """Return numbers of a vector from `first` on, each in its row (axis 0) or
-        column.
-        """
+        """Return a vector from `first` on, a number for each row (axis 0) or column."""
         if device_kind() == "cpu":
             line = jnp.expand_dims(ref[pl.ds(first, self.shape[axis])], 1 - axis)
             return jnp.broadcast_to(line, self.shape)
@@ -215,9 +223,7 @@ class Registers:
         return self._inline(read, [], [ref], [ref.dtype])[0]
 
     def read_lines(self, ref: Ref) -> list[Array]:
-        """Return the values of `[lanes, values]`, each lane's own, as an array for each
-        column.
-        """
+        """Return an array for each column of `[lanes, values]`, each lane's own."""
         count = ref.shape[1]
         if device_kind() == "cpu":
             return [ref[:, i] for i in range(count)]
@@ -231,9 +237,7 @@ class Registers:
         return self._inline(read, [], [ref], [ref.dtype] * count)
 
     def write_lines(self, arrays: Sequence[Array], ref: Ref) -> None:
-        """Write the bytes of each lane's values to its own line of
-        `[lanes, values]`.
-        """
+        """Write the bytes of each lane's values to its line of `[lanes, values]`."""
         if device_kind() == "cpu":
             lines = lax.bitcast_convert_type(jnp.stack(arrays, 1), ref.dtype)
             ref[...] = lines.reshape(ref.shape)
@@ -294,11 +298,12 @@ class Registers:
         self._inline(copy, [], [*sources, *targets])
 
     def write_numbers(
-        self, first: ArrayLike, numbers: Sequence[Array], refs: Sequence[Ref]
+        self,
+        first: ArrayLike,
+        numbers: Sequence[Array],
+        refs: Sequence[Ref],
     ) -> None:
-        """Write an int32 for the row of each warp, from row `first` on, as a byte or an
-        int32.
-        """
+        """Write a byte or an int32 for the row of each warp, from row `first` on."""
 
         def write(arrays: _InLanes, refs: _Values) -> None:
             row, lane = _place(arrays[0])
@@ -313,9 +318,7 @@ class Registers:
         self._inline(write, [jnp.int32(first), *numbers], refs)
 
     def _by_lanes(self, function: Callable[..., _Values], *values: ArrayLike) -> Array:
-        """Return float32, whose values in a lane are a function of the lane's values of
-        each matrix.
-        """
+        """Return float32: in each lane a function of its values of each matrix."""
 
         def run(arrays: _InLanes, refs: _Values) -> _InLanes:
             return [self._array(function(*(_values(x) for x in arrays)))]
@@ -348,7 +351,9 @@ class Registers:
         return made
 
     def _array(
-        self, values: Sequence[Value], signed: bool | None = None
+        self,
+        values: Sequence[Value],
+        signed: bool | None = None,
     ) -> FragmentedArray:
         """Return a matrix from the values of each lane."""
         kind = ir.VectorType.get((self.each,), values[0].type)
@@ -360,9 +365,7 @@ class Registers:
 
     @staticmethod
     def turned(rows: int, columns: int, dtype: DTypeLike) -> Any:
-        """Return shared memory for the transpose of a tile of bytes, `[columns, rows]`,
-        as bulk copies read it.
-        """
+        """Return shared memory for a transpose of bytes, as bulk copies read it."""
         transforms = plgpu.TilingTransform((8, rows)), plgpu.SwizzleTransform(rows)
         return plgpu.SMEM((columns, rows), jnp.dtype(dtype), transforms=transforms)
 

@@ -273,7 +273,12 @@ class Ring(Steps):
                 plgpu.barrier_wait(slots.consumed.at[slot])
 
     def _copy(
-        self, tile: OutputTile, slots: Slots, i: int, k: Index, slot: Index
+        self,
+        tile: OutputTile,
+        slots: Slots,
+        i: int,
+        k: Index,
+        slot: Index,
     ) -> None:
         """Copy block k of operand i to a slot."""
         spec = _specs(self.plan)[i]
@@ -289,7 +294,11 @@ class Ring(Steps):
         )
 
     def _consume(
-        self, tile: OutputTile, slots: Slots, before: Index, complete: Index | None
+        self,
+        tile: OutputTile,
+        slots: Slots,
+        before: Index,
+        complete: Index | None,
     ) -> None:
         """Multiply all steps."""
         halves = self.plan.halves

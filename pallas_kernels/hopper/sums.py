@@ -110,7 +110,11 @@ class Factors:
         return tuple(scales[step, self.first + chunk] for chunk in range(chunks))
 
     def find(
-        self, at: Ref, of_squares: Sequence[Array], rows: pl.Slice, chunk: int
+        self,
+        at: Ref,
+        of_squares: Sequence[Array],
+        rows: pl.Slice,
+        chunk: int,
     ) -> Array | None:
         """Return the factor of these rows of the tile and one chunk, or None.
 
@@ -166,7 +170,13 @@ class Promoted:
         return self.width // self.factors.columns
 
     def add(
-        self, step: Index, x: Any, w: Any, at: Ref, release: Release, carry: Carry
+        self,
+        step: Index,
+        x: Any,
+        w: Any,
+        at: Ref,
+        release: Release,
+        carry: Carry,
     ) -> Carry:
         """Add a step, and release its buffers as soon as they are read."""
         totals, of_squares = carry
@@ -216,7 +226,9 @@ class Promoted:
 
 
 def pieces_of(
-    parts: Parts, height: int, width: int
+    parts: Parts,
+    height: int,
+    width: int,
 ) -> Iterator[tuple[int, int, Array]]:
     """Yield (first row, first column, values) of each piece of a sum, in order."""
     top = 0

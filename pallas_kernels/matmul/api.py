@@ -268,7 +268,10 @@ def _by_rows(
 
 
 def scale_rows(
-    unscaled: Array, of_x: Array, of_w: Array, out_dtype: DTypeLike
+    unscaled: Array,
+    of_x: Array,
+    of_w: Array,
+    out_dtype: DTypeLike,
 ) -> Array:
     """Scale the product `[..., n]` of the values of operands with a scale per row."""
     return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)

@@ -32,7 +32,10 @@ def _reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str
 
 
 def configure(
-    options: Product, x: Operand, w: Operand, bias: Array | None
+    options: Product,
+    x: Operand,
+    w: Operand,
+    bias: Array | None,
 ) -> Config | None:
     """Return the tile sizes that were measured near this shape, else a guess."""
     key = reference.key(options, x, w, bias)

@@ -56,7 +56,11 @@ class Computed(Body):
 
 
 def _by_kernel(
-    engine: Engine, options: Computed, x: Array, rows: Arrays, columns: Arrays
+    engine: Engine,
+    options: Computed,
+    x: Array,
+    rows: Arrays,
+    columns: Arrays,
 ) -> list[Array]:
     if options.results == 2:
         outputs = [Output(options.dtype), Output(options.dtype, form="transposed")]
@@ -82,13 +86,19 @@ def _by_xla(options: Computed, x: Array, rows: Arrays, columns: Arrays) -> list[
 
 
 def _reject_triton(
-    options: Computed, x: Array, rows: Arrays, columns: Arrays
+    options: Computed,
+    x: Array,
+    rows: Arrays,
+    columns: Arrays,
 ) -> str | None:
     return _TILING.misfit("x", *x.shape)
 
 
 def _reject_mosaic(
-    options: Computed, x: Array, rows: Arrays, columns: Arrays
+    options: Computed,
+    x: Array,
+    rows: Arrays,
+    columns: Arrays,
 ) -> str | None:
     return hopper.reject([x])
 

@@ -50,7 +50,9 @@ def _reject_dual(
 
 
 def _misfit(
-    options: Quantization, matrices: Sequence[Array], results: int
+    options: Quantization,
+    matrices: Sequence[Array],
+    results: int,
 ) -> str | None:
     """Return the reason why no pass takes these matrices, or None.
 

@@ -39,7 +39,10 @@ def _reject(options: Quantization, x: Array, amax: Array | None) -> str | None:
 
 
 def quantize(
-    engine: Engine, options: Quantization, x: Array, amax: Array | None
+    engine: Engine,
+    options: Quantization,
+    x: Array,
+    amax: Array | None,
 ) -> Quantized:
     """Return the quantized tensor, see `api.quantize`."""
     scaling = options.scaling
@@ -142,7 +145,10 @@ class _Blocks(Body):
 
 
 def _in_blocks(
-    options: Quantization, block: Block, x: Array, engine: Engine | None
+    options: Quantization,
+    block: Block,
+    x: Array,
+    engine: Engine | None,
 ) -> Quantized:
     """Return the quantized tensor from tiles that are blocks."""
     dtype = options.dtype

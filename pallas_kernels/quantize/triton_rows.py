@@ -33,7 +33,7 @@ from pallas_kernels.arithmetic import Portable
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned
-from pallas_kernels.specs import device_count, varying
+from pallas_kernels.specs import Axes, device_count, varying
 from pallas_kernels.tiled import WIDE
 
 _Place: TypeAlias = tuple[ArrayLike, ...]
@@ -99,7 +99,10 @@ def _side(size: int, sides: tuple[int, ...]) -> int:
 
 
 def _rows(
-    options: Quantization, x: Array, *, summed_over: tuple[str, ...]
+    options: Quantization,
+    x: Array,
+    *,
+    summed_over: Axes,
 ) -> list[Array]:
     """Return values `[m, k]` and scales `[m]`.
 
@@ -112,7 +115,10 @@ def _rows(
 
 
 def _tops(
-    sides: tuple[int, int], x: Array, *, summed_over: tuple[str, ...] = ()
+    sides: tuple[int, int],
+    x: Array,
+    *,
+    summed_over: Axes = (),
 ) -> list[Array]:
     """Return the largest magnitudes of the rows of every tile and of its columns.
 
@@ -122,7 +128,10 @@ def _tops(
 
 
 def _scales(
-    options: Quantization, tops: Array, *, summed_over: tuple[str, ...]
+    options: Quantization,
+    tops: Array,
+    *,
+    summed_over: Axes,
 ) -> list[Array]:
     """Return inverse scales and scales `[n]` of lines from `_tops`.
 
@@ -134,7 +143,10 @@ def _scales(
 
 
 def _scales_by_xla(
-    options: Quantization, x: Array, axis: int, summed_over: tuple[str, ...]
+    options: Quantization,
+    x: Array,
+    axis: int,
+    summed_over: Axes,
 ) -> list[Array]:
     amax = numerics.amax_by_bits(x.astype(jnp.float32), axis)
     if summed_over:
@@ -146,7 +158,9 @@ def _scales_by_xla(
 
 
 def _apply(
-    dtype: DTypeLike, *operands: Array, summed_over: tuple[str, ...] = ()
+    dtype: DTypeLike,
+    *operands: Array,
+    summed_over: Axes = (),
 ) -> list[Array]:
     """Return x times the inverse scales of its rows.
 
@@ -200,7 +214,10 @@ def _call_tops(sides: tuple[int, int], x: Array, *, interpret: bool) -> list[Arr
 
 
 def _call_apply(
-    dtype: DTypeLike, x: Array, *inverses: Array, interpret: bool
+    dtype: DTypeLike,
+    x: Array,
+    *inverses: Array,
+    interpret: bool,
 ) -> list[Array]:
     from jax.experimental import pallas as pl
 
@@ -363,7 +380,9 @@ def scales_of(options: Quantization, amax: Array, do: Portable) -> tuple[Array, 
 
 
 def _inside(
-    whole: tuple[int, ...], sides: tuple[int, ...], place: _Place
+    whole: tuple[int, ...],
+    sides: tuple[int, ...],
+    place: _Place,
 ) -> Array | None:
     """Return a mask of the values of the tile at `place` that the array has.
 
