@@ -193,7 +193,7 @@ def device_cores(otherwise: int) -> int:
     return otherwise
 
 
-def compute_capability() -> float:
+def _compute_capability() -> float:
     """Return the compute capability of that device, such as 9.0 for Hopper.
 
     It is 0 unless the device is an NVIDIA GPU.
@@ -212,7 +212,7 @@ def lacks_fp8(*call: object) -> str | None:
     compiled elsewhere, has a name but no capability.
     """
     kind = device_kind()
-    if "NVIDIA" in kind and not 0 < compute_capability() < 8.9:
+    if "NVIDIA" in kind and not 0 < _compute_capability() < 8.9:
         return None
     return f"{kind} has no instructions for FP8"
 
@@ -403,4 +403,4 @@ def surroundings() -> Hashable:
     kind = device_kind()
     # A CPU runs no kernel that is not named, so times decide nothing there.
     times = None if kind == "cpu" else tuning.load()
-    return kind, compute_capability(), device_cores(0), times
+    return kind, _compute_capability(), device_cores(0), times

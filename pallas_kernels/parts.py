@@ -46,7 +46,7 @@ class BlocksOf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class _Parts:
     """The parts of the arrays of an op that devices compute.
 
     Attributes:
@@ -68,7 +68,7 @@ class Parts:
             return local
         return partial(local, scattered=self.scattered)
 
-    def with_shapes(self, mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> "Parts":
+    def with_shapes(self, mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> "_Parts":
         """Return the same parts with a shape of the result in each `Scatter`.
 
         `shape` is the device's part of the result in the end. Each sum that is handed
@@ -211,7 +211,7 @@ class Letters:
         inputs: Sequence[Spec],
         outputs: Sequence[Spec],
         shape: Sequence[int],
-    ) -> Parts:
+    ) -> _Parts:
         """Choose the parts of operands and results that devices compute.
 
         Args:
@@ -240,7 +240,7 @@ class Letters:
         specs_in = [_spec(side, chosen) for side in self.inputs]
         specs_out = [_spec(side, chosen) for side in self.outputs]
         if not self.scattered:
-            return Parts(specs_in, specs_out, summed)
+            return _Parts(specs_in, specs_out, summed)
         handed = _scatters(mesh, specs_out[0], outputs[0], shape, summed)
         # A result that is handed out is split by the axes of its sum, which split no
         # letter of it.
@@ -250,7 +250,7 @@ class Letters:
             of_result[scatter.dimension] = scatter.axes
             left -= set(scatter.axes)
         over = tuple(axis for axis in summed if axis in left)
-        return Parts(specs_in, [tuple(of_result)], over, handed)
+        return _Parts(specs_in, [tuple(of_result)], over, handed)
 
     def _without_counts(self, side: Side) -> Side:
         """Return the axis of the blocks instead of each letter that counts them.

@@ -12,7 +12,7 @@ from jax import Array, ShapeDtypeStruct, lax
 
 from pallas_kernels.fp4_matmul.reference import Options, dimensions, scaling_of
 from pallas_kernels.matmul.devices import result_spec
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Operand
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import Entry
 
@@ -45,27 +45,23 @@ def on_each_device(
         sums = lax.psum(multiply(own, x, w, *table), summed_over)
         return sums.astype(options.out_dtype)
 
-    run = partitioned(
-        local,
-        _rule(options, x, w, len(table)),
-        blocks_of(scaling_of(w), w.shape),
-        merged={"m": x.shape[:-1]},
-        wanted=_wanted(options, x, w),
-    )
-    return run(*jax.tree.leaves(operands))
-
-
-def _rule(options: Options, x: Array | Operand, w: Operand, tables: int) -> str:
-    """Return the letters of x, w, tables and the result, for `partitioned`."""
+    of_weight, blocks = letters_of(w)
     summed, kept = ("k", "n") if options.contracts == "k" else ("n", "k")
     letters = [f"m {summed}"]
     if isinstance(x, Operand):
         letters.append("m")
-    letters += ["n h", scale_letters(scaling_of(w))]
+    letters += of_weight
     if w.outer is not None:
         letters.append("u")
-    letters += ["t"] * tables
-    return f"{', '.join(letters)} -> m {kept}"
+    letters += ["t"] * len(table)
+    run = partitioned(
+        local,
+        f"{', '.join(letters)} -> m {kept}",
+        blocks,
+        merged={"m": x.shape[:-1]},
+        wanted=_wanted(options, x, w),
+    )
+    return run(*jax.tree.leaves(operands))
 
 
 def _wanted(
@@ -86,16 +82,17 @@ def _in_bf16(shape: tuple[int, ...], array: Array) -> ShapeDtypeStruct:
     return ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
 
-def scale_letters(scaling: Fp4) -> str:
-    """Return the letters of a weight's scales; j counts blocks of k, and i of n."""
-    return "n j" if scaling.tile == "vector" else "i j"
+def letters_of(w: Operand) -> tuple[list[str], dict[str, BlocksOf]]:
+    """Return the letters of a weight's codes and scales, and those that count blocks.
 
-
-def blocks_of(scaling: Fp4, shape: tuple[int, ...]) -> dict[str, BlocksOf]:
-    """Return the letters that count blocks of a weight `[n, k]`; h counts bytes."""
-    n, k = shape
-    return {
+    h counts bytes, j blocks of k, and i blocks of n.
+    """
+    scaling = scaling_of(w)
+    n, k = w.shape
+    of_scales = "n j" if scaling.tile == "vector" else "i j"
+    blocks = {
         "h": BlocksOf("k", 2, k),
         "j": BlocksOf("k", scaling.block, k),
         "i": BlocksOf("n", scaling.block, n),
     }
+    return ["n h", of_scales], blocks

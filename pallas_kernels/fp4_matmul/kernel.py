@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.fp4_matmul import decode, rows
 from pallas_kernels.fp4_matmul.decode import BLOCKS
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR
+from pallas_kernels.hopper.sums import load_global
 from pallas_kernels.scaling import Fp4Format
 from pallas_kernels.specs import varying
 
@@ -404,10 +405,7 @@ class _Block:
             of_rows = self.smem["scales_of_rows"]
         else:
             of_rows = factors.at[self._band]
-        # Straight from memory, which "optimized" loads, made for swizzled shared
-        # memory, refuse.
-        layout = plgpu.Layout.WGMMA.reduce(0)
-        found = plgpu.load(of_rows, layout=layout, optimized=False)
+        found = load_global(of_rows, 0)
         if self.config.rounds_rows:
             found = found * (factors[0] * jnp.float32(1 / E4M3_FACTOR))
         return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))

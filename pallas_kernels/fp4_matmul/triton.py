@@ -20,7 +20,7 @@ from pallas_kernels import numerics
 from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.dispatch import Implementation, lacks_fp8
 from pallas_kernels.fp4_matmul import reference
-from pallas_kernels.fp4_matmul.devices import blocks_of, scale_letters
+from pallas_kernels.fp4_matmul.devices import letters_of
 from pallas_kernels.fp4_matmul.reference import scaling_of
 from pallas_kernels.operands import Operand
 from pallas_kernels.partition import partitioned
@@ -69,9 +69,10 @@ def _unpack(turned: bool, w: Operand) -> Array:
         return plgpu.on_platform(partial(_call_unpack, turned), part, table)
 
     result = "k n" if turned else "n k"
-    rule = f"n h, {scale_letters(scaling)}, t -> {result}"
+    letters, blocks = letters_of(w)
+    rule = f"{', '.join(letters)}, t -> {result}"
     table = jnp.asarray(reference.e4m3_table())
-    run = partitioned(local, rule, blocks_of(scaling, w.shape))
+    run = partitioned(local, rule, blocks)
     return run(w.values, w.scale, table)
 
 

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_choice
-from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.dispatch import Backend, dispatch
 from pallas_kernels.grouped_matmul import mosaic, reference
 from pallas_kernels.grouped_matmul.reference import values_of
 from pallas_kernels.operands import Accumulation, Operand, Product, check_operands
@@ -20,14 +20,8 @@ from pallas_kernels.operands import Accumulation, Operand, Product, check_operan
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
 
-IMPLEMENTATIONS = (
-    mosaic.KERNEL,
-    Implementation("xla", reference.grouped_matmul, key=reference.key),
-)
-GRADIENT_IMPLEMENTATIONS = (
-    mosaic.GRADIENT,
-    Implementation("xla", reference.grouped_weight_gradient, key=reference.key),
-)
+IMPLEMENTATIONS = (mosaic.KERNEL, reference.DEFINITION)
+GRADIENT_IMPLEMENTATIONS = (mosaic.GRADIENT, reference.GRADIENT)
 
 
 def grouped_matmul(

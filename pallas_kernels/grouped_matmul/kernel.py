@@ -41,6 +41,7 @@ from pallas_kernels.hopper.sums import (
     Factors,
     Parts,
     Promoted,
+    load_global,
     multiply,
     pieces_of,
 )
@@ -310,8 +311,8 @@ class _Block:
         of_x, of_w = self.work.scales
         height, width = piece.shape
         group = tile.group if self.work.plan.kind == "rows" else 0
-        down = _load_global(of_x.at[pl.ds(row, height)], 1)
-        across = _load_global(of_w.at[group, pl.ds(column, width)], 0)
+        down = load_global(of_x.at[pl.ds(row, height)], 1)
+        across = load_global(of_w.at[group, pl.ds(column, width)], 0)
         scaled = piece * lax.broadcast_in_dim(down, piece.shape, (0,))
         return scaled * lax.broadcast_in_dim(across, piece.shape, (1,))
 
@@ -329,19 +330,12 @@ class _OfBlocks(Factors):
     def of_rows(self, at: Index, rows: pl.Slice) -> Array:
         """Return x's scales of these rows of the tile."""
         lines = pl.ds(self.row + rows.start, rows.size)
-        return _load_global(self.scales[0].at[at, lines], 1)
+        return load_global(self.scales[0].at[at, lines], 1)
 
     def of_columns(self, at: Index, chunk: int) -> Array:
         """Return W's scales of the columns of a chunk."""
         columns = pl.ds((self.first + chunk) * self.columns, self.columns)
-        return _load_global(self.scales[1].at[at, columns], 0)
-
-
-def _load_global(vector: Ref, axis: int) -> Array:
-    """Load a vector of rows (reduced axis 1) or of columns (0) from global memory."""
-    # "Optimized" loads are made for swizzled shared memory and refuse global memory.
-    layout = plgpu.Layout.WGMMA.reduce(axis)
-    return plgpu.load(vector, layout=layout, optimized=False)
+        return load_global(self.scales[1].at[at, columns], 0)
 
 
 def _multiply_steps(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.tuning import Key
 
@@ -26,7 +27,7 @@ _ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 
-def grouped_matmul(
+def _grouped_matmul(
     options: Product,
     x: Matrix,
     w: Matrix,
@@ -49,7 +50,7 @@ def grouped_matmul(
     return _checked(out, group_sizes, m).astype(options.out_dtype)
 
 
-def grouped_weight_gradient(
+def _grouped_weight_gradient(
     options: Product,
     x: Matrix,
     g: Matrix,
@@ -85,6 +86,10 @@ def key(
     if values.ndim == 2:
         return Key("grouped_weight_gradient", variant, (e, k, m, n))
     return Key("grouped_matmul", variant, (e, m, k, n))
+
+
+DEFINITION = Implementation("xla", _grouped_matmul, key=key)
+GRADIENT = Implementation("xla", _grouped_weight_gradient, key=key)
 
 
 def values_of(x: Matrix) -> Array:
@@ -171,13 +176,9 @@ def _ragged(
     return product
 
 
-def _are_sound(group_sizes: Array, m: int) -> Array:
-    """Return whether sizes are zero or more and add up to at most m."""
-    ends = jnp.cumsum(group_sizes)
-    # The first sum that overflows is negative.
-    return jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
-
-
 def _checked(out: Array, group_sizes: Array, m: int) -> Array:
     """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
-    return jnp.where(_are_sound(group_sizes, m), out, jnp.nan)
+    ends = jnp.cumsum(group_sizes)
+    # The first sum that overflows is negative.
+    are_sound = jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
+    return jnp.where(are_sound, out, jnp.nan)

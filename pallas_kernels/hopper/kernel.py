@@ -41,6 +41,7 @@ from pallas_kernels.hopper.sums import (
     Parts,
     Promoted,
     Store,
+    load_global,
     pieces_of,
 )
 from pallas_kernels.specs import varying
@@ -243,13 +244,7 @@ class _Product:
             rows = pl.ds(top + i, height)
             columns = pl.ds(left + j, width)
             if self.bias is not None:
-                # "Optimized" loads are made for swizzled shared memory and refuse
-                # global memory.
-                bias = plgpu.load(
-                    self.bias.at[columns],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                )
+                bias = load_global(self.bias.at[columns], 0)
                 values += lax.broadcast_in_dim(bias, (height, width), (1,))
             plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
             buffer = own.at[turn % count]

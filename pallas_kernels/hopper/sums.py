@@ -32,6 +32,13 @@ Carry: TypeAlias = Any  # the accumulator, or the totals and the scales of squar
 _WAVE_ROWS = 64
 
 
+def load_global(vector: Ref, axis: int) -> Array:
+    """Load a vector of rows (reduced axis 1) or of columns (0) from global memory."""
+    # "Optimized" loads are made for swizzled shared memory and refuse global memory.
+    layout = plgpu.Layout.WGMMA.reduce(axis)
+    return plgpu.load(vector, layout=layout, optimized=False)
+
+
 def multiply(acc: Ref, x: Ref, w: Sequence[Ref], rows: pl.Slice) -> None:
     """Add the products of some rows of x with all halves of W, asynchronously."""
     # W is [n, k] in memory and wgmma reads both operands along k: the transpose only

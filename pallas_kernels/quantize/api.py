@@ -71,7 +71,7 @@ _DUAL = (
 IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
     Tensor: (mosaic.TILES, tiles.TRITON, _XLA),
     Row: (mosaic.ROWS, triton_rows.TRITON, _XLA),
-    Block: (mosaic.TILES, tiles.TRITON, replace(_XLA, run=tiles.define_blocks)),
+    Block: (mosaic.TILES, tiles.TRITON, replace(tiles.XLA_BLOCKS, key=_key)),
 }
 DUAL_IMPLEMENTATIONS: dict[type[Scaling], tuple[Implementation, ...]] = {
     Tensor: _DUAL,

@@ -40,7 +40,7 @@ _TILING = Tiling(columns=(128, 64, 32, 16))
 
 
 @dataclass(frozen=True)
-class Computed(Body):
+class _Computed(Body):
     """The static options, which are the body of the pass.
 
     Functions that are equal must compare equal, so that their kernel is traced once.
@@ -57,7 +57,7 @@ class Computed(Body):
 
 def _by_kernel(
     engine: Engine,
-    options: Computed,
+    options: _Computed,
     x: Array,
     rows: Arrays,
     columns: Arrays,
@@ -78,7 +78,7 @@ def _by_kernel(
     )
 
 
-def _by_xla(options: Computed, x: Array, rows: Arrays, columns: Arrays) -> list[Array]:
+def _by_xla(options: _Computed, x: Array, rows: Arrays, columns: Arrays) -> list[Array]:
     of_rows = [vector[:, None] for vector in rows]
     of_columns = [vector[None, :] for vector in columns]
     values = options.whole([x, *of_rows, *of_columns])
@@ -86,7 +86,7 @@ def _by_xla(options: Computed, x: Array, rows: Arrays, columns: Arrays) -> list[
 
 
 def _reject_triton(
-    options: Computed,
+    options: _Computed,
     x: Array,
     rows: Arrays,
     columns: Arrays,
@@ -95,7 +95,7 @@ def _reject_triton(
 
 
 def _reject_mosaic(
-    options: Computed,
+    options: _Computed,
     x: Array,
     rows: Arrays,
     columns: Arrays,
@@ -142,7 +142,7 @@ def quantize_computed(
     >>> values.tolist(), turned.shape
     ([[1.5, 4.0]], (2, 1))
     """
-    options = Computed(compute, jnp.dtype(dtype), results)
+    options = _Computed(compute, jnp.dtype(dtype), results)
     arrays = (x, tuple(rows), tuple(columns))
     values, turned = dispatch(
         "quantize_computed", IMPLEMENTATIONS, backend, options, *arrays

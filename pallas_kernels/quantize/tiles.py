@@ -69,7 +69,7 @@ TRITON = Implementation(
 )
 
 
-def define_blocks(options: Quantization, x: Array, amax: Array | None) -> Quantized:
+def _define_blocks(options: Quantization, x: Array, amax: Array | None) -> Quantized:
     """Return the definition of a tensor in blocks.
 
     JAX does not cut explicit axes into blocks, so there each device computes the
@@ -79,6 +79,9 @@ def define_blocks(options: Quantization, x: Array, amax: Array | None) -> Quanti
     if isinstance(scaling, Block) and has_explicit_axes():
         return _in_blocks(options, scaling, x, None)
     return reference.quantize(options, x, amax)
+
+
+XLA_BLOCKS = Implementation("xla", _define_blocks)
 
 
 @dataclass(frozen=True)

@@ -409,7 +409,7 @@ def test_the_kernel_is_chosen_where_instructions_for_fp8_are(
 ):
     """A device that is only described has no capability."""
     monkeypatch.setattr(dispatch, "device_kind", lambda: kind)
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
     reason = IMPLEMENTATIONS[0].decline(reference.Options())
     assert reason is None if chosen else kind in reason
 

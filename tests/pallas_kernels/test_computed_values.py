@@ -77,8 +77,8 @@ def assert_close(got, wanted):
 
 def test_no_kernel_runs_where_a_gpu_lacks_fp8(monkeypatch):
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA A100")
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: 8.0)
-    options = computed.Computed(Shares(False), E5M2, 1)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: 8.0)
+    options = computed._Computed(Shares(False), E5M2, 1)
     arrays = (jnp.ones((64, 64)), (), ())
     triton, mosaic, xla = dispatch.judge(
         computed.IMPLEMENTATIONS, None, options, *arrays
