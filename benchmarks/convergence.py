@@ -64,9 +64,8 @@ from benchmarks.variants import (
     fake_quantized,
 )
 from models.huggingface.tokenizer import read_tokenizer
-from models.nets.families import ModelConfig, model_config, model_names
-from models.nets.gpt import GPTConfig
-from models.nets.llama import LLAMAS, LlamaConfig
+from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig
+from models.nets.sizes import LLAMAS, model_config, model_names
 from models.tokens import OWN
 from models.train import keep_programs
 from models.training.batches import check_corpus

@@ -24,17 +24,15 @@ import optax
 
 import tcfp_jax
 from benchmarks.variants import BASELINE, Variant, without_perturbation
-from models.nets.families import ModelConfig
-from models.nets.llama import LlamaConfig
+from models.nets.shapes import LlamaConfig, ModelConfig
 from models.training.checkpoint import RunDirectory
 from models.training.intact import lock
-from models.training.settings import TrainConfig
+from models.training.settings import Data, TrainConfig, trained_form
+from models.training.state import TrainState, jittered
 from models.training.steps import (
     StepFunction,
-    TrainState,
     batch_key,
     init,
-    jittered,
     layouts,
     make_optimizer,
     make_steps,
@@ -154,8 +152,7 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
         model=config.size,
         recipe=variant.recipe,
         include=variant.include,
-        weights=variant.weights,
-        moments=variant.moments,
+        weights=trained_form(variant.weights, variant.moments),
         seed=seed,
         batch=config.batch,
         sequence=config.sequence,
@@ -163,7 +160,7 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
         learning_rate=config.learning_rate,
         steps_per_call=config.steps_per_call,
         heldout_windows=config.heldout_windows,
-        corpus_bytes=config.text_bytes,
+        data=Data(corpus_bytes=config.text_bytes),
     )
 
 

@@ -38,9 +38,9 @@ from benchmarks.records import Result
 from benchmarks.shapes import GemmShape, quick
 from benchmarks.tables import markdown_table
 from benchmarks.train_step import check_outputs
-from models.nets.llama import LLAMAS, LlamaConfig
 from models.nets.meshes import AXES, BATCH, parameter_shardings
-from models.nets.moe import MOES, MoeConfig
+from models.nets.shapes import LlamaConfig, MoeConfig
+from models.nets.sizes import LLAMAS, MOES
 from tcfp_jax.recipes import recipe
 from tcfp_jax.sharding import state_shardings
 

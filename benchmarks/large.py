@@ -38,8 +38,8 @@ from benchmarks.records import Result, rows_to_resume
 from benchmarks.shapes import quick
 from benchmarks.tables import markdown_table, print_rows
 from models.huggingface.tokenizer import read_tokenizer
-from models.nets.llama import LLAMAS, LlamaConfig, Loop
-from models.nets.moe import MOES
+from models.nets.shapes import LlamaConfig, Loop
+from models.nets.sizes import LLAMAS, MOES
 from models.tokens import OWN
 from models.training.text import load_installed
 from models.training.tokenized import tokenized

@@ -47,19 +47,11 @@ from benchmarks.records import Result
 from benchmarks.tables import markdown_table, print_rows
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
-from models.nets.families import (
-    EXACT,
-    FAMILIES,
-    TABLES,
-    ModelConfig,
-    family_of,
-    learner,
-    model_config,
-    model_names,
-)
-from models.nets.gpt import GPTConfig
-from models.nets.llama import LLAMAS, Block, LlamaConfig, Loop, rotations
-from models.nets.moe import MoeConfig
+from models.nets.families import EXACT, TABLES, learner, plain_model
+from models.nets.llama import Block
+from models.nets.positions import rotations
+from models.nets.shapes import GPTConfig, LlamaConfig, Loop, ModelConfig, MoeConfig
+from models.nets.sizes import LLAMAS, model_config, model_names
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
 NAME = "llama"
@@ -241,7 +233,7 @@ def make_training(
 ) -> timing.Training:
     """Return a whole training step before it is compiled; `rate` is AdamW's."""
     (batch, positions), size = config.step_tokens, config.step
-    model = FAMILIES[family_of(size)].plain(size, "bfloat16")
+    model = plain_model(size, "bfloat16")
     # XLA multiplies every row by every expert, so the baseline of experts is the
     # recipe, whose products are grouped.
     plain = name == BASELINE and not isinstance(size, MoeConfig)
@@ -310,7 +302,7 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     if name == STORED:
         include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
-    plain = FAMILIES[family_of(config.step)].plain(config.step, "bfloat16")
+    plain = plain_model(config.step, "bfloat16")
     model = convert_to_tcfp(plain, recipe, shape, include=include, rules=EXACT | rules)
     return model, find_weights(model) or None
 

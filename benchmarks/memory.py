@@ -26,11 +26,19 @@ from benchmarks import timing
 from benchmarks.harness import Benchmark
 from benchmarks.records import Result
 from benchmarks.tables import markdown_table
-from models.nets.families import model_names
-from models.nets.gpt import GPTConfig
+from models.nets.shapes import GPTConfig
+from models.nets.sizes import model_names
 from models.train import batch_key, corpus_of, init, make_train_step
-from models.training.settings import ErrorDtype, Moments, TrainConfig, Weights, preset
-from models.training.steps import TrainState
+from models.training.settings import (
+    Data,
+    ErrorDtype,
+    Moments,
+    TrainConfig,
+    Weights,
+    preset,
+    trained_form,
+)
+from models.training.state import TrainState
 from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "memory"
@@ -140,14 +148,12 @@ def train_config(setting: Setting, config: Config) -> TrainConfig:
         base,
         model=config.model,
         recipe=setting.recipe,
-        error_dtype=setting.error_dtype,
-        weights=setting.weights,
-        moments=setting.moments,
+        weights=trained_form(setting.weights, setting.moments, setting.error_dtype),
         batch=config.batch,
         sequence=config.sequence,
         steps=max(config.steps, 2),
         steps_per_call=1,
-        corpus_bytes=2**20,
+        data=Data(corpus_bytes=2**20),
     )
 
 

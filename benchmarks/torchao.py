@@ -27,7 +27,8 @@ from benchmarks.records import Result
 from benchmarks.shapes import MIDDLE, SMOKE_SHAPES, GemmShape
 from benchmarks.tables import markdown_table, times
 from benchmarks.variants import BASELINE
-from models.nets.llama import LLAMAS, LlamaConfig
+from models.nets.shapes import LlamaConfig
+from models.nets.sizes import LLAMAS
 from tcfp_jax.recipes import recipe
 
 NAME = "torchao"

@@ -38,7 +38,7 @@ from benchmarks.shapes import MIDDLE, GemmShape, parse_shapes
 from benchmarks.tables import markdown_table, times
 from models.nets.mlp import MLP
 from models.training.settings import Moments, Weights
-from models.training.steps import float_parameters
+from models.training.state import float_parameters
 from pallas_kernels.dispatch import Backend
 from tcfp_jax.recipes import Recipe, recipe
 

@@ -37,6 +37,7 @@ files unless you ask for them.
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import shlex
 import sys
@@ -46,25 +47,22 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from models.huggingface.folders import check_folder, is_folder
-from models.nets.families import family_of
+from models.huggingface.configs import is_folder
+from models.huggingface.folders import check_folder
 from models.nets.meshes import make_mesh, parse_mesh
-from models.training.checkpoint import (
-    METRICS_FILE,
-    check_export,
-    holds_run,
-    read_config,
-)
+from models.nets.sizes import family_of
+from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_config
 from models.training.intact import write_json
 from models.training.monitoring import read_reports
 from models.training.options import given_settings, parser_of
+from models.training.parameters import check_export
 from models.training.plotting import plot_losses, plot_reports
 from models.training.processes import end_after, is_first, of_first, start, together
 from models.training.progress import shown
 from models.training.running import RunResult, corpus_of, export_run, keep_programs, run
-from models.training.settings import TrainConfig, preset
+from models.training.settings import Stored, TrainConfig, config_of, preset, settings_of
+from models.training.state import TrainState
 from models.training.steps import (
-    TrainState,
     batch_key,
     count_parameters,
     evaluate,
@@ -90,26 +88,18 @@ __all__ = [
     "run",
 ]
 
-RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
+RUNS = Path("runs")
+BASELINE_FOLDER = "compare_bf16"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 1 if the loss stays infinite or NaN,
-    2 for a request that cannot be met, 130 after an interruption.
+    """Run the command, and return its exit status.
+
+    It is 0, 1 if the loss stays infinite or NaN, 2 for a request that cannot be met,
+    and 130 after an interruption.
     """
     options = parser_of(__doc__.split("\n\n")[0]).parse_args(arguments)
     out: Path | None = None
-    # Options that are not settings of the run, such as --mesh, are in no folder, so the
-    # user must repeat them.
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    missing = lambda: [
-        *(() if options.resume else ("--resume",)),
-        *(() if options.out else ("--out", str(out))),
-    ]
-    again = lambda: (
-        "continue with:"
-        f" {shlex.join(['python', '-m', 'models.train', *given, *missing()])}"
-    )
     try:
         start(
             options.coordinator,
@@ -132,13 +122,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (Exception, KeyboardInterrupt) as error:
+        # Options that are not settings of the run, such as --mesh, are in no folder, so
+        # the user must repeat them.
+        command = ["python", "-m", "models.train"]
+        command += sys.argv[1:] if arguments is None else arguments
+        if not options.resume:
+            command.append("--resume")
+        if not options.out:
+            command += ["--out", str(out)]
+        again = f"continue with: {shlex.join(command)}"
         if jax.process_count() > 1:
             end_after(
-                error, f"the last whole checkpoint is kept; {again()}, in every process"
+                error, f"the last whole checkpoint is kept; {again}, in every process"
             )
         if not isinstance(error, KeyboardInterrupt):
             raise
-        print(f"\ninterrupted; {again()}", file=sys.stderr)
+        print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
     return 0
 
@@ -157,12 +156,11 @@ def _choose_folder(options: argparse.Namespace) -> Path:
             )
         return started[-1].parent
     config = preset(getattr(options, "model", "tiny"), **given_settings(options))
-    name = f"{Path(_name(config)).name}-{config.recipe}{'-stored' * (config.weights == 'stored')}"
-    return next(
-        path
-        for path in (RUNS / f"{name}-{i}" for i in range(sys.maxsize))
-        if not path.exists()
-    )
+    name = f"{Path(_name(config)).name}-{config.recipe}"
+    if isinstance(config.weights, Stored):
+        name += "-stored"
+    folders = (RUNS / f"{name}-{i}" for i in itertools.count())
+    return next(folder for folder in folders if not folder.exists())
 
 
 def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
@@ -171,7 +169,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
         return preset(getattr(options, "model", "tiny"), **given)
     if hasattr(options, "model") and not is_folder(options.model):
         given["model"] = options.model
-    return dataclasses.replace(read_config(out), **given)
+    return config_of({**settings_of(read_config(out)), **given})
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:
@@ -202,7 +200,8 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if is_first():
         print(heading, flush=True)
     name = str(config.recipe)
-    result, baseline = train(config, out=out), None
+    result = train(config, out=out)
+    baseline = None
     curves = {name: result.train_loss}
     if compare == "bf16":
         baseline = train(
@@ -245,12 +244,10 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
     corpus = corpus_of(config)
     device = jax.devices()[0].device_kind
     if mesh is not None:
-        axes = ", ".join(
-            f"{name}={size}" for name, size in mesh.shape.items() if size > 1
-        )
+        split = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
         device = (
-            f"{mesh.size} x {device} ({axes or 'whole'}) in {jax.process_count()}"
-            " process(es)"
+            f"{mesh.size} x {device} ({', '.join(split) or 'whole'}) in"
+            f" {jax.process_count()} process(es)"
         )
     return (
         f"{_name(config)}: {count_parameters(config):,} parameters, {config.steps}"
@@ -264,35 +261,32 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
 
 def _name(config: TrainConfig) -> str:
     """Return the name of the model, for people."""
-    return _folder_of(config) or (
-        config.model if isinstance(config.model, str) else family_of(config.model)
-    )
+    folder = _folder_of(config)
+    if folder is not None:
+        return folder
+    return config.model if isinstance(config.model, str) else family_of(config.model)
 
 
 def _folder_of(config: TrainConfig) -> str | None:
-    return (
-        config.start if config.start is not None and is_folder(config.start) else None
-    )
+    if config.start is not None and is_folder(config.start):
+        return config.start
+    return None
 
 
 def _source(config: TrainConfig) -> str:
     """Describe the text of a run."""
-    names = ", ".join(config.data) if config.data else "Python's standard library"
-    unit = (
-        "rows of documents"
-        if config.packs
-        else "bytes"
-        if config.vocabulary is None
-        else "token ids"
-    )
-    return f"{unit} of {names}"
+    data = config.data
+    names = ", ".join(data.paths) if data.paths else "Python's standard library"
+    if data.packs:
+        return f"rows of documents of {names}"
+    return f"{'bytes' if data.vocabulary is None else 'token ids'} of {names}"
 
 
 def _summary(
     config: TrainConfig, result: RunResult, baseline: RunResult | None
 ) -> dict[str, Any]:
     summary: dict[str, Any] = {
-        "config": dataclasses.asdict(config),
+        "config": {**describe(config, "")["config"], "dtype": config.dtype},
         "run": _numbers(result),
     }
     if baseline is not None:
@@ -329,32 +323,28 @@ def _finite(value: float) -> float | None:
 
 
 def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
-    rows = [(name, result)] + ([("bf16 (baseline)", baseline)] if baseline else [])
     lines = [
         "",
-        (
-            f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}{'tokens/s':>11}{'MB of state':>14}"
-        ),
+        f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}"
+        f"{'tokens/s':>11}{'MB of state':>14}",
+        _row(name, result),
     ]
-    for row, numbers in rows:
-        rate = (
-            f"{numbers.tokens_per_second:,.0f}"
-            if math.isfinite(numbers.tokens_per_second)
-            else "-"
-        )
-        bits = (
-            "-"
-            if numbers.heldout_bits_per_byte is None
-            else f"{numbers.heldout_bits_per_byte:.4f}"
-        )
-        losses = (
-            f"{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}{bits:>11}"
-        )
-        lines.append(f"{row:20}{losses}{rate:>11}{numbers.state_bytes / 1e6:14.1f}")
+    if baseline:
+        lines.append(_row("bf16 (baseline)", baseline))
     if baseline:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
         lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")
     return "\n".join(lines)
+
+
+def _row(name: str, result: RunResult) -> str:
+    loss = f"{result.heldout_loss:15.4f}{result.heldout_perplexity:13.4f}"
+    bits = rate = "-"
+    if result.heldout_bits_per_byte is not None:
+        bits = f"{result.heldout_bits_per_byte:.4f}"
+    if math.isfinite(result.tokens_per_second):
+        rate = f"{result.tokens_per_second:,.0f}"
+    return f"{name:20}{loss}{bits:>11}{rate:>11}{result.state_bytes / 1e6:14.1f}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import safetensors as peer
 
-from models.nets.llama import LlamaConfig
+from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import save_compressed

@@ -40,7 +40,7 @@ OF_THE_CHECKOUT = re.compile(
     r"^ *(?:from|import) (?:models|benchmarks|tests)\b", re.MULTILINE
 )
 NAMES_CHECKOUT = re.compile(
-    rf"{OF_THE_CHECKOUT.pattern}|python -m (?:models|benchmarks)|examples/",
+    rf"{OF_THE_CHECKOUT.pattern}|python -m (?:models|benchmarks|examples)|examples/",
     re.MULTILINE,
 )
 # Blocks of frameworks.md need other frameworks; tests/wild/test_frameworks.py runs

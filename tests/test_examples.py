@@ -12,7 +12,7 @@ import jax
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SOURCES = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
+SOURCES = {path.stem: path.read_text() for path in EXAMPLES.glob("*_*.py")}
 # For each line of a float program with error feedback: the line, and the lines in its
 # place.
 FED_BACK = {

@@ -4,9 +4,12 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from models.huggingface.tokenizer import read_object
 from models.nets.shapes import LlamaConfig
+from tcfp_jax.inference import safetensors
 
 _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(
@@ -64,7 +67,7 @@ def llama_dict(config: LlamaConfig, dtype: str = "bfloat16") -> dict[str, Any]:
       ValueError: the size has an option of another kind of model, whose own
         `config.json` should be copied.
 
-    >>> from models.nets.llama import LLAMAS
+    >>> from models.nets.sizes import LLAMAS
     >>> llama_dict(LLAMAS["llama-tiny"])["intermediate_size"]
     384
     """
@@ -124,7 +127,7 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
       ValueError: it describes a model that is unknown here, no whole one, or one with
         an option that `models.nets.llama` does not have.
 
-    >>> from models.nets.llama import LLAMAS
+    >>> from models.nets.sizes import LLAMAS
     >>> llama_config(llama_dict(LLAMAS["llama-tiny"])) == LLAMAS["llama-tiny"]
     True
     """
@@ -284,3 +287,17 @@ def _with_windows(
             else None
         ),
     )
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether a path is a folder of a model."""
+    return (Path(path) / safetensors.CONFIG).is_file()
+
+
+def read_shape(folder: Path) -> LlamaConfig:
+    """Return the shape of the model in a folder.
+
+    Raises:
+      ValueError: `config.json` is damaged, or describes a model that is unknown here.
+    """
+    return llama_config(read_object(folder / safetensors.CONFIG))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models.huggingface.configs import llama_config, llama_dict
+from models.huggingface.configs import is_folder, llama_dict, read_object
 from models.huggingface.tensors import from_huggingface, to_huggingface
 from models.huggingface.tokenizer import COMPANIONS
 from models.nets.shapes import LlamaConfig
@@ -31,36 +31,6 @@ from tcfp_jax.paths import leaves
 
 Form = Literal["bf16", "fp8", "nvfp4"]
 _SCALINGS: dict[str, Scaling] = {"fp8": Row(), "nvfp4": Fp4("nvfp4")}
-
-
-def is_folder(path: str | Path) -> bool:
-    """Return whether a path is a folder of a model."""
-    return (Path(path) / safetensors.CONFIG).is_file()
-
-
-def read_shape(folder: Path) -> LlamaConfig:
-    """Return the shape of the model in a folder.
-
-    Raises:
-      ValueError: `config.json` is damaged, or describes a model that is unknown here.
-    """
-    return llama_config(_described(folder))
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    path = folder / safetensors.CONFIG
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a config.json ({error}); copy the model's own"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds a {type(found).__name__} instead of an object; copy the"
-            " model's own"
-        )
-    return found
 
 
 def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
@@ -74,17 +44,14 @@ def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
     """
     _, arrays, _ = safetensors.read(folder, "float")
     params = from_huggingface(arrays, config)["params"]
-    found, wanted = leaves(params), leaves(shapes)
+    found = leaves(params)
+    wanted = leaves(shapes)
     for name in sorted({*found, *wanted}):
-        shape = tuple(getattr(found.get(name), "shape", ()))
-        if (
-            name not in found
-            or name not in wanted
-            or shape != tuple(wanted[name].shape)
-        ):
-            asked = list(wanted[name].shape) if name in wanted else "none"
+        shape = list(getattr(found.get(name), "shape", ()))
+        asked = list(wanted[name].shape) if name in wanted else "none"
+        if name not in found or shape != asked:
             raise ValueError(
-                f"{folder} has {name!r} of shape {list(shape)}, and its config.json and"
+                f"{folder} has {name!r} of shape {shape}, and its config.json and"
                 f" tokenizer ask for {asked}; copy all files of one model"
             )
     return params
@@ -130,12 +97,12 @@ def write_folder(
     Raises:
       ValueError: the size is not a Llama, and there is no source.
     """
-    found = llama_dict(config) if source is None else _described(source)
-    found = {
-        name: value
-        for name, value in found.items()
-        if name not in ("quantization_config", "dtype")
-    }
+    if source is None:
+        found = llama_dict(config)
+    else:
+        found = read_object(source / safetensors.CONFIG)
+    for name in ("quantization_config", "dtype"):
+        found.pop(name, None)
     found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
     tensors = to_huggingface(
         jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16
@@ -154,7 +121,8 @@ def write_folder(
         )
     if tokenizer is not None:
         for name in COMPANIONS:
-            if (path := Path(tokenizer).with_name(name)).is_file():
+            path = Path(tokenizer).with_name(name)
+            if path.is_file():
                 shutil.copyfile(path, folder / name)
         if not (folder / "tokenizer.json").is_file():
             shutil.copyfile(tokenizer, folder / "tokenizer.json")

@@ -10,6 +10,7 @@ layers. Rotary positions turn the same pairs in both. Gemma's files hold the sca
 norm less 1. `models.huggingface.configs` reads the configuration.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,22 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.huggingface.configs import llama_config, llama_dict
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
 from tcfp_jax.weights.stored import Stored
-
-__all__ = [
-    "FUSED",
-    "NORMS",
-    "PROJECTIONS",
-    "from_huggingface",
-    "llama_config",
-    "llama_dict",
-    "to_huggingface",
-]
 
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -51,11 +41,9 @@ _AFTER = {
 # Engines multiply these as one matrix, so they share scales, as in
 # `quantize_params(..., fused=FUSED)`.
 FUSED = (("query", "key", "value"), ("gate", "up"))
-_EMBEDDING, _FINAL_NORM, _HEAD = (
-    "model.embed_tokens.weight",
-    "model.norm.weight",
-    "lm_head.weight",
-)
+_EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+_HEAD = "lm_head.weight"
 # Scales of activations and cache that an engine may round, and both stay bfloat16 here;
 # frequencies of old files.
 _UNREAD = (
@@ -101,7 +89,8 @@ def to_huggingface(
     Raises:
       ValueError: `scaling` is given for weights that are quantized already.
     """
-    params, stored = variables.get("params", variables), variables.get("tcfp", {})
+    params = variables.get("params", variables)
+    stored = variables.get("tcfp", {})
     layers = params["layers"]
     tensors: dict[str, Any] = {_EMBEDDING: params["embedding"]["embedding"]}
     tensors[_FINAL_NORM] = params["final_norm"]["scale"] - config.norm_offset
@@ -112,53 +101,48 @@ def to_huggingface(
         )
     matrices: dict[str, Any] = {}
     for group in (*FUSED, ("output",), ("down",)):
-        held = {name: find(stored, ["layers", name, "kernel"]) for name in group}
-        floats = {
-            n: jnp.swapaxes(layers[n]["kernel"], -1, -2)
-            for n, weight in held.items()
-            if weight is None
-        }
+        floats: dict[str, jax.Array] = {}
+        for name in group:
+            weight = find(stored, ["layers", name, "kernel"])
+            if weight is None:
+                floats[name] = jnp.swapaxes(layers[name]["kernel"], -1, -2)
+            else:
+                matrices[name] = _stack(weight.for_forward("hi"))
         if scaling is not None and len(floats) < len(group):
             raise ValueError(
                 f"scaling={scaling}, but {group} are quantized already; leave it out"
             )
-        matrices |= {
-            name: _stack(weight.for_forward("hi"))
-            for name, weight in held.items()
-            if weight is not None
-        }
         matrices |= floats if scaling is None else quantize_together(floats, scaling)
+    named = {f"{theirs}.weight": matrices[ours] for ours, theirs in PROJECTIONS.items()}
+    for (ours, kind), theirs in vectors(config).items():
+        offset = config.norm_offset if kind == "scale" else 0
+        named[theirs] = layers[ours][kind] - offset
     # On the host, because each slice of a layer on a device would compile a program of
     # its own.
-    matrices, layers = jax.device_get((matrices, layers))
+    named = jax.device_get(named)
     for layer in range(config.layers):
-        one = lambda stack, layer=layer: jax.tree.map(
-            lambda leaf: leaf[layer, ...], stack
-        )
-        place = f"model.layers.{layer}"
+        of_layer = jax.tree.map(operator.itemgetter((layer, ...)), named)
         tensors |= {
-            f"{place}.{theirs}.weight": one(matrices[ours])
-            for ours, theirs in PROJECTIONS.items()
+            f"model.layers.{layer}.{name}": tensor for name, tensor in of_layer.items()
         }
-        for (ours, kind), theirs in vectors(config).items():
-            tensors[f"{place}.{theirs}"] = one(layers[ours][kind]) - (
-                config.norm_offset if kind == "scale" else 0
-            )
-    return {
-        name: t if isinstance(t, Operand) else np.asarray(t).astype(dtype)
-        for name, t in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Operand):
+            tensors[name] = np.asarray(tensor).astype(dtype)
+    return tensors
 
 
 def _stack(weight: Operand) -> Operand:
     """Return a stack of matrices; `find_weights` makes a matrix of a stack of one
     layer.
     """
-    return (
-        weight
-        if weight.values.ndim == 3
-        else jax.tree.map(lambda leaf: leaf[None, ...], weight)
-    )
+    if weight.values.ndim == 3:
+        return weight
+    return jax.tree.map(lambda leaf: leaf[None, ...], weight)
+
+
+def _turned(matrix: Any) -> Any:
+    """Return a matrix `[out, in]` as ours; a stored weight has both orientations."""
+    return matrix if isinstance(matrix, Stored) else np.swapaxes(matrix, -1, -2)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
@@ -203,40 +187,33 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
                 " float"
             )
 
-    turned = lambda value: (
-        value if isinstance(value, Stored) else np.swapaxes(value, -1, -2)
-    )
+    def of_layers(theirs: str) -> list[Any]:
+        return [
+            take(f"model.layers.{layer}.{theirs}") for layer in range(config.layers)
+        ]
+
     hold(["embedding", "embedding"], take(_EMBEDDING))
     hold(["final_norm", "scale"], take(_FINAL_NORM) + np.float32(config.norm_offset))
     if config.head == "untied":
-        hold(["head", "kernel"], turned(take(_HEAD)))
+        hold(["head", "kernel"], _turned(take(_HEAD)))
     for (ours, kind), theirs in vectors(config).items():
-        held = [
-            take(f"model.layers.{layer}.{theirs}") for layer in range(config.layers)
-        ]
+        held = of_layers(theirs)
         if any(isinstance(one, Stored) for one in held):
             raise ValueError(
                 f"{theirs} is quantized, but no product reads it; keep it float"
             )
-        hold(
-            ["layers", ours, kind],
-            np.stack(held) + np.float32(config.norm_offset if kind == "scale" else 0),
-        )
+        offset = config.norm_offset if kind == "scale" else 0
+        hold(["layers", ours, kind], np.stack(held) + np.float32(offset))
     for ours, theirs in PROJECTIONS.items():
-        held = [
-            take(f"model.layers.{layer}.{theirs}.weight")
-            for layer in range(config.layers)
-        ]
+        held = of_layers(f"{theirs}.weight")
         if len({str(jax.tree.structure(one)) for one in held}) > 1:
             raise ValueError(
                 f"the layers store {theirs} in different ways, but a stack has one;"
                 " quantize them alike"
             )
-        joined = jnp.stack if isinstance(held[0], Stored) else np.stack
-        hold(
-            ["layers", ours, "kernel"],
-            turned(jax.tree.map(lambda *leaves, joined=joined: joined(leaves), *held)),
-        )
+        stack = jnp.stack if isinstance(held[0], Stored) else np.stack
+        joined = jax.tree.map(lambda *parts, stack=stack: stack(parts), *held)
+        hold(["layers", ours, "kernel"], _turned(joined))
     if config.head == "tied":
         tensors.pop(_HEAD, None)  # some files hold the embedding twice
     if tensors:

@@ -94,14 +94,13 @@ class Tokenizer:
                 " of messages"
             )
         try:
-            found: str = _compiled(self.template).render(
+            return _compiled(self.template).render(
                 messages=messages, add_generation_prompt=opened, **self.specials
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(
                 f"the chat template refuses the conversation: {error}"
             ) from error
-        return found
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids that ask a model: a question if there is a chat template, else
@@ -135,36 +134,39 @@ def read_tokenizer(path: Path) -> Tokenizer:
         ) from error
     model.no_padding()
     model.no_truncation()
-    template, found = path.with_name(TEMPLATE), _object(path.with_name(SETTINGS))
+    found = _object(path.with_name(SETTINGS))
     # one id, or several
-    stops = _object(path.with_name(GENERATION)).get("eos_token_id", ())
-    texts = {
-        name: one["content"] if isinstance(one, dict) else one
-        for name, one in found.items()
-        if "token" in name
-    }
-    specials = {name: text for name, text in texts.items() if isinstance(text, str)}
-    written = (
-        template.read_text(encoding="utf-8")
-        if template.is_file()
-        else found.get("chat_template")
-    )
-    if isinstance(written, list):  # several by name
-        written = next(
-            (one["template"] for one in written if one["name"] == "default"), None
-        )
-    return Tokenizer(
-        path, model, specials, written, tuple(np.ravel(stops).astype(int).tolist())
-    )
+    stops = np.ravel(_object(path.with_name(GENERATION)).get("eos_token_id", ()))
+    specials: dict[str, str] = {}
+    for name, one in found.items():
+        text = one["content"] if isinstance(one, dict) else one
+        if "token" in name and isinstance(text, str):
+            specials[name] = text
+    template = found.get("chat_template")
+    if path.with_name(TEMPLATE).is_file():
+        template = path.with_name(TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(template, list):  # several by name
+        named = {one["name"]: one["template"] for one in template}
+        template = named.get("default")
+    return Tokenizer(path, model, specials, template, tuple(stops.astype(int).tolist()))
 
 
 def _object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, empty if there is none."""
+    return read_object(path) if path.is_file() else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+      ValueError: the file is missing, is not JSON, or holds no object.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not JSON: {error}; copy the model's own"
+            f"{path} is not JSON ({error}); copy the model's own"
         ) from error
     if not isinstance(found, dict):
         raise ValueError(
@@ -185,16 +187,11 @@ def _compiled(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     # Without today's date, of which templates ask if it is there: the tokens of a file
     # would change every day.
     environment.globals["raise_exception"] = refuse
     # Transformers' own tags around answers; `models.training.examples` finds them without.
-    plain = re.sub(
-        r"generation\s*(-?%})",
-        r"if true \1",
-        re.sub(r"endgeneration\s*(-?%})", r"endif \1", template),
-    )
+    plain = re.sub(r"endgeneration\s*(-?%})", r"endif \1", template)
+    plain = re.sub(r"generation\s*(-?%})", r"if true \1", plain)
     return environment.from_string(plain)

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
-from models import ComputeDtype
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe
 
-SUFFIX, SCALE = "_adapter", 2.0
+SUFFIX = "_adapter"
+SCALE = 2.0
 
 
 class Adapter(nn.Module):
@@ -30,12 +31,13 @@ class Adapter(nn.Module):
 
     rank: int
     features: int
-    dtype: ComputeDtype
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return what is added to the product of the frozen matrix."""
-        dtype, width = jnp.dtype(self.dtype), x.shape[-1]
+        dtype = jnp.dtype(self.dtype)
+        width = x.shape[-1]
         a = self.param(
             "a", nn.initializers.normal(width**-0.5), (width, self.rank), jnp.float32
         )
@@ -54,9 +56,12 @@ def adapting(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     """Return an optimizer of the adapters alone, with a place for frozen weights in its
     state (`frozen`).
     """
-    labels = lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: "adapter" if is_adapter(path) else "frozen", params
-    )
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "adapter" if is_adapter(path) else "frozen", params
+        )
+
     alone = optax.partition(
         {"adapter": optimizer, "frozen": optax.set_to_zero()}, labels
     )
@@ -77,14 +82,17 @@ def frozen(
       optimizer: Made by `adapting`.
     """
     if start is not None:
-        overlay = lambda path, leaf: (
-            leaf if is_adapter(path) else find(start, path_names(path))
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                leaf if is_adapter(path) else find(start, path_names(path))
+            ),
+            params,
         )
-        params = jax.tree_util.tree_map_with_path(overlay, params)
     quantized: Any = {}
     if not isinstance(weights, Recipe):
         variables = quantize_params(params, weights)
-        params, quantized = variables["params"], variables["tcfp"]
+        params = variables["params"]
+        quantized = variables["tcfp"]
     trained, _ = optimizer.init(params)
     return params, (trained, ErrorFeedbackState(quantized, None, None, None, None))
 
@@ -102,12 +110,8 @@ def merged(params: Any, quantized: Any) -> Any:
         layer, _, name = path.rpartition("/")
         if layer.endswith(SUFFIX):
             continue
-        adapter = (
-            find(params, f"{layer}{SUFFIX}".split("/")) if name == "kernel" else None
-        )
-        put(
-            found,
-            path.split("/"),
-            leaf if adapter is None else leaf + SCALE * adapter["a"] @ adapter["b"],
-        )
+        adapter = find(params, f"{layer}{SUFFIX}".split("/"))
+        if name == "kernel" and adapter is not None:
+            leaf = leaf + SCALE * adapter["a"] @ adapter["b"]
+        put(found, path.split("/"), leaf)
     return found

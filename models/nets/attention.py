@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-Attention = Literal["auto", "products", "xla", "cudnn"]
-
 
 def causal_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    how: Attention,
+    how: Literal["auto", "products", "xla", "cudnn"],
     *,
     mask: jax.Array | None = None,
     scale: float | None = None,
@@ -44,27 +42,19 @@ def causal_attention(
     if cap is not None:
         how = "products"
     if how == "auto":
-        how = (
-            "cudnn"
-            if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-            else "xla"
-        )
-    if how == "cudnn":
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=scale, is_causal=True, implementation=how
-        )
-    if how == "xla":
+        flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
+        how = "cudnn" if flash else "xla"
+    if how != "products":
         attended = jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=scale, is_causal=True, implementation=how
         )
-        return checkpoint_name(attended, "attended")
+        return attended if how == "cudnn" else checkpoint_name(attended, "attended")
     # Without groups there must be no axis of size 1 for them, with which XLA would add
     # in another order.
-    g, grouped = (
-        ("", q)
-        if k.shape[2] == q.shape[2]
-        else ("g", q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-    )
+    g = "" if k.shape[2] == q.shape[2] else "g"
+    grouped = q
+    if g:
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = jnp.einsum(
         f"bqh{g}d,bkhd->bh{g}qk", grouped, k, preferred_element_type=jnp.float32
     )
@@ -73,10 +63,7 @@ def causal_attention(
         scores = cap * jnp.tanh(scores / cap)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     if mask is not None:
-        causal = causal & (mask if g == "" else mask[:, :, None])
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(
-        v.dtype
-    )
-    return checkpoint_name(
-        jnp.einsum(f"bh{g}qk,bkhd->bqh{g}d", weights, v).reshape(q.shape), "attended"
-    )
+        causal = causal & (mask[:, :, None] if g else mask)
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    attended = jnp.einsum(f"bh{g}qk,bkhd->bqh{g}d", weights.astype(v.dtype), v)
+    return checkpoint_name(attended.reshape(q.shape), "attended")

@@ -15,80 +15,19 @@ others give it GPT-2's 124M parameters and the cost of its head.
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models import BYTES, ComputeDtype
-from models.nets.attention import Attention, causal_attention
+from models.nets.attention import causal_attention
 from models.nets.losses import cross_entropy
 from models.nets.meshes import split_batch
+from models.nets.shapes import BYTES, ComputeDtype, GPTConfig
+from pallas_kernels.checks import check_choice
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Size of a `GPT`.
-
-    Attributes:
-      layers, width, heads: Number of blocks, model dimension d, attention heads (d /
-        heads values each).
-      context: Longest sequence.
-      vocabulary: Rows of the embedding table, at least 256.
-      attention: Argument of `models.nets.attention.causal_attention`: "products" repeats bit
-        for bit everywhere, flash attention is faster.
-
-    Raises:
-      ValueError: a size is below 1, heads do not divide the width, the vocabulary is
-        below 256, or the attention is unknown.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    vocabulary: int = BYTES
-    attention: Attention = "products"
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, self.context) < 1:
-            raise ValueError(f"{self} has a size below 1; every size must be positive")
-        if self.width % self.heads:
-            raise ValueError(
-                f"heads={self.heads} does not divide width={self.width}; choose a"
-                " divisor"
-            )
-        if self.vocabulary < BYTES:
-            raise ValueError(
-                f"vocabulary={self.vocabulary} is below the {BYTES} byte values;"
-                " raise it"
-            )
-        if self.attention not in get_args(Attention):
-            raise ValueError(
-                f"attention={self.attention!r} is unknown; use one of"
-                f" {list(get_args(Attention))}"
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Values of one head of attention."""
-        return self.width // self.heads
-
-    @property
-    def columns(self) -> int:
-        """Columns of all matrices of a block, with `width` rows or transposed."""
-        return 12 * self.width
-
-
-MODELS = {
-    "tiny": GPTConfig(layers=2, width=128, heads=4, context=128),
-    "small": GPTConfig(layers=4, width=256, heads=8, context=256),
-    "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
-}
 
 
 class ByteEmbedding(nn.Embed):
@@ -124,7 +63,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply causal attention and the MLP, each around a residual connection."""
-        config, width, x = self.config, self.config.width, split_batch(x)
+        config = self.config
+        width = config.width
+        x = split_batch(x)
         batch, positions, _ = x.shape
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
         q, k, v = jnp.split(
@@ -188,11 +129,7 @@ class GPT(nn.Module):
         prediction.
         """
         config = self.config
-        if self.dtype not in get_args(ComputeDtype):
-            raise ValueError(
-                f"dtype={self.dtype!r} is unknown; use one of"
-                f" {list(get_args(ComputeDtype))}"
-            )
+        check_choice("dtype", self.dtype, get_args(ComputeDtype))
         if tokens.shape[-1] > config.context:
             raise ValueError(
                 f"{tokens.shape[-1]} positions exceed the model's context of"

@@ -24,29 +24,19 @@ from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from models import ComputeDtype
 from models.nets.adapters import Adapter
 from models.nets.attention import causal_attention
-from models.nets.keeping import kept_names, kept_of_head, policy
+from models.nets.keeping import policy
 from models.nets.losses import IGNORED, capped, head_losses
 from models.nets.meshes import looked_up, split_batch
-from models.nets.positions import places, rotate, rotations
-from models.nets.shapes import LLAMAS, LlamaConfig, Loop
+from models.nets.positions import Stretch, document_places, rotate, rotations
+from models.nets.shapes import ComputeDtype, LlamaConfig, kept_names, kept_of_head
+from pallas_kernels.checks import check_choice
 from tcfp_jax.remat import checkpoint_in_fp8
-
-__all__ = [
-    "LLAMAS",
-    "Block",
-    "Llama",
-    "LlamaConfig",
-    "Loop",
-    "layers_of",
-    "rotate",
-    "rotations",
-]
 
 Scaled = Literal["plain", "residual"]
 INITIAL_DEVIATION = 0.02
@@ -85,7 +75,8 @@ class Block(nn.Module):
           kind: Index into a leading axis of rotation and mask; None if they have none.
         """
         if kind is not None and mask is not None:
-            rotation, mask = rotation[kind], mask[kind]
+            rotation = rotation[kind]
+            mask = mask[kind]
         x = self._attend(split_batch(x), rotation, mask)
         y, penalty = self._mlp(self._norm("mlp_norm")(x))
         return x + self._after("mlp_post_norm", y), penalty
@@ -95,26 +86,15 @@ class Block(nn.Module):
     ) -> jax.Array:
         config = self.config
         normed = self._norm("attention_norm")(x)
-        query, key, value = (
-            self._dense(name, heads * config.head_size)(normed)
-            for name, heads in (
-                ("query", config.heads),
-                ("key", config.kv_heads),
-                ("value", config.kv_heads),
-            )
-        )
-        query, key = (
-            self._normed_heads(name, values)
-            for name, values in (("query", query), ("key", key))
-        )
+        query = self._dense("query", config.heads * config.head_size)(normed)
+        key = self._dense("key", config.kv_heads * config.head_size)(normed)
+        value = self._dense("value", config.kv_heads * config.head_size)(normed)
+        query = rotate(self._normed_heads("query", query), rotation)
+        key = rotate(self._normed_heads("key", key), rotation)
         value = value.reshape(*x.shape[:-1], config.kv_heads, config.head_size)
-        query, key = (
-            checkpoint_name(rotate(query, rotation), "query"),
-            checkpoint_name(rotate(key, rotation), "key"),
-        )
         attended = causal_attention(
-            query,
-            key,
+            checkpoint_name(query, "query"),
+            checkpoint_name(key, "key"),
             checkpoint_name(value, "value"),
             config.attention,
             mask=mask,
@@ -122,10 +102,8 @@ class Block(nn.Module):
             cap=config.attention_cap,
         )
         attended = attended.reshape(*x.shape[:-1], config.heads * config.head_size)
-        output = self._after(
-            "attention_post_norm",
-            self._dense("output", config.width, scaled="residual")(attended),
-        )
+        output = self._dense("output", config.width, scaled="residual")(attended)
+        output = self._after("attention_post_norm", output)
         return checkpoint_name(x + output, "attention_residual")
 
     def _after(self, name: str, x: jax.Array) -> jax.Array:
@@ -141,11 +119,9 @@ class Block(nn.Module):
         if self.config.qk_norm == "all":
             values = self._norm(f"{name}_norm")(values)
         values = values.reshape(*values.shape[:-1], -1, self.config.head_size)
-        return (
-            self._norm(f"{name}_norm")(values)
-            if self.config.qk_norm == "heads"
-            else values
-        )
+        if self.config.qk_norm == "heads":
+            values = self._norm(f"{name}_norm")(values)
+        return values
 
     def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return the SwiGLU of normalized activations, and None for the penalty of a
@@ -154,10 +130,10 @@ class Block(nn.Module):
         return self._swiglu(x, self.config.hidden), None
 
     def _swiglu(self, x: jax.Array, hidden: int) -> jax.Array:
-        gate, up = (self._dense(name, hidden)(x) for name in ("gate", "up"))
-        return self._dense("down", self.config.width, scaled="residual")(
-            gated(gate, up, self.config.activation)
-        )
+        gate = self._dense("gate", hidden)(x)
+        up = self._dense("up", hidden)(x)
+        down = self._dense("down", self.config.width, scaled="residual")
+        return down(gated(gate, up, self.config.activation))
 
     def _norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(
@@ -191,17 +167,14 @@ def initial(
     smaller.
     """
     # Otherwise its variance would grow with depth.
-    return nn.initializers.normal(
-        INITIAL_DEVIATION / ((2 * config.layers) ** 0.5 if scaled == "residual" else 1)
-    )
+    smaller = (2 * config.layers) ** 0.5 if scaled == "residual" else 1
+    return nn.initializers.normal(INITIAL_DEVIATION / smaller)
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
     """Return `activation(gate) * up`, with both named for the policy of a remat."""
-    gate, up = (
-        checkpoint_in_fp8(checkpoint_name(value, name), f"{name}_fp8")
-        for name, value in (("gate", gate), ("up", up))
-    )
+    gate = checkpoint_in_fp8(checkpoint_name(gate, "gate"), "gate_fp8")
+    up = checkpoint_in_fp8(checkpoint_name(up, "up"), "up_fp8")
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -248,18 +221,16 @@ class Llama(nn.Module):
         """Predict the token after each position, or return the loss of the
         prediction.
         """
-        config, positions = self.config, tokens.shape[-1]
-        if self.dtype not in get_args(ComputeDtype):
-            raise ValueError(
-                f"dtype={self.dtype!r} is unknown; use one of"
-                f" {list(get_args(ComputeDtype))}"
-            )
+        config = self.config
+        positions = tokens.shape[-1]
+        check_choice("dtype", self.dtype, get_args(ComputeDtype))
         if positions > config.context:
             raise ValueError(
                 f"{positions} positions exceed the model's context of {config.context},"
                 " beyond which it has no rotations; shorten the sequence"
             )
-        normal, dtype = nn.initializers.normal(INITIAL_DEVIATION), jnp.dtype(self.dtype)
+        normal = nn.initializers.normal(INITIAL_DEVIATION)
+        dtype = jnp.dtype(self.dtype)
         # Rounded after the lookup, so that the gradients of a frequent token are added
         # in float32.
         embedding = nn.Embed(
@@ -276,20 +247,20 @@ class Llama(nn.Module):
             matrix = embedding.embedding.T
         else:
             matrix = Matrix((config.width, config.vocabulary), name="head")()
-        if targets is not None:
-            ignore, kept = (
-                None if documents is None else IGNORED,
-                kept_of_head(config.remat),
-            )
-            losses = head_losses(
-                x, matrix, targets, kept=kept, ignore=ignore, cap=config.logit_cap
-            )
-            return (
-                losses
-                if penalties is None
-                else losses + only_gradient(penalties.mean())
-            )
-        return capped((x @ matrix.astype(dtype)).astype(jnp.float32), config.logit_cap)
+        if targets is None:
+            logits = (x @ matrix.astype(dtype)).astype(jnp.float32)
+            return capped(logits, config.logit_cap)
+        losses = head_losses(
+            x,
+            matrix,
+            targets,
+            kept=kept_of_head(config.remat),
+            ignore=None if documents is None else IGNORED,
+            cap=config.logit_cap,
+        )
+        if penalties is None:
+            return losses
+        return losses + only_gradient(penalties.mean())
 
 
 def only_gradient(penalty: jax.Array) -> jax.Array:
@@ -297,6 +268,46 @@ def only_gradient(penalty: jax.Array) -> jax.Array:
     tokens.
     """
     return penalty - jax.lax.stop_gradient(penalty)
+
+
+def places(
+    config: LlamaConfig, positions: int, documents: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Return the arguments of `Block` next to x.
+
+    They are rotations, a mask if one is needed, and kinds of layers. Positions start
+    again at each document, and a token sees its own document alone. If layers have a
+    window, rotations and masks have a leading axis: all positions, or the window. Kinds
+    `[layers]` are indices of it.
+
+    Args:
+      config: Size of the model.
+      positions: Length of the sequences.
+      documents: Number of the document of each token, `[batch, positions]`; None is a
+        single one.
+    """
+    placed: int | jax.Array = positions
+    mask = None
+    if documents is not None:
+        placed, mask = document_places(documents)
+    stretch = Stretch(
+        config.rope_factor, config.rope_original, config.rope_low, config.rope_high
+    )
+    rotation = rotations(placed, config.head_size, config.rope_theta, stretch)
+    if config.window is None:
+        return (rotation,) if mask is None else (rotation, mask)
+    local = rotation
+    if config.local_theta is not None:
+        local = rotations(placed, config.head_size, config.local_theta)
+    near = jnp.arange(positions)[:, None] - jnp.arange(positions) < config.window
+    if mask is None:
+        mask = jnp.ones((1, 1, positions, positions), bool)
+    kinds = np.arange(1, config.layers + 1) % config.global_every != 0
+    return (
+        jnp.stack([rotation, local]),
+        jnp.stack([mask, mask & near]),
+        jnp.asarray(kinds, jnp.int32),
+    )
 
 
 def layers_of(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from pallas_kernels.checks import check_choice
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
@@ -50,19 +51,14 @@ class MLP(nn.Module):
                 "features=() names no layer; give the outputs of each, such as"
                 " (256, 10)"
             )
-        if self.activation not in get_args(Activation):
-            raise ValueError(
-                f"activation={self.activation!r} is unknown; use one of"
-                f" {list(get_args(Activation))}"
-            )
+        check_choice("activation", self.activation, get_args(Activation))
+        activation = jax.nn.gelu if self.activation == "gelu" else jax.nn.relu
         x = x.astype(self.dtype)
         for index, features in enumerate(self.features):
             if index:
                 # Recomputed in the backward pass, which takes one pass over memory; a
                 # kept tanh would take three.
-                x = jax.checkpoint(
-                    jax.nn.gelu if self.activation == "gelu" else jax.nn.relu
-                )(x)
+                x = jax.checkpoint(activation)(x)
             x = TCFPDense(
                 features,
                 use_bias=self.use_bias,

@@ -15,8 +15,7 @@ Sources: Muennighoff et al. 2024, "OLMoE"; Yang et al. 2025, "Qwen3 Technical Re
 Fedus et al. 2021, "Switch Transformers" (balance); Zoph et al. 2022, "ST-MoE" (z).
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,124 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from models.nets.keeping import CHOICE
-from models.nets.llama import Block, Llama, LlamaConfig, Matrix, gated, initial
+from models.nets.llama import Block, Llama, Matrix, gated, initial
 from models.nets.meshes import AXES, BATCH
-from models.nets.shapes import Activation
-
-Normalized = Literal["all", "chosen"]
-
-
-@dataclass(frozen=True)
-class MoeConfig(LlamaConfig):
-    """Size of a `Moe`, and how it runs: a Llama whose MLP has experts of `hidden`
-    values each.
-
-    Attributes:
-      experts, chosen: Number of experts, and of those that a token goes through.
-      shared: Hidden values of a SwiGLU for all tokens; 0 is none.
-      normalized: Weights of the chosen experts: "all" takes the softmax over all
-        experts (OLMoE), "chosen" divides the chosen ones by their sum (Qwen3).
-      balance, z_loss: Factors of the penalties, whose mean over the layers counts.
-
-    Raises:
-      ValueError: as `LlamaConfig`; there are fewer experts than chosen ones, or a
-        factor is negative.
-    """
-
-    experts: int = 8
-    chosen: int = 2
-    shared: int = 0
-    normalized: Normalized = "all"
-    balance: float = 0.01
-    z_loss: float = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.chosen <= self.experts:
-            raise ValueError(
-                f"chosen={self.chosen} of experts={self.experts}; choose 1 to"
-                f" {self.experts} of them"
-            )
-        for name in ("shared", "balance", "z_loss"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be zero or positive"
-                )
-        if self.normalized not in get_args(Normalized):
-            raise ValueError(
-                f"normalized={self.normalized!r} is unknown; use one of"
-                f" {list(get_args(Normalized))}"
-            )
-
-    @property
-    def columns(self) -> int:
-        """As in `LlamaConfig`: those of the router, and of the experts that a token
-        goes through.
-        """
-        return (
-            super().columns
-            + 3 * ((self.chosen - 1) * self.hidden + self.shared)
-            + self.experts
-        )
-
-
-MOES = {
-    "moe-tiny": MoeConfig(
-        layers=2,
-        width=128,
-        heads=4,
-        kv_heads=2,
-        hidden=128,
-        context=128,
-        qk_norm="heads",
-        normalized="chosen",
-    ),
-    "moe-109m": MoeConfig(
-        layers=8,
-        width=512,
-        heads=8,
-        kv_heads=8,
-        hidden=512,
-        context=1024,
-        qk_norm="heads",
-        experts=16,
-        chosen=4,
-    ),
-    "olmoe-1b-7b": MoeConfig(
-        layers=16,
-        width=2048,
-        heads=16,
-        kv_heads=16,
-        hidden=1024,
-        context=4096,
-        vocabulary=50_304,
-        head="untied",
-        remat="auto",
-        qk_norm="all",
-        experts=64,
-        chosen=8,
-    ),
-    "qwen3-30b-a3b": MoeConfig(
-        layers=48,
-        width=2048,
-        heads=32,
-        kv_heads=4,
-        hidden=768,
-        context=40_960,
-        vocabulary=151_936,
-        head="untied",
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
-        remat="auto",
-        head_dim=128,
-        qk_norm="heads",
-        experts=128,
-        chosen=8,
-        normalized="chosen",
-        balance=0.001,
-        z_loss=0.0,
-    ),
-}
+from models.nets.shapes import Activation, MoeConfig
 
 
 class Routed(NamedTuple):
@@ -338,7 +222,8 @@ class MoeBlock(Block):
     config: MoeConfig
 
     def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, flat = self.config, x.reshape(-1, x.shape[-1])
+        config = self.config
+        flat = x.reshape(-1, x.shape[-1])
         router = Matrix(
             (config.width, config.experts), initial(config), name="router"
         )()

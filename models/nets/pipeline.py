@@ -1,9 +1,7 @@
 """A Llama whose layers are split over devices, in stages that work on microbatches in
 turn (GPipe).
 
-    python -m models.nets.pipeline              # on CPU devices: two stages, each with a batch split over two devices
-
-It has the parameters of `models.nets.llama.Llama`. Kernels have a leading axis of layers,
+`examples/pipeline.py` trains one. It has the parameters of `models.nets.llama.Llama`. Kernels have a leading axis of layers,
 and `PartitionSpec("stage")` gives each stage its own: float or stored, with their
 moments, they never leave it. In round t stage s runs its layers on microbatch t - s and
 hands the result to the next stage:
@@ -38,13 +36,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import tcfp_jax
-from models import ComputeDtype
 from models.nets.families import INCLUDE, learner
-from models.nets.keeping import kept_of_head
-from models.nets.llama import Llama, LlamaConfig, layers_of, rotations
+from models.nets.llama import layers_of
 from models.nets.losses import head_losses
-from tcfp_jax import optim
+from models.nets.positions import rotations
+from models.nets.shapes import ComputeDtype, LlamaConfig, kept_of_head
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.paths import named_leaves
 from tcfp_jax.recipes import Recipe
@@ -155,15 +151,13 @@ class Pipeline:
         """
         batch, positions = tokens.shape
         self._check(batch, positions)
-        cut = lambda rows: rows.reshape(-1, self.microbatches, positions).swapaxes(0, 1)
         layers = {
             name: {"layers": tree["layers"]}
             for name, tree in variables.items()
             if "layers" in tree
         }
-        shared = {
-            name: tree for name, tree in variables["params"].items() if name != "layers"
-        }
+        shared = {**variables["params"]}
+        del shared["layers"]
         part = P(None, self._others, STAGE)
         # Gradients of shared parameters are added over stages at their input, and
         # gradients of layers over other axes. GPU kernels do not declare the axes over
@@ -175,11 +169,12 @@ class Pipeline:
             out_specs=part,
             check_vma=False,
         )
-        return (
-            run(layers, shared, cut(tokens), cut(targets))
-            .swapaxes(0, 1)
-            .reshape(batch, positions)
-        )
+        losses = run(layers, shared, self._cut(tokens), self._cut(targets))
+        return losses.swapaxes(0, 1).reshape(batch, positions)
+
+    def _cut(self, rows: jax.Array) -> jax.Array:
+        """Return rows as `[microbatches, rows, positions]`."""
+        return rows.reshape(-1, self.microbatches, rows.shape[-1]).swapaxes(0, 1)
 
     def _on_a_stage(
         self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array
@@ -187,12 +182,13 @@ class Pipeline:
         """Run a stage: its own layers, and its part of the positions,
         `[microbatches, rows, part]`.
         """
-        count, dtype = self.microbatches, jnp.dtype(self.dtype)
+        dtype = jnp.dtype(self.dtype)
         table = shared["embedding"]["embedding"]
         x = lax.all_gather(table[tokens].astype(dtype), STAGE, axis=2, tiled=True)
         y = self._rounds(layers, x)
         # The last stage sends each stage its positions.
-        y = lax.all_to_all(y, STAGE, split_axis=2, concat_axis=0, tiled=True)[-count:]
+        y = lax.all_to_all(y, STAGE, split_axis=2, concat_axis=0, tiled=True)
+        y = y[-self.microbatches :]
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
         normed: Any = norm.apply({"params": shared["final_norm"]}, y)
         matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
@@ -204,16 +200,16 @@ class Pipeline:
         """Send `[microbatches, rows, positions, width]` through all stages; only the
         last one has the result.
         """
-        count, stage, model = self.microbatches, lax.axis_index(STAGE), self._stage
+        count = self.microbatches
+        stage = lax.axis_index(STAGE)
+        model = self._stage
         rotation = rotations(x.shape[2], self.config.head_size, self.config.rope_theta)
         onwards = [(i, i + 1) for i in range(self.stages - 1)]
 
         def one_round(arrived: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y: Any = model.apply(
-                layers,
-                jnp.where(stage == 0, x[jnp.minimum(t, count - 1)], arrived),
-                rotation,
-            )
+            first = x[jnp.minimum(t, count - 1)]
+            inputs = jnp.where(stage == 0, first, arrived)
+            y: Any = model.apply(layers, inputs, rotation)
             return lax.ppermute(y, STAGE, onwards), y
 
         _, made = lax.scan(
@@ -260,69 +256,3 @@ def _converted_stage(
         (2, config.context, config.head_size // 2), jnp.float32
     )
     return convert_to_tcfp(Stage(config, dtype), recipe, x, rotation, include=INCLUDE)
-
-
-def main() -> None:
-    """Train a small Llama without float weights over two stages, and print where its
-    weights are.
-    """
-    jax.config.update("jax_num_cpu_devices", 4)
-    data = 2 if len(jax.devices()) >= 4 else 1
-    mesh = jax.make_mesh(
-        (2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
-    config = LlamaConfig(
-        layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32
-    )
-    model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4)
-    tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
-
-    def parameters(key: jax.Array) -> Any:
-        floats = lambda: Llama(config, model.dtype).init(
-            key, jnp.zeros((1, 8), jnp.int32)
-        )["params"]
-        return tcfp_jax.store(floats, model.weights, key=key)
-
-    def state_of(params: Any) -> Any:
-        return params, tx.init(params)
-
-    key = jax.random.key(0)
-    shardings = model.shardings(jax.eval_shape(parameters, key), state_of)
-    init = jax.jit(lambda key: state_of(parameters(key)), out_shardings=shardings)
-    state = init(key)
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
-    def step(state: Any, windows: jax.Array) -> Any:
-        params, opt_state = state
-        loss = lambda params: model.apply(
-            {"params": params}, windows[:, :-1], windows[:, 1:]
-        ).mean()
-        value, gradients = tcfp_jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (tcfp_jax.apply_updates(params, updates), opt_state), value
-
-    text = jnp.asarray(list(__doc__.encode()))
-    print(
-        f"{len(jax.devices())} devices; the first step is compiled, which takes most of"
-        " the time",
-        flush=True,
-    )
-    for i in range(20):
-        offsets = jax.random.randint(
-            jax.random.fold_in(key, i), (8,), 0, len(text) - 33
-        )
-        windows = jax.device_put(
-            text[offsets[:, None] + jnp.arange(33)], NamedSharding(mesh, P("data"))
-        )
-        state, value = step(state, windows)
-        print(f"step {i}: {float(value):.3f} nats a byte", flush=True)
-    kernel = state[0]["layers"]["query"]["kernel"].rows.values
-    for shard in kernel.addressable_shards:
-        print(
-            f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values"
-            f" {kernel.shape} of all queries"
-        )
-
-
-if __name__ == "__main__":
-    main()

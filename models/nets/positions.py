@@ -1,112 +1,90 @@
-"""Positions of tokens: rotations of queries and keys, and the tokens that a layer sees.
+"""Rotary positions: rotations of queries and keys.
 
 Sources: Su et al. 2021, "RoFormer"; Grattafiori et al. 2024, "The Llama 3 Herd of
 Models" (longer wavelengths).
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from models.nets.shapes import LlamaConfig
+
+class Stretch(NamedTuple):
+    """Longer wavelengths; the fields are those of `LlamaConfig` with `rope_`."""
+
+    factor: float
+    original: int | None
+    low: float
+    high: float
 
 
 def rotations(
     positions: int | jax.Array,
     size: int,
     theta: float,
-    stretch: LlamaConfig | None = None,
+    stretch: Stretch | None = None,
 ) -> jax.Array:
-    """Return cosines and sines of `position * theta**(-2 i / size)`, float32
-    `[2, ..., positions, size / 2]`.
+    """Return cosines and sines, float32 `[2, ..., positions, size / 2]`.
+
+    They are those of `position * theta**(-2 i / size)`.
 
     Args:
       positions: Their number, or integers `[..., positions]`.
       size: Values of a head.
       theta: Base of the wavelengths.
-      stretch: Config whose `rope_factor` and `rope_original` make wavelengths longer;
-        None leaves them.
+      stretch: Makes wavelengths longer; None leaves them.
 
-    >>> bool(jnp.allclose(rotations(2, 4, 100.0)[0, 1], jnp.cos(jnp.array([1.0, 0.1]))))
+    >>> found = rotations(2, 4, 100.0)[0, 1]
+    >>> bool(jnp.allclose(found, jnp.cos(jnp.array([1.0, 0.1]))))
     True
     """
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    if stretch is not None and stretch.rope_factor != 1:
+    if stretch is not None and stretch.factor != 1:
         frequencies = _stretched(frequencies, stretch)
     placed = jnp.arange(positions) if isinstance(positions, int) else positions
     angles = placed.astype(jnp.float32)[..., None] * frequencies
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 
-def _stretched(frequencies: jax.Array, config: LlamaConfig) -> jax.Array:
-    slow = frequencies / config.rope_factor
-    if config.rope_original is None:
+def _stretched(frequencies: jax.Array, stretch: Stretch) -> jax.Array:
+    slow = frequencies / stretch.factor
+    if stretch.original is None:
         return slow
     # within the original context
-    turns = config.rope_original * frequencies / (2 * math.pi)
-    kept = jnp.clip(
-        (turns - config.rope_low) / (config.rope_high - config.rope_low), 0, 1
-    )
+    turns = stretch.original * frequencies / (2 * math.pi)
+    kept = jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
     return (1 - kept) * slow + kept * frequencies
 
 
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions;
-    `[..., positions, heads, d]`.
+    """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions.
 
-    The pairs match Llama's checkpoints in Transformers. The sum is float32, the result
-    has the dtype of x.
+    x is `[..., positions, heads, d]`. The pairs match Llama's checkpoints in
+    Transformers. The sum is float32, and the result has the dtype of x.
     """
     cos, sin = rotation[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def places(
-    config: LlamaConfig, positions: int, documents: jax.Array | None = None
-) -> tuple[jax.Array, ...]:
-    """Return the arguments of `models.nets.llama.Block` next to x: rotations, a mask if one
-    is needed, kinds of layers.
+def document_places(documents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (positions that start again at each document, tokens that a token sees).
 
-    Positions start again at each document, and a token sees its own document alone. If
-    layers have a window, rotations and masks have a leading axis: all positions, or the
-    window. Kinds `[layers]` are indices of it.
+    A token sees its own document alone.
 
     Args:
-      config: Size of the model.
-      positions: Length of the sequences.
-      documents: Number of the document of each token, `[batch, positions]`; None is a
-        single one.
+      documents: Number of the document of each token, `[batch, positions]`.
+
+    Returns:
+      Integers `[batch, positions]`, and bools `[batch, 1, positions, positions]`.
     """
-    placed: int | jax.Array = positions
-    mask = None
-    if documents is not None:
-        order = jnp.arange(positions)
-        begins = jnp.concatenate(
-            [
-                jnp.ones_like(documents[:, :1], bool),
-                documents[:, 1:] != documents[:, :-1],
-            ],
-            axis=1,
-        )
-        placed = order - jax.lax.cummax(jnp.where(begins, order, 0), axis=1)
-        mask = (documents[:, :, None] == documents[:, None, :])[:, None]
-    rotation = rotations(placed, config.head_size, config.rope_theta, config)
-    if config.window is None:
-        return (rotation,) if mask is None else (rotation, mask)
-    theta, stretch = (
-        (config.rope_theta, config)
-        if config.local_theta is None
-        else (config.local_theta, None)
-    )
-    local = rotations(placed, config.head_size, theta, stretch)
-    near = jnp.arange(positions)[:, None] - jnp.arange(positions) < config.window
-    mask = jnp.ones((1, 1, positions, positions), bool) if mask is None else mask
-    kinds = jnp.asarray(
-        np.arange(1, config.layers + 1) % config.global_every != 0, jnp.int32
-    )
-    return jnp.stack([rotation, local]), jnp.stack([mask, mask & near]), kinds
+    order = jnp.arange(documents.shape[-1])
+    first = jnp.ones_like(documents[:, :1], bool)
+    changes = documents[:, 1:] != documents[:, :-1]
+    begins = jnp.concatenate([first, changes], axis=1)
+    placed = order - jax.lax.cummax(jnp.where(begins, order, 0), axis=1)
+    mask = (documents[:, :, None] == documents[:, None, :])[:, None]
+    return placed, mask

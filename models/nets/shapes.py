@@ -1,23 +1,112 @@
-"""Shapes of `models.nets.llama.Llama`: sizes, and the options by which Llama, Qwen and Gemma
-differ.
+"""Shapes of the networks: sizes, and the options by which GPT, Llama, Qwen and Gemma
+differ. `models.nets.sizes` has the named ones.
 
 Sources: Grattafiori et al. 2024, "The Llama 3 Herd of Models"; Yang et al. 2025, "Qwen3
 Technical Report"; Gemma Team 2024, "Gemma 2"; 2025, "Gemma 3 Technical Report".
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
-from models import BYTES
-from models.nets.attention import Attention
-from models.nets.keeping import check_remat
+from pallas_kernels.checks import check_choice
+from tcfp_jax.products.annotations import ACTIVATION_NAME
 
+BYTES = 256  # number of tokens of plain text
+ComputeDtype = Literal["float32", "bfloat16"]  # dtypes of activations
+Attention = Literal["auto", "products", "xla", "cudnn"]
 Head = Literal["tied", "untied"]
 Loop = Literal["scan", "unrolled"]
 Activation = Literal["silu", "gelu"]
 Bias = Literal["none", "qkv"]
 QKNorm = Literal["none", "heads", "all"]
 Switch = Literal["off", "on"]
+Normalized = Literal["all", "chosen"]
+Copies = Literal["exact", "fp8"]
+
+# Values that remat="products" keeps: inputs of the backward pass that only a product
+# could make again.
+KEPT_NAMES = ("query", "key", "value", "attended", "attention_residual", "gate", "up")
+# The order in which values are worth their bytes: a byte of attention saves most.
+# Products of one contraction save equally much for each byte, so small results come
+# first; of gate and up a byte is kept instead of two. With "block" there are seven
+# levels, of which at most four are compiled. "none" is not among them: a scan then
+# stacks the float32 values of norms and activations, too (llama-1b on an H100: 261 ms
+# instead of 236).
+_ORDER: dict[Copies, tuple[str, ...]] = {
+    "exact": ("attended", "key+value", "query", "attention_residual", "gate", "up"),
+    "fp8": (
+        "attended",
+        "gate_fp8",
+        "up_fp8",
+        "key+value+query",
+        "attention_residual",
+        ACTIVATION_NAME,
+    ),
+}
+# Fields of `LlamaConfig` that must be positive, and those that take a word.
+_FACTORS = (
+    "rope_theta",
+    "norm_eps",
+    "rope_factor",
+    "rope_low",
+    "embedding_scale",
+    "attention_scale",
+    "attention_cap",
+    "logit_cap",
+    "local_theta",
+)
+_CHOICES = dict(
+    head=Head,
+    attention=Attention,
+    loop=Loop,
+    bias=Bias,
+    qk_norm=QKNorm,
+    post_norms=Switch,
+    activation=Activation,
+)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Size of a `GPT`.
+
+    Attributes:
+      layers, width, heads: Number of blocks, model dimension d, attention heads (d /
+        heads values each).
+      context: Longest sequence.
+      vocabulary: Rows of the embedding table, at least 256.
+      attention: Argument of `models.nets.attention.causal_attention`: "products" repeats bit
+        for bit everywhere, flash attention is faster.
+
+    Raises:
+      ValueError: a size is below 1, heads do not divide the width, the vocabulary is
+        below 256, or the attention is unknown.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int = BYTES
+    attention: Attention = "products"
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.heads, self.context) < 1:
+            raise ValueError(f"{self} has a size below 1; every size must be positive")
+        _check_heads(self.heads, self.width, "choose a divisor")
+        _check_vocabulary(self.vocabulary)
+        check_choice("attention", self.attention, get_args(Attention))
+
+    @property
+    def head_size(self) -> int:
+        """Values of one head of attention."""
+        return self.width // self.heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of all matrices of a block, with `width` rows or transposed."""
+        return 12 * self.width
 
 
 @dataclass(frozen=True)
@@ -114,7 +203,7 @@ class LlamaConfig:
     lora: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (
+        sizes = [
             self.layers,
             self.width,
             self.heads,
@@ -122,28 +211,18 @@ class LlamaConfig:
             self.hidden,
             self.context,
             self.global_every,
-        )
-        if (
-            min(
-                *sizes,
-                *(
-                    n
-                    for n in (self.head_dim, self.window, self.rope_original)
-                    if n is not None
-                ),
-            )
-            < 1
-        ):
+            self.head_dim,
+            self.window,
+            self.rope_original,
+        ]
+        if min(size for size in sizes if size is not None) < 1:
             raise ValueError(f"{self} has a size below 1; every size must be positive")
         if self.lora < 0:
             raise ValueError(
                 f"lora={self.lora} must be a rank of at least 1, or 0 for no adapters"
             )
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"heads={self.heads} does not divide width={self.width}; choose a"
-                " divisor, or head_dim"
-            )
+        if self.head_dim is None:
+            _check_heads(self.heads, self.width, "choose a divisor, or head_dim")
         if self.head_size % 2:
             raise ValueError(
                 f"heads={self.heads} of width={self.width} have {self.head_size} values"
@@ -154,43 +233,18 @@ class LlamaConfig:
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a"
                 " divisor"
             )
-        if self.vocabulary < BYTES:
-            raise ValueError(
-                f"vocabulary={self.vocabulary} is below the {BYTES} byte values;"
-                " raise it"
-            )
-        for name in (
-            "rope_theta",
-            "norm_eps",
-            "rope_factor",
-            "rope_low",
-            "embedding_scale",
-            "attention_scale",
-            "attention_cap",
-            "logit_cap",
-            "local_theta",
-        ):
-            if (value := getattr(self, name)) is not None and not value > 0:
+        _check_vocabulary(self.vocabulary)
+        for name in _FACTORS:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ValueError(f"{name}={value} must be positive")
         if self.rope_original is not None and not self.rope_high > self.rope_low:
             raise ValueError(
                 f"rope_high={self.rope_high} must exceed rope_low={self.rope_low};"
                 " exchange them"
             )
-        choices = dict(
-            head=Head,
-            attention=Attention,
-            loop=Loop,
-            bias=Bias,
-            qk_norm=QKNorm,
-            post_norms=Switch,
-        )
-        for name, allowed in dict(**choices, activation=Activation).items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of"
-                    f" {list(get_args(allowed))}"
-                )
+        for name, words in _CHOICES.items():
+            check_choice(name, getattr(self, name), get_args(words))
         check_remat(self.remat)
 
     @property
@@ -206,40 +260,111 @@ class LlamaConfig:
         return (2 * self.heads + 2 * self.kv_heads) * self.head_size + 3 * self.hidden
 
 
-LLAMAS = {
-    "llama-tiny": LlamaConfig(
-        layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128
-    ),
-    "llama-124m": LlamaConfig(
-        layers=12,
-        width=768,
-        heads=12,
-        kv_heads=12,
-        hidden=2048,
-        context=1024,
-        vocabulary=50304,
-    ),
-    "llama-1b": LlamaConfig(
-        layers=16,
-        width=2048,
-        heads=32,
-        kv_heads=8,
-        hidden=8192,
-        context=8192,
-        vocabulary=128_256,
-        rope_theta=500_000.0,
-        remat="auto",
-    ),
-    "llama-8b": LlamaConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        hidden=14_336,
-        context=8192,
-        vocabulary=128_256,
-        head="untied",
-        rope_theta=500_000.0,
-        remat="auto",
-    ),
-}
+@dataclass(frozen=True)
+class MoeConfig(LlamaConfig):
+    """Size of a `Moe`, and how it runs: a Llama whose MLP has experts of `hidden`
+    values each.
+
+    Attributes:
+      experts, chosen: Number of experts, and of those that a token goes through.
+      shared: Hidden values of a SwiGLU for all tokens; 0 is none.
+      normalized: Weights of the chosen experts: "all" takes the softmax over all
+        experts (OLMoE), "chosen" divides the chosen ones by their sum (Qwen3).
+      balance, z_loss: Factors of the penalties, whose mean over the layers counts.
+
+    Raises:
+      ValueError: as `LlamaConfig`; there are fewer experts than chosen ones, or a
+        factor is negative.
+    """
+
+    experts: int = 8
+    chosen: int = 2
+    shared: int = 0
+    normalized: Normalized = "all"
+    balance: float = 0.01
+    z_loss: float = 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(
+                f"chosen={self.chosen} of experts={self.experts}; choose 1 to"
+                f" {self.experts} of them"
+            )
+        for name in ("shared", "balance", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be zero or positive"
+                )
+        check_choice("normalized", self.normalized, get_args(Normalized))
+
+    @property
+    def columns(self) -> int:
+        """As in `LlamaConfig`: those of the router, and of the experts that a token
+        goes through.
+        """
+        return (
+            super().columns
+            + 3 * ((self.chosen - 1) * self.hidden + self.shared)
+            + self.experts
+        )
+
+
+ModelConfig = GPTConfig | LlamaConfig
+
+
+def _check_heads(heads: int, width: int, repair: str) -> None:
+    if width % heads:
+        raise ValueError(f"heads={heads} does not divide width={width}; {repair}")
+
+
+def _check_vocabulary(vocabulary: int) -> None:
+    if vocabulary < BYTES:
+        raise ValueError(
+            f"vocabulary={vocabulary} is below the {BYTES} byte values; raise it"
+        )
+
+
+def check_remat(remat: str) -> None:
+    """Raise `ValueError` if `LlamaConfig.remat` knows no such value."""
+    known = {*KEPT_NAMES, *"+".join(_ORDER["fp8"]).split("+")}
+    if remat != "none" and kept_names(remat) - known:
+        raise ValueError(
+            f"remat={remat!r} is unknown; use 'none', 'block', 'products', 'auto', or"
+            f" some of {sorted(known)} joined by '+'"
+        )
+
+
+def kept_names(remat: str) -> set[str]:
+    """Return the names of the values that a block keeps; "none" keeps all values, with
+    and without a name.
+
+    >>> sorted(kept_names("gate_fp8+attended")), kept_names("block")
+    (['attended', 'gate_fp8'], set())
+    """
+    return {"block": set(), "auto": set(), "products": set(KEPT_NAMES)}.get(
+        remat, set(remat.split("+"))
+    )
+
+
+def kept_of_head(remat: str) -> Literal["inputs", "logits"]:
+    """Return the values that the loss keeps: the logits if every product is kept."""
+    return (
+        "logits"
+        if remat == "none" or kept_names(remat).issuperset(KEPT_NAMES)
+        else "inputs"
+    )
+
+
+def remat_levels(copies: Copies) -> list[str]:
+    """Return values of `LlamaConfig.remat` for "auto", in the order of the bytes that
+    they keep.
+
+    Args:
+      copies: "exact" keeps equal values, so that all levels have the same gradients.
+        "fp8" keeps gate and up in FP8, and the inputs that products quantized.
+
+    >>> remat_levels("fp8")[:3]
+    ['block', 'attended', 'attended+gate_fp8']
+    """
+    return ["block", *accumulate(_ORDER[copies], "{}+{}".format)]

@@ -53,22 +53,17 @@ def windows_at(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.
     """
     if text.ndim > 1:
         return split_batch(text[split_batch(offsets)])
-    return split_batch(
-        text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(
-            jnp.int32
-        )
-    )
+    places = split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)
+    return split_batch(text[places].astype(jnp.int32))
 
 
 def heldout_windows(config: TrainConfig, text: jax.Array) -> int:
     """Return the number of windows of the evaluation; of documents, at most all
     rows.
     """
-    return (
-        config.heldout_windows
-        if text.ndim == 1
-        else min(config.heldout_windows, len(text))
-    )
+    if text.ndim == 1:
+        return config.heldout_windows
+    return min(config.heldout_windows, len(text))
 
 
 def heldout_offsets(config: TrainConfig, text: jax.Array) -> jax.Array:
@@ -77,10 +72,8 @@ def heldout_offsets(config: TrainConfig, text: jax.Array) -> jax.Array:
     """
     last = len(text) - config.sequence - 1 if text.ndim == 1 else len(text) - 1
     offsets = np.linspace(0, last, heldout_windows(config, text)).astype(np.int32)
-    padding = -len(offsets) % config.batch
-    return jnp.asarray(
-        np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch)
-    )
+    padded = np.pad(offsets, (0, -len(offsets) % config.batch))
+    return jnp.asarray(padded.reshape(-1, config.batch))
 
 
 def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
@@ -90,9 +83,11 @@ def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
     read = corpus.train.nbytes + corpus.heldout.nbytes
     # A file of ids is cut at a whole id, so up to one id fewer than asked for may be
     # read.
-    cut = read + corpus.train.itemsize > config.corpus_bytes
+    cut = read + corpus.train.itemsize > config.data.corpus_bytes
     more = (
-        f"raise corpus_bytes (now {config.corpus_bytes})" if cut else "give more text"
+        f"raise corpus_bytes (now {config.data.corpus_bytes})"
+        if cut
+        else "give more text"
     )
     for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
         check_text(name, text, config, more)
@@ -122,19 +117,15 @@ def window_losses(
     """Return the cross-entropy of every predicted token, float32 `[batch, sequence]`,
     and which count; None is all.
     """
-    rngs, variables = (
-        None if key is None else {"tcfp": key},
-        {"params": params, "tcfp": quantized},
-    )
+    rngs = None if key is None else {"tcfp": key}
+    variables = {"params": params, "tcfp": quantized}
     of_tokens: Any
     if windows.ndim == 2:
         of_tokens = model.apply(variables, windows[:, :-1], windows[:, 1:], rngs=rngs)
         return of_tokens, None
-    inputs, documents, counted = (
-        windows[:, TOKENS, :-1],
-        windows[:, DOCUMENTS, :-1],
-        windows[:, COUNTED, 1:] > 0,
-    )
+    inputs = windows[:, TOKENS, :-1]
+    documents = windows[:, DOCUMENTS, :-1]
+    counted = windows[:, COUNTED, 1:] > 0
     targets = jnp.where(counted, windows[:, TOKENS, 1:], IGNORED)
     of_tokens = model.apply(variables, inputs, targets, documents, rngs=rngs)
     return jnp.where(counted, of_tokens, 0.0), counted

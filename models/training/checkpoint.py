@@ -34,7 +34,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import tcfp_jax
-from models.nets.families import FAMILIES, family_of
+from models.nets.sizes import FAMILIES, family_of
 from models.training.intact import (
     DIGESTS_FILE,
     check_digests,
@@ -44,21 +44,18 @@ from models.training.intact import (
     write_digests,
     write_json,
 )
-from models.training.processes import is_first, together, whole
-from models.training.settings import TrainConfig
-from models.training.steps import TrainState, float_parameters
+from models.training.processes import is_first, together
+from models.training.settings import TrainConfig, config_of, settings_of
+from models.training.state import TrainState
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
-from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
 Resume = Literal["never", "allowed"]
 
-CONFIG_FILE, METRICS_FILE, CHECKPOINTS, DAMAGED = (
-    "config.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "damaged",
-)
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+DAMAGED = "damaged"
 KEPT_CHECKPOINTS = 2
 _KINDS: dict[str, Any] = {
     kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)
@@ -169,45 +166,55 @@ class RunDirectory:
           ValueError: no checkpoint is whole, or this run cannot read one that is.
         """
         damaged: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            verified = False
-            try:
-                verified = check_digests(self._checkpoint(step))
-                state = self._manager.restore(
-                    step, args=ocp.args.StandardRestore(initial)
-                )
+        state = initial
+        step = 0
+        for newest in sorted(self._manager.all_steps(), reverse=True):
+            found = self._read(newest, initial, damaged)
+            if found is not None:
+                state = found
+                step = newest
                 break
-            # Tensorstore raises bare exceptions for files that it cannot read
-            except Exception as error:
-                # Only the first line, because tensorstore appends pages of its own
-                # settings.
-                damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
-                if verified:
-                    raise ValueError(
-                        f"{self._checkpoint(step)} has not changed, but does not hold a"
-                        f" state of this run ({damaged[step]};"
-                        f" {versions(self._checkpoint(step))}); resume with the"
-                        " versions that wrote it, or start in another folder"
-                    ) from error
-        else:
-            if damaged:
-                raise ValueError(
-                    f"{self.path / CHECKPOINTS} has no whole checkpoint:"
-                    f" {', '.join(f'{step} ({cause})' for step, cause in damaged.items())};"
-                    " copy one back, remove that folder to begin at step 0, or start"
-                    " in another folder"
-                )
-            state, step = initial, 0
-        if state is not initial and not verified and is_first():
-            print(
-                f"checkpoint {step} has no {DIGESTS_FILE}, so damage to it may go"
-                " unseen",
-                file=sys.stderr,
+        if damaged and state is initial:
+            causes = ", ".join(f"{step} ({cause})" for step, cause in damaged.items())
+            raise ValueError(
+                f"{self.path / CHECKPOINTS} has no whole checkpoint: {causes}; copy one"
+                " back, remove that folder to begin at step 0, or start in another"
+                " folder"
             )
         together(lambda: self._set_aside(damaged, step))
         if damaged:
             self._manager.reload()
         return state, together(lambda: self._repair_metrics(step))
+
+    def _read(
+        self, step: int, initial: TrainState, damaged: dict[int, str]
+    ) -> TrainState | None:
+        """Return the state of a checkpoint, or None after a note in `damaged`."""
+        path = self._checkpoint(step)
+        verified = False
+        try:
+            verified = check_digests(path)
+            args = ocp.args.StandardRestore(initial)
+            state: TrainState = self._manager.restore(step, args=args)
+        # Tensorstore raises bare exceptions for files that it cannot read
+        except Exception as error:
+            # Only the first line, because tensorstore appends pages of its own
+            # settings.
+            damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
+            if verified:
+                raise ValueError(
+                    f"{path} has not changed, but does not hold a state of this run"
+                    f" ({damaged[step]}; {versions(path)}); resume with the versions"
+                    " that wrote it, or start in another folder"
+                ) from error
+            return None
+        if not verified and is_first():
+            print(
+                f"checkpoint {step} has no {DIGESTS_FILE}, so damage to it may go"
+                " unseen",
+                file=sys.stderr,
+            )
+        return state
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / CHECKPOINTS / str(step)
@@ -240,11 +247,12 @@ class RunDirectory:
         """
         if not is_first():
             return
-        reports = [None] * (len(losses) - 1) + [report]
-        lines = (
-            _metrics_line(first_step + i, float(losses[i]), reports[i])
-            for i in range(len(losses))
-        )
+        lines = [
+            _metrics_line(step, float(loss))
+            for step, loss in enumerate(losses[:-1], first_step)
+        ]
+        last = first_step + len(losses) - 1
+        lines.append(_metrics_line(last, float(losses[-1]), report))
         with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
@@ -264,25 +272,24 @@ class RunDirectory:
         """
         path = self.path / METRICS_FILE
         try:
-            text = (
-                path.read_text(encoding="utf-8", errors="replace")
-                if path.exists()
-                else ""
-            )
+            text = ""
+            if path.exists():
+                text = path.read_text(encoding="utf-8", errors="replace")
             lines = text.splitlines(keepends=True)
-            sound = {
-                entry["step"]: (line, entry["loss"])
-                for line in lines
-                if (entry := _entry(line)) is not None
-            }
+            sound: dict[int, tuple[str, float | None]] = {}
+            for line in lines:
+                entry = _entry(line)
+                if entry is not None:
+                    sound[entry["step"]] = (line, entry["loss"])
+            wanted = range(1, steps + 1)
             kept = [
                 sound.get(step, (_metrics_line(step, math.nan), None))
-                for step in range(1, steps + 1)
+                for step in wanted
             ]
             repaired = "".join(line for line, _ in kept)
             if is_first():  # the other processes read the same steps before and after
                 if repaired != "".join(lines[:steps]):
-                    lost = sum(step not in sound for step in range(1, steps + 1))
+                    lost = sum(step not in sound for step in wanted)
                     print(
                         f"{path} is repaired: one line for each of {steps} steps,"
                         f" {lost} unknown",
@@ -303,17 +310,14 @@ def _entry(line: str) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    number = lambda value: (
-        isinstance(value, int | float) and not isinstance(value, bool)
-    )
-    if (
-        not line.endswith("\n")
-        or not isinstance(entry, dict)
-        or not isinstance(entry.get("monitor", {}), dict)
-    ):
+    if not line.endswith("\n") or not isinstance(entry, dict):
         return None
-    sound = isinstance(entry.get("step"), int) and "loss" in entry
-    return entry if sound and (entry["loss"] is None or number(entry["loss"])) else None
+    sound = (
+        isinstance(entry.get("monitor", {}), dict)
+        and isinstance(entry.get("step"), int)
+        and type(entry.get("loss", "")) in (int, float, type(None))  # not a bool
+    )
+    return entry if sound else None
 
 
 def holds_run(path: Path) -> bool:
@@ -331,9 +335,9 @@ def read_config(path: Path) -> TrainConfig:
     try:
         fields = {**content["config"], "data": tuple(content["config"]["data"])}
         if isinstance(fields["model"], dict):
-            fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
+            fields["model"] = FAMILIES[content["family"]](**fields["model"])
         fields["recipe"] = _read_recipe(fields["recipe"])
-        return TrainConfig(**fields)
+        return config_of(fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_run(path, f"{type(error).__name__}: {error}") from error
 
@@ -342,59 +346,16 @@ def _read_recipe(described: Any) -> Any:
     """Return the recipe, or its name, that a folder describes."""
     if not isinstance(described, dict):
         return described
-    parts = {
-        name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)
-    }
-    return Recipe(**{**described, **parts})
+    fields = dict(described)
+    for name, part in _nested(described):
+        fields[name] = _KINDS[part.pop("kind")](**part)
+    return Recipe(**fields)
 
 
 def _metrics_line(step: int, loss: float, report: Any = None) -> str:
     # JSON has no NaN, so null marks a run that diverged.
     entry = {"step": step, "loss": loss if math.isfinite(loss) else None}
     return json.dumps(entry if report is None else {**entry, "monitor": report}) + "\n"
-
-
-def export(path: Path, params: Any) -> None:
-    """Write float32 parameters as an `.npz` of arrays with names such as
-    "block_0/qkv/kernel".
-
-    All processes call it, and the first one writes. The folder is created if it is
-    missing.
-
-    Raises:
-      ValueError: the path does not end in ".npz", or no file can be written there.
-    """
-    check_export(path)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
-    temporary = path.with_name(f"partial-{path.name}")
-    arrays: dict[str, Any] = {
-        "/".join(path_names(place)): whole(leaf) for place, leaf in leaves
-    }
-    if is_first():
-        np.savez(temporary, **arrays)
-        temporary.replace(path)
-
-
-def check_export(path: Path) -> None:
-    """Create the folder of this path, and raise `ValueError` if `export` cannot write
-    to it.
-    """
-    if path.suffix != ".npz":  # NumPy would append it silently
-        raise ValueError(
-            f"{path} must hold NumPy arrays by name; choose a name that ends in .npz"
-        )
-    if path.is_dir():
-        raise ValueError(
-            f"{path} must be a file of NumPy arrays, but is a folder; choose another"
-            " name"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written, as its folder cannot be made ({error}); choose"
-            " another"
-        ) from error
 
 
 def _stored(path: Path) -> dict[str, Any]:
@@ -427,7 +388,9 @@ def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     """Return the settings that must be equal to continue a run, with names and the
     values behind them.
     """
-    fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
+    fields = {**settings_of(config), "dtype": config.compute_dtype}
+    if not isinstance(config.model, str):
+        fields["model"] = dataclasses.asdict(config.model)
     if isinstance(config.recipe, Recipe):
         fields["recipe"] = _describe_recipe(config.recipe)
     return {
@@ -457,15 +420,14 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _check_same(
     path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str
 ) -> None:
-    old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
+    old = flatten(stored)
+    new = flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # The name of a text does not matter if its digest is the same, and a sample is for
-    # readers.
-    free = (
-        ("config.sample",)
-        if "text" in names
-        else ("config.sample", "config.data", "config.tokenizer")
-    )
+    # A sample is for readers, and the name of a text does not matter if its digest is
+    # the same.
+    free = ["config.sample"]
+    if "text" not in names:
+        free += ["config.data", "config.tokenizer"]
     names = [name for name in names if name not in free]
     # A different name explains every difference behind it.
     for part in ("model", "recipe"):
@@ -505,11 +467,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 

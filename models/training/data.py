@@ -21,7 +21,8 @@ import numpy as np
 from models.training.text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
-IDS_SUFFIX, EXAMPLES_SUFFIX = ".npy", ".jsonl"
+IDS_SUFFIX = ".npy"
+EXAMPLES_SUFFIX = ".jsonl"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 
 
@@ -111,7 +112,8 @@ def load_data(
             )
     if vocabulary is not None:
         tokens = _ids(Path(data[0]), vocabulary, byte_limit)
-        names, ends = [Path(data[0]).name], np.array([len(tokens)])
+        names = [Path(data[0]).name]
+        ends = np.array([len(tokens)])
     else:
         names, texts = _texts(data, byte_limit)
         ends = np.cumsum([len(text) for text in texts])
@@ -171,7 +173,8 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
             found[root] = root.name
     named = {Path(path).resolve() for path in data}
     texts: dict[Path, bytes] = {}
-    total, seen = 0, set[bytes]()
+    total = 0
+    seen: set[bytes] = set()
     for path in sorted(found, key=lambda path: (stable_hash(found[path]), path)):
         if total >= byte_limit:
             break
@@ -186,7 +189,8 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
                 )
             continue
         # no copy of a training file is held out
-        if (digest := hashlib.sha256(text).digest()) in seen:
+        digest = hashlib.sha256(text).digest()
+        if digest in seen:
             continue
         seen.add(digest)
         texts[path.resolve()] = text + SEPARATOR
@@ -215,7 +219,8 @@ def _read_text(path: Path, most: int) -> bytes | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with path.open("rb") as file:
-            while most and (part := file.read(min(most, 2**20))):
+            # A read of no bytes, at the limit, ends the loop, too
+            while part := file.read(min(most, 2**20)):
                 if SEPARATOR in part:
                     return None
                 decoder.decode(part)

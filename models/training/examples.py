@@ -165,26 +165,26 @@ def answers(
     Raises:
       ValueError: the template changes the content of an answer.
     """
-    whole, spans, seen = tokenizer.rendered(messages), [], 0
+    whole = tokenizer.rendered(messages)
+    spans: list[tuple[int, int]] = []
+    seen = 0
     for place, one in enumerate(messages):
         if one["role"] != "assistant":
             continue
-        content, asked = (
-            one["content"].strip(),
-            tokenizer.rendered(messages[:place], opened=True),
-        )
+        content = one["content"].strip()
+        asked = tokenizer.rendered(messages[:place], opened=True)
+        continues = whole.startswith(asked)
         alone = tokenizer.rendered(messages[: place + 1])
         closing = alone[alone.rfind(content) + len(content) :]
-        begin = whole.find(
-            content + closing, max(seen, len(asked) if whole.startswith(asked) else 0)
-        )
+        after = max(seen, len(asked)) if continues else seen
+        begin = whole.find(content + closing, after)
         if content not in alone or begin < 0:
             raise ValueError(
                 f"the chat template changes the content of message {place}; give it as"
                 ' {"text": ...}'
             )
         seen = begin + len(content + closing)
-        spans.append((len(asked) if whole.startswith(asked) else begin, seen))
+        spans.append((len(asked) if continues else begin, seen))
     return whole, spans
 
 
@@ -196,9 +196,10 @@ def packed(examples: Sequence[Example], length: int) -> np.ndarray:
     >>> packed([one, one], 6)[0].tolist()
     [[7, 8, 9, 7, 8, 9], [1, 1, 1, 2, 2, 2], [0, 1, 1, 0, 1, 1]]
     """
-    pieces = sorted(
-        (p for one in examples for p in _pieces(one, length)), key=lambda p: -len(p.ids)
-    )
+    pieces: list[Example] = []
+    for one in examples:
+        pieces += _pieces(one, length)
+    pieces.sort(key=lambda piece: -len(piece.ids))
     rows: list[list[Example]] = []
     room: list[tuple[int, int]] = []  # (free places, row), sorted
     for piece in pieces:
@@ -212,9 +213,11 @@ def packed(examples: Sequence[Example], length: int) -> np.ndarray:
     for row, held in enumerate(rows):
         begin = 0
         for document, piece in enumerate(held, 1):
-            place = slice(begin, begin := begin + len(piece.ids))
-            made[row, TOKENS, place], made[row, DOCUMENTS, place] = piece.ids, document
+            place = slice(begin, begin + len(piece.ids))
+            made[row, TOKENS, place] = piece.ids
+            made[row, DOCUMENTS, place] = document
             made[row, COUNTED, place] = piece.counted
+            begin = place.stop
     return made
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import jax
 
-from models.nets.families import ModelConfig, copies_of
-from models.nets.keeping import remat_levels
-from models.nets.llama import LlamaConfig
+from models.nets.families import copies_of
+from models.nets.shapes import LlamaConfig, ModelConfig, remat_levels
 from models.training.processes import gather
 from models.training.settings import TrainConfig
 from tcfp_jax.recipes import Recipe, recipe

@@ -18,7 +18,9 @@ import jax
 import tcfp_jax
 from models.training.processes import gather, is_first, of_first
 
-LOCK_FILE, DIGESTS_FILE, VERSION_FILE = "lock", "digests.json", "versions.json"
+LOCK_FILE = "lock"
+DIGESTS_FILE = "digests.json"
+VERSION_FILE = "versions.json"
 
 
 def lock(folder: Path) -> TextIO:
@@ -121,22 +123,18 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str | None]:
     """
     own = names[jax.process_index() :: jax.process_count()]
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
-        found = dict(
-            zip(own, pool.map(lambda name: _digest(folder / name), own), strict=True)
-        )
-    return {
-        name: digest
-        for text in gather(json.dumps(found))
-        for name, digest in json.loads(text).items()
-    }
+        digests = pool.map(_digest, [folder / name for name in own])
+    found: dict[str, str | None] = {}
+    for text in gather(json.dumps(dict(zip(own, digests, strict=True)))):
+        found |= json.loads(text)
+    return found
 
 
 def _digest(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(
-                file, lambda: hashlib.blake2b(digest_size=16)
-            ).hexdigest()
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            return digest.hexdigest()
     except (OSError, ValueError):  # ValueError: a damaged name with a zero byte
         return None
 

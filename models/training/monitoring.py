@@ -11,111 +11,22 @@ share of second moments that did not change. Layers that run as one stack have l
 with one entry per layer.
 """
 
-import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import tcfp_jax
-from models.nets.meshes import OnMesh
-from models.training.batches import windows
-from models.training.settings import TrainConfig
-from models.training.steps import (
-    TrainState,
-    layouts,
-    loss_function,
-    make_optimizer,
-    make_steps,
-    product_key,
-    program,
-    state_places,
-)
 from tcfp_jax import monitor
 
 # For each weight: a reading for each operand, and numbers of the update.
 Report = dict[str, dict[str, Any]]
 
 
-def make_monitored_step(
-    config: TrainConfig, count: int | None = None, mesh: Mesh | None = None
-) -> Any:
-    """Return `make_train_step` with its last step observed: `(state, losses, report)`.
-
-    The other steps do not change.
-    """
-    return _monitored_function(
-        program(config), config.steps_per_call if count is None else count, mesh
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
-    before, loss_of = (
-        make_steps(config, make_optimizer(config), count - 1),
-        loss_function(config),
-    )
-    optimizer = make_optimizer(config)
-    exact = make_optimizer(replace(config, moments="float32"))
-
-    def last(
-        state: TrainState, text: jax.Array, key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Report]:
-        quantized = tcfp_jax.layer_state(state.opt_state)
-        differentiate = monitor.value_and_grad(loss_of)
-        batch, bits = (
-            windows(config, state.step, text, key),
-            product_key(config, state, key),
-        )
-        (loss, gradients), readings = differentiate(
-            state.params, quantized, batch, bits
-        )
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = tcfp_jax.apply_updates(state.params, updates)
-        if config.weights == "stored":
-            before, after = state.params, params
-            updates = monitor.float_updates(exact, gradients, state.opt_state, before)
-        else:
-            before, after = quantized, tcfp_jax.layer_state(opt_state)
-        found = monitor.update_quality(before, after, updates, layouts(config))
-        stale = monitor.stale_moments(state.opt_state, opt_state)
-        return (
-            TrainState(params, opt_state, state.step + 1),
-            loss,
-            _merged(readings, found, stale),
-        )
-
-    def steps(
-        state: TrainState, text: jax.Array, key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Report]:
-        losses = jnp.zeros((0,), jnp.float32)
-        if count > 1:
-            state, losses = before(state, text, key)
-        state, loss, report = last(state, text, key)
-        return state, jnp.concatenate([losses, loss[None]]), report
-
-    if mesh is None:
-        return jax.jit(steps, donate_argnums=0)
-    whole = NamedSharding(mesh, P())
-    return OnMesh(
-        jax.jit(
-            steps,
-            donate_argnums=0,
-            out_shardings=(state_places(config, mesh), whole, whole),
-        ),
-        mesh,
-    )
-
-
-def _merged(
+def merged_report(
     readings: Any,
     qualities: Mapping[str, monitor.Quality],
     stale: Mapping[str, jax.Array],
@@ -150,8 +61,16 @@ def written(report: Any) -> Any:
 
 def read_reports(metrics: Path) -> dict[int, Any]:
     """Return the reports in a file of metrics, by step."""
-    entries = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return {entry["step"]: entry["monitor"] for entry in entries if "monitor" in entry}
+    return {
+        entry["step"]: entry["monitor"]
+        for entry in read_metrics(metrics)
+        if "monitor" in entry
+    }
+
+
+def read_metrics(metrics: Path) -> list[dict[str, Any]]:
+    """Return the entries in a file of metrics."""
+    return list(map(json.loads, metrics.read_text(encoding="utf-8").splitlines()))
 
 
 def scalars(report: Any) -> Iterator[tuple[str, float]]:
@@ -188,13 +107,12 @@ class Board:
     """
 
     def __init__(self, folder: Path | None, metrics: Path | None = None) -> None:
-        self._writer: Any = (
-            None if folder is None else _writer_class()(str(folder), purge_step=1)
-        )
-        if self._writer is not None and metrics is not None and metrics.exists():
-            for entry in map(
-                json.loads, metrics.read_text(encoding="utf-8").splitlines()
-            ):
+        self._writer: Any = None
+        if folder is None:
+            return
+        self._writer = _writer_class()(str(folder), purge_step=1)
+        if metrics is not None and metrics.exists():
+            for entry in read_metrics(metrics):
                 loss = math.nan if entry["loss"] is None else entry["loss"]
                 self.add(entry["step"], np.array([loss]), entry.get("monitor"))
 

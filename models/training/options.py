@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from models.huggingface.folders import Form
-from models.nets.families import model_names
 from models.nets.meshes import AXES
+from models.nets.sizes import model_names
 from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.running import BAD_STEPS
-from models.training.settings import Included, Moments, Weights
+from models.training.settings import BAD_STEPS, Included, Moments, Weights
 from tcfp_jax.recipes import NAMES
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {

@@ -1,7 +1,8 @@
 """Plots of a run as PNGs: loss curves, and heat maps of its observed numerics."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,29 +21,22 @@ def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> Non
     # Imported here, because it takes a second that training without a plot can save.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 5.2 if len(curves) == 2 else 4.2), layout="constrained")
+    heights = [3, 2] if len(curves) == 2 else [1]
+    figure = Figure(figsize=(7, 3.2 + len(heights)), layout="constrained")
     panels = figure.subplots(
-        2 if len(curves) == 2 else 1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=_heights(curves),
+        len(heights), sharex=True, squeeze=False, height_ratios=heights
     )
     axes = panels[0, 0]
     for index, (name, losses) in enumerate(curves.items()):
-        _draw(
-            axes,
-            losses,
-            color=f"C{index}",
-            style="-" if index == 0 else "--",
-            label=name,
-        )
+        style = "-" if index == 0 else "--"
+        _draw(axes, losses, color=f"C{index}", style=style, label=name)
     axes.set(ylabel="training loss (nats per byte)", title=title)
     axes.legend()
     if len(curves) == 2:
-        (first, ours), (second, theirs) = curves.items()
+        first, second = curves
         _draw(
             panels[1, 0],
-            ours - theirs,
+            curves[first] - curves[second],
             color="C2",
             style="-",
             label=f"{first} minus {second}",
@@ -64,10 +58,6 @@ def running_mean(losses: np.ndarray) -> tuple[np.ndarray, int]:
     return np.convolve(losses, np.ones(width) / width, mode="valid"), width
 
 
-def _heights(curves: dict[str, np.ndarray]) -> list[int]:
-    return [3, 2] if len(curves) == 2 else [1]
-
-
 def _draw(axes: Any, losses: np.ndarray, *, color: str, style: str, label: str) -> None:
     axes.plot(
         np.arange(1, len(losses) + 1), losses, color=color, alpha=0.25, linewidth=0.8
@@ -84,20 +74,40 @@ def _draw(axes: Any, losses: np.ndarray, *, color: str, style: str, label: str) 
     axes.grid(alpha=0.3)
 
 
-# Numbers of an operand that are drawn: title, and limits of the colors, of which None
-# is open.
-_OF_OPERANDS: dict[str, tuple[str, tuple[float | None, float | None]]] = {
-    "snr": ("SNR of {} (dB)", (None, None)),
-    "underflow": ("underflow of {}", (0.0, None)),
-    "saturation": ("saturation of {}", (0.0, None)),
-}
-_OF_UPDATES: dict[str, tuple[str, tuple[float | None, float | None]]] = {
-    "moved": ("entries moved", (0.0, 1.0)),
-    "edq": ("effective descent", (0.0, 1.0)),
-    "stale": ("second moments at rest", (0.0, 1.0)),
-}
-# Colors span at least this much, so that noise does not look like a pattern.
-_LEAST = {"snr": 10.0, "underflow": 0.01, "saturation": 0.01}
+class Panel(NamedTuple):
+    """One heat map.
+
+    Attributes:
+      place: Names of its number in a report, such as ("x", "snr").
+      title: Text above it.
+      limits: Limits of the colors, of which None is open.
+      least: Least width of the colors, so that noise does not look like a pattern.
+    """
+
+    place: tuple[str, ...]
+    title: str
+    limits: tuple[float | None, float | None]
+    least: float = 0.0
+
+
+def panels_of(operands: Sequence[str]) -> list[list[Panel]]:
+    """Return the lines of panels of some operands, and a last line of updates."""
+    return [
+        [Panel((x, "snr"), f"SNR of {x} (dB)", (None, None), 10.0) for x in operands],
+        [
+            Panel((x, "underflow"), f"underflow of {x}", (0.0, None), 0.01)
+            for x in operands
+        ],
+        [
+            Panel((x, "saturation"), f"saturation of {x}", (0.0, None), 0.01)
+            for x in operands
+        ],
+        [
+            Panel(("moved",), "entries moved", (0.0, 1.0)),
+            Panel(("edq",), "effective descent", (0.0, 1.0)),
+            Panel(("stale",), "second moments at rest", (0.0, 1.0)),
+        ],
+    ]
 
 
 def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
@@ -116,61 +126,40 @@ def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
         )
     from matplotlib.figure import Figure
 
-    weights = [weight for report in reports.values() for weight in report.values()]
-    operands = [name for name in OPERANDS if any(name in weight for weight in weights)]
-    lines: list[Any] = [
-        [((name, what), form) for name in operands]
-        for what, form in _OF_OPERANDS.items()
-    ]
-    lines.append([((what,), form) for what, form in _OF_UPDATES.items()])
-    found = [
-        [(place, form, matrix_of(reports, place)) for place, form in line]
-        for line in lines
-    ]
-    rows = max(len(names) for line in found for _, _, (names, _) in line)
-    columns = max(map(len, found))
-    figure = Figure(
-        figsize=(5 * columns, 4 * (1.2 + 0.14 * rows)), layout="constrained"
-    )
-    steps = list(reports)
-    for panels, line in zip(
-        figure.subplots(len(lines), columns, squeeze=False), found, strict=True
-    ):
-        for axes in panels[len(line) :]:
-            axes.set_axis_off()
-        for axes, (place, (name, limits), (names, values)) in zip(
-            panels, line, strict=False
-        ):
-            axes.set_title(name.format(place[0]), fontsize=9)
-            _draw_map(
-                figure,
-                axes,
-                steps,
-                names,
-                values,
-                color_range(values, limits, _LEAST.get(place[-1], 0.0)),
-            )
+    seen: set[str] = set()
+    for report in reports.values():
+        seen.update(*report.values())
+    lines = panels_of([name for name in OPERANDS if name in seen])
+    columns = max(map(len, lines))
+    figure = Figure(layout="constrained")
+    axes = figure.subplots(len(lines), columns, squeeze=False)
+    rows = 0
+    for line, panels in enumerate(lines):
+        for column in range(columns):
+            names: list[str] = []
+            if column < len(panels):
+                panel = panels[column]
+                names, values = matrix_of(reports, panel.place)
+                axes[line, column].set_title(panel.title, fontsize=9)
+            if names:
+                _draw_map(axes[line, column], list(reports), names, values, panel)
+            else:
+                axes[line, column].set_axis_off()
+            rows = max(rows, len(names))
+    figure.set_size_inches(5 * columns, 4 * (1.2 + 0.14 * rows))
     figure.suptitle(title)
     figure.savefig(path, dpi=140)
 
 
 def _draw_map(
-    figure: Any,
-    axes: Any,
-    steps: list[int],
-    names: list[str],
-    values: np.ndarray,
-    limits: Any,
+    axes: Any, steps: list[int], names: list[str], values: np.ndarray, panel: Panel
 ) -> None:
     axes.tick_params(labelsize=6)
-    if not names:
-        axes.set_axis_off()
-        return
-    edges = [*range(len(steps) + 1)], [*range(len(names) + 1)]
-    image = axes.pcolormesh(
-        *edges, values, vmin=limits[0], vmax=limits[1], cmap="viridis"
-    )
-    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=6)
+    low, high = color_range(values, panel.limits, panel.least)
+    columns = range(len(steps) + 1)
+    rows = range(len(names) + 1)
+    image = axes.pcolormesh(columns, rows, values, vmin=low, vmax=high, cmap="viridis")
+    axes.figure.colorbar(image, ax=axes).ax.tick_params(labelsize=6)
     shown = range(0, len(steps), max(1, len(steps) // 8))
     axes.set_xticks([i + 0.5 for i in shown], [str(steps[i]) for i in shown])
     axes.set_yticks([i + 0.5 for i in range(len(names))], names)
@@ -189,15 +178,16 @@ def color_range(
     (0.0, 0.01)
     """
     known = values[np.isfinite(values)]
-    first, last = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    first, last = (known.min(), known.max()) if known.size else (0.0, 0.0)
     low, high = limits
-    missing = max(
-        0.0,
-        least - ((last if high is None else high) - (first if low is None else low)),
-    )
+    begin = float(first) if low is None else low
+    end = float(last) if high is None else high
+    missing = max(0.0, least - (end - begin))
+    if low is None and high is None:
+        return begin - missing / 2, end + missing / 2
     if low is None:
-        low, missing = first - (missing / 2 if high is None else missing), missing / 2
-    return low, last + missing if high is None else high
+        return begin - missing, end
+    return (begin, end + missing) if high is None else (begin, end)
 
 
 def matrix_of(
@@ -219,20 +209,12 @@ def matrix_of(
                 value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
             if value is _ABSENT:
                 continue
-            short = path.removesuffix("/kernel")
             entries = np.asarray(value, np.float64)
-            named = (
-                [(short, entries)] if entries.ndim == 0 else _numbered(short, entries)
-            )
-            for row, entry in named:
-                rows.setdefault(row, [np.nan] * len(reports))[column] = float(entry)
-    return list(rows), np.asarray(list(rows.values()), np.float64).reshape(
-        len(rows), len(reports)
-    )
-
-
-def _numbered(name: str, entries: np.ndarray) -> list[tuple[str, Any]]:
-    return [
-        (f"{name} {'.'.join(map(str, place))}", entries[place])
-        for place in np.ndindex(entries.shape)
-    ]
+            for index in np.ndindex(entries.shape):  # of a number, one empty index
+                row = path.removesuffix("/kernel")
+                if index:
+                    row += f" {'.'.join(map(str, index))}"
+                values = rows.setdefault(row, [np.nan] * len(reports))
+                values[column] = float(entries[index])
+    matrix = np.asarray(list(rows.values()), np.float64)
+    return list(rows), matrix.reshape(len(rows), len(reports))

@@ -14,7 +14,8 @@ def repeated(action: Callable[[], object]) -> Iterator[None]:
     """Run an action in a thread while the context lasts: each second on a terminal,
     elsewhere every ten seconds.
     """
-    ended, seconds = threading.Event(), 1.0 if sys.stderr.isatty() else 10.0
+    ended = threading.Event()
+    seconds = 1.0 if sys.stderr.isatty() else 10.0
 
     def run() -> None:
         while not ended.wait(seconds):

@@ -18,17 +18,17 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import tcfp_jax
-from models.huggingface.folders import Form, check_folder, is_folder, write_folder
+from models.huggingface.configs import is_folder
+from models.huggingface.folders import Form, check_folder, write_folder
 from models.huggingface.tokenizer import read_tokenizer
-from models.nets.llama import LlamaConfig
 from models.nets.meshes import check_mesh, everywhere, make_mesh
+from models.nets.shapes import LlamaConfig
 from models.training.batches import check_corpus
 from models.training.checkpoint import (
     METRICS_FILE,
     Resume,
     RunDirectory,
     describe,
-    export,
     flatten,
     holds_run,
     read_config,
@@ -36,19 +36,21 @@ from models.training.checkpoint import (
 from models.training.data import load_data
 from models.training.examples import load_examples
 from models.training.fitting import fitted
-from models.training.monitoring import Board, check_board, make_monitored_step, written
+from models.training.monitoring import Board, check_board, written
+from models.training.parameters import export
 from models.training.processes import check_same, is_first, together, whole
 from models.training.progress import repeated, shown
 from models.training.sampling import continued
-from models.training.settings import TrainConfig
+from models.training.settings import BAD_STEPS, Data, TrainConfig
+from models.training.state import TrainState, float_parameters
 from models.training.steps import (
-    TrainState,
     batch_key,
     check_placement,
     evaluate,
-    float_parameters,
     init,
+    make_monitored_step,
     make_train_step,
+    model_of,
     read_start,
     state_shapes,
 )
@@ -56,7 +58,6 @@ from models.training.text import Corpus, bits_per_byte, load_corpus
 from models.training.tokenized import tokenized
 
 Progress = Literal["none", "bar"]
-BAD_STEPS = 20
 SAMPLES_FILE = "samples.jsonl"
 BOARD = "tensorboard"  # name of its folder within the folder of a run
 
@@ -153,8 +154,7 @@ def run(
             f"bad_steps={bad_steps} must be at least 1; a large number never stops"
             " a run"
         )
-    if mesh is None and jax.process_count() > 1:
-        mesh = make_mesh({"fsdp": jax.device_count()})
+    mesh = _mesh_of_processes(mesh)
     if mesh is not None:
         heads = {
             name: getattr(config.size, name)
@@ -203,52 +203,43 @@ def export_run(
 
     Args:
       out: Folder of the run.
-      path: An `.npz`, which gets float32 (`models.training.checkpoint.export`), or a folder
+      path: An `.npz`, which gets float32 (`models.training.parameters.export`), or a folder
         (`models.huggingface.folders.write_folder`).
       mesh: As in `run`.
       form: Form of the weights in a folder.
     """
     config = read_config(out)
-    if mesh is None and jax.process_count() > 1:
-        mesh = make_mesh({"fsdp": jax.device_count()})
-    with RunDirectory(
-        out, config, corpus_of(config).digest, resume="allowed"
-    ) as directory:
-        state = _restored(directory, config, mesh)[0]
-    params, size = (
-        float_parameters(state.params, tcfp_jax.layer_state(state.opt_state)),
-        config.size,
-    )
+    mesh = _mesh_of_processes(mesh)
+    digest = corpus_of(config).digest
+    with RunDirectory(out, config, digest, resume="allowed") as directory:
+        state, _ = _restored(directory, config, mesh)
+    params = float_parameters(state.params, tcfp_jax.layer_state(state.opt_state))
     if path.suffix == ".npz":
         export(path, params)
         return
+    size = config.size
     check_folder(path, size, config.start)
     params = jax.tree.map(whole, params)
     if is_first() and isinstance(size, LlamaConfig):
-        source = (
-            Path(config.start)
-            if config.start is not None and is_folder(config.start)
-            else None
-        )
-        write_folder(
-            path,
-            params,
-            dataclasses.replace(size, lora=0),
-            form,
-            source,
-            config.tokenizer,
-        )
+        source = None
+        if config.start is not None and is_folder(config.start):
+            source = Path(config.start)
+        shape = dataclasses.replace(size, lora=0)
+        write_folder(path, params, shape, form, source, config.data.tokenizer)
+
+
+def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:
+    """Return the mesh; None is `fsdp` over all devices if there are several
+    processes.
+    """
+    if mesh is None and jax.process_count() > 1:
+        return make_mesh({"fsdp": jax.device_count()})
+    return mesh
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
     """Return the text of a run, which is read once per process."""
-    return _corpus(
-        config.data,
-        config.vocabulary,
-        config.corpus_bytes,
-        config.tokenizer,
-        config.packs * config.sequence,
-    )
+    return _corpus(config.data, config.sequence if config.data.packs else None)
 
 
 def checked_corpus(config: TrainConfig) -> Corpus:
@@ -263,23 +254,21 @@ def checked_corpus(config: TrainConfig) -> Corpus:
 
 
 @functools.lru_cache(maxsize=4)
-def _corpus(
-    data: tuple[str, ...],
-    vocabulary: int | None,
-    byte_limit: int,
-    tokenizer: str | None,
-    packed: int | None,
-) -> Corpus:
-    found = None if tokenizer is None else read_tokenizer(Path(tokenizer))
-    if packed and found is not None:
-        return load_examples(data, found, packed)
-    ids = vocabulary if found is None else None
-    text = (
-        load_data(data, vocabulary=ids, byte_limit=byte_limit)
-        if data
-        else load_corpus(byte_limit=byte_limit)
-    )
-    return text if found is None else tokenized(text, found)
+def _corpus(data: Data, packed: int | None) -> Corpus:
+    """Return a text; `packed` is the length of rows of documents."""
+    limit = data.corpus_bytes
+    if data.tokenizer is None:
+        if not data.paths:
+            return load_corpus(byte_limit=limit)
+        return load_data(data.paths, vocabulary=data.vocabulary, byte_limit=limit)
+    tokenizer = read_tokenizer(Path(data.tokenizer))
+    if packed is not None:
+        return load_examples(data.paths, tokenizer, packed)
+    if data.paths:
+        text = load_data(data.paths, byte_limit=limit)
+    else:
+        text = load_corpus(byte_limit=limit)
+    return tokenized(text, tokenizer)
 
 
 def _restored(
@@ -310,20 +299,17 @@ def _train(
     telling = progress == "bar" and is_first()
     with shown(lambda: "preparing the first step", telling):
         state, losses = _restored(directory, config, mesh)
-        reports: dict[int, Any] = {}
-        if (
-            directory is not None
-            and config.start is not None
-            and not directory.holds_state
-        ):
+        starts = config.start is not None
+        if directory is not None and starts and not directory.holds_state:
             # From here on the run does not need the file of `start`, which may move or
             # change.
             directory.save(state, 0)
-        board = Board(
-            board_folder, None if directory is None else directory.path / METRICS_FILE
-        )
-        begin, started = len(losses), time.perf_counter()
-        text, key = everywhere(corpus.train, mesh), batch_key(config)
+        metrics = None if directory is None else directory.path / METRICS_FILE
+        board = Board(board_folder, metrics)
+        begin = len(losses)
+        started = time.perf_counter()
+        text = everywhere(corpus.train, mesh)
+        key = batch_key(config)
         # Lowered for the arrays of the first call, which then finds the compiled step.
         count = min(config.steps_per_call, max(1, config.steps - begin))
 
@@ -334,80 +320,70 @@ def _train(
         config, line = fitted(config, lower, memory)
     if line is not None and telling:
         print(line, flush=True)
+    reports: dict[int, Any] = {}
     with _bar(config, begin, progress) as bar, repeated(bar.refresh):
 
-        def record(pending: tuple[jax.Array, Any]) -> None:
-            values, report = np.asarray(pending[0], np.float64), None
-            if pending[1] is not None:
-                report = reports[len(losses) + len(values)] = written(
-                    jax.device_get(pending[1])
-                )
+        def record(new_losses: jax.Array, new_report: Any) -> None:
+            values = np.asarray(new_losses, np.float64)
+            report = None
+            if new_report is not None:
+                report = written(jax.device_get(new_report))
+                reports[len(losses) + len(values)] = report
             if directory is not None:
                 directory.append(len(losses) + 1, values, report)
             board.add(len(losses) + 1, values, report)
             losses.extend(values.tolist())
-            bar.set_postfix_str(
-                f"step {len(losses)}, loss {_shown(values[-1], corpus)}", refresh=False
-            )
+            loss = _shown(values[-1], corpus)
+            bar.set_postfix_str(f"step {len(losses)}, loss {loss}", refresh=False)
             bar.update(len(values) * config.tokens_per_step)
             _check_losses(losses, begin, bad_steps, config, directory)
 
         # One dispatch ahead: the host writes the metrics of a call while the device
         # runs the next one.
-        pending = None
+        pending: tuple[jax.Array, Any] | None = None
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
-            if config.monitor and (step + count) % config.monitor == 0:
-                state, *new = make_monitored_step(config, count, mesh)(state, text, key)
+            after = step + count
+            report = None
+            if config.monitor and after % config.monitor == 0:
+                observed = make_monitored_step(config, count, mesh)
+                state, found, report = observed(state, text, key)
             else:
-                state, *new = (
-                    *make_train_step(config, count, mesh)(state, text, key),
-                    None,
-                )
+                state, found = make_train_step(config, count, mesh)(state, text, key)
             if pending is not None:
-                record(pending)
-            pending = new
-            if directory is not None and (
-                (step + count) % every == 0 or step + count == config.steps
-            ):
-                record(pending)
-                pending = None
-                # Else it would replace one from before the run diverged
-                if math.isfinite(losses[-1]):
-                    directory.save(state, step + count)
-                    _sample(config, state, step + count, directory)
+                record(*pending)
+            pending = (found, report)
+            if directory is None or (after % every and after != config.steps):
+                continue
+            record(*pending)
+            pending = None
+            # Else it would replace one from before the run diverged
+            if math.isfinite(losses[-1]):
+                directory.save(state, after)
+                _sample(config, state, after, directory)
         if pending is not None:
-            record(pending)
+            record(*pending)
         _check_losses(losses, begin, 1, config, directory)
     board.close()
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
     with shown(lambda: "evaluating on held-out text", telling):
-        heldout, in_bf16 = (
-            evaluate(config, state, heldout_text, products, mesh)
-            for products in ("trained", "bf16")
-        )
-    rate = (
-        (config.steps - begin) * config.tokens_per_step / seconds
-        if begin < config.steps
-        else math.nan
-    )
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    remat, perplexity = (
-        getattr(config.size, "remat", None),
-        float(np.exp(np.float64(heldout))),
-    )
-    curve = np.asarray(losses)
+        heldout = evaluate(config, state, heldout_text, "trained", mesh)
+        in_bf16 = evaluate(config, state, heldout_text, "bf16", mesh)
+    rate = math.nan
+    if begin < config.steps:
+        rate = (config.steps - begin) * config.tokens_per_step / seconds
+    arrays = jax.tree.leaves((state.params, state.opt_state))
     return RunResult(
-        curve,
-        heldout,
-        perplexity,
-        in_bf16,
-        rate,
-        size,
-        remat,
-        reports,
-        corpus.bytes_per_token,
+        train_loss=np.asarray(losses),
+        heldout_loss=heldout,
+        heldout_perplexity=float(np.exp(np.float64(heldout))),
+        heldout_loss_bf16=in_bf16,
+        tokens_per_second=rate,
+        state_bytes=sum(leaf.nbytes for leaf in arrays),
+        remat=getattr(config.size, "remat", None),
+        reports=reports,
+        bytes_per_token=corpus.bytes_per_token,
     )
 
 
@@ -423,13 +399,19 @@ def _sample(
     """Continue the prompt of the run, print the text, and append it to the folder."""
     if config.sample is None:
         return
-    text = continued(config, state, config.sample)
+    tokenizer = config.data.tokenizer
+    text = continued(
+        model_of(config),
+        {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)},
+        config.sample,
+        context=config.size.context,
+        tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer)),
+    )
     if is_first():
         tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")
         with (directory.path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps(dict(step=step, prompt=config.sample, text=text)) + "\n"
-            )
+            entry = dict(step=step, prompt=config.sample, text=text)
+            file.write(json.dumps(entry) + "\n")
 
 
 def _check_losses(

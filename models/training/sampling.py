@@ -1,58 +1,64 @@
-"""Greedy continuation of a prompt by a model in training; each token computes the whole
-text again.
+"""Greedy continuation of a prompt by a model in training.
+
+Each token computes the whole text again.
 """
 
 import functools
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-import tcfp_jax
-from models.huggingface.tokenizer import read_tokenizer
-from models.training.settings import TrainConfig
-from models.training.steps import TrainState, model_of
+from models.huggingface.tokenizer import Tokenizer
 
-NEW_TOKENS, STEP = 64, 64
+NEW_TOKENS = 64
+STEP = 64  # lengths are multiples, which share a program
 
 
 def continued(
-    config: TrainConfig, state: TrainState, prompt: str, count: int = NEW_TOKENS
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    prompt: str,
+    *,
+    context: int,
+    tokenizer: Tokenizer | None = None,
+    count: int = NEW_TOKENS,
 ) -> str:
-    """Return up to `count` new tokens as text, the likeliest each time, without the one
-    that ends the answer.
+    """Return up to `count` new tokens as text, the likeliest each time.
+
+    The token that ends the answer is left out.
+
+    Args:
+      model: The model of a run.
+      variables: Its parameters, and the quantized weights of `layer_state` as "tcfp".
+      prompt: Text to continue, or a question if the tokenizer has a chat template.
+      context: Longest sequence of the model.
+      tokenizer: None reads bytes.
+      count: Number of tokens.
     """
-    tokenizer = (
-        None if config.tokenizer is None else read_tokenizer(Path(config.tokenizer))
+    ends: list[int] = []
+    if tokenizer is None:
+        ids = list(prompt.encode())
+    else:
+        ids = tokenizer.prompt(prompt)
+        ends = list(tokenizer.stops)
+        if tokenizer.end is not None:
+            ends.append(tokenizer.end)
+    ids = ids[-max(1, context - count) :]
+    begin = len(ids)
+    length = min(context, -(-(begin + count) // STEP) * STEP)
+    tokens = jnp.zeros((1, length), jnp.int32)
+    tokens = tokens.at[0, :begin].set(jnp.asarray(ids, jnp.int32))
+    limit = min(length, begin + count)
+    tokens, stopped = _greedy(model)(
+        variables, tokens, begin, limit, jnp.asarray(ends, jnp.int32)
     )
-    ids = list(prompt.encode()) if tokenizer is None else tokenizer.prompt(prompt)
-    ids = ids[-max(1, config.size.context - count) :]
-    length = min(config.size.context, -(-(len(ids) + count) // STEP) * STEP)
-    tokens = (
-        jnp.zeros((1, length), jnp.int32)
-        .at[0, : len(ids)]
-        .set(jnp.asarray(ids, jnp.int32))
-    )
-    ends = (
-        []
-        if tokenizer is None
-        else [*tokenizer.stops, *([] if tokenizer.end is None else [tokenizer.end])]
-    )
-    limit = min(length, len(ids) + count)
-    variables = {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)}
-    tokens, stopped = _greedy(model_of(config))(
-        variables, tokens, len(ids), limit, jnp.asarray(ends, jnp.int32)
-    )
-    new = [
-        one for one in tokens[0, len(ids) : int(stopped)].tolist() if one not in ends
-    ]
-    return (
-        bytes(new).decode("utf-8", "replace")
-        if tokenizer is None
-        else tokenizer.decode(new)
-    )
+    new = [one for one in tokens[0, begin : int(stopped)].tolist() if one not in ends]
+    if tokenizer is None:
+        return bytes(new).decode("utf-8", "replace")
+    return tokenizer.decode(new)
 
 
 @functools.lru_cache(maxsize=4)
@@ -63,14 +69,14 @@ def _greedy(model: nn.Module) -> Any:
     ) -> tuple[jax.Array, jax.Array]:
         def more(held: tuple[jax.Array, jax.Array]) -> jax.Array:
             tokens, n = held
-            return (n < limit) & ((n == begin) | ~jnp.isin(tokens[0, n - 1], ends))
+            ended = jnp.isin(tokens[0, n - 1], ends) & (n != begin)
+            return (n < limit) & ~ended
 
         def one(held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             tokens, n = held
             logits: Any = model.apply(variables, tokens)
-            return tokens.at[0, n].set(
-                jnp.argmax(logits[0, n - 1]).astype(tokens.dtype)
-            ), n + 1
+            likeliest = jnp.argmax(logits[0, n - 1]).astype(tokens.dtype)
+            return tokens.at[0, n].set(likeliest), n + 1
 
         return jax.lax.while_loop(more, one, (tokens, jnp.asarray(begin, jnp.int32)))
 

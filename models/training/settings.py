@@ -1,9 +1,14 @@
 """Settings of a training run: `TrainConfig`, its rules, and good values for each named
 model.
+
+The text is a `Data`. The weights that train are `Float`, `Stored` or `Adapters`, each
+with the settings that it alone has. The command line, `preset` and the folder of a run
+name all settings in one row (`settings_of`, `config_of`).
 """
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,18 +16,113 @@ from typing import Any, Literal, get_args
 import jax
 
 import tcfp_jax
-from models import ComputeDtype
-from models.huggingface.folders import is_folder, read_shape
+from models.huggingface.configs import is_folder, read_shape
 from models.huggingface.tokenizer import read_tokenizer
-from models.nets.families import ModelConfig, model_config, model_names
-from models.nets.llama import LlamaConfig
+from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
+from models.nets.sizes import model_config, model_names
 from models.training.data import EXAMPLES_SUFFIX, IDS_SUFFIX, check_names
+from pallas_kernels.checks import check_choice
 from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
 Included = Literal["every", "layers", "measured"]
 Moments = Literal["8bit", "bfloat16", "float32"]
+BAD_STEPS = 20
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Float:
+    """Float32 parameters next to the quantized weights of the recipe.
+
+    Attributes:
+      error_dtype: Dtype of the error-feedback buffers.
+
+    Raises:
+      ValueError: the dtype is unknown.
+    """
+
+    error_dtype: ErrorDtype = "float32"
+
+    def __post_init__(self) -> None:
+        check_choice("error_dtype", self.error_dtype, get_args(ErrorDtype))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """`W_hi + W_lo` as the only copy of each kernel, rounded stochastically
+    (`tcfp_jax.store`).
+
+    Attributes:
+      moments: Format of AdamW's moments.
+
+    Raises:
+      ValueError: the format is unknown.
+    """
+
+    moments: Moments = "8bit"
+
+    def __post_init__(self) -> None:
+        check_choice("moments", self.moments, get_args(Moments))
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters, which train alone next to weights that are quantized once by the recipe
+    (`models.nets.adapters`).
+
+    Attributes:
+      rank: Their rank.
+    """
+
+    rank: int
+
+
+Trained = Float | Stored | Adapters
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text of a run.
+
+    Attributes:
+      paths: Files and folders of text, read as bytes, or one `.npy` of token ids
+        (`models.training.data.load_data`). Empty means the source of Python's standard
+        library.
+      vocabulary: Number of token ids. The model gets rows for them if it has fewer.
+      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl"
+        then hold texts and conversations, packed into rows
+        (`models.training.examples`).
+      corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
+
+    Raises:
+      ValueError: the names contradict each other, token ids have no vocabulary, or the
+        size is below 1.
+    """
+
+    paths: tuple[str, ...] = ()
+    vocabulary: int | None = None
+    tokenizer: str | None = None
+    corpus_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        check_names(self.paths, self.vocabulary, self.tokenizer)
+        if not isinstance(self.paths, tuple):
+            raise ValueError(
+                f"data={self.paths!r} is not a tuple; write data={tuple(self.paths)}"
+            )
+        _check_positive(self, "corpus_bytes")
+
+    @property
+    def packs(self) -> bool:
+        """If the data are documents that are packed into rows."""
+        return any(path.endswith(EXAMPLES_SUFFIX) for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -30,7 +130,7 @@ class TrainConfig:
     """One training run. `preset` returns good values for each named model.
 
     Attributes:
-      model: A name in `models.nets.families.model_names()`, or a `GPTConfig` or
+      model: A name in `models.nets.sizes.model_names()`, or a `GPTConfig` or
         `LlamaConfig`.
       recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is
         the baseline.
@@ -54,29 +154,17 @@ class TrainConfig:
       dtype: Dtype of activations. "auto" is bfloat16 on accelerators and float32 on
         CPUs, which emulate BF16. The recipe decides the operands of dense layers on
         both.
-      error_dtype: Dtype of the error-feedback buffers.
-      weights: "float" keeps float32 parameters next to the quantized weights of the
-        recipe. "stored" has `W_hi + W_lo` as the only copy of each kernel, rounded
-        stochastically (`tcfp_jax.store`).
-      moments: Format of AdamW's moments of stored weights: "8bit", "bfloat16" or
-        "float32".
+      weights: Form of the weights that train.
       steps_per_call: Steps in one dispatch. Checkpoints fall on multiples of it.
       heldout_windows: Windows of `sequence` tokens, evenly spaced over the held-out
         text, of the final loss.
-      corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
-      data: Files and folders of text, read as bytes, or one `.npy` of token ids
-        (`models.training.data.load_data`). Empty means the source of Python's standard library.
-      vocabulary: Number of token ids. The model gets rows for them if it has fewer.
-      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl"
-        then hold texts and conversations, packed into rows (`models.training.examples`).
+      data: Text of the run.
       monitor: Number of steps between two observed ones, whose metrics describe their
         numerics; 0 observes none. An observed step is part of the run, and may differ
         from a plain one in the last bit.
       start: File of float parameters of this model, as `models.train --export` writes
         it, or a folder of Hugging Face (`models.huggingface.folders`), that replaces random initial
         weights. The optimizer starts anew.
-      lora: Rank of adapters, which train alone next to weights that are quantized once
-        by the recipe (`models.nets.adapters`); 0 trains all weights.
       sample: Prompt that the model continues at each checkpoint, for a reader; not part
         of the run.
       initial_jitter: Relative standard deviation of a perturbation of the initial
@@ -85,8 +173,8 @@ class TrainConfig:
 
     Raises:
       ValueError: a value is out of its range, a name is unknown, the sequence is longer
-        than the model's context, token ids have no vocabulary, or a field contradicts
-        the kind of weights.
+        than the model's context, or the form of the weights contradicts the recipe or
+        the model.
     """
 
     model: str | ModelConfig = "tiny"
@@ -102,46 +190,27 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     dtype: Literal["auto"] | ComputeDtype = "auto"
-    error_dtype: ErrorDtype = "float32"
-    weights: Weights = "float"
-    moments: Moments = "float32"
+    weights: Trained = Float()
     steps_per_call: int = 10
     heldout_windows: int = 256
-    corpus_bytes: int = 16 * 2**20
     initial_jitter: float = 0.0
     monitor: int = 0
     start: str | None = None
-    data: tuple[str, ...] = ()
-    vocabulary: int | None = None
-    tokenizer: str | None = None
-    lora: int = 0
+    data: Data = Data()
     sample: str | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.data, self.vocabulary, self.tokenizer)
-        if not isinstance(self.data, tuple):
-            raise ValueError(
-                f"data={self.data!r} is not a tuple; write data={tuple(self.data)}"
-            )
-        if self.remat is not None and not isinstance(
-            model_config(self.model), LlamaConfig
-        ):
+        model = model_config(self.model)
+        if self.remat is not None and not isinstance(model, LlamaConfig):
             raise ValueError(
                 f"remat={self.remat!r} with model {self.model!r}, which keeps all"
                 " values; use a Llama"
             )
         context = self.size.context
         tcfp_jax.recipe(self.recipe)
-        for name in (
-            "steps",
-            "batch",
-            "sequence",
-            "steps_per_call",
-            "heldout_windows",
-            "corpus_bytes",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        _check_positive(
+            self, "steps", "batch", "sequence", "steps_per_call", "heldout_windows"
+        )
         # jax drops all but 32 bits
         if not isinstance(self.seed, numbers.Integral) or not 0 <= self.seed < 2**32:
             raise ValueError(
@@ -168,26 +237,14 @@ class TrainConfig:
                 f"sequence={self.sequence} exceeds the context of model {self.model!r},"
                 f" {context}; shorten it"
             )
-        choices = dict(
-            include=Included, error_dtype=ErrorDtype, weights=Weights, moments=Moments
-        )
-        for name, allowed in {
-            "dtype": ("auto", *get_args(ComputeDtype)),
-            **{n: get_args(c) for n, c in choices.items()},
-        }.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of"
-                    f" {list(allowed)}"
-                )
+        check_choice("dtype", self.dtype, ("auto", *get_args(ComputeDtype)))
+        check_choice("include", self.include, get_args(Included))
         if self.monitor < 0 or self.monitor % self.steps_per_call:
-            nearest = self.steps_per_call * max(
-                1, round(self.monitor / self.steps_per_call)
-            )
+            calls = max(1, round(self.monitor / self.steps_per_call))
             raise ValueError(
                 f"monitor={self.monitor} is not a multiple of"
                 f" steps_per_call={self.steps_per_call}, of which the last step is"
-                f" observed; use {nearest}, or 0 for never"
+                f" observed; use {self.steps_per_call * calls}, or 0 for never"
             )
         if self.start is not None and self.initial_jitter:
             raise ValueError(
@@ -200,7 +257,28 @@ class TrainConfig:
                 f"monitor={self.monitor} of steps={self.steps}: no step would be"
                 " observed; lower monitor, ask for more steps, or use 0 for never"
             )
-        _check_weights(self)
+        if isinstance(self.weights, Adapters):
+            self._check_adapters(self.weights)
+        if isinstance(self.weights, Stored) and not isinstance(
+            tcfp_jax.recipe(self.recipe).weight, Dual
+        ):
+            raise ValueError(
+                f"weights='stored' with recipe {_named(self.recipe)!r}: the recipe has"
+                " no residual, and W_hi alone has too few bits to be a parameter; use"
+                " recipe 'tcfp12_single', which multiplies by W_hi, or weights='float'"
+            )
+
+    def _check_adapters(self, adapters: Adapters) -> None:
+        if self.start is None or not isinstance(self.size, LlamaConfig):
+            raise ValueError(
+                f"lora={adapters.rank} without weights to adapt; name a Llama to start"
+                " from, or leave it"
+            )
+        if self.include == "measured":
+            raise ValueError(
+                f"lora={adapters.rank} with include='measured': frozen weights are"
+                " quantized once and do not train; leave it"
+            )
 
     @property
     def compute_dtype(self) -> ComputeDtype:
@@ -212,17 +290,11 @@ class TrainConfig:
     @property
     def size(self) -> ModelConfig:
         """Sizes of the model, with rows for every token id of the data."""
-        size = model_config(self.model, self.vocabulary)
+        size = model_config(self.model, self.data.vocabulary)
         if not isinstance(size, LlamaConfig):
             return size
-        return replace(
-            size, remat=size.remat if self.remat is None else self.remat, lora=self.lora
-        )
-
-    @property
-    def packs(self) -> bool:
-        """If the data are documents that are packed into rows."""
-        return any(path.endswith(EXAMPLES_SUFFIX) for path in self.data)
+        rank = self.weights.rank if isinstance(self.weights, Adapters) else 0
+        return replace(size, remat=self.remat or size.remat, lora=rank)
 
     @property
     def tokens_per_step(self) -> int:
@@ -232,56 +304,86 @@ class TrainConfig:
     @property
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
-        floats: dict[str, Any] = dict(
-            weights="float",
-            moments="float32",
-            error_dtype="float32",
-            lora=0,
-            sample=None,
-        )
-        return replace(self, recipe="bf16", include="every", **floats)
-
-
-def _check_weights(config: TrainConfig) -> None:
-    """Raise `ValueError` if a field contradicts the kind of weights."""
-    if config.lora and (
-        config.start is None or not isinstance(config.size, LlamaConfig)
-    ):
-        raise ValueError(
-            f"lora={config.lora} without weights to adapt; name a Llama to start from,"
-            " or leave it"
-        )
-    if config.lora and (config.weights == "stored" or config.include == "measured"):
-        raise ValueError(
-            f"lora={config.lora} with weights={config.weights!r} and"
-            f" include={config.include!r}: frozen weights are quantized once and do not"
-            " train; leave both"
-        )
-    if config.weights == "float":
-        if config.moments != "float32":
-            raise ValueError(
-                f"moments={config.moments!r} with weights='float': narrow moments are"
-                " those of the optimizer of stored weights; use weights='stored' or"
-                " moments='float32'"
-            )
-        return
-    if not isinstance(tcfp_jax.recipe(config.recipe).weight, Dual):
-        raise ValueError(
-            f"weights='stored' with recipe {_named(config.recipe)!r}: the recipe has no"
-            " residual, and W_hi alone has too few bits to be a parameter; use recipe"
-            " 'tcfp12_single', which multiplies by W_hi, or weights='float'"
-        )
-    if config.error_dtype != "float32":
-        raise ValueError(
-            f"error_dtype={config.error_dtype!r} with weights='stored': they are"
-            " rounded stochastically and have no error buffers; leave error_dtype, or"
-            " use weights='float'"
+        return replace(
+            self, recipe="bf16", include="every", weights=Float(), sample=None
         )
 
 
 def _named(recipe: str | Recipe) -> str:
     """Return the name of a recipe for messages."""
     return recipe if isinstance(recipe, str) else describe(recipe)
+
+
+def trained_form(
+    weights: Weights = "float",
+    moments: Moments = "float32",
+    error_dtype: ErrorDtype = "float32",
+    lora: int = 0,
+) -> Trained:
+    """Return the form of the weights that settings of the command line name.
+
+    Raises:
+      ValueError: a setting is for another form.
+
+    >>> trained_form("stored", "bfloat16")
+    Stored(moments='bfloat16')
+    """
+    check_choice("weights", weights, get_args(Weights))
+    if lora and weights == "stored":
+        raise ValueError(
+            f"lora={lora} with weights={weights!r}: frozen weights are quantized once"
+            " and do not train; leave one of them out"
+        )
+    if weights == "float" and moments != "float32":
+        raise ValueError(
+            f"moments={moments!r} with weights='float': narrow moments are those of the"
+            " optimizer of stored weights; use weights='stored' or moments='float32'"
+        )
+    if weights == "stored" and error_dtype != "float32":
+        raise ValueError(
+            f"error_dtype={error_dtype!r} with weights='stored': they are rounded"
+            " stochastically and have no error buffers; leave error_dtype, or use"
+            " weights='float'"
+        )
+    if lora:
+        return Adapters(lora)
+    return Stored(moments) if weights == "stored" else Float(error_dtype)
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return all settings in one row, with the names of the command line.
+
+    >>> settings_of(TrainConfig(weights=Stored()))["moments"]
+    '8bit'
+    """
+    fields = {**vars(config), **vars(config.data)}
+    fields["data"] = fields.pop("paths")
+    fields |= dict(weights="float", moments="float32", error_dtype="float32", lora=0)
+    match config.weights:
+        case Float(error_dtype):
+            fields["error_dtype"] = error_dtype
+        case Stored(moments):
+            fields |= dict(weights="stored", moments=moments)
+        case Adapters(rank):
+            fields["lora"] = rank
+    return fields
+
+
+def config_of(settings: Mapping[str, Any]) -> TrainConfig:
+    """Return the run of settings in one row, the inverse of `settings_of`.
+
+    Raises:
+      ValueError: as `TrainConfig` and `trained_form`.
+    """
+    fields = dict(settings)
+
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: fields.pop(name) for name in names if name in fields}
+
+    weights = trained_form(**taken("weights", "moments", "error_dtype", "lora"))
+    paths = fields.pop("data", ())
+    data = Data(paths, **taken("vocabulary", "tokenizer", "corpus_bytes"))
+    return TrainConfig(**fields, weights=weights, data=data)
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -308,28 +410,26 @@ _FINE_TUNING: dict[str, Any] = dict(
 )
 
 
-def _of_folder(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run that fine-tunes the model in a folder of Hugging
+def _of_folder(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that fine-tunes the model in a folder of Hugging
     Face.
     """
-    shape = read_shape(Path(folder))
+    shape = read_shape(folder)
     # A CPU does not tell how much memory there is.
     shape = replace(shape, remat="none" if jax.default_backend() == "cpu" else "auto")
-    fields = dict(
-        model=shape, start=folder, sequence=min(shape.context, 1024), **_FINE_TUNING
-    )
+    fields = dict(model=shape, start=str(folder), sequence=min(shape.context, 1024))
+    fields |= _FINE_TUNING
     if overrides.get("lora"):  # matrices that begin at zero need larger steps
         fields |= dict(recipe="tensorwise", learning_rate=2e-4)
-    tokenizer = Path(folder) / "tokenizer.json"
-    if tokenizer.is_file() and not any(
-        path.endswith(IDS_SUFFIX) for path in overrides.get("data", ())
-    ):
-        fields |= dict(tokenizer=str(tokenizer))
+    tokenizer = folder / "tokenizer.json"
+    holds_ids = any(path.endswith(IDS_SUFFIX) for path in overrides.get("data", ()))
+    if tokenizer.is_file() and not holds_ids:
+        fields["tokenizer"] = str(tokenizer)
     return fields
 
 
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
-    """Return the run of `python -m models.train --model MODEL`, with fields replaced.
+    """Return the run of `python -m models.train --model MODEL`, with settings replaced.
 
     Without a recipe weights are stored, with moments in 8 bits and the recipe that
     stores and multiplies least. Next to a recipe alone they are float32. `data` is read
@@ -337,35 +437,35 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     taken.
 
     Raises:
-      ValueError: as `TrainConfig`, or `error_dtype` is given for a recipe that keeps no
+      ValueError: as `config_of`, or `error_dtype` is given for a recipe that keeps no
         errors.
 
     >>> preset("small", recipe="bf16").steps
     1000
-    >>> preset().weights, preset().recipe, preset().moments, preset(recipe="tensorwise").weights
-    ('stored', 'tcfp12_single', '8bit', 'float')
+    >>> preset().weights, preset().recipe, preset(recipe="tensorwise").weights
+    (Stored(moments='8bit'), 'tcfp12_single', Float(error_dtype='float32'))
     """
     if model not in model_names() and is_folder(model):
-        named = _of_folder(model, overrides)
+        given = _of_folder(Path(model), overrides)
     else:
         model_config(model)
-        named = {"model": model, **_PRESETS.get(model, {})}
-    given = {**named, **overrides}
-    weights = given.get(
-        "weights", "float" if {"recipe", "error_dtype"} & {*given} else "stored"
-    )
-    stored = (
-        dict(weights="stored", recipe="tcfp12_single", moments="8bit")
-        if weights == "stored"
-        else {}
-    )
-    whole = dict(corpus_bytes=2**63 - 1) if given.get("data") else {}
-    if given.get("tokenizer") is not None and given.get("vocabulary") is None:
-        given["vocabulary"] = read_tokenizer(Path(given["tokenizer"])).size
-    config = TrainConfig(**{**stored, **whole, **given})
-    if config.error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:
+        given = {"model": model, **_PRESETS.get(model, {})}
+    given |= overrides
+    if not {"weights", "recipe", "error_dtype", "lora"} & given.keys():
+        given["weights"] = "stored"
+    defaults: dict[str, Any] = {}
+    if given.get("weights") == "stored":
+        defaults |= dict(recipe="tcfp12_single", moments="8bit")
+    if given.get("data"):
+        defaults["corpus_bytes"] = 2**63 - 1
+    tokenizer = given.get("tokenizer")
+    if tokenizer is not None and given.get("vocabulary") is None:
+        given["vocabulary"] = read_tokenizer(Path(tokenizer)).size
+    config = config_of({**defaults, **given})
+    error_dtype = given.get("error_dtype", "float32")
+    if error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:
         raise ValueError(
-            f"error_dtype={config.error_dtype!r} with recipe {_named(config.recipe)!r}:"
+            f"error_dtype={error_dtype!r} with recipe {_named(config.recipe)!r}:"
             " no error of a weight is kept; leave error_dtype, or use a recipe with"
             " remainder='feedback', such as 'tcfp12'"
         )

@@ -14,11 +14,10 @@ batch, so no window is sent.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,10 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.huggingface.folders import read_folder
-from models.nets.adapters import adapting, frozen, is_adapter, merged
+from models.nets.adapters import frozen
 from models.nets.families import Learner, learner
-from models.nets.llama import LlamaConfig
 from models.nets.meshes import OnMesh, parameter_shardings
+from models.nets.shapes import LlamaConfig
 from models.training.batches import (
     check_text,
     heldout_offsets,
@@ -42,32 +41,24 @@ from models.training.batches import (
     windows,
     windows_at,
 )
-from models.training.settings import TrainConfig
-from models.training.starting import read_parameters
-from tcfp_jax import optim
+from models.training.monitoring import Report, merged_report
+from models.training.parameters import read_parameters
+from models.training.settings import Adapters, Data, Stored, TrainConfig
+from models.training.state import (
+    BATCHES,
+    JITTER,
+    ROUNDING,
+    WEIGHTS,
+    TrainState,
+    float_parameters,
+    jittered,
+    optimizer_of,
+    product_key,
+)
+from tcfp_jax import monitor
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.parameter import is_quantized
 
-# Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes
-# every run.
-_WEIGHTS, _BATCHES, _ROUNDING, _JITTER, _MOMENTS, _PRODUCTS = range(6)
-
-
-class TrainState(NamedTuple):
-    """Everything that a checkpoint holds: parameters, the optimizer's state, and the
-    next step.
-
-    Parameters are float32 or stored. Next to float parameters, the optimizer's state
-    holds the quantized weights.
-    """
-
-    params: Any
-    opt_state: Any
-    step: jax.Array
-
-
-B1, B2 = 0.9, 0.95  # decay of AdamW's moments
 StepFunction = Callable[
     [TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]
 ]
@@ -85,10 +76,9 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
       FileNotFoundError: the checkpoint does not exist.
       ValueError: the checkpoint is of another model.
     """
-    own, key = program(config), jax.random.key(config.seed)
-    if config.start is None:
-        return _init_function(own, mesh)(key)
-    return _init_function(own, mesh)(key, read_start(config))
+    begin = _init_function(program(config), mesh)
+    key = jax.random.key(config.seed)
+    return begin(key) if config.start is None else begin(key, read_start(config))
 
 
 def read_start(config: TrainConfig) -> Any:
@@ -99,8 +89,9 @@ def read_start(config: TrainConfig) -> Any:
       FileNotFoundError: the checkpoint does not exist.
       ValueError: the checkpoint is of another model.
     """
-    shapes = _shapes(_floats, program(replace(config, lora=0)))
-    path, size = Path(str(config.start)), config.size
+    shapes = _shapes(_floats, program(config.in_bf16))
+    path = Path(str(config.start))
+    size = config.size
     if path.is_dir() and isinstance(size, LlamaConfig):
         return read_folder(path, shapes, size)
     return read_parameters(path, shapes)
@@ -126,7 +117,7 @@ def batch_key(config: TrainConfig) -> jax.Array:
     """Return the random key from which `make_train_step` derives the windows of every
     step.
     """
-    return jax.random.fold_in(jax.random.key(config.seed), _BATCHES)
+    return jax.random.fold_in(jax.random.key(config.seed), BATCHES)
 
 
 def evaluate(
@@ -149,107 +140,32 @@ def evaluate(
     """
     check_text("held-out", heldout, config)
     offsets = heldout_offsets(config, heldout)
-    params, quantized = state.params, tcfp_jax.layer_state(state.opt_state)
+    params = state.params
+    quantized = tcfp_jax.layer_state(state.opt_state)
     if products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program
         # of the evaluation.
-        config, params, quantized = (
-            config.in_bf16,
-            float_parameters(params, quantized),
-            {},
-        )
-    found = _evaluate_function(program(config), mesh)(
-        params, quantized, jnp.asarray(heldout), offsets
-    )
-    losses, counted = (
-        np.asarray(found, np.float64)
-        .reshape(-1, 2)[: heldout_windows(config, heldout)]
-        .T
-    )
+        config = config.in_bf16
+        params = float_parameters(params, quantized)
+        quantized = {}
+    evaluated = _evaluate_function(program(config), mesh)
+    found = evaluated(params, quantized, jnp.asarray(heldout), offsets)
+    windows = np.asarray(found, np.float64).reshape(-1, 2)
+    losses, counted = windows[: heldout_windows(config, heldout)].T
     return float(losses.sum() / counted.sum() if heldout.ndim > 1 else losses.mean())
 
 
-def float_parameters(params: Any, quantized: Any = None) -> Any:
-    """Return float32 parameters in Flax's own tree, for export and for BF16 products.
-
-    Adapters are merged with the `quantized` weights of `layer_state`.
-    """
-    if any(is_adapter(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
-        return _merged(params, quantized)
-    stored = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
-    return _dequantize(params) if stored else params
-
-
-_dequantize, _merged = jax.jit(tcfp_jax.dequantize), jax.jit(merged)
-
-
 def make_optimizer(
-    config: TrainConfig,
-    schedule: optax.Schedule | None = None,
+    config: TrainConfig, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """Return clipped AdamW: one for stored weights, or a chain whose last state holds
-    the quantized weights.
-
-    Without a `schedule`, the rate warms up over a tenth of the steps and falls as a
-    cosine over the others.
-    """
+    """Return the optimizer of a run, `models.training.state.optimizer_of`."""
     return _optimizer(config, jax.random.key(config.seed), schedule)
 
 
 def _optimizer(
-    config: TrainConfig,
-    seed_key: jax.Array,
-    schedule: optax.Schedule | None = None,
+    config: TrainConfig, seed_key: jax.Array, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    if schedule is None:
-        schedule = optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=config.learning_rate,
-            warmup_steps=max(1, config.steps // 10),
-            decay_steps=max(2, config.steps),
-            end_value=config.learning_rate * config.final_fraction,
-        )
-    adamw: Any = dict(
-        learning_rate=schedule,
-        b1=B1,
-        b2=B2,
-        weight_decay=config.weight_decay,
-        mask=_is_matrix,
-    )
-    if config.weights == "stored":
-        moments_key = (
-            None
-            if config.moments == "float32"
-            else jax.random.fold_in(seed_key, _MOMENTS)
-        )
-        return optim.adamw(
-            **adamw,
-            moments=config.moments,
-            max_norm=config.clip_norm,
-            key=moments_key,
-        )
-    if config.lora:
-        return adapting(
-            optax.chain(
-                optax.clip_by_global_norm(config.clip_norm), optax.adamw(**adamw)
-            )
-        )
-    recipe = tcfp_jax.recipe(config.recipe)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(**adamw),
-        tcfp_jax.error_feedback(
-            _learner(config).weights,
-            key=jax.random.fold_in(seed_key, _ROUNDING) if recipe.stochastic else None,
-            error_dtype=config.error_dtype if recipe.feedback else "float32",
-        ),
-    )
-
-
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: is_quantized(leaf) or leaf.ndim >= 2, params, is_leaf=is_quantized
-    )
+    return optimizer_of(config, _learner(config).weights, seed_key, schedule)
 
 
 def program(config: TrainConfig) -> TrainConfig:
@@ -263,13 +179,10 @@ def program(config: TrainConfig) -> TrainConfig:
         dtype=config.compute_dtype,
         seed=0,
         heldout_windows=1,
-        corpus_bytes=1,
         steps_per_call=1,
-        data=(),
-        vocabulary=None,
-        tokenizer=None,
+        data=Data(),
         monitor=0,
-        start="" if config.lora else None,
+        start="" if isinstance(config.weights, Adapters) else None,
         remat=None,
         sample=None,
     )
@@ -277,13 +190,13 @@ def program(config: TrainConfig) -> TrainConfig:
 
 def _learner(config: TrainConfig) -> Learner:
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    tables = "float" if config.include == "layers" else config.weights
+    stores = isinstance(config.weights, Stored) and config.include != "layers"
     return learner(
         config.size,
         tcfp_jax.recipe(config.recipe),
         config.compute_dtype,
         tokens,
-        tables,
+        "stored" if stores else "float",
     )
 
 
@@ -293,16 +206,18 @@ def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     """
     own = program(config)
     shapes = _shapes(_initialize, own)
-    alone = SingleDeviceSharding(jax.devices()[0])
-    places = (
-        jax.tree.map(lambda _: alone, shapes)
-        if mesh is None
-        else state_places(own, mesh)
+    if mesh is None:
+        alone = SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda _: alone, shapes)
+    else:
+        places = state_places(own, mesh)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=place
+        ),
+        shapes,
+        places,
     )
-    shaped = lambda leaf, place: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=place
-    )
-    return jax.tree.map(shaped, shapes, places)
 
 
 @functools.lru_cache(maxsize=16)
@@ -326,24 +241,21 @@ def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
     """
     own = program(config)
     _learner(own)
-    if mesh is not None and config.lora:
+    if mesh is None:
+        return
+    if isinstance(config.weights, Adapters):
         raise ValueError(
-            f"lora={config.lora} runs on one device; leave the mesh, or train all"
-            " weights"
+            f"lora={config.weights.rank} runs on one device; leave the mesh, or train"
+            " all weights"
         )
-    if mesh is not None:
-        state_places(own, mesh)
+    state_places(own, mesh)
 
 
 @functools.lru_cache(maxsize=16)
 def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[..., TrainState]:
     places = None if mesh is None else state_places(config, mesh)
-    return OnMesh(
-        jax.jit(
-            functools.partial(_initialize, config, mesh=mesh), out_shardings=places
-        ),
-        mesh,
-    )
+    initialize = functools.partial(_initialize, config, mesh=mesh)
+    return OnMesh(jax.jit(initialize, out_shardings=places), mesh)
 
 
 def _initialize(
@@ -352,7 +264,7 @@ def _initialize(
     start: Any = None,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    if config.lora:
+    if isinstance(config.weights, Adapters):
         params, opt_state = frozen(
             _floats(config, seed_key),
             start,
@@ -378,9 +290,9 @@ def _parameters(
         places = parameter_shardings(params, mesh)
         return jax.lax.with_sharding_constraint(params, places)
 
-    if config.weights != "stored":
+    if not isinstance(config.weights, Stored):
         return floats()
-    rounding = jax.random.fold_in(seed_key, _ROUNDING)
+    rounding = jax.random.fold_in(seed_key, ROUNDING)
     return tcfp_jax.store(
         floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16
     )
@@ -396,36 +308,21 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
     """Return the initial parameters, float32."""
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
     # The BF16 recipe gives the same parameters, and no weight is quantized for tracing.
-    model = _learner(replace(config.in_bf16, lora=config.lora)).model
-    params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
+    floats = config.in_bf16
+    if isinstance(config.weights, Adapters):
+        floats = replace(floats, weights=config.weights)
+    model = _learner(floats).model
+    params = model.init(jax.random.fold_in(seed_key, WEIGHTS), tokens)["params"]
     if not config.initial_jitter:
         return params
-    return jittered(
-        params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter
-    )
+    key = jax.random.fold_in(seed_key, JITTER)
+    return jittered(params, key, config.initial_jitter)
 
 
 def count_parameters(config: TrainConfig) -> int:
     """Return the number of parameters of the model as floats."""
-    return sum(
-        math.prod(leaf.shape)
-        for leaf in jax.tree.leaves(_shapes(_floats, program(config)))
-    )
-
-
-def jittered(params: Any, key: jax.Array, size: float) -> Any:
-    """Return float parameters times `1 + size * normal`, to see how far differences of
-    rounding grow.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.tree.unflatten(treedef, list(jax.random.split(key, len(leaves))))
-    return jax.tree.map(
-        lambda leaf, k: (
-            leaf * (1 + size * jax.random.normal(k, leaf.shape, leaf.dtype))
-        ),
-        params,
-        keys,
-    )
+    shapes = _shapes(_floats, program(config))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 @functools.lru_cache(maxsize=16)
@@ -435,7 +332,7 @@ def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFu
     steps = make_steps(config, make_optimizer(config), count)
     if mesh is None:
         return jax.jit(steps, donate_argnums=0)
-    places = state_places(config, mesh), NamedSharding(mesh, P())
+    places = (state_places(config, mesh), NamedSharding(mesh, P()))
     return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
 
 
@@ -457,12 +354,8 @@ def make_steps(
             state.params, quantized, batch, bits
         )
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        return (
-            TrainState(
-                tcfp_jax.apply_updates(state.params, updates), opt_state, state.step + 1
-            ),
-            loss,
-        )
+        params = tcfp_jax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), loss
 
     def train_step(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -489,17 +382,6 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
     return loss_of
 
 
-def product_key(
-    config: TrainConfig, state: TrainState, key: jax.Array
-) -> jax.Array | None:
-    """Return the key of the random bits in the products of the next step; None if the
-    recipe draws none.
-    """
-    if not tcfp_jax.recipe(config.recipe).draws:
-        return None
-    return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
-
-
 def model_of(config: TrainConfig) -> nn.Module:
     """Return the model that a run trains; configs of one program share it."""
     return _learner(program(config)).model
@@ -521,20 +403,78 @@ def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
         params: Any, quantized: Any, text: jax.Array, offsets: jax.Array
     ) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
-            losses, counted = window_losses(
-                model, params, quantized, windows_at(text, offsets, config)
-            )
+            windows = windows_at(text, offsets, config)
+            losses, counted = window_losses(model, params, quantized, windows)
             if counted is None:
-                return jnp.stack([losses.mean(axis=-1), jnp.ones(len(losses))], axis=-1)
-            return jnp.stack(
-                [losses.sum(axis=-1), counted.sum(axis=-1, dtype=jnp.float32)], axis=-1
-            )
+                found = [losses.mean(axis=-1), jnp.ones(len(losses))]
+            else:
+                number = counted.sum(axis=-1, dtype=jnp.float32)
+                found = [losses.sum(axis=-1), number]
+            return jnp.stack(found, axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 
-    return OnMesh(
-        jax.jit(
-            losses, out_shardings=None if mesh is None else NamedSharding(mesh, P())
-        ),
-        mesh,
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    return OnMesh(jax.jit(losses, out_shardings=whole), mesh)
+
+
+def make_monitored_step(
+    config: TrainConfig, count: int | None = None, mesh: Mesh | None = None
+) -> Any:
+    """Return `make_train_step` with its last step observed: `(state, losses, report)`.
+
+    The other steps do not change.
+    """
+    return _monitored_function(
+        program(config), config.steps_per_call if count is None else count, mesh
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
+    loss_of = loss_function(config)
+    optimizer = make_optimizer(config)
+    before = make_steps(config, optimizer, count - 1)
+    stores = isinstance(config.weights, Stored)
+    exact = make_optimizer(
+        replace(config, weights=Stored("float32")) if stores else config
+    )
+
+    def last(
+        state: TrainState, text: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Report]:
+        quantized = tcfp_jax.layer_state(state.opt_state)
+        batch = windows(config, state.step, text, key)
+        bits = product_key(config, state, key)
+        differentiate = monitor.value_and_grad(loss_of)
+        (loss, gradients), readings = differentiate(
+            state.params, quantized, batch, bits
+        )
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = tcfp_jax.apply_updates(state.params, updates)
+        if stores:
+            old = state.params
+            new = params
+            updates = monitor.float_updates(exact, gradients, state.opt_state, old)
+        else:
+            old = quantized
+            new = tcfp_jax.layer_state(opt_state)
+        found = monitor.update_quality(old, new, updates, layouts(config))
+        stale = monitor.stale_moments(state.opt_state, opt_state)
+        report = merged_report(readings, found, stale)
+        return TrainState(params, opt_state, state.step + 1), loss, report
+
+    def steps(
+        state: TrainState, text: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Report]:
+        losses = jnp.zeros((0,), jnp.float32)
+        if count > 1:
+            state, losses = before(state, text, key)
+        state, loss, report = last(state, text, key)
+        return state, jnp.concatenate([losses, loss[None]]), report
+
+    if mesh is None:
+        return jax.jit(steps, donate_argnums=0)
+    whole = NamedSharding(mesh, P())
+    places = (state_places(config, mesh), whole, whole)
+    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)

@@ -66,11 +66,9 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float
     >>> bits_per_byte(math.log(16), 4.0)
     1.0
     """
-    return (
-        None
-        if bytes_per_token is None
-        else nats_per_token / math.log(2) / bytes_per_token
-    )
+    if bytes_per_token is None:
+        return None
+    return nats_per_token / math.log(2) / bytes_per_token
 
 
 def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Corpus:
@@ -133,28 +131,28 @@ def load_installed(
                 for name in folders
                 if name != "__pycache__" and Path(folder, name) not in roots
             ]
-            for path in (Path(folder, name) for name in files if name.endswith(".py")):
-                found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
+            for name in files:
+                path = Path(folder, name)
+                if path.suffix == ".py":
+                    found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
     chosen: dict[str, bytes] = {}
     seen: set[bytes] = set()
-    total, names = 0, sorted(found, key=stable_hash)
+    total = 0
+    names = sorted(found, key=stable_hash)
     with ThreadPoolExecutor(16) as pool:
         for begin in range(0, len(names), 1024):
-            part = names[begin : begin + 1024]
-            for name, text in zip(
-                part, pool.map(_read, [found[name] for name in part]), strict=True
-            ):
-                digest = hashlib.sha256(text).digest()
-                if (
-                    total < byte_limit
-                    and len(text) >= SHORTEST_INSTALLED
-                    and digest not in seen
-                ):
-                    seen.add(digest)
-                    chosen[name] = text[: byte_limit - total] + SEPARATOR
-                    total += len(chosen[name])
             if total >= byte_limit:
                 break
+            part = names[begin : begin + 1024]
+            texts = pool.map(_read, [found[name] for name in part])
+            for name, text in zip(part, texts, strict=True):
+                digest = hashlib.sha256(text).digest()
+                short = len(text) < SHORTEST_INSTALLED
+                if total >= byte_limit or short or digest in seen:
+                    continue
+                seen.add(digest)
+                chosen[name] = text[: byte_limit - total] + SEPARATOR
+                total += len(chosen[name])
     return _split(chosen, ", ".join(map(str, roots)), byte_limit)
 
 

@@ -20,8 +20,7 @@ from benchmarks.convergence_tables import Row
 from benchmarks.forks import Config
 from benchmarks.harness import benchmark
 from benchmarks.variants import BASELINE, GROUPS, OTHER_BATCHES, RERUN, VARIANTS
-from models.nets.gpt import GPTConfig
-from models.nets.llama import LlamaConfig
+from models.nets.shapes import GPTConfig, LlamaConfig
 from models.training.steps import init
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense

@@ -14,9 +14,9 @@ import tcfp_jax
 from benchmarks import breakdown, large, llama, records, report
 from benchmarks.breakdown import KINDS
 from benchmarks.harness import benchmark
-from models.nets.gpt import GPT, MODELS, GPTConfig
-from models.nets.llama import LlamaConfig
-from models.nets.moe import MoeConfig
+from models.nets.gpt import GPT
+from models.nets.shapes import GPTConfig, LlamaConfig, MoeConfig
+from models.nets.sizes import MODELS
 
 PROGRAM = """
 ENTRY %main {

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
 from models.nets import families
-from models.nets.gpt import GPTConfig
+from models.nets.shapes import GPTConfig
 from models.training.settings import TrainConfig
 from models.training.steps import make_optimizer
 from pallas_kernels import tuning

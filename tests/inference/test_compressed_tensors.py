@@ -12,14 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.huggingface.folders import read_shape, write_folder
-from models.huggingface.tensors import (
-    from_huggingface,
-    llama_config,
-    llama_dict,
-    to_huggingface,
-)
-from models.nets.llama import Llama, LlamaConfig
+from models.huggingface.configs import llama_config, llama_dict, read_shape
+from models.huggingface.folders import write_folder
+from models.huggingface.tensors import from_huggingface, to_huggingface
+from models.nets.llama import Llama
+from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Operand, Row, Tensor
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.inference import safetensors

@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.huggingface.tensors import (
-    FUSED,
-    from_huggingface,
-    llama_config,
-    llama_dict,
-    to_huggingface,
-)
+from models.huggingface.configs import llama_config, llama_dict
+from models.huggingface.tensors import FUSED, from_huggingface, to_huggingface
 from models.nets.llama import Llama
 from pallas_kernels.operands import Fp4
 from tcfp_jax import paths

@@ -10,7 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from models.nets.gpt import GPT, GPTConfig
+from models.nets.gpt import GPT
+from models.nets.shapes import GPTConfig
 from tcfp_jax import linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey
 from tcfp_jax.inference import load_quantized, quantize_params

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import llama as benchmark
 from benchmarks import timing
 from models.nets import llama
-from models.nets.llama import LlamaConfig
+from models.nets.shapes import LlamaConfig
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import h200s
 

@@ -7,7 +7,7 @@ import pytest
 
 from models import train
 from models.training.data import load_data
-from models.training.settings import TrainConfig, preset
+from models.training.settings import Data, preset
 from models.training.text import SEPARATOR
 
 TEXTS = {
@@ -147,7 +147,7 @@ def test_ids_that_are_refused(ids, values, dtype, message):
 )
 def test_names_that_do_not_go_together(data, vocabulary, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig(model="llama-tiny", data=data, vocabulary=vocabulary)
+        Data(data, vocabulary)
 
 
 def test_paths_that_are_refused(folder, tmp_path):
@@ -203,6 +203,7 @@ def test_a_model_has_rows_for_every_id(ids):
         preset("llama-124m", data=("ids.npy",), vocabulary=50_257).size.vocabulary
         == 50_304
     )
-    assert config.corpus_bytes > 2**60 and preset("llama-tiny").corpus_bytes == 2**24
+    assert config.data.corpus_bytes > 2**60
+    assert preset("llama-tiny").data.corpus_bytes == 2**24
     with pytest.raises(ValueError, match="with a model that reads bytes alone"):
         preset("tiny", data=("ids.npy",), vocabulary=1000)

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models import train
-from models.nets.llama import LLAMAS, LlamaConfig
 from models.nets.meshes import (
     AXES,
     BATCH,
@@ -36,10 +35,13 @@ from models.nets.meshes import (
     parameter_spec,
     parse_mesh,
 )
+from models.nets.shapes import LlamaConfig
+from models.nets.sizes import LLAMAS
 from models.train import TrainConfig, run
 from models.training import processes, running
 from models.training import steps as training
 from models.training.checkpoint import RunDirectory
+from models.training.settings import Data, Stored
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives
@@ -58,11 +60,9 @@ FLOAT = TrainConfig(
     sequence=16,
     steps_per_call=2,
     heldout_windows=8,
-    corpus_bytes=200_000,
+    data=Data(corpus_bytes=200_000),
 )
-STORED = dataclasses.replace(
-    FLOAT, recipe="tcfp12_single", weights="stored", moments="8bit"
-)
+STORED = dataclasses.replace(FLOAT, recipe="tcfp12_single", weights=Stored("8bit"))
 CONFIGS = {"float": FLOAT, "stored": STORED}
 # A sum over devices has another order, which moves some values to the other neighbour
 # in FP8.

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from models import train
-from models.huggingface.folders import read_shape
+from models.huggingface.configs import read_shape
 from models.huggingface.tensors import from_huggingface
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.llama import Llama

@@ -16,7 +16,7 @@ import pytest
 
 import tcfp_jax
 from models import train
-from models.nets.gpt import GPTConfig
+from models.nets.shapes import GPTConfig
 from models.training.checkpoint import RunDirectory, describe
 from models.training.intact import (
     DIGESTS_FILE,
@@ -26,7 +26,7 @@ from models.training.intact import (
     write_json,
 )
 from models.training.settings import TrainConfig
-from models.training.steps import TrainState
+from models.training.state import TrainState
 
 CONFIG = TrainConfig(
     model=GPTConfig(layers=1, width=32, heads=2, context=32),

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.huggingface.tensors import (
-    from_huggingface,
-    llama_config,
-    llama_dict,
-    to_huggingface,
-)
+from models.huggingface.configs import llama_config, llama_dict
+from models.huggingface.tensors import from_huggingface, to_huggingface
 from models.nets.llama import Llama
 from tests.models.record_transformers import CASES, EVERY, FILE, TOKENS, weights_of
 

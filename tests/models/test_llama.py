@@ -12,9 +12,12 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from models.nets import families, losses
+from models.nets import families, losses, sizes
 from models.nets.attention import causal_attention
-from models.nets.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
+from models.nets.llama import Llama
+from models.nets.positions import rotate, rotations
+from models.nets.shapes import LlamaConfig
+from models.nets.sizes import LLAMAS
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, store_at_once, variables_of
@@ -391,7 +394,7 @@ def test_a_model_names_what_is_wrong():
     with pytest.raises(
         ValueError, match=r"model 'llama-9b' is unknown; use one of .*'llama-8b'"
     ):
-        families.model_config("llama-9b")
+        sizes.model_config("llama-9b")
     with pytest.raises(
         ValueError,
         match=(
@@ -399,7 +402,7 @@ def test_a_model_names_what_is_wrong():
             r" .*'llama-8b"
         ),
     ):
-        families.model_config("tiny", 500)
+        sizes.model_config("tiny", 500)
 
 
 def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
@@ -417,7 +420,8 @@ def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
     "name",
     [
         "nets.llama",
-        "nets.keeping",
+        "nets.shapes",
+        "nets.sizes",
         "nets.families",
         "training.data",
         "training.settings",

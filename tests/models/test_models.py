@@ -7,9 +7,10 @@ import pytest
 from flax import linen as nn
 
 from models.nets.attention import causal_attention
-from models.nets.families import model_config
-from models.nets.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
+from models.nets.gpt import GPT, ByteEmbedding
 from models.nets.mlp import MLP
+from models.nets.shapes import GPTConfig
+from models.nets.sizes import MODELS, model_config
 from models.training.plotting import plot_losses
 from models.training.text import (
     SEPARATOR,

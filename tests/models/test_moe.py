@@ -19,8 +19,11 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from models.nets import families, moe
 from models.nets.meshes import OnMesh, make_mesh
-from models.nets.moe import MOES, Moe, MoeConfig
+from models.nets.moe import Moe
+from models.nets.shapes import MoeConfig
+from models.nets.sizes import MOES
 from models.train import TrainConfig, run
+from models.training.settings import Data, Stored
 from models.training.steps import check_placement, program, state_places
 from tcfp_jax.paths import path_names
 from tests.helpers import same_bits, variables_of
@@ -243,10 +246,10 @@ RUN = TrainConfig(
     steps_per_call=5,
     sequence=32,
     heldout_windows=8,
-    corpus_bytes=10**6,
+    data=Data(corpus_bytes=10**6),
     learning_rate=0.01,
     recipe="tcfp12_single",
-    weights="stored",
+    weights=Stored("float32"),
 )
 
 
@@ -254,7 +257,7 @@ RUN = TrainConfig(
 def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
     # Moments of 8 bits are most of a step's program, and tests/optim has them of
     # experts.
-    config = dataclasses.replace(RUN, moments="float32")
+    config = dataclasses.replace(RUN, weights=Stored("float32"))
     whole = run(config, out=tmp_path, checkpoint_every=every)
     assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
     assert whole.heldout_loss == pytest.approx(whole.heldout_loss_bf16, rel=0.02)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models.nets.gpt import GPTConfig
+from models.nets.shapes import GPTConfig
 from models.training import running
-from models.training.checkpoint import export
 from models.training.monitoring import Board, read_reports
+from models.training.parameters import export
 from models.training.plotting import color_range, matrix_of, plot_reports
 from models.training.running import run
-from models.training.settings import TrainConfig
+from models.training.settings import Data, Stored, TrainConfig
 from models.training.steps import init
 from tests.helpers import same_bits
 
@@ -29,14 +29,12 @@ CONFIG = TrainConfig(
     sequence=16,
     steps_per_call=5,
     heldout_windows=8,
-    corpus_bytes=1_000_000,
+    data=Data(corpus_bytes=1_000_000),
     learning_rate=1e-2,
     recipe="tcfp12_fast",
 )
 # Moments of 8 bits are most of a step's program, and nothing here reads them.
-STORED = dataclasses.replace(
-    CONFIG, recipe="tcfp12_single", weights="stored", moments="float32"
-)
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights=Stored("float32"))
 
 
 def test_a_run_is_observed(tmp_path):

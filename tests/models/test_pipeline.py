@@ -14,8 +14,9 @@ import pytest
 
 import tcfp_jax
 from models.nets import families
-from models.nets.llama import Llama, LlamaConfig
+from models.nets.llama import Llama
 from models.nets.pipeline import STAGE, Pipeline
+from models.nets.shapes import LlamaConfig
 from tests.helpers import decibels, mesh_of, variables_of
 
 pytestmark = [

@@ -15,11 +15,18 @@ import pytest
 import tcfp_jax
 from models import train
 from models.nets import families
-from models.nets.gpt import GPTConfig
-from models.nets.keeping import KEPT_NAMES, kept_names, remat_levels
-from models.nets.llama import LLAMAS, Llama, LlamaConfig
+from models.nets.llama import Llama
+from models.nets.shapes import (
+    KEPT_NAMES,
+    GPTConfig,
+    LlamaConfig,
+    kept_names,
+    remat_levels,
+)
+from models.nets.sizes import LLAMAS
 from models.train import TrainConfig, run
 from models.training import fitting
+from models.training.settings import Data, settings_of
 from tcfp_jax.conversion import survey
 from tcfp_jax.remat import step_bytes
 from tests.helpers import decibels, same_bits, variables_of
@@ -34,7 +41,7 @@ CONFIG = TrainConfig(
     sequence=32,
     steps_per_call=10,
     heldout_windows=16,
-    corpus_bytes=1_000_000,
+    data=Data(corpus_bytes=1_000_000),
     learning_rate=1e-2,
 )
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)))
@@ -141,7 +148,7 @@ def test_auto_finds_its_step_compiled(monkeypatch, capsys, tmp_path):
         "learning_rate",
     )
     arguments = [
-        f"--{name.replace('_', '-')}={getattr(CONFIG, name)}" for name in settings
+        f"--{name.replace('_', '-')}={settings_of(CONFIG)[name]}" for name in settings
     ]
     arguments += [
         "--model=micro-llama",

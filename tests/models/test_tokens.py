@@ -70,7 +70,7 @@ def test_equal_texts_train_equal_tokenizers():
 
 def test_a_run_gets_rows_for_the_tokenizer():
     config = preset("llama-tiny", tokenizer=str(OWN))
-    assert config.vocabulary == config.size.vocabulary == 32_768
+    assert config.data.vocabulary == config.size.vocabulary == 32_768
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,15 @@ import pytest
 
 import tcfp_jax
 from models import train
-from models.nets.gpt import MODELS, GPTConfig
-from models.nets.llama import LLAMAS, LlamaConfig
+from models.nets.shapes import GPTConfig, LlamaConfig
+from models.nets.sizes import LLAMAS, MODELS
 from models.train import TrainConfig, preset, run
 from models.training import running
 from models.training.batches import check_corpus
 from models.training.checkpoint import RunDirectory, describe, read_config
 from models.training.intact import write_json
 from models.training.options import parser_of
+from models.training.settings import Data, Float, Stored, config_of, settings_of
 from models.training.text import Corpus
 from tests.helpers import same_bits
 
@@ -46,19 +47,19 @@ CONFIG = TrainConfig(
     sequence=32,
     steps_per_call=5,
     heldout_windows=16,
-    corpus_bytes=1_000_000,
+    data=Data(corpus_bytes=1_000_000),
     learning_rate=1e-2,
 )
-STORED = dataclasses.replace(
-    CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit"
-)
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights=Stored("8bit"))
 # Runs from which tests continue, by name.
 CONFIGS = {
     "uninterrupted": CONFIG,
     "stored": STORED,
     "llama": dataclasses.replace(CONFIG, model=MICRO_LLAMA),
     # Moments of 8 bits are most of a step's program, and "stored" has them.
-    "stored llama": dataclasses.replace(STORED, model=MICRO_LLAMA, moments="float32"),
+    "stored llama": dataclasses.replace(
+        STORED, model=MICRO_LLAMA, weights=Stored("float32")
+    ),
 }
 ROOT = Path(__file__).parents[2]
 
@@ -236,7 +237,7 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
             ),
         ),
         (
-            {"weights": "stored"},
+            {"weights": Stored("float32")},
             (
                 r"weights='float' in the folder but 'stored'"
                 r" now.*tcfp_jax\.store\(params, recipe"
@@ -394,7 +395,7 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
 )
 def test_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **change)
+        config_of({**settings_of(CONFIG), **change})
 
 
 def test_a_field_that_does_nothing_is_named():
@@ -424,7 +425,9 @@ def test_too_little_text():
             ValueError,
             match=f"the held-out text has 10 tokens, but one window needs 33; {repair}",
         ):
-            check_corpus(corpus, dataclasses.replace(CONFIG, corpus_bytes=limit))
+            check_corpus(
+                corpus, dataclasses.replace(CONFIG, data=Data(corpus_bytes=limit))
+            )
 
 
 def test_jitter_perturbs_the_initial_weights():
@@ -454,7 +457,7 @@ class TestCommand:
     ARGUMENTS = (
         "--model=micro",
         "--checkpoint-every=60",
-        *(f"--{name.replace('_', '-')}={getattr(CONFIG, name)}" for name in NAMES),
+        *(f"--{name.replace('_', '-')}={settings_of(CONFIG)[name]}" for name in NAMES),
     )
 
     @pytest.fixture(autouse=True)
@@ -658,7 +661,7 @@ class TestCommand:
             train._choose_config(parser_of("").parse_args(shlex.split(c)), Path("new"))
             for c in commands
         ]
-        assert [config.weights for config in examples] == ["stored", "float"]
+        assert [config.weights for config in examples] == [Stored("8bit"), Float()]
 
 
 @pytest.mark.slow_except("stored")
@@ -705,9 +708,10 @@ def _wait_for(condition, process):
 def _program(out, config):
     return textwrap.dedent(f"""
         from pathlib import Path
-        from models.nets.gpt import GPTConfig
-        from models.nets.llama import LlamaConfig
+        from models.nets.shapes import GPTConfig
+        from models.nets.shapes import LlamaConfig
         from models.train import TrainConfig, run
+        from models.training.settings import Data, Float, Stored
         run({config!r}, out=Path({str(out)!r}), checkpoint_every=10)
     """)
 

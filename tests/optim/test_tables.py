@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.nets.llama import Llama, LlamaConfig
+from models.nets.llama import Llama
+from models.nets.shapes import LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.convert import survey
 from tcfp_jax.inference import quantize_params

@@ -20,7 +20,8 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from models.nets.llama import Block, Llama, LlamaConfig
+from models.nets.llama import Block, Llama
+from models.nets.shapes import LlamaConfig
 from pallas_kernels.matmul.api import matmul
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.weights.stored import Stored

@@ -1,6 +1,4 @@
-"""Float parameters from which a run starts, as `python -m models.train --export` writes
-them.
-"""
+"""Files of float parameters: a run starts from them, and `--export` writes them."""
 
 import contextlib
 import zipfile
@@ -12,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tcfp_jax.paths import path_names
+from models.training.processes import is_first, whole
+from tcfp_jax.paths import leaves
 
 
 def read_parameters(path: Path, shapes: Any) -> Any:
@@ -32,9 +31,7 @@ def read_parameters(path: Path, shapes: Any) -> Any:
             f"there is no such file {path} with parameters to start from; correct the"
             " path"
         )
-    treedef: Any
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    wanted = {"/".join(path_names(place)): leaf for place, leaf in leaves}
+    wanted = leaves(shapes)
     with _reading(path):
         file = zipfile.ZipFile(path)
     with file:
@@ -42,8 +39,8 @@ def read_parameters(path: Path, shapes: Any) -> Any:
             members = {
                 member.removesuffix(".npy"): member for member in file.namelist()
             }
-            found = {name: _header(file, member) for name, member in members.items()}
-        _check_shapes(path, found, wanted)
+            headers = {name: _header(file, member) for name, member in members.items()}
+        _check_shapes(path, headers, wanted)
         with _reading(path):
             arrays = {
                 name: np.lib.format.read_array(
@@ -54,9 +51,52 @@ def read_parameters(path: Path, shapes: Any) -> Any:
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             raise _not_floats(path, name)
-    return treedef.unflatten(
-        [arrays[name].astype(leaf.dtype) for name, leaf in wanted.items()]
+    structure: Any = jax.tree.structure(shapes)
+    return structure.unflatten(
+        arrays[name].astype(leaf.dtype) for name, leaf in wanted.items()
     )
+
+
+def export(path: Path, params: Any) -> None:
+    """Write float32 parameters as an `.npz` of arrays with names such as
+    "block_0/qkv/kernel".
+
+    All processes call it, and the first one writes. The folder is created if it is
+    missing.
+
+    Raises:
+      ValueError: the path does not end in ".npz", or no file can be written there.
+    """
+    check_export(path)
+    temporary = path.with_name(f"partial-{path.name}")
+    arrays: dict[str, Any] = {
+        name: whole(leaf) for name, leaf in leaves(params).items()
+    }
+    if is_first():
+        np.savez(temporary, **arrays)
+        temporary.replace(path)
+
+
+def check_export(path: Path) -> None:
+    """Create the folder of this path, and raise `ValueError` if `export` cannot write
+    to it.
+    """
+    if path.suffix != ".npz":  # NumPy would append it silently
+        raise ValueError(
+            f"{path} must hold NumPy arrays by name; choose a name that ends in .npz"
+        )
+    if path.is_dir():
+        raise ValueError(
+            f"{path} must be a file of NumPy arrays, but is a folder; choose another"
+            " name"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written, as its folder cannot be made ({error}); choose"
+            " another"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -82,13 +122,10 @@ def _reading(path: Path) -> Iterator[None]:
 def _header(file: zipfile.ZipFile, member: str) -> tuple[tuple[int, ...], np.dtype]:
     """Return shape and dtype of an array in the archive."""
     with file.open(member) as opened:
-        first = np.lib.format.read_magic(opened) == (1, 0)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if first
-            else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read(opened)
+        if np.lib.format.read_magic(opened) == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
+        else:
+            shape, _, dtype = np.lib.format.read_array_header_2_0(opened)
     return shape, dtype
 
 
@@ -108,7 +145,8 @@ def _check_shapes(
             )
         if dtype is None or dtype.kind != "f":
             raise _not_floats(path, name)
-    if unknown := sorted(set(found) - set(wanted)):
+    unknown = sorted(set(found) - set(wanted))
+    if unknown:
         raise _another(path, f"{unknown[0]!r} is in the file and not in this one")
 
 

@@ -1,0 +1,169 @@
+"""Named sizes of the networks."""
+
+import dataclasses
+
+from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
+
+MODELS = {
+    "tiny": GPTConfig(layers=2, width=128, heads=4, context=128),
+    "small": GPTConfig(layers=4, width=256, heads=8, context=256),
+    "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
+}
+
+LLAMAS = {
+    "llama-tiny": LlamaConfig(
+        layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128
+    ),
+    "llama-124m": LlamaConfig(
+        layers=12,
+        width=768,
+        heads=12,
+        kv_heads=12,
+        hidden=2048,
+        context=1024,
+        vocabulary=50304,
+    ),
+    "llama-1b": LlamaConfig(
+        layers=16,
+        width=2048,
+        heads=32,
+        kv_heads=8,
+        hidden=8192,
+        context=8192,
+        vocabulary=128_256,
+        rope_theta=500_000.0,
+        remat="auto",
+    ),
+    "llama-8b": LlamaConfig(
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        hidden=14_336,
+        context=8192,
+        vocabulary=128_256,
+        head="untied",
+        rope_theta=500_000.0,
+        remat="auto",
+    ),
+}
+
+MOES = {
+    "moe-tiny": MoeConfig(
+        layers=2,
+        width=128,
+        heads=4,
+        kv_heads=2,
+        hidden=128,
+        context=128,
+        qk_norm="heads",
+        normalized="chosen",
+    ),
+    "moe-109m": MoeConfig(
+        layers=8,
+        width=512,
+        heads=8,
+        kv_heads=8,
+        hidden=512,
+        context=1024,
+        qk_norm="heads",
+        experts=16,
+        chosen=4,
+    ),
+    "olmoe-1b-7b": MoeConfig(
+        layers=16,
+        width=2048,
+        heads=16,
+        kv_heads=16,
+        hidden=1024,
+        context=4096,
+        vocabulary=50_304,
+        head="untied",
+        remat="auto",
+        qk_norm="all",
+        experts=64,
+        chosen=8,
+    ),
+    "qwen3-30b-a3b": MoeConfig(
+        layers=48,
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        hidden=768,
+        context=40_960,
+        vocabulary=151_936,
+        head="untied",
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        remat="auto",
+        head_dim=128,
+        qk_norm="heads",
+        experts=128,
+        chosen=8,
+        normalized="chosen",
+        balance=0.001,
+        z_loss=0.0,
+    ),
+}
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "gpt": GPTConfig,
+    "llama": LlamaConfig,
+    "moe": MoeConfig,
+}
+_SIZES: dict[str, ModelConfig] = {**MODELS, **LLAMAS, **MOES}
+
+
+def model_names() -> list[str]:
+    """Return the names of all sizes.
+
+    >>> model_names()[0], model_names()[-1]
+    ('tiny', 'qwen3-30b-a3b')
+    """
+    return list(_SIZES)
+
+
+def family_of(config: ModelConfig) -> str:
+    """Return the name of the family of a size.
+
+    >>> family_of(model_config("llama-8b"))
+    'llama'
+    """
+    return next(name for name, kind in FAMILIES.items() if type(config) is kind)
+
+
+def model_config(
+    model: str | ModelConfig, vocabulary: int | None = None
+) -> ModelConfig:
+    """Return the size of a named model, or a given size.
+
+    The size has at least `vocabulary` rows for token ids.
+
+    Raises:
+      ValueError: the name is unknown, or token ids are given to a model that reads
+        bytes.
+
+    >>> model_config("gpt2").layers
+    12
+    >>> model_config("llama-tiny", 1000).vocabulary
+    1000
+    >>> model_config("llama-124m", 1000).vocabulary
+    50304
+    """
+    if isinstance(model, str):
+        if model not in _SIZES:
+            raise ValueError(
+                f"model {model!r} is unknown; use one of {model_names()} or build a"
+                " GPTConfig, LlamaConfig or MoeConfig"
+            )
+        model = _SIZES[model]
+    if vocabulary is None:
+        return model
+    if isinstance(model, GPTConfig):
+        able = [name for name in _SIZES if name not in MODELS]
+        raise ValueError(
+            f"vocabulary={vocabulary} with a model that reads bytes alone; use one of"
+            f" {able}"
+        )
+    return dataclasses.replace(model, vocabulary=max(model.vocabulary, vocabulary))

@@ -1,0 +1,138 @@
+"""State of a run: parameters, and the optimizer with its state."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+import tcfp_jax
+from models.nets.adapters import adapting, is_adapter, merged
+from models.training.settings import Adapters, Float, Stored, TrainConfig
+from tcfp_jax import optim
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.parameter import is_quantized
+
+# Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes
+# every run.
+WEIGHTS, BATCHES, ROUNDING, JITTER, MOMENTS, PRODUCTS = range(6)
+B1 = 0.9  # decay of AdamW's moments
+B2 = 0.95
+
+
+class TrainState(NamedTuple):
+    """Everything that a checkpoint holds.
+
+    Parameters are float32 or stored. Next to float parameters, the optimizer's state
+    holds the quantized weights. The step is the next one.
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def optimizer_of(
+    config: TrainConfig,
+    weights: Recipe | Mapping[str, Weight],
+    seed_key: jax.Array,
+    schedule: optax.Schedule | None = None,
+) -> optax.GradientTransformation:
+    """Return clipped AdamW for the form of the weights.
+
+    Of float weights it is a chain, whose last state holds the quantized weights.
+
+    Args:
+      config: The run.
+      weights: The model's, as `error_feedback` takes them.
+      seed_key: Key of the run's seed.
+      schedule: Learning rate. None warms up over a tenth of the steps and falls as a
+        cosine over the others.
+    """
+    if schedule is None:
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=config.learning_rate,
+            warmup_steps=max(1, config.steps // 10),
+            decay_steps=max(2, config.steps),
+            end_value=config.learning_rate * config.final_fraction,
+        )
+    options: Any = dict(
+        learning_rate=schedule,
+        b1=B1,
+        b2=B2,
+        weight_decay=config.weight_decay,
+        mask=_is_matrix,
+    )
+    match config.weights:
+        case Stored(moments):
+            draws = moments != "float32"
+            return optim.adamw(
+                **options,
+                moments=moments,
+                max_norm=config.clip_norm,
+                key=jax.random.fold_in(seed_key, MOMENTS) if draws else None,
+            )
+        case Adapters():
+            clip = optax.clip_by_global_norm(config.clip_norm)
+            return adapting(optax.chain(clip, optax.adamw(**options)))
+        case Float(error_dtype):
+            recipe = tcfp_jax.recipe(config.recipe)
+            rounding = jax.random.fold_in(seed_key, ROUNDING)
+            return optax.chain(
+                optax.clip_by_global_norm(config.clip_norm),
+                optax.adamw(**options),
+                tcfp_jax.error_feedback(
+                    weights,
+                    key=rounding if recipe.stochastic else None,
+                    error_dtype=error_dtype if recipe.feedback else "float32",
+                ),
+            )
+
+
+def _is_matrix(params: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: is_quantized(leaf) or leaf.ndim >= 2, params, is_leaf=is_quantized
+    )
+
+
+def float_parameters(params: Any, quantized: Any = None) -> Any:
+    """Return float32 parameters in Flax's own tree, for export and for BF16 products.
+
+    Adapters are merged with the `quantized` weights of `layer_state`.
+    """
+    if any(is_adapter(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
+        return _merged(params, quantized)
+    stored = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+    return _dequantize(params) if stored else params
+
+
+_dequantize = jax.jit(tcfp_jax.dequantize)
+_merged = jax.jit(merged)
+
+
+def jittered(params: Any, key: jax.Array, size: float) -> Any:
+    """Return float parameters times `1 + size * normal`.
+
+    Use this to see how far differences of rounding grow.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+
+    def moved(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        return leaf * (1 + size * jax.random.normal(key, leaf.shape, leaf.dtype))
+
+    return treedef.unflatten(map(moved, leaves, jax.random.split(key, len(leaves))))
+
+
+def product_key(
+    config: TrainConfig, state: TrainState, key: jax.Array
+) -> jax.Array | None:
+    """Return the key of the random bits in the products of the next step.
+
+    None means that the recipe draws none.
+    """
+    if not tcfp_jax.recipe(config.recipe).draws:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(key, state.step), PRODUCTS)
