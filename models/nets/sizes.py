@@ -1,6 +1,8 @@
 """Named sizes of the networks."""
 
 import dataclasses
+from collections import ChainMap
+from typing import Any
 
 from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 
@@ -112,7 +114,7 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "llama": LlamaConfig,
     "moe": MoeConfig,
 }
-_SIZES: dict[str, ModelConfig] = {**MODELS, **LLAMAS, **MOES}
+_SIZES: ChainMap[str, Any] = ChainMap(MOES, LLAMAS, MODELS)
 
 
 def model_names() -> list[str]:

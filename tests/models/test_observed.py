@@ -17,6 +17,7 @@ from models.training.parameters import export
 from models.training.plotting import color_range, matrix_of, plot_reports
 from models.training.running import run
 from models.training.settings import Data, Stored, TrainConfig
+from models.training.state import float_parameters
 from models.training.steps import init
 from tests.helpers import same_bits
 
@@ -98,7 +99,7 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
         kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max()
     )
     assert same_bits(stored["embedding"], floats["embedding"])
-    export(written, stored)
+    export(written, float_parameters(stored))
     again = init(dataclasses.replace(CONFIG, start=str(written))).params
     assert same_bits(again, tcfp_jax.dequantize(stored))
 
