@@ -54,20 +54,25 @@ def assert_unpacked(got, w, turned):
 
 
 def values_of(w):
-    """The values of a weight in float64."""
-    numbers = np.asarray(fp4.numbers(fp4.unpack(w.values)), np.float64)
-    scale = np.asarray(w.scaling.spread(w.scale, w.shape), np.float64)
-    return numbers * scale * (1.0 if w.outer is None else float(w.outer))
+    """Return the values of codes `[n, k]` in float64, by NumPy alone."""
+    codes = np.asarray(w.values)
+    codes = np.stack([codes & 15, codes >> 4], -1).reshape(w.shape)
+    n, k = w.shape
+    block = w.scaling.block
+    scale = np.float64(w.scale.astype(jnp.float32)).repeat(block, -1)[:, :k]
+    if w.scaling.tile == "square":
+        scale = scale.repeat(block, 0)[:n]
+    return fp4.E2M1[codes] * scale * (1.0 if w.outer is None else float(w.outer))
 
 
-def rounded(x, activation):
+def rounded(x, activation="bfloat16"):
     """Activations in float64 as a product multiplies them."""
     if activation == "bfloat16":
-        return np.asarray(x.astype(jnp.bfloat16), np.float64)
-    x = np.asarray(x, np.float32)
+        return np.float64(jnp.asarray(x).astype(jnp.bfloat16))
+    x = np.float32(x)
     multiplier = np.float32(448) / np.abs(x).max(-1, keepdims=True)
     values = (x * multiplier).astype(ml_dtypes.float8_e4m3fn)
-    return values.astype(np.float64) * (np.float32(1) / multiplier).astype(np.float64)
+    return np.float64(values) * np.float64(np.float32(1) / multiplier)
 
 
 def assert_product(got, x, w, error):

@@ -2,17 +2,27 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from pallas_kernels.operands import Block, Row, Tensor
 from tcfp_jax.weights.stored import Stored
+
+parametrize = pytest.mark.parametrize
+slow_except = pytest.mark.slow_except
+
+
+def normal(seed, shape):
+    """Return an array of JAX's normal values."""
+    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def filled(tree, seed=0):
@@ -88,6 +98,28 @@ def same_bits(a, b):
     return [*map(stored, jax.tree.leaves(a))] == [*map(stored, jax.tree.leaves(b))]
 
 
+def assert_all_close(got, expected, **bounds):
+    """Assert that the arrays of two sequences are close, one by one."""
+    for one, other in zip(got, expected, strict=True):
+        assert_allclose(one, other, **bounds)
+
+
+def assert_near(got, expected, atol):
+    """Assert that two trees of arrays differ by at most `atol`."""
+    jax.tree.map(partial(assert_allclose, rtol=0, atol=atol), got, expected)
+
+
+def with_pull(function, x, w, **options):
+    """`jax.vjp` of a product with options."""
+    return jax.vjp(partial(function, **options), x, w)
+
+
+def value_and_gradients(product, x, w, g=None, **options):
+    """Return a product and its gradients for g, or for ones."""
+    y, pull = with_pull(product, x, w, **options)
+    return y, *pull(jnp.ones_like(y) if g is None else g.astype(y.dtype))
+
+
 def decibels(exact, rounded):
     """10 log10 of the energy of `exact` over that of the error, in float64."""
     exact, rounded = (np.asarray(x, np.float64) for x in (exact, rounded))
@@ -126,3 +158,19 @@ def mesh_of(*shape, names=("a", "b"), axis_type=AxisType.Auto):
     return jax.make_mesh(
         shape, names[: len(shape)], axis_types=types, devices=jax.devices()[:needed]
     )
+
+
+def putting(mesh):
+    """Return a function that puts an array on a mesh, split along these axes."""
+
+    def put(array, *axes):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return put
+
+
+def on_cpu(function, *arguments):
+    """Call a function with its arguments on the CPU."""
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        return function(*jax.device_put(jax.device_get(arguments), cpu))

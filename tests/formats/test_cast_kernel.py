@@ -2,7 +2,7 @@
 GPU with `-m gpu`.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
 from tcfp_jax.formats.cast_kernel import Cast, _CastBody, cast_tiles
 from tcfp_jax.formats.rounding import Modes
 from tests.formats_oracles import same
+from tests.helpers import parametrize, slow_except
 
 SERVED = (
     "mxfp8e4",
@@ -53,8 +54,8 @@ def awkward(exponents, dtype):
     return jnp.asarray(x).astype(dtype)
 
 
-@pytest.mark.slow_except("mxint4", "e1m6b1_e32")
-@pytest.mark.parametrize("name", SERVED[::2])
+@slow_except("mxint4", "e1m6b1_e32")
+@parametrize("name", SERVED[::2])
 def test_blocks_are_the_definition(name):
     i = SERVED.index(name)
     x = awkward((-60, 60), ("float32", "bfloat16")[i % 4 // 2])
@@ -74,7 +75,7 @@ def test_the_kernel_runs_blocks_and_maps():
     x = awkward((-60, 60), "bfloat16")
     made = formats.mxfp8e4
     expected = cast(x, made)
-    call = functools.partial(cast_tiles, TRITON, Cast(made, Modes()))
+    call = partial(cast_tiles, TRITON, Cast(made, Modes()))
     assert same(call(x), expected)
     mapped = jax.vmap(call, in_axes=1, out_axes=1)
     assert same(mapped(x.reshape(8, 16, 64)), expected.reshape(8, 16, 64))
@@ -85,7 +86,7 @@ def reason(shape, dtype, made, modes):
     return cast_kernel.reject(Cast(made, modes), x, None)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "change",
     [
         {"dtype": jnp.dtype("float16")},
@@ -113,8 +114,8 @@ NAMES = sorted({made: name for name, made in CATALOG.items()}.values())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "dtype"),
+@parametrize(
+    "name, dtype",
     [(name, "bfloat16") for name in NAMES]
     + [(name, "float32") for name in (*SERVED, "nvfp4")],
 )

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype
@@ -19,6 +18,7 @@ from tests.formats_oracles import (
     same,
     same_bits,
 )
+from tests.helpers import normal, parametrize, slow_except
 
 MX = ("mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2")
 
@@ -39,16 +39,16 @@ def test_stochastic_rounding_is_biased_only_where_it_saturates():
     assert np.all(np.asarray(inside) == 1)  # also for values that saturate
 
 
-@pytest.mark.slow_except("mxfp6e2")
-@pytest.mark.parametrize("name", MX)
+@slow_except("mxfp6e2")
+@parametrize("name", MX)
 def test_mx_blocks_are_those_of_exact_arithmetic(name):
     blocks = random_blocks(100_000)  # for each of five formats: 500,000 in all
     made = getattr(formats, name)
     assert same(jitted(jnp.asarray(blocks), made), mx_oracle(blocks, made.number.name))
 
 
-@pytest.mark.parametrize("scalemode", ["midmax", "ceil"])
-@pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
+@parametrize("scalemode", ["midmax", "ceil"])
+@parametrize("name", ["mxfp8e4", "mxfp4e2"])
 def test_scale_modes(name, scalemode):
     blocks = random_blocks(4_000)
     made = getattr(formats, name)
@@ -81,8 +81,8 @@ def test_narrow_scales_are_clipped_to_their_range():
     assert quick(x, made)[:, 0].tolist() == [48.0, 6.0, 0.0]
 
 
-@pytest.mark.slow_except("e4m0b120")
-@pytest.mark.parametrize("scale", ["e4m0b120", "e2m0b127_t32", "e5m0b127_t32"])
+@slow_except("e4m0b120")
+@parametrize("scale", ["e4m0b120", "e2m0b127_t32", "e5m0b127_t32"])
 def test_values_far_above_a_narrow_scale_saturate(scale):
     x = jnp.array([[1.0, -1e10, 1e30, -3e38] * 8])
     for code in ("e4m3fn", "e5m2", "e2m1f", "int8", "nf4"):
@@ -97,7 +97,7 @@ def test_values_far_above_a_narrow_scale_saturate(scale):
 
 
 def test_integers_in_fixed_point():
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal(0, (64, 64))
     assert same(quick(x, formats.mxint8), quick(x, formats.e1m6b1_e32))
     assert same(quick(x, formats.mxint4), quick(x, formats.e1m2b1_e32))
 
@@ -139,8 +139,8 @@ def divided(x, scale):
     return np.divide(wide, scale, where=scale > 0, out=np.zeros(x.shape))
 
 
-@pytest.mark.parametrize(
-    ("letter", "dtype"),
+@parametrize(
+    "letter, dtype",
     [("F", np.float32), ("f", np.float16), ("b", ml_dtypes.bfloat16)],
 )
 def test_int8_with_float_scales(letter, dtype):
@@ -152,9 +152,7 @@ def test_int8_with_float_scales(letter, dtype):
     assert same(cast(jnp.asarray(x), getattr(formats, f"int8_{letter}c")), expected + 0)
 
 
-@pytest.mark.parametrize(
-    "name", ["uint8_ffc", "uint8_fic", "uint4_FFc", "uint4_Fic", "uint8_bbc"]
-)
+@parametrize("name", ["uint8_ffc", "uint8_fic", "uint4_FFc", "uint4_Fic", "uint8_bbc"])
 def test_unsigned_integers_with_zero_points(name):
     made = getattr(formats, name)
     scale_dtype = made.scale.number.dtype
@@ -190,7 +188,7 @@ def test_nf4_takes_the_nearest_entry():
 
 
 def test_codebooks_select_the_best_table():
-    x = jax.random.normal(jax.random.key(0), (32, 64))
+    x = normal(0, (32, 64))
     made = formats.icb44fi3_e32s8
     got = np.asarray(quick(x, made)).reshape(32, 8, 8)
     amax = np.abs(np.asarray(x)).reshape(32, 2, 32).max(-1)

@@ -25,6 +25,7 @@ from tests.formats_oracles import (
     same,
     same_bits,
 )
+from tests.helpers import normal, parametrize, slow_except
 
 
 def ml_dtypes_cast(x, name, saturate):
@@ -36,8 +37,8 @@ def ml_dtypes_cast(x, name, saturate):
     return np.where(np.isnan(x), np.float32(np.nan), out)
 
 
-@pytest.mark.parametrize("saturate", [True, False], ids=["saturating", "native"])
-@pytest.mark.parametrize("name", FLOATS)
+@parametrize("saturate", [True, False], ids=["saturating", "native"])
+@parametrize("name", FLOATS)
 def test_every_dtype_of_ml_dtypes(name, saturate):
     x = awkward_inputs(name)
     expected = ml_dtypes_cast(x, name, saturate)
@@ -54,7 +55,7 @@ def test_every_dtype_of_ml_dtypes(name, saturate):
     assert same(got, expected), x[got != expected][:8]
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@parametrize("name", FLOATS)
 def test_values_of_a_number_come_back(name):
     line = np.array(number(name).number_line(), np.float32)
     line = line[line > 0] if number(name).kind == "exponent" else line
@@ -62,10 +63,10 @@ def test_values_of_a_number_come_back(name):
         assert same(quick(line, datatype(name), roundmode=roundmode), line)
 
 
-@pytest.mark.slow_except("float16")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@slow_except("float16")
+@parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_input_dtypes(dtype):
-    wide = jax.random.normal(jax.random.key(0), (8, 64)).astype(dtype)
+    wide = normal(0, (8, 64)).astype(dtype)
     for name in ("mxfp8e4", "int8_f"):
         got = quick(wide, getattr(formats, name))
         assert got.dtype == wide.dtype
@@ -90,8 +91,8 @@ def between(x, spec):
     return np.where(above > x, line[np.maximum(at - 1, 0)], above), above
 
 
-@pytest.mark.slow_except("e4m3fn", "int5")
-@pytest.mark.parametrize(
+@slow_except("e4m3fn", "int5")
+@parametrize(
     "code", ["e2m1f", "e4m3fn", "e5m2", "int5", "uint4", "e3m4b4inuz", "e5m2b120"]
 )
 def test_round_modes(code):
@@ -108,7 +109,7 @@ def test_round_modes(code):
     for roundmode, expected in (("zero", toward_zero), ("nearest", nearest)):
         got = jitted(jnp.asarray(x), datatype(code), roundmode=roundmode)
         assert same(got + 0, (expected + 0).astype(np.float32))
-    even = np.asarray(jitted(jnp.asarray(x), datatype(code)), np.float64)
+    even = np.float64(jitted(jnp.asarray(x), datatype(code)))
     assert np.array_equal(even[x != middle], nearest[x != middle])
     ties = (x == middle) & (lower < upper)
     steps = np.searchsorted(np.unique(np.abs(line)), np.abs(even[ties]))
@@ -122,8 +123,8 @@ CODES = [
 ]
 
 
-@pytest.mark.slow_except("e2m2f", "e3m3fnuz")
-@pytest.mark.parametrize("code", CODES)
+@slow_except("e2m2f", "e3m3fnuz")
+@parametrize("code", CODES)
 def test_stochastic_rounding_is_unbiased(code):
     """Within 4 standard errors at each point over the whole range, and in the mean of a
     format's points.
@@ -145,7 +146,7 @@ def test_stochastic_rounding_is_unbiased(code):
     wide = jnp.broadcast_to(jnp.asarray(x), (draws, x.size))
     key = jax.random.key(CODES.index(code))
     drawn = quick(wide, datatype(code), roundmode="stochastic", key=key)
-    got = np.asarray(drawn, np.float64)
+    got = np.float64(drawn)
     assert np.all((got == lower) | (got == upper))
     bias = got.mean(0) - x
     error = np.sqrt((x - lower) * (upper - x) / draws)
@@ -160,15 +161,13 @@ def test_stochastic_rounding_is_unbiased(code):
 # -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("uint4_ff32", (3, 33)), ("mx6", (2, 50, 3))]
-)
+@parametrize("name, shape", [("uint4_ff32", (3, 33)), ("mx6", (2, 50, 3))])
 def test_any_axis_and_ragged_sizes(name, shape):
     made = getattr(formats, name)
     size = made.scale.tiles[0].size
     axis = int(np.argmax(shape))
     turned = datatype(made.number, _turn(made, axis - len(shape)))
-    x = jax.random.normal(jax.random.key(0), shape)
+    x = normal(0, shape)
     got = quick(x, turned)
     rows = jnp.moveaxis(x, axis, -1)
     length = rows.shape[-1]
@@ -186,7 +185,7 @@ def _turn(made, dim):
 
 
 def test_two_dimensional_tiles_and_channels():
-    x = jax.random.normal(jax.random.key(0), (40, 50))
+    x = normal(0, (40, 50))
     got = np.asarray(quick(x, datatype("e4m3fn", "e8m0_t16_t32")))
     one = quick(x[16:32, 32:].reshape(1, -1), datatype("e4m3fn", "e8m0_t0"))
     assert same(got[16:32, 32:], one.reshape(16, 18))
@@ -211,7 +210,7 @@ def test_nan_and_inf_do_not_decide_a_scale():
     assert np.isnan(quick(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "code, scale",
     [("e5m2", "float32"), ("binary8p3", "float16_t32"), ("e4m3", "e8m0")],
 )
@@ -233,9 +232,7 @@ def test_inf_stays_inf_among_any_values(code, scale):
     assert same_bits(unpacked, got)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4e2", "nvfp4", "int8_f", "uint8_ff", "icb44fi3_e32"]
-)
+@parametrize("name", ["mxfp4e2", "nvfp4", "int8_f", "uint8_ff", "icb44fi3_e32"])
 def test_nan_spreads_over_its_tile_without_a_code(name):
     made = getattr(formats, name)
     x = jnp.ones((1, 128)).at[0, :32].set(0).at[0, :4].set(SPECIAL)
@@ -249,13 +246,15 @@ def test_nan_spreads_over_its_tile_without_a_code(name):
     assert clean[2] <= -2.5 or name.startswith("uint")
 
 
-@pytest.mark.parametrize("tables", ["nf4", "linear4", [-1.0, 0.25, 0.5, 1.0]])
+@parametrize("tables", ["nf4", "linear4", [-1.0, 0.25, 0.5, 1.0]])
 def test_nan_stays_nan_in_codebooks_without_a_scale(tables):
     made = datatype(codebook(tables))
     x = jnp.array([jnp.nan, 1.0, -jnp.nan, jnp.inf])
     for roundmode in ("even", "nearest", "zero"):
         got = np.asarray(quick(x, made, roundmode=roundmode))
-        assert np.isnan(got[[0, 2]]).all() and got[1] == 1 and got[3] == made.number.max
+        assert np.isnan(got[[0, 2]]).all()
+        assert got[1] == 1
+        assert got[3] == made.number.max
     with pytest.raises(ValueError, match="no code"):
         pack(x, made)
     nearest = min(made.number.number_line(), key=abs)
@@ -272,11 +271,11 @@ def test_signs_of_zero():
         assert np.signbit(quick(small, datatype(code))).tolist() == signs
 
 
-@pytest.mark.slow_except("uint4_fi32")
-@pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32"])
+@slow_except("uint4_fi32")
+@parametrize("name", ["mxfp4e2", "uint4_fi32"])
 def test_jit_vmap_and_gradient(name):
     made = getattr(formats, name)
-    x = jax.random.normal(jax.random.key(0), (3, 4, 64))
+    x = normal(0, (3, 4, 64))
     one = cast(x, made)
     assert same(jitted(x, made), one)
     of_rows = jax.vmap(lambda row: cast(row, made))
@@ -285,7 +284,7 @@ def test_jit_vmap_and_gradient(name):
     def gradient(x, g):
         return jax.vjp(lambda x: cast(x, made), x)[1](g)[0]
 
-    g = jax.random.normal(jax.random.key(1), x.shape)
+    g = normal(1, x.shape)
     assert same(jax.jit(gradient, compiler_options=QUICK)(x, g), g)
     stochastic = {"roundmode": "stochastic", "key": jax.random.key(2)}
     drawn = quick(x, made, **stochastic)
@@ -307,8 +306,8 @@ SHORT_TILE = "a tile of 32 is longer than its axis of 31 values"
 BOTH_TILES = datatype("e4m3fn", "e8m0_t16d0_t16d-1")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "why"),
+@parametrize(
+    "change, error, why",
     [
         ({"x": jnp.zeros((2, 32), jnp.int32)}, TypeError, "real floats"),
         ({"datatype": 4}, TypeError, "DataType"),

@@ -9,7 +9,7 @@ hides.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from numpy.testing import assert_array_equal
 
 from tcfp_jax.formats import CATALOG, cast, codebook, datatype, pack, unpack
 from tcfp_jax.formats.codebooks import search
@@ -21,6 +21,7 @@ from tcfp_jax.formats.float_bits import (
     round_to_grid,
     scale_down,
 )
+from tests.helpers import parametrize
 
 TINY = np.finfo(np.float32).tiny
 LARGEST = np.finfo(np.float32).max
@@ -41,10 +42,10 @@ def pairs():
 
 def assert_same_bits(got, wanted):
     """Compare bits, because a CPU compares subnormals as zero."""
-    np.testing.assert_array_equal(np.asarray(got).view(np.int32), wanted.view(np.int32))
+    assert_array_equal(np.asarray(got).view(np.int32), wanted.view(np.int32))
 
 
-@pytest.mark.parametrize("odd", [False, True], ids=["nearest", "odd"])
+@parametrize("odd", [False, True], ids=["nearest", "odd"])
 def test_quotients_are_rounded_once_and_are_zero_below_the_range(odd):
     x, y = pairs()
     # Right to 53 bits, twice the digits of float32 and more
@@ -58,11 +59,12 @@ def test_quotients_are_rounded_once_and_are_zero_below_the_range(odd):
         inexact = (truncated != exact) & (exact < LARGEST)
         wanted = (truncated.view(np.int32) | inexact).view(np.float32)
     wanted = np.where(exact < TINY, np.float32(0), wanted)
-    assert (wanted == 0).any() and (wanted == LARGEST).any()
+    assert (wanted == 0).any()
+    assert (wanted == LARGEST).any()
     assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 126, 127])
+@parametrize("exponent", [-149, -127, -126, -1, 0, 1, 126, 127])
 def test_powers_of_two_divide_exactly_or_to_an_end(exponent):
     powers = np.ldexp(1.0, np.arange(-149, 128))
     exact = np.ldexp(powers, -exponent)
@@ -72,8 +74,8 @@ def test_powers_of_two_divide_exactly_or_to_an_end(exponent):
     assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("mbits", [7, 19, 22])
-@pytest.mark.parametrize("part", [0, 1, 0.5, -1])
+@parametrize("mbits", [7, 19, 22])
+@parametrize("part", [0, 1, 0.5, -1])
 def test_as_many_draws_go_up_as_the_rest_says(mbits, part):
     """Exact values never change; of all draws of the dropped bits, `rest` round up."""
     drop = 23 - mbits
@@ -86,8 +88,8 @@ def test_as_many_draws_go_up_as_the_rest_says(mbits, part):
     assert np.count_nonzero(got > lower) == rest
 
 
-@pytest.mark.parametrize(
-    ("value", "step"),
+@parametrize(
+    "value, step",
     [(0.0, 0.5), (0.125, 0.5), (0.5, 0.5), (1.0, 0.5), (1.25, 0.5)]
     + [(2.75, 1.0), (3.0, 1.0), (5.5, 2.0)],
 )
@@ -98,14 +100,14 @@ def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value, step):
     values = jnp.full(4, value, jnp.float32)
     got = round_to_grid(values, Grid(0, 1, 6.0), "stochastic", draws)
     up = np.array([count > 0, count > 0, False, False])
-    np.testing.assert_array_equal(got, lower + up * step)
+    assert_array_equal(got, lower + up * step)
 
 
 def test_entries_of_a_codebook_stay_whatever_is_drawn():
     book = codebook([-1.0, -0.25, 0.5, 1.0])
     draws = jnp.array([[0], [2**31], [2**32 - 1]], jnp.uint32)
     index, _ = search(jnp.float32(book.tables[0]), book, (), "stochastic", draws)
-    np.testing.assert_array_equal(index, np.broadcast_to(np.arange(4), (3, 4)))
+    assert_array_equal(index, np.broadcast_to(np.arange(4), (3, 4)))
 
 
 def test_of_tables_that_fit_equally_well_the_first_is_taken():
@@ -114,7 +116,7 @@ def test_of_tables_that_fit_equally_well_the_first_is_taken():
     x = jnp.array([0.25, 0.0, -1.0, 1.0] * 2)
     packed = pack(x, datatype(book, "e8m0_t8"))
     assert int(packed.selectors[0]) == 0
-    np.testing.assert_array_equal(unpack(packed), [0.5, 0.0, -1.0, 1.0] * 2)
+    assert_array_equal(unpack(packed), [0.5, 0.0, -1.0, 1.0] * 2)
 
 
 def test_subtiles_below_the_smallest_scale_have_an_offset():
@@ -123,27 +125,29 @@ def test_subtiles_below_the_smallest_scale_have_an_offset():
     """
     made = datatype("int8", "e3m0_t16s2o1")
     x = jnp.full(16, 2.0**-10)
-    assert (cast(x, made) == x).all() and (unpack(pack(x, made)) == x).all()
+    assert (cast(x, made) == x).all()
+    assert (unpack(pack(x, made)) == x).all()
 
 
-@pytest.mark.parametrize(
-    ("roundmode", "beyond"), [("zero", 64.0), ("even", np.nan), ("nearest", np.nan)]
+@parametrize(
+    "roundmode, beyond", [("zero", 64.0), ("even", np.nan), ("nearest", np.nan)]
 )
 def test_exponents_toward_zero_overflow_from_infinity_alone(roundmode, beyond):
     x = jnp.array([64.0, 100.0 if roundmode == "zero" else 64.0, 512.0, np.inf])
     number = datatype("e4m0")
     assert number.number.max == 2.0**7
     got = cast(x, number, roundmode=roundmode, saturate=False)
-    np.testing.assert_array_equal(got, [64.0, 64.0, 2.0 * beyond, np.nan])
+    assert_array_equal(got, [64.0, 64.0, 2.0 * beyond, np.nan])
     saturated = cast(x, number, roundmode=roundmode)
-    np.testing.assert_array_equal(saturated[2:], [128.0, 128.0])
+    assert_array_equal(saturated[2:], [128.0, 128.0])
 
 
-@pytest.mark.parametrize("name", ["int8_F", "nf4", "uint8_FF"])
+@parametrize("name", ["int8_F", "nf4", "uint8_FF"])
 def test_a_tile_of_the_smallest_floats_has_a_scale(name):
     """Their quotient by the largest value is subnormal, and a scale of zero would round
     them to zero.
     """
     x = jnp.full(64, 2.0**-125)
     got = cast(x, CATALOG[name])
-    assert (got > 0).all() and (unpack(pack(x, CATALOG[name])) == got).all()
+    assert (got > 0).all()
+    assert (unpack(pack(x, CATALOG[name])) == got).all()

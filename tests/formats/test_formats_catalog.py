@@ -9,10 +9,11 @@ from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, datatype, number, scale
 from tcfp_jax.formats.scales import BlockAxis
 from tests.formats_oracles import table
+from tests.helpers import parametrize
 
 
-@pytest.mark.parametrize(
-    ("code", "tiles"),
+@parametrize(
+    "code, tiles",
     [
         ("float32", ()),
         ("e8m0_ceil", ()),
@@ -25,7 +26,8 @@ from tests.formats_oracles import table
 )
 def test_tiles_of_codes(code, tiles):
     spec = scale(code)
-    assert spec.tiles == tiles and spec.is_tensor == (not tiles)
+    assert spec.tiles == tiles
+    assert spec.is_tensor == (not tiles)
     assert spec.is_tile == any(tile.size for tile in tiles)
     assert spec.is_subtile == ("s2" in code) == bool(spec.offset)
 
@@ -33,8 +35,10 @@ def test_tiles_of_codes(code, tiles):
 def test_numbers_and_modes_of_codes():
     two = scale("e4m3fn_t16_float32")
     assert (two.number, two.outer) == (number("e4m3fn"), number("float32"))
-    assert two.zero is None and hash(two) == hash(scale("e4m3fn_t16_float32"))
-    assert scale("e8m0_t32").mode is None and scale("e8m0_t32_mse").mode == "mse"
+    assert two.zero is None
+    assert hash(two) == hash(scale("e4m3fn_t16_float32"))
+    assert scale("e8m0_t32").mode is None
+    assert scale("e8m0_t32_mse").mode == "mse"
     assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
 
 
@@ -66,9 +70,7 @@ BAD_SCALES = """
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "why"), [*table(BAD_SCALES), ("", "neither"), (3, "text")]
-)
+@parametrize("code, why", [*table(BAD_SCALES), ("", "neither"), (3, "text")])
 def test_bad_scales_raise(code, why):
     with pytest.raises(ValueError, match=why):
         scale(code)
@@ -90,7 +92,7 @@ CONTRADICTIONS = """
 """
 
 
-@pytest.mark.parametrize(("codes", "why"), table(CONTRADICTIONS))
+@parametrize("codes, why", table(CONTRADICTIONS))
 def test_contradictions_raise(codes, why):
     with pytest.raises(ValueError, match=why):
         datatype(*codes.split(","))
@@ -125,7 +127,7 @@ BITS = """
 """
 
 
-@pytest.mark.parametrize(("name", "bits"), table(BITS))
+@parametrize("name, bits", table(BITS))
 def test_bits_per_value(name, bits):
     assert getattr(formats, name).bits_per_value() == float(bits)
 
@@ -249,10 +251,11 @@ RULES = [
 NAMED = ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432")
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@parametrize("name", CATALOG)
 def test_a_name_says_what_it_is(name):
     made = CATALOG[name]
-    assert made.name == name and getattr(formats, name) is made
+    assert made.name == name
+    assert getattr(formats, name) is made
     if name in NAMED:
         return
     codes = [NUMBERS.get(name, name)]

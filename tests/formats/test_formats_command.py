@@ -11,12 +11,13 @@ import pytest
 from benchmarks import casts, records
 from benchmarks.harness import benchmark
 from tcfp_jax.formats import CATALOG, __main__
+from tests.helpers import parametrize
 
 DOCS = records.ROOT / "docs" / "formats.md"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "said"),
+@parametrize(
+    "name, status, said",
     [
         ("mx6", 0, "bits per value 6 "),
         ("e3m4", 0, " 15 15.5\n"),
@@ -37,7 +38,8 @@ def test_a_reader_may_have_enough():
         command, cwd=records.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        assert b"BrokenPipe" not in process.stderr.read() and process.wait() == 0
+        assert b"BrokenPipe" not in process.stderr.read()
+        assert process.wait() == 0
 
 
 def test_the_list_has_every_name(capsys, monkeypatch):
@@ -49,7 +51,8 @@ def test_the_list_has_every_name(capsys, monkeypatch):
 
 def test_docs_say_what_the_code_says(capsys):
     text = DOCS.read_text()
-    assert (DOCS.parent / "plots/formats.svg").exists() and "plots/formats.svg" in text
+    assert (DOCS.parent / "plots/formats.svg").exists()
+    assert "plots/formats.svg" in text
     assert __main__.main(["--table"]) == 0
     table = text.split("<!-- begin: formats -->\n")[1].split("<!-- end: formats -->")[0]
     assert table == capsys.readouterr().out

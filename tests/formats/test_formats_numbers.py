@@ -7,8 +7,9 @@ import pytest
 
 from tcfp_jax.formats import codebook, number
 from tests.formats_oracles import FLOATS, table
+from tests.helpers import parametrize
 
-every_float = pytest.mark.parametrize("name", FLOATS)
+every_float = parametrize("name", FLOATS)
 
 
 def dtype_of(name):
@@ -34,7 +35,8 @@ def test_derived_values_are_those_of_finfo(name):
     assert spec.emin == (info.minexp if is_float else -127)
     assert spec.min == (float(info.min) if is_float else 2.0**-127)
     assert number(dtype) == number(spec.name) == number(spec) == spec
-    assert spec.dtype == dtype and hash(spec) == hash(number(spec.name))
+    assert spec.dtype == dtype
+    assert hash(spec) == hash(number(spec.name))
 
 
 @every_float
@@ -66,13 +68,14 @@ SAME = """
 DTYPES = [(np.float32, "e8m23"), (ml_dtypes.bfloat16, "e8m7")]
 
 
-@pytest.mark.parametrize(("code", "same"), [*table(SAME), *DTYPES])
+@parametrize("code, same", [*table(SAME), *DTYPES])
 def test_codes_of_one_number(code, same):
-    assert number(code) == number(same) and number(code).name == same
+    assert number(code) == number(same)
+    assert number(code).name == same
 
 
-@pytest.mark.parametrize(
-    ("code", "values"),
+@parametrize(
+    "code, values",
     [
         ("e4m3fnuz", dict(bias=7)),
         ("float8_e4m3fnuz", dict(bias=8)),
@@ -130,7 +133,7 @@ BAD = """
 NO_CODES = [(code, "not a number") for code in ("", None, object())]
 
 
-@pytest.mark.parametrize(("code", "why"), [*table(BAD), *NO_CODES])
+@parametrize("code, why", [*table(BAD), *NO_CODES])
 def test_codes_that_describe_nothing_raise(code, why):
     with pytest.raises(ValueError, match=why):
         number(code)
@@ -150,7 +153,8 @@ def test_codebooks():
     assert nf4.tables[0][7] == 0
     own = codebook([[-2.0, 0.0, 1.0, 3.0], [-1.0, 0.0, 0.5, 1.0]], name="own")
     assert (own.bits, own.selector_bits, own.maxfloat, own.name) == (2, 1, 3.0, "own")
-    assert own.eps == 0.5 / 3 and own.number_line() == (-2, -1, 0, 0.5, 1, 3)
+    assert own.eps == 0.5 / 3
+    assert own.number_line() == (-2, -1, 0, 0.5, 1, 3)
     tables = np.array(own.tables, np.float32)
     double = tables.astype(np.float64)
     for arrays in (tables, jnp.asarray(tables), list(tables), double, tables.tolist()):
@@ -158,14 +162,15 @@ def test_codebooks():
     one = codebook(tables[1])
     assert one == codebook(list(tables[1])) == codebook(tables[1].tolist())
     shifted = codebook("icb44fi_e3m2fnuz").tables
-    assert len(shifted) == 32 and {len(table) for table in shifted} == {16}
+    assert len(shifted) == 32
+    assert {len(table) for table in shifted} == {16}
     assert set(np.ravel(shifted)) <= set(number("e3m2fnuz").number_line())
     # The pattern of e2m1 itself, and of int4, at some shift.
     doubled = tuple(16 / 4 * v for v in (0.5, 1, 1.5, 2, 3, 4, 6))
     assert doubled in [table[9:] for table in shifted]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "tables",
     [
         "nf3",

@@ -12,6 +12,7 @@ import pytest
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
 from tests.formats_oracles import EVERY_BFLOAT16, awkward_inputs, quick, same
+from tests.helpers import parametrize
 
 WIDE = EVERY_BFLOAT16.astype(np.float32)
 FINITE = WIDE[np.isfinite(WIDE)]
@@ -57,15 +58,15 @@ def assert_gfloat_agrees(gfloat, info, x, code, roundmode):
     assert np.array_equal(ours, expected)
 
 
-@pytest.mark.parametrize("roundmode", ROUND)
-@pytest.mark.parametrize("name", GFLOAT)
+@parametrize("roundmode", ROUND)
+@parametrize("name", GFLOAT)
 def test_gfloat_rounds_the_same(gfloat, name, roundmode):
     info = getattr(gfloat.formats, GFLOAT[name])
     assert_gfloat_agrees(gfloat, info, with_midpoints(number(name)), name, roundmode)
 
 
-@pytest.mark.parametrize("roundmode", ROUND)
-@pytest.mark.parametrize("precision", range(1, 8))
+@parametrize("roundmode", ROUND)
+@parametrize("precision", range(1, 8))
 def test_gfloat_rounds_to_p3109_the_same(gfloat, precision, roundmode):
     """They agree, except with one bit of precision: a later draft moved its bias, and
     its ties go to the even code.
@@ -84,7 +85,7 @@ def test_gfloat_rounds_to_p3109_the_same(gfloat, precision, roundmode):
     assert_gfloat_agrees(gfloat, theirs, x, ours.name, roundmode)
 
 
-@pytest.mark.parametrize("name", MX)
+@parametrize("name", MX)
 def test_gfloat_quantizes_blocks_the_same(gfloat, name):
     """They agree, except for gfloat's log2 in floats, NaN, and E8M0 below its smallest
     value.
@@ -107,7 +108,8 @@ def test_gfloat_quantizes_blocks_the_same(gfloat, name):
     x[1, 0] = np.nan
     ours = np.asarray(cast(x, made))[1]
     if made.number.has_nan:
-        assert np.isnan(quantize(x[1])).all() and np.isnan(ours).sum() == 1
+        assert np.isnan(quantize(x[1])).all()
+        assert np.isnan(ours).sum() == 1
     else:
         assert np.isnan(ours).all()
         with pytest.raises(ValueError, match="No NaN"):
@@ -117,7 +119,7 @@ def test_gfloat_quantizes_blocks_the_same(gfloat, name):
 NO_TORCH = "torch is not installed; the GPU machine has it"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name",
     [
         "bfloat16",
@@ -148,7 +150,8 @@ def test_torch_casts_the_same(name):
         between = (x > 2.0**-127) & (x < 1.5 * 2.0**-127)
         assert np.all(theirs[between] == 2.0**-126)
         assert np.all(ours[between] == 2.0**-127)
-        assert np.isnan(ours[x <= 0]).all() and np.all(theirs[x == 0] == 2.0**-127)
+        assert np.isnan(ours[x <= 0]).all()
+        assert np.all(theirs[x == 0] == 2.0**-127)
         negative = np.isfinite(x) & (x < 0)
         turned = torch.from_numpy(-x[negative]).to(torch.float8_e8m0fnu).float().numpy()
         assert same(theirs[negative], turned)
@@ -186,7 +189,7 @@ def cast_values(torch, x, *, ebits, mbits, largest):
     return out
 
 
-@pytest.mark.parametrize("name", MX)
+@parametrize("name", MX)
 def test_microxcalings_operations_give_the_same(name):
     """Its operations in eager torch agree, except for its log2 in float32 and its
     treatment of inf.
@@ -209,7 +212,8 @@ def test_microxcalings_operations_give_the_same(name):
     assert same(eager(x), cast(x, made, roundmode="nearest"))
     # Just below a power of two the scale is twice ours.
     edge = np.full((1, 32), BELOW_EIGHT)
-    assert np.all(eager(edge) == 8) and np.all(cast(edge, made) < 8)
+    assert np.all(eager(edge) == 8)
+    assert np.all(cast(edge, made) < 8)
     infinite = np.ones((1, 32), np.float32)
     infinite[0, 0] = np.inf
     assert np.isnan(eager(infinite)).all()

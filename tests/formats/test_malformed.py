@@ -20,6 +20,7 @@ from tcfp_jax import formats
 from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
+from tests.helpers import parametrize
 
 X = jnp.linspace(-1.0, 1.0, 128).reshape(4, 32)
 cyclic: list[object] = []
@@ -201,8 +202,8 @@ def read_back(arrays, recipe):
 SCALES = [0.0, -1.0, 1e-40, 3e38, np.inf, -0.0]
 
 
-@pytest.mark.parametrize("value", SCALES)
-@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@parametrize("value", SCALES)
+@parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_scales_that_no_quantizer_makes(recipe, value):
     name = "scale" if recipe == "tensorwise" else "outer"
     arrays = plain(recipe) | {name: np.full_like(plain(recipe)[name], value)}
@@ -251,7 +252,7 @@ def test_plain_dicts_of_checkpoints(recipe, data):
         refused_or_read(lambda variables=variables: unpack(variables, recipe))
 
 
-@pytest.mark.parametrize("byte", [0b0000_0111, 0b0001_0001, 0b1111_1111], ids=bin)
+@parametrize("byte", [0b0000_0111, 0b0001_0001, 0b1111_1111], ids=bin)
 def test_a_mask_that_keeps_another_count_is_refused(byte):
     packed = packed_as("sparse")
     mask = packed.mask.at[3].set(byte)
@@ -261,8 +262,8 @@ def test_a_mask_that_keeps_another_count_is_refused(byte):
         formats.unpack(dataclasses.replace(packed, mask=mask))
 
 
-@pytest.mark.parametrize("field", ["format", "tile", "rule"])
-@pytest.mark.parametrize("value", [[], {}, None, 3], ids=str)
+@parametrize("field", ["format", "tile", "rule"])
+@parametrize("value", [[], {}, None, 3], ids=str)
 def test_another_kind_of_field_is_no_fp4_scaling(field, value):
     with pytest.raises(ValueError, match=f"{field}={re.escape(repr(value))} is "):
         Fp4(**{field: value})

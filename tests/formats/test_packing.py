@@ -16,9 +16,10 @@ from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tests.formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same, same_bits
+from tests.helpers import normal, parametrize, slow_except
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@parametrize("name", FLOATS)
 def test_every_code_is_that_of_ml_dtypes(name):
     spec = number(name)
     codes = np.arange(2**spec.bits, dtype=np.uint8 if spec.bits <= 8 else np.uint16)
@@ -36,7 +37,7 @@ def test_every_code_is_that_of_ml_dtypes(name):
     assert np.isin(again[nan], codes[nan]).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32])
+@parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32])
 def test_codes_fill_bytes_without_gaps(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, 37, dtype=np.uint64)
 
@@ -87,8 +88,8 @@ def random_program(seed):
     return made, (int(rows), int(columns)), dtype
 
 
-@pytest.mark.slow_except("0")
-@pytest.mark.parametrize("start", range(4))
+@slow_except("0")
+@parametrize("start", range(4))
 def test_unpack_is_the_cast_on_random_draws(start):
     """200 draws of (datatype, shape, axis, dtype, values)."""
     for draw in range(start, 200, 4):
@@ -101,8 +102,8 @@ def test_unpack_is_the_cast_on_random_draws(start):
         assert packed.nbytes == expected_bytes(made, shape)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
+@parametrize(
+    "name, shape",
     [
         ("mxfp4e2", (8,)),
         ("mxfp4e2", ()),
@@ -125,10 +126,8 @@ EVERY_PART = (
 )
 
 
-@pytest.mark.parametrize(
-    "shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40), (64, 128)]
-)
-@pytest.mark.parametrize("name", EVERY_PART.split())
+@parametrize("shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40), (64, 128)])
+@parametrize("name", EVERY_PART.split())
 def test_bytes_of_any_shape_are_those_counted(name, shape):
     made = getattr(formats, name)
     packed = jax.eval_shape(lambda x: pack(x, made), jnp.ones(shape))
@@ -139,7 +138,7 @@ def test_bytes_of_any_shape_are_those_counted(name, shape):
     assert made.bits_per_value(shape) * size == (stored if size else 0)
 
 
-@pytest.mark.parametrize("name", EVERY_PART.split())
+@parametrize("name", EVERY_PART.split())
 def test_an_array_without_values_is_packed(name):
     made = getattr(formats, name)
     packed = pack(jnp.ones((4, 0, 64)), made)
@@ -173,7 +172,7 @@ def test_special_values_come_back():
 
 
 def test_modes_reach_packing():
-    x = jax.random.normal(jax.random.key(0), (4, 64))
+    x = normal(0, (4, 64))
     key = jax.random.key(1)
     stochastic = {"roundmode": "stochastic", "key": key}
     for made, modes in (
@@ -186,10 +185,10 @@ def test_modes_reach_packing():
         assert not same_bits(expected, quick(x, made))
 
 
-@pytest.mark.slow_except("int8_f", "e4m3fn")
-@pytest.mark.parametrize("name", ["nvfp4", "int8_f", "e4m3fn"])
+@slow_except("int8_f", "e4m3fn")
+@parametrize("name", ["nvfp4", "int8_f", "e4m3fn"])
 def test_sparse_arrays_are_the_cast_of_kept_values(name):
-    x = jax.random.normal(jax.random.key(0), (8, 64)).at[1].set(-0.0)
+    x = normal(0, (8, 64)).at[1].set(-0.0)
     # a NaN would be the whole tensor's
     x = x if name == "int8_f" else x.at[0, 0].set(jnp.nan)
     made = getattr(formats, name)
@@ -199,7 +198,7 @@ def test_sparse_arrays_are_the_cast_of_kept_values(name):
     assert packed.values.size * 8 == x.size // 2 * made.number.bits
 
 
-@pytest.mark.parametrize("name", ["nf4", "uint8_ff", "tcfp12", "e5m0"])
+@parametrize("name", ["nf4", "uint8_ff", "tcfp12", "e5m0"])
 def test_sparsity_needs_a_code_of_zero(name):
     made = CATALOG.get(name) or datatype(name)
     with pytest.raises(ValueError, match="sparsity"):
@@ -215,9 +214,10 @@ def test_a_traced_nan_without_a_code_is_stored_as_zero():
 def test_orbax_saves_and_restores_packed_arrays(tmp_path):
     import orbax.checkpoint as ocp
 
-    x = jax.random.normal(jax.random.key(0), (4, 64)).astype(jnp.bfloat16)
+    x = normal(0, (4, 64)).astype(jnp.bfloat16)
     packed, unpacked, _ = packed_and_cast(x, formats.nvfp4)
-    assert packed.shape == (4, 64) and packed.dtype == jnp.bfloat16
+    assert packed.shape == (4, 64)
+    assert packed.dtype == jnp.bfloat16
     assert all(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(packed))
     state = {"w": packed}
     empty = jax.tree.map(jnp.zeros_like, state)

@@ -5,7 +5,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax import formats
@@ -18,6 +18,7 @@ from tests.formats_oracles import (
     same,
     same_bits,
 )
+from tests.helpers import parametrize, slow_except
 
 BOOKS = {"linear": "linear4", "nf4": "nf4"}
 
@@ -58,8 +59,8 @@ def test_tcfp12_of_the_catalog_is_the_packed_format():
     assert formats.tcfp12.bits_per_value((8, 320)) == 12.5
 
 
-@pytest.mark.slow_except("32-linear")
-@pytest.mark.parametrize("block, residual", [(32, "linear"), (64, "nf4")])
+@slow_except("32-linear")
+@parametrize("block, residual", [(32, "linear"), (64, "nf4")])
 def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     made = tcfp12(block, residual)
     normal = jax.random.normal(jax.random.key(1), (123, 2 * block))
@@ -67,7 +68,8 @@ def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     for x in (every_magnitude((123, 2 * block)), ragged, normal):
         theirs = packed_of(x, block=block, residual=residual)
         packed, unpacked, cast = packed_and_cast(x, made)
-        assert same_bits(cast, theirs.dequantize()) and same_bits(unpacked, cast)
+        assert same_bits(cast, theirs.dequantize())
+        assert same_bits(unpacked, cast)
         assert packed.nbytes == x.size + -(-x.size // 2) + 2 * packed.scales.size
     # Without blocks of zeros and ragged ones, the bytes are the same, too.
     rest = packed.residual
@@ -77,8 +79,8 @@ def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.slow_except("bfloat16")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@slow_except("bfloat16")
+@parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_inputs_agree_too(dtype):
     x = jax.random.normal(jax.random.key(0), (8, 100)).astype(dtype)
     assert same_bits(quick(x, formats.tcfp12), packed_of(x).dequantize(dtype))
@@ -87,11 +89,12 @@ def test_narrow_inputs_agree_too(dtype):
 def test_residuals_keep_finite_values_finite_and_small_ones():
     largest = jnp.full((1, 32), np.finfo(np.float32).max)
     got = np.asarray(quick(largest, formats.tcfp12))
-    assert np.all(np.isfinite(got)) and np.all(got >= 1.99 * 2.0**127)
+    assert np.all(np.isfinite(got))
+    assert np.all(got >= 1.99 * 2.0**127)
     # In units of the tile's scale, the remainder of the smallest normal numbers is not
     # subnormal.
     small = np.ldexp(1 + np.arange(32) / 32, -126).astype(np.float32)[None]
-    error = np.asarray(quick(small, formats.tcfp12), np.float64) - small
+    error = np.float64(quick(small, formats.tcfp12)) - small
     assert np.abs(error).max() <= 2.0 ** (-126 - 8)
     subnormal = np.zeros((1, 32), np.uint32)
     subnormal[0, :3] = 3 << 12, 1 << 15, 1
@@ -135,8 +138,8 @@ def rounded_at(blocks, line, exponent):
     return np.ldexp(line[np.abs(scaled[..., None] - line).argmin(-1)], exponent)
 
 
-@pytest.mark.slow_except("mxfp4e2")
-@pytest.mark.parametrize("name", ["mxfp4e2", "mxint4", "mxfp8e4"])
+@slow_except("mxfp4e2")
+@parametrize("name", ["mxfp4e2", "mxint4", "mxfp8e4"])
 def test_mse_takes_the_better_of_two_scales(name):
     made = getattr(formats, name)
     spec = made.number
@@ -153,10 +156,10 @@ def test_mse_takes_the_better_of_two_scales(name):
 
     wide = rounded_at(x, line, covering)
     narrow = error(rounded_at(x, line, covering - 1))
-    ceil = np.asarray(quick(x, made, scalemode="ceil"), np.float64)
+    ceil = np.float64(quick(x, made, scalemode="ceil"))
     assert np.array_equal(ceil, wide)
-    got = error(np.asarray(quick(x, made, scalemode="mse"), np.float64))
-    np.testing.assert_allclose(got, np.minimum(error(wide), narrow), rtol=0.02)
+    got = error(np.float64(quick(x, made, scalemode="mse")))
+    assert_allclose(got, np.minimum(error(wide), narrow), rtol=0.02)
     assert got.sum() <= 1.001 * error(ceil).sum()
     # To a float, half the scale gives nothing but range at the other end
     if name != "mxfp8e4":
@@ -171,7 +174,7 @@ def noises(x, made):
     ]
 
 
-@pytest.mark.parametrize(("largest", "name"), [(2.02, "int8_e"), (2.0001, "int16_e")])
+@parametrize("largest, name", [(2.02, "int8_e"), (2.0001, "int16_e")])
 def test_mse_counts_small_errors_of_large_tiles(largest, name):
     """A sum of squares in 31 bits leaves steps that are larger than every error, so
     that no scale is better.
@@ -181,7 +184,7 @@ def test_mse_counts_small_errors_of_large_tiles(largest, name):
     assert mse < 0.5 * ceil
 
 
-@pytest.mark.parametrize("count", [3, 300, 2**23])
+@parametrize("count", [3, 300, 2**23])
 def test_sums_of_squares_are_exact(count):
     x = np.random.default_rng(0).integers(-46340, 46341, count, np.int32)
     high, low = jax.jit(lambda x: float_bits.sum_squares(x, (0,), 46340))(x)
@@ -208,10 +211,11 @@ def test_mse_searches_no_tile_of_zeros_and_no_stochastic_one():
         assert same(mse, ceil) == equal
 
 
-@pytest.mark.parametrize("name", ["mx6", "icb44fi3_e32s8"])
+@parametrize("name", ["mx6", "icb44fi3_e32s8"])
 def test_mse_with_subtiles_and_tables(name):
     x = jax.random.normal(jax.random.key(0), (64, 64))
     made = getattr(formats, name)
     _, unpacked, cast = packed_and_cast(x, made, scalemode="mse")
     mse, ceil = noises(x, made)
-    assert same_bits(unpacked, cast) and mse <= 1.001 * ceil
+    assert same_bits(unpacked, cast)
+    assert mse <= 1.001 * ceil

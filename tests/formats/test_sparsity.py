@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from tcfp_jax.formats import rotate, sparse
 from tests.formats_oracles import QUICK
+from tests.helpers import normal, parametrize
 
 thinned = jax.jit(sparse, static_argnums=(1, 2, 3), compiler_options=QUICK)
 rotated = jax.jit(
@@ -14,7 +16,7 @@ rotated = jax.jit(
 )
 
 
-@pytest.mark.parametrize("dim", [0, -1, -2])
+@parametrize("dim", [0, -1, -2])
 def test_the_largest_stay_with_their_signs(dim):
     x = np.random.default_rng(0).standard_normal((8, 12, 16)).astype(np.float32)
     got = np.moveaxis(np.asarray(thinned(x, 4, 2, dim)), dim, -1).reshape(-1, 4)
@@ -36,7 +38,7 @@ def test_ties_go_to_the_lower_index_and_gradients_to_kept_ones():
     assert np.array_equal(jax.vmap(lambda row: sparse(row, 4, 2))(rows), whole)
 
 
-@pytest.mark.parametrize("arguments", [(4, 4), (4, 0), (5, 2), (4, 2, 3)], ids=str)
+@parametrize("arguments", [(4, 4), (4, 0), (5, 2), (4, 2, 3)], ids=str)
 def test_bad_sparsity_raises(arguments):
     with pytest.raises(ValueError):
         sparse(jnp.zeros((4, 8)), *arguments)
@@ -51,27 +53,27 @@ def hadamard(size):
     return signs / np.sqrt(size)
 
 
-@pytest.mark.parametrize("size", [2, 16])
+@parametrize("size", [2, 16])
 def test_rotation_is_a_hadamard_matrix(size):
     x = np.random.default_rng(0).standard_normal((3, 4 * size)).astype(np.float32)
     signs = np.asarray(jax.random.rademacher(jax.random.key(0), (size,)))
     expected = ((x.reshape(3, 4, size) * signs) @ hadamard(size)).reshape(x.shape)
     got = rotated(x, size, signs=signs)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert_allclose(got, expected, atol=1e-5)
     back = rotated(got, size, signs=signs, direction="inverse")
-    np.testing.assert_allclose(back, x, atol=1e-5)
+    assert_allclose(back, x, atol=1e-5)
     assert np.array_equal(rotated(x.T, size, signs=signs, dim=0).T, got)
     assert size > 2 or np.array_equal(rotate(x, size, signs=signs), got)
 
 
 def test_products_of_rotated_operands_stay():
-    x, w = jax.random.normal(jax.random.key(0), (2, 8, 64))
-    np.testing.assert_allclose(rotated(x, 16) @ rotated(w, 16).T, x @ w.T, atol=1e-4)
+    x, w = normal(0, (2, 8, 64))
+    assert_allclose(rotated(x, 16) @ rotated(w, 16).T, x @ w.T, atol=1e-4)
     outlier = jnp.zeros(16).at[3].set(16.0)
     assert float(jnp.abs(rotated(outlier)).max()) == 4.0
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "change",
     [
         {"size": 12},

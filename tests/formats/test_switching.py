@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tcfp_jax import formats
+from tests.helpers import parametrize
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
@@ -36,7 +37,7 @@ def test_the_table_and_its_tests_have_the_same_rows():
     assert set(re.findall(r"`(cast\(.*?\))` \|$", PAGE, re.MULTILINE)) == set(ROWS)
 
 
-@pytest.mark.parametrize("call", ROWS)
+@parametrize("call", ROWS)
 def test_rows_of_the_table(call):
     gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
     from gfloat import formats as infos
@@ -69,8 +70,8 @@ def test_names_and_axes():
     assert np.array_equal(first, jnp.moveaxis(moved, -1, 0))
 
 
-@pytest.mark.parametrize(
-    ("datatype", "options", "match"),
+@parametrize(
+    "datatype, options, match",
     [
         ("mxfp4e3", {}, r"no datatype 'mxfp4e3'; did you mean one of .*'mxfp4e2'"),
         ("mxfp4e2", dict(axis=2), "axis=2 is not an axis"),

@@ -2,23 +2,23 @@
 the other's oracle.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import tcfp_jax
 from tcfp_jax import formats
 from tests.formats_oracles import same
+from tests.helpers import parametrize, slow_except
 
 DTYPES = {"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2"}
 TINY = np.finfo(np.float32).tiny
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_dtype = parametrize("dtype", DTYPES)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "tile", "scale"))
+@partial(jax.jit, static_argnames=("dtype", "block", "tile", "scale"))
 def quantized(x, dtype, block=None, tile="vector", scale="pow2"):
     return tcfp_jax.quantize(x, dtype, block=block, tile=tile, scale=scale).dequantize()
 
@@ -62,9 +62,9 @@ def matrices(shape, block):
     yield "the largest values", huge * signs
 
 
-@pytest.mark.slow_except("float8_e4m3fn-32-square", "float8_e5m2-32-square")
-@pytest.mark.parametrize("tile", ["vector", "square"])
-@pytest.mark.parametrize("block", [32, 64, 128])
+@slow_except("float8_e4m3fn-32-square", "float8_e5m2-32-square")
+@parametrize("tile", ["vector", "square"])
+@parametrize("block", [32, 64, 128])
 @every_dtype
 def test_blocks_are_the_cast_bit_for_bit(dtype, block, tile):
     # whole tiles, and ragged ones on both axes
@@ -82,14 +82,14 @@ def test_one_scale_for_a_tensor_is_the_cast_bit_for_bit(dtype):
             assert same(quantized(array, dtype), expected), (what, array.shape)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_inputs_are_the_cast_too(dtype):
     x = jax.random.normal(jax.random.key(0), (64, 100)).astype(dtype)
     expected = formats.cast(x.astype(jnp.float32), datatype_of("float8_e4m3fn", 32))
     assert same(quantized(x, "float8_e4m3fn", 32), expected)
 
 
-@pytest.mark.slow_except("float8_e4m3fn")
+@slow_except("float8_e4m3fn")
 @every_dtype
 def test_float_scales_agree_but_for_rounded_reciprocals(dtype):
     """Training multiplies by a float32 `largest / amax` and keeps its reciprocal; casts
@@ -102,8 +102,8 @@ def test_float_scales_agree_but_for_rounded_reciprocals(dtype):
         stored = tcfp_jax.quantize(jnp.asarray(x), dtype, scale="float32")
         scale = np.asarray(formats.pack(x, made).scales).view(np.float32)[0]
         assert abs(float(stored.scale) / scale - 1) <= 1.01 * 2.0**-22, what
-        got = np.asarray(stored.dequantize(), np.float64) / float(stored.scale)
-        cast = np.asarray(formats.cast(x, made), np.float64) / scale
+        got = np.float64(stored.dequantize()) / float(stored.scale)
+        cast = np.float64(formats.cast(x, made)) / scale
         differ = np.abs(got - cast) > 1e-6 * np.abs(cast)
         # Another neighbour is chosen only where the quotient lies halfway between the
         # two, to float32's precision.
@@ -116,9 +116,9 @@ def packed(x):
     return tcfp_jax.quantize_tcfp12(x).dequantize()
 
 
-@pytest.mark.slow_except("quantize")
-@pytest.mark.parametrize(
-    ("training", "made"),
+@slow_except("quantize")
+@parametrize(
+    "training, made",
     [
         (lambda x: quantized(x, "float8_e4m3fn", 32), datatype_of("float8_e4m3fn", 32)),
         (packed, formats.tcfp12),
@@ -132,7 +132,8 @@ def test_where_the_two_differ_by_design(training, made):
     x = jnp.ones((1, 64))
     for bad, alone in ((jnp.nan, jnp.nan), (jnp.inf, 1.75), (-jnp.inf, -1.75)):
         loud = training(x.at[0, 3].set(bad))
-        assert jnp.isnan(loud[0, :32]).all() and same(loud[0, 32:], x[0, 32:])
+        assert jnp.isnan(loud[0, :32]).all()
+        assert same(loud[0, 32:], x[0, 32:])
         assert same(formats.cast(x.at[0, 3].set(bad), made), x.at[0, 3].set(alone))
     subnormal = jnp.full((1, 32), TINY / 4)
     assert same(formats.cast(subnormal, made), subnormal)

@@ -1,6 +1,6 @@
 """The fused AdamW step on a GPU has the bits of its definition on the CPU."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ import tcfp_jax
 from pallas_kernels import counter, moments
 from pallas_kernels.adamw.api import adamw
 from tests.adamw import KEY, OPTIONS, SCALE, data, encode, rates
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits
 
 pytestmark = pytest.mark.gpu
 SHAPE = (1024, 2048)
-by_engine = pytest.mark.parametrize("engine", ["triton", "mosaic"])
+by_engine = parametrize("engine", ["triton", "mosaic"])
 
 
 def on_cpu(function, *arguments):
@@ -55,9 +55,9 @@ def bytes_of(x):
     return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", ["usual", "hard"])
+@parametrize("dtype", ["float32", "bfloat16"])
+@parametrize("options", OPTIONS, ids=str)
+@parametrize("kind", ["usual", "hard"])
 @by_engine
 def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     g, hi, lo, state = data(SHAPE, 5) if kind == "usual" else hard_data()
@@ -65,21 +65,21 @@ def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     hard = dict(eps=0.0, new_scale=2 * SCALE)
     more = hard if kind == "hard" else dict(gradient_scale=0.7)
     given = (g, hi, lo, state, rates(nesterov="momentum" in options, **more), KEY)
-    by_definition = functools.partial(adamw, **options, backend="xla")
+    by_definition = partial(adamw, **options, backend="xla")
     expected = on_cpu(by_definition, *given)
     # the state is on the CPU
     given = jax.tree.map(jnp.asarray, jax.device_get(given))
-    by_kernel = jax.jit(functools.partial(adamw, **options, backend=engine))
+    by_kernel = jax.jit(partial(adamw, **options, backend=engine))
     got = jax.device_get(by_kernel(*given))
     # which, and how far, where one is not
     shares = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         shares.append(float(np.mean(bytes_of(a) == bytes_of(b))))
     assert shares == [1.0] * len(shares)
-    assert np.mean(np.asarray(got.lo, np.float32) != 0) > 0.5
+    assert np.mean(np.float32(got.lo) != 0) > 0.5
 
 
-@pytest.mark.parametrize("orientation", ["rows", "both"])
+@parametrize("orientation", ["rows", "both"])
 def test_the_choice_is_the_kernel_and_it_works_in_place(orientation):
     old = jax.tree.map(jnp.array, data(SHAPE, 5)[1:])
     g = data(SHAPE, 5)[0]
@@ -89,7 +89,8 @@ def test_the_choice_is_the_kernel_and_it_works_in_place(orientation):
         return (new.hi, new.lo, new.moments), new.columns
 
     compiled = jax.jit(train, donate_argnums=0).lower(old, g, rates(), KEY).compile()
-    assert "triton" in compiled.as_text() and " copy(" not in compiled.as_text()
+    assert "triton" in compiled.as_text()
+    assert " copy(" not in compiled.as_text()
     before = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(old)}
     new, columns = compiled(old, g, rates(), KEY)
     assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)} == before
@@ -100,17 +101,17 @@ def test_the_choice_is_the_kernel_and_it_works_in_place(orientation):
 def test_a_step_that_is_not_taken_and_one_that_is_not_finite(engine):
     g, hi, lo, state = data(SHAPE, 5)
     bad = g.at[5, 7].set(jnp.nan).at[6, 200].set(jnp.inf)
-    call = jax.jit(functools.partial(adamw, orientation="both", backend=engine))
+    call = jax.jit(partial(adamw, orientation="both", backend=engine))
     kept = call(bad, hi, lo, state, rates(keep=False), KEY)
     assert same_bits(
         jax.device_get((kept.hi, kept.lo, kept.moments, kept.columns)),
         jax.device_get((hi, lo, state, hi.T)),
     )
     new = call(bad, hi, lo, state, rates(), KEY)
-    by_definition = functools.partial(adamw, orientation="both", backend="xla")
+    by_definition = partial(adamw, orientation="both", backend="xla")
     expected = on_cpu(by_definition, bad, hi, lo, state, rates(), KEY)
     assert same_bits(jax.device_get(new), jax.device_get(expected))
-    isnan = np.isnan(np.asarray(new.hi, np.float32))
+    isnan = np.isnan(np.float32(new.hi))
     assert np.argwhere(isnan).tolist() == [[5, 7], [6, 200]]
 
 
@@ -119,11 +120,9 @@ def test_a_stack_is_its_matrices(engine):
     parts = [data((64, 256), seed) for seed in range(3)]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     keys = jnp.stack([jnp.stack(counter.keys(9, i)) for i in range(3)])
-    call = jax.vmap(
-        functools.partial(adamw, backend=engine), in_axes=(0, 0, 0, 0, None, 0)
-    )
+    call = jax.vmap(partial(adamw, backend=engine), in_axes=(0, 0, 0, 0, None, 0))
     got = jax.device_get(jax.jit(call)(*stack, rates(), keys))
-    by_definition = functools.partial(adamw, backend="xla")
+    by_definition = partial(adamw, backend="xla")
     for i, part in enumerate(parts):
         expected = on_cpu(by_definition, *part, rates(), keys[i])
         assert same_bits(
@@ -131,7 +130,7 @@ def test_a_stack_is_its_matrices(engine):
         )
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (8, 200)], ids=str)
+@parametrize("shape", [(64, 256), (8, 200)], ids=str)
 def test_the_codec_has_the_same_bits_in_xla(shape):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-60, 60, shape)).astype(
@@ -168,4 +167,4 @@ def test_errors_beside_stored_weights_have_the_bits_of_a_cpu():
 
     got = jax.device_get(jax.jit(run)(w, change))
     assert same_bits(got, jax.device_get(on_cpu(run, w, change)))
-    assert np.mean(np.asarray(got["kernel"].state.error, np.float32) != 0) > 0.9
+    assert np.mean(np.float32(got["kernel"].state.error) != 0) > 0.9

@@ -3,7 +3,7 @@ written by hand.
 """
 
 import dataclasses
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from tcfp_jax.conversion import (
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import Optimizer, TCFPLinear
-from tests.helpers import nnx_model, same_bits, variables_of
+from tests.helpers import nnx_model, parametrize, same_bits, variables_of
 
 # Flax's LayerNorm in bfloat16 multiplies by its float32 scale, which strict dtype
 # promotion refuses.
@@ -47,8 +47,8 @@ APART = {
     name: dataclasses.replace(recipe, quantize_backend="xla")
     for name, recipe in KERNELS.items()
 }
-convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
-named = pytest.mark.parametrize("name", KERNELS)
+convert = partial(convert_to_tcfp, include=("linear", "small"))
+named = parametrize("name", KERNELS)
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        dense = functools.partial(self.dense, dtype=jnp.bfloat16)
+        dense = partial(self.dense, dtype=jnp.bfloat16)
         h = nn.LayerNorm(dtype=jnp.bfloat16, name="norm")(x)
         q, k, v = (
             dense(WIDTH, name=name)(h).reshape(*x.shape[:-1], HEADS, -1)
@@ -116,13 +116,15 @@ def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
         (TCFPDense,),
         {"recipe": recipe, "__annotations__": {"recipe": tcfp_jax.Recipe}},
     )
-    converted, by_hand = convert(GPT(), recipe, TOKENS), GPT(dense)
+    converted = convert(GPT(), recipe, TOKENS)
+    by_hand = GPT(dense)
     assert len(survey(converted).converted) == 6
     results = [
         step(model, params, find_weights(model, TOKENS))
         for model in (converted, by_hand)
     ]
-    assert same_bits(*results) and all(
+    assert same_bits(*results)
+    assert all(
         np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(results[0])
     )
     assert not same_bits(results[0][1], step(GPT(), params, {})[1])
@@ -138,9 +140,13 @@ def test_activations_and_norms_in_kernels_change_what_rounding_does(name):
         )
     ]
     moved = [jax.tree.map(jnp.subtract, after, params) for _, after, _ in results]
-    part = lambda got, expected: float(
-        jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
-    )
+
+    def part(got, expected):
+        return float(
+            jnp.linalg.norm((got - expected).ravel())
+            / jnp.linalg.norm(expected.ravel())
+        )
+
     lost = jax.tree.map(part, *moved)
     # A key's bias moves every score of a query alike, which softmax takes away: its
     # gradient is rounding and no more.
@@ -152,8 +158,12 @@ def test_activations_and_norms_in_kernels_change_what_rounding_does(name):
 
 def test_the_base_model_and_layers_that_are_off_run_flax():
     variables = variables_of(GPT(), TOKENS)
-    run = lambda model: jax.jit(lambda v: model.apply(v, TOKENS))(variables)
-    exact, converted = run(GPT()), convert(GPT(), "tcfp12_fast", TOKENS)
+
+    def run(model):
+        return jax.jit(lambda v: model.apply(v, TOKENS))(variables)
+
+    exact = run(GPT())
+    converted = convert(GPT(), "tcfp12_fast", TOKENS)
     assert not same_bits(run(converted), exact)
     assert all(
         same_bits(run(model), exact)
@@ -163,8 +173,9 @@ def test_the_base_model_and_layers_that_are_off_run_flax():
 
 class MLP(flax_nnx.Module):
     def __init__(self, rngs, linear=flax_nnx.Linear):
-        linear = functools.partial(linear, dtype=jnp.bfloat16, rngs=rngs)
-        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
+        linear = partial(linear, dtype=jnp.bfloat16, rngs=rngs)
+        self.up = linear(WIDTH, 4 * WIDTH)
+        self.down = linear(4 * WIDTH, WIDTH)
 
     def __call__(self, x):
         return self.down(flax_nnx.relu(self.up(x)))
@@ -176,7 +187,9 @@ forward = flax_nnx.jit(lambda model, x: model(x))
 
 @flax_nnx.jit
 def train(model, optimizer, x):
-    loss = lambda model: jnp.mean(jnp.square(model(x).astype(jnp.float32)))
+    def loss(model):
+        return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
+
     value, gradients = flax_nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
     return value
@@ -184,7 +197,7 @@ def train(model, optimizer, x):
 
 @named
 def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name):
-    linear = functools.partial(TCFPLinear, recipe=APART[name])
+    linear = partial(TCFPLinear, recipe=APART[name])
     models = [
         convert(nnx_model(MLP), APART[name]),
         nnx_model(lambda rngs: MLP(rngs, linear)),
@@ -197,7 +210,8 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
         optimizer = Optimizer(model, tx)
         losses = [train(model, optimizer, X) for _ in range(2)]
         results.append((losses, flax_nnx.as_pure(flax_nnx.state(optimizer))))
-    assert same_bits(*results) and float(results[0][0][1]) < float(results[0][0][0])
+    assert same_bits(*results)
+    assert float(results[0][0][1]) < float(results[0][0][0])
 
 
 @named

@@ -1,11 +1,12 @@
 """Grouped products on a GPU: the cases of the interpreter, and layers of experts."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import tcfp_jax
 from pallas_kernels.grouped_matmul import mosaic
@@ -24,6 +25,7 @@ from tests.grouped import (
     within_groups,
     wrong_sizes,
 )
+from tests.helpers import normal, parametrize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,9 +41,9 @@ N = 384
 E = 6
 
 
-@pytest.mark.parametrize("backend", ["mosaic", "xla"])
-@pytest.mark.parametrize("accumulation", ["fast", "full"])
-@pytest.mark.parametrize("form", FORMS)
+@parametrize("backend", ["mosaic", "xla"])
+@parametrize("accumulation", ["fast", "full"])
+@parametrize("form", FORMS)
 def test_exact_sums_are_exact(form, accumulation, backend):
     options = dict(out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
     products = [
@@ -51,21 +53,21 @@ def test_exact_sums_are_exact(form, accumulation, backend):
     if FORMS[form].halves == 2:
         products.pop()  # a gradient has no residual
     for op, oracle, operands in products:
-        multiply = jax.jit(functools.partial(op, **options))
+        multiply = jax.jit(partial(op, **options))
         for name, sizes in edges(M).items():
             got = multiply(*operands, jnp.array(sizes))
-            np.testing.assert_array_equal(got, oracle(*operands, sizes), name)
+            assert_array_equal(got, oracle(*operands, sizes), name)
         for sizes in wrong_sizes(M):
             assert jnp.isnan(multiply(*operands, jnp.array(sizes))).all()
 
 
-@pytest.mark.parametrize("accumulation", ["fast", "full"])
-@pytest.mark.parametrize("form", ["single", "dual"])
+@parametrize("accumulation", ["fast", "full"])
+@parametrize("form", ["single", "dual"])
 def test_every_config_stays_within_the_bound(form, accumulation):
     m, k, n, e = 8192, 1024, 768, 16
     sizes = np.asarray(sizes_of(m, e, 0.5))
-    x = quantize(jax.random.normal(jax.random.key(0), (m, k)), E4M3).rows
-    drawn = jax.random.normal(jax.random.key(1), (e, n, k))
+    x = quantize(normal(0, (m, k)), E4M3).rows
+    drawn = normal(1, (e, n, k))
     w = jax.vmap(lambda w: dual_quantize(w).rows)(drawn)
     w = w if form == "dual" else w.drop_residual()
     exact = by_groups(x, w, sizes)
@@ -76,18 +78,16 @@ def test_every_config_stays_within_the_bound(form, accumulation):
     tiles = {(config.tile_m, config.tile_n, config.tile_k) for config in configs}
     assert len(tiles) >= 4
     for config in configs:
-        multiply = functools.partial(mosaic.KERNEL.run, options, config=config)
+        multiply = partial(mosaic.KERNEL.run, options, config=config)
         got = jax.jit(multiply)(x, w, jnp.asarray(sizes))
-        assert np.all(np.abs(np.asarray(got, np.float64) - exact) <= bound), config
+        assert np.all(np.abs(np.float64(got) - exact) <= bound), config
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16", "tensorwise", "tcfp12_single", "rowwise", "blockwise"]
-)
+@parametrize("name", ["bf16", "tensorwise", "tcfp12_single", "rowwise", "blockwise"])
 def test_a_layer_of_experts_learns_as_with_xla(name):
-    x = jax.random.normal(jax.random.key(0), (M, K))
-    w = jax.random.normal(jax.random.key(1), (E, K, N))
-    cotangent = jax.random.normal(jax.random.key(2), (M, N))
+    x = normal(0, (M, K))
+    w = normal(1, (E, K, N))
+    cotangent = normal(2, (M, N))
     sizes = jnp.array(edges(M)["skewed"])
 
     def step(x, w, backend):
@@ -99,19 +99,17 @@ def test_a_layer_of_experts_learns_as_with_xla(name):
         y, vjp = jax.vjp(layer, x, w)
         return y, *vjp(cotangent)
 
-    kernel = jax.jit(functools.partial(step, backend="mosaic"))(x, w)
-    xla = jax.jit(functools.partial(step, backend="xla"))(x, w)
+    kernel = jax.jit(partial(step, backend="mosaic"))(x, w)
+    xla = jax.jit(partial(step, backend="xla"))(x, w)
     for got, expected in zip(kernel, xla, strict=True):
         error = float(jnp.linalg.norm(got - expected))
         assert error <= 2e-3 * float(jnp.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "blockwise"])
+@parametrize("recipe", ["bf16", "tensorwise", "blockwise"])
 def test_the_kernel_is_the_first_choice_on_hopper(recipe):
     x = jnp.ones((M, K), BF16)
     w = jnp.ones((E, K, N), BF16)
     sizes = jnp.array(edges(M)["skewed"])
-    multiply = functools.partial(
-        tcfp_jax.products.grouped.grouped_matmul, recipe=recipe
-    )
+    multiply = partial(tcfp_jax.products.grouped.grouped_matmul, recipe=recipe)
     assert "mosaic_gpu" in jax.jit(multiply).lower(x, w, sizes).as_text()

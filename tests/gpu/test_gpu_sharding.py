@@ -1,6 +1,6 @@
 """Training steps on two GPUs, batch and weights split over both, against one GPU."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.sharding import state_shardings
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, normal, parametrize
 
 pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 512, 1024
@@ -23,15 +23,13 @@ LAYERS = ("layers_0", "layers_2")
 
 def train(recipe, weights, devices):
     """Bytes of the first state, gradients of the first of two steps, the last state."""
-    dense = functools.partial(
-        TCFPDense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16
-    )
+    dense = partial(TCFPDense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
     model = nn.Sequential([dense(2 * WIDTH), nn.relu, dense(WIDTH)])
     if weights == "stored":
         tx = tcfp_jax.optim.adamw(1e-3, moments="8bit", key=jax.random.key(0))
     else:
         tx = optax.chain(optax.adamw(1e-3), tcfp_jax.error_feedback(recipe))
-    x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH)).astype(jnp.bfloat16)
+    x = normal(1, (TOKENS, WIDTH)).astype(jnp.bfloat16)
 
     @tcfp_jax.value_and_grad
     def gradients(params, opt_state, x):
@@ -77,8 +75,8 @@ def bytes_of(leaf):
     return np.asarray(leaf).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
+@parametrize(
+    "name, weights",
     [
         ("tensorwise", "float"),
         ("tcfp12_fast", "float"),

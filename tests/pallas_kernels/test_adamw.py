@@ -3,7 +3,7 @@
 The definition is compared with optax, and the kernel with the definition.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.moments import E4M3
 from tests.adamw import KEY, OPTIONS, SCALE, SHAPE, data, rates, weight
 from tests.collectives import GATHERS
-from tests.helpers import mesh_of, same_bits
+from tests.helpers import mesh_of, parametrize, same_bits, slow_except
 
 step = jax.jit(
     adamw, static_argnames=("momentum", "orientation", "remainder", "backend")
 )
-by_backend = pytest.mark.parametrize("backend", ["xla", "triton"])
+by_backend = parametrize("backend", ["xla", "triton"])
 
 
 def near(got, expected, bound):
@@ -37,7 +37,7 @@ def near(got, expected, bound):
 # --------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@partial(jax.jit, static_argnums=5)
 def exact_weight(g, hi, lo, state, given, options):
     """W' before it is rounded, by the definition's arithmetic on whole blocks.
 
@@ -56,7 +56,7 @@ def exact_weight(g, hi, lo, state, given, options):
     return moments.from_blocks(w, g.shape[1]) * given.new_scale
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "momentum, t, eps_root",
     [("classic", 1, 0.0), ("classic", 7, 1e-6), ("nesterov", 7, 0.0)],
 )
@@ -72,7 +72,7 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     tx = optax.adamw(
         0.01, 0.9, 0.95, 1e-8, eps_root, weight_decay=0.1, nesterov=nesterov
     )
-    params = jnp.asarray(weight(hi, lo) * SCALE, jnp.float32)
+    params = jnp.float32(weight(hi, lo) * SCALE)
     start, *rest = tx.init(params)
     m = moments.decode_m(*state[:2])
     v = moments.decode_v(*state[2:])
@@ -95,7 +95,7 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     v = moments.decode_v(*new.moments[2:])
     assert near(m, after.mu, np.abs(after.mu) / 8 + of_block(after.mu) * 2.0**-17)
     assert near(v, after.nu, after.nu / 8 + of_block(after.nu) * 2.0**-30)
-    w = np.asarray(got, np.float64) / SCALE
+    w = np.float64(got) / SCALE
     fits = np.abs(w) <= 448
     stored = weight(new.hi, new.lo)
     assert near(stored[fits], w[fits], (np.abs(w) * 2.0**-7 + 2.0**-9)[fits])
@@ -108,7 +108,7 @@ def of_block(x):
     return np.repeat(np.max(blocks, 1), 128).reshape(SHAPE)
 
 
-@pytest.mark.parametrize("b", [0.9, 0.95, 0.99, 0.999, 0.9999])
+@parametrize("b", [0.9, 0.95, 0.99, 0.999, 0.9999])
 def test_twenty_bits_of_b_change_averages_little(b):
     kept = float(reference.Coefficients.of(rates(b1=b)).b1)
     assert abs(kept - b) <= 2.0**-20
@@ -131,7 +131,7 @@ def test_a_change_of_scale_by_binades_changes_no_weight():
         assert near(stored[fits], expected[fits], bound[fits])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["classic", "nesterov", "nearest"])
+@parametrize("options", OPTIONS, ids=["classic", "nesterov", "nearest"])
 def test_a_learning_rate_of_zero_changes_no_value(options):
     g, hi, lo, state = data()
     new = step(g, hi, lo, state, rates(lr=0.0), KEY, **options)
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_taken_leaves_every_bit(backend):
 
 
 @by_backend
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38], ids=str)
+@parametrize("bad", [np.nan, np.inf, -np.inf, 3e38], ids=str)
 def test_nan_inf_and_overflow_stay_nan(bad, backend):
     """A gradient whose square overflows, too; 3e38 alone is finite."""
     g, hi, lo, state = data()
@@ -160,10 +160,11 @@ def test_nan_inf_and_overflow_stay_nan(bad, backend):
     v = moments.decode_v(*new.moments[2:])
     for moment in (m, v):
         isnan = np.isnan(np.asarray(moment))
-        assert np.all(isnan[5, :128]) and np.sum(isnan) == 128
+        assert np.all(isnan[5, :128])
+        assert np.sum(isnan) == 128
     assert np.isfinite(new.amax)
     after = step(g, *new[:2], new.moments, rates(), KEY, backend=backend)
-    assert np.all(np.isnan(np.asarray(after.hi, np.float32)[5, :128]))
+    assert np.all(np.isnan(np.float32(after.hi)[5, :128]))
 
 
 def test_lo_keeps_the_mean_of_the_weight():
@@ -181,12 +182,13 @@ def test_lo_keeps_the_mean_of_the_weight():
         return new.hi.astype(jnp.float32) + new.lo.astype(jnp.float32) - exact
 
     keys = jnp.arange(draws, dtype=jnp.uint32)
-    errors = np.asarray(jax.jit(lambda: jax.lax.map(values, keys))(), np.float64)
+    errors = np.float64(jax.jit(lambda: jax.lax.map(values, keys))())
     deviation = errors.std(0)
     moving = deviation > 0
     z = errors.mean(0)[moving] / deviation[moving] * np.sqrt(draws)
     assert np.mean(moving) > 0.9
-    assert abs(np.mean(z)) * np.sqrt(z.size) < 4 and abs(np.std(z) - 1) < 0.2
+    assert abs(np.mean(z)) * np.sqrt(z.size) < 4
+    assert abs(np.std(z) - 1) < 0.2
 
 
 @by_backend
@@ -207,7 +209,8 @@ def test_lo_and_both_moments_are_rounded_by_bits_of_their_own(backend):
     ]
     signs = [np.where(np.asarray(x) > np.mean(x), 1.0, -1.0).ravel() for x in stored]
     for x, sign in zip(stored, signs, strict=True):
-        assert len(np.unique(x)) == 2 and abs(np.mean(sign)) < 0.8
+        assert len(np.unique(x)) == 2
+        assert abs(np.mean(sign)) < 0.8
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert abs(np.corrcoef(signs[a], signs[b])[0, 1]) < 5 / np.sqrt(ones.size)
 
@@ -217,11 +220,9 @@ def test_lo_and_both_moments_are_rounded_by_bits_of_their_own(backend):
 
 
 @pytest.mark.optimized("slow")
-@pytest.mark.slow_except(
-    f"{OPTIONS[1]}-(64, 128)-bfloat16", f"{OPTIONS[2]}-(32, 256)-float32"
-)
-@pytest.mark.parametrize(
-    ("options", "shape", "dtype"),
+@slow_except(f"{OPTIONS[1]}-(64, 128)-bfloat16", f"{OPTIONS[2]}-(32, 256)-float32")
+@parametrize(
+    "options, shape, dtype",
     [
         (OPTIONS[0], (48, 384), "bfloat16"),
         (OPTIONS[1], (48, 384), "float32"),
@@ -238,7 +239,7 @@ def test_the_kernel_is_the_definition(options, shape, dtype):
         gradient_scale=0.7,
         eps_root=1e-9,
     )
-    run = functools.partial(step, g.astype(dtype), hi, lo, state, given, KEY, **options)
+    run = partial(step, g.astype(dtype), hi, lo, state, given, KEY, **options)
     got = run(backend="triton")
     assert same_bits(got, run(backend="xla"))
     assert (got.columns is None) == ("orientation" not in options)
@@ -272,7 +273,7 @@ def test_a_last_block_may_be_short():
         adamw(g, hi, lo, state, rates(), KEY, backend="triton")
 
 
-@pytest.mark.slow_except("xla")
+@slow_except("xla")
 @pytest.mark.optimized("slow")
 @by_backend
 def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
@@ -281,7 +282,7 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     keys = jnp.stack([jnp.stack(counter.keys(9, i)) for i in range(3)])
     given_parts = [rates(lr=lr, keep=lr > 0) for lr in (0.01, 0.02, 0.0)]
     given = jax.tree.map(lambda *leaves: jnp.stack(leaves), *given_parts)
-    one = functools.partial(adamw, orientation="both", backend=backend)
+    one = partial(adamw, orientation="both", backend=backend)
     mapped = jax.jit(jax.vmap(one))(*stack, given, keys)
 
     @jax.jit
@@ -289,7 +290,7 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
         return jax.lax.scan(lambda carry, x: (carry, one(*x)), None, xs)[1]
 
     assert same_bits(mapped, scan(*stack, given, keys))
-    by_definition = functools.partial(step, orientation="both", backend="xla")
+    by_definition = partial(step, orientation="both", backend="xla")
     for i, part in enumerate(parts):
         expected = by_definition(*part, given_parts[i], keys[i])
         assert same_bits(jax.tree.map(lambda x: x[i], mapped), expected)
@@ -300,19 +301,17 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     assert same_bits(jax.tree.map(lambda x: x[0, 2], nested), expected)
 
 
-@pytest.mark.slow_except("P('a', 'b')-xla", "P('a', 'b')-triton")
+@slow_except("P('a', 'b')-xla", "P('a', 'b')-triton")
 @pytest.mark.optimized("slow")
 @by_backend
-@pytest.mark.parametrize(
-    "spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str
-)
+@parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
     shape = (128, 1024)  # whole tiles for each of eight devices
     g, hi, lo, state = data(shape, 3)
     expected = step(g, hi, lo, state, rates(), KEY, orientation="both", backend="xla")
     spread = NamedSharding(mesh_of(2, 2), spec)
     operands = jax.device_put((g, hi, lo, state), spread)
-    call = jax.jit(functools.partial(adamw, orientation="both", backend=backend))
+    call = jax.jit(partial(adamw, orientation="both", backend=backend))
     compiled = call.lower(*operands, rates(), KEY).compile()
     got = compiled(*operands, rates(), KEY)
     assert same_bits(jax.device_get(got), jax.device_get(expected))
@@ -322,16 +321,14 @@ def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
         assert f" {name}" not in compiled.as_text()
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("xla", marks=pytest.mark.slow), "triton"]
-)
+@parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
 def test_layers_of_experts_may_be_split_in_either_axis(backend):
     parts = [data((16, 128), seed) for seed in range(4)]
     stack = jax.tree.map(
         lambda *leaves: jnp.stack(leaves).reshape(2, 2, *leaves[0].shape), *parts
     )
     spread = NamedSharding(mesh_of(1, 2), P(None, "b"))
-    one = functools.partial(adamw, orientation="both", backend=backend)
+    one = partial(adamw, orientation="both", backend=backend)
 
     def call(stack, *rest):
         return jax.vmap(jax.vmap(lambda x: one(*x, *rest)))(stack)
@@ -389,14 +386,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("changes, error, message", REFUSED)
+@parametrize("changes, error, message", REFUSED)
 def test_bad_input_says_what_to_do(changes, error, message):
     with pytest.raises(error, match=message):
         adamw(**STEP | changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "capability", "chosen"),
+@parametrize(
+    "kind, capability, chosen",
     [
         ("NVIDIA H200", 9.0, True),
         ("NVIDIA H200", 0.0, True),

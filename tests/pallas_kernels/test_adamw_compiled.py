@@ -1,6 +1,6 @@
 """The AdamW step compiled for an H200 without a GPU: one kernel, in place."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.moments import E4M3
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
+from tests.helpers import parametrize
 
 pytestmark = [
     pytest.mark.optimized,
@@ -23,7 +24,7 @@ TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 
 def described(mesh, shape, *axes):
     """Arguments of `train`."""
-    on = functools.partial(h200.on, mesh)
+    on = partial(h200.on, mesh)
     blocks = (*shape[:-1], shape[-1] // 128)
     weight = on(shape, E4M3, *axes)
     state = Moments(
@@ -39,16 +40,16 @@ def described(mesh, shape, *axes):
 
 
 def train(old, g, given, key, orientation="rows", stacks=0):
-    call = functools.partial(adamw, orientation=orientation)
+    call = partial(adamw, orientation=orientation)
     for _ in range(stacks):
         call = jax.vmap(call, in_axes=(0, 0, 0, 0, None, None))
     new = call(g, *old, given, key)
     return (new.hi, new.lo, new.moments), new.columns, new.amax
 
 
-@pytest.mark.parametrize("orientation", ["rows", "both"])
-@pytest.mark.parametrize("shape", [(4096, 16384), (4, 1024, 4096)], ids=str)
-@pytest.mark.parametrize("engine", TARGETS)
+@parametrize("orientation", ["rows", "both"])
+@parametrize("shape", [(4096, 16384), (4, 1024, 4096)], ids=str)
+@parametrize("engine", TARGETS)
 def test_a_step_is_one_kernel_in_place(engine, shape, orientation, monkeypatch):
     """Nothing else has a weight's size.
 
@@ -59,10 +60,11 @@ def test_a_step_is_one_kernel_in_place(engine, shape, orientation, monkeypatch):
             pytest.skip("Mosaic's FP8 needs jax 0.11")
         monkeypatch.setattr(pallas_triton, "missing", lambda: "Pallas-Triton is gone")
     mesh = h200.h200s(1)
-    call = functools.partial(train, orientation=orientation, stacks=len(shape) - 2)
+    call = partial(train, orientation=orientation, stacks=len(shape) - 2)
     compiled = h200.compile_for(mesh, call, *described(mesh, shape), donate_argnums=0)
     assert compiled.targets == [TARGETS[engine]]
-    assert not compiled.results("copy") and not compiled.results("while")
+    assert not compiled.results("copy")
+    assert not compiled.results("while")
     entry = compiled.text.split("ENTRY")[1]
     fusions = [line for line in entry.splitlines() if " fusion(" in line]
     assert not any(f"[{np.prod(shape) // 128},128]" in line for line in fusions)
@@ -74,14 +76,15 @@ def test_under_a_mesh_each_device_steps_its_part():
     given = described(mesh, (4096, 16384), "a", "b")
     compiled = h200.compile_for(mesh, train, *given, donate_argnums=0)
     assert compiled.targets == [TARGETS["triton"]]
-    assert not compiled.results("all-gather") and not compiled.results("copy")
+    assert not compiled.results("all-gather")
+    assert not compiled.results("copy")
     assert len(compiled.results("all-reduce")) == 1  # the amax
 
 
 def test_each_device_steps_its_experts_of_every_layer():
     mesh = h200.h200s(2)
     given = described(mesh, (2, 4, 1024, 2048), None, "a")
-    call = functools.partial(train, stacks=2)
+    call = partial(train, stacks=2)
     compiled = h200.compile_for(mesh, call, *given, donate_argnums=0)
     assert compiled.targets == [TARGETS["triton"]]
     for name in ("copy", "all-reduce", *h200.GATHERS):

@@ -1,7 +1,7 @@
 """Programs compiled for an H200 without a GPU, and read; none is executed here."""
 
-import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from tcfp_jax import formats
 from tcfp_jax.weights.quantization import quantize_weight
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import GATHERS, compile_for, h200s, on, on_blocks, on_once
+from tests.helpers import parametrize, slow_except
 
 REASON = h200.missing()
 pytestmark = [
@@ -49,18 +50,18 @@ def largest_stack(capfd):
     return max(map(int, stacks))
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "float8_e4m3fn-1-fast",
     "float8_e4m3fn-2-full",
     "float8_e5m2-1-full",
     "float8_e5m2-2-fast",
 )
-@pytest.mark.parametrize("accumulation", ["fast", "full"])
-@pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize("x_dtype", [F8, jnp.float8_e5m2])
+@parametrize("accumulation", ["fast", "full"])
+@parametrize("halves", [1, 2])
+@parametrize("x_dtype", [F8, jnp.float8_e5m2])
 def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd):
     mesh = h200s(1)
-    product = functools.partial(matmul, accumulation=accumulation, backend="mosaic")
+    product = partial(matmul, accumulation=accumulation, backend="mosaic")
     compiled = compile_for(
         mesh,
         product,
@@ -71,9 +72,9 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
     assert largest_stack(capfd) <= LARGEST_STACK
 
 
-@pytest.mark.slow_except("128-square-2", "64-square-1", "32-square-2", "128-vector-1")
-@pytest.mark.parametrize(
-    ("block", "tile", "halves"),
+@slow_except("128-square-2", "64-square-1", "32-square-2", "128-vector-1")
+@parametrize(
+    "block, tile, halves",
     [
         (128, "square", 1),
         (128, "square", 2),
@@ -87,19 +88,17 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
 def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     mesh = h200s(1)
     operands = on_blocks(mesh, (M, K, N), Block(block, tile), halves=halves)
-    compiled = compile_for(mesh, functools.partial(matmul, backend="mosaic"), *operands)
+    compiled = compile_for(mesh, partial(matmul, backend="mosaic"), *operands)
     assert compiled.targets == ["mosaic_gpu_v2"]
     assert largest_stack(capfd) <= LARGEST_STACK
 
 
-@pytest.mark.parametrize(
-    ("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)]
-)
+@parametrize("x, n", [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)])
 def test_products_with_one_row_or_column_reach_fp8_tensor_cores(x, n):
     mesh = h200s(1)
     compiled = compile_for(
         mesh,
-        functools.partial(matmul, backend="xla"),
+        partial(matmul, backend="xla"),
         on_once(mesh, x, F8),
         on_once(mesh, (n, 256), F8),
     )
@@ -109,7 +108,7 @@ def test_products_with_one_row_or_column_reach_fp8_tensor_cores(x, n):
     )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "x, axes",
     [
         ((2, 256), ["a"]),
@@ -123,28 +122,28 @@ def test_a_row_on_each_device_reaches_fp8_tensor_cores(x, axes):
     of_x = on_once(mesh, x, F8, *axes)
     compiled = compile_for(
         mesh,
-        functools.partial(matmul, backend="xla"),
+        partial(matmul, backend="xla"),
         of_x,
         on_once(mesh, (64, 256), F8),
     )
     assert compiled.targets == [CUBLAS_F8]
 
 
-@pytest.mark.parametrize(
-    ("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
+@parametrize(
+    "x_axes, w_axes, sums", [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
 )
 def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
     mesh = h200s(2, 2)
     operands = on_blocks(mesh, (M, K, N), Block(128), x_axes, w_axes)
-    compiled = compile_for(mesh, functools.partial(matmul, backend="mosaic"), *operands)
+    compiled = compile_for(mesh, partial(matmul, backend="mosaic"), *operands)
     assert not results(compiled, *GATHERS)
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
 
 
-@pytest.mark.parametrize("block", [32, 128])
+@parametrize("block", [32, 128])
 def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     mesh = h200s(1)
-    call = functools.partial(
+    call = partial(
         quantize,
         dtype=F8,
         scaling=Block(block, "vector"),
@@ -153,11 +152,12 @@ def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     )
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
-    assert not compiled.results("reduce") and not compiled.results("transpose")
+    assert not compiled.results("reduce")
+    assert not compiled.results("transpose")
 
 
-@pytest.mark.parametrize("scale", ["pow2", "float32"])
-@pytest.mark.parametrize(
+@parametrize("scale", ["pow2", "float32"])
+@parametrize(
     "orientation, k, kernels",
     [("rows", 14336, 1), ("both", 4096, 4), ("both", 1000, 4)],
 )
@@ -167,7 +167,7 @@ def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
     For both there are the magnitudes, scales of rows and of columns, and values.
     """
     mesh = h200s(1)
-    call = functools.partial(
+    call = partial(
         quantize,
         dtype=F8,
         scaling=Row(scale),
@@ -181,7 +181,7 @@ def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
     assert compiled.temporary_bytes <= 0.05 * M * k
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "orientation, axes, moved",
     [
         ("rows", ("a",), set()),
@@ -194,7 +194,7 @@ def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(
     orientation, axes, moved
 ):
     mesh = h200s(2, 2)
-    call = functools.partial(
+    call = partial(
         quantize, dtype=F8, scaling=Row(), orientation=orientation, backend="triton"
     )
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16, *axes))
@@ -202,15 +202,15 @@ def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(
     assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == moved
 
 
-@pytest.mark.slow_except("mosaic-float32", "triton-bfloat16")
-@pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+@slow_except("mosaic-float32", "triton-bfloat16")
+@parametrize("bias", [jnp.bfloat16, jnp.float32])
+@parametrize("backend", ["mosaic", "triton"])
 def test_the_epilogue_is_part_of_the_product(backend, bias):
     mesh = h200s(1)
     operands = on_once(mesh, (M, K), F8), on_once(mesh, (N, K), F8, halves=2)
     compiled = compile_for(
         mesh,
-        functools.partial(matmul, out_dtype=bias, backend=backend),
+        partial(matmul, out_dtype=bias, backend=backend),
         *operands,
         on(mesh, (N,), bias),
     )
@@ -218,7 +218,7 @@ def test_the_epilogue_is_part_of_the_product(backend, bias):
     assert not [shape for shape in compiled.results("fusion") if f"[{M},{N}]" in shape]
 
 
-@pytest.mark.parametrize("feedback", ["error", "no error"])
+@parametrize("feedback", ["error", "no error"])
 def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
     mesh = h200s(1)
     w = on(mesh, (K, N), jnp.float32)
@@ -240,17 +240,15 @@ def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
 
 def test_activations_are_quantized_in_one_kernel():
     mesh = h200s(1)
-    call = functools.partial(quantize, dtype=F8, orientation="both", backend="triton")
+    call = partial(quantize, dtype=F8, orientation="both", backend="triton")
     compiled = compile_for(mesh, call, on(mesh, (8, 1024, K), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
     assert not compiled.results("transpose")
 
 
-@pytest.mark.slow_except("None-tcfp12-4", "xla-tcfp12_fast-4", "None-tensorwise-3")
-@pytest.mark.parametrize(
-    ("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)]
-)
-@pytest.mark.parametrize("backend", ["xla", None])
+@slow_except("None-tcfp12-4", "xla-tcfp12_fast-4", "None-tensorwise-3")
+@parametrize("name, products", [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
+@parametrize("backend", ["xla", None])
 def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend):
     """No weight is transposed, and no product is float32, forward and backward.
 
@@ -291,16 +289,16 @@ def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend
     assert f"f32[{m},{n}]" not in compiled.text.split("ENTRY")[1]
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "x_axes0-w_axes0-0-mosaic",
     "x_axes1-w_axes1-0-mosaic",
     "x_axes2-w_axes2-1-mosaic",
     "x_axes1-w_axes1-0-triton",
     "x_axes2-w_axes2-1-xla",
 )
-@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
-@pytest.mark.parametrize(
-    ("x_axes", "w_axes", "sums"),
+@parametrize("backend", ["xla", "triton", "mosaic"])
+@parametrize(
+    "x_axes, w_axes, sums",
     [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)],
 )
 def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
@@ -309,14 +307,14 @@ def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
         on_once(mesh, (M, K), F8, *x_axes),
         on_once(mesh, (N, K), F8, *w_axes, halves=2),
     )
-    compiled = compile_for(mesh, functools.partial(matmul, backend=backend), *operands)
+    compiled = compile_for(mesh, partial(matmul, backend=backend), *operands)
     assert not results(compiled, *GATHERS)
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
-@pytest.mark.parametrize(
-    ("dtype", "scaling"),
+@parametrize("backend", ["xla", "triton", "mosaic"])
+@parametrize(
+    "dtype, scaling",
     [("float32", None), ("bfloat16", None), ("float32", Block(128, "vector"))],
 )
 def test_weight_gradients_of_a_shared_batch_gather_nothing(backend, dtype, scaling):
@@ -338,25 +336,24 @@ def test_weight_gradients_of_a_shared_batch_gather_nothing(backend, dtype, scali
             mesh, (K, tokens, 1024), scaling, (None, "a"), (None, "a"), halves=1
         )
     sharding = NamedSharding(mesh, PartitionSpec("a"))
-    call = functools.partial(matmul, out_dtype=dtype, backend=backend)
+    call = partial(matmul, out_dtype=dtype, backend=backend)
     compiled = compile_for(mesh, call, *operands, out_shardings=sharding)
     assert not results(compiled, *GATHERS)
     moved = compiled.results("reduce-scatter") + compiled.results("all-reduce")
-    assert len(moved) == 1 and (
-        backend == "xla" or {"float32": "f32", "bfloat16": "bf16"}[dtype] in moved[0]
-    )
+    assert len(moved) == 1
+    assert backend == "xla" or {"float32": "f32", "bfloat16": "bf16"}[dtype] in moved[0]
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton"])
+@parametrize("backend", ["xla", "triton"])
 def test_quantizers_under_a_mesh_move_one_number(backend):
     mesh = h200s(2, 2)
-    call = functools.partial(dual_quantize, orientation="both", backend=backend)
+    call = partial(dual_quantize, orientation="both", backend=backend)
     compiled = compile_for(mesh, call, on(mesh, (K, N), jnp.float32, "a", "b"))
     assert not results(compiled, *GATHERS)
     assert set(compiled.results("all-reduce")) == {"f32[]"}
 
 
-@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
+@parametrize("error_dtype", ["float32", "bfloat16"])
 def test_an_optimizer_step_writes_errors_in_place(error_dtype):
     """Only the kernel touches donated errors.
 
@@ -428,20 +425,18 @@ def test_kernels_serve_a_scanned_rematerialized_step():
     assert set(compiled.targets) == {"mosaic_gpu_v2", "__gpu$xla.gpu.triton"}
 
 
-@pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
+@parametrize("name", ["mxfp8e4", "mxfp4e2"])
 def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
     """It is one read of x and one write, and nothing else has its size.
 
     Under a mesh each device casts its own part.
     """
-    call = functools.partial(formats.cast, datatype=getattr(formats, name))
+    call = partial(formats.cast, datatype=getattr(formats, name))
     alone = compile_for(h200s(1), call, on(h200s(1), (M, K), jnp.bfloat16))
     assert alone.targets == ["__gpu$xla.gpu.triton"]
-    assert (
-        not alone.results("fusion")
-        and not alone.results("copy")
-        and "f64[" not in alone.text
-    )
+    assert not alone.results("fusion")
+    assert not alone.results("copy")
+    assert "f64[" not in alone.text
     split = compile_for(
         h200s(2, 2), call, on(h200s(2, 2), (M, K), jnp.bfloat16, "a", "b")
     )
@@ -459,18 +454,15 @@ def test_a_cast_is_one_kernel_under_vmap_and_grad():
     compiled = compile_for(
         h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16)
     )
-    assert (
-        compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
-    )
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert " while(" not in compiled.text
 
 
 def test_an_unscaled_cast_is_one_fusion():
     compiled = compile_for(
         h200s(1),
-        functools.partial(formats.cast, datatype=formats.e4m3fn),
+        partial(formats.cast, datatype=formats.e4m3fn),
         on(h200s(1), (M, K), jnp.bfloat16),
     )
-    assert (
-        len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1
-        and "f64[" not in compiled.text
-    )
+    assert len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1
+    assert "f64[" not in compiled.text

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.operands import Tensor
 from pallas_kernels.quantize import computed
 from pallas_kernels.quantize.computed import quantize_computed
+from tests.helpers import parametrize, slow_except
 from tests.quantizer_oracles import E5M2, LARGEST, quantized
 
 
@@ -29,10 +29,10 @@ class Shares:
         return (share * factors, scaled) if self.twice else (scaled,)
 
 
-@pytest.mark.slow_except("(64, 96)-one scale", "(64, 96)-rows", "(48, 40)-rows")
-@pytest.mark.parametrize("twice", [False, True], ids=["one scale", "rows"])
+@slow_except("(64, 96)-one scale", "(64, 96)-rows", "(48, 40)-rows")
+@parametrize("twice", [False, True], ids=["one scale", "rows"])
 # 40 columns make no tiles
-@pytest.mark.parametrize("shape", [(64, 96), (48, 40)], ids=str)
+@parametrize("shape", [(64, 96), (48, 40)], ids=str)
 def test_values_are_those_of_the_function_rounded(shape, twice):
     compute = Shares(twice)
     x = 4 * np.random.default_rng(3).standard_normal(shape)

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import counter
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, parametrize
 
 COUNT = 1 << 15
 LARGEST = 5 / np.sqrt(COUNT)  # of about a thousand correlations
@@ -44,7 +44,7 @@ def test_every_bit_is_a_fair_coin_apart_from_all_others():
         assert correlation(drawn[distance:], drawn[:-distance]) < LARGEST
 
 
-@pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3)], ids=str)
+@parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3)], ids=str)
 def test_another_seed_step_or_leaf_draws_other_bits(other):
     assert correlation(bits(1, 2, 3), bits(*other)) < LARGEST
 
@@ -70,7 +70,7 @@ def test_a_part_of_an_array_draws_the_bits_of_the_whole():
     assert "all-" not in split.lower().compile().as_text()
 
 
-@pytest.mark.parametrize("word", [1.0, jnp.float32(2), np.ones(2, bool)], ids=str)
+@parametrize("word", [1.0, jnp.float32(2), np.ones(2, bool)], ids=str)
 def test_words_are_integers(word):
     with pytest.raises(TypeError, match=r"astype\(jnp.uint32\)"):
         counter.keys(1, word)

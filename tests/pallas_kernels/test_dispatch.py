@@ -1,6 +1,6 @@
 """The choice of an implementation, the reasons against others, and their record."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import api as matmul
 from pallas_kernels.operands import Operand, Product, Tensor
 from pallas_kernels.quantize.api import quantize
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, parametrize
 
 
 def multiples_of_16(options, k):
@@ -88,7 +88,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "error", "message"), REFUSED)
+@parametrize("backend, error, message", REFUSED)
 def test_a_named_backend_runs_or_raises(backend, error, message):
     assert chosen(TABLE, "mosaic", 32) == "mosaic"
     with pytest.raises(error, match=message):
@@ -172,7 +172,7 @@ def _layers(recipe, x, ws):
     return x
 
 
-@pytest.mark.parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
+@parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
 def test_equal_layers_are_lowered_once(name):
     def loss(ws):
         return jnp.sum(_layers(name, jnp.ones((M, K)), ws))
@@ -188,7 +188,7 @@ def test_recordings_see_every_layer_and_leave_no_trace():
     x = jnp.ones((M, K))
     ws = [jnp.ones((K, K))] * 3
     steps = ["quantize w", "quantize x", "forward"] * 3
-    run = jax.jit(functools.partial(_layers, "tensorwise"))
+    run = jax.jit(partial(_layers, "tensorwise"))
     before = run.lower(x, ws).as_text()
     for _ in range(2):  # the second time nothing is new
         with recording() as calls:
@@ -206,7 +206,7 @@ def test_measurements_are_part_of_a_traced_product(monkeypatch):
         return judge(*arguments)
 
     def trace():
-        run = functools.partial(tcfp_jax.matmul, recipe="tensorwise")
+        run = partial(tcfp_jax.matmul, recipe="tensorwise")
         jax.make_jaxpr(run)(jnp.ones((M, K)), jnp.ones((K, N)))
 
     # on which everything declines, as nothing is timed

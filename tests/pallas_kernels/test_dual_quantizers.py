@@ -2,16 +2,17 @@
 reference.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.operands import Block, Tensor
 from pallas_kernels.quantize.api import dual_quantize
-from tests.helpers import decibels, float64_of, same_bits
+from tests.helpers import decibels, float64_of, parametrize, same_bits, slow_except
 from tests.quantizer_oracles import (
     E4M3,
     E5M2,
@@ -32,7 +33,7 @@ ERROR = hard_values((64, 32), 1) * np.float32(1e-6)
 BITS = np.random.default_rng(2).integers(0, 2**32, (128, 256), np.uint32)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "scaling, dtype",
     [
         (Tensor(), E4M3),
@@ -50,19 +51,19 @@ def test_both_halves_are_the_formula_and_nothing_is_lost(scaling, dtype):
     target = flushed(w + error)
     for index, part in parts(scaling, w.shape):
         scale, multiplier = formula(scaling, target[part], LARGEST[dtype])
-        assert np.asarray(q.rows.scale, np.float32)[index] == scale
+        assert np.float32(q.rows.scale)[index] == scale
         scaled = (target[part] * multiplier).astype(np.float32)
         hi = scaled.astype(narrow(dtype))
         rest = (np.float64(scaled) - np.float64(hi)).astype(np.float32)
         lo = rest.astype(narrow(dtype))
         assert same_bits(np.asarray(q.rows.hi)[part], hi)
         assert np.array_equal(np.float32(np.asarray(q.rows.lo)[part]), np.float32(lo))
-    whole = float64_of(q.rows) + np.asarray(q.error, np.float64)
-    np.testing.assert_array_equal(whole, target.astype(np.float64))
+    whole = float64_of(q.rows) + np.float64(q.error)
+    assert_array_equal(whole, target.astype(np.float64))
     if scaling.serves_both:
         assert q.columns.shape == (150, 72)
         assert same_bits(q.columns, q.rows.turn())
-        np.testing.assert_array_equal(float64_of(q.columns), float64_of(q.rows).T)
+        assert_array_equal(float64_of(q.columns), float64_of(q.rows).T)
 
 
 def test_a_block_without_residual_says_so():
@@ -72,7 +73,8 @@ def test_a_block_without_residual_says_so():
     w[40, 70] = 0.3
     for q in by_both(split, w, Block(32)):
         lo = q.rows.lo
-        assert np.signbit(np.float32(lo[0, 0])) and lo[0, 0] == 0
+        assert np.signbit(np.float32(lo[0, 0]))
+        assert lo[0, 0] == 0
         is_skipped = np.asarray(q.rows.lo_scale).view(np.uint8) == 0
         assert is_skipped.tolist() == [[True] * 3, [True, True, False]]
 
@@ -87,13 +89,13 @@ def test_lo_catches_values_that_a_stale_scale_clips():
     assert decibels(x, float64_of(stale)) > 50
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "Tensor(scale='pow2')-nearest-bfloat16-both",
     "Tensor(scale='pow2')-stochastic-float32-both",
     "Tensor(scale='pow2')-nearest-float8_e5m2-rows",
     "Block(size=64, tile='square')-stochastic-None-both",
 )
-@pytest.mark.parametrize(
+@parametrize(
     "scaling, rounding, error, orientation",
     [
         *optimized(
@@ -124,14 +126,14 @@ def test_the_kernel_is_the_reference_bit_for_bit(scaling, rounding, error, orien
         options["bits"] = BITS[: w.shape[0], : w.shape[1]]
     got, expected = by_both(split, w, scaling, **options)
     assert same_bits(got, expected)
-    assert np.count_nonzero(np.asarray(got.rows.lo, np.float32)) > 0
+    assert np.count_nonzero(np.float32(got.rows.lo)) > 0
 
 
 @pytest.mark.optimized
 def test_transformations_change_no_bit_of_the_kernel():
     stack = np.stack([W, 3 * W])
     errors = np.stack([ERROR, -ERROR])
-    both = functools.partial(dual_quantize, orientation="both")
+    both = partial(dual_quantize, orientation="both")
     expected = split(stack[1], error=errors[1], orientation="both", backend="xla")
 
     def call(w, error):

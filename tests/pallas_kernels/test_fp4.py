@@ -1,7 +1,7 @@
 """Products with FP4 weights on CPUs: the definition, sizes, bad input, and devices."""
 
 import dataclasses
-import functools
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels import fp4
 from pallas_kernels.fp4_matmul import decode, kernel, mosaic, reference, unpacked
@@ -20,21 +21,22 @@ from tcfp_jax import formats
 from tcfp_jax.weights.fp4_packing import _datatype_of, quantize_fp4
 from tests import fp4_cases as cases
 from tests.formats_oracles import QUICK
+from tests.helpers import parametrize, slow_except
 
 SCALINGS = [*cases.SCALINGS, Fp4(rule="one_level")]
 N, K = 32, 64
 # A program for each scaling, where every operation would be one.
-quick = functools.partial(jax.jit, compiler_options=QUICK)
+quick = partial(jax.jit, compiler_options=QUICK)
 multiply = quick(fp4_matmul, static_argnames=("contracts", "activation", "out_dtype"))
 # whole blocks, and short ones
 KINDS = [(scaling, k) for scaling in SCALINGS for k in (K, 36)]
 RANDOM = np.random.default_rng(0)
-W = jnp.asarray(RANDOM.standard_normal((N, K)), jnp.float32)
-X = jnp.asarray(RANDOM.standard_normal((2, 3, K)), jnp.float32)
+W = jnp.float32(RANDOM.standard_normal((N, K)))
+X = jnp.float32(RANDOM.standard_normal((2, 3, K)))
 IN_E4M3 = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
 
 
-@functools.cache
+@cache
 def _quantized():
     """The operand of each of `KINDS`, its values, and the format library's cast."""
 
@@ -57,19 +59,19 @@ def test_codes_are_those_of_ml_dtypes():
     codes = np.arange(16, dtype=np.uint8)
     each = [code.view(ml_dtypes.float4_e2m1fn) for code in codes]
     expected = np.array(each).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(fp4.numbers(jnp.asarray(codes))), expected)
-    np.testing.assert_array_equal(fp4.E2M1, expected)
+    assert_array_equal(np.asarray(fp4.numbers(jnp.asarray(codes))), expected)
+    assert_array_equal(fp4.E2M1, expected)
     both = jnp.asarray(np.arange(256, dtype=np.uint8).reshape(2, 128))
-    np.testing.assert_array_equal(fp4.pack(fp4.unpack(both)), both)
+    assert_array_equal(fp4.pack(fp4.unpack(both)), both)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-@pytest.mark.parametrize("k", [K, 36])
+@parametrize("scaling", SCALINGS, ids=str)
+@parametrize("k", [K, 36])
 def test_an_operand_is_the_cast_of_the_format_library(scaling, k):
     operand, values, cast = _quantized()[KINDS.index((scaling, k))]
     assert operand.shape == (N, k)
     assert operand.dtype == jnp.float4_e2m1fn
-    np.testing.assert_array_equal(values, cast)
+    assert_array_equal(values, cast)
 
 
 def test_every_scale_times_every_code_is_a_bfloat16():
@@ -79,12 +81,12 @@ def test_every_scale_times_every_code_is_a_bfloat16():
     for of_blocks in (scales[np.isfinite(scales)], powers):
         exact = np.multiply.outer(of_blocks, fp4.E2M1.astype(np.float64))
         stored = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
-        np.testing.assert_array_equal(stored, exact)
+        assert_array_equal(stored, exact)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-@pytest.mark.parametrize("contracts", ["k", "n"])
-@pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
+@parametrize("scaling", SCALINGS, ids=str)
+@parametrize("contracts", ["k", "n"])
+@parametrize("activation", ["bfloat16", "float8_e4m3fn"])
 def test_the_definition_multiplies_values(scaling, contracts, activation):
     w = weight(scaling)
     x = X.astype(jnp.bfloat16)
@@ -98,8 +100,8 @@ def test_the_definition_multiplies_values(scaling, contracts, activation):
     cases.assert_product(got, cases.rounded(x, activation), values, 68 * 2.0**-24)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("n", "k", "tile"), cases.UNPACKED)
+@parametrize("turned", [False, True])
+@parametrize("n, k, tile", cases.UNPACKED)
 def test_triton_unpacks_as_the_definition(n, k, tile, turned):
     w = cases.of_scales_in_turn(n, k, tile)
     got = unpacked.unpack(w, turned=turned, backend="triton")
@@ -116,7 +118,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED)
+@parametrize("change, message", REFUSED)
 def test_bad_input_says_what_to_do(change, message):
     given = dict(x=X.astype(jnp.bfloat16), w=weight(Fp4())) | change
     if "outer" in given:
@@ -129,22 +131,20 @@ BAD_WEIGHTS = [
     (quantize_fp4, jnp.ones((4, 7)), r"k=7 of w\[4, 7\] is odd"),
     (quantize_fp4, jnp.ones(8), "is not a matrix"),
     (fp4.pack, jnp.ones((2, 3), jnp.uint8), "do not fill whole bytes"),
-    (functools.partial(Fp4, rule="fold_exact"), "mxfp4", "is not a rule of mxfp4"),
+    (partial(Fp4, rule="fold_exact"), "mxfp4", "is not a rule of mxfp4"),
 ]
 
 
-@pytest.mark.parametrize(("call", "given", "message"), BAD_WEIGHTS)
+@parametrize("call, given, message", BAD_WEIGHTS)
 def test_bad_weights_are_refused(call, given, message):
     with pytest.raises(ValueError, match=message):
         call(given)
 
 
-@pytest.mark.slow_except("n-k-Explicit", "k-k-Explicit", "n-n-Explicit", "k-n-Auto")
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"]
-)
-@pytest.mark.parametrize("contracts", ["k", "n"])
-@pytest.mark.parametrize("split", [P("a"), P(None, "a")], ids=["n", "k"])
+@slow_except("n-k-Explicit", "k-k-Explicit", "n-n-Explicit", "k-n-Auto")
+@parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@parametrize("contracts", ["k", "n"])
+@parametrize("split", [P("a"), P(None, "a")], ids=["n", "k"])
 def test_devices_multiply_their_own_parts(kind, contracts, split):
     w = weight(Fp4())
     x = X.reshape(6, K)[:4].astype(jnp.bfloat16)
@@ -164,10 +164,8 @@ def test_devices_multiply_their_own_parts(kind, contracts, split):
             scale=jax.device_put(w.scale, of_w),
         )
         of_x = NamedSharding(mesh, P(None, "a") if summed else P())
-        got = quick(functools.partial(fp4_matmul, **options))(
-            jax.device_put(x, of_x), w
-        )
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        got = quick(partial(fp4_matmul, **options))(jax.device_put(x, of_x), w)
+    assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 # The Hopper kernel's sizes, and the steps around it
@@ -181,8 +179,8 @@ def shapes(m, k, n):
     return x, Operand(codes, None, scaling=cases.FOLDS)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "sizes"),
+@parametrize(
+    "m, n, sizes",
     [
         (64, 28672, (4, 4, 1)),
         (16, 28672, (4, 4, 1)),
@@ -204,8 +202,8 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
     assert mosaic.configure(IN_E4M3, *shapes(m, 8192, n)) == (sizes and Config(*sizes))
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "rounds"),
+@parametrize(
+    "m, n, k, rounds",
     [
         (1, 28672, 8192, True),
         (2, 28672, 8192, True),
@@ -230,7 +228,7 @@ def test_blocks_round_few_rows_themselves(m, n, k, rounds):
     assert config.weight_bytes(step) + 8 * -(-m // 8) * held <= mosaic._SHARED_BYTES
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@parametrize("warpgroups", [1, 2, 4])
 def test_registers_that_are_handed_over_exist(warpgroups):
     # A thread that asks for more than its block was started with waits for ever.
     even, more = Config(warpgroups).registers
@@ -238,9 +236,9 @@ def test_registers_that_are_handed_over_exist(warpgroups):
     assert even % 8 == more % 8 == 0
 
 
-@pytest.mark.slow_except("5-512-float16")
-@pytest.mark.parametrize(
-    ("m", "k", "dtype"),
+@slow_except("5-512-float16")
+@parametrize(
+    "m, k, dtype",
     [(5, 512, "bfloat16"), (8, 768, "float32"), (5, 512, "float16")],
 )
 def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
@@ -249,13 +247,13 @@ def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     x[0] = 0
     x[1, 3] = np.nan
     x[2, 5] = np.inf
-    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    x = jnp.float32(x).astype(dtype)
     outer = jnp.float32(0.3)
     values, factors = mosaic.ordered_rows(8, x, outer, backend="triton")
     rows = quick(reference.quantize_rows)(x)
     expected, of_rows = mosaic.ordered_rows(8, rows, outer)
-    np.testing.assert_array_equal(values.view(np.uint8), expected.view(np.uint8))
-    np.testing.assert_array_equal(factors[:m], of_rows[:m])
+    assert_array_equal(values.view(np.uint8), expected.view(np.uint8))
+    assert_array_equal(factors[:m], of_rows[:m])
     assert not np.asarray(values[m:]).view(np.uint8).any()
     assert np.isfinite(factors[m:]).all()
 
@@ -279,8 +277,8 @@ def product_of(config, form, x, codes, scales, table, factors=None, out=None):
     return jnp.stack([(w @ x.T) * factors for w, x in halves])
 
 
-@pytest.mark.slow_except("8-False", "1-True")
-@pytest.mark.parametrize(("devices", "rounds"), [(8, False), (1, False), (1, True)])
+@slow_except("8-False", "1-True")
+@parametrize("devices, rounds", [(8, False), (1, False), (1, True)])
 def test_the_kernels_operands_and_results(devices, rounds, monkeypatch):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 3, 512)).astype(ml_dtypes.bfloat16)
@@ -306,4 +304,4 @@ def test_the_kernels_operands_and_results(devices, rounds, monkeypatch):
     expected, *found = products(x, w)
     atol = 1e-5 * np.abs(expected).max()
     for got in found:
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=atol)
+        assert_allclose(got, expected, rtol=1e-4, atol=atol)

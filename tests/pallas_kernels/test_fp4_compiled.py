@@ -1,7 +1,7 @@
 """Products with FP4 weights, compiled for an H200 without one, and read."""
 
-import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.fp4_cases import FOLDS
+from tests.helpers import parametrize, slow_except
 
 REASON = h200.missing()
 pytestmark = [
@@ -41,7 +42,7 @@ def weight(mesh, scaling, axis=None, n=N):
 def compiled_product(m, scaling, n=N, **options):
     """The program of one H200 for a product of m rows of x in bfloat16."""
     mesh = h200s(1)
-    multiply = functools.partial(fp4_matmul, **options)
+    multiply = partial(fp4_matmul, **options)
     x = on(mesh, (m, K), jnp.bfloat16)
     return compile_for(mesh, multiply, x, weight(mesh, scaling, n=n))
 
@@ -52,7 +53,7 @@ def assert_in_registers(said):
     assert "serialized" not in said
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "nvfp4-2048-8",
     "nvfp4-2048-64",
     "mxfp4-2048-40",
@@ -60,8 +61,8 @@ def assert_in_registers(said):
     "nvfp4-28672-8",
     "nvfp4-28672-320",
 )
-@pytest.mark.parametrize("m", [8, 40, 64, 320])
-@pytest.mark.parametrize(("form", "n"), [("nvfp4", N), ("mxfp4", N), ("nvfp4", 28672)])
+@parametrize("m", [8, 40, 64, 320])
+@parametrize("form, n", [("nvfp4", N), ("mxfp4", N), ("nvfp4", 28672)])
 def test_decoding_stays_in_registers(form, n, m, capfd):
     compiled = compiled_product(m, Fp4(form), n)
     # Nothing chooses another implementation where rows are few; its table of scales is
@@ -75,9 +76,9 @@ def test_decoding_stays_in_registers(form, n, m, capfd):
     assert len(compiled.results("fusion")) <= (1 if n == 28672 else 3)
 
 
-@pytest.mark.slow_except("5-2048", "4-33792", "16-28672", "64-33792", "300-2048")
-@pytest.mark.parametrize(
-    ("m", "n"),
+@slow_except("5-2048", "4-33792", "16-28672", "64-33792", "300-2048")
+@parametrize(
+    "m, n",
     [
         (5, N),
         (4, WHOLE),
@@ -102,7 +103,7 @@ def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
     assert compiled.temporary_bytes < 8 * m * K + parts
 
 
-@pytest.mark.parametrize("m", [3, 72])  # that no other test has traced with Triton
+@parametrize("m", [3, 72])  # that no other test has traced with Triton
 def test_mosaic_multiplies_without_triton(m, monkeypatch):
     reason = "this jax has no Pallas-Triton"
     monkeypatch.setattr(pallas_triton, "missing", lambda: reason)
@@ -111,11 +112,11 @@ def test_mosaic_multiplies_without_triton(m, monkeypatch):
     assert set(compiled.targets) == {MOSAIC}
 
 
-@pytest.mark.parametrize(
-    ("m", "rows", "dtype"),
+@parametrize(
+    "m, rows, dtype",
     [(1, 1, "float32"), (12, 12, "bfloat16"), (12, 16, "float32")],
 )
-@pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
+@parametrize("activation", ["bfloat16", "float8_e4m3fn"])
 def test_the_kernel_writes_the_rows_of_x(activation, m, rows, dtype):
     compiled = compiled_product(
         m, FOLDS, WHOLE, activation=activation, out_dtype=jnp.dtype(dtype)
@@ -129,7 +130,7 @@ def test_the_kernel_writes_the_rows_of_x(activation, m, rows, dtype):
     assert len(found) == (rows != m)
 
 
-@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4")], ids=str)
+@parametrize("scaling", [Fp4(), Fp4("mxfp4")], ids=str)
 def test_scales_that_are_not_exact_in_e4m3_are_refused(scaling):
     message = r'those of Fp4\(rule="fold_exact"\) alone are exact'
     with pytest.raises(NotImplementedError, match=message):
@@ -144,8 +145,8 @@ def test_each_device_decodes_its_own_rows_of_the_weight():
     assert not compiled.results("all-gather")
 
 
-@pytest.mark.parametrize(
-    ("activation", "unpacked"),
+@parametrize(
+    "activation, unpacked",
     [("bfloat16", f"u32[{N},{K // 2}]"), ("float8_e4m3fn", f"s16[{N},{K // 16},8]")],
 )
 def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
@@ -160,12 +161,12 @@ def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
     assert ("__cublas$lt$matmul$f8" in compiled.targets) == in_fp8
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_nvfp4_operands_are_rounded_once_and_decoded_in_registers(devices):
     mesh = h200s(devices)
     operand = weight(mesh, Fp4(), "a" if devices == 2 else None)
     how = recipe("nvfp4", activation="float4_e2m1fn")
-    multiply = functools.partial(layer_matmul, recipe=how)
+    multiply = partial(layer_matmul, recipe=how)
     compiled = compile_for(mesh, multiply, on(mesh, (16, K), jnp.bfloat16), operand)
     assert compiled.targets == [TRITON, MOSAIC]
     assert not compiled.results("all-gather")
@@ -184,8 +185,8 @@ def gradients(x, w):
     return jax.grad(loss, (0, 1))(x, w)
 
 
-@pytest.mark.parametrize(
-    ("rows", "inside", "results", "reduced"),
+@parametrize(
+    "rows, inside, results, reduced",
     [(16, few_rows, P("a"), 0), (4096, gradients, (P("a"), P()), 1)],
     ids=["16", "4096"],
 )

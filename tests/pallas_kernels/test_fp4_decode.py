@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import fp4
 from pallas_kernels.fp4_matmul import decode, reference, rows
 from pallas_kernels.operands import Fp4
 from tests import ptx
 from tests.fp4_cases import of_every_scale
+from tests.helpers import parametrize
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -42,19 +44,17 @@ def test_decoding_to_e4m3_gives_the_bits_of_the_definition():
     scale = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
     broken = np.isnan(scale)
     assert broken.sum() == 2
-    np.testing.assert_array_equal(got[~broken], expected[~broken])
+    assert_array_equal(got[~broken], expected[~broken])
     assert ((got & 127) == 127)[broken].all()
     # Nothing saturated, and with fold-exact scales only subnormal numbers rounded.
     exact = fp4.E2M1[codes] * (scale * np.float32(reference.E4M3_FACTOR))[:, None]
     folds = np.isin(np.arange(256) % 8, (0, 2, 4))[:, None]
     normal = (np.abs(exact) >= 2.0**-6) & folds
     assert normal.mean() > 0.25
-    np.testing.assert_array_equal(
-        got.view(E4M3).astype(np.float32)[normal], exact[normal]
-    )
+    assert_array_equal(got.view(E4M3).astype(np.float32)[normal], exact[normal])
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@parametrize("form", ["nvfp4", "mxfp4"])
 def test_decoding_to_bfloat16_gives_the_definition(form):
     # The same instructions have run on a GPU, so this also tests the interpreter of
     # PTX.
@@ -67,11 +67,11 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
     got = np.stack(pairs, -1).view(np.uint16).view(ml_dtypes.bfloat16)
     got = got.astype(np.float64).reshape(*words.shape, 4, 2).swapaxes(-1, -2)
     got = got.reshape(w.shape) * decode.BF16_FACTOR[form]
-    expected = np.asarray(reference.decode(w), np.float64)
+    expected = np.float64(reference.decode(w))
     size = np.abs(expected)
     ordinary = (size >= 2.0**-117) & (size < 2.0**125)
     assert ordinary.mean() > 0.8
-    np.testing.assert_array_equal(got[ordinary], expected[ordinary])
+    assert_array_equal(got[ordinary], expected[ordinary])
 
 
 def swizzled(codes):
@@ -87,8 +87,8 @@ def swizzled(codes):
     return units.reshape(-1)
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"),
+@parametrize(
+    "form, dtype",
     [("nvfp4", "bfloat16"), ("mxfp4", "bfloat16"), ("nvfp4", "float8_e4m3fn")],
 )
 def test_a_thread_decodes_its_part_of_wgmma(form, dtype, run_in):
@@ -133,13 +133,11 @@ def test_a_thread_decodes_its_part_of_wgmma(form, dtype, run_in):
         factor = 1 / decode.BF16_FACTOR[form]
     exact = numbers * np.repeat(scale, scaling.block, axis=1) * np.float32(factor)
     ordered = decode.permuted(jnp.asarray(exact.astype(dtype)), form)
-    np.testing.assert_array_equal(
-        got.astype(np.float32), np.asarray(ordered, np.float32)
-    )
+    assert_array_equal(got.astype(np.float32), np.float32(ordered))
 
 
-@pytest.mark.parametrize(
-    ("m", "steps", "warpgroups"),
+@parametrize(
+    "m, steps, warpgroups",
     [pytest.param(5, 8, 4, marks=pytest.mark.slow), (2, 7, 2)],
 )
 def test_blocks_round_rows_as_the_definition(m, steps, warpgroups, run_in, monkeypatch):
@@ -188,7 +186,7 @@ def test_blocks_round_rows_as_the_definition(m, steps, warpgroups, run_in, monke
     assert broken.any()
     assert not broken.all()
     assert not got[m:].any()
-    np.testing.assert_array_equal(scales, expected.scale)
-    np.testing.assert_array_equal(got[:m][~broken], values[~broken])
+    assert_array_equal(scales, expected.scale)
+    assert_array_equal(got[:m][~broken], values[~broken])
     for found in (got[:m], values):
         assert (found[broken] & 127 == 127).all()

@@ -1,6 +1,6 @@
 """Grouped products against a loop over the groups in float64."""
 
-import functools
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gra
 from pallas_kernels.operands import Block, Operand, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.grouped import BF16, E4M3, E5M2, by_groups, float64_of, within_groups
+from tests.helpers import parametrize, slow_except
 
 M, K, N, E = 37, 19, 11, 4
 # Sizes of 37 rows: odd ones, empty groups, all rows in one group, a sum below m,
@@ -27,7 +28,7 @@ KINDS = ["bf16", "tensor", "float32 scale", "dual", "rows", "squares", "vectors"
 ROUNDING = 2.0**-19  # of sums in float32, per unit of |x| @ |w|
 
 
-@functools.cache
+@cache
 def operands(kind, experts=E):
     """(x, w, columns of x, columns of g) of a kind, and the four in float64.
 
@@ -37,14 +38,14 @@ def operands(kind, experts=E):
 
     def draw(*shape, spread=()):
         factor = np.exp(2 * rng.standard_normal(spread)) if spread else 1
-        return jnp.asarray(rng.standard_normal(shape) * factor, jnp.float32)
+        return jnp.float32(rng.standard_normal(shape) * factor)
 
     x = draw(M, K, spread=(M, 1))
     w = draw(experts, N, K, spread=(experts, 1, 1))
     g = draw(M, N)
     if kind == "bf16":
         found = [one.astype(BF16) for one in (x, w, x.T, g.T)]
-        return found, [np.asarray(one, np.float64) for one in found]
+        return found, [np.float64(one) for one in found]
     scaling = {
         "rows": Row(),
         "squares": Block(64),
@@ -73,30 +74,29 @@ def check(got, oracle, x, w, sizes):
     assert np.all(np.abs(got - oracle(x, w, sizes)) <= bound)
 
 
-@pytest.mark.slow_except("dual", "rows", "squares")
-@pytest.mark.parametrize("kind", KINDS)
+@slow_except("dual", "rows", "squares")
+@parametrize("kind", KINDS)
 def test_products_of_groups(kind):
     (x, w, columns, g), exact = operands(kind)
-    forward = jax.jit(functools.partial(grouped_matmul, out_dtype=jnp.float32))
+    forward = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32))
     gradient = jax.jit(grouped_weight_gradient)
     for sizes in SIZES:
-        got = np.asarray(forward(x, w, jnp.asarray(sizes)), np.float64)
+        got = np.float64(forward(x, w, jnp.asarray(sizes)))
         check(got, by_groups, *exact[:2], sizes)
-        assert got[: sum(sizes)].all() and not got[sum(sizes) :].any()
-        got = np.asarray(gradient(columns, g, jnp.asarray(sizes)), np.float64)
+        assert got[: sum(sizes)].all()
+        assert not got[sum(sizes) :].any()
+        got = np.float64(gradient(columns, g, jnp.asarray(sizes)))
         check(got, within_groups, *exact[2:], sizes)
 
 
 def test_one_group_of_all_rows_is_the_dense_product():
     (x, w, *_), exact = operands("dual", 1)
-    multiply = jax.jit(functools.partial(grouped_matmul, out_dtype=jnp.float32))
-    got = np.asarray(multiply(x, w, jnp.array([M])), np.float64)
+    multiply = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32))
+    got = np.float64(multiply(x, w, jnp.array([M])))
     check(got, lambda x, w, _: x @ w[0].T, *exact[:2], [M])
 
 
-@pytest.mark.parametrize(
-    "sizes", [[40, 0, 0, 0], [30, -1, 2, 0], [2**31 - 1, 2**31 - 1, 39, 0]]
-)
+@parametrize("sizes", [[40, 0, 0, 0], [30, -1, 2, 0], [2**31 - 1, 2**31 - 1, 39, 0]])
 def test_wrong_sizes_make_nan_in_a_compiled_program(sizes):
     (x, w, columns, g), _ = operands("dual")
     sizes = jnp.array(sizes, jnp.int32)
@@ -107,14 +107,14 @@ def test_wrong_sizes_make_nan_in_a_compiled_program(sizes):
 def test_rows_behind_the_groups_are_zero_next_to_nan():
     (x, w, *_), _ = operands("tensor")
     poisoned = Operand(w.values, w.scale.at[3].set(jnp.nan))
-    y = np.asarray(grouped_matmul(x, poisoned, jnp.array([3, 4, 0, 5])), np.float32)
-    assert np.isnan(y[7:12]).all() and np.isfinite(y[:7]).all() and not y[12:].any()
+    y = np.float32(grouped_matmul(x, poisoned, jnp.array([3, 4, 0, 5])))
+    assert np.isnan(y[7:12]).all()
+    assert np.isfinite(y[:7]).all()
+    assert not y[12:].any()
 
 
-@pytest.mark.slow_except("axes0", "axes2", "axes3")
-@pytest.mark.parametrize(
-    "axes", [(0, None, 0), (None, 0, None), (None, None, 0), (0, 0, 0)]
-)
+@slow_except("axes0", "axes2", "axes3")
+@parametrize("axes", [(0, None, 0), (None, 0, None), (None, None, 0), (0, 0, 0)])
 def test_vmap_over_any_operand(axes):
     (x, w, *_), _ = operands("dual")
     given = [x, w, jnp.array([7, 13, 5, 1])]
@@ -161,7 +161,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("x, w, sizes, options, error, message", REFUSED)
+@parametrize("x, w, sizes, options, error, message", REFUSED)
 def test_bad_input(x, w, sizes, options, error, message):
     with pytest.raises(error, match=message):
         grouped_matmul(x, w, jnp.array(sizes), **options)

@@ -1,13 +1,14 @@
 """The grouped kernel for Hopper: its lists, its interpreter, and its registers."""
 
-import functools
 import itertools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.grouped_matmul import mosaic, tiles
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
@@ -24,16 +25,17 @@ from tests.grouped import (
     within_groups,
     wrong_sizes,
 )
+from tests.helpers import parametrize, slow_except
 
 OLD_JAX = jax.__version_info__[:2] < SMALLEST_JAX
 needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 M = 256
 SIZES = [edges(M)[name] for name in ("skewed", "one group", "sum below m", "nothing")]
-SMALL = functools.partial(Config, 128, 128, cluster=1, snake=2, pipeline="ring")
+SMALL = partial(Config, 128, 128, cluster=1, snake=2, pipeline="ring")
 
 
-@pytest.mark.parametrize("tile", [4, 128])
-@pytest.mark.parametrize(
+@parametrize("tile", [4, 128])
+@parametrize(
     "sizes",
     [*SIZES, [1] * 6, [3, 381], [0, 0, 1], np.asarray(sizes_of(3000, 40, 0.2))],
     ids=str,
@@ -53,7 +55,8 @@ def test_tiles_cover_each_group_and_nothing_else(sizes, tile):
     start = 0
     expected = []
     for group, size in enumerate(sizes):
-        assert starts[group] == start and before[group] == len(expected)
+        assert starts[group] == start
+        assert before[group] == len(expected)
         fact = (group, len(expected), start, start + size)
         expected += [fact] * -(-size // tile)
         start += size
@@ -61,9 +64,7 @@ def test_tiles_cover_each_group_and_nothing_else(sizes, tile):
     assert np.transpose(facts)[: len(expected)].tolist() == [*map(list, expected)]
 
 
-@pytest.mark.parametrize(
-    "sizes", [[3, -1, 2], [10, 0, 1], [2**31 - 1, 2**31 - 1, 39], [0, 11, 0]]
-)
+@parametrize("sizes", [[3, -1, 2], [10, 0, 1], [2**31 - 1, 2**31 - 1, 39], [0, 11, 0]])
 def test_wrong_sizes_begin_behind_the_rows(sizes):
     starts, _ = tiles.list_groups(jnp.array(sizes, jnp.int32), 10, 4)
     assert int(starts[-1]) > 10
@@ -71,16 +72,16 @@ def test_wrong_sizes_begin_behind_the_rows(sizes):
 
 def check(op, oracle, operands, accumulation, config):
     options = Product(jnp.dtype(jnp.float32), accumulation)
-    multiply = jax.jit(functools.partial(op, options, config=config))
+    multiply = jax.jit(partial(op, options, config=config))
     for sizes in SIZES:
         got = multiply(*operands, jnp.array(sizes))
-        np.testing.assert_array_equal(got, oracle(*operands, sizes))
+        assert_array_equal(got, oracle(*operands, sizes))
     assert jnp.isnan(multiply(*operands, jnp.array(wrong_sizes(M)[-1]))).all()
 
 
 @needs_mosaic
-@pytest.mark.slow_except("mixed")
-@pytest.mark.parametrize(
+@slow_except("mixed")
+@parametrize(
     "form, accumulation, config",
     [
         ("mixed", "fast", SMALL(tile_k=128, stages=2)),
@@ -99,8 +100,8 @@ def test_rows_of_groups(form, accumulation, config):
 
 
 @needs_mosaic
-@pytest.mark.slow_except("mixed")
-@pytest.mark.parametrize(
+@slow_except("mixed")
+@parametrize(
     "form, accumulation, config",
     [
         ("mixed", "fast", SMALL(tile_k=128, stages=2)),
@@ -116,13 +117,13 @@ def test_sums_within_groups(form, accumulation, config):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
+@parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_steps_are_promoted_together(steps):
     operands = FORMS["tensor"].by_groups(M, 128 * steps, 128, 6)
     options = Product(jnp.dtype(jnp.float32), "full")
     config = SMALL(tile_k=128, stages=4)
     y = mosaic.KERNEL.run(options, *operands, jnp.array(SIZES[0]), config=config)
-    np.testing.assert_array_equal(y, by_groups(*operands, SIZES[0]))
+    assert_array_equal(y, by_groups(*operands, SIZES[0]))
 
 
 @needs_mosaic
@@ -130,7 +131,8 @@ def test_rows_behind_the_groups_are_zero_next_to_nan():
     x = jnp.ones((128, 64), BF16).at[5:].set(jnp.nan)
     w = jnp.ones((2, 64, 64), BF16).at[1].set(jnp.nan)
     y = grouped_matmul(x, w, jnp.array([5, 0]), backend="mosaic")
-    assert (y[:5] == 64).all() and not y[5:].any()
+    assert (y[:5] == 64).all()
+    assert not y[5:].any()
 
 
 @needs_mosaic
@@ -138,12 +140,14 @@ def test_a_stack_is_multiplied_one_by_one():
     x = jnp.ones((2, 128, 64), BF16) * jnp.array([1, 2], BF16)[:, None, None]
     w = jnp.ones((2, 64, 64), BF16)
     sizes = jnp.array([[5, 123], [0, 7]])
-    multiply = functools.partial(grouped_matmul, backend="mosaic")
+    multiply = partial(grouped_matmul, backend="mosaic")
     y = jax.vmap(multiply, (0, None, 0))(x, w, sizes)
-    assert (y[0] == 64).all() and (y[1, :7] == 128).all() and not y[1, 7:].any()
+    assert (y[0] == 64).all()
+    assert (y[1, :7] == 128).all()
+    assert not y[1, 7:].any()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "x, w, message",
     [
         ((100, 64), (2, 64, 64), "100 rows are fewer than the 128 of a tile"),
@@ -159,12 +163,14 @@ def test_shapes_without_a_tile_are_refused_with_the_reason(x, w, message):
         grouped_matmul(x, w, jnp.array([1, 2]), backend="mosaic")
 
 
-@pytest.mark.parametrize("shape", [(65536, 2048, 1024), (32768, 2880, 5760)], ids=str)
+@parametrize("shape", [(65536, 2048, 1024), (32768, 2880, 5760)], ids=str)
 def test_every_candidate_fits(shape):
     for width, halves in itertools.product((1, 2), (1, 2)):
         problem = mosaic.Problem(*shape, False, width, 2, halves, False, 64)
         found = mosaic.candidates(problem)
-        assert found and shape[1] % found[0].tile_k == 0 and found[0].stages >= 2
+        assert found
+        assert shape[1] % found[0].tile_k == 0
+        assert found[0].stages >= 2
 
 
 def described(mesh, shape, dtype, scaling, halves=1):
@@ -184,8 +190,8 @@ def described(mesh, shape, dtype, scaling, halves=1):
 @needs_mosaic
 @pytest.mark.optimized
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.slow_except("rows-mixed-fast", "within-tensor-full")
-@pytest.mark.parametrize(
+@slow_except("rows-mixed-fast", "within-tensor-full")
+@parametrize(
     "form, accumulation",
     [
         ("mixed", "fast"),
@@ -197,7 +203,7 @@ def described(mesh, shape, dtype, scaling, halves=1):
         ("small squares", "fast"),
     ],
 )
-@pytest.mark.parametrize("kind", ["rows", "within"])
+@parametrize("kind", ["rows", "within"])
 def test_products_stay_in_registers(kind, form, accumulation, capfd):
     mesh = h200s(1)
     m, k, n, e = 65536, 2048, 1024, 64
@@ -210,9 +216,10 @@ def test_products_stay_in_registers(kind, form, accumulation, capfd):
         op = grouped_weight_gradient
         x = described(mesh, (k, m), one.w, one.of_rows)
         w = described(mesh, (n, m), one.x, one.of_rows)
-    product = functools.partial(op, accumulation=accumulation, backend="mosaic")
+    product = partial(op, accumulation=accumulation, backend="mosaic")
     compiled = compile_for(mesh, product, x, w, on(mesh, (e,), jnp.int32))
     assert compiled.targets == ["mosaic_gpu_v2"]
     assert len(compiled.results("fusion")) <= 8  # lists and scales
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
-    assert stacks and max(map(int, stacks)) <= 64
+    assert stacks
+    assert max(map(int, stacks)) <= 64

@@ -3,7 +3,7 @@
 The limits are lowered to sizes of tests.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pallas_kernels.adamw.api import adamw
 from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.adamw import KEY, data, rates
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits, slow_except
 
 K, N = 16, 384
 
@@ -32,9 +32,9 @@ def limits(monkeypatch):
     return lower
 
 
-@pytest.mark.slow_except("6-2-3-both", "5-1-5-rows")
-@pytest.mark.parametrize(
-    ("size", "most", "parts", "orientation"),
+@slow_except("6-2-3-both", "5-1-5-rows")
+@parametrize(
+    "size, most, parts, orientation",
     [(6, 5, 2, "rows"), (6, 2, 3, "both"), (5, 1, 5, "rows")],
 )
 def test_adamw_takes_a_stack_by_parts(
@@ -52,7 +52,7 @@ def test_adamw_takes_a_stack_by_parts(
         lambda *args, **options: called.append(args[3]) or call(*args, **options),
     )
     limits(most * K * N)
-    step = functools.partial(adamw, orientation=orientation)
+    step = partial(adamw, orientation=orientation)
     found = jax.jit(jax.vmap(lambda x, key: step(*x, rates(), key, backend="triton")))(
         stack, keys
     )
@@ -66,7 +66,7 @@ def test_adamw_takes_a_stack_by_parts(
 
 
 def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((K, 3 * N)), jnp.float32)
+    x = jnp.float32(np.random.default_rng(0).standard_normal((K, 3 * N)))
     expected = jax.jit(
         lambda x: (quantize(x, jnp.float8_e4m3fn, orientation="both"), dual_quantize(x))
     )(x)

@@ -4,13 +4,14 @@ Kernels run in their interpreters.
 """
 
 import dataclasses
-import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import tcfp_jax
 from pallas_kernels.hopper import plan
@@ -18,16 +19,17 @@ from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import add_product, matmul
 from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
 from tests.fp8_products import E4M3, E5M2, drawn, ones, within
+from tests.helpers import parametrize, slow_except
 
 OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
 needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 BACKENDS = ["xla", "triton", pytest.param("mosaic", marks=needs_mosaic)]
-in_float32 = functools.partial(matmul, out_dtype=jnp.float32)
+in_float32 = partial(matmul, out_dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("accumulation", ["fast", "full"])
-@pytest.mark.parametrize(("halves", "of_bias"), [(1, 1), (2, 1), (2, 0)])
+@parametrize("backend", BACKENDS)
+@parametrize("accumulation", ["fast", "full"])
+@parametrize("halves, of_bias", [(1, 1), (2, 1), (2, 0)])
 def test_with_one_scale_an_operand(backend, accumulation, halves, of_bias):
     x, w, exact, magnitude = drawn(Tensor(), halves)
     size = of_bias * np.float32(np.median(magnitude))
@@ -37,15 +39,15 @@ def test_with_one_scale_an_operand(backend, accumulation, halves, of_bias):
     assert within(got, exact + np.float64(bias), magnitude + np.abs(bias))
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "Block(size=128, tile='square')-2-xla",
     "Block(size=128, tile='square')-2-triton",
     "Block(size=32, tile='vector')-2-triton",
     "Row(scale='pow2')-1-xla",
     "Row(scale='pow2')-1-triton",
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
+@parametrize("backend", BACKENDS)
+@parametrize(
     "scaling, halves",
     [
         (Block(128, "square"), 2),
@@ -62,7 +64,7 @@ def test_with_many_scales_an_operand(scaling, halves, backend):
     assert within(in_float32(x, w, backend=backend), exact, magnitude)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "x_dtype, w_dtype, out_dtype",
     [
         (E4M3, E4M3, jnp.float32),
@@ -71,7 +73,7 @@ def test_with_many_scales_an_operand(scaling, halves, backend):
         (E4M3, E4M3, jnp.float16),
     ],
 )
-@pytest.mark.parametrize(
+@parametrize(
     "scaling", [Tensor("pow2"), Tensor("float32"), Row("pow2"), Block(32)], ids=str
 )
 def test_formats_and_results(x_dtype, w_dtype, scaling, out_dtype):
@@ -82,19 +84,20 @@ def test_formats_and_results(x_dtype, w_dtype, scaling, out_dtype):
     assert within(got, exact, magnitude, 4 * rounding)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scaling", [Tensor(), Block(128)], ids=str)
+@parametrize("backend", BACKENDS)
+@parametrize("scaling", [Tensor(), Block(128)], ids=str)
 def test_bfloat16_results_and_leading_axes(scaling, backend):
     x, w, exact, magnitude = drawn(scaling)
     scale = x.scale if scaling == Tensor() else x.scale.reshape(2, 128, 2)
     stack = dataclasses.replace(x, values=x.values.reshape(2, 128, 256), scale=scale)
     got = matmul(stack, w, jnp.ones(128), backend=backend)
-    assert got.shape == (2, 128, 128) and got.dtype == jnp.bfloat16
+    assert got.shape == (2, 128, 128)
+    assert got.dtype == jnp.bfloat16
     size = magnitude + np.abs(exact) + 1
     assert within(got.reshape(256, 128), exact + 1, size, 2.0**-8)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "sizes, backend",
     [
         ((32, 64, 48), None),
@@ -112,14 +115,14 @@ def test_a_product_is_added(sizes, backend):
     half = jnp.float32(0.5)
     w_dtype = E4M3 if backend else E5M2  # Triton multiplies one format
     found = add_product(
-        jnp.asarray(total, jnp.float32),
+        jnp.float32(total),
         Operand(jnp.asarray(x, E4M3), half),
         Operand(jnp.asarray(w).astype(w_dtype), half),
         "full",
         backend,
     )
-    stored = np.asarray(jnp.asarray(w).astype(w_dtype), np.float64)
-    np.testing.assert_array_equal(found, total + x @ stored.T / 4)
+    stored = np.float64(jnp.asarray(w).astype(w_dtype))
+    assert_array_equal(found, total + x @ stored.T / 4)
 
 
 def test_ragged_sizes():
@@ -127,8 +130,8 @@ def test_ragged_sizes():
     assert within(in_float32(x, w), exact, magnitude)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scaling", [Tensor(), Block(128, "vector"), Row()], ids=str)
+@parametrize("backend", BACKENDS)
+@parametrize("scaling", [Tensor(), Block(128, "vector"), Row()], ids=str)
 def test_a_weight_gradient_contracts_all_tokens(scaling, backend):
     case = drawn(scaling, 1)
     x, w = [
@@ -136,7 +139,8 @@ def test_a_weight_gradient_contracts_all_tokens(scaling, backend):
         for operand in (case.x, case.w)
     ]
     got = in_float32(x, w, backend=backend)
-    assert got.shape == (256, 128) and within(got, case.exact, case.magnitude)
+    assert got.shape == (256, 128)
+    assert within(got, case.exact, case.magnitude)
 
 
 def check_configs(configs, case, accumulation):
@@ -148,15 +152,15 @@ def check_configs(configs, case, accumulation):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("accumulation", ["fast", "full"])
+@parametrize("accumulation", ["fast", "full"])
 def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
     configs = plan.candidates(plan.Problem(256, 256, 128, 2), accumulation)
     check_configs(configs, drawn(Tensor(), x_dtype=E5M2), accumulation)
 
 
 @needs_mosaic
-@pytest.mark.slow_except("squares of 128")
-@pytest.mark.parametrize(
+@slow_except("squares of 128")
+@parametrize(
     "scaling, halves",
     [(Block(128), 2), (Block(64), 1), (Block(64, "vector"), 1)],
     ids=["squares of 128", "squares of 64", "vectors of 64"],
@@ -170,7 +174,7 @@ def test_every_config_of_the_kernel_with_blocks(scaling, halves):
     check_configs(configs, drawn(scaling, halves), "full")
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
+@parametrize("backend", BACKENDS[:2])
 def test_one_scale_needs_products_above_2_to_the_minus_108(backend):
     """Scales whose product is no normal float32 make the result 0.
 
@@ -187,7 +191,7 @@ def test_one_scale_needs_products_above_2_to_the_minus_108(backend):
         small = scaled(x, scaling, 2.0**-60)
         smaller = scaled(w, scaling, 2.0 ** (exponent + 60))
         got = in_float32(small, smaller, backend=backend)
-        return np.asarray(got, np.float64) * (scale / 2.0**exponent)
+        return np.float64(got) * (scale / 2.0**exponent)
 
     # Results below 2**-126 are 0, sums of codes below one or two.
     size = magnitude + 2.0**17 * scale
@@ -196,7 +200,7 @@ def test_one_scale_needs_products_above_2_to_the_minus_108(backend):
     assert within(product(-127, Row()), exact, size, 2.0**-16)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@parametrize("backend", BACKENDS)
 def test_under_vmap(backend):
     x, w, exact, magnitude = drawn(Tensor(), 1)
 
@@ -208,7 +212,7 @@ def test_under_vmap(backend):
     assert within(got.reshape(256, 128), exact, magnitude)
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
+@parametrize("backend", [None, "triton"])
 def test_the_scales_of_a_residual_change_nothing(backend):
     x, w, *_ = drawn(Block(32), 2, (32, 64, 32))
     assert w.lo_scale is not None
@@ -313,7 +317,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("operands, options, error, message", REFUSED)
+@parametrize("operands, options, error, message", REFUSED)
 def test_operands_are_refused_with_the_reason(operands, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         matmul(*operands, **options)
@@ -324,9 +328,9 @@ def test_e5m2_twice_is_not_added():
         add_product(jnp.zeros((32, 32)), OTHER, OTHER, "full")
 
 
-@pytest.mark.slow_except("tcfp12-triton")
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("name", ["tcfp12", "tcfp12_fast"])
+@slow_except("tcfp12-triton")
+@parametrize("backend", BACKENDS[1:])
+@parametrize("name", ["tcfp12", "tcfp12_fast"])
 def test_a_layer_and_its_gradients(backend, name):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((128, 256)).astype(np.float32)

@@ -1,6 +1,6 @@
 """Moments in 8 bits: every code by NumPy's formulas, and rounding that keeps means."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import counter, moments
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits, slow_except
 
 E4M3 = ml_dtypes.float8_e4m3fn
 encode_m = jax.jit(moments.encode_m)
@@ -34,7 +34,7 @@ def random(shape, *words):
 def test_all_codes_of_m_are_the_formula():
     for exponent in EXPONENTS:
         scale = jnp.full((1, 2), 2.0**exponent, jnp.float8_e8m0fnu)
-        got = np.asarray(decode_m(jnp.asarray(CODES_M), scale), np.float64)
+        got = np.float64(decode_m(jnp.asarray(CODES_M), scale))
         assert np.array_equal(got, CODES_M.astype(np.float64) * 2.0**exponent)
 
 
@@ -47,7 +47,7 @@ def test_all_codes_of_v_are_the_formula():
         of_blocks = jnp.full((1, 2), base, jnp.uint8)
         got = decode_v(jnp.asarray(codes[None], jnp.uint8), of_blocks)
         expected = mantissa * 2.0 ** (base + exponent)
-        assert np.array_equal(np.asarray(got, np.float64)[0], expected)
+        assert np.array_equal(np.float64(got)[0], expected)
         assert np.all(np.diff(expected, prepend=0) > 0)
 
 
@@ -58,7 +58,7 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize("bits", BITS)
+@parametrize("bits", BITS)
 def test_stored_values_are_stored_unchanged(bits):
     for exponent in EXPONENTS:
         scale = jnp.full((1, 2), 2.0**exponent, jnp.float8_e8m0fnu)
@@ -104,13 +104,13 @@ def means(kind, draws=1 << 14):
         rounded = jax.vmap(stored)(i * 64 + jnp.arange(64, dtype=jnp.uint32))
         return jnp.mean(rounded / x - 1, 0), jnp.min(rounded, 0), jnp.max(rounded, 0)
 
-    run = jax.jit(functools.partial(jax.lax.map, block))
+    run = jax.jit(partial(jax.lax.map, block))
     found = run(jnp.arange(draws // 64, dtype=jnp.uint32))
-    mean, low, high = (np.asarray(array, np.float64) for array in found)
+    mean, low, high = (np.float64(array) for array in found)
     return np.float64(x), mean.mean(0), low.min(0), high.max(0)
 
 
-@pytest.mark.parametrize("kind", ["m", "v", "lo"])
+@parametrize("kind", ["m", "v", "lo"])
 def test_the_mean_is_kept_over_the_whole_range(kind):
     draws = 1 << 14
     x, relative, low, high = means(kind, draws)
@@ -120,11 +120,9 @@ def test_the_mean_is_kept_over_the_whole_range(kind):
     assert np.mean(high > low) > 0.9
 
 
-@pytest.mark.slow_except("0.95-steps0")
+@slow_except("0.95-steps0")
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("b2", "steps"), [(0.95, (20, 60, 120)), (0.999, (1000, 3000, 6000))]
-)
+@parametrize("b2, steps", [(0.95, (20, 60, 120)), (0.999, (1000, 3000, 6000))])
 def test_an_average_of_v_follows_a_gradient_that_falls_tenfold(b2, steps):
     """The mean over values follows an average in float32, also where that stays."""
     shape = (16, 128)
@@ -169,11 +167,11 @@ def test_no_v_is_zero_unless_its_block_is():
 def test_a_block_of_zeros_has_a_scale_of_one_and_signs():
     m = jnp.zeros((2, 130)).at[1, 129].set(-0.0)
     codes, scale = encode_m(m, random(m.shape, 1))
-    assert np.all(np.asarray(scale, np.float32) == 1)
-    assert not np.any(np.asarray(codes, np.float32))
+    assert np.all(np.float32(scale) == 1)
+    assert not np.any(np.float32(codes))
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf], ids=str)
+@parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf], ids=str)
 def test_nan_spreads_within_its_block(bad):
     x = np.ones((3, 200), np.float32)
     x[1, 5] = bad
@@ -196,7 +194,7 @@ def test_values_beyond_the_range_saturate_or_are_the_floor():
     assert float(decode_v(codes, base)[1, 0]) == 1.125 * 2.0**-119
 
 
-@pytest.mark.parametrize("shape", [(1,), (2, 3, 129)], ids=str)
+@parametrize("shape", [(1,), (2, 3, 129)], ids=str)
 def test_scales_are_one_for_each_block_of_the_last_axis(shape):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
     codes, scale = encode_m(x, random(shape, 1))

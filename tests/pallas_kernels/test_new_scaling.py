@@ -19,6 +19,7 @@ from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as rounding
 from tcfp_jax.recipes import Single, definition
 from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import normal
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,15 @@ def known(monkeypatch):
 
 def test_a_new_scaling_is_stored_multiplied_and_trained(known):
     recipe = tcfp_jax.recipe("tensorwise", scaling=Tenth(), remainder="feedback")
-    x = jax.random.normal(jax.random.key(0), (16, 32))
-    w = jax.random.normal(jax.random.key(1), (32, 8))
+    x = normal(0, (16, 32))
+    w = normal(1, (32, 8))
     stored, _ = quantize_weight(w, recipe)
-    wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    wanted = np.float64(x) @ np.float64(w)
     for one in (w, stored):
         got = tcfp_jax.matmul(x, one, recipe=recipe)
         assert np.linalg.norm(got - wanted) < 0.06 * np.linalg.norm(wanted)
-    assert stored.shape == (32, 8) and stored.swap().shape == (8, 32)
+    assert stored.shape == (32, 8)
+    assert stored.swap().shape == (8, 32)
     tx = tcfp_jax.error_feedback(recipe)
     state = tx.init({"kernel": w})
     _, state = tx.update({"kernel": jnp.zeros_like(w)}, state, {"kernel": w})
@@ -87,4 +89,6 @@ def test_a_new_scaling_is_stored_multiplied_and_trained(known):
         return jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe))
 
     dx, dw = jax.grad(total, argnums=(0, 1))(x, w)
-    assert dx.shape == x.shape and dw.shape == w.shape and jnp.isfinite(dw).all()
+    assert dx.shape == x.shape
+    assert dw.shape == w.shape
+    assert jnp.isfinite(dw).all()

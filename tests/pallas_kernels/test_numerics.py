@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from pallas_kernels import numerics
 from tests.formats_oracles import EVERY_BFLOAT16, same
+from tests.helpers import parametrize, slow_except
 
 FORMATS = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -17,13 +17,13 @@ FORMATS = {
 }
 # errors of weights have it, and no product reads it
 ROUNDED = FORMATS | {"float8_e3m4": ml_dtypes.float8_e3m4}
-every_format = pytest.mark.parametrize("dtype", FORMATS)
+every_format = parametrize("dtype", FORMATS)
 
 
 def oracle(x, dtype):
     """Clip, then ml_dtypes' cast; NaN for what is not finite."""
     limit = float(ml_dtypes.finfo(ROUNDED[dtype]).max)
-    x = np.asarray(x, np.float32)
+    x = np.float32(x)
     clipped = np.clip(np.nan_to_num(x), -limit, limit)
     rounded = clipped.astype(ROUNDED[dtype]).astype(np.float32)
     return np.where(np.isfinite(x), rounded, np.nan)
@@ -36,7 +36,7 @@ def test_cast_of_every_bfloat16(dtype):
     assert same(got.astype(jnp.float32), oracle(EVERY_BFLOAT16, dtype))
 
 
-@pytest.mark.parametrize("dtype", ROUNDED)
+@parametrize("dtype", ROUNDED)
 def test_round_to_is_the_cast_without_the_cast(dtype):
     random = np.random.default_rng(0)
     wide = random.standard_normal(2**16) * 10.0 ** random.uniform(-12, 8, 2**16)
@@ -51,7 +51,7 @@ def test_scale_is_the_smallest_power_of_two_that_fits(dtype):
     above = np.nextafter(np.float32(1.75), np.float32(2))
     mantissas = np.array([1.0, 1.25, 1.75, above, 1.999], np.float32)
     amax = np.ldexp(mantissas, np.arange(-126, 128)[:, None]).reshape(-1)
-    got = np.asarray(numerics.pow2_cover(jnp.asarray(amax), limit), np.float64)
+    got = np.float64(numerics.pow2_cover(jnp.asarray(amax), limit))
     for a, s in zip(amax.astype(np.float64), got, strict=True):
         mantissa, exponent = math.frexp(a / limit)
         expected = max(-126, exponent - 1 if mantissa == 0.5 else exponent)
@@ -94,7 +94,7 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     bits = jax.random.bits(jax.random.key(0), (draws, x.size))
     rounded = jax.jit(numerics.stochastic_round_to, static_argnums=1)
     repeated = jnp.broadcast_to(jnp.asarray(x), bits.shape)
-    got = np.asarray(rounded(repeated, dtype, bits), np.float64)
+    got = np.float64(rounded(repeated, dtype, bits))
     codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype]).astype(np.float64)
     values = np.unique(codes[np.isfinite(codes)])
     lower = values[np.searchsorted(values, x, side="right") - 1]
@@ -107,9 +107,9 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     assert np.mean(relative) ** 2 <= 16 * 0.25 / got.size
 
 
-@pytest.mark.slow_except("(64, 64)-float16", "(128, 4, 32)-bfloat16")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(3,), (64, 64), (128, 4, 32)], ids=str)
+@slow_except("(64, 64)-float16", "(128, 4, 32)-bfloat16")
+@parametrize("dtype", ["float32", "bfloat16", "float16"])
+@parametrize("shape", [(3,), (64, 64), (128, 4, 32)], ids=str)
 def test_amax_sees_every_nan(shape, dtype):
     """XLA:CPU's own maximum skips NaN in float32 arrays that it vectorizes."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)

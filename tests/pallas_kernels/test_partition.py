@@ -1,9 +1,9 @@
 """Kernels under meshes of eight virtual devices: what moves, and that bits stay."""
 
 import dataclasses
-import functools
 import itertools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from pallas_kernels.tiled import Tiling
 from pallas_kernels.triton_passes import TRITON
 from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_arrays
 from tcfp_jax.formats.rounding import Modes
-from tests.helpers import float64_of, mesh_of, same_bits
+from tests.helpers import float64_of, mesh_of, parametrize, same_bits, slow_except
 
 E4M3 = jnp.float8_e4m3fn
 COLLECTIVES = (
@@ -65,13 +65,13 @@ def operands():
 
 
 def product(**options):
-    return functools.partial(matmul, out_dtype=jnp.float32, backend="triton", **options)
+    return partial(matmul, out_dtype=jnp.float32, backend="triton", **options)
 
 
 def of_backends(call, *operands):
     """The results of a call by Triton and by XLA."""
     for backend in ("triton", "xla"):
-        yield jax.jit(functools.partial(call, backend=backend))(*operands)
+        yield jax.jit(partial(call, backend=backend))(*operands)
 
 
 def spread(put, operand, spec):
@@ -83,14 +83,14 @@ def spread(put, operand, spec):
 def close(got, x, w, bias=0.0):
     a = float64_of(x)
     b = float64_of(w)
-    error = np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64))
+    error = np.float64(got) - (a @ b.T + np.float64(bias))
     size = np.abs(a) @ np.abs(b).T + np.abs(bias)
     return np.all(np.abs(error) <= 2.0**-18 * size)
 
 
-@pytest.mark.slow_except("x_spec2-w_spec2-expected2", "x_spec3-w_spec3-expected3")
-@pytest.mark.parametrize(
-    ("x_spec", "w_spec", "expected"),
+@slow_except("x_spec2-w_spec2-expected2", "x_spec3-w_spec3-expected3")
+@parametrize(
+    "x_spec, w_spec, expected",
     [
         (P("a"), P(), set()),
         (P("a"), P("b"), set()),
@@ -100,7 +100,7 @@ def close(got, x, w, bias=0.0):
     ],
 )
 def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal(128) * 1e3, jnp.float32)
+    bias = jnp.float32(np.random.default_rng(1).standard_normal(128) * 1e3)
     x, w = operands()
     on_devices = spread(put, x, x_spec), spread(put, w, w_spec)
     compiled = jax.jit(product(bias=bias)).lower(*on_devices).compile()
@@ -108,9 +108,9 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     assert close(compiled(*on_devices), x, w, bias)
 
 
-@pytest.mark.slow_except("split4-out4-expected4", "b-out6-expected6")
-@pytest.mark.parametrize(
-    ("split", "out", "expected"),
+@slow_except("split4-out4-expected4", "b-out6-expected6")
+@parametrize(
+    "split, out, expected",
     [
         ("b", P("b"), {"reduce-scatter"}),
         ("b", P(None, "b"), {"reduce-scatter"}),
@@ -133,8 +133,8 @@ def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(
     assert close(compiled(x, w), *halves)
 
 
-@pytest.mark.parametrize(
-    ("x_spec", "w_spec", "expected"),
+@parametrize(
+    "x_spec, w_spec, expected",
     [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})],
 )
 def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expected):
@@ -147,9 +147,9 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
     assert close(compiled(*on_devices), x, w)
 
 
-@pytest.mark.slow_except("spec1")
+@slow_except("spec1")
 @pytest.mark.optimized
-@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
+@parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
 def test_quantizers_with_one_scale_move_one_number(put, spec):
     w = put(hard_values((128, 128)), spec)
     error = put(hard_values((128, 128))[::-1] * np.float32(1e-6), spec)
@@ -157,55 +157,51 @@ def test_quantizers_with_one_scale_move_one_number(put, spec):
     def call(w, error, backend):
         return dual_quantize(w, error=error, orientation="both", backend=backend)
 
-    by_triton = jax.jit(functools.partial(call, backend="triton"))
+    by_triton = jax.jit(partial(call, backend="triton"))
     text = by_triton.lower(w, error).compile()
     assert collectives(text) == {"all-reduce"}  # of the amax
     assert "f32[128,128]{1,0} all-reduce" not in text.as_text()
     assert same_bits(*of_backends(call, w, error))
 
 
-@pytest.mark.slow_except("spec2-square")
+@slow_except("spec2-square")
 @pytest.mark.optimized
-@pytest.mark.parametrize(
+@parametrize(
     "spec, tile",
     [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")],
 )
 def test_quantizers_with_blocks_move_nothing(put, spec, tile):
     x = put(hard_values((256, 256)), spec)
-    call = functools.partial(
-        quantize, dtype=E4M3, scaling=Block(32, tile), orientation="both"
-    )
-    compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
+    call = partial(quantize, dtype=E4M3, scaling=Block(32, tile), orientation="both")
+    compiled = jax.jit(partial(call, backend="triton")).lower(x).compile()
     assert not collectives(compiled)
     assert same_bits(*of_backends(call, x))
 
 
-@pytest.mark.slow_except("P('a', 'b')-rows", "P('a', 'b')-both")
+@slow_except("P('a', 'b')-rows", "P('a', 'b')-both")
 @pytest.mark.optimized
-@pytest.mark.parametrize("orientation", ["rows", "both"])
-@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
+@parametrize("orientation", ["rows", "both"])
+@parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
 def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(
     put, spec, orientation
 ):
     x = hard_values((256, 512))
     x[3, 7] = np.nan
     x = put(x, spec)
-    call = functools.partial(
-        quantize, dtype=E4M3, scaling=Row(), orientation=orientation
-    )
-    compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
+    call = partial(quantize, dtype=E4M3, scaling=Row(), orientation=orientation)
+    compiled = jax.jit(partial(call, backend="triton")).lower(x).compile()
     shared = orientation == "both" or spec != P("a")
     assert collectives(compiled) == ({"all-reduce"} if shared else set())
     reduced = re.findall(r"= \S*\[([\d,]*)\]\S* all-reduce", compiled.as_text())
     assert all("," not in shape for shape in reduced), reduced  # vectors, of lines
-    equal = functools.partial(np.array_equal, equal_nan=True)
+    equal = partial(np.array_equal, equal_nan=True)
     assert jax.tree.all(jax.tree.map(equal, *of_backends(call, x)))
 
 
 @pytest.mark.optimized
 def test_an_axis_is_not_split_inside_a_block(put):
     x = put(hard_values((256, 128)), P("a", "b"))
-    call = functools.partial(quantize, x, E4M3, Block(64, "vector"))
+    call = partial(quantize, x, E4M3, Block(64, "vector"))
     assert same_bits(*of_backends(call))
 
 
@@ -225,7 +221,7 @@ def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
 @pytest.mark.optimized
 def test_parts_that_no_tile_divides(put):
     values = put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device
-    call = functools.partial(dual_quantize, values, orientation="both")
+    call = partial(dual_quantize, values, orientation="both")
     assert same_bits(*of_backends(call))
     x, w = operands()
     x = dataclasses.replace(x, values=x.values[:32])
@@ -255,7 +251,7 @@ def test_tiles_divide():
 
 
 ONE = jnp.float32(1)
-HALF = functools.partial(Operand, scale=jnp.float32(0.5))
+HALF = partial(Operand, scale=jnp.float32(0.5))
 RATES = Rates(*[ONE] * len(Rates._fields))._replace(keep=jnp.bool_(True))
 WORDS = (jnp.uint32(1), jnp.uint32(2))
 # Of rows that vary, beside numbers that do not.
@@ -285,7 +281,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@parametrize("name", KERNELS)
 def test_results_of_kernels_vary_as_their_operands(name):
     def inside(x):
         for leaf in jax.tree.leaves(KERNELS[name](x)):

@@ -2,8 +2,8 @@
 `tests/gpu` has their bits on a GPU.
 """
 
-import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from tcfp_jax.formats.cast_kernel import Cast
 from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 BF16 = "bfloat16"
@@ -47,15 +47,13 @@ def values_of(shape, dtype, deviation):
 
 def assert_reference(call, *arguments, **options):
     """The kernel's results are those of XLA, bit for bit."""
-    run = functools.partial(call, *arguments, **options)
+    run = partial(call, *arguments, **options)
     assert same_bits(run(backend="mosaic"), run(backend="xla"))
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    "orientation", [pytest.param("rows", marks=pytest.mark.slow), "both"]
-)
-@pytest.mark.parametrize("scaling", [Tensor("float32"), Row(), Row("float32")], ids=str)
+@parametrize("orientation", [pytest.param("rows", marks=pytest.mark.slow), "both"])
+@parametrize("scaling", [Tensor("float32"), Row(), Row("float32")], ids=str)
 def test_the_kernel_is_the_reference_bit_for_bit(scaling, orientation):
     x = values_of((256, 128), BF16, 3).reshape(2, 128, 128)
     amax = jnp.float32(5) if isinstance(scaling, Tensor) else None
@@ -63,7 +61,7 @@ def test_the_kernel_is_the_reference_bit_for_bit(scaling, orientation):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("scaling", [Tensor("float32"), Row()], ids=str)
+@parametrize("scaling", [Tensor("float32"), Row()], ids=str)
 def test_other_shapes_are_refused(scaling):
     x = jnp.ones((100, 96), BF16)
     why = r"\[100, 96\] must be multiples of 128 and 64"
@@ -72,8 +70,8 @@ def test_other_shapes_are_refused(scaling):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("with_bits", [False, True])
-@pytest.mark.parametrize("with_error", [False, True])
+@parametrize("with_bits", [False, True])
+@parametrize("with_error", [False, True])
 def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
     w = values_of((256, 64), F32, 1)
     options = dict(amax=jnp.float32(2), orientation="both")
@@ -85,7 +83,7 @@ def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
+@parametrize(
     "size, with_error",
     [(32, True), pytest.param(64, False, marks=pytest.mark.slow), (128, False)],
 )
@@ -126,7 +124,7 @@ def computed(x, *vectors, results=2, backend="mosaic"):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("results", [1, 2])
+@parametrize("results", [1, 2])
 def test_computed_values_are_the_reference_bit_for_bit(results):
     x = values_of((128, 192), BF16, 2)
     ids = jnp.arange(192)
@@ -136,7 +134,7 @@ def test_computed_values_are_the_reference_bit_for_bit(results):
 
 def by_mosaic(call, scaling, **options):
     """A call of one argument by Mosaic, in both orientations."""
-    return functools.partial(
+    return partial(
         call,
         dtype=E4M3,
         scaling=scaling,
@@ -175,7 +173,7 @@ def test_passes_with_vectors_compile_without_spills(capfd):
 
 
 @needs_h200
-@pytest.mark.parametrize(
+@parametrize(
     "call, dtype",
     [
         *((by_mosaic(quantize, Block(size, "vector")), BF16) for size in (128, 64, 32)),

@@ -2,8 +2,8 @@
 references; and all that quantizers refuse.
 """
 
-import functools
 import re
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from pallas_kernels.operands import SCALE_DTYPE, Block, Row, Tensor
 from pallas_kernels.quantize import triton_rows
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.quantize.computed import quantize_computed
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits, slow_except
 from tests.quantizer_oracles import (
     BLOCKS,
     E4M3,
@@ -35,7 +35,7 @@ from tests.quantizer_oracles import (
 )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "scaling, dtype",
     [
         *((scaling, E4M3) for scaling in (*ONCE, *ROWS, *BLOCKS)),
@@ -60,7 +60,7 @@ def test_every_scale_and_value_is_the_formula(scaling, dtype):
 def assert_formula(operand, x, dtype):
     """Every scale and value of an operand is that of NumPy."""
     values = np.asarray(operand.values)
-    scales = np.asarray(operand.scale, np.float32)
+    scales = np.float32(operand.scale)
     found = parts(operand.scaling, x.shape)
     assert scales.size == len(found)
     largest = LARGEST[dtype]
@@ -72,7 +72,7 @@ def assert_formula(operand, x, dtype):
 
 
 @scalings(*ONCE, *ROWS)
-@pytest.mark.parametrize("factor", [0.0, 1e30])
+@parametrize("factor", [0.0, 1e30])
 def test_the_formula_of_zeros_and_of_large_values(scaling, factor):
     x = np.random.default_rng(0).standard_normal((4, 48)).astype(np.float32)
     x *= np.float32(factor)
@@ -89,7 +89,7 @@ def test_rows_alone_are_the_rows_of_both(scaling):
 
 
 @scalings(Tensor(), Row(), Block(32, "vector"))
-@pytest.mark.parametrize("shape", [(2, 32, 48), (5,), (0, 4)], ids=str)
+@parametrize("shape", [(2, 32, 48), (5,), (0, 4)], ids=str)
 def test_columns_have_the_last_axis_first(scaling, shape):
     x = hard_values(shape) if len(shape) > 2 else np.ones(shape, np.float32)
     columns = quantized(x, E4M3, scaling, orientation="both").columns
@@ -100,8 +100,8 @@ def test_columns_have_the_last_axis_first(scaling, shape):
 
 
 @scalings(Tensor(), Row(), Block(32, "vector"), Block(32, "square"))
-@pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@parametrize("backend", ["xla", "triton"])
+@parametrize("bad", [jnp.nan, jnp.inf])
 def test_nan_spreads_within_its_scale(scaling, bad, backend):
     x = np.ones((64, 64), np.float32)
     x[3, 40] = bad
@@ -109,14 +109,14 @@ def test_nan_spreads_within_its_scale(scaling, bad, backend):
     expected = np.zeros((64, 64), bool)
     for _, part in parts(scaling, x.shape):
         expected[part] |= not np.isfinite(x[part]).all()
-    is_nan = np.isnan(np.asarray(q.rows.values, np.float32))
+    is_nan = np.isnan(np.float32(q.rows.values))
     assert np.array_equal(is_nan, expected)
-    assert np.isnan(np.asarray(q.columns.values, np.float32)).sum() == expected.sum()
+    assert np.isnan(np.float32(q.columns.values)).sum() == expected.sum()
 
 
 # Powers of two scale exactly, so what LLVM fuses can change no bit: one size of
 # blocks shows it.
-@pytest.mark.parametrize(
+@parametrize(
     "scaling, dtype, orientation",
     [
         *optimized((Tensor(), E4M3, "rows"), (Tensor("float32"), E5M2, "both")),
@@ -142,7 +142,7 @@ def assert_same_by_both(*arguments, **options):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
+@parametrize(
     "scaling, dtype, x_dtype",
     [
         (Row("pow2"), E4M3, "float32"),
@@ -152,7 +152,7 @@ def assert_same_by_both(*arguments, **options):
     ],
     ids=str,
 )
-@pytest.mark.slow_except(f"Row(scale='pow2')-{E4M3}-float32")
+@slow_except(f"Row(scale='pow2')-{E4M3}-float32")
 def test_the_kernels_of_rows_are_the_reference_bit_for_bit(scaling, dtype, x_dtype):
     """No tile divides these rows and columns, some of which are zeros, tiny,
     subnormal or not finite.
@@ -169,7 +169,7 @@ def test_the_kernels_of_rows_are_the_reference_bit_for_bit(scaling, dtype, x_dty
         assert_same_by_both(x, dtype, scaling, orientation=orientation)
 
 
-@pytest.mark.parametrize("orientation", ["rows", "both"])
+@parametrize("orientation", ["rows", "both"])
 def test_lines_longer_than_a_program_holds(orientation, monkeypatch):
     monkeypatch.setattr(triton_rows, "LONGEST_ROW", 64)
     monkeypatch.setattr(triton_rows, "MOST_TILES", 1)
@@ -177,7 +177,7 @@ def test_lines_longer_than_a_program_holds(orientation, monkeypatch):
     assert_same_by_both(x, E4M3, Row("float32"), orientation=orientation)
 
 
-@pytest.mark.slow_except("Tensor(scale='pow2')", "Block(size=32, tile='vector')")
+@slow_except("Tensor(scale='pow2')", "Block(size=32, tile='vector')")
 @pytest.mark.optimized
 @scalings(Tensor(), Row(), Block(32, "vector"))
 def test_the_kernel_takes_leading_axes_and_a_given_amax(scaling):
@@ -265,7 +265,7 @@ REFUSED = [
     ),
     (ValueError, "tile='row' is unknown", lambda: Block(32, "row")),
     *(
-        (ValueError, "scale='amax' is unknown", functools.partial(kind, "amax"))
+        (ValueError, "scale='amax' is unknown", partial(kind, "amax"))
         for kind in (Tensor, Row)
     ),
     (
@@ -309,7 +309,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("error, message, call", REFUSED)
+@parametrize("error, message, call", REFUSED)
 def test_refusals_say_why(error, message, call):
     with pytest.raises(error, match=re.escape(message)):
         call()

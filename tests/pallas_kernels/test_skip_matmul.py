@@ -4,13 +4,14 @@ It is interpreted against float64, and compiled for an H200.
 """
 
 import dataclasses
-import functools
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
@@ -20,6 +21,7 @@ from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import GATHERS, compile_for, h200s, on_blocks
 from tests.fp8_products import E4M3, Case, ones, within
+from tests.helpers import parametrize
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__[:2] < SMALLEST_JAX,
@@ -35,11 +37,11 @@ EXACT = {
     "all": [[1, 1, 1, 1], [1, 1, 1, 1]],
     "none": [[0, 0, 0, 0], [0, 0, 0, 0]],
 }
-by_kernel = functools.partial(skip_matmul, backend="mosaic")
-in_float32 = functools.partial(by_kernel, out_dtype=jnp.float32)
+by_kernel = partial(skip_matmul, backend="mosaic")
+in_float32 = partial(by_kernel, out_dtype=jnp.float32)
 
 
-@functools.cache
+@cache
 def drawn(exact, scaling=Block(128), m=256, bad=None):
     """A product over k = 512 with n = 256, and blocks of w that are exact."""
     rng = np.random.default_rng(0)
@@ -61,16 +63,18 @@ def drawn(exact, scaling=Block(128), m=256, bad=None):
 
 def test_the_work_list_begins_with_blocks_that_need_the_residual():
     count, order = mosaic._list_work(drawn("ragged").w.lo_scale, 2)
-    assert count.tolist() == [1, 4] and order.tolist() == [[1, 0, 2, 3], [0, 1, 2, 3]]
+    assert count.tolist() == [1, 4]
+    assert order.tolist() == [[1, 0, 2, 3], [0, 1, 2, 3]]
     # Vectors and smaller squares: a tile is left out where all of its blocks are zero.
     count, order = mosaic._list_work(drawn("half", Block(32)).w.lo_scale, 2)
-    assert count.tolist() == [8, 8] and order[0, :8].tolist() == [*range(4, 12)]
+    assert count.tolist() == [8, 8]
+    assert order[0, :8].tolist() == [*range(4, 12)]
     assert count.dtype == order.dtype == jnp.int32
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("exact", "scaling"),
+@parametrize(
+    "exact, scaling",
     [
         *((exact, Block(128)) for exact in EXACT),
         ("half", Block(128, "vector")),
@@ -86,7 +90,7 @@ def test_the_product_is_that_of_all_blocks(exact, scaling):
     if scaling == Block(128):
         every = matmul(x, w, out_dtype=jnp.float32, backend="mosaic")
         bound = float(2.0**-18 * magnitude.max())
-        np.testing.assert_allclose(skipping, every, rtol=0, atol=bound)
+        assert_allclose(skipping, every, rtol=0, atol=bound)
 
 
 @needs_mosaic
@@ -108,7 +112,7 @@ def test_nothing_of_a_skipped_block_is_read():
     x, w, *_ = drawn("all")
     got = in_float32(x, dataclasses.replace(w, lo=jnp.full_like(w.lo, jnp.nan)))
     expected = matmul(x, w.drop_residual(), out_dtype=jnp.float32, backend="xla")
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-3)
+    assert_allclose(got, expected, rtol=1e-5, atol=1e-3)
 
 
 @needs_mosaic
@@ -116,7 +120,8 @@ def test_a_nan_is_in_a_block_that_is_not_skipped():
     x, w, *_ = drawn("half", bad=(3, 20))
     assert np.asarray(w.lo_scale).view(np.uint8)[0, 0] != 0
     got = np.asarray(in_float32(x, w))
-    assert np.isnan(got[:, :128]).all() and np.isfinite(got[:, 128:]).all()
+    assert np.isnan(got[:, :128]).all()
+    assert np.isfinite(got[:, 128:]).all()
 
 
 def test_the_reference_is_that_of_matmul():
@@ -145,8 +150,8 @@ def test_tuned_json_tells_them_apart():
 
 @needs_plugin
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("block", "tile"),
+@parametrize(
+    "block, tile",
     [(128, "square"), (128, "vector"), (64, "square"), (32, "square")],
 )
 def test_the_kernel_stays_in_registers(block, tile, capfd):
@@ -155,14 +160,13 @@ def test_the_kernel_stays_in_registers(block, tile, capfd):
     compiled = compile_for(mesh, by_kernel, *operands)
     assert compiled.targets.count("mosaic_gpu_v2") == 1
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
-    assert stacks and max(map(int, stacks)) <= 128
+    assert stacks
+    assert max(map(int, stacks)) <= 128
 
 
 @needs_plugin
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("x_axes", "w_axes"), [(("a",), ("b",)), (("a", "b"), (None, "b"))]
-)
+@parametrize("x_axes, w_axes", [(("a",), ("b",)), (("a", "b"), (None, "b"))])
 def test_each_device_lists_its_own_work(x_axes, w_axes):
     mesh = h200s(2, 2)
     operands = on_blocks(mesh, (8192, 4096, 16384), Block(128), x_axes, w_axes)

@@ -3,33 +3,34 @@ traced; and never a false alarm.
 """
 
 import dataclasses
-import functools
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.sampling import SIZE, _places, sample_of
-from tests.helpers import mesh_of, same_bits
+from tests.helpers import mesh_of, parametrize, same_bits, slow_except
 
-W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), jnp.float32)
-X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 64)), jnp.float32)
+W = jnp.float32(np.random.default_rng(0).standard_normal((64, 32)))
+X = jnp.float32(np.random.default_rng(1).standard_normal((4, 64)))
 TCFP12 = tcfp_jax.recipe("tcfp12")
 
 
 def made(w, recipe=TCFP12, copies="both"):
-    quantize = functools.partial(quantize_weight, recipe=recipe, copies=copies)
+    quantize = partial(quantize_weight, recipe=recipe, copies=copies)
     for _ in w.shape[:-2]:
         quantize = jax.vmap(quantize)
     return dataclasses.replace(quantize(w)[0], sample=sample_of(w))
 
 
-@functools.cache
+@cache
 def stored_w():
     """Made when a test first asks: collecting tests compiles nothing."""
     return made(W)
@@ -48,7 +49,7 @@ def unchecked(stored):
     return dataclasses.replace(stored, sample=None)
 
 
-@pytest.mark.parametrize("w", OTHERS.values(), ids=OTHERS.keys())
+@parametrize("w", OTHERS.values(), ids=OTHERS.keys())
 def test_other_parameters_raise_and_are_nan_in_a_program(w):
     with pytest.raises(
         ValueError, match=r"made of other parameters.*was .* and is .*on the fly"
@@ -57,8 +58,8 @@ def test_other_parameters_raise_and_are_nan_in_a_program(w):
     assert jnp.isnan(jax.jit(current)(stored_w(), w).dequantize()).all()
 
 
-@pytest.mark.slow_except("mxfp8")
-@pytest.mark.parametrize(
+@slow_except("mxfp8")
+@parametrize(
     "name",
     ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"],
 )
@@ -74,9 +75,11 @@ def test_the_products_of_every_scaling_are_nan(name):
 
     run = jax.jit(product)
     y, dx = run(stored, W, X)
-    assert jnp.isfinite(y) and jnp.isfinite(dx).all()
+    assert jnp.isfinite(y)
+    assert jnp.isfinite(dx).all()
     y, dx = run(stored, 2 * W, X)
-    assert jnp.isnan(y) and jnp.isnan(dx).all()
+    assert jnp.isnan(y)
+    assert jnp.isnan(dx).all()
 
 
 def test_the_same_parameter_changes_no_bit():
@@ -91,19 +94,16 @@ def test_the_same_parameter_changes_no_bit():
     assert current(unchecked(stored_w()), 2 * W).sample is None
 
 
-@pytest.mark.slow_except("(64, 32)", "(1, 5)")
-@pytest.mark.parametrize("shape", [(64, 32), (1, 5), (1, 1), (3, 4096)], ids=str)
+@slow_except("(64, 32)", "(1, 5)")
+@parametrize("shape", [(64, 32), (1, 5), (1, 1), (3, 4096)], ids=str)
 def test_a_swapped_weight_has_the_sample_of_the_transpose(shape):
     w = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
     stored = made(w)
-    assert same_bits(stored.swap().sample, sample_of(w.T)) and same_bits(
-        stored.swap().swap(), stored
-    )
+    assert same_bits(stored.swap().sample, sample_of(w.T))
+    assert same_bits(stored.swap().swap(), stored)
     current(stored.swap(), w.T)
-    assert (
-        stored.drop_residual().sample is not None
-        and stored.nbytes == unchecked(stored).nbytes + 4 * SIZE
-    )
+    assert stored.drop_residual().sample is not None
+    assert stored.nbytes == unchecked(stored).nbytes + 4 * SIZE
 
 
 def test_places_are_spread_and_apart():
@@ -126,9 +126,13 @@ def test_sixteen_bits_may_round_to_the_neighbour_and_not_further():
 
 def test_a_stack_is_compared_matrix_by_matrix():
     stack = jnp.stack([W, 2 * W, 3 * W])
-    stored, changed = made(stack), stack.at[1].set(W)
+    stored = made(stack)
+    changed = stack.at[1].set(W)
     expected = [False, True, False]
-    of = lambda checked: jnp.isnan(checked.dequantize()).all((-1, -2)).tolist()
+
+    def of(checked):
+        return jnp.isnan(checked.dequantize()).all((-1, -2)).tolist()
+
     assert of(jax.jit(current)(stored, changed)) == expected
     assert of(jax.jit(jax.vmap(current))(stored, changed)) == expected
     _, scanned = jax.lax.scan(
@@ -141,9 +145,7 @@ def test_a_stack_is_compared_matrix_by_matrix():
         current(stored, W)
 
 
-@pytest.mark.parametrize(
-    "around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"]
-)
+@parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
 def test_no_gradient_reaches_the_comparison(around):
     def loss(w, stored):
         multiply = around(
@@ -154,10 +156,12 @@ def test_no_gradient_reaches_the_comparison(around):
         _, ys = jax.lax.scan(lambda c, x: (c, multiply(x, w)), None, X[None])
         return jnp.sum(ys**2)
 
-    plain = lambda w: jnp.sum(
-        tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(stored_w())) ** 2
-    )
-    np.testing.assert_allclose(
+    def plain(w):
+        return jnp.sum(
+            tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(stored_w())) ** 2
+        )
+
+    assert_allclose(
         jax.jit(jax.grad(loss))(W, stored_w()), jax.grad(plain)(W), rtol=1e-5
     )
     tangent = jax.jvp(lambda w: current(stored_w(), w).dequantize(), (W,), (W,))[1]
@@ -167,14 +171,18 @@ def test_no_gradient_reaches_the_comparison(around):
 SPECS = [(None, None, "a"), (None, ("a", "b"), None), ("b", "a", None)]
 
 
-@pytest.mark.slow_except("('b', 'a', None)-AxisType.Explicit")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@slow_except("('b', 'a', None)-AxisType.Explicit")
+@parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@parametrize("spec", SPECS, ids=str)
 def test_a_sharded_weight_is_never_gathered(spec, kind):
     mesh = mesh_of(2, 2, axis_type=kind)
     with jax.set_mesh(mesh):
-        put = lambda w: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*spec)))
-        w, other = put(jnp.stack([W, 3 * W])), put(jnp.stack([W, 2 * W]))
+
+        def put(w):
+            return jax.device_put(w, NamedSharding(mesh, PartitionSpec(*spec)))
+
+        w = put(jnp.stack([W, 3 * W]))
+        other = put(jnp.stack([W, 2 * W]))
         sample = jax.jit(sample_of)(w)
         assert same_bits(
             np.asarray(sample), np.asarray(sample_of(jnp.stack([W, 3 * W])))
@@ -191,10 +199,11 @@ def test_a_sharded_weight_is_never_gathered(spec, kind):
         )
     assert "all-reduce" in text
     # nowhere is the whole weight
-    assert "f32[2,64,32]" not in text and "all-to-all" not in text
+    assert "f32[2,64,32]" not in text
+    assert "all-to-all" not in text
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@parametrize("check_vma", [True, False])
 def test_inside_shard_map_nothing_is_compared(check_vma):
     mesh = mesh_of(2)
     spec = PartitionSpec("a", None)
@@ -213,14 +222,16 @@ def test_inside_shard_map_nothing_is_compared(check_vma):
         check_vma=check_vma,
     )
     y, sample = jax.jit(run)(W)
-    assert jnp.isfinite(y).all() and jnp.isnan(sample).all()
+    assert jnp.isfinite(y).all()
+    assert jnp.isnan(sample).all()
     current(dataclasses.replace(stored_w(), sample=sample), W)  # not known fits
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8), (0, 8, 8)])
+@parametrize("shape", [(0, 8), (8, 0), (2, 0, 8), (0, 8, 8)])
 def test_a_weight_without_values_has_nothing_to_compare(shape):
     params = {"kernel": jnp.zeros(shape)}
     state = tcfp_jax.error_feedback("tcfp12").init(params)
     stored = tcfp_jax.layer_state(state)["kernel"]
-    assert stored.shape == shape and stored.sample.shape == (*shape[:-2], SIZE)
+    assert stored.shape == shape
+    assert stored.sample.shape == (*shape[:-2], SIZE)
     assert current(stored, params["kernel"]).sample is None

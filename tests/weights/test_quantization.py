@@ -8,9 +8,9 @@ import pytest
 import tcfp_jax
 from tcfp_jax.products import pack_fp4
 from tcfp_jax.weights.quantization import quantize_weight
-from tests.helpers import decibels, same_bits
+from tests.helpers import decibels, normal, parametrize, same_bits
 
-W = jax.random.normal(jax.random.key(0), (1024, 1024))
+W = normal(0, (1024, 1024))
 
 
 def test_weights_in_decibels():
@@ -20,8 +20,8 @@ def test_weights_in_decibels():
 
 
 def test_outputs_in_decibels():
-    x = jax.random.normal(jax.random.key(2), (256, 1024))
-    exact = np.asarray(x, np.float64) @ np.asarray(W, np.float64)
+    x = normal(2, (256, 1024))
+    exact = np.float64(x) @ np.float64(W)
     assert decibels(exact, tcfp_jax.matmul(x, W, recipe="tcfp12")) >= 31.4
     assert decibels(exact, tcfp_jax.matmul(x, W, recipe="tensorwise")) >= 28.4
 
@@ -30,8 +30,9 @@ def test_stochastic_residual_is_unbiased_over_the_whole_range():
     grid = np.concatenate([[0.0], np.geomspace(1e-9, 1.0, 63)]).astype(np.float32)
     w = jnp.asarray(np.concatenate([grid, -grid]))
     sample = jax.jit(jax.vmap(lambda key: tcfp_jax.split(w, key=key).dequantize()))
-    samples = np.asarray(sample(jax.random.split(jax.random.key(3), 4096)), np.float64)
-    error, deviation = samples.mean(0) - np.asarray(w, np.float64), samples.std(0)
+    samples = np.float64(sample(jax.random.split(jax.random.key(3), 4096)))
+    error = samples.mean(0) - np.float64(w)
+    deviation = samples.std(0)
     assert np.all(np.abs(error) <= 4.5 * deviation / np.sqrt(len(samples)) + 1e-8)
 
 
@@ -43,21 +44,20 @@ def test_split_adds_the_error():
     )
 
 
-@pytest.mark.parametrize("make", [tcfp_jax.quantize, tcfp_jax.split])
+@parametrize("make", [tcfp_jax.quantize, tcfp_jax.split])
 def test_pytrees_pass_through_transformations(make):
     x = W[:8, :8]
     stored = make(x)
     leaves, treedef = jax.tree.flatten(stored)
     assert jnp.array_equal(treedef.unflatten(leaves).dequantize(), stored.dequantize())
-    assert (
-        stored.shape == x.shape
-        and stored.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
-    )
+    assert stored.shape == x.shape
+    assert stored.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
     assert jnp.array_equal(
         jax.jit(lambda s: s.dequantize())(stored), stored.dequantize()
     )
     rows = jax.vmap(make)(x)
-    assert rows.scale.shape == (8,) and jnp.array_equal(
+    assert rows.scale.shape == (8,)
+    assert jnp.array_equal(
         rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x)
     )
     assert jnp.isfinite(
@@ -76,7 +76,7 @@ def test_dropping_a_residual_drops_nothing_else():
     )
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@parametrize("recipe", ["rowwise", "mxfp8"])
 def test_one_orientation_of_rows_or_vectors_serves_no_product(recipe):
     stored, _ = quantize_weight(W[:64, :64], tcfp_jax.recipe(recipe), copies="one")
     with pytest.raises(

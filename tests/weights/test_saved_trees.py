@@ -16,7 +16,7 @@ from flax import serialization
 import tcfp_jax
 from tcfp_jax import formats, optim
 from tcfp_jax.inference import quantize_params
-from tests.helpers import same_bits, store_at_once
+from tests.helpers import parametrize, same_bits, slow_except, store_at_once
 
 E4M3 = tcfp_jax.recipe("tcfp12")
 E5M2 = tcfp_jax.recipe("tcfp12", weight=replace(E4M3.weight, dtype="float8_e5m2"))
@@ -31,9 +31,9 @@ def stored(recipe=E4M3):
     return store_at_once(PARAMS, recipe, key=jax.random.key(0))
 
 
-@pytest.mark.slow_except("errors-narrow", "parameters-e4m3")
-@pytest.mark.parametrize(
-    ("saved", "template"),
+@slow_except("errors-narrow", "parameters-e4m3")
+@parametrize(
+    "saved, template",
     [
         (lambda: fed_back(error_dtype="float8_e5m2"), fed_back),
         (fed_back, lambda: fed_back(error_dtype="float8_e5m2")),
@@ -86,8 +86,8 @@ STATES = {
 }
 
 
-@pytest.mark.slow_except("error_feedback", "store", "adamw", "fp4", "format")
-@pytest.mark.parametrize("name", STATES)
+@slow_except("error_feedback", "store", "adamw", "fp4", "format")
+@parametrize("name", STATES)
 def test_flax_serializes_states_bit_for_bit(name):
     state = STATES[name]()
     again = serialization.from_bytes(

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax.weights.tcfp12 import LEVELS
 from tests.formats_oracles import assert_unbiased
-from tests.helpers import decibels, same_bits
+from tests.helpers import decibels, normal, parametrize, same_bits, slow_except
 
-GAUSSIAN = jax.random.normal(jax.random.key(0), (512, 512))
-SMALL = jax.random.normal(jax.random.key(1), (3, 64))
-every_residual = pytest.mark.parametrize("residual", ["linear", "nf4"])
+GAUSSIAN = normal(0, (512, 512))
+SMALL = normal(1, (3, 64))
+every_residual = parametrize("residual", ["linear", "nf4"])
 # One program; that it is the one of single operations is a test of its own.
 pack = jax.jit(
     tcfp_jax.quantize_tcfp12, static_argnames=("block", "residual", "scale", "sigma")
@@ -23,7 +24,7 @@ unpack = jax.jit(tcfp_jax.dequantize_tcfp12)
 fake = jax.jit(tcfp_jax.fake_quantize, static_argnames="residual")
 
 
-@pytest.mark.parametrize("residual, floor", [("linear", 46.0), ("nf4", 50.1)])
+@parametrize("residual, floor", [("linear", 46.0), ("nf4", 50.1)])
 def test_signal_to_noise_at_twelve_and_a_half_bits(residual, floor):
     packed = pack(GAUSSIAN, residual=residual)
     assert decibels(GAUSSIAN, unpack(packed)) >= floor
@@ -31,22 +32,20 @@ def test_signal_to_noise_at_twelve_and_a_half_bits(residual, floor):
     assert stored * 8 == 12.5 * GAUSSIAN.size == packed.nbytes * 8
 
 
-@pytest.mark.slow_except("2")
-@pytest.mark.parametrize("block", [2, 32, 128])
+@slow_except("2")
+@parametrize("block", [2, 32, 128])
 def test_bits_a_value_follow_from_the_block(block):
     assert pack(GAUSSIAN, block).nbytes * 8 / GAUSSIAN.size == 12 + 16 / block
 
 
-@pytest.mark.slow_except("(1,)-linear", "(2, 3, 70)-nf4", "(0, 32)-linear")
+@slow_except("(1,)-linear", "(2, 3, 70)-nf4", "(0, 32)-linear")
 @every_residual
-@pytest.mark.parametrize(
-    "shape", [(1,), (31,), (33,), (2, 3, 70), (0, 32), (4, 0)], ids=str
-)
+@parametrize("shape", [(1,), (31,), (33,), (2, 3, 70), (0, 32), (4, 0)], ids=str)
 def test_any_shape_comes_back(residual, shape):
-    x = jax.random.normal(jax.random.key(2), shape)
+    x = normal(2, shape)
     packed = pack(x, residual=residual)
     assert packed.shape == unpack(packed).shape == shape
-    np.testing.assert_allclose(unpack(packed), x, rtol=2.0**-4, atol=1e-5)
+    assert_allclose(unpack(packed), x, rtol=2.0**-4, atol=1e-5)
 
 
 @every_residual
@@ -57,17 +56,19 @@ def test_error_is_within_half_a_step_of_e4m3(residual):
 
 def test_levels_are_the_published_ones():
     for levels in LEVELS.values():
-        assert len(levels) == 16 and 0.0 in levels and np.all(np.diff(levels) > 0)
+        assert len(levels) == 16
+        assert 0.0 in levels
+        assert np.all(np.diff(levels) > 0)
     # QLoRA's construction: quantiles of N(0, 1), 8 below and 9 above that share zero,
     # divided by the largest.
     ends = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
     above = [NormalDist().inv_cdf(p) for p in np.linspace(ends, 0.5, 9)]
     below = [-NormalDist().inv_cdf(p) for p in np.linspace(ends, 0.5, 8)[:-1]]
     expected = np.sort([*above, *below]) / max(above)
-    np.testing.assert_allclose(LEVELS["nf4"], expected, atol=1e-6)
+    assert_allclose(LEVELS["nf4"], expected, atol=1e-6)
 
 
-@pytest.mark.slow_except("nf4")
+@slow_except("nf4")
 @every_residual
 def test_zero_residual_is_exactly_zero(residual):
     exact = tcfp_jax.quantize(SMALL).dequantize()
@@ -77,7 +78,7 @@ def test_zero_residual_is_exactly_zero(residual):
     assert not unpack(pack(jnp.zeros(64), residual=residual)).any()
 
 
-@pytest.mark.slow_except("nf4")
+@slow_except("nf4")
 @every_residual
 @pytest.mark.optimized("slow")
 def test_jit_vmap_and_scan_change_no_bit(residual):
@@ -93,29 +94,30 @@ def test_jit_vmap_and_scan_change_no_bit(residual):
 
 
 @every_residual
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
+@parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
 def test_a_bad_value_makes_its_block_nan_and_no_other(residual, bad):
     x = SMALL.at[1, 40].set(bad)
     y = unpack(pack(x, residual=residual))
-    assert jnp.isnan(y[1, 32:]).all() and jnp.isfinite(y).sum() == SMALL.size - 32
+    assert jnp.isnan(y[1, 32:]).all()
+    assert jnp.isfinite(y).sum() == SMALL.size - 32
     sigma = unpack(pack(x, residual=residual, scale="sigma"))
     assert jnp.isnan(sigma[1, 32:]).all()
 
 
-@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e30, 3e38], ids=str)
-@pytest.mark.parametrize("scale", ["amax", "sigma"])
+@parametrize("size", [1e-45, 1e-38, 1e-30, 1e30, 3e38], ids=str)
+@parametrize("scale", ["amax", "sigma"])
 def test_extreme_magnitudes(size, scale):
     x = jnp.full(32, size, jnp.float32)
     y = unpack(pack(x, scale=scale))
     assert jnp.isfinite(y).all()
     if size > 2e-38:
-        np.testing.assert_allclose(y, x, rtol=2.0**-6)
+        assert_allclose(y, x, rtol=2.0**-6)
 
 
 def test_sigma_spends_the_range_on_the_bulk():
     x = SMALL.at[:, 0].set(100.0)
-    plain = np.asarray(pack(x, 64).scale, np.float32)
-    sigma = np.asarray(pack(x, 64, scale="sigma", sigma=1.0).scale, np.float32)
+    plain = np.float32(pack(x, 64).scale)
+    sigma = np.float32(pack(x, 64, scale="sigma", sigma=1.0).scale)
     assert (sigma < plain).all()
 
 
@@ -139,7 +141,7 @@ def test_fake_quantize_has_the_gradient_of_the_identity(residual):
     assert jnp.isnan(fake(SMALL.at[0, 0].set(jnp.nan))[0, :32]).all()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "error, match, arguments",
     [
         (TypeError, "astype", dict(x=jnp.ones(32, jnp.int32))),
