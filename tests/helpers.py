@@ -174,3 +174,13 @@ def on_cpu(function, *arguments):
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         return function(*jax.device_put(jax.device_get(arguments), cpu))
+
+
+def stacked(trees):
+    """Return a tree whose leaves are the stacked leaves of trees."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def entry(tree, *place):
+    """Return one entry of a tree of stacks."""
+    return jax.tree.map(lambda leaf: leaf[place], tree)

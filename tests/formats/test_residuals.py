@@ -18,7 +18,7 @@ from tests.formats_oracles import (
     same,
     same_bits,
 )
-from tests.helpers import parametrize, slow_except
+from tests.helpers import normal, parametrize, slow_except
 
 BOOKS = {"linear": "linear4", "nf4": "nf4"}
 
@@ -63,9 +63,9 @@ def test_tcfp12_of_the_catalog_is_the_packed_format():
 @parametrize("block, residual", [(32, "linear"), (64, "nf4")])
 def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     made = tcfp12(block, residual)
-    normal = jax.random.normal(jax.random.key(1), (123, 2 * block))
+    usual = normal(1, (123, 2 * block))
     ragged = every_magnitude((24, 300))[None]
-    for x in (every_magnitude((123, 2 * block)), ragged, normal):
+    for x in (every_magnitude((123, 2 * block)), ragged, usual):
         theirs = packed_of(x, block=block, residual=residual)
         packed, unpacked, cast = packed_and_cast(x, made)
         assert same_bits(cast, theirs.dequantize())
@@ -82,7 +82,7 @@ def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
 @slow_except("bfloat16")
 @parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_inputs_agree_too(dtype):
-    x = jax.random.normal(jax.random.key(0), (8, 100)).astype(dtype)
+    x = normal(0, (8, 100)).astype(dtype)
     assert same_bits(quick(x, formats.tcfp12), packed_of(x).dequantize(dtype))
 
 
@@ -103,7 +103,7 @@ def test_residuals_keep_finite_values_finite_and_small_ones():
 
 
 def test_residuals_of_other_datatypes():
-    x = jax.random.normal(jax.random.key(0), (32, 64))
+    x = normal(0, (32, 64))
     rest = formats.datatype("e2m1f", "e8m0_t16")
     rounded = quick(x, formats.datatype("int8", "float16_t0"))
     both = quick(x, formats.datatype("int8", "float16_t0", residual=rest))
@@ -118,7 +118,7 @@ def test_residuals_of_other_datatypes():
 
 
 def test_stochastic_residuals_are_unbiased():
-    x = jax.random.normal(jax.random.key(0), (2, 64))
+    x = normal(0, (2, 64))
 
     def draw(key):
         return formats.cast(x, formats.tcfp12, roundmode="stochastic", key=key)
@@ -179,7 +179,7 @@ def test_mse_counts_small_errors_of_large_tiles(largest, name):
     """A sum of squares in 31 bits leaves steps that are larger than every error, so
     that no scale is better.
     """
-    x = jnp.clip(jax.random.normal(jax.random.key(0), (1024, 1024)), -2, 2)
+    x = jnp.clip(normal(0, (1024, 1024)), -2, 2)
     mse, ceil = noises(x.at[0, 0].set(largest), formats.CATALOG[name])
     assert mse < 0.5 * ceil
 
@@ -201,7 +201,7 @@ def test_mse_searches_no_tile_of_zeros_and_no_stochastic_one():
     tiny = np.zeros((1, 32), np.uint32)
     tiny[0, 0] = 1
     assert pack(tiny.view(np.float32)).scales.tolist() == [1]
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal(0, (64, 64))
     for equal, modes in (
         (True, dict(roundmode="stochastic", key=jax.random.key(1))),
         (False, {}),
@@ -213,7 +213,7 @@ def test_mse_searches_no_tile_of_zeros_and_no_stochastic_one():
 
 @parametrize("name", ["mx6", "icb44fi3_e32s8"])
 def test_mse_with_subtiles_and_tables(name):
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal(0, (64, 64))
     made = getattr(formats, name)
     _, unpacked, cast = packed_and_cast(x, made, scalemode="mse")
     mse, ceil = noises(x, made)

@@ -11,20 +11,16 @@ import tcfp_jax
 from pallas_kernels import counter, moments
 from pallas_kernels.adamw.api import adamw
 from tests.adamw import KEY, OPTIONS, SCALE, data, encode, rates
-from tests.helpers import parametrize, same_bits
+from tests.helpers import entry, on_cpu, parametrize, same_bits, stacked
 
 pytestmark = pytest.mark.gpu
 SHAPE = (1024, 2048)
 by_engine = parametrize("engine", ["triton", "mosaic"])
 
 
-def on_cpu(function, *arguments):
-    """The same call, compiled for the CPU."""
-    cpu = jax.devices("cpu")[0]
-    with jax.default_device(cpu):
-        return jax.jit(function)(
-            *jax.tree.map(lambda a: jax.device_put(np.asarray(a), cpu), arguments)
-        )
+def by_definition(*arguments, **options):
+    """The same step by XLA, compiled for the CPU."""
+    return on_cpu(jax.jit(partial(adamw, backend="xla", **options)), *arguments)
 
 
 def hard_data():
@@ -48,11 +44,12 @@ def hard_data():
     lo[8] = hi[8] = 448
     hi[9] = lo[9] = -0.0
     bits = jax.random.bits(jax.random.key(0), SHAPE)
-    return g, hi, lo, on_cpu(encode, m.astype(np.float32), v.astype(np.float32), bits)
+    return g, hi, lo, on_cpu(encode, np.float32(m), np.float32(v), bits)
 
 
-def bytes_of(x):
-    return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+def share_of_equal_bytes(a, b):
+    a, b = (np.frombuffer(np.asarray(x).tobytes(), np.uint8) for x in (a, b))
+    return float(np.mean(a == b))
 
 
 @parametrize("dtype", ["float32", "bfloat16"])
@@ -65,17 +62,14 @@ def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     hard = dict(eps=0.0, new_scale=2 * SCALE)
     more = hard if kind == "hard" else dict(gradient_scale=0.7)
     given = (g, hi, lo, state, rates(nesterov="momentum" in options, **more), KEY)
-    by_definition = partial(adamw, **options, backend="xla")
-    expected = on_cpu(by_definition, *given)
+    expected = by_definition(*given, **options)
     # the state is on the CPU
     given = jax.tree.map(jnp.asarray, jax.device_get(given))
     by_kernel = jax.jit(partial(adamw, **options, backend=engine))
     got = jax.device_get(by_kernel(*given))
     # which, and how far, where one is not
-    shares = []
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        shares.append(float(np.mean(bytes_of(a) == bytes_of(b))))
-    assert shares == [1.0] * len(shares)
+    shares = jax.tree.map(share_of_equal_bytes, got, expected)
+    assert set(jax.tree.leaves(shares)) == {1.0}, shares
     assert np.mean(np.float32(got.lo) != 0) > 0.5
 
 
@@ -94,7 +88,7 @@ def test_the_choice_is_the_kernel_and_it_works_in_place(orientation):
     before = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(old)}
     new, columns = compiled(old, g, rates(), KEY)
     assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)} == before
-    assert columns is None or same_bits(jax.device_get(columns), np.asarray(new[0]).T)
+    assert columns is None or same_bits(columns, np.asarray(new[0]).T)
 
 
 @by_engine
@@ -104,38 +98,31 @@ def test_a_step_that_is_not_taken_and_one_that_is_not_finite(engine):
     call = jax.jit(partial(adamw, orientation="both", backend=engine))
     kept = call(bad, hi, lo, state, rates(keep=False), KEY)
     assert same_bits(
-        jax.device_get((kept.hi, kept.lo, kept.moments, kept.columns)),
-        jax.device_get((hi, lo, state, hi.T)),
+        (kept.hi, kept.lo, kept.moments, kept.columns),
+        (hi, lo, state, hi.T),
     )
     new = call(bad, hi, lo, state, rates(), KEY)
-    by_definition = partial(adamw, orientation="both", backend="xla")
-    expected = on_cpu(by_definition, bad, hi, lo, state, rates(), KEY)
-    assert same_bits(jax.device_get(new), jax.device_get(expected))
-    isnan = np.isnan(np.float32(new.hi))
-    assert np.argwhere(isnan).tolist() == [[5, 7], [6, 200]]
+    expected = by_definition(bad, hi, lo, state, rates(), KEY, orientation="both")
+    assert same_bits(new, expected)
+    assert np.argwhere(np.isnan(np.float32(new.hi))).tolist() == [[5, 7], [6, 200]]
 
 
 @by_engine
 def test_a_stack_is_its_matrices(engine):
     parts = [data((64, 256), seed) for seed in range(3)]
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    stack = stacked(parts)
     keys = jnp.stack([jnp.stack(counter.keys(9, i)) for i in range(3)])
     call = jax.vmap(partial(adamw, backend=engine), in_axes=(0, 0, 0, 0, None, 0))
-    got = jax.device_get(jax.jit(call)(*stack, rates(), keys))
-    by_definition = partial(adamw, backend="xla")
+    got = jax.jit(call)(*stack, rates(), keys)
     for i, part in enumerate(parts):
-        expected = on_cpu(by_definition, *part, rates(), keys[i])
-        assert same_bits(
-            jax.tree.map(lambda x: np.asarray(x[i]), got), jax.device_get(expected)
-        )
+        expected = by_definition(*part, rates(), keys[i])
+        assert same_bits(entry(got, i), expected)
 
 
 @parametrize("shape", [(64, 256), (8, 200)], ids=str)
 def test_the_codec_has_the_same_bits_in_xla(shape):
     rng = np.random.default_rng(0)
-    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-60, 60, shape)).astype(
-        np.float32
-    )
+    x = np.float32(rng.standard_normal(shape) * 2.0 ** rng.integers(-60, 60, shape))
     x[3, 4] = np.nan
     x[5, 5] = -np.inf
 
@@ -146,18 +133,14 @@ def test_the_codec_has_the_same_bits_in_xla(shape):
         return state, jnp.nan_to_num(m), jnp.nan_to_num(v)
 
     bits = np.asarray(counter.bits_of(shape, *counter.keys(1)))
-    assert same_bits(
-        jax.device_get(jax.jit(run)(x, bits)), jax.device_get(on_cpu(run, x, bits))
-    )
+    assert same_bits(jax.jit(run)(x, bits), on_cpu(jax.jit(run), x, bits))
 
 
 def test_errors_beside_stored_weights_have_the_bits_of_a_cpu():
     """In one program, where XLA cancels casts that undo each other."""
     rng = np.random.default_rng(7)
-    w, change = (
-        (rng.standard_normal((256, 512)) * size).astype(np.float32)
-        for size in (0.1, 1e-5)
-    )
+    w = np.float32(rng.standard_normal((256, 512)) * 0.1)
+    change = np.float32(rng.standard_normal((256, 512)) * 1e-5)
 
     def run(w, change):
         params = tcfp_jax.store({"kernel": w}, "tcfp12_single", remainder="feedback")
@@ -166,5 +149,5 @@ def test_errors_beside_stored_weights_have_the_bits_of_a_cpu():
         return params
 
     got = jax.device_get(jax.jit(run)(w, change))
-    assert same_bits(got, jax.device_get(on_cpu(run, w, change)))
+    assert same_bits(got, on_cpu(jax.jit(run), w, change))
     assert np.mean(np.float32(got["kernel"].state.error) != 0) > 0.9

@@ -108,7 +108,7 @@ def step(model, params, weights):
 
 
 @named
-def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
+def test_a_converted_gpt_steps_like_the_handwritten_one(name):
     recipe = APART[name]
     params = variables_of(GPT(), TOKENS)["params"]
     dense = type(
@@ -131,7 +131,7 @@ def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
 
 
 @named
-def test_activations_and_norms_in_kernels_change_what_rounding_does(name):
+def test_activations_in_kernels_change_only_roundings(name):
     params = variables_of(GPT(), TOKENS)["params"]
     results = [
         step(model, params, find_weights(model, TOKENS))
@@ -196,7 +196,7 @@ def train(model, optimizer, x):
 
 
 @named
-def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name):
+def test_a_converted_nnx_model_steps_like_the_handwritten_one(name):
     linear = partial(TCFPLinear, recipe=APART[name])
     models = [
         convert(nnx_model(MLP), APART[name]),

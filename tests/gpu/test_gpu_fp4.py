@@ -18,7 +18,7 @@ from tcfp_jax import matmul, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests import fp4_cases as cases
 from tests.fp4_cases import FOLDS
-from tests.helpers import parametrize
+from tests.helpers import normal, parametrize
 
 pytestmark = pytest.mark.gpu
 FOLDED_SQUARES = Fp4(tile="square", rule="fold_exact")
@@ -35,13 +35,13 @@ def one_device(monkeypatch):
 
 @cache
 def weight(scaling, n, k):
-    w = jax.random.normal(jax.random.key(0), (n, k))
+    w = normal(0, (n, k))
     return jax.jit(quantize_fp4, static_argnums=1)(w, scaling)
 
 
 def operands(scaling, m, n, k):
     """X `[m, k]` in bfloat16, and a weight."""
-    x = jax.random.normal(jax.random.key(1), (m, k))
+    x = normal(1, (m, k))
     return x.astype(jnp.bfloat16), weight(scaling, n, k)
 
 
@@ -72,8 +72,8 @@ def test_every_scale_times_every_code(form, steps):
         expected = np.multiply.outer(picked, numbers[~broken])
         size = np.abs(expected)
         # Below its normal numbers a tensor core may flush.
-        normal = (size < 2.0**127) & ((size >= 2.0**-120) | (size == 0))
-        assert_array_equal(y[:, ~broken][normal], expected[normal])
+        ordinary = (size < 2.0**127) & ((size >= 2.0**-120) | (size == 0))
+        assert_array_equal(y[:, ~broken][ordinary], expected[ordinary])
 
 
 @parametrize("n, first", [(256, 0), (33792, 256)])

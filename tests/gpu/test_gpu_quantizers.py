@@ -11,7 +11,7 @@ from jax import lax
 import tcfp_jax
 from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from tests.helpers import normal, on_cpu, parametrize, same_bits
+from tests.helpers import entry, normal, on_cpu, parametrize, same_bits
 from tests.quantizer_oracles import BLOCKS, E4M3, E5M2, ONCE, ROWS, SQUARES
 
 pytestmark = pytest.mark.gpu
@@ -149,16 +149,13 @@ def under_grad(split, w, e):
     return jax.grad(loss, has_aux=True)(w)[1]
 
 
-def second(tree):
-    return jax.tree.map(lambda a: a[1], tree)
-
-
 def under_scan(split, w, e):
-    return second(lax.scan(lambda c, _: (c, split(w, e)), 0, None, 2)[1])
+    _, scanned = lax.scan(lambda c, _: (c, split(w, e)), 0, None, 2)
+    return entry(scanned, 1)
 
 
 def under_vmap(split, w, e):
-    return second(jax.vmap(split)(jnp.stack([w, w]), jnp.stack([e, e])))
+    return entry(jax.vmap(split)(jnp.stack([w, w]), jnp.stack([e, e])), 1)
 
 
 def under_remat(split, w, e):

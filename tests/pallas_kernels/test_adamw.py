@@ -21,7 +21,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.moments import E4M3
 from tests.adamw import KEY, OPTIONS, SCALE, SHAPE, data, rates, weight
 from tests.collectives import GATHERS
-from tests.helpers import mesh_of, parametrize, same_bits, slow_except
+from tests.helpers import entry, mesh_of, parametrize, same_bits, slow_except, stacked
 
 step = jax.jit(
     adamw, static_argnames=("momentum", "orientation", "remainder", "backend")
@@ -278,10 +278,10 @@ def test_a_last_block_may_be_short():
 @by_backend
 def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     parts = [data((16, 128), seed) for seed in range(3)]
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    stack = stacked(parts)
     keys = jnp.stack([jnp.stack(counter.keys(9, i)) for i in range(3)])
     given_parts = [rates(lr=lr, keep=lr > 0) for lr in (0.01, 0.02, 0.0)]
-    given = jax.tree.map(lambda *leaves: jnp.stack(leaves), *given_parts)
+    given = stacked(given_parts)
     one = partial(adamw, orientation="both", backend=backend)
     mapped = jax.jit(jax.vmap(one))(*stack, given, keys)
 
@@ -293,12 +293,12 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     by_definition = partial(step, orientation="both", backend="xla")
     for i, part in enumerate(parts):
         expected = by_definition(*part, given_parts[i], keys[i])
-        assert same_bits(jax.tree.map(lambda x: x[i], mapped), expected)
+        assert same_bits(entry(mapped, i), expected)
     # Rates and key may be shared, and stacks be stacked.
     twice = jax.vmap(jax.vmap(lambda *xs: one(*xs, rates(), KEY)))
     nested = jax.jit(twice)(*jax.tree.map(lambda x: x[None], stack))
     expected = by_definition(*parts[2], rates(), KEY)
-    assert same_bits(jax.tree.map(lambda x: x[0, 2], nested), expected)
+    assert same_bits(entry(nested, 0, 2), expected)
 
 
 @slow_except("P('a', 'b')-xla", "P('a', 'b')-triton")
@@ -314,7 +314,7 @@ def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
     call = jax.jit(partial(adamw, orientation="both", backend=backend))
     compiled = call.lower(*operands, rates(), KEY).compile()
     got = compiled(*operands, rates(), KEY)
-    assert same_bits(jax.device_get(got), jax.device_get(expected))
+    assert same_bits(got, expected)
     assert got.hi.sharding.is_equivalent_to(spread, 2)
     assert got.moments.v_scale.sharding.is_equivalent_to(spread, 2)
     for name in GATHERS:
@@ -324,9 +324,7 @@ def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
 @parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
 def test_layers_of_experts_may_be_split_in_either_axis(backend):
     parts = [data((16, 128), seed) for seed in range(4)]
-    stack = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves).reshape(2, 2, *leaves[0].shape), *parts
-    )
+    stack = stacked([stacked(parts[:2]), stacked(parts[2:])])
     spread = NamedSharding(mesh_of(1, 2), P(None, "b"))
     one = partial(adamw, orientation="both", backend=backend)
 
@@ -342,9 +340,7 @@ def test_layers_of_experts_may_be_split_in_either_axis(backend):
     got = jax.device_get(got)
     for i, part in enumerate(parts):
         expected = step(*part, rates(), KEY, orientation="both", backend="xla")
-        assert same_bits(
-            jax.tree.map(lambda x: x[divmod(i, 2)], got), jax.device_get(expected)
-        )
+        assert same_bits(entry(got, *divmod(i, 2)), expected)
 
 
 G = jnp.zeros(SHAPE)

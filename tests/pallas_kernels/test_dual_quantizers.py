@@ -12,7 +12,14 @@ from numpy.testing import assert_array_equal
 
 from pallas_kernels.operands import Block, Tensor
 from pallas_kernels.quantize.api import dual_quantize
-from tests.helpers import decibels, float64_of, parametrize, same_bits, slow_except
+from tests.helpers import (
+    decibels,
+    entry,
+    float64_of,
+    parametrize,
+    same_bits,
+    slow_except,
+)
 from tests.quantizer_oracles import (
     E4M3,
     E5M2,
@@ -130,47 +137,26 @@ def test_the_kernel_is_the_reference_bit_for_bit(scaling, rounding, error, orien
 
 
 @pytest.mark.optimized
-def test_transformations_change_no_bit_of_the_kernel():
-    stack = np.stack([W, 3 * W])
-    errors = np.stack([ERROR, -ERROR])
-    both = partial(dual_quantize, orientation="both")
-    expected = split(stack[1], error=errors[1], orientation="both", backend="xla")
+@slow_except("triton")
+@parametrize("backend", ["triton", "xla"])
+def test_transformations_change_no_bit(backend):
+    """With an error and with random bits; under XLA single operations, too."""
+    bits = BITS[:64, :32]
 
     def call(w, error):
-        return both(w, error=error, backend="triton")
+        both = partial(dual_quantize, w, orientation="both", backend=backend)
+        return both(error=error), both(bits=bits)
 
     def loss(w, error):
         return jnp.sum(w), call(jax.lax.stop_gradient(w), error)
 
-    _, under_grad = jax.grad(loss, has_aux=True)(stack[1], errors[1])
-    assert same_bits(under_grad, expected)
-    mapped = jax.jit(jax.vmap(call))(stack, errors)
-    looped = jax.lax.map(lambda pair: call(*pair), (stack, errors))
-    assert same_bits(entry(mapped, 1), expected)
-    assert same_bits(entry(looped, 1), expected)
-
-
-@pytest.mark.optimized
-@pytest.mark.slow
-def test_transformations_change_no_bit_of_the_reference():
-    """With an error and with random bits; single operations, too."""
-    bits = jnp.asarray(BITS[:64, :32])
-
-    def call(w):
-        with_error = dual_quantize(w, error=w * jnp.float32(1e-3))
-        return with_error, dual_quantize(w, bits=bits)
-
     w = jnp.asarray(W)
-    expected = call(w)
-    mapped = jax.jit(jax.vmap(call))(np.stack([ERROR, W]))
-    for got in (
-        jax.jit(call)(w),
-        entry(mapped, 1),
-        entry(jax.lax.map(call, w[None]), 0),
-        jax.jit(jax.checkpoint(call))(w),
-    ):
+    error = jnp.asarray(ERROR)
+    expected = jax.jit(call)(w, error)
+    stacks = (jnp.stack([3 * w, w]), jnp.stack([-error, error]))
+    mapped = jax.jit(jax.vmap(call))(*stacks)
+    looped = jax.lax.map(lambda pair: call(*pair), stacks)
+    _, under_grad = jax.grad(loss, has_aux=True)(w, error)
+    remat = jax.jit(jax.checkpoint(call))(w, error)
+    for got in (call(w, error), entry(mapped, 1), entry(looped, 1), under_grad, remat):
         assert same_bits(got, expected)
-
-
-def entry(tree, i):
-    return jax.tree.map(lambda leaf: leaf[i], tree)

@@ -162,7 +162,7 @@ def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
 
 
 @parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_nvfp4_operands_are_rounded_once_and_decoded_in_registers(devices):
+def test_nvfp4_operands_are_rounded_once(devices):
     mesh = h200s(devices)
     operand = weight(mesh, Fp4(), "a" if devices == 2 else None)
     how = recipe("nvfp4", activation="float4_e2m1fn")

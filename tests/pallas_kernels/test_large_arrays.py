@@ -16,7 +16,7 @@ from pallas_kernels.adamw.api import adamw
 from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.adamw import KEY, data, rates
-from tests.helpers import parametrize, same_bits, slow_except
+from tests.helpers import entry, parametrize, same_bits, slow_except, stacked
 
 K, N = 16, 384
 
@@ -40,9 +40,7 @@ def limits(monkeypatch):
 def test_adamw_takes_a_stack_by_parts(
     size, most, parts, orientation, limits, monkeypatch
 ):
-    stack = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(data((K, N), seed) for seed in range(size))
-    )
+    stack = stacked([data((K, N), seed) for seed in range(size)])
     keys = jnp.stack([KEY + i for i in range(size)])
     called = []
     call = triton_kernel._call
@@ -53,16 +51,12 @@ def test_adamw_takes_a_stack_by_parts(
     )
     limits(most * K * N)
     step = partial(adamw, orientation=orientation)
-    found = jax.jit(jax.vmap(lambda x, key: step(*x, rates(), key, backend="triton")))(
-        stack, keys
-    )
+    mapped = jax.vmap(lambda x, key: step(*x, rates(), key, backend="triton"))
+    found = jax.jit(mapped)(stack, keys)
     assert (size // parts, K, N) in {gradient.shape for gradient in called}
     one = jax.jit(lambda x, key: step(*x, rates(), key, backend="xla"))
-    expected = [
-        one(jax.tree.map(lambda leaf, i=i: leaf[i], stack), keys[i])
-        for i in range(size)
-    ]
-    assert same_bits(found, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected))
+    expected = [one(entry(stack, i), keys[i]) for i in range(size)]
+    assert same_bits(found, stacked(expected))
 
 
 def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):

@@ -121,9 +121,7 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
         ("b", P(), {"all-reduce"}),
     ],
 )
-def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(
-    put, split, out, expected
-):
+def test_sums_over_a_batch_are_scattered_not_gathered(put, split, out, expected):
     """In a weight gradient tokens are split over devices, and so is the gradient."""
     halves = [operand.drop_residual() for operand in operands()]
     x, w = (spread(put, operand, P(None, split)) for operand in halves)
@@ -182,9 +180,7 @@ def test_quantizers_with_blocks_move_nothing(put, spec, tile):
 @pytest.mark.optimized
 @parametrize("orientation", ["rows", "both"])
 @parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
-def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(
-    put, spec, orientation
-):
+def test_quantizers_of_rows_move_magnitudes_of_shared_lines(put, spec, orientation):
     x = hard_values((256, 512))
     x[3, 7] = np.nan
     x = put(x, spec)
@@ -205,7 +201,7 @@ def test_an_axis_is_not_split_inside_a_block(put):
     assert same_bits(*of_backends(call))
 
 
-def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
+def test_a_mesh_cuts_no_block(put):
     """Each of four parts of 120 values would hold 30, less than a block of 32."""
     x = jnp.asarray(hard_values((8, 120)))
 

@@ -299,7 +299,7 @@ def in_squares():
         (partial(in_blocks, scale="float32"), "scale='float32' with block=32"),
         (partial(in_blocks, block=None, axis=0), "block=None"),
         (partial(tcfp_jax.split, W, block=32, amax=1.0), "amax= scales a whole tensor"),
-        (partial(in_e4m3, X, scaling=Row("pow3")), "scale='pow3' is unknown"),
+        (partial(Row, "pow3"), "scale='pow3' is unknown"),
         (partial(in_e4m3, X[0, 0], scaling=Row()), "no rows"),
         (
             in_vectors,

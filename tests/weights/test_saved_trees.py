@@ -106,7 +106,7 @@ def test_flax_refuses_another_format():
         serialization.from_bytes(stored(E5M2), serialization.to_bytes(stored()))
 
 
-def test_classes_are_registered_whichever_library_is_imported_first():
+def test_classes_are_registered_in_any_order_of_imports():
     script = (
         "import tcfp_jax, sys, jax.numpy as jnp\nparams = tcfp_jax.store({'kernel':"
         " jnp.ones((32, 32))}, 'tcfp12_single', remainder='dropped')\nassert 'flax' not"
