@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax._src.config import persistent_cache_min_compile_time_secs
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -73,6 +74,16 @@ def missing() -> str | None:
                 " jax-cuda13-pjrt"
             )
     return None if PTXAS else "compiling for an H200 needs ptxas of CUDA 13 on the PATH"
+
+
+needs_plugin = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def largest_stack(capfd) -> int:
+    """Return the bytes of the largest stack frame of which ptxas spoke."""
+    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
+    assert stacks, "ptxas said nothing of the kernel"
+    return max(map(int, stacks))
 
 
 @functools.lru_cache(maxsize=4)

@@ -17,7 +17,7 @@ from tests.helpers import parametrize
 
 pytestmark = [
     pytest.mark.optimized,
-    pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing())),
+    h200.needs_plugin,
 ]
 TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 

@@ -19,10 +19,9 @@ from tests.compile_for_h200 import compile_for, h200s, on
 from tests.fp4_cases import FOLDS
 from tests.helpers import parametrize, slow_except
 
-REASON = h200.missing()
 pytestmark = [
     pytest.mark.optimized,
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    h200.needs_plugin,
 ]
 N, K = 2048, 4096
 # As many outputs as the chip has multiprocessors, times four warpgroups of 64: k is not

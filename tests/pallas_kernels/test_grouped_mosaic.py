@@ -1,7 +1,6 @@
 """The grouped kernel for Hopper: its lists, its interpreter, and its registers."""
 
 import itertools
-import re
 from functools import partial
 
 import jax
@@ -14,8 +13,7 @@ from pallas_kernels.grouped_matmul import mosaic, tiles
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Config
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Product, Tensor
-from tests import compile_for_h200 as h200
-from tests.compile_for_h200 import compile_for, h200s, on
+from tests.compile_for_h200 import compile_for, h200s, largest_stack, needs_plugin, on
 from tests.grouped import (
     BF16,
     FORMS,
@@ -189,7 +187,7 @@ def described(mesh, shape, dtype, scaling, halves=1):
 
 @needs_mosaic
 @pytest.mark.optimized
-@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+@needs_plugin
 @slow_except("rows-mixed-fast", "within-tensor-full")
 @parametrize(
     "form, accumulation",
@@ -220,6 +218,4 @@ def test_products_stay_in_registers(kind, form, accumulation, capfd):
     compiled = compile_for(mesh, product, x, w, on(mesh, (e,), jnp.int32))
     assert compiled.targets == ["mosaic_gpu_v2"]
     assert len(compiled.results("fusion")) <= 8  # lists and scales
-    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
-    assert stacks
-    assert max(map(int, stacks)) <= 64
+    assert largest_stack(capfd) <= 64

@@ -18,17 +18,20 @@ from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import matmul, skip_matmul
 from pallas_kernels.operands import Block, Product
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from tests import compile_for_h200 as h200
-from tests.compile_for_h200 import GATHERS, compile_for, h200s, on_blocks
+from tests.compile_for_h200 import (
+    GATHERS,
+    compile_for,
+    h200s,
+    largest_stack,
+    needs_plugin,
+    on_blocks,
+)
 from tests.fp8_products import E4M3, Case, ones, within
 from tests.helpers import parametrize
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__[:2] < SMALLEST_JAX,
     reason="Mosaic's FP8 products need jax 0.11",
-)
-needs_plugin = pytest.mark.skipif(
-    h200.missing() is not None, reason=str(h200.missing())
 )
 # Which blocks of 128 x 128 FP8 represents exactly: rows are n-tiles, columns k-blocks.
 EXACT = {
@@ -159,9 +162,7 @@ def test_the_kernel_stays_in_registers(block, tile, capfd):
     operands = on_blocks(mesh, (8192, 4096, 16384), Block(block, tile))
     compiled = compile_for(mesh, by_kernel, *operands)
     assert compiled.targets.count("mosaic_gpu_v2") == 1
-    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
-    assert stacks
-    assert max(map(int, stacks)) <= 128
+    assert largest_stack(capfd) <= 128
 
 
 @needs_plugin
