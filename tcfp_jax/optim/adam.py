@@ -338,6 +338,9 @@ def _finite(gradients: list[Array], max_norm: ArrayLike | None) -> tuple[Array, 
     one = jnp.ones((), jnp.float32)
     if max_norm is None or not gradients:
         return all_finite(gradients), one
-    norm = optax.global_norm([g.astype(jnp.float32) for g in gradients])
+    squares = jnp.zeros(())
+    for g in gradients:
+        squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32)))
+    norm = jnp.sqrt(squares)
     limit = jnp.asarray(max_norm, jnp.float32)
     return jnp.isfinite(norm), jnp.where(norm > limit, limit / norm, one)

@@ -56,7 +56,7 @@ RULES = {
     TCFPMode.FP4: fp4_weights.RULE,
 }
 
-_WIDE_FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
+_WIDE_FLOATS = frozenset(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
 
 def matmul(
