@@ -153,19 +153,22 @@ def model_config(
     >>> model_config("llama-124m", 1000).vocabulary
     50304
     """
-    if isinstance(model, str):
-        if model not in _SIZES:
-            raise ValueError(
-                f"model {model!r} is unknown; use one of {model_names()} or build a"
-                " GPTConfig, LlamaConfig or MoeConfig"
-            )
-        model = _SIZES[model]
+    size: ModelConfig
+    if not isinstance(model, str):
+        size = model
+    elif model in _SIZES:
+        size = _SIZES[model]
+    else:
+        raise ValueError(
+            f"model {model!r} is unknown; use one of {model_names()} or build a"
+            " GPTConfig, LlamaConfig or MoeConfig"
+        )
     if vocabulary is None:
-        return model
-    if isinstance(model, GPTConfig):
+        return size
+    if isinstance(size, GPTConfig):
         able = [name for name in _SIZES if name not in MODELS]
         raise ValueError(
             f"vocabulary={vocabulary} with a model that reads bytes alone; use one of"
             f" {able}"
         )
-    return dataclasses.replace(model, vocabulary=max(model.vocabulary, vocabulary))
+    return dataclasses.replace(size, vocabulary=max(size.vocabulary, vocabulary))
