@@ -60,6 +60,10 @@ class Entry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
 
+    def is_near(self, key: Key) -> bool:
+        """Return whether its shape is within two octaves of another."""
+        return _distance(self.shape, key.shape) < _NEAR
+
 
 class _Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
     """Entries by device kind and op.
@@ -123,11 +127,6 @@ def _entries(device: str, key: Key, backend: str) -> list[Entry]:
         for entry in entries
         if entry.variant == key.variant and backend in entry.milliseconds
     ]
-
-
-def is_near(entry: Entry, key: Key) -> bool:
-    """Return whether the shape of a measurement is within two octaves of one."""
-    return _distance(entry.shape, key.shape) < _NEAR
 
 
 def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:

@@ -167,7 +167,7 @@ def _configure(
     problem = Problem.of(options, x, w, group_sizes.shape[0])
     key = reference.key(options, x, w, group_sizes)
     entry = tuning.find(dispatch.device_kind(), key, "mosaic")
-    if entry is not None and "mosaic" in entry.configs and tuning.is_near(entry, key):
+    if entry is not None and "mosaic" in entry.configs and entry.is_near(key):
         tuned = Config(**entry.configs["mosaic"])
         if misfit(tuned, problem) is None:
             return tuned
