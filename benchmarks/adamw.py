@@ -1,14 +1,13 @@
-"""Time of the fused AdamW step on hi + lo with 8-bit moments, next to optax on float32,
-in one pass over memory.
+"""Time of the fused AdamW step on hi + lo with 8-bit moments, next to optax on float32.
 
     python -m benchmarks.adamw --json
 
-Also timed: the same arithmetic by XLA, optax with clipping by the global norm, and a
-copy of 12 bytes a weight. The step includes the scalars that it needs and the amax that
-it returns. "after a look for NaN" reads the gradient once before and keeps the old
-state if it finds one. "clipped" sums the gradient's squares in that pass. States are
-donated. Before the timing, the kernel's bits are compared with the definition on the
-CPU.
+It is one pass over memory. Also timed: the same arithmetic by XLA, optax with clipping
+by the global norm, and a copy of 12 bytes per weight. The step includes the scalars
+that it needs and the amax that it returns. "after a look for NaN" reads the gradient
+once before and keeps the old state if it finds one. "clipped" sums the gradient's
+squares in that pass. States are donated. Before the timing, the kernel's bits are
+compared with the definition on the CPU.
 """
 
 import argparse
@@ -25,32 +24,26 @@ import optax
 
 from benchmarks import products, timing
 from benchmarks.harness import Benchmark
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table, times
+from benchmarks.records import Result, markdown_table, shown, times
 from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.api import Moments, Rates, Step, adamw
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantize.api import dual_quantize
 
-NAME = "adamw"
-E4M3 = moments.E4M3
 LEARNING_RATE, B1, B2, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.9, 0.95, 0.1, 1.0
-BASELINE, COPY = "optax.adamw, float32", "copy of 12 bytes a weight"
+BASELINE = "optax.adamw, float32"
+COPY = "copy of 12 bytes a weight"
 State = tuple[jax.Array, jax.Array, Moments]
 
 
 @dataclass(frozen=True)
-class Config:
-    """Shape of the weight that is timed, and of the one that is compared first, and
-    dtypes of its gradient.
-    """
+class Config(timing.Repetitions):
+    """Shapes of the weights that are timed and compared, and gradients' dtypes."""
 
     shape: tuple[int, int] = (4096, 16384)
     checked: tuple[int, int] = (256, 1024)
     backend: Backend = "triton"
     gradients: tuple[str, ...] = ("float32", "bfloat16")
-    rounds: int = 4
-    calls: int = 5
 
 
 SMOKE = Config((32, 256), (32, 256), gradients=("bfloat16",), rounds=2, calls=1)
@@ -78,13 +71,11 @@ class Row(timing.Timing):
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Return the settings of a command line; a CPU interprets the kernel only in a
-    smoke run.
-    """
+    """Return the settings; a CPU interprets the kernel only in a smoke run."""
     if options.smoke:
         return SMOKE
     if jax.default_backend() == "gpu":
-        return Config()
+        return Config(rounds=4)
     return dataclasses.replace(SMOKE, shape=(512, 1024), backend="xla")
 
 
@@ -92,40 +83,40 @@ def configure(options: argparse.Namespace) -> Config:
 # --------------------------------------------------------------------------------------
 
 
-def make_state(
-    shape: tuple[int, int], seed: int = 0
-) -> tuple[State, jax.Array, jax.Array]:
-    """Return (a weight and moments as after some steps, its scale, a float32 gradient),
-    without zeros.
+def make_state(shape: tuple[int, int]) -> tuple[State, jax.Array, jax.Array]:
+    """Return (a weight and moments as after some steps, its scale, a gradient).
+
+    None of them has zeros.
     """
-    keys = jax.random.split(jax.random.key(seed), 4)
+    keys = jax.random.split(jax.random.key(0), 4)
     rows = (2.0 ** -(jnp.arange(shape[0], dtype=jnp.float32) % 13))[:, None] * 1e-3
     w, g, m, v = (jax.random.normal(key, shape) for key in keys)
     weight = dual_quantize(w * 0.02, backend="xla").rows
-    bits = counter.bits_of(shape, *counter.keys(seed))
-    state = Moments(
-        *moments.encode_m(m * rows, bits), *moments.encode_v(jnp.square(v * rows), bits)
-    )
+    bits = counter.bits_of(shape, *counter.keys(0))
+    of_m = moments.encode_m(m * rows, bits)
+    of_v = moments.encode_v(jnp.square(v * rows), bits)
     assert weight.lo is not None, "it was split"
-    return (weight.values, weight.lo, state), weight.scale, g * rows
+    state = weight.values, weight.lo, Moments(*of_m, *of_v)
+    return state, weight.scale, g * rows
 
 
 def rates(
     step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: Any = 1.0
 ) -> Rates:
     """Return the numbers of a step."""
-    f = lambda x: jnp.asarray(x, jnp.float32)
     t = step.astype(jnp.float32)
+    b1 = jnp.float32(B1)
+    b2 = jnp.float32(B2)
     return Rates(
-        b1=f(B1),
-        b2=f(B2),
-        rate=f(LEARNING_RATE) / (1 - f(B1) ** t) * numerics.reciprocal_pow2(scale),
-        rate_g=f(0),
-        correction=1 / (1 - f(B2) ** t),
-        eps=f(1e-8),
-        eps_root=f(0),
-        decay=f(1 - LEARNING_RATE * WEIGHT_DECAY),
-        gradient_scale=f(gradient_scale),
+        b1=b1,
+        b2=b2,
+        rate=LEARNING_RATE / (1 - b1**t) * numerics.reciprocal_pow2(scale),
+        rate_g=jnp.float32(0),
+        correction=1 / (1 - b2**t),
+        eps=jnp.float32(1e-8),
+        eps_root=jnp.float32(0),
+        decay=jnp.float32(1 - LEARNING_RATE * WEIGHT_DECAY),
+        gradient_scale=jnp.asarray(gradient_scale, jnp.float32),
         scale=scale,
         new_scale=scale,
         keep=jnp.asarray(keep),
@@ -142,11 +133,12 @@ def fused(
     **options: Any,
 ) -> Any:
     """Run a step of this library; return (state, its other results)."""
-    norm = jnp.sum(jnp.square(g.astype(jnp.float32))) if look == "clipped" else None
     keep: Any = True
     by: Any = 1.0
-    if norm is not None:
-        keep, by = jnp.isfinite(norm), jnp.minimum(1.0, MAX_NORM / jnp.sqrt(norm))
+    if look == "clipped":
+        norm = jnp.sum(jnp.square(g.astype(jnp.float32)))
+        keep = jnp.isfinite(norm)
+        by = jnp.minimum(1.0, MAX_NORM / jnp.sqrt(norm))
     elif look == "NaN":
         keep = jnp.all(jnp.isfinite(g))
     new: Step = adamw(
@@ -176,8 +168,9 @@ def exact(
 
 
 def copy(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array) -> Any:
-    """Move as many bytes as a step with a float32 gradient, six each way, and change
-    one bit of each word.
+    """Move as many bytes as a step with a float32 gradient: six each way.
+
+    One bit of each word changes.
     """
     state = state ^ jnp.uint32(1)
     return state, state[0]
@@ -195,8 +188,12 @@ OURS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A step `(state, g, step, scale) -> (state, result)`, its first state, and the
-    bytes that it must move.
+    """A step `(state, g, step, scale) -> (state, result)`.
+
+    Attributes:
+      function: The step.
+      state, gradient: Its first state, and its gradient.
+      nbytes: Bytes that it must move.
     """
 
     function: Callable[..., Any]
@@ -208,28 +205,24 @@ class Way:
 def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
     """Return every way by name and gradient, and the scale of the weight."""
     state, scale, g = jax.jit(make_state, static_argnums=0)(config.shape)
-    of_state = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    of_state = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     found: dict[tuple[str, str], Way] = {}
-    for gradient in map(g.astype, config.gradients):
+    for dtype in config.gradients:
+        gradient = g.astype(dtype)
         for name, options in OURS.items():
-            nbytes = 2 * of_state + gradient.nbytes * (
-                1 if options["look"] == "nothing" else 2
-            )
-            nbytes += g.size if "orientation" in options else 0
-            step = functools.partial(fused, **dict(backend=config.backend) | options)
-            found[name, str(gradient.dtype)] = Way(step, state, gradient, nbytes)
+            readings = 1 if options["look"] == "nothing" else 2
+            transposed = g.size if "orientation" in options else 0
+            nbytes = of_state + readings * gradient.nbytes + transposed
+            step = functools.partial(fused, **{"backend": config.backend, **options})
+            found[name, dtype] = Way(step, state, gradient, nbytes)
     params = jax.random.normal(jax.random.key(1), config.shape) * 0.02
-    for name, clipped in (
-        (BASELINE, False),
-        (f"{BASELINE}, clipped by the global norm", True),
+    for name, clipped, nbytes in (
+        (BASELINE, False, 28),
+        (f"{BASELINE}, clipped by the global norm", True, 32),
     ):
         start = (params, optimizer(clipped).init(params))
-        found[name, "float32"] = Way(
-            functools.partial(exact, clipped=clipped),
-            start,
-            g,
-            (32 if clipped else 28) * g.size,
-        )
+        step = functools.partial(exact, clipped=clipped)
+        found[name, "float32"] = Way(step, start, g, nbytes * g.size)
     words = jax.random.bits(jax.random.key(2), (6 * g.size // 4,))
     found[COPY, "float32"] = Way(copy, words, g, 2 * words.nbytes)
     return found, scale
@@ -248,67 +241,49 @@ def measure(config: Config) -> Iterator[Row]:
     """
     check(config)
     found, scale = ways(config)
-    step = jnp.int32(10)
-
-    def compiled(way: Way) -> timing.Threaded:
-        jitted = jax.jit(way.function, donate_argnums=0)
-        program = jitted.lower(way.state, way.gradient, step, scale).compile()
-        return timing.Threaded(
-            jitted,
-            program,
-            jax.tree.map(jnp.copy, way.state),
-            way.gradient,
-            step,
-            scale,
-        )
-
+    compile_way = functools.partial(_compiled, scale)
     with ThreadPoolExecutor(8) as pool:
-        steps = dict(zip(found, pool.map(compiled, found.values()), strict=True))
-    candidates: Any = {" / ".join(key): (call, ()) for key, call in steps.items()}
-    taken = timing.time_interleaved(
-        candidates, rounds=config.rounds, calls=config.calls
-    )
-    baseline, copied = (
-        taken[f"{name} / float32"].median_ms for name in (BASELINE, COPY)
-    )
-    copy_rate = found[COPY, "float32"].nbytes / copied
+        steps = dict(zip(found, pool.map(compile_way, found.values()), strict=True))
+    candidates: Any = {key: (call, ()) for key, call in steps.items()}
+    taken: Any = config.interleaved(candidates)
+    baseline = taken[BASELINE, "float32"].median_ms
+    copy_rate = found[COPY, "float32"].nbytes / taken[COPY, "float32"].median_ms
     for (name, gradient), way in found.items():
-        t = taken[f"{name} / {gradient}"]
+        milliseconds = taken[name, gradient].median_ms
         yield Row(
-            **dataclasses.asdict(t),
+            **vars(taken[name, gradient]),
             shape="x".join(map(str, config.shape)),
             name=name,
             gradient=gradient,
             megabytes=way.nbytes / 1e6,
-            terabytes_per_second=way.nbytes / (t.median_ms * 1e-3) / 1e12,
-            over_copy=way.nbytes / t.median_ms / copy_rate,
-            over_optax=t.median_ms / baseline,
+            terabytes_per_second=way.nbytes / milliseconds / 1e9,
+            over_copy=way.nbytes / milliseconds / copy_rate,
+            over_optax=milliseconds / baseline,
         )
+
+
+def _compiled(scale: jax.Array, way: Way) -> timing.Threaded:
+    return timing.threaded(way.function, way.state, way.gradient, jnp.int32(10), scale)
 
 
 def check(config: Config) -> None:
-    """Raise `ArithmeticError` unless a step has the bits of the definition on the
-    CPU.
+    """Compare a step with the definition on the CPU.
+
+    Raises:
+      ArithmeticError: it has other bits.
     """
-    cpu = jax.devices("cpu")[0]
-    with jax.default_device(cpu):
-        made = jax.jit(make_state, static_argnums=0)(config.checked)
-        state, scale, g = jax.device_get(made)
-        numbers = jax.device_get(jax.jit(rates)(jnp.int32(10), scale))
-        key = jax.device_get(jnp.stack(counter.keys(1, 10)))
-        call = functools.partial(adamw, orientation="both")
-        arguments = jax.tree.map(
-            lambda x: jax.device_put(x, cpu), (g, *state, numbers, key)
-        )
+    with jax.default_device(jax.devices("cpu")[0]):
+        state, scale, g = jax.jit(make_state, static_argnums=0)(config.checked)
+        numbers = jax.jit(rates)(jnp.int32(10), scale)
+        key = jnp.stack(counter.keys(1, 10))
+    call = functools.partial(adamw, orientation="both")
     for dtype in config.gradients:
-        with jax.default_device(cpu):
-            arguments = (arguments[0].astype(dtype), *arguments[1:])
-            expected = jax.device_get(
-                jax.jit(functools.partial(call, backend="xla"))(*arguments)
-            )
-        given = jax.tree.map(jnp.asarray, jax.device_get(arguments))
+        # On the host, from where each call takes them to its own device
+        given = jax.device_get((g.astype(dtype), *state, numbers, key))
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = jax.jit(functools.partial(call, backend="xla"))(*given)
         got = jax.jit(functools.partial(call, backend=config.backend))(*given)
-        if not products.same_bits(jax.device_get(got), expected):
+        if not products.same_bits(*jax.device_get((got, expected))):
             raise ArithmeticError(
                 f"adamw, {dtype}: differs from the definition; it is wrong, so it is"
                 " not timed"
@@ -319,36 +294,21 @@ def table(result: Result) -> str:
     """Return the page's table, one line per way."""
     rows = result.by("name", "gradient")
     gradients = result.distinct("gradient")
-
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return "-"
-        return (
-            f"{row['median_ms']:.3f} · {row['over_optax']:.2f} · {row['over_copy']:.0%}"
-        )
-
-    lines = [
-        [name] + [cell(rows.get((name, gradient))) for gradient in gradients]
-        for name in result.distinct("name")
-    ]
-    titles = [
-        times(result.distinct("shape")[0]),
-        *(f"{gradient} gradient" for gradient in gradients),
-    ]
+    cell = "{median_ms:.3f} · {over_optax:.2f} · {over_copy:.0%}"
+    lines = []
+    for name in result.distinct("name"):
+        found = [shown(rows.get((name, gradient)), cell) for gradient in gradients]
+        lines.append([name, *found])
+    titles = [times(result.distinct("shape")[0])]
+    titles += [f"{gradient} gradient" for gradient in gradients]
     return (
-        f"{markdown_table(titles, lines)}\n\nA cell holds milliseconds, that time over"
-        " the one of optax's AdamW on float32, and the bytes that must move a second"
-        " over a copy's."
+        f"{markdown_table(titles, lines)}\n\nA cell holds milliseconds, that time"
+        " divided by that of optax's AdamW on float32, and the rate of the bytes that"
+        " must move divided by a copy's."
     )
 
 
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-)
+BENCHMARK = Benchmark("adamw", __doc__, configure, measure, table)
 
 if __name__ == "__main__":
     BENCHMARK.command()

@@ -1,5 +1,4 @@
-"""Time of a step by kind of kernel: the milliseconds of every kernel on the profiler's
-timeline, summed by purpose.
+"""Time of a step by kind of kernel, from the profiler's timeline.
 
 A library's kernel has a name that tells its purpose. A kernel of XLA has the name of
 its instruction. The instruction's metadata in the compiled program holds the
@@ -9,6 +8,7 @@ driver are a kind: a scan copies values that it keeps for its backward pass.
 """
 
 import glob
+import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -36,7 +36,9 @@ _BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"quantize", "quantization"),
     (r"matmul|gemm|nvjet|cutlass|cublas|xmma|splitk", "products"),
 )
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*)")
+# Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0}, pred[])
+# fusion(...".
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+)(.*)")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
 _WIDE = re.compile(r"\b(?:bf16|f16|f32)\[([\d,]+)\]")
 _TRACED = 3  # calls on the timeline
@@ -44,26 +46,20 @@ _SMALL = 2**16  # values: scales, amaxes and statistics of rows have fewer, tens
 
 
 def operations_of(program: str) -> dict[str, Operation]:
-    """Return (types of the results, name with scopes) of every instruction of a
-    program, by its kernel.
+    """Return (types of the results, name with scopes) of instructions by kernel.
 
-    >>> text = '  %loop_add.1 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/optimizer/add"}'
+    >>> text = '  %loop_add.1 = f32[8]{0} fusion(%a), metadata={op_name="f/optimizer"}'
     >>> operations_of(text)
-    {'loop_add_1': ('f32[8]{0}', 'jit(f)/optimizer/add')}
+    {'loop_add_1': ('f32[8]{0}', 'f/optimizer')}
     """
     found = {}
     for line in program.splitlines():
-        if (match := _INSTRUCTION.match(line)) is not None:
-            name, rest = match.groups()
-            scopes = _SCOPES.search(rest)
-            # Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0},
-            # pred[]) fusion(...".
-            types = (
-                rest[: rest.index(")") + 1]
-                if rest.startswith("(")
-                else rest.split(" ", 1)[0]
-            )
-            found[re.sub(r"[.\-]", "_", name)] = types, scopes[1] if scopes else ""
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, types, rest = match.groups()
+        scopes = _SCOPES.search(rest)
+        found[re.sub(r"[.\-]", "_", name)] = types, scopes[1] if scopes else ""
     return found
 
 
@@ -74,7 +70,7 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
     arrays. If it writes a tensor of floats, too, it counts as the norm or activation of
     that tensor.
 
-    >>> kind_of("nvjet_qqtst_128x256", {}), kind_of("cudnn_generated_sdpa_flash_fprop", {})
+    >>> kind_of("nvjet_qqtst_128x256", {}), kind_of("cudnn_sdpa_flash_fprop", {})
     ('products', 'attention')
     >>> kind_of("loop_add_1", {"loop_add_1": ("f32[8]{0}", "jit(f)/optimizer/add")})
     'optimizer'
@@ -82,10 +78,10 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
     types, scopes = operations.get(kernel, ("", ""))
     if not scopes:
         lowered = kernel.lower()
-        return next(
-            (kind for pattern, kind in _BY_NAME if re.search(pattern, lowered)),
-            "norms and activations",
-        )
+        for pattern, kind in _BY_NAME:
+            if re.search(pattern, lowered):
+                return kind
+        return "norms and activations"
     if "optimizer" in scopes:
         return "optimizer"
     if "quantize" in scopes and not any(
@@ -99,17 +95,15 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
 
 
 def _values(sizes: str) -> int:
-    product = 1
-    for size in sizes.split(","):
-        product *= int(size)
-    return product
+    return math.prod(map(int, sizes.split(",")))
 
 
 def milliseconds_by_kind(
     kernels: list[tuple[str, float]], program: str
 ) -> dict[Kind, float]:
     """Return the sum of every kind over (kernel, milliseconds) of one call."""
-    operations, sums = operations_of(program), dict.fromkeys(KINDS, 0.0)
+    operations = operations_of(program)
+    sums = dict.fromkeys(KINDS, 0.0)
     for name, milliseconds in kernels:
         sums[kind_of(name, operations)] += milliseconds
     return sums
@@ -118,9 +112,7 @@ def milliseconds_by_kind(
 def profile(
     function: Callable[..., Any], args: tuple[Any, ...], program: str
 ) -> dict[Kind, float] | None:
-    """Return milliseconds by kind of one call, the mean of three in sequence, or None
-    on a CPU.
-    """
+    """Return milliseconds by kind, the mean of three calls, or None on a CPU."""
     if jax.default_backend() != "gpu":
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -129,20 +121,14 @@ def profile(
                 out = function(*args)
             jax.block_until_ready(out)
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        planes = list(jax.profiler.ProfileData.from_file(path).planes)
-        # Other lines of a device's plane repeat the kernels of its streams, by
-        # instruction and by scope.
-        lines = [
-            line
-            for plane in planes
-            if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-        ]
-        events = [
-            event
-            for line in lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        ]
-        kernels = [(event.name, event.duration_ns / 1e6 / _TRACED) for event in events]
+        kernels = []
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                # Other lines of a device's plane repeat the kernels of its streams, by
+                # instruction and by scope.
+                if not plane.name.startswith("/device:GPU"):
+                    continue
+                if line.name.startswith("Stream"):
+                    kernels += [(e.name, e.duration_ns / 1e6) for e in line.events]
+    kernels = [(name, milliseconds / _TRACED) for name, milliseconds in kernels]
     return milliseconds_by_kind(kernels, program)

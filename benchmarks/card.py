@@ -1,10 +1,12 @@
-"""Every JSON of the pages that a card writes, in slices: one command for each, and only
-those of another library.
+"""Every JSON of the pages that a card writes, in slices: one command for each.
 
-    python -m benchmarks.card --json                                what is missing or of another library
-    python -m benchmarks.card --json --seconds 540                  start nothing that would end later; call it again
-    python -m benchmarks.card --json --share 1/2                    every second run, for one of two GPUs
+    python -m benchmarks.card --json
+    python -m benchmarks.card --json --seconds 540
+    python -m benchmarks.card --json --share 1/2
     python -m benchmarks.card --only llama-1b,head --out FOLDER
+
+The first runs what is missing or of another library. The second starts nothing that
+would end later; call it again. The third is every second run, for one of two GPUs.
 
 A run is a process of its own, which checks before it times. XLA has its defaults or the
 flags of `RUNS`, never those of the environment. Its JSON replaces the committed one
@@ -24,16 +26,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.options import chosen_of
+from benchmarks.harness import chosen_of
 from benchmarks.records import RESULTS, ROOT, library_digest
 from models.training.progress import shown
 
 
 @dataclass(frozen=True)
 class Run:
-    """Arguments of a benchmark, about how many seconds it takes on an H100, the GPUs it
-    needs, and flags of XLA.
-    """
+    """Arguments of a benchmark, its seconds on an H100, its GPUs, and flags of XLA."""
 
     arguments: str
     seconds: int
@@ -90,8 +90,8 @@ RUNS = {
     ),
     "train_step-recipes": Run(
         "train_step --shapes 8192x4096x16384 --parts 'mlp,optimizer step' --recipes"
-        " 'tensorwise,tcfp12,tcfp12_fast,blockwise,tcfp12_blockwise,mxfp8,rowwise,stored,stored"
-        " both,stored bfloat16,stored both bfloat16'",
+        " 'tensorwise,tcfp12,tcfp12_fast,blockwise,tcfp12_blockwise,mxfp8,rowwise,"
+        "stored,stored both,stored bfloat16,stored both bfloat16'",
         250,
     ),
     "quality": Run("quality", 60),
@@ -106,9 +106,8 @@ RUNS = {
     "grouped-blocks": Run(
         "grouped --shapes 'mixtral up,olmoe w13' --recipes tcfp12_single_128", 125
     ),
-    "quantizers": Run("quantizers", 190),
+    "quantizers": Run("quantizers", 200),
     "adamw": Run("adamw", 20),
-    "casts": Run("casts", 20),
     "fp4": Run("fp4", 120),
 }
 
@@ -116,11 +115,12 @@ RUNS = {
 def wanted(
     results: Path, only: str | None, share: tuple[int, int], gpus: int
 ) -> list[str]:
-    """Return the names of this share of the runs: those of `only`, or all whose JSON is
-    of another library.
+    """Return the names of this share of the runs.
 
-    >>> wanted(Path("/nowhere"), "head,casts,adamw", (1, 2), 1)
-    ['head', 'casts']
+    They are those of `only`, or all whose JSON is of another library.
+
+    >>> wanted(Path("/nowhere"), "head,gemm,adamw", (1, 2), 1)
+    ['head', 'adamw']
     """
     names = [*(chosen_of("only", only, tuple(RUNS)) or RUNS)]
     if only is None:
@@ -141,20 +141,17 @@ def is_current(path: Path) -> bool:
 
 def make(name: str, results: Path) -> bool:
     """Run one benchmark, and put its JSON in its place if it has ended well."""
+    module, *arguments = shlex.split(RUNS[name].arguments)
+    limit = 2 * RUNS[name].seconds
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.{RUNS[name].arguments.split()[0]}",
-        ]
-        command += [*shlex.split(RUNS[name].arguments)[1:], "--out", folder]
         try:
-            limit = 2 * RUNS[name].seconds
-            variables = os.environ | {"XLA_FLAGS": RUNS[name].flags}
             done = subprocess.run(
-                command,
+                [
+                    *(sys.executable, "-m", f"benchmarks.{module}"),
+                    *(*arguments, "--out", folder),
+                ],
                 cwd=ROOT,
-                env=variables,
+                env=os.environ | {"XLA_FLAGS": RUNS[name].flags},
                 capture_output=True,
                 text=True,
                 timeout=limit,
@@ -205,11 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"--share {options.share} is not I/N with 1 <= I <= N, such as 1/2"
         )
     device, gpus = _device()
-    results, started, failed = (
-        (options.out or RESULTS) / device,
-        time.monotonic(),
-        [],
-    )
+    results = (options.out or RESULTS) / device
+    started = time.monotonic()
+    failed = False
     for name in wanted(results, options.only, (int(first), int(of)), gpus):
         spent = time.monotonic() - started
         if spent + RUNS[name].seconds > options.seconds:
@@ -220,18 +215,16 @@ def main(arguments: list[str] | None = None) -> int:
             )
             continue
         with shown(lambda: name):
-            failed += [] if make(name, results) else [name]
-        took = time.monotonic() - started - spent
-        print(
-            f"{name}: {'FAILED' if name in failed else 'written'} after {took:.0f} s",
-            flush=True,
-        )
+            ended = "written" if make(name, results) else "FAILED"
+        failed = failed or ended == "FAILED"
+        print(f"{name}: {ended} after {time.monotonic() - started - spent:.0f} s")
     return 1 if failed else 0
 
 
 def _device() -> tuple[str, int]:
-    """Return the folder of the card and the number of cards, from a process that ends
-    and frees their memory.
+    """Return the folder of the card and the number of cards.
+
+    They come from a process that ends and frees the cards' memory.
     """
     code = (
         "import jax; from benchmarks.records import device_slug;"

@@ -1,15 +1,14 @@
-"""Perplexity ratios of the rows of `benchmarks.convergence` to BF16 from the same
-start: summaries and tables.
-"""
+"""Perplexity ratios of `benchmarks.convergence` to BF16: summaries and tables."""
 
+import argparse
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table
+from benchmarks.records import Result, markdown_table
 from benchmarks.variants import BASELINE, RERUN, VARIANTS
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
@@ -50,18 +49,17 @@ class Row:
 
 def read_row(row: Mapping[str, Any]) -> Row:
     """Return the row of JSON, which has null for a loss that is not finite."""
-    curve = tuple(math.nan if loss is None else loss for loss in row.get("curve", ()))
-    # of older files
-    given = {
-        name: value for name, value in row.items() if name not in ("task", "accuracy")
-    }
-    return Row(
-        **{
-            **given,
-            **{name: math.nan for name in _LOSSES if row[name] is None},
-            "curve": curve,
-        }
-    )
+    given = dict(row)
+    for name in ("task", "accuracy"):  # of older files
+        given.pop(name, None)
+    for name in _LOSSES:
+        given[name] = _loss(row[name])
+    given["curve"] = tuple(map(_loss, row.get("curve", ())))
+    return Row(**given)
+
+
+def _loss(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def rows_of(result: Result) -> list[Row]:
@@ -95,8 +93,7 @@ class Summary:
 
 
 def perplexity_ratio(loss: float, baseline: float) -> float:
-    """Return `exp(loss - baseline)`; inf if one of them is not finite, so that a run
-    that diverged looks bad.
+    """Return `exp(loss - baseline)`; inf if one of them is not finite.
 
     >>> perplexity_ratio(1.0, 1.0), perplexity_ratio(math.nan, 1.0)
     (1.0, inf)
@@ -117,10 +114,12 @@ def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str,
     again = {row.base: getattr(row, of) for row in rows if row.name == RERUN}
     if name in (BASELINE, RERUN):
         return own
-    found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
-    return {
-        base: mean if math.isfinite(mean) else own[base] for base, mean in found.items()
-    }
+    found = dict(own)
+    for base, loss in own.items():
+        mean = (loss + again.get(base, loss)) / 2
+        if math.isfinite(mean):
+            found[base] = mean
+    return found
 
 
 def ratios(rows: list[Row], name: str) -> dict[str, float]:
@@ -134,18 +133,14 @@ def ratios(rows: list[Row], name: str) -> dict[str, float]:
 
 
 def timed_on(rows: list[Row]) -> str | None:
-    """Return the device of most BF16 rows; times of steps on another device do not
-    compare with them.
-    """
+    """Return the device of most BF16 rows; other devices' times do not compare."""
     return statistics.mode(
         [row.device for row in rows if row.name == BASELINE] or [None]
     )
 
 
 def summarize(rows: list[Row]) -> list[Summary]:
-    """Return a summary of every variant that shares a base with the baseline, in the
-    order of `VARIANTS`.
-    """
+    """Return a summary of every variant that shares a base with the baseline."""
     found = (_summary(rows, name) for name in VARIANTS)
     return [summary for summary in found if summary is not None]
 
@@ -184,8 +179,9 @@ def _summary(rows: list[Row], name: str) -> Summary | None:
 
 
 def standard_error(values: list[float]) -> float:
-    """Return the standard error of the mean; NaN of two values, which may agree by
-    chance, or if one is not finite.
+    """Return the standard error of the mean.
+
+    It is NaN of two values, which may agree by chance, or if one is not finite.
     """
     if len(values) < 3 or not all(map(math.isfinite, values)):
         return math.nan
@@ -193,9 +189,7 @@ def standard_error(values: list[float]) -> float:
 
 
 def noise_floor(rows: list[Row], name: str = RERUN) -> float:
-    """Return the largest distance from 1 of the ratios of BF16's own other run; 0
-    without one.
-    """
+    """Return the largest distance from 1 of BF16's own other run; 0 without one."""
     return max((abs(value - 1) for value in ratios(rows, name).values()), default=0.0)
 
 
@@ -204,9 +198,7 @@ def noise_floor(rows: list[Row], name: str = RERUN) -> float:
 
 
 def ratios_of(result: Result) -> dict[str, str]:
-    """Return the ratio on text, or nats per token of ids, and its standard error by
-    variant, as tables show them.
-    """
+    """Return the ratio on text, or nats per token of ids, with its standard error."""
     show = _scale_of(result)
     return {one.name: _ratio(one, show) for one in summarize(rows_of(result))}
 
@@ -303,3 +295,54 @@ def _protocol(config: dict[str, Any]) -> str:
             f" {config['steps']} to a rate of zero"
         )
     return f"{config['steps']} steps from scratch, to a rate of zero"
+
+
+# Names of files
+# --------------------------------------------------------------------------------------
+
+USUAL_MODEL = {"fork": "12x768", "scratch": "small"}
+
+
+def json_name(options: argparse.Namespace) -> str:
+    """Return the name of a run's JSON: "convergence", with its parts behind it.
+
+    The parts are "fork", the flags, "bpe", and a model that is not the usual one.
+
+    >>> chosen = dict(protocol="fork", model="llama-124m", smoke=False, variants=None)
+    >>> json_name(argparse.Namespace(**chosen, tokens="bpe"))
+    'convergence-fork-bpe-llama-124m'
+    """
+    parts = ["convergence"]
+    if options.protocol == "fork":
+        parts.append("fork")
+    if options.variants == "flags":
+        parts.append("flags")
+    if options.tokens == "bpe":
+        parts.append("bpe")
+    usual = (None, USUAL_MODEL[options.protocol])
+    if options.model not in usual and not options.smoke:
+        parts.append(options.model)
+    return "-".join(parts)
+
+
+def command_of(name: str, data: Sequence[str] = ()) -> str:
+    """Return the command that writes a JSON of this name and text.
+
+    >>> command_of("convergence-fork-llama-124m")
+    'python -m benchmarks.convergence --protocol fork --model llama-124m --json'
+    >>> command_of("convergence-flags")
+    'python -m benchmarks.convergence --protocol scratch --variants flags --json'
+    """
+    _, *parts = name.split("-")
+    protocol = "fork" if "fork" in parts else "scratch"
+    words = ["python -m benchmarks.convergence --protocol", protocol]
+    model = "-".join(part for part in parts if part not in ("fork", "flags", "bpe"))
+    if model:
+        words += ["--model", model]
+    if "flags" in parts:
+        words.append("--variants flags")
+    if "bpe" in parts:
+        words.append("--tokens bpe")
+    if data:
+        words += ["--data", *(Path(path).name for path in data)]
+    return " ".join([*words, "--json"])

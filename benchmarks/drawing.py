@@ -1,6 +1,4 @@
-"""Plots of the pages: SVGs on a transparent ground, in colors that light and dark pages
-show.
-"""
+"""Plots of the pages: SVGs on a transparent ground, for light and dark pages."""
 
 import hashlib
 import re
@@ -44,9 +42,7 @@ WHOLE_RUNS = ("6x640",)  # layers and width of Llamas from scratch
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot: its text for readers who do not see it, its JSON files, and the function
-    of them that draws it.
-    """
+    """A plot: its text for readers who do not see it, its JSON files, its function."""
 
     alt: str
     sources: tuple[str, ...]
@@ -54,9 +50,7 @@ class Picture:
 
 
 def draw_whole_model(figure: Any, counted: Result, timed: Result) -> None:
-    """Draw the bytes of Llama-3-8B's state and the time of a step of its layers, stored
-    and in BF16.
-    """
+    """Draw the bytes of Llama-3-8B's state and the time of a step of its layers."""
     sizes = counted.by("name")
     steps = timed.by("recipe")
     gigabytes = [sizes[name]["state_bytes"] / 1e9 for name in (memory.STORED, BASELINE)]
@@ -80,9 +74,7 @@ def _draw_bars(axes: Any, title: str, values: Sequence[float]) -> None:
 
 
 def draw_curves(figure: Any, result: Result) -> None:
-    """Draw the losses of a long run of `benchmarks.large`: each step as a faint line,
-    and means over ten steps.
-    """
+    """Draw the losses of a long run of `benchmarks.large`, and means over ten steps."""
     figure.set_size_inches(7.2, 2.8)
     axes = figure.add_subplot()
     for row, color in zip(result.rows, (GRAY, BLUE, ORANGE), strict=False):
@@ -106,8 +98,9 @@ def draw_curves(figure: Any, result: Result) -> None:
 
 
 def draw_whole_runs(figure: Any, result: Result) -> None:
-    """Draw the losses of runs from scratch, and their differences from BF16's of the
-    same seed, as means over seeds.
+    """Draw the losses of runs from scratch, and their differences from BF16's.
+
+    Both are means over seeds; a difference is from BF16's of the same seed.
     """
     rows = rows_of(result)
     bf16 = _curves(rows, BASELINE)
@@ -154,9 +147,7 @@ def _name_axes(axes: Any, title: str) -> None:
 
 
 def _limit_to_later_parts(losses: Any, gaps: Any) -> None:
-    """Leave out the steep start of losses, and the first twentieth of gaps, which is
-    all noise.
-    """
+    """Leave out the steep start of losses, and the noisy first twentieth of gaps."""
     ends = [line.get_ydata()[-1] for line in losses.get_lines()]
     later = [line.get_ydata()[5:] for line in gaps.get_lines()]
     if ends:
@@ -227,9 +218,7 @@ def save(name: str, path: Path, results: Path = RESULTS) -> None:
 
 
 def read_source(path: Path) -> str | None:
-    """Return the digest that `save` stored in an SVG; None if there is no such file or
-    field.
-    """
+    """Return the digest that `save` stored in an SVG; None without one."""
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8")

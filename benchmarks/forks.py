@@ -1,5 +1,4 @@
-"""The training behind `benchmarks.convergence`: a BF16 base, and forks that continue
-it.
+"""The training behind `benchmarks.convergence`: a BF16 base, and forks of it.
 
 A base is a BF16 run of `base_steps` steps. A fork starts from its weights and Adam
 moments. A run from scratch is a fork of a base without steps: initial weights and
@@ -145,9 +144,7 @@ class Config:
 
 
 def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig:
-    """Return the run of a variant, base and fork together, except for its schedule of
-    rates.
-    """
+    """Return the run of a variant, base and fork, except for its schedule of rates."""
     return TrainConfig(
         model=config.size,
         recipe=variant.recipe,
@@ -164,42 +161,40 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
     )
 
 
-def whole_run(
-    size: LlamaConfig, steps_per_call: int = Config.steps_per_call
-) -> dict[str, Any]:
-    """Return the settings of a Llama's run from scratch, of 20 tokens a parameter
-    besides its table.
+def whole_run(size: LlamaConfig) -> dict[str, Any]:
+    """Return the settings of a Llama's run from scratch.
 
-    >>> whole_run(LlamaConfig(6, 640, heads=10, kv_heads=10, hidden=1792, context=1024))["steps"]
+    It reads 20 tokens per parameter besides its table.
+
+    >>> size = LlamaConfig(6, 640, heads=10, kv_heads=10, hidden=1792, context=1024)
+    >>> whole_run(size)["steps"]
     9300
     """
-    batch, warmup = 64, 200
+    batch = 64
     tokens = 20 * size.layers * size.width * size.columns
-    calls = round(
-        tokens / (batch * min(Config.sequence, size.context) * steps_per_call)
-    )
-    return dict(
-        batch=batch,
-        warmup_steps=warmup,
-        learning_rate=2e-3,
-        steps=calls * steps_per_call,
-    )
+    of_call = batch * min(Config.sequence, size.context) * Config.steps_per_call
+    return {
+        "batch": batch,
+        "warmup_steps": 200,
+        "learning_rate": 2e-3,
+        "steps": round(tokens / of_call) * Config.steps_per_call,
+    }
 
 
 def schedule_of(config: Config) -> optax.Schedule:
-    """Return the rate of base and fork: up, level, and linearly to zero; from scratch
-    up, and down as a cosine.
+    """Return the rate of base and fork: up, level, and linearly to zero.
+
+    From scratch it goes up, and down as a cosine.
     """
-    rate, warmup, start = config.learning_rate, config.warmup_steps, config.base_steps
+    rate = config.learning_rate
+    warmup = config.warmup_steps
+    start = config.base_steps
     if not start:
         return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, config.steps, 0.0)
-    up, down = (
-        optax.linear_schedule(0.0, rate, warmup),
-        optax.linear_schedule(rate, 0.0, config.steps),
-    )
-    return optax.join_schedules(
-        [up, optax.constant_schedule(rate), down], [warmup, start]
-    )
+    up = optax.linear_schedule(0.0, rate, warmup)
+    level = optax.constant_schedule(rate)
+    down = optax.linear_schedule(rate, 0.0, config.steps)
+    return optax.join_schedules([up, level, down], [warmup, start])
 
 
 @functools.cache
@@ -215,9 +210,7 @@ def steps_of(config: Config, variant: Variant) -> StepFunction:
 def start_fork(
     config: Config, variant: Variant, base: TrainState, key: jax.Array
 ) -> TrainState:
-    """Return the state in which a variant starts: a base's weights and moments, stored
-    as the variant stores them.
-    """
+    """Return a base's weights and moments, stored as the variant stores them."""
     return _start(config, without_perturbation(variant))(base, key)
 
 
@@ -229,11 +222,9 @@ def _start(config: Config, variant: Variant) -> Any:
 
     @jax.jit
     def start(base: TrainState, key: jax.Array) -> TrainState:
-        params = (
-            jittered(base.params, key, variant.perturbation)
-            if variant.perturbation
-            else base.params
-        )
+        params = base.params
+        if variant.perturbation:
+            params = jittered(params, key, variant.perturbation)
         if variant.weights == "float":
             # The last state of the chain is that of the quantized weights.
             fresh: Any = optimizer.init(params)
@@ -258,18 +249,20 @@ def _start(config: Config, variant: Variant) -> Any:
     return start
 
 
-def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
-    """Return a fresh state of `tcfp_jax.optim.adamw` with the count and the rounded
-    moments of a state of optax's.
+def _is_adam(node: object) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
 
+
+def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
+    """Return a fresh `AdamWState` with the count and moments of a state of optax's.
+
+    Moments are rounded.
     The key replaces the state's own, so that each base draws bits of its own.
     """
     if state.key is not None:
-        state = state._replace(
-            key=jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
-        )
-    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
-    (adam,) = filter(is_adam, jax.tree.leaves(before, is_leaf=is_adam))
+        bits = jax.random.key_data(key).astype(jnp.uint32)
+        state = state._replace(key=bits.reshape(-1))
+    (adam,) = filter(_is_adam, jax.tree.leaves(before, is_leaf=_is_adam))
 
     def rounded(fresh: Any, moments: Any, which: int) -> tuple[Any, dict[str, Any]]:
         treedef: Any
@@ -287,10 +280,8 @@ def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
             leaves.append(narrow.kept(code, path_names(path), scales))
         return treedef.unflatten(leaves), scales
 
-    (mu, mu_scale), (nu, nu_scale) = (
-        rounded(state.mu, adam.mu, 0),
-        rounded(state.nu, adam.nu, 1),
-    )
+    mu, mu_scale = rounded(state.mu, adam.mu, 0)
+    nu, nu_scale = rounded(state.nu, adam.nu, 1)
     return state._replace(
         count=adam.count, mu=mu, mu_scale=mu_scale, nu=nu, nu_scale=nu_scale
     )
@@ -302,8 +293,9 @@ def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
 
 @dataclass(frozen=True)
 class Base:
-    """The start of runs: seed, name, and state. The name is a digest of its losses, or
-    "seed-0" without steps.
+    """The start of runs: seed, name, and state.
+
+    The name is a digest of its losses, or "seed-0" without steps.
     """
 
     seed: int
@@ -314,8 +306,9 @@ class Base:
 def train_base(
     config: Config, seed: int, text: jax.Array, digest: str, variant: Variant
 ) -> Base:
-    """Return the base of a seed: from its folder, or trained and kept there; without
-    base steps, its initial state.
+    """Return the base of a seed, from its folder, or trained and kept there.
+
+    Without base steps it is the initial state.
 
     Raises:
       ValueError: the folder holds a base of another model or text.
@@ -324,11 +317,9 @@ def train_base(
     state = init(run)
     if not config.base_steps:
         return Base(seed, f"seed-{seed}", state)
-    losses: list[float] = []
     name = f"base-{seed}-{config.warmup_steps}-{config.base_steps}"
-    with folder_of(
-        config, dataclasses.replace(run, steps=config.base_steps), digest, name
-    ) as folder:
+    of_base = dataclasses.replace(run, steps=config.base_steps)
+    with folder_of(config, of_base, digest, name) as folder:
         state, losses, _ = advance(
             config, variant, seed, state, text, config.base_steps, folder
         )
@@ -356,8 +347,9 @@ def folder_of(
 
 @contextlib.contextmanager
 def claimed(config: Config, name: str) -> Iterator[bool]:
-    """Yield whether this process alone may do the runs of this name; processes of one
-    machine share them so.
+    """Yield whether this process alone may do the runs of this name.
+
+    Processes of one machine share them so.
     """
     if config.bases is None:
         yield True
@@ -379,9 +371,8 @@ def curve_of(losses: list[float]) -> tuple[float, ...]:
     >>> curve_of([4.0, 2.0, 1.0])
     (4.0, 2.0, 1.0)
     """
-    return tuple(
-        float(np.mean(part)) for part in np.array_split(losses, min(100, len(losses)))
-    )
+    parts = np.array_split(losses, min(100, len(losses)))
+    return tuple(float(np.mean(part)) for part in parts)
 
 
 def last_tenth(losses: list[float]) -> float:
@@ -399,15 +390,17 @@ def advance(
     folder: RunDirectory | None = None,
     deadline: float = math.inf,
 ) -> tuple[TrainState, list[float], float]:
-    """Train so many steps, from the last checkpoint in a folder; return (state, losses,
-    milliseconds of a step).
+    """Train from the last checkpoint in a folder.
+
+    Return (state, losses, milliseconds of a step).
 
     Raises:
       TimeoutError: `time.perf_counter()` passed the deadline; the folder holds a
         checkpoint.
     """
     run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
-    step, key = steps_of(config, without_perturbation(variant)), batch_key(run)
+    step = steps_of(config, without_perturbation(variant))
+    key = batch_key(run)
     losses: list[float] = []
     seconds = []
     if folder is not None and folder.holds_state:
@@ -434,10 +427,5 @@ def advance(
         if now > deadline and len(losses) < steps:
             raise TimeoutError(f"{len(losses)} of {steps} steps")
     # The first call compiles.
-    return (
-        state,
-        losses,
-        float(np.mean(seconds[1:] or seconds or [math.nan]))
-        * 1e3
-        / config.steps_per_call,
-    )
+    of_call = float(np.mean(seconds[1:] or seconds or [math.nan]))
+    return state, losses, of_call * 1e3 / config.steps_per_call

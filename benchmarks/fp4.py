@@ -1,23 +1,23 @@
-"""Products with FP4 weights over BF16's: few rows as in decoding, many rows, and input
-gradients, with cold weights.
+"""Products with FP4 weights next to BF16's, with cold weights.
 
     python -m benchmarks.fp4 --json
 
-A call multiplies x by copies of the weight in turn. Together they take more than
-`COLD_BYTES`, several times the L2 cache of an H200, so that every product reads its
-weight from memory; the BF16 baseline does the same. Times are per product. "W4A16"
-multiplies codes times scales by BF16 activations, exactly. "W4A8" multiplies by E4M3
-activations with a scale for each row, which is found within the time. With the rule
-"fold_exact" it runs on FP8 tensor cores, by XLA, which unpacks the weight, or by the
-kernel that decodes it in registers. Every product is checked against the float64
-product of dequantized operands before it is timed.
+They have few rows as in decoding, many rows, or are input gradients. A call multiplies
+x by copies of the weight in turn. Together they take more than `COLD_BYTES`, several
+times the L2 cache of an H200, so that every product reads its weight from memory; the
+BF16 baseline does the same. Times are per product. "W4A16" multiplies codes times
+scales by BF16 activations, exactly. "W4A8" multiplies by E4M3 activations with a scale
+for each row, which is found within the time. With the rule "fold_exact" it runs on FP8
+tensor cores, by XLA, which unpacks the weight, or by the kernel that decodes it in
+registers. Every product is checked against the float64 product of dequantized operands
+before it is timed.
 """
 
 import argparse
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -27,17 +27,15 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.harness import Benchmark
 from benchmarks.products import compare
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table
+from benchmarks.records import Result, cells
+from benchmarks.variants import BASELINE
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.mosaic import limits
 from pallas_kernels.operands import Fp4
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
-NAME = "fp4"
 COLD_BYTES = 240_000_000
-BASELINE = "bf16"
 # An E4M3 activation with a scale for each row keeps about 31 dB of x.
 LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0}
 CHECKED_ROWS = 64
@@ -45,7 +43,7 @@ Part = Literal["decode", "prefill", "dgrad"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(timing.Repetitions):
     """Settings of a run.
 
     Attributes:
@@ -54,9 +52,6 @@ class Config:
 
     cases: tuple[tuple[Part, tuple[int, int], tuple[int, ...]], ...]
     cold_bytes: int = COLD_BYTES
-    rounds: int = 3
-    calls: int = 4
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,9 @@ class Kind:
     backend: Backend | None = None
 
     def runs(self, part: Part, m: int) -> bool:
-        """Return whether it is measured: XLA's E4M3 product for many rows, a named
-        kernel for rows that it takes.
+        """Return whether it is measured.
+
+        XLA's E4M3 product is for many rows, and a named kernel for rows that it takes.
         """
         if self.backend == "mosaic":
             return self.decodes(part, m)
@@ -116,12 +112,10 @@ class Kind:
 
     def decodes(self, part: Part, m: int) -> bool:
         """Return whether the Hopper kernel takes m rows."""
+        if part == "dgrad" or jax.default_backend() != "gpu":
+            return False
         most = limits(self.activation).most_rows
-        return (
-            part != "dgrad"
-            and (most is None or m <= most)
-            and jax.default_backend() == "gpu"
-        )
+        return most is None or m <= most
 
 
 KINDS: dict[str, Kind] = {
@@ -147,132 +141,112 @@ def measure(config: Config) -> Iterator[Row]:
 def _weights(
     part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config
 ) -> dict[str, list[Any]]:
-    """Return copies of a weight in BF16 and in each format that some of these rows
-    multiply.
-    """
-    (k, n), key = shape, jax.random.key(config.seed)
-    first = jax.random.normal(key, (n, k), jnp.bfloat16)
-
-    @functools.cache
-    def quantized(scaling: Fp4) -> list[Any]:
-        return cold_copies(
-            jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first),
-            config.cold_bytes,
-        )
-
-    wanted = {
-        name: kind
-        for name, kind in KINDS.items()
-        if any(kind.runs(part, m) for m in rows)
-    }
-    return {BASELINE: cold_copies(first, config.cold_bytes)} | {
-        name: quantized(kind.scaling) for name, kind in wanted.items()
-    }
+    """Return copies of a weight in BF16 and in each format that is multiplied."""
+    k, n = shape
+    first = jax.random.normal(jax.random.key(0), (n, k), jnp.bfloat16)
+    found = {BASELINE: cold_copies(first, config.cold_bytes)}
+    of_scaling: dict[Fp4, list[Any]] = {}
+    for name, kind in KINDS.items():
+        if not any(kind.runs(part, m) for m in rows):
+            continue
+        scaling = kind.scaling
+        if scaling not in of_scaling:
+            pack = jax.jit(functools.partial(quantize_fp4, scaling=scaling))
+            of_scaling[scaling] = cold_copies(pack(first), config.cold_bytes)
+        found[name] = of_scaling[scaling]
+    return found
 
 
 def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
     """Return the weight and copies of it, together at least `cold_bytes`."""
-    count = max(
-        1, math.ceil(cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w)))
-    )
-    return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
+    more = math.ceil(cold_bytes / _bytes(w)) - 1
+    return [w, *(jax.tree.map(jnp.copy, w) for _ in range(more))]
 
 
-def _dequantized(weights: dict[str, list[Any]], scaling: Fp4) -> np.ndarray:
-    """Return the dequantized weight in float64."""
-    name = next(
-        name for name in weights if name != BASELINE and KINDS[name].scaling == scaling
-    )
+def _bytes(w: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(w))
+
+
+def _dequantized(weights: dict[str, list[Any]], name: str) -> np.ndarray:
     return np.asarray(weights[name][0].dequantize(), np.float64)
+
+
+def _multiply(part: Part, name: str, x: jax.Array, w: Any) -> jax.Array:
+    if name == BASELINE:
+        return x @ (w if part == "dgrad" else w.T)
+    kind = KINDS[name]
+    return fp4_matmul(
+        x,
+        w,
+        contracts="n" if part == "dgrad" else "k",
+        activation=kind.activation,
+        backend=kind.backend,
+    )
+
+
+def _by_each(part: Part, name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
+    return [_multiply(part, name, x, w) for w in copies]
 
 
 def _products(
     part: Part,
     sizes: tuple[int, int, int],
     weights: dict[str, list[Any]],
-    wide: Callable[[Fp4], np.ndarray],
+    wide: Callable[[str], np.ndarray],
     config: Config,
-) -> list[Row]:
+) -> Iterator[Row]:
     m, k, n = sizes
-    contracts: Any = "n" if part == "dgrad" else "k"
-    x = jax.random.normal(
-        jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16
-    )
-
-    def multiply(name: str, x: jax.Array, w: Any) -> jax.Array:
-        if name == BASELINE:
-            return x @ (w if part == "dgrad" else w.T)
-        kind = KINDS[name]
-        return fp4_matmul(
-            x, w, contracts=contracts, activation=kind.activation, backend=kind.backend
-        )
-
-    def each(name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
-        return [multiply(name, x, w) for w in copies]
-
-    snr: dict[str, float | None] = {}
+    contracted = n if part == "dgrad" else k
+    x = jax.random.normal(jax.random.key(1), (m, contracted), jnp.bfloat16)
+    snr: dict[str, float | None] = {BASELINE: None}
     candidates: Any = {}
     for name, copies in weights.items():
         if name != BASELINE and not KINDS[name].runs(part, m):
             continue
-        candidates[name] = jax.jit(functools.partial(each, name)), (x, copies)
-        snr[name] = (
-            None
-            if name == BASELINE
-            else _checked(name, candidates[name][0](x, copies)[-1], x, wide, part)
-        )
-    timed = timing.time_interleaved(
-        candidates, rounds=config.rounds, calls=config.calls
-    )
-    rows = []
-    for name, times in timed.items():
+        call = jax.jit(functools.partial(_by_each, part, name))
+        candidates[name] = call, (x, copies)
+        if name != BASELINE:
+            snr[name] = _checked(name, call(x, copies)[-1], x, wide(name), part)
+    timed = config.interleaved(candidates)
+    bf16 = timed[BASELINE].median_ms / len(weights[BASELINE])
+    for name, taken in timed.items():
         count = len(weights[name])
-        one = {
-            field: getattr(times, field) / count
-            for field in ("median_ms", "min_ms", "max_ms")
-        }
-        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[name][0]))
-        base = timed[BASELINE].median_ms / len(weights[BASELINE])
-        rows.append(
-            Row(
-                **{**asdict(times), **one},
-                part=part,
-                kind=name,
-                m=m,
-                k=k,
-                n=n,
-                backend="xla" if name == BASELINE else KINDS[name].ran(part, m),
-                speed_over_bf16=base / one["median_ms"],
-                weight_bits=8 * nbytes / (n * k),
-                terabytes_per_second=nbytes / one["median_ms"] / 1e9,
-                snr_db=snr[name],
-                copies=count,
-            )
+        milliseconds = taken.median_ms / count
+        nbytes = _bytes(weights[name][0])
+        yield Row(
+            median_ms=milliseconds,
+            min_ms=taken.min_ms / count,
+            max_ms=taken.max_ms / count,
+            samples=taken.samples,
+            timer=taken.timer,
+            part=part,
+            kind=name,
+            m=m,
+            k=k,
+            n=n,
+            backend="xla" if name == BASELINE else KINDS[name].ran(part, m),
+            speed_over_bf16=bf16 / milliseconds,
+            weight_bits=8 * nbytes / (n * k),
+            terabytes_per_second=nbytes / milliseconds / 1e9,
+            snr_db=snr[name],
+            copies=count,
         )
-    return rows
 
 
-def _checked(
-    name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.ndarray], part: Part
-) -> float:
+def _checked(name: str, y: jax.Array, x: jax.Array, w: np.ndarray, part: Part) -> float:
     """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
-    few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
-    expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
-    snr, _ = compare(expected, y[few])
-    if snr < LEAST_SNR_DB[name.split()[0]]:
+    some = np.asarray(x[:CHECKED_ROWS], np.float64)
+    snr, _ = compare(some @ (w if part == "dgrad" else w.T), y[:CHECKED_ROWS])
+    least = LEAST_SNR_DB[name.split()[0]]
+    if snr < least:
         raise ArithmeticError(
-            f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB;"
-            " nothing is timed"
+            f"{name}: {snr:.1f} dB, less than {least} dB; nothing is timed"
         )
     return snr
 
 
 # The command and its table
 # --------------------------------------------------------------------------------------
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add no options."""
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -287,7 +261,9 @@ def configure(options: argparse.Namespace) -> Config:
                 ("decode", (4096, 14336), (16,)),
                 ("prefill", large, (512, 2048)),
                 ("dgrad", large, (4096,)),
-            )
+            ),
+            rounds=3,
+            calls=4,
         )
     tiny = (64, 32)
     cases: Any = (
@@ -300,44 +276,23 @@ def configure(options: argparse.Namespace) -> Config:
 
 def table(result: Result) -> str:
     """Return a table with a line for each product."""
-    lines = [
-        [
-            row["part"],
-            str(row["m"]),
-            f"{row['k']} × {row['n']}",
-            row["kind"],
-            f"`{row['backend']}`",
-            f"{row['median_ms'] * 1e3:.1f}",
-            f"**{row['speed_over_bf16']:.2f}**",
-            f"{row['terabytes_per_second']:.2f}",
-            f"{row['weight_bits']:.2f}",
-            "–" if row["snr_db"] is None else f"{row['snr_db']:.0f}",
-        ]
-        for row in result.rows
-    ]
-    titles = [
-        "",
-        "rows",
-        "k × n",
-        "",
-        "by",
-        "µs",
-        "over BF16",
-        "TB/s of weights",
-        "bits",
-        "dB",
-    ]
-    return markdown_table(titles, lines)
+    columns = {
+        "": "{part}",
+        "rows": "{m}",
+        "k × n": "{k} × {n}",
+        "weight and activations": "{kind}",
+        "by": "`{backend}`",
+        "µs": "{microseconds:.1f}",
+        "speedup over BF16": "**{speed_over_bf16:.2f}**",
+        "TB/s of weights": "{terabytes_per_second:.2f}",
+        "bits per weight": "{weight_bits:.2f}",
+        "dB": "{snr_db:.0f}",
+    }
+    rows = [{**row, "microseconds": 1e3 * row["median_ms"]} for row in result.rows]
+    return cells(rows, columns)
 
 
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-    options=add_options,
-)
+BENCHMARK = Benchmark("fp4", __doc__, configure, measure, table)
 
 if __name__ == "__main__":
     BENCHMARK.command()

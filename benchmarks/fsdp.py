@@ -1,8 +1,7 @@
-"""Training steps on several GPUs that split batch and weights (FSDP), next to BF16 and
-next to one GPU.
+"""Training steps on several GPUs that split batch and weights (FSDP), next to BF16.
 
     python -m benchmarks.fsdp --json
-    python -m benchmarks.fsdp --json --parts mlp --recipes "tensorwise,stored" --devices 4
+    python -m benchmarks.fsdp --json --parts mlp --recipes tensorwise,stored
 
 * *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in
   `benchmarks.llama`; *olmoe* is one of four layers of OLMoE-1B-7B, whose experts are
@@ -31,25 +30,25 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import llama, timing, train_step
-from benchmarks.harness import Benchmark
-from benchmarks.options import chosen_of
-from benchmarks.records import Result
-from benchmarks.shapes import GemmShape, quick
-from benchmarks.tables import markdown_table
-from benchmarks.train_step import check_outputs
+from benchmarks import llama_steps, timing, train_step
+from benchmarks.harness import Benchmark, chosen_of
+from benchmarks.llama_steps import STORED, quick
+from benchmarks.products import GemmShape
+from benchmarks.records import Result, cells
+from benchmarks.train_step import Kept, compare_outputs
+from benchmarks.variants import BASELINE
 from models.nets.meshes import AXES, BATCH, parameter_shardings
 from models.nets.shapes import LlamaConfig, MoeConfig
 from models.nets.sizes import LLAMAS, MOES
-from tcfp_jax.recipes import recipe
+from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.sharding import state_shardings
 
-NAME = "fsdp"
 Part = Literal["mlp", "llama", "olmoe"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
+AXIS = "fsdp"
 SMOKE_OPTIONS = {"recipes": STORED, "parts": "mlp"}
 NARROW = " wire=bfloat16"
+LEAST_SNR_DB = 5.0  # as of the steps of `benchmarks.llama`
 RECIPES = (
     BASELINE,
     "tensorwise",
@@ -61,7 +60,7 @@ RECIPES = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(timing.Repetitions):
     """Settings of a run.
 
     Attributes:
@@ -78,8 +77,6 @@ class Config:
     recipes: tuple[str, ...]
     parts: tuple[Part, ...] = PARTS
     devices: tuple[int, ...] = (1, 2)
-    rounds: int = 5
-    calls: int = 6
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ class Row(timing.Timing):
         step.
       tokens_per_second: Rate of the median.
       speed_over_bf16: BF16's median divided by this one, on as many devices.
-      over_one_gpu: Tokens a second, divided by the same candidate's on one device; None
-        if that did not run.
+      over_one_gpu: Tokens a second, divided by the same candidate's on one device.
       worst_snr_db: Lowest SNR of loss and gradients against BF16's; None for BF16.
       compile_seconds: Seconds of tracing, lowering and compiling.
       arena_bytes: Temporary memory of a device, besides arguments and results.
@@ -115,24 +111,28 @@ class Row(timing.Timing):
 def make_training(
     part: Part, name: str, config: Config, devices: int
 ) -> tuple[timing.Training, int]:
-    """Return (the step of a candidate with the same number of tokens on every device,
-    its tokens).
-    """
-    if part != "mlp":
-        tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
-        size = config.llama if part == "llama" else config.olmoe
-        few = llama.Config(size, size, tokens, tokens, {}, include=("linear", "small"))
-        return llama.make_training(few, name), math.prod(tokens)
-    shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
-    kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")
-    chosen = recipe("tcfp12_single" if name == STORED else name.removesuffix(NARROW))
-    chosen = recipe(chosen, wire="bfloat16") if name.endswith(NARROW) else chosen
-    return (
-        train_step.make_training(
-            shape, chosen, kept if name == STORED else train_step.Kept()
-        ),
-        shape.m,
+    """Return (the step of a candidate, its tokens): as many tokens on every device."""
+    if part == "mlp":
+        shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
+        return train_step.make_training(shape, *_mlp_of(name)), shape.m
+    sequences, positions = config.llama_tokens
+    tokens = devices * sequences, positions
+    size = config.llama if part == "llama" else config.olmoe
+    few = llama_steps.Config(
+        size, size, tokens, tokens, {}, include=("linear", "small")
     )
+    return llama_steps.make_training(few, name), math.prod(tokens)
+
+
+def _mlp_of(name: str) -> tuple[Recipe, Kept]:
+    """Return recipe and state of a candidate of the MLP."""
+    if name == STORED:
+        kept = Kept("stored", moments="8bit", gradient_dtype="bfloat16")
+        return recipe("tcfp12_single"), kept
+    chosen = recipe(name.removesuffix(NARROW))
+    if name.endswith(NARROW):
+        chosen = recipe(chosen, wire="bfloat16")
+    return chosen, Kept()
 
 
 def placed(mesh: Mesh, floats: Any, state_of: Callable[[Any], Any], given: Any) -> Any:
@@ -158,14 +158,16 @@ def measure(config: Config) -> Iterator[Row]:
             for row in measure_part(part, config, devices):
                 if devices == 1:
                     alone[row.recipe] = row.tokens_per_second
-                base = alone.get(row.recipe.removesuffix(NARROW))
-                over = None if base is None else row.tokens_per_second / base
+                base = alone[row.recipe.removesuffix(NARROW)]
+                over = row.tokens_per_second / base
                 yield dataclasses.replace(row, over_one_gpu=over)
 
 
-def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
-    """Check and time the candidates of a part on some devices; raise `ArithmeticError`
-    if gradients are wrong.
+def measure_part(part: Part, config: Config, devices: int) -> Iterator[Row]:
+    """Check and time the candidates of a part on some devices.
+
+    Raises:
+      ArithmeticError: gradients are wrong.
     """
     mesh = jax.make_mesh(
         (1, devices, 1),
@@ -173,49 +175,32 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
         axis_types=(AxisType.Auto,) * 3,
         devices=jax.devices()[:devices],
     )
-    made: dict[str, tuple[timing.Threaded, float, int]] = {}
-    worst: dict[str, float | None] = {}
-    reference = None
-    (floats, _), *_ = jax.eval_shape(
-        make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0)
-    )
+    bf16, tokens = make_training(part, BASELINE, config, devices)
+    (floats, _), *_ = jax.eval_shape(bf16.init, jax.random.key(0))
+    made: dict[str, tuple[timing.Threaded, float]] = {}
+    outputs = {}
     with jax.set_mesh(mesh):
         for name in config.recipes:
             if name.endswith(NARROW) and (devices == 1 or part != "mlp"):
                 continue
-            training, tokens = make_training(part, name, config, devices)
-            step, seconds = training.compile(
-                place=functools.partial(placed, mesh, floats, training.state_of)
+            training, _ = make_training(part, name, config, devices)
+            place = functools.partial(placed, mesh, floats, training.state_of)
+            made[name] = training.compile(place=place)
+            step = made[name][0]
+            # A Llama's gradients were compared on one GPU; compiling them again would
+            # take as long as the rest. A router chooses other experts for some tokens
+            # in FP8, and their gradients are not alike.
+            loss_alone = part == "olmoe" or (part == "llama" and devices > 1)
+            outputs[name] = (
+                step if loss_alone else functools.partial(_gradients, training, step)
             )
-            made[name] = step, seconds, tokens
-            if part == "olmoe" or (part == "llama" and devices > 1):
-                # A Llama's gradients were compared on one GPU; compiling them again
-                # would take as long as the rest. A router chooses other experts for
-                # some tokens in FP8, and their gradients are not alike.
-                outputs: dict[str, Any] = {"loss": step()}
-            else:
-                outputs = dict(
-                    zip(
-                        ("loss", "gradients"),
-                        jax.jit(training.gradients)(*step.state, *step.inputs),
-                        strict=True,
-                    )
-                )
-            least = llama.LEAST_SNR_DB["step"]
-            worst[name] = (
-                None
-                if reference is None
-                else check_outputs(name, reference, outputs, least=least)
-            )
-            reference = outputs if reference is None else reference
-        del outputs, reference
-        candidates: Any = {name: (step, ()) for name, (step, _, _) in made.items()}
-        timed = timing.time_by_wall_clock(
-            candidates, rounds=config.rounds, calls=config.calls
+        worst = compare_outputs(outputs, LEAST_SNR_DB)
+        timed = config.by_wall_clock(
+            {name: (step, ()) for name, (step, _) in made.items()}
         )
-    return [
-        Row(
-            **dataclasses.asdict(timed[name]),
+    for name, (step, seconds) in made.items():
+        yield Row(
+            **vars(timed[name]),
             part=part,
             recipe=name,
             devices=devices,
@@ -231,8 +216,11 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
                 for leaf in jax.tree.leaves(step.state)
             ),
         )
-        for name, (step, seconds, tokens) in made.items()
-    ]
+
+
+def _gradients(training: timing.Training, step: timing.Threaded) -> Any:
+    """Return the loss and the gradients of the state of a step."""
+    return jax.jit(training.gradients)(*step.state, *step.inputs)
 
 
 # The command and its table
@@ -252,102 +240,75 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Return the settings of a command line; raise `ValueError` for unknown names, or
-    too many devices.
+    """Return the settings of a command line.
+
+    Raises:
+      ValueError: a name is unknown, or there are not as many devices.
     """
-    recipes = tuple(
-        dict.fromkeys((BASELINE, *chosen_of("recipes", options.recipes, RECIPES)))
-    )
-    parts = chosen_of("parts", options.parts, PARTS)
+    recipes = BASELINE, *chosen_of("recipes", options.recipes, RECIPES)
     here = jax.device_count()
     wanted = options.devices or here
     if not 0 < wanted <= here:
         raise ValueError(
             f"--devices {wanted}, but this machine has {here}; use 1 to {here}"
         )
-    devices = tuple(sorted({1, wanted}))
+    shared: dict[str, Any] = {
+        "recipes": tuple(dict.fromkeys(recipes)),
+        "parts": chosen_of("parts", options.parts, PARTS),
+        "devices": tuple(sorted({1, wanted})),
+    }
     if jax.default_backend() == "gpu" and not options.smoke:
         # As many layers as BF16's state and the others' leave room for on one GPU.
         olmoe = dataclasses.replace(MOES["olmoe-1b-7b"], layers=4, remat="block")
-        return Config(
-            GemmShape(8192, 4096, 16384),
-            LLAMAS["llama-1b"],
-            olmoe,
-            (4, 4096),
-            recipes,
-            parts,
-            devices,
-        )
+        mlp = GemmShape(8192, 4096, 16384)
+        return Config(mlp, LLAMAS["llama-1b"], olmoe, (4, 4096), calls=6, **shared)
     # Blocks of 128 values of the moments, on each of two devices.
-    tiny, moe = (
-        quick(dataclasses.replace(size, width=256))
-        for size in (LLAMAS["llama-tiny"], MOES["moe-tiny"])
-    )
-    return Config(
-        GemmShape(64, 32, 64),
-        tiny,
-        moe,
-        (2, 32),
-        recipes,
-        parts,
-        devices,
-        rounds=1,
-        calls=2,
-    )
+    tiny = quick(LLAMAS["llama-tiny"], width=256)
+    moe = quick(MOES["moe-tiny"], width=256)
+    mlp = GemmShape(64, 32, 64)
+    return Config(mlp, tiny, moe, (2, 32), rounds=1, calls=2, **shared)
 
 
 def table(result: Result) -> str:
     """Return the page's tables: one per part, one line per candidate."""
+    columns = {
+        "GPUs": "{devices}",
+        "": "`{recipe}`",
+        "ms": "{median_ms:.2f}",
+        "speedup over BF16": "**{speed_over_bf16:.2f}**",
+        "tokens per second": "{tokens_per_second:,.0f}",
+        "times one GPU": "{over_one_gpu:.2f}",
+        "state, GB": "{state_gigabytes:.2f}",
+        "arena, GB": "{arena_gigabytes:.2f}",
+    }
     texts = []
     for part in result.distinct("part"):
-        lines = []
-        for row in (row for row in result.rows if row["part"] == part):
-            over = "–" if row["over_one_gpu"] is None else f"{row['over_one_gpu']:.2f}"
-            lines.append(
-                [
-                    str(row["devices"]),
-                    f"`{row['recipe']}`",
-                    f"{row['median_ms']:.2f}",
-                    f"**{row['speed_over_bf16']:.2f}**",
-                    f"{row['tokens_per_second'] / 1e3:,.0f}k",
-                    over,
-                    f"{row['state_bytes'] / 1e9:.2f}",
-                    f"{row['arena_bytes'] / 1e9:.2f}",
-                ]
-            )
-        titles = [
-            "GPUs",
-            "",
-            "ms",
-            "speed over BF16",
-            "tokens a second",
-            "over one GPU",
-            "state, GB",
-            "arena, GB",
-        ]
-        mlp, size = (
-            result.config["mlp"],
-            result.config[part if part == "olmoe" else "llama"],
-        )
-        kind = "A Llama" if part == "llama" else "OLMoE-1B-7B"
-        tokens = " × ".join(map(str, result.config["llama_tokens"]))
-        what = (
-            f"An MLP of {mlp['k']} → {mlp['n']} → {mlp['k']}, {mlp['m']} tokens a GPU"
-            if part == "mlp"
-            else (
-                f"{kind} of {size['layers']} layers of width {size['width']}, {tokens}"
-                " tokens a GPU"
-            )
-        )
-        texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
+        rows = [row for row in result.rows if row["part"] == part]
+        said = _described(part, result.config)
+        texts.append(f"{said}, with AdamW.\n\n{cells(rows, columns)}\n")
     return (
         "\n".join(texts)
         + "\nTimes are by the wall clock; state and arena are those of one GPU."
     )
 
 
+def _described(part: Part, config: dict[str, Any]) -> str:
+    if part == "mlp":
+        mlp = config["mlp"]
+        return (
+            f"An MLP of {mlp['k']} → {mlp['n']} → {mlp['k']}, {mlp['m']} tokens per GPU"
+        )
+    kind = {"llama": "A Llama", "olmoe": "OLMoE-1B-7B"}[part]
+    size = config[part]
+    tokens = " × ".join(map(str, config["llama_tokens"]))
+    return (
+        f"{kind} of {size['layers']} layers of width {size['width']}, {tokens} tokens"
+        " per GPU"
+    )
+
+
 BENCHMARK = Benchmark(
-    NAME,
+    "fsdp",
     __doc__,
     configure,
     measure,

@@ -1,15 +1,13 @@
-"""Time of one product: BF16, one FP8 product, and the two of a residual weight, by
-every backend, in one run.
+"""Time of one product: BF16, one FP8 product, and the two of a residual weight.
 
     python -m benchmarks.gemm --json
 
-Operands are quantized beforehand, so this is the time of the tensor cores and not of a
-layer. Every product is compared with float64 before it is timed. The ratio is BF16's
-median divided by the product's, both from this run.
+Every backend runs in one run. Operands are quantized beforehand, so this is the time of
+the tensor cores and not of a layer. Every product is compared with float64 before it is
+timed. The ratio is BF16's median divided by the product's, both from this run.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,49 +15,35 @@ from typing import Any, Literal, get_args
 import jax
 
 from benchmarks import timing
-from benchmarks.harness import Benchmark
-from benchmarks.options import chosen_of
+from benchmarks.harness import Benchmark, chosen_of
 from benchmarks.products import (
+    CPU_SHAPES,
+    H200_SHAPES,
+    SMOKE_SHAPES,
     Form,
+    GemmShape,
     Product,
     bf16_product,
     check_product,
     fp8_product,
-    possible,
-)
-from benchmarks.records import Result
-from benchmarks.shapes import (
-    CPU_SHAPES,
-    H200_SHAPES,
-    SMOKE_SHAPES,
-    GemmShape,
-    parse_shapes,
     random_operands,
 )
-from benchmarks.tables import markdown_table, times
+from benchmarks.records import Result, markdown_table, shown, times
 from pallas_kernels.dispatch import BACKENDS, Backend
 from pallas_kernels.operands import Accumulation
 
-NAME = "gemm"
 KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
 BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
-# Dense tensor-core rates, NVIDIA's data sheets.
-PEAK_TFLOPS = {
-    name: {"bf16": 989.5, "fp8": 1979.0}
-    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
-}
+# Dense tensor-core rates of an H100 or H200, NVIDIA's data sheets.
+PEAK_TFLOPS = {"bf16": 989.5, "fp8": 1979.0}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(timing.Repetitions):
     """Settings of a run."""
 
     shapes: tuple[GemmShape, ...]
     backends: tuple[Backend, ...] = ("xla",)
-    rounds: int = 5
-    calls: int = 5
-    checked_rows: int = 64
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,24 +67,25 @@ class Row(timing.Timing):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --shapes and --backends."""
-    parser.add_argument(
-        "--shapes", help="MxKxN,MxKxN,... (default: three of a Transformer's on a GPU)"
-    )
+    """Add --backends."""
     parser.add_argument(
         "--backends", help="of the FP8 products (default: xla, on a GPU xla,mosaic)"
     )
 
 
+def shapes_here(options: argparse.Namespace) -> tuple[GemmShape, ...]:
+    """Return the shapes to measure: three of a Transformer's on a GPU."""
+    if options.smoke:
+        return SMOKE_SHAPES
+    return H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
+
+
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
-    on_gpu = jax.default_backend() == "gpu"
-    usual = "xla,mosaic" if on_gpu else "xla"
+    usual = "xla,mosaic" if jax.default_backend() == "gpu" else "xla"
     backends = chosen_of("backends", options.backends or usual, BACKENDS)
-    if options.smoke:
-        return Config(SMOKE_SHAPES, backends, rounds=2, calls=2)
-    shapes = H200_SHAPES if on_gpu else CPU_SHAPES
-    return Config(parse_shapes(options.shapes) or shapes, backends)
+    few = {"rounds": 2, "calls": 2} if options.smoke else {}
+    return Config(shapes_here(options), backends, **few)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -111,46 +96,29 @@ def measure(config: Config) -> Iterator[Row]:
     """
     for shape in config.shapes:
         found = _find_products(shape, config)
-        used = {
-            product.name: check_product(product, config.checked_rows, config.seed)
-            for product in found
-        }
-        timed = timing.time_interleaved(
-            {product.name: (product.function, product.args) for product in found},
-            rounds=config.rounds,
-            calls=config.calls,
+        used = {product.name: check_product(product) for product in found}
+        timed = config.interleaved(
+            {product.name: (product.function, product.args) for product in found}
         )
         baseline = timed[found[0].name].median_ms
         for product in found:
             taken = timed[product.name]
-            yield _row(shape, product, taken, baseline, used[product.name])
-
-
-def _row(
-    shape: GemmShape,
-    product: Product,
-    taken: timing.Timing,
-    baseline_ms: float,
-    bound_used: float,
-) -> Row:
-    seconds = taken.median_ms * 1e-3
-    tflops = product.gemms * shape.operations / seconds / 1e12
-    peak = _peak(product.kind)
-    return Row(
-        **dataclasses.asdict(taken),
-        shape=str(shape),
-        kind=product.kind,
-        accumulation=product.accumulation,
-        backend=product.backend,
-        tflops=tflops,
-        part_of_peak=None if peak is None else tflops / peak,
-        speed_over_bf16=baseline_ms / taken.median_ms,
-        bound_used=bound_used,
-    )
+            tflops = product.gemms * shape.operations / taken.median_ms / 1e9
+            yield Row(
+                **vars(taken),
+                shape=str(shape),
+                kind=product.kind,
+                accumulation=product.accumulation,
+                backend=product.backend,
+                tflops=tflops,
+                part_of_peak=_part_of_peak(product.kind, tflops),
+                speed_over_bf16=baseline / taken.median_ms,
+                bound_used=used[product.name],
+            )
 
 
 def _find_products(shape: GemmShape, config: Config) -> list[Product]:
-    x, w = random_operands(shape, config.seed)
+    x, w = random_operands(shape)
     pairs = {kind: Form(halves).quantize(x, w) for kind, halves in KINDS.items()}
     found = [bf16_product(x, w)]
     for backend in config.backends:
@@ -158,12 +126,14 @@ def _find_products(shape: GemmShape, config: Config) -> list[Product]:
             for kind, halves in KINDS.items():
                 form = Form(halves, accumulation)
                 found.append(fp8_product(kind, form, pairs[kind], backend))
-    return possible(found)
+    return found
 
 
-def _peak(kind: str) -> float | None:
-    rates = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
-    return None if rates is None else rates["bf16" if kind == "bf16" else "fp8"]
+def _part_of_peak(kind: str, tflops: float) -> float | None:
+    device = jax.devices()[0].device_kind
+    if device not in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        return None
+    return tflops / PEAK_TFLOPS["bf16" if kind == "bf16" else "fp8"]
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -178,10 +148,11 @@ def describe(row: dict[str, Any]) -> str:
 
 def table(result: Result) -> str:
     """Return the page's table: one line per product, one column per shape."""
+    cell = "{median_ms:.3f} ms · {tflops:.4g} · **{speed_over_bf16:.2f}**"
     shapes = result.distinct("shape")
-    cells = {(describe(row), row["shape"]): _cell(row) for row in result.rows}
+    found = {(describe(row), row["shape"]): shown(row, cell) for row in result.rows}
     names = dict.fromkeys(describe(row) for row in result.rows)
-    lines = [[name, *(cells[name, shape] for shape in shapes)] for name in names]
+    lines = [[name, *(found[name, shape] for shape in shapes)] for name in names]
     spread = max(
         (row["max_ms"] - row["min_ms"]) / row["median_ms"] for row in result.rows
     )
@@ -193,21 +164,7 @@ def table(result: Result) -> str:
     )
 
 
-def _cell(row: dict[str, Any]) -> str:
-    return (
-        f"{row['median_ms']:.3f} ms · {row['tflops']:.4g} ·"
-        f" **{row['speed_over_bf16']:.2f}**"
-    )
-
-
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-    options=add_options,
-)
+BENCHMARK = Benchmark("gemm", __doc__, configure, measure, table, options=add_options)
 
 if __name__ == "__main__":
     BENCHMARK.command()

@@ -1,8 +1,8 @@
 """The harness of all benchmarks: the command line, and JSON after every row.
 
-A benchmark is a module with a `BENCHMARK`, and `python -m benchmarks.NAME` runs it.
-Each row is verified before it is timed. A smoke run never writes among committed
-numbers.
+A benchmark is a module with a `BENCHMARK`, and `python -m benchmarks.NAME` runs it and
+prints the table of its page. Each row is verified before it is timed. A smoke run never
+writes among committed numbers.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import counted
 from benchmarks.records import (
     RESULTS,
     Header,
@@ -25,8 +24,8 @@ from benchmarks.records import (
     make_header,
     write_result,
 )
-from benchmarks.tables import print_rows
 from benchmarks.timing import compile_quickly, take_memory_as_needed
+from models.training.progress import shown
 
 NO_FP8 = (
     "\na CPU has no FP8 units and multiplies in float32: ratios here mean nothing."
@@ -52,7 +51,6 @@ class Benchmark:
       smoke: Options of a smoke run that the command line does not name.
       file: Returns the name of the JSON, if options choose one.
       joined: Returns the rows to write, if other processes add some to the file.
-      show: Prints the rows.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Benchmark:
     smoke: Mapping[str, str] = field(default_factory=dict)
     file: Callable[[argparse.Namespace], str] | None = None
     joined: Callable[[Any, list[Any]], list[Any]] | None = None
-    show: Callable[[Sequence[Any]], None] = print_rows
 
     def parse(self, arguments: list[str] | None) -> argparse.Namespace:
         """Return the options of a command line."""
@@ -97,7 +94,8 @@ class Benchmark:
 
     def run(self, arguments: list[str] | None = None) -> list[Any]:
         """Run a command line, and return its rows; JSON is written after every row."""
-        return self._measured(self.parse(arguments), contextlib.nullcontext())
+        options = self.parse(arguments)
+        return self._measured(*self.configured(options))
 
     def command(self) -> None:
         """Run the process's command line.
@@ -107,26 +105,26 @@ class Benchmark:
         take_memory_as_needed()
         if "--smoke" in sys.argv:
             compile_quickly()
-        self._measured(self.parse(None), in_one_line())
+        options = self.parse(None)
+        with in_one_line():
+            config, path = self.configured(options)
+        self._measured(config, path)
 
-    def _measured(
-        self,
-        options: argparse.Namespace,
-        refusals: contextlib.AbstractContextManager[None],
-    ) -> list[Any]:
+    def _measured(self, config: Any, path: Path | None) -> list[Any]:
         header = make_header()
         print(_title(self.name, header), flush=True)
-        with refusals:
-            config, path = self.configured(options)
         print(f"{self.name}: {asdict(config)}", flush=True)
         rows: list[Any] = []
-        with counted() as count:
+        # The first row may take most of the time.
+        with shown(lambda: f"{len(rows)} rows"):
             for row in self.rows(config):
                 rows.append(row)
                 if path is not None:
                     self._write(path, header, config, rows)
-                count(len(rows))
-        self.show(rows)
+        if rows:
+            made = [asdict(row) for row in rows]
+            result = Result(self.name, asdict(header), asdict(config), made, "")
+            print(self.table(result))
         if path is not None:
             print(f"written: {path}")
         return rows
@@ -186,3 +184,44 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
     if options.out is None and not options.json:
         return None
     return (options.out or RESULTS) / device_slug() / f"{name}.json"
+
+
+# Values of options
+# --------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """Return the value of an option that counts; use it as the type of an argument.
+
+    >>> positive("3")
+    3
+
+    Raises:
+      ArgumentTypeError: the text is not an integer of at least 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not an integer of at least 1; give one"
+        )
+    return int(text)
+
+
+def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the names in "NAME,NAME", or all allowed names without a text.
+
+    >>> chosen_of("parts", "layer, weights too,dgrad", ["dgrad", "layer, weights too"])
+    ('layer, weights too', 'dgrad')
+
+    Raises:
+      ValueError: a name is not allowed.
+    """
+    names: list[Any] = [] if text else [*allowed]
+    for name in map(str.strip, text.split(",") if text else ()):
+        joined = f"{names[-1]}, {name}" if names else None  # a name with a comma
+        names = [*names[:-1], joined] if joined in allowed else [*names, name]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}"
+        )
+    return tuple(names)

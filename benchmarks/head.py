@@ -1,7 +1,8 @@
-"""Time and memory of a head with its loss, forward and backward: `losses.cross_entropy`
-against logits that are kept.
+"""Time and memory of a head with its loss, forward and backward.
 
     python -m benchmarks.head --json
+
+It compares `losses.cross_entropy` with logits that are kept.
 
 "bf16, logits kept" is JAX alone: a BF16 product, a softmax cross entropy in float32,
 and autodiff. The other rows are `tcfp_jax.losses.cross_entropy` with a recipe, whose
@@ -11,8 +12,8 @@ float32 on fewer tokens and ids.
 """
 
 import argparse
-import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,11 @@ import jax.numpy as jnp
 import tcfp_jax
 from benchmarks import timing
 from benchmarks.harness import Benchmark
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table
+from benchmarks.records import Result, cells
 from tcfp_jax.losses import Loss, loss_of
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.quantization import quantize_weight
 
-NAME = "head"
 KEPT = "bf16, logits kept"
 RECIPES = ("bf16", "tensorwise", "tcfp12_single", "rowwise")
 # Operands of eight bits leave 23 dB and more of a gradient; a wrong scale or operand
@@ -37,13 +37,11 @@ Heads = dict[str, tuple[Any, tuple[Any, ...]]]  # name: (jitted function, argume
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(timing.Repetitions):
     """Settings of a run; `checked` are the sizes of the comparison."""
 
     sizes: tuple[int, int, int] = (16384, 2048, 128_256)  # tokens, width, ids
     checked: tuple[int, int, int] = (2048, 512, 8192)
-    rounds: int = 5
-    calls: int = 3
 
 
 SMOKE = Config((64, 32, 256), (64, 32, 256), rounds=2, calls=1)
@@ -66,53 +64,47 @@ class Row(timing.Timing):
 
 def draw(sizes: tuple[int, int, int]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return activations, a table and targets."""
-    (tokens, width, ids), keys = sizes, jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (tokens, width)).astype(jnp.bfloat16)
-    return (
-        x,
-        jax.random.normal(keys[1], (width, ids)) * 0.02,
-        jax.random.randint(keys[2], (tokens,), 0, ids),
-    )
+    tokens, width, ids = sizes
+    x_key, w_key, key = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(x_key, (tokens, width)).astype(jnp.bfloat16)
+    w = jax.random.normal(w_key, (width, ids)) * 0.02
+    return x, w, jax.random.randint(key, (tokens,), 0, ids)
 
 
 def kept(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the mean loss as JAX computes it, with logits in the dtype of x."""
     logits = (x @ w.astype(x.dtype)).astype(jnp.float32)
-    picked = jnp.sum(
-        jnp.where(jnp.arange(w.shape[1]) == targets[:, None], logits, 0.0), axis=-1
-    )
+    chosen = jnp.arange(w.shape[1]) == targets[:, None]
+    picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
+_with_gradients = functools.partial(jax.value_and_grad, argnums=(0, 1))
+
+
 def heads(sizes: tuple[int, int, int]) -> Heads:
-    """Return the jitted functions that return (loss, gradients), with their
-    arguments.
-    """
+    """Return the jitted functions of (loss, gradients), with their arguments."""
     x, w, targets = draw(sizes)
-    found: Heads = {
-        KEPT: (jax.jit(jax.value_and_grad(kept, argnums=(0, 1))), (x, w, targets))
-    }
+    found: Heads = {KEPT: (jax.jit(_with_gradients(kept)), (x, w, targets))}
     for name in RECIPES:
         recipe = tcfp_jax.recipe(name)
-        stored = (
-            None
-            if recipe.stored is None
-            else jax.jit(lambda w, recipe=recipe: quantize_weight(w, recipe)[0])(w)
-        )
-
-        def loss(
-            x: jax.Array, w: jax.Array, targets: jax.Array, stored: Any, asked: Loss
-        ) -> jax.Array:
-            shares = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-            return loss_of(asked, x, w, stored, targets, shares)[0]
-
-        call = jax.jit(
-            jax.value_and_grad(
-                functools.partial(loss, asked=Loss(recipe)), argnums=(0, 1)
-            )
-        )
-        found[name] = call, (x, w, targets, stored)
+        stored = None
+        if recipe.stored is not None:
+            stored = jax.jit(functools.partial(_quantized, recipe))(w)
+        loss = functools.partial(_loss, Loss(recipe))
+        found[name] = jax.jit(_with_gradients(loss)), (x, w, targets, stored)
     return found
+
+
+def _quantized(recipe: Recipe, w: jax.Array) -> Any:
+    return quantize_weight(w, recipe)[0]
+
+
+def _loss(
+    asked: Loss, x: jax.Array, w: jax.Array, targets: jax.Array, stored: Any
+) -> jax.Array:
+    shares = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+    return loss_of(asked, x, w, stored, targets, shares)[0]
 
 
 def check(sizes: tuple[int, int, int]) -> dict[str, float]:
@@ -123,82 +115,66 @@ def check(sizes: tuple[int, int, int]) -> dict[str, float]:
     """
     x, w, targets = draw(sizes)
     with jax.default_matmul_precision("highest"):
-        value, exact = jax.jit(jax.value_and_grad(kept, argnums=(0, 1)))(
-            x.astype(jnp.float32), w, targets
-        )
+        exact = jax.jit(_with_gradients(kept))(x.astype(jnp.float32), w, targets)
     worst = {}
     for name, (function, args) in heads(sizes).items():
         loss, gradients = function(*args)
-        errors = [
-            (g.astype(jnp.float32) - e, e)
-            for g, e in zip(gradients, exact, strict=True)
-        ]
-        worst[name] = min(
-            float(20 * jnp.log10(jnp.linalg.norm(e) / jnp.linalg.norm(d)))
-            for d, e in errors
-        )
-        if not worst[name] >= LEAST_SNR_DB[name] or not abs(float(loss - value)) < 0.01:
+        worst[name] = min(map(_snr_db, exact[1], gradients))
+        if not worst[name] >= LEAST_SNR_DB[name] or not abs(loss - exact[0]) < 0.01:
             raise ArithmeticError(
-                f"{name}: {worst[name]:.1f} dB, loss {loss} for {value}; nothing is"
+                f"{name}: {worst[name]:.1f} dB, loss {loss} for {exact[0]}; nothing is"
                 " timed of it"
             )
     return worst
 
 
-def measure(config: Config) -> list[Row]:
+def _snr_db(exact: jax.Array, got: jax.Array) -> float:
+    error = jnp.linalg.norm(got.astype(jnp.float32) - exact)
+    return float(20 * jnp.log10(jnp.linalg.norm(exact) / error))
+
+
+def measure(config: Config) -> Iterator[Row]:
     """Check and time every head."""
-    worst, found = check(config.checked), heads(config.sizes)
-    arenas = {
-        n: f.lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for n, (f, args) in found.items()
-    }
-    timed = timing.time_by_wall_clock(found, rounds=config.rounds, calls=config.calls)
-    return [
-        Row(
-            **dataclasses.asdict(timed[name]),
+    worst = check(config.checked)
+    found = heads(config.sizes)
+    timed = config.by_wall_clock(found)
+    for name, (function, args) in found.items():
+        compiled = function.lower(*args).compile()
+        yield Row(
+            **vars(timed[name]),
             head=name,
             sizes=config.sizes,
             worst_snr_db=worst[name],
             speed_over_bf16=timed[KEPT].median_ms / timed[name].median_ms,
-            arena_bytes=arenas[name],
+            arena_bytes=compiled.memory_analysis().temp_size_in_bytes,
         )
-        for name in found
-    ]
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line."""
-    return Config() if jax.default_backend() == "gpu" and not options.smoke else SMOKE
+    if jax.default_backend() == "gpu" and not options.smoke:
+        return Config(calls=3)
+    return SMOKE
 
 
 def table(result: Result) -> str:
     """Return the page's table, one line per head."""
-    lines = [
-        [
-            f"`{r['head']}`" if r["head"] != KEPT else KEPT,
-            f"{r['median_ms']:.1f}",
-            f"**{r['speed_over_bf16']:.2f}**",
-            f"{r['arena_bytes'] / 1e9:.1f}",
-            f"{r['worst_snr_db']:.1f}",
-        ]
-        for r in result.rows
-    ]
+    columns = {
+        "": "`{head}`",
+        "ms": "{median_ms:.1f}",
+        "speedup over BF16": "**{speed_over_bf16:.2f}**",
+        "arena, GB": "{arena_gigabytes:.1f}",
+        "worst gradient, dB": "{worst_snr_db:.1f}",
+    }
     tokens, width, ids = result.rows[0]["sizes"]
-    titles = ["", "ms", "speed over BF16", "arena, GB", "worst gradient, dB"]
     return (
-        f"{markdown_table(titles, lines)}\n\nLoss and gradients of {tokens} tokens of"
+        f"{cells(result.rows, columns)}\n\nLoss and gradients of {tokens} tokens of"
         f" width {width} with {ids} ids, by the wall clock. Decibels are of fewer"
         " tokens and ids, against float32."
     )
 
 
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-)
+BENCHMARK = Benchmark("head", __doc__, configure, measure, table)
 
 if __name__ == "__main__":
     BENCHMARK.command()

@@ -1,8 +1,10 @@
-"""Bytes of training state, counted leaf by leaf, and the peak of the allocator while a
-model trains.
+"""Bytes of training state, and the peak of the allocator while a model trains.
 
-    python -m benchmarks.memory --json                      # a wide GPT, with peaks on a GPU
-    python -m benchmarks.memory --json --model llama-8b     # counted from shapes: nothing is trained
+    python -m benchmarks.memory --json
+    python -m benchmarks.memory --json --model llama-8b
+
+The first trains a wide GPT, with peaks on a GPU. The second counts from shapes; nothing
+is trained.
 
 State is everything that outlives a step: parameters, Adam's moments, quantized weights
 next to float parameters, and error buffers. The peak is the allocator's own number in a
@@ -14,7 +16,7 @@ dominate.
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,7 @@ import jax.numpy as jnp
 import tcfp_jax
 from benchmarks import timing
 from benchmarks.harness import Benchmark
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table
+from benchmarks.records import Result, cells
 from models.nets.shapes import GPTConfig
 from models.nets.sizes import model_names
 from models.train import batch_key, corpus_of, init, make_train_step
@@ -41,7 +42,6 @@ from models.training.settings import (
 from models.training.state import TrainState
 from tcfp_jax.recipes import Recipe, recipe
 
-NAME = "memory"
 PARTS = ("parameters", "moments", "weights", "errors", "other")
 
 
@@ -103,8 +103,9 @@ WIDE = GPTConfig(layers=3, width=2048, heads=16, context=256)
 
 @dataclass(frozen=True)
 class Config:
-    """Model, batch, and steps before the peak is read; a model of zero steps is counted
-    and not trained.
+    """Model, batch, and steps before the peak is read.
+
+    A model of zero steps is counted and not trained.
     """
 
     model: str | GPTConfig
@@ -160,8 +161,7 @@ def train_config(setting: Setting, config: Config) -> TrainConfig:
 def count_state(
     setting: Setting, config: Config, state: TrainState | None = None
 ) -> Row:
-    """Count the bytes of a train state by part; without a state, count those of its
-    shapes.
+    """Count the bytes of a train state by part, or of its shapes without a state.
 
     Raises:
       ArithmeticError: the parts do not add up to the whole.
@@ -188,9 +188,7 @@ def count_state(
 
 
 def bytes_of_kernels(state: TrainState) -> float:
-    """Return the bytes per weight of the dense kernels of a train state, with
-    everything that belongs to them.
-    """
+    """Return the bytes per weight of the dense kernels, with all that is theirs."""
     floats = jax.eval_shape(tcfp_jax.dequantize, state.params)
     named = jax.tree_util.tree_leaves_with_path(floats)
     weights = sum(math.prod(leaf.shape) for path, leaf in named if _is_of_kernel(path))
@@ -213,9 +211,7 @@ def _is_of_kernel(path: Any) -> bool:
 
 
 def _part_of(path: str) -> str:
-    """Return the part of a train state that a key path belongs to, by the field names
-    of its containers.
-    """
+    """Return the part of a train state that a key path belongs to."""
     if path.startswith(".params"):
         return "parameters"
     fields = {
@@ -236,12 +232,12 @@ def _bytes(leaf: Any) -> int:
 
 
 def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:
-    """Train a few steps in this process; return the bytes of the real state and the
-    peak of the allocator.
-    """
-    setting = next(setting for setting in SETTINGS if setting.name == name)
+    """Train a few steps; return the bytes of the state and the allocator's peak."""
+    (setting,) = (setting for setting in SETTINGS if setting.name == name)
     run = train_config(setting, config)
-    state, text, key = init(run), jnp.asarray(corpus_of(run).train), batch_key(run)
+    state = init(run)
+    text = jnp.asarray(corpus_of(run).train)
+    key = batch_key(run)
     row = count_state(setting, config, state)
     step = make_train_step(run, 1)
     for _ in range(config.steps):
@@ -263,13 +259,13 @@ def measure(config: Config) -> list[Row]:
         return [count_state(setting, config) for setting in CHOOSABLE]
     rows = {setting.name: count_state(setting, config) for setting in SETTINGS}
     # Without peaks, one state of stored weights is enough of a check.
-    names = TRAINED if timing.has_peaks() else TRAINED[2:3]
-    calls = [(name, config) for name in names]
-    found = (
-        timing.measure_alone(measure_peak, calls)
-        if timing.has_peaks()
-        else [measure_peak(*call) for call in calls]
-    )
+    names: Sequence[str] = TRAINED[2:3]
+    if timing.has_peaks():
+        names = TRAINED
+        calls = [(name, config) for name in names]
+        found = timing.measure_alone(measure_peak, calls)
+    else:
+        found = [measure_peak(name, config) for name in names]
     for name, (real, peak) in zip(names, found, strict=True):
         if real != rows[name]:
             raise ArithmeticError(
@@ -292,7 +288,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def json_name(options: argparse.Namespace) -> str:
     """Return "memory", with the name of the model behind it if one was asked for."""
-    return f"{NAME}-{options.model}" if options.model else NAME
+    return f"memory-{options.model}" if options.model else "memory"
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -311,47 +307,33 @@ def configure(options: argparse.Namespace) -> Config:
 
 def table(result: Result) -> str:
     """Return the page's table, one line per setting."""
-    # rows of an older version
-    rows = [row for row in result.rows if row.get("kind") != "arithmetic"]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{row['bytes_per_weight']:.4g}",
-            f"{row['state_bytes'] / row['parameters']:.3g}",
-        ]
-        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
-        lines.append([row["name"], *cells, f"{row['state_bytes'] / 1e9:.2f}", peak])
-    titles = [
-        "",
-        "bytes a weight of the kernels",
-        "bytes a weight of the model",
-        "state, GB",
-        "peak, GB",
-    ]
-    config, parameters, model = (
-        result.config,
-        rows[0]["parameters"] / 1e6,
-        result.config["model"],
-    )
-    named = (
-        f"`{model}`"
-        if isinstance(model, str)
-        else f"a GPT of {model['layers']} layers of width {model['width']}"
-    )
-    way = (
-        f"Measured while training {named} ({parameters:,.0f}M parameters,"
-        f" {config['batch']} × {config['sequence']} bytes a step)."
-        if config["steps"]
-        else (
-            f"Counted from the shapes of {named} ({parameters:,.0f}M parameters);"
-            " nothing was trained."
+    columns = {
+        "": "{name}",
+        "bytes per weight of the kernels": "{bytes_per_weight:.4g}",
+        "bytes per weight of the model": "{of_model:.3g}",
+        "state, GB": "{state_gigabytes:.2f}",
+        "peak, GB": "{peak_gigabytes:.2f}",
+    }
+    rows = []
+    for row in result.rows:
+        rows.append({**row, "of_model": row["state_bytes"] / row["parameters"]})
+    config = result.config
+    model = config["model"]
+    named = f"`{model}`"
+    if not isinstance(model, str):
+        named = f"a GPT of {model['layers']} layers of width {model['width']}"
+    millions = f"{rows[0]['parameters'] / 1e6:,.0f}M parameters"
+    way = f"Counted from the shapes of {named} ({millions}); nothing was trained."
+    if config["steps"]:
+        way = (
+            f"Measured while training {named} ({millions}, {config['batch']} ×"
+            f" {config['sequence']} bytes per step)."
         )
-    )
-    return f"{markdown_table(titles, lines)}\n\n{way}"
+    return f"{cells(rows, columns)}\n\n{way}"
 
 
 BENCHMARK = Benchmark(
-    NAME,
+    "memory",
     __doc__,
     configure,
     measure,

@@ -1,5 +1,4 @@
-"""Products that benchmarks time: operands, their values in float32, and the check
-before the timing.
+"""Products that benchmarks time: shapes, operands, and the check before the timing.
 
 This is the only file of the benchmarks that calls the products of `pallas_kernels`.
 Helpers of quantizers are below.
@@ -17,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.hopper.plan import Config, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
-from pallas_kernels.matmul.api import SUM_BOUND, matmul, skip_matmul
+from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
 from pallas_kernels.quantize.api import dual_quantize, quantize
@@ -32,7 +30,91 @@ E4M3 = jnp.float8_e4m3fn
 # Bound of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products
 # have `SUM_BOUND`.
 BF16_SUM_BOUND = 2.0**-16
+CHECKED = 64  # rows and columns of a product
 Pair = tuple[Operand, Operand]
+
+
+# Shapes
+# --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """`x[m, k] @ w[n, k].T`.
+
+    >>> str(GemmShape(8, 16, 32)), GemmShape.parse("8x16x32").n
+    ('8x16x32', 32)
+    """
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.m}x{self.k}x{self.n}"
+
+    @property
+    def operations(self) -> int:
+        """Number of multiplications and additions of one product."""
+        return 2 * self.m * self.k * self.n
+
+    @classmethod
+    def parse(cls, text: str) -> "GemmShape":
+        """Return the shape in "MxKxN".
+
+        Raises:
+          ValueError: `text` is not three positive sizes.
+        """
+        sizes = text.split("x")
+        if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+            raise ValueError(
+                f"shape {text!r} is not MxKxN with three positive sizes, such as"
+                " 8192x4096x16384"
+            )
+        return cls(*map(int, sizes))
+
+
+def parse_shapes(text: str | None) -> tuple[GemmShape, ...]:
+    """Return the shapes in "MxKxN,MxKxN"; none without a text."""
+    return tuple(map(GemmShape.parse, text.split(","))) if text else ()
+
+
+# Even the first, with 16 + 8 MiB in and 64 MiB out, exceeds the 50 MiB L2 of an H200.
+H200_SHAPES = (
+    GemmShape(8192, 1024, 4096),
+    GemmShape(8192, 4096, 16384),
+    GemmShape(16384, 8192, 28672),
+)
+# Shape of all benchmarks that measure one shape.
+MIDDLE = H200_SHAPES[1]
+CPU_SHAPES = (GemmShape(512, 1024, 1024),)
+SMOKE_SHAPES = (GemmShape(64, 128, 96),)
+
+
+def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Return Gaussian x `[m, k]`, bfloat16, and W `[n, k]` of deviation 0.02, float32.
+
+    They are never zero: zeros switch few transistors, and a GPU that draws less power
+    clocks higher.
+    """
+    x_key, w_key = jax.random.split(jax.random.key(seed))
+    # Drawn in float32, because bfloat16's own generator has 128 values and a mean that
+    # is not zero.
+    x = jax.random.normal(x_key, (shape.m, shape.k), jnp.float32).astype(jnp.bfloat16)
+    w = jax.random.normal(w_key, (shape.n, shape.k), jnp.float32) * 0.02
+    return x, w
+
+
+def dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return BF16 `x[m, k] @ w[n, k].T`, summed in float32: the baseline."""
+    return lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+    )
+
+
+# Products
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,37 +126,24 @@ class Form:
       accumulation: Accumulation of the sum; products of blocks are always "full".
       scaling: Scaling of the weight; x has the same along its rows.
       out_dtype: Dtype of the result.
-      residual_blocks: Blocks of the residual that are multiplied.
     """
 
     halves: Literal[1, 2]
     accumulation: Accumulation = "full"
     scaling: Scaling = Tensor()
     out_dtype: str = "bfloat16"
-    residual_blocks: Literal["all", "nonzero"] = "all"
 
-    @property
-    def op(self) -> str:
-        """Name of the op in `tuned.json`."""
-        return self._key.op
+    def key(self, shape: GemmShape) -> Key:
+        """Return the name of the product in `tuned.json`."""
+        return reference.key(self._options, *self._operands(shape), None)
 
-    @property
-    def variant(self) -> str:
-        """Name of the variant in `tuned.json`."""
-        return self._key.variant
-
-    @property
-    def _key(self) -> Key:
-        return reference.key(self._options, *self._operands(128, 128, 128), None)
-
-    def _operands(self, m: int, k: int, n: int) -> Pair:
+    def _operands(self, shape: GemmShape) -> Pair:
         """Return shapes that stand for operands, without scales."""
-        x: Any = jax.ShapeDtypeStruct((m, k), E4M3)
-        w: Any = jax.ShapeDtypeStruct((n, k), E4M3)
+        x: Any = jax.ShapeDtypeStruct((shape.m, shape.k), E4M3)
+        w: Any = jax.ShapeDtypeStruct((shape.n, shape.k), E4M3)
         scale: Any = None
-        return Operand(x, scale), Operand(
-            w, scale, w if self.halves == 2 else None, scaling=self.scaling
-        )
+        lo = w if self.halves == 2 else None
+        return Operand(x, scale), Operand(w, scale, lo, scaling=self.scaling)
 
     @property
     def _options(self) -> Options:
@@ -87,18 +156,14 @@ class Form:
     def candidates(self, shape: GemmShape) -> list[Config]:
         """Return the tile sizes of the Mosaic kernel for a shape, best guess first."""
         block = self.scaling if isinstance(self.scaling, Block) else None
-        skips = self.residual_blocks == "nonzero"
-        problem = Problem(shape.m, shape.k, shape.n, self.halves, block, skips)
+        problem = Problem(shape.m, shape.k, shape.n, self.halves, block)
         return candidates(problem, self.accumulation)
 
     def chosen(self, shape: GemmShape) -> list[Config]:
         """Return the tile sizes with which the Mosaic kernel runs a shape, or none."""
-        x, w = self._operands(shape.m, shape.k, shape.n)
-        config = (
-            mosaic.configure(self._options, x, w, None)
-            if self.candidates(shape)
-            else None
-        )
+        if not self.candidates(shape):
+            return []
+        config = mosaic.configure(self._options, *self._operands(shape), None)
         return [] if config is None else [config]
 
     def quantize(
@@ -108,22 +173,18 @@ class Form:
         return _quantize(x, w, self, backend)
 
     def multiply(
-        self,
-        x: Operand,
-        w: Operand,
-        *,
-        backend: Backend | None,
-        config: Config | None = None,
+        self, x: Operand, w: Operand, *, backend: Backend, config: Config | None = None
     ) -> jax.Array:
         """Multiply by a backend, or by the Mosaic kernel with these tile sizes."""
-        out_dtype, skips = jnp.dtype(self.out_dtype), self.residual_blocks == "nonzero"
         if config is not None:
-            w = w if skips else dataclasses.replace(w, lo_scale=None)
+            w = dataclasses.replace(w, lo_scale=None)
             return mosaic.KERNEL.run(self._options, x, w, None, config=config)
-        if skips:
-            return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
         return matmul(
-            x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend
+            x,
+            w,
+            out_dtype=jnp.dtype(self.out_dtype),
+            accumulation=self.accumulation,
+            backend=backend,
         )
 
     def agree(
@@ -137,46 +198,32 @@ class Form:
 def _agree(
     form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array
 ) -> jax.Array:
-    wide = dataclasses.replace(
-        form, accumulation="full", out_dtype="float32", residual_blocks="all"
-    )
+    wide = dataclasses.replace(form, accumulation="full", out_dtype="float32")
     magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
-    result, xla = (value.astype(jnp.float32) for value in (got, expected))
+    xla = expected.astype(jnp.float32)
+    error = jnp.abs(got.astype(jnp.float32) - xla)
     # Each result is rounded to its dtype once more; XLA's sum of two products is
     # rounded twice.
     rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
-    bound = (form.bound(backend) + form.bound("xla")) * magnitude + rounding * abs(xla)
-    return jnp.all(jnp.abs(result - xla) <= bound)
+    bound = form.bound(backend) + form.bound("xla")
+    return jnp.all(error <= bound * magnitude + rounding * abs(xla))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -> Pair:
-    def operand(value: jax.Array, scaling: Scaling, halves: int) -> Operand:
-        if halves == 2:
-            return dual_quantize(value, scaling, backend=backend).rows
-        return quantize(value, E4M3, scaling, backend=backend).rows
-
-    return operand(x, form.scaling.along_rows, 1), operand(w, form.scaling, form.halves)
+    along = form.scaling.along_rows
+    of_x = quantize(x, E4M3, along, backend=backend).rows
+    if form.halves == 2:
+        return of_x, dual_quantize(w, form.scaling, backend=backend).rows
+    return of_x, quantize(w, E4M3, form.scaling, backend=backend).rows
 
 
 def _magnitude(value: jax.Array) -> jax.Array:
     """Return |value|, of FP8 by its bits; scales are not negative."""
     if value.dtype not in (E4M3, jnp.float8_e5m2):
         return value
-    return lax.bitcast_convert_type(
-        lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype
-    )
-
-
-def halves_of(w: Operand) -> tuple[jax.Array, ...]:
-    """Return the float32 values of each half of a weight."""
-    hi = w.drop_residual().dequantize()
-    # Not from `lo_scale`, which only marks zero blocks of the residual.
-    return (
-        (hi,)
-        if w.lo is None
-        else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
-    )
+    bits = lax.bitcast_convert_type(value, jnp.uint8) & 0x7F
+    return lax.bitcast_convert_type(bits, value.dtype)
 
 
 @dataclass(frozen=True)
@@ -186,11 +233,10 @@ class Product:
     Attributes:
       kind, accumulation, backend: Its names in rows.
       function, args: A jitted function and its arguments.
-      values: Function that returns float32 x `[m, k]` and the parts of W `[n, k]`
-        behind the arguments.
+      values: Function of the arguments that returns float32 x `[m, k]` and the parts of
+        W `[n, k]`.
       gemms: Number of FP8 or BF16 products in it.
       bound: Largest error of its sums, per unit of |x| @ |w|.
-      config: Tile sizes that were chosen by hand.
     """
 
     kind: str
@@ -198,73 +244,64 @@ class Product:
     backend: Backend
     function: Callable[..., jax.Array]
     args: tuple[Any, ...]
-    values: Callable[[], tuple[jax.Array, ...]]
+    values: Callable[..., tuple[jax.Array, ...]]
     gemms: int
     bound: float
-    config: Config | None = None
 
     @property
     def name(self) -> str:
         """Name that is unique in a run."""
-        return f"{self.kind} {self.accumulation} {self.backend} {self.config or ''}"
+        return f"{self.kind} {self.accumulation} {self.backend}"
 
 
 def bf16_product(x: jax.Array, w: jax.Array) -> Product:
     """Return the baseline: bfloat16 x and W."""
-    half = w.astype(jnp.bfloat16)
-    values = lambda: (x.astype(jnp.float32), half.astype(jnp.float32))
-    return Product(
-        "bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND
-    )
+    multiply = jax.jit(dot_bf16)
+    pair = x, w.astype(jnp.bfloat16)
+    return Product("bf16", "full", "xla", multiply, pair, _widened, 1, BF16_SUM_BOUND)
 
 
-def fp8_product(
-    kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None
-) -> Product:
+def _widened(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+    return x.astype(jnp.float32), w.astype(jnp.float32)
+
+
+def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend) -> Product:
     """Return a product of operands of `form.quantize`."""
-    function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
-    values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
-    bound = form.bound(backend)
     return Product(
         kind,
         form.accumulation,
         backend,
-        function,
+        jax.jit(functools.partial(form.multiply, backend=backend)),
         pair,
-        values,
+        _dequantized,
         form.halves,
-        bound,
-        config,
+        form.bound(backend),
     )
 
 
-def possible(found: list[Product]) -> list[Product]:
-    """Return the products if the backend has them; otherwise print the reason and
-    return none.
-    """
-    try:
-        for candidate in found:
-            jax.eval_shape(candidate.function, *candidate.args)
-    except NotImplementedError as reason:
-        print(f"{found[0].kind}: {reason}")
-        return []
-    return found
+def _dequantized(x: Operand, w: Operand) -> tuple[jax.Array, ...]:
+    """Return the float32 values of x and of each half of a weight."""
+    hi = w.drop_residual().dequantize()
+    if w.lo is None:
+        return x.dequantize(), hi
+    # Not from `lo_scale`, which only marks zero blocks of the residual.
+    lo = Operand(w.lo, w.scale, scaling=w.scaling).dequantize()
+    return x.dequantize(), hi, lo
 
 
-def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> float:
-    """Return the largest error over its bound, on random rows and columns, against
-    float64.
+def check_product(candidate: Product) -> float:
+    """Return the largest error over its bound, of some values, against float64.
 
     Raises:
       ArithmeticError: it is above 1, or not a number.
     """
     out = candidate.function(*candidate.args)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     rows, columns = (
-        jnp.asarray(random.choice(size, min(size, checked_rows), replace=False))
+        jnp.asarray(random.choice(size, min(size, CHECKED), replace=False))
         for size in out.shape
     )
-    wide_x, *wide_w = candidate.values()
+    wide_x, *wide_w = candidate.values(*candidate.args)
     x = np.asarray(wide_x[rows]).astype(np.float64)
     halves = [np.asarray(half[columns]).astype(np.float64) for half in wide_w]
     parts = [x @ half.T for half in halves]
@@ -291,9 +328,7 @@ def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> 
 def donating(
     split: Callable[..., Any], w: jax.Array, error: jax.Array
 ) -> tuple[Any, tuple[()]]:
-    """Return `split(w, error)` as a step that replaces the error in place, and its
-    arguments.
-    """
+    """Return `split(w, error)` as a step that replaces the error, and its arguments."""
 
     def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
         quantized = split(w, error)
@@ -303,35 +338,36 @@ def donating(
 
 
 def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """Return Gaussian values of deviation 1, then of an error's 0.001; unsigned
-    integers are random bits.
+    """Return Gaussian values of deviation 1, then of an error's 0.001.
+
+    Unsigned integers are random bits.
     """
     keys = jax.random.split(jax.random.key(0), len(dtypes))
-    return tuple(
-        (
-            jax.random.bits(key, shape)
-            if dtype == jnp.uint32
-            else (jax.random.normal(key, shape) * (1e-3 if i else 1.0)).astype(dtype)
-        )
-        for i, (key, dtype) in enumerate(zip(keys, dtypes, strict=True))
-    )
+    deviation = 1.0
+    found = []
+    for key, dtype in zip(keys, dtypes, strict=True):
+        if dtype == jnp.uint32:
+            found.append(jax.random.bits(key, shape))
+        else:
+            found.append((jax.random.normal(key, shape) * deviation).astype(dtype))
+        deviation = 1e-3
+    return tuple(found)
 
 
 def same_bits(got: Any, expected: Any) -> bool:
-    """Return whether two trees of arrays are equal bit for bit; the device compares,
-    which saves the transfer.
+    """Return whether two trees of arrays are equal bit for bit.
+
+    The device compares, which saves the transfer.
     """
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        bits_a, bits_b = (jax.lax.bitcast_convert_type(v, as_bits) for v in (a, b))
-        if not np.asarray(jnp.array_equal(bits_a, bits_b)):
+        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+        if not jnp.array_equal(a.view(bits), b.view(bits)):
             return False
     return True
 
 
 def compare(reference: Any, value: Any) -> tuple[float, float]:
-    """Return (signal-to-noise ratio in dB, mean squared error) of a value, computed on
-    the host in float64.
+    """Return (signal-to-noise ratio in dB, mean squared error) of a value, in float64.
 
     `SNR = 10 log10(sum x^2 / sum (x - y)^2)`; inf if the two are equal.
 

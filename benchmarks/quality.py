@@ -1,18 +1,17 @@
-"""Precision of each format: signal-to-noise ratio and mean squared error on four
-distributions.
+"""Precision of each format on four distributions.
 
     python -m benchmarks.quality --json
 
-`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more
-questions have rows: the output of a product (the activation limits it, not the residual
-weight), error feedback of a weight that stands still, and of one that moves for 3000
-steps, and one channel a thousand times as large as the others, with one scale or one
-per block.
+The signal-to-noise ratio is `10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the
+host. Four more questions have rows: the output of a product (the activation limits it,
+not the residual weight), error feedback of a weight that stands still, and of one that
+moves for 3000 steps, and one channel a thousand times as large as the others, with one
+scale or one per block.
 """
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,14 +22,12 @@ from jax import lax
 
 from benchmarks.harness import Benchmark
 from benchmarks.products import compare
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table
+from benchmarks.records import Result, cells, markdown_table, shown
 from pallas_kernels.operands import BLOCK_SIZES
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.quantization import quantize_weight
 
-NAME = "quality"
 OUTLIER_FACTOR = 1000.0
 DISTRIBUTIONS = ("gaussian", "uniform", "heavy-tailed", "outlier-ridden")
 
@@ -124,30 +121,30 @@ def _bf16(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16)
 
 
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _dequantize(stored: Any) -> jax.Array:
+    return stored.dequantize()
+
+
 def _stochastic_split(x: jax.Array) -> Any:
     return split(x, key=jax.random.key(1))
 
 
+_nf4 = functools.partial(quantize_tcfp12, residual="nf4")
 # name: (store, restore), compiled separately, so that no compiler cancels the rounding
 # between them.
 FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]] = {
-    "BF16": (_bf16, lambda q: q.astype(jnp.float32)),
-    "E4M3": (quantize, lambda q: q.dequantize()),
-    "E5M2": (
-        functools.partial(quantize, dtype=jnp.float8_e5m2),
-        lambda q: q.dequantize(),
-    ),
+    "BF16": (_bf16, _widened),
+    "E4M3": (quantize, _dequantize),
+    "E5M2": (functools.partial(quantize, dtype=jnp.float8_e5m2), _dequantize),
     "TCFP-12 linear": (quantize_tcfp12, dequantize_tcfp12),
-    "TCFP-12 NF4": (
-        functools.partial(quantize_tcfp12, residual="nf4"),
-        dequantize_tcfp12,
-    ),
-    "TCFP-12 NF4 sigma": (
-        functools.partial(quantize_tcfp12, residual="nf4", scale="sigma"),
-        dequantize_tcfp12,
-    ),
-    "hi+lo": (split, lambda q: q.dequantize()),
-    "hi+lo, stochastic lo": (_stochastic_split, lambda q: q.dequantize()),
+    "TCFP-12 NF4": (_nf4, dequantize_tcfp12),
+    "TCFP-12 NF4 sigma": (functools.partial(_nf4, scale="sigma"), dequantize_tcfp12),
+    "hi+lo": (split, _dequantize),
+    "hi+lo, stochastic lo": (_stochastic_split, _dequantize),
 }
 
 
@@ -156,27 +153,16 @@ def stored_bits(stored: Any, count: int) -> float:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) * 8 / count
 
 
-def measure_formats(config: Config) -> list[Row]:
+def measure_formats(config: Config) -> Iterator[Row]:
     """Measure every format on every distribution."""
-    rows = []
     for distribution in DISTRIBUTIONS:
         x = draw(distribution, (config.size, config.size), config.seed)
         host = np.asarray(x)
         for name, (store, restore) in FORMATS.items():
             stored = jax.block_until_ready(jax.jit(store)(x))
-            value = np.asarray(jax.jit(restore)(stored))
-            snr, mse = compare(host, value)
-            rows.append(
-                Row(
-                    "format",
-                    name,
-                    distribution,
-                    snr,
-                    mse,
-                    bits=stored_bits(stored, x.size),
-                )
-            )
-    return rows
+            precision = compare(host, jax.jit(restore)(stored))
+            bits = stored_bits(stored, x.size)
+            yield Row("format", name, distribution, *precision, bits=bits)
 
 
 # Error feedback
@@ -184,9 +170,7 @@ def measure_formats(config: Config) -> list[Row]:
 
 
 def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Return (the quantized weight, the error that is left) of one step by the rule of
-    `tcfp_jax.error_feedback`.
-    """
+    """Return (the quantized weight, its error) by `tcfp_jax.error_feedback`'s rule."""
     stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
@@ -195,9 +179,7 @@ def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | N
 def move_weight(
     w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int
 ) -> tuple[Any, Any, Any]:
-    """Return (w, error, quantized w) after `steps` steps of a random walk with error
-    feedback.
-    """
+    """Return (w, error, quantized w) after a random walk with error feedback."""
 
     def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
         w, error, _ = carry
@@ -208,41 +190,26 @@ def move_weight(
     return lax.scan(step, (w, error, jnp.zeros_like(w)), jnp.arange(steps))[0]
 
 
-def measure_moving(config: Config, distribution: str) -> list[Row]:
-    """Measure single steps of a moving weight with error feedback, which theory puts 3
-    dB below one split's.
+def measure_moving(config: Config, distribution: str) -> Iterator[Row]:
+    """Measure single steps of a moving weight with error feedback.
+
+    Theory puts them 3 dB below one split's.
     """
     shape = (config.moving_size, config.moving_size)
-    w, key = draw(distribution, shape, config.seed), jax.random.key(config.seed + 1)
-    error, done, rows = jnp.zeros(shape), 0, []
+    w = draw(distribution, shape, config.seed)
+    key = jax.random.key(config.seed + 1)
+    error = jnp.zeros(shape)
+    done = 0
     for step in (*config.reported_steps, config.moving_steps):
-        w, error, value = move_weight(
-            w, error, jax.random.fold_in(key, step), config.move, steps=step - done
-        )
+        of_step = jax.random.fold_in(key, step)
+        w, error, value = move_weight(w, error, of_step, config.move, steps=step - done)
         done = step
-        snr, mse = compare(w, value)
+        name = f"hi+lo, error feedback, step {step}"
+        precision = compare(w, value)
         if step in config.reported_steps:
-            rows.append(
-                Row(
-                    "format",
-                    f"hi+lo, error feedback, step {step}",
-                    distribution,
-                    snr,
-                    mse,
-                    bits=48.0,
-                )
-            )
-        if step == config.moving_steps and distribution == "gaussian":
-            rows.append(
-                Row(
-                    "moving weight",
-                    f"hi+lo, error feedback, step {step}",
-                    distribution,
-                    snr,
-                    mse,
-                )
-            )
-    return rows
+            yield Row("format", name, distribution, *precision, bits=48.0)
+        elif distribution == "gaussian":
+            yield Row("moving weight", name, distribution, *precision)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
@@ -258,13 +225,15 @@ def _mean_of_still(w: jax.Array, *, steps: int) -> tuple[jax.Array, jax.Array]:
 
 
 def measure_still(config: Config) -> list[Row]:
-    """Measure the mean of a still weight's quantizations, whose error theory says falls
-    like 1/steps.
+    """Measure the mean of a still weight's quantizations.
+
+    Theory says that its error falls like 1/steps.
     """
     w = draw("gaussian", (config.moving_size, config.moving_size), config.seed)
     first, mean_error = _mean_of_still(w, steps=config.still_steps)
     mean = np.asarray(w, np.float64) + np.asarray(mean_error, np.float64)
-    (snr, mse), (_, mse_of_one) = compare(w, mean), compare(w, first)
+    snr, mse = compare(w, mean)
+    _, mse_of_one = compare(w, first)
     name = f"hi+lo, error feedback, mean of {config.still_steps} steps"
     return [
         Row("still weight", name, "gaussian", snr, mse, ratio=(mse / mse_of_one) ** 0.5)
@@ -276,9 +245,7 @@ def measure_still(config: Config) -> list[Row]:
 
 
 def measure_outputs(config: Config) -> list[Row]:
-    """Measure `x @ w` against float64 on the host, for each pair of operand formats;
-    outputs are float32.
-    """
+    """Measure float32 `x @ w` against float64, for each pair of operand formats."""
     x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
     w = draw("gaussian", (config.size, config.size), config.seed + 3)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
@@ -286,7 +253,7 @@ def measure_outputs(config: Config) -> list[Row]:
     multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in names}
     # A quantized activation times an unquantized weight: both fit in BF16, whose
     # products are exact in float32.
-    x_e4m3 = jax.jit(lambda x: quantize(x).dequantize())(x)
+    x_e4m3 = jax.jit(_dequantize)(jax.jit(quantize)(x))
     pairs = {
         "E4M3 x hi+lo": multiply["tcfp12"](x, w),
         "E4M3 x E4M3": multiply["tensorwise"](x, w),
@@ -299,84 +266,58 @@ def measure_outputs(config: Config) -> list[Row]:
     ]
 
 
-def measure_outlier_channel(config: Config) -> list[Row]:
-    """Measure all channels except one that is a thousand times as large; blocks run
-    along the channels.
+def measure_outlier_channel(config: Config) -> Iterator[Row]:
+    """Measure all channels except one that is a thousand times as large.
+
+    Blocks run along the channels.
     """
     x = draw("gaussian", (config.tokens, config.size), config.seed + 4)
     outlier = config.size // 3
     x = x.at[:, outlier].mul(OUTLIER_FACTOR)
     others = np.delete(np.asarray(x), outlier, axis=1)
-    rows = []
+    forms: dict[str, dict[str, Any]] = {"one scale": {}}
+    for tile in ("vector", "square"):
+        for block in config.blocks:
+            forms[f"{tile}s of {block}"] = {"block": block, "tile": tile}
     stores: dict[str, Callable[..., Any]] = {"E4M3": quantize, "hi+lo": split}
     for name, store in stores.items():
-        forms: dict[str, dict[str, Any]] = {"one scale": {}}
-        for tile in ("vector", "square"):
-            forms |= {
-                f"{tile}s of {block}": dict(block=block, tile=tile)
-                for block in config.blocks
-            }
         for form, options in forms.items():
-            stored = jax.block_until_ready(
-                jax.jit(functools.partial(store, **options))(x)
-            )
-            value = np.delete(
-                np.asarray(jax.jit(lambda q: q.dequantize())(stored)), outlier, axis=1
-            )
-            rows.append(
-                Row(
-                    "outlier channel",
-                    f"{name}, {form}",
-                    "gaussian",
-                    *compare(others, value),
-                )
-            )
-    return rows
+            stored = jax.jit(functools.partial(store, **options))(x)
+            value = np.asarray(jax.jit(_dequantize)(stored))
+            precision = compare(others, np.delete(value, outlier, axis=1))
+            yield Row("outlier channel", f"{name}, {form}", "gaussian", *precision)
+
+
+EXPECTED_DB = {"BF16": 55.6, "E4M3": 31.5, "E5M2": 25.5, "hi+lo": 64.0}
 
 
 def check(rows: list[Row]) -> None:
-    """Compare with theory on N(0, 1), before anything is written.
+    """Compare formats with theory on N(0, 1), before anything is written.
 
     Raises:
       ArithmeticError: a format is far from its precision: the residual is gone, or a
         cast is wrong.
     """
-    expected = {"BF16": 55.6, "E4M3": 31.5, "E5M2": 25.5, "hi+lo": 64.0}
     for row in rows:
-        if (row.question, row.distribution) != (
-            "format",
-            "gaussian",
-        ) or row.name not in expected:
+        expected = EXPECTED_DB.get(row.name)
+        if row.distribution != "gaussian" or expected is None:
             continue
-        if not abs(row.snr_db - expected[row.name]) < 1.5:
+        if not abs(row.snr_db - expected) < 1.5:
             raise ArithmeticError(
-                f"{row.name} has {row.snr_db:.1f} dB on N(0, 1), not about"
-                f" {expected[row.name]}"
+                f"{row.name} has {row.snr_db:.1f} dB on N(0, 1), not about {expected}"
             )
 
 
-def measure(config: Config) -> list[Row]:
+def measure(config: Config) -> Iterator[Row]:
     """Measure all questions."""
-    rows = measure_formats(config)
-    check(rows)
+    formats = list(measure_formats(config))
+    check(formats)
+    yield from formats
     for distribution in DISTRIBUTIONS:
-        rows += measure_moving(config, distribution)
-    return (
-        rows
-        + measure_outputs(config)
-        + measure_still(config)
-        + measure_outlier_channel(config)
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the size of a tensor."""
-    parser.add_argument(
-        "--size",
-        type=int,
-        default=Config.size,
-        help=f"rows and columns (default: {Config.size})",
-    )
+        yield from measure_moving(config, distribution)
+    yield from measure_outputs(config)
+    yield from measure_still(config)
+    yield from measure_outlier_channel(config)
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -392,72 +333,47 @@ def configure(options: argparse.Namespace) -> Config:
             blocks=(32,),
         )
     # Thousands of steps take a GPU seconds, but a CPU minutes.
-    moving_size = (
-        min(options.size, Config.moving_size)
-        if jax.default_backend() == "cpu"
-        else options.size
-    )
-    return Config(size=options.size, moving_size=moving_size)
+    on_cpu = jax.default_backend() == "cpu"
+    return Config(moving_size=512 if on_cpu else Config.size)
 
 
 def table(result: Result) -> str:
-    """Return the page's tables: formats on every distribution, products, an outlier
-    channel, and error feedback.
-    """
-    snr_db = {
-        key: row["snr_db"]
-        for key, row in result.by("question", "name", "distribution").items()
-    }
-    formats = [row for row in result.rows if row["question"] == "format"]
-    lines = [
-        [
-            name,
-            f"{bits:.4g}",
-            *(f"{snr_db['format', name, of]:.1f}" for of in DISTRIBUTIONS),
-        ]
-        for name, bits in {row["name"]: row["bits"] for row in formats}.items()
-    ]
-    still, moving = (
-        next(r for r in result.rows if r["question"] == q)
-        for q in ("still weight", "moving weight")
-    )
-    config, of = result.config, lambda name: snr_db["output", name, "gaussian"]
+    """Return the page's tables: formats, products, a channel, and error feedback."""
+    rows = result.by("question", "name", "distribution")
+    lines = []
+    for row in result.rows:
+        if row["question"] == "format" and row["distribution"] == DISTRIBUTIONS[0]:
+            found = [rows["format", row["name"], of] for of in DISTRIBUTIONS]
+            line = [row["name"], shown(row, "{bits:.4g}")]
+            lines.append(line + [shown(one, "{snr_db:.1f}") for one in found])
+    questions = {row["question"]: row for row in result.rows}
+    config = result.config
+    single = rows["output", "E4M3 x E4M3", "gaussian"]["snr_db"]
+    residual = rows["output", "E4M3 x hi+lo", "gaussian"]["snr_db"]
+    bf16 = rows["output", "BF16 x BF16", "gaussian"]["snr_db"]
+    titles = ["SNR in dB", "bits per value", *DISTRIBUTIONS]
     return (
-        f"{markdown_table(['SNR in dB', 'bits a value', *DISTRIBUTIONS], lines)}\n\nTensors"
-        f" have {config['size']}² values, those of error feedback"
-        f" {config['moving_size']}²; the bits of error feedback include a float32 error"
-        " buffer. Scales are per tensor, except TCFP-12's, so larger outliers cost"
-        f" more.\n\n{_list('output', 'activation × weight', result)}\n\nSo against a"
-        " single FP8 weight the residual buys"
-        f" {of('E4M3 x hi+lo') - of('E4M3 x E4M3'):.1f} dB of output, and"
-        f" {of('BF16 x BF16') - of('E4M3 x hi+lo'):.1f} dB are missing to BF16's: the"
-        " activation limits"
-        f" it.\n\n{_list('outlier channel', 'stored as', result)}\n\nThe mean of"
+        f"{markdown_table(titles, lines)}\n\nTensors have {config['size']}² values,"
+        f" those of error feedback {config['moving_size']}²; the bits of error feedback"
+        " include a float32 error buffer. Scales are per tensor, except TCFP-12's, so"
+        " larger outliers cost more."
+        f"\n\n{_list('output', 'activation × weight', result)}\n\nSo against a single"
+        f" FP8 weight the residual buys {residual - single:.1f} dB of output, and"
+        f" {bf16 - residual:.1f} dB are missing to BF16's: the activation limits it."
+        f"\n\n{_list('outlier channel', 'stored as', result)}\n\nThe mean of"
         f" {config['still_steps']} steps of a weight that stands still is off by"
-        f" {still['ratio']:.4f} of one step's RMS error; step {config['moving_steps']}"
-        f" of a weight that moves has {moving['snr_db']:.1f} dB."
+        f" {questions['still weight']['ratio']:.4f} of one step's RMS error; step"
+        f" {config['moving_steps']} of a weight that moves has"
+        f" {questions['moving weight']['snr_db']:.1f} dB."
     )
 
 
 def _list(question: str, title: str, result: Result) -> str:
-    rows = [
-        row
-        for row in result.rows
-        if row["question"] == question and row["name"] != "hi+lo x hi+lo"
-    ]
-    return markdown_table(
-        [title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows]
-    )
+    rows = [row for row in result.rows if row["question"] == question]
+    return cells(rows, {title: "{name}", "SNR in dB": "{snr_db:.1f}"})
 
 
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-    options=add_options,
-)
+BENCHMARK = Benchmark("quality", __doc__, configure, measure, table)
 
 if __name__ == "__main__":
     BENCHMARK.command()

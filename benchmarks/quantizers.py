@@ -1,18 +1,19 @@
-"""Memory rate of the quantizers by backend: bytes that must be read and written once,
-divided by the kernels' time.
+"""Memory rate of quantizers by backend, and of the casts of the format library.
 
     python -m benchmarks.quantizers --json
 
-"apply" is given the amax, as with delayed
-scaling, and makes one pass. "whole" finds the amax first, which reads the input once
-more. Its rate counts that reading, except with scales of rows alone or of blocks, where
-a program can hold what has one scale. Every result is compared with the reference bit
-for bit before it is timed, after a copy of a matrix in bfloat16. An error is donated to
-the new one, as in a training step.
+A rate is the bytes that must be read and written once, divided by the kernels' time.
+"apply" is given the amax, as with delayed scaling, and makes one pass. "whole" finds
+the amax first, which reads the input once more. Its rate counts that reading, except
+with scales of rows alone or of blocks, where a program can hold what has one scale.
+Every result is compared with the reference bit for bit before it is timed, after a copy
+of a matrix in bfloat16. An error is donated to the new one, as in a training step.
+
+A cast (`formats.cast`) has XLA alone. It must equal the packed round trip bit for bit,
+and mxfp8e4 must equal ml_dtypes' cast.
 """
 
 import argparse
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -21,27 +22,31 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from benchmarks import gemm, products, timing
 from benchmarks.harness import Benchmark
-from benchmarks.records import Result
-from benchmarks.tables import markdown_table, times
+from benchmarks.records import Result, markdown_table, shown, times
 from pallas_kernels import counter, operands
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.hopper import plan
 from pallas_kernels.quantize.api import dual_quantize, quantize
+from tcfp_jax import formats
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.formats.nvfp4_registers import KeyWords
 
-NAME = "quantizers"
 COPY = "copy of a matrix in bfloat16"
+CHECKED = 64  # rows of a cast
 Amax = Literal["apply", "whole"]
 
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One quantizer at one size: `megabytes` that it must move, and its rate over a
-    copy's, `over_copy`.
+    """One quantizer or cast at one size.
+
+    `megabytes` are those that it must move, and `over_copy` is its rate divided by a
+    copy's.
     """
 
     shape: str
@@ -61,57 +66,57 @@ def _in_fp8(
     )
 
 
+def _split(w: jax.Array, error: jax.Array | None = None, **how: Any) -> Any:
+    return dual_quantize(w, error=error, orientation="both", **how)
+
+
+def _split_by_bits(w: jax.Array, bits: jax.Array, **how: Any) -> Any:
+    return dual_quantize(w, bits=bits, orientation="both", **how)
+
+
 def _in_nvfp4(
     key: KeyWords | None, x: jax.Array, amax: None, backend: Backend
 ) -> Nvfp4Values:
     return quantize_values(x, -1, key, backend=backend)
 
 
-_split = functools.partial(dual_quantize, orientation="both")
+_BLOCK = operands.Block(128, "vector")
+_OF_X = (jnp.bfloat16,)
+_OF_W = (jnp.float32,)
 # name: (the call, the dtypes of its arguments)
 QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "x, both orientations": (_in_fp8("both"), (jnp.bfloat16,)),
-    "w = hi + lo, both orientations": (_split, (jnp.float32,)),
-    "w = hi + lo with error, both orientations": (
-        lambda w, e, **how: _split(w, error=e, **how),
-        (jnp.float32,) * 2,
-    ),
+    "x, both orientations": (_in_fp8("both"), _OF_X),
+    "w = hi + lo, both orientations": (_split, _OF_W),
+    "w = hi + lo with error, both orientations": (_split, 2 * _OF_W),
     "w = hi + stochastic lo, both orientations": (
-        lambda w, bits, **how: _split(w, bits=bits, **how),
+        _split_by_bits,
         (jnp.float32, jnp.uint32),
     ),
-    "x with a scale a row, rows alone": (
-        _in_fp8("rows", operands.Row()),
-        (jnp.bfloat16,),
-    ),
+    "x with a scale a row, rows alone": (_in_fp8("rows", operands.Row()), _OF_X),
     "x with a scale a row, both orientations": (
         _in_fp8("both", operands.Row()),
-        (jnp.bfloat16,),
+        _OF_X,
     ),
     "x with a float32 scale a row, both orientations": (
         _in_fp8("both", operands.Row("float32")),
-        (jnp.bfloat16,),
+        _OF_X,
     ),
-    "x in blocks of 1 x 128, rows alone": (
-        _in_fp8("rows", operands.Block(128, "vector")),
-        (jnp.bfloat16,),
-    ),
-    "x in blocks of 1 x 128, both orientations": (
-        _in_fp8("both", operands.Block(128, "vector")),
-        (jnp.bfloat16,),
-    ),
-    "x in NVFP4": (functools.partial(_in_nvfp4, None), (jnp.bfloat16,)),
-    "x in NVFP4, stochastic": (
-        functools.partial(_in_nvfp4, counter.keys(1)),
-        (jnp.bfloat16,),
-    ),
+    "x in blocks of 1 x 128, rows alone": (_in_fp8("rows", _BLOCK), _OF_X),
+    "x in blocks of 1 x 128, both orientations": (_in_fp8("both", _BLOCK), _OF_X),
+    "x in NVFP4": (functools.partial(_in_nvfp4, None), _OF_X),
+    "x in NVFP4, stochastic": (functools.partial(_in_nvfp4, counter.keys(1)), _OF_X),
+}
+CASTS = {
+    f"cast to {name}": getattr(formats, name)
+    for name in ("mxfp8e4", "mxfp4e2", "nvfp4", "e4m3fn")
 }
 # Scales of rows, blocks and numbers in NVFP4 cannot be given.
+_WITHOUT_AMAX = re.compile("a row|1 x|NVFP4")
 CASES: tuple[tuple[str, Amax], ...] = tuple(
     (name, amax)
     for name in QUANTIZERS
     for amax in get_args(Amax)
-    if amax == "whole" or not re.search("a row|1 x|NVFP4", name)
+    if amax == "whole" or not _WITHOUT_AMAX.search(name)
 )
 # One of each kind: a scale a tensor and a row, an error that is donated, random bits.
 SMOKE: tuple[tuple[str, Amax], ...] = (
@@ -120,110 +125,109 @@ SMOKE: tuple[tuple[str, Amax], ...] = (
     ("x with a float32 scale a row, both orientations", "whole"),
     ("x in NVFP4, stochastic", "whole"),
 )
-add_options = gemm.add_options
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(timing.Repetitions):
     """Sizes of the matrices, backends, and the quantizers with the ways to run them."""
 
     shapes: tuple[tuple[int, int], ...]
-    backends: tuple[Backend, ...] = ("xla", "triton")
+    backends: tuple[Backend, ...]
     cases: tuple[tuple[str, Amax], ...] = CASES
-    rounds: int = 5
-    calls: int = 5
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the sizes of the weights of `benchmarks.gemm`."""
-    config = gemm.configure(options)
-    shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in config.shapes))
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = dict.fromkeys((shape.k, shape.n) for shape in gemm.shapes_here(options))
+    backends: tuple[Backend, ...] = ("xla",)
     # A CPU interprets the kernels: a smoke run checks them, but their time means
     # nothing.
-    compiled = jax.default_backend() == "gpu" or options.smoke
-    backends: tuple[Backend, ...] = ("xla", "triton") if compiled else ("xla",)
-    if jax.default_backend() == "gpu" and plan.reject(jnp.bfloat16) is None:
+    if on_gpu or options.smoke:
+        backends += ("triton",)
+    if on_gpu and plan.reject(jnp.bfloat16) is None:
         backends += ("mosaic",)
-    return Config(
-        shapes, backends, SMOKE if options.smoke else CASES, config.rounds, config.calls
-    )
+    if options.smoke:
+        return Config(tuple(shapes), backends, SMOKE, rounds=2, calls=2)
+    return Config(tuple(shapes), backends)
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Compare and time every quantizer.
+    """Compare and time every quantizer and every cast.
 
     Raises:
-      ArithmeticError: a kernel differs from the reference, so nothing is timed.
+      ArithmeticError: a result differs from the reference, so nothing is timed.
     """
     for shape in config.shapes:
-        (x,) = products.draw(shape, (jnp.bfloat16,))
-        copied = timing.time_interleaved(
-            {COPY: (jax.jit(_copy), (x,))}, rounds=config.rounds, calls=config.calls
-        )
-        copy = _row(copied[COPY], COPY, "apply", "xla", shape, 2 * x.nbytes)
-        yield copy
+        (x,) = products.draw(shape, _OF_X)
+        copied = config.interleaved({COPY: (jax.jit(_copy), (x,))})
+        rows = _Rows("x".join(map(str, shape)), 2 * x.nbytes, copied[COPY].median_ms)
+        yield rows.row(copied[COPY], COPY, "apply", "xla", rows.copied)
         for name, amax in config.cases:
             arguments = products.draw(shape, QUANTIZERS[name][1])
-            yield from _measure_one(
-                name, amax, arguments, config, copy.terabytes_per_second
-            )
+            yield from _quantized(name, amax, arguments, config, rows)
+        casts: Any = {name: (_checked_cast(name, x), (x,)) for name in CASTS}
+        for name, taken in config.interleaved(casts).items():
+            yield rows.row(taken, name, "whole", "xla", rows.copied)
 
 
 def _copy(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(
-        jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype
-    )
+    """Change one bit of each value, because XLA removes a plain copy."""
+    return (x.view(jnp.uint16) ^ jnp.uint16(1)).view(x.dtype)
 
 
-def _row(
-    taken: timing.Timing,
-    name: str,
-    amax: Amax,
-    backend: Backend,
-    shape: tuple[int, ...],
-    moved: int,
-    copy_rate: float | None = None,
-) -> Row:
-    rate = moved / (taken.median_ms * 1e-3) / 1e12
-    return Row(
-        **dataclasses.asdict(taken),
-        shape="x".join(map(str, shape)),
-        name=name,
-        amax=amax,
-        backend=backend,
-        megabytes=moved / 1e6,
-        terabytes_per_second=rate,
-        over_copy=rate / (copy_rate or rate),
-    )
+@dataclass(frozen=True)
+class _Rows:
+    """What rows of one size share: the bytes that a copy moves, and its time."""
+
+    shape: str
+    copied: int
+    copy_ms: float
+
+    def row(
+        self, taken: timing.Timing, name: str, amax: Amax, backend: Backend, moved: int
+    ) -> Row:
+        return Row(
+            **vars(taken),
+            shape=self.shape,
+            name=name,
+            amax=amax,
+            backend=backend,
+            megabytes=moved / 1e6,
+            terabytes_per_second=moved / taken.median_ms / 1e9,
+            over_copy=moved / taken.median_ms / (self.copied / self.copy_ms),
+        )
 
 
-def _measure_one(
+def _quantized(
     name: str,
     amax: Amax,
     arguments: tuple[jax.Array, ...],
     config: Config,
-    copy_rate: float,
+    rows: _Rows,
 ) -> Iterator[Row]:
     given = jnp.float32(4.0) if amax == "apply" else None
     call = functools.partial(QUANTIZERS[name][0], amax=given)
-    functions = {
-        b: jax.jit(functools.partial(call, backend=b)) for b in config.backends
-    }
-    expected = functions["xla"](*arguments)
+    timed: dict[Any, Any] = {}
+    expected = None
     for backend in config.backends:
-        check(f"{name}, {backend}", functions[backend](*arguments), expected)
-    timed: dict[Any, Any] = {b: (f, arguments) for b, f in functions.items()}
-    if "error" in name:
-        timed = {b: products.donating(f, *arguments) for b, f in functions.items()}
-    taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
+        function = jax.jit(functools.partial(call, backend=backend))
+        got = function(*arguments)
+        expected = got if expected is None else expected
+        check(f"{name}, {backend}", got, expected)
+        donates = "error" in name
+        timed[backend] = (
+            products.donating(function, *arguments)
+            if donates
+            else (function, arguments)
+        )
     moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
     if amax == "whole" and not re.search("rows alone|1 x", name):
         # The amax does not read the bits of a stochastic lo.
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
+    taken = config.interleaved(timed)
     for backend in config.backends:
-        yield _row(
-            taken[backend], name, amax, backend, arguments[0].shape, moved, copy_rate
-        )
+        yield rows.row(taken[backend], name, amax, backend, moved)
 
 
 def check(name: str, got: Any, expected: Any) -> None:
@@ -234,39 +238,56 @@ def check(name: str, got: Any, expected: Any) -> None:
         )
 
 
-def table(result: Result) -> str:
-    """Return the page's table: one line per quantizer and backend, one column per
-    size.
+def _checked_cast(name: str, x: jax.Array) -> Callable[..., Any]:
+    """Return a cast that gives the right bits for some rows of x."""
+    datatype = CASTS[name]
+    cast = jax.jit(functools.partial(formats.cast, datatype=datatype))
+    some = x[:CHECKED]
+    got = cast(some).astype(jnp.float32)
+    stored = formats.unpack(formats.pack(some, datatype))
+    check(name, got, stored.astype(jnp.float32))
+    if name == "cast to mxfp8e4":
+        check(name, got, jnp.asarray(reference_mxfp8e4(np.asarray(some))))
+    return cast
+
+
+def reference_mxfp8e4(x: np.ndarray) -> np.ndarray:
+    """OCP's rule in NumPy with ml_dtypes' cast, for arrays of normal values.
+
+    >>> reference_mxfp8e4(np.array([[500.0] + [1.0] * 31], np.float32))[0, 0]
+    np.float32(448.0)
     """
+    blocks = x.astype(np.float32).reshape(-1, 32)
+    exponents = np.frexp(np.abs(blocks).max(-1, keepdims=True))[1]
+    scale = np.ldexp(np.float32(1), exponents - 1 - 8)
+    clipped = np.clip(blocks / scale, -448, 448)
+    values = clipped.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return (values * scale).reshape(x.shape)
+
+
+def table(result: Result) -> str:
+    """Return the page's table: a line per quantizer and backend, a column per size."""
     shapes = result.distinct("shape")
     rows = result.by("name", "backend", "amax", "shape")
-    rate: Any = lambda *key: (
-        f"{rows[key]['terabytes_per_second']:.2f}" if key in rows else "–"
-    )
-    lines = [
-        [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
-        + [
-            " · ".join(rate(name, backend, amax, shape) for amax in ("apply", "whole"))
-            for shape in shapes
-        ]
-        for name, backend in result.distinct("name", "backend")
-        if name in (COPY, *QUANTIZERS)
-    ]
+    lines = []
+    for name, backend in result.distinct("name", "backend"):
+        line = [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
+        for shape in shapes:
+            rates = [
+                shown(rows.get((name, backend, amax, shape)), _RATE)
+                for amax in get_args(Amax)
+            ]
+            line.append(" · ".join(rates))
+        lines.append(line)
     return (
         f"{markdown_table(['TB/s', *map(times, shapes)], lines)}\n\nA cell holds two"
         " rates: with the amax given, and with finding it, whose reading of the input"
-        " counts, too."
+        " counts, too. A cast reads and writes its array once."
     )
 
 
-BENCHMARK = Benchmark(
-    NAME,
-    __doc__,
-    configure,
-    measure,
-    table,
-    options=add_options,
-)
+_RATE = "{terabytes_per_second:.2f}"
+BENCHMARK = Benchmark("quantizers", __doc__, configure, measure, table)
 
 if __name__ == "__main__":
     BENCHMARK.command()

@@ -1,4 +1,4 @@
-"""JSON of benchmarks: machine and versions, settings, and rows.
+"""JSON of benchmarks: machine and versions, settings, and rows; and their tables.
 
 A file lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of
 JAX's name of the chip, as {"benchmark", "header", "config", "rows"}.
@@ -15,10 +15,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -91,11 +91,11 @@ def _git(*arguments: str) -> str:
 
 
 def library_digest(root: Path = ROOT) -> str:
-    """Return first digits of a sha256 over the libraries' Python files and
-    `tuned.json`.
-    """
+    """Return first digits of a sha256 over the libraries' code and `tuned.json`."""
     digest = hashlib.sha256()
-    paths = [path for name in LIBRARIES for path in (root / name).rglob("*")]
+    paths: list[Path] = []
+    for name in LIBRARIES:
+        paths += (root / name).rglob("*")
     for path in sorted(paths):
         if path.suffix == ".py" or path.name == "tuned.json":
             name = path.relative_to(root).as_posix()
@@ -105,9 +105,7 @@ def library_digest(root: Path = ROOT) -> str:
 
 @functools.cache
 def origin_of_row() -> dict[str, str]:
-    """Return library and device of a row, which may stand next to rows of other
-    runs.
-    """
+    """Return library and device of a row, which may stand next to other runs' rows."""
     return {"library": library_digest(), "device": jax.devices()[0].device_kind}
 
 
@@ -136,8 +134,7 @@ class Result:
 
     @property
     def origin(self) -> str:
-        """Machine and commit of the numbers, and a remark if the library has changed
-        since.
+        """Machine and commit of the numbers, and a remark if the library has changed.
 
         The header is of the last run; rows that `--resume` kept may be of other
         libraries and devices. Older files have a digest of all sources, benchmarks
@@ -147,11 +144,12 @@ class Result:
         devices = dict.fromkeys(
             row.get("device") or header["device"] for row in self.rows
         )
-        libraries = self._values("library") or [header.get("library")]
+        libraries: list[str | None] = [*self._values("library")]
+        libraries = libraries or [header.get("library")]
         commit = f"commit {header['commit'] or 'unknown'}"
         if len(libraries) > 1:
             commit = f"last {commit}"
-            source = f"rows of libraries {', '.join(libraries)}"
+            source = f"rows of libraries {', '.join(map(str, libraries))}"
         elif "library" in header:
             source = f"library {header['library']}"
         else:
@@ -236,9 +234,7 @@ def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Hold the folder of a file, so that processes that add rows to it write one after
-    another.
-    """
+    """Hold the folder of a file, so that processes write it one after another."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -282,3 +278,73 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, float) and not math.isfinite(tree):
         return None
     return tree
+
+
+# Markdown
+# --------------------------------------------------------------------------------------
+
+
+def markdown_table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    last: Literal["left", "right"] = "right",
+) -> str:
+    """Return a Markdown table with a left-aligned first column.
+
+    `last="left"` is for a last column of text.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|--:|
+    | 1 | 2 |
+    """
+    lines = ["| " + " | ".join(line) + " |" for line in (titles, *rows)]
+    end = {"left": "---|", "right": "--:|"}[last]
+    rule = "|---|" + "--:|" * (len(titles) - 2) + end * (len(titles) > 1)
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def shown(row: Mapping[str, Any] | None, form: str) -> str:
+    """Return a field of a row by a format, or a dash if there is none.
+
+    A field that ends with "_bytes" can be shown in gigabytes, too.
+
+    >>> shown({"ms": 1.25}, "**{ms:.1f}**"), shown({"ms": None}, "{ms:.1f}")
+    ('**1.2**', '–')
+    """
+    try:
+        return form.format_map(_with_gigabytes(row or {}))
+    except (KeyError, TypeError):  # None has no format such as ".1f"
+        return "–"
+
+
+def cells(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Return a Markdown table of rows: formats of their cells by the column's title.
+
+    >>> print(cells([{"arena_bytes": 3e9}], {"arena, GB": "{arena_gigabytes:.1f}"}))
+    | arena, GB |
+    |---|
+    | 3.0 |
+    """
+    lines = []
+    for row in rows:
+        lines.append([shown(row, form) for form in columns.values()])
+    return markdown_table(list(columns), lines)
+
+
+def _with_gigabytes(row: Mapping[str, Any]) -> dict[str, Any]:
+    more = dict(row)
+    for name, value in row.items():
+        if name.endswith("_bytes") and value is not None:
+            more[name.removesuffix("bytes") + "gigabytes"] = value / 1e9
+    return more
+
+
+def times(shape: str) -> str:
+    """Return a shape for readers.
+
+    >>> times("8x16x32")
+    '8 × 16 × 32'
+    """
+    return shape.replace("x", " × ")

@@ -1,12 +1,14 @@
-"""Rewrite the tables and plots of README and docs from the JSON of `benchmarks/results`.
+"""Rewrite the tables and plots of README and docs from the JSON of results.
 
-    python -m benchmarks.report             # rewrites the pages
-    python -m benchmarks.report --check     # exits with 1 if that would change something
-    python -m benchmarks.report --full      # prints every table, also those of no page
+    python -m benchmarks.report
+    python -m benchmarks.report --check
+    python -m benchmarks.report --full
 
-A page marks its tables by `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A caption
-names the card, the commit, the day and the command, and says if the library has changed
-since; `--check` ignores that remark, because every edit of the library would change it.
+`--check` exits with 1 if the first would change something. `--full` prints every table,
+also those of no page. A page marks its tables by `<!-- begin: NAME -->` and `<!-- end:
+NAME -->`. A caption names the card, the commit, the day and the command, and says if
+the library has changed since; `--check` ignores that remark, because every edit of the
+library would change it.
 """
 
 import argparse
@@ -17,12 +19,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, convergence_tables, memory, train_step
+from benchmarks import convergence_tables, memory
 from benchmarks.card import RUNS
 from benchmarks.drawing import PICTURES, WHOLE_RUNS, digest_of, read_source, save
 from benchmarks.harness import benchmark
-from benchmarks.records import AGE, RESULTS, ROOT, Result, read_result
-from benchmarks.tables import markdown_table
+from benchmarks.records import (
+    AGE,
+    RESULTS,
+    ROOT,
+    Result,
+    markdown_table,
+    read_result,
+    shown,
+)
 from benchmarks.variants import BASELINE, RECOMMENDED
 from tcfp_jax.recipes import NAMES
 
@@ -110,7 +119,7 @@ def _command_of(name: str, result: Result | None) -> str:
     if name in RUNS:
         return f"python -m benchmarks.{RUNS[name].arguments} --json"
     data = () if result is None else result.config.get("data") or ()
-    return convergence.command_of(name, data)
+    return convergence_tables.command_of(name, data)
 
 
 def choose(results: Path = RESULTS) -> str:
@@ -200,17 +209,13 @@ def _whole_step(result: Result) -> list[str]:
     bf16 = rows[BASELINE]
     times = [f"{bf16['median_ms']:,.0f}", f"{stored['median_ms']:,.0f}"]
     speedup = f"**{bf16['median_ms'] / stored['median_ms']:.2f}**"
-    sizes = [_gigabytes(bf16), _gigabytes(stored)]
+    sizes = [shown(row, "{step_gigabytes:.1f}") for row in (bf16, stored)]
     # A BF16 run of fewer layers is of another model: this one does not fit.
     if bf16.get("layers") != stored.get("layers"):
         times[0] = "does not fit"
         speedup = "–"
         sizes[0] = "–"
     return [result.card, *times, speedup, *sizes]
-
-
-def _gigabytes(row: Mapping[str, Any]) -> str:
-    return f"{row['step_bytes'] / 1e9:.1f}" if "step_bytes" in row else "–"
 
 
 def render(page: str, results: Path = RESULTS) -> str:
@@ -239,11 +244,12 @@ def full(results: Path = RESULTS) -> Iterator[str]:
 
 
 def measured(results: Path = RESULTS) -> str:
-    """Return the JSON of speeds by device and recipe; a shape is an MLP's tokens, d and
-    d_ff, in both passes.
+    """Return the JSON of speeds by device and recipe.
+
+    A shape is an MLP's tokens, d and d_ff, in both passes.
     """
     found: dict[str, dict[str, list[dict[str, object]]]] = {}
-    for path in sorted(results.glob(f"*/{train_step.NAME}.json")):
+    for path in sorted(results.glob("*/train_step.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["header"]["platform"] == "cpu":
             continue
@@ -266,8 +272,7 @@ def _measured_row(row: Mapping[str, Any]) -> dict[str, object]:
 
 
 def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
-    """Return the names of sections, plots and files under a root that `report` would
-    change.
+    """Return the names of sections, plots and files that `report` would change.
 
     Raises:
       FileNotFoundError: a page does not exist.
@@ -301,8 +306,9 @@ def _outdated(text: str, results: Path) -> Iterator[str]:
 
 
 def write(root: Path = ROOT, results: Path = RESULTS) -> None:
-    """Rewrite the pages, plots and `measured.json` under a root, and print which
-    numbers are of another library.
+    """Rewrite the pages, plots and `measured.json` under a root.
+
+    Print which numbers are of another library.
     """
     for page in PAGES:
         text = (root / page).read_text(encoding="utf-8")

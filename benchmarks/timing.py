@@ -1,5 +1,4 @@
-"""Time and memory: candidates timed in turn, by the kernels' own clock if possible, and
-peaks of single processes.
+"""Time and memory of candidates in turn, and the peaks of single processes.
 
 On a GPU, CUPTI returns the time of a call's kernels. Elsewhere it is the wall clock.
 `Timing.timer` names the clock.
@@ -33,43 +32,54 @@ class Timing:
     timer: Literal["CUPTI kernel time", "wall clock"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repetitions:
+    """Settings of a timing: turns of every candidate, and calls in a turn.
+
+    The calls of a turn are queued one after the other.
+    """
+
+    rounds: int = 5
+    calls: int = 5
+
+    def interleaved(self, candidates: Candidates) -> dict[str, Timing]:
+        """Return `time_interleaved` with these repetitions."""
+        return time_interleaved(candidates, self.rounds, self.calls)
+
+    def by_wall_clock(self, candidates: Candidates) -> dict[str, Timing]:
+        """Return `time_by_wall_clock` with these repetitions."""
+        return time_by_wall_clock(candidates, self.rounds, self.calls)
+
+
 def time_interleaved(
-    candidates: Candidates, *, rounds: int = 5, calls: int = 5
+    candidates: Candidates, rounds: int, calls: int
 ) -> dict[str, Timing]:
-    """Time candidates in turn, so that a chip that warms up or slows down does so for
-    all of them.
+    """Time candidates in turn, so that a chip slows down for all of them alike.
 
     Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times for
     every call. If it does not work, the wall clock around the calls of a round gives
     their mean. All candidates of one call have the same timer.
-
-    Args:
-      candidates: Name to (jitted function, arguments).
-      rounds: Number of turns of every candidate.
-      calls: Calls in a turn, queued one after the other.
     """
-    _warm_up(candidates)
-    samples = (
-        _sample(candidates, _kernel_times, rounds, calls)
-        if jax.default_backend() == "gpu"
-        else None
-    )
-    if samples is None:
-        return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
-    return _timings(samples, "CUPTI kernel time")
+    if jax.default_backend() == "gpu":
+        _warm_up(candidates)
+        samples = _sample(candidates, _kernel_times, rounds, calls)
+        if samples is not None:
+            return _timings(samples, "CUPTI kernel time")
+    return time_by_wall_clock(candidates, rounds, calls)
 
 
 def time_by_wall_clock(
-    candidates: Candidates, *, rounds: int = 5, calls: int = 1
+    candidates: Candidates, rounds: int, calls: int
 ) -> dict[str, Timing]:
-    """Time candidates in turn by the wall clock, for candidates on the CPU or on
-    several devices.
+    """Time candidates in turn by the wall clock: on the CPU, or on several devices.
 
     Each is warmed up first. A function that does not return arrays of JAX is done when
     it returns.
     """
     _warm_up(candidates)
-    return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
+    samples = _sample(candidates, _wall_times, rounds, calls)
+    assert samples is not None  # the wall clock always works
+    return _timings(samples, "wall clock")
 
 
 def _warm_up(candidates: Candidates) -> None:
@@ -78,16 +88,14 @@ def _warm_up(candidates: Candidates) -> None:
 
 
 def _timings(
-    samples: dict[str, list[float]] | None,
+    samples: dict[str, list[float]],
     timer: Literal["CUPTI kernel time", "wall clock"],
 ) -> dict[str, Timing]:
-    assert samples is not None  # the wall clock always works
-    return {
-        name: Timing(
-            statistics.median(values), min(values), max(values), len(values), timer
-        )
-        for name, values in samples.items()
-    }
+    found = {}
+    for name, values in samples.items():
+        median = statistics.median(values)
+        found[name] = Timing(median, min(values), max(values), len(values), timer)
+    return found
 
 
 def _sample(
@@ -106,17 +114,14 @@ def _sample(
 def _kernel_times(
     function: Callable[..., Any], args: tuple[Any, ...], calls: int
 ) -> list[float] | None:
-    """Return CUPTI's kernel milliseconds of each call, or None if this jax or machine
-    has no CUPTI.
-    """
+    """Return the kernel milliseconds of each call; None without CUPTI."""
     try:
         from jax.experimental.mosaic.gpu import profiler
     except ImportError:
         return None
+    measure = profiler.measure(function, aggregate=True, iterations=max(2, calls))
     try:
-        _, times = profiler.measure(function, aggregate=True, iterations=max(2, calls))(
-            *args
-        )
+        _, times = measure(*args)
     except RuntimeError as error:
         print(f"CUPTI gives no times ({error}); using the wall clock", flush=True)
         return None
@@ -135,8 +140,9 @@ def _wall_times(
 
 
 class Threaded:
-    """A step `(state, *inputs) -> (state, result)` with the state that it donates: a
-    call is the next step.
+    """A step `(state, *inputs) -> (state, result)` with the state that it donates.
+
+    A call is the next step.
 
     `trace` and `lower` make it a `jax.stages.Wrapped`. CUPTI's profiler would jit
     anything else, and lose the state.
@@ -145,8 +151,11 @@ class Threaded:
     def __init__(
         self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array
     ) -> None:
-        self.compiled, self.state, self.inputs = compiled, state, inputs
-        self.trace, self.lower = jitted.trace, jitted.lower
+        self.compiled = compiled
+        self.state = state
+        self.inputs = inputs
+        self.trace = jitted.trace
+        self.lower = jitted.lower
 
     def __call__(self) -> Any:
         """Run a step and return its result."""
@@ -193,20 +202,20 @@ class Training(NamedTuple):
         """
         key = jax.random.key(seed)
         given = jax.eval_shape(self.init, key)
-        shardings = None if place is None else place(given)
-        if shardings is not None:
-            given = jax.tree.map(
-                lambda leaf, at: leaf.update(sharding=at), given, shardings
-            )
-        results = None if shardings is None else (shardings[0], None)
+        shardings = None
+        results = None
+        if place is not None:
+            shardings = place(given)
+            results = shardings[0], None
+            given = jax.tree.map(_sharded, given, shardings)
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
         compiled, seconds = done or compile_timed(jitted, *given)
-        return (
-            Threaded(
-                jitted, compiled, *jax.jit(self.init, out_shardings=shardings)(key)
-            ),
-            seconds,
-        )
+        made = jax.jit(self.init, out_shardings=shardings)(key)
+        return Threaded(jitted, compiled, *made), seconds
+
+
+def _sharded(leaf: jax.ShapeDtypeStruct, at: Any) -> jax.ShapeDtypeStruct:
+    return leaf.update(sharding=at)
 
 
 def threaded(
@@ -214,12 +223,8 @@ def threaded(
 ) -> Threaded:
     """Return `step`, jitted and compiled, with a copy of `state` that it may donate."""
     jitted = jax.jit(step, donate_argnums=0)
-    return Threaded(
-        jitted,
-        jitted.lower(state, *inputs).compile(),
-        jax.tree.map(jnp.copy, state),
-        *inputs,
-    )
+    compiled = jitted.lower(state, *inputs).compile()
+    return Threaded(jitted, compiled, jax.tree.map(jnp.copy, state), *inputs)
 
 
 def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
@@ -238,9 +243,7 @@ def has_peaks() -> bool:
 
 
 def peak_bytes() -> int | None:
-    """Return the allocator's peak of this process, compilation included; None if the
-    device reports none.
-    """
+    """Return the allocator's peak of this process, with compilation; None without."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
@@ -249,8 +252,7 @@ def measure_alone(
     calls: Sequence[tuple[Any, ...]],
     memory: Literal["as needed", "whole"] = "as needed",
 ) -> list[Any]:
-    """Return `function(*args)` for each `args`, each in a new process, because a peak
-    never falls.
+    """Return `function(*args)` for each `args`, in new processes: a peak never falls.
 
     Args:
       function: A module's function, which a new process finds by name.
@@ -263,15 +265,14 @@ def measure_alone(
         len(calls), context, initializer=take, max_tasks_per_child=1
     )
     with pool:
-        return [
-            future.result()
-            for future in [pool.submit(function, *args) for args in calls]
-        ]
+        futures = [pool.submit(function, *args) for args in calls]
+        return [future.result() for future in futures]
 
 
 def compile_quickly() -> None:
-    """Let XLA optimize little on a CPU, for runs that mostly compile. Call it before
-    JAX uses a device.
+    """Let XLA optimize little on a CPU, for runs that mostly compile.
+
+    Call it before JAX uses a device.
     """
     # Later ones do not know the flag, which halves the time of compiling
     if jax.__version_info__ < (0, 11):
@@ -283,15 +284,17 @@ def compile_quickly() -> None:
 
 
 def take_memory_as_needed() -> None:
-    """Let JAX allocate on demand, because other processes need the rest. Call it before
-    JAX uses a device.
+    """Let JAX allocate on demand, because other processes need the rest.
+
+    Call it before JAX uses a device.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def take_whole_memory() -> None:
-    """Let JAX allocate all memory in one piece, which serves larger arrays. Call it
-    before JAX uses a device.
+    """Let JAX allocate all memory in one piece, which serves larger arrays.
+
+    Call it before JAX uses a device.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.97"

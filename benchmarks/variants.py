@@ -216,10 +216,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def chosen_of(text: str) -> tuple[str, ...]:
-    """Return the variants in "NAME,NAME" in the order of `VARIANTS`; a name is a
-    variant's or a group's.
+    """Return the variants in "NAME,NAME" in the order of `VARIANTS`.
 
-    BF16 is always one of them.
+    A name is a variant's or a group's. BF16 is always one of them.
 
     >>> chosen_of("noise,stored_e5m2")
     ('bf16', 'bf16_rerun', 'bf16_other_batches', 'stored_e5m2')
@@ -228,16 +227,15 @@ def chosen_of(text: str) -> tuple[str, ...]:
       ValueError: a name is neither a variant's nor a group's.
     """
     names = {name.strip() for name in text.split(",")}
-    if unknown := sorted(names - set(VARIANTS) - set(GROUPS)):
+    unknown = sorted(names - set(VARIANTS) - set(GROUPS))
+    if unknown:
         raise ValueError(
             f"--variants has {unknown}, which are unknown; use groups of {list(GROUPS)}"
             f" or names of {list(VARIANTS)}"
         )
-    found = {
-        BASELINE,
-        *(names - set(GROUPS)),
-        *(name for group in names & set(GROUPS) for name in GROUPS[group]),
-    }
+    found = {BASELINE}
+    for name in names:
+        found.update(GROUPS.get(name, (name,)))
     return tuple(name for name in VARIANTS if name in found)
 
 
@@ -247,11 +245,10 @@ def fake_quantized(
     kwargs: Any,
     context: nn.module.InterceptorContext,
 ) -> jax.Array:
-    """Compute `y = Q(x) Q(W) + b` for layers of `FAKE_RECIPE`, with the gradient as if
-    Q were the identity.
+    """Compute `y = Q(x) Q(W) + b` for layers of `FAKE_RECIPE`.
 
-    Use it with `nn.intercept_methods`. Q rounds to E4M3 with the smallest power of two
-    that clips nothing.
+    The gradient is as if Q were the identity. Use it with `nn.intercept_methods`. Q
+    rounds to E4M3 with the smallest power of two that clips nothing.
     """
     layer = context.module
     if not (
@@ -269,7 +266,5 @@ def fake_quantized(
 
 
 def without_perturbation(variant: Variant) -> Variant:
-    """Return the variant whose programs are the same: batches do not matter to a
-    program.
-    """
+    """Return the variant whose programs are the same, whatever its batches are."""
     return dataclasses.replace(variant, batches="same")

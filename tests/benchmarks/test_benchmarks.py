@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import shlex
@@ -28,9 +29,10 @@ from benchmarks import (
     timing,
     torchao,
     tune,
+    tune_cases,
 )
 from benchmarks.harness import benchmark
-from benchmarks.shapes import GemmShape, random_operands
+from benchmarks.products import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.operands import Product
@@ -123,12 +125,12 @@ def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
     monkeypatch.setattr(
         card,
         "RUNS",
-        {name: card.RUNS[name] for name in ("head", "adamw", "fsdp", "casts")},
+        {name: card.RUNS[name] for name in ("head", "adamw", "fsdp", "fp4")},
     )
     assert card.main(["--out", str(tmp_path)]) == 1
     assert [*(path.name for path in sorted(tmp_path.glob("*/*")))] == [
         "adamw.json",
-        "casts.json",
+        "fp4.json",
     ]
     assert (
         "no memory" in (printed := capsys.readouterr().out)
@@ -138,7 +140,7 @@ def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
     # one is left, the first share's
     assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0 and not ran
     assert (
-        card.main(["--out", str(tmp_path), "--only", "casts", "--seconds", "1"]) == 0
+        card.main(["--out", str(tmp_path), "--only", "fp4", "--seconds", "1"]) == 0
         and not ran
     )
     assert "left for another call" in capsys.readouterr().out
@@ -212,6 +214,7 @@ def test_quantizers_are_compared_before_they_are_timed(smoke):
         (smoke[0] / records.device_slug() / "quantizers.json").read_text()
     )
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
+    assert {*quantizers.CASTS} < {row["name"] for row in content["rows"]}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
     with pytest.raises(ArithmeticError, match="differs from the reference"):
         quantizers.check("wrong", jnp.ones(3), jnp.ones(3).at[1].set(2))
@@ -221,17 +224,14 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
     tuning.PATH.write_text('{"another": {}}')
     tuning.load.cache_clear()
-    case = tune.product_case(GemmShape(128, 128, 128), products.Form(2, "fast"))
+    case = tune_cases.product_case(GemmShape(128, 128, 128), products.Form(2, "fast"))
     kept = [
         c for c in case.candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)
     ][:2]
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
-        tune.write(case.op, entry)
-    assert (
-        tuning.find(DEVICE, Key(case.op, case.variant, (128, 256, 128)), entry.backend)
-        == entry
-    )
+        tune.write(case.key.op, entry)
+    assert tuning.find(DEVICE, case.key, entry.backend) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", DEVICE}
     wrong = (
         "triton",
@@ -245,7 +245,7 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
 
 def test_tuning_of_grouped_products_checks_them():
     names = ["matmul", "matmul", "weight_gradient"] * 2
-    assert [case.op for case in tune._grouped()][:6] == [
+    assert [case.key.op for case in itertools.islice(tune_cases.of_experts(), 6)] == [
         f"grouped_{name}" for name in names
     ]
     shape, options = (
@@ -253,9 +253,9 @@ def test_tuning_of_grouped_products_checks_them():
         Product(jnp.dtype(jnp.bfloat16), "full"),
     )
     for part in grouped.PARTS[:3]:
-        case = tune._grouped_case(part, shape, jnp.dtype(jnp.float8_e4m3fn), options)
+        case = tune_cases.grouped_case(part, shape, jnp.float8_e4m3fn)
         assert len({way[2] for way in case.candidates}) == len(case.candidates) > 2
-        run = getattr(reference, case.op)
+        run = getattr(reference, case.key.op)
         right, ones = (
             jax.jit(functools.partial(run, options)),
             jax.jit(lambda *a, run=run: run(options, *a) + 1),
@@ -279,10 +279,10 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     ops = {
         op: [(e.shape, e.variant) for e in entries] for op, entries in committed.items()
     }
-    cases = list(tune.grid())
-    assert len({case[:3] for case in cases}) == len(cases) < 250
+    cases = list(tune_cases.grid())
+    assert len({case.key for case in cases}) == len(cases) < 250
     for case in cases:
-        ops.setdefault(case.op, []).append((case.shape, case.variant))
+        ops.setdefault(case.key.op, []).append((case.key.shape, case.key.variant))
     fill = dict(backend="xla", milliseconds={"xla": 1.0}, configs={})
     entries = {
         op: [dict(shape=s, variant=v, **fill) for s, v in named]
@@ -292,7 +292,7 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     tuning.PATH.write_text(json.dumps({DEVICE: entries}))
     tuning.load.cache_clear()
     one_scale = ("tensorwise", "tcfp12_single", "tcfp12_fast", "tcfp12", "rowwise")
-    sizes = [(s.m, s.k, s.n) for s in tune.GRID]
+    sizes = [(s.m, s.k, s.n) for s in tune_cases.GRID]
     asked = [(size, name) for size in sizes for name in ("tensorwise", "rowwise")]
     asked += [(size, "blockwise") for size in sizes if min(size) >= 2048]
     # Shapes of Llama-8B, of llama-124m, and between those of the grid.
@@ -315,11 +315,11 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
     tuning.PATH.write_text("{}")
     tuning.load.cache_clear()
-    monkeypatch.setattr(tune, "GRID", (GemmShape(64, 32, 48),))
-    monkeypatch.setattr(tune, "H200_SHAPES", ())
+    monkeypatch.setattr(tune_cases, "GRID", (GemmShape(64, 32, 48),))
+    monkeypatch.setattr(tune_cases, "H200_SHAPES", ())
     assert tune.main(["--cases", "grid", "--only", "dot_general"])
-    monkeypatch.setattr(tune, "_ACTIVATIONS", ((64, 32),))
-    monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
+    monkeypatch.setattr(tune_cases, "_ACTIVATIONS", ((64, 32),))
+    monkeypatch.setattr(tune_cases, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
     key = Key("dot_general", "float32", (32, 64, 48))
     assert (
@@ -332,7 +332,9 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
 
 def test_tuning_stops_at_its_budget(monkeypatch, capsys):
     monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
-    monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
+    monkeypatch.setattr(
+        tune_cases, "random_operands", lambda *args: pytest.fail("drawn")
+    )
     assert tune.main(["--only", "quantize", "--budget-seconds", "-1"]) == []
     assert "stopped before quantize rows bfloat16" in capsys.readouterr().out
 
@@ -428,9 +430,8 @@ def test_smoke_never_overwrites_committed_numbers():
 def test_a_wrong_grouped_product_is_not_timed():
     shape = grouped.SMOKE["smoke"]
     held = grouped.read(recipe("bf16"), *grouped.draw(shape))
-    config = grouped.Config({"smoke": shape})
     for part in ("forward", "wgrad"):
-        function, pair = grouped.product_of(part, config, held)
+        function, pair = grouped.product_of(part, held)
         sizes = grouped.group_sizes(shape, "odd")
         assert (
             0 < grouped.check(part, function, pair, sizes, grouped.BF16_SUM_BOUND) <= 1

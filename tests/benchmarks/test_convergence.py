@@ -216,7 +216,7 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
     assert config["base_steps"] == 0 and config["parameters"] > 200_000
     page = convergence_tables.table(records.read_result(SCRATCH, tmp_path))
     assert "10 steps from scratch" in page and len(rows[0].curve) == 10
-    assert convergence.command_of(SCRATCH).endswith("--protocol scratch --json")
+    assert convergence_tables.command_of(SCRATCH).endswith("--protocol scratch --json")
 
 
 @pytest.mark.slow_except("stored_bf16_head")
@@ -469,8 +469,6 @@ def test_options_name_what_is_wrong(tmp_path):
         "tcfp13.*unknown": ["fork", "--variants", "tcfp13"],
         "needs --json": ["fork", "--resume"],
         "needs --out": ["fork", "--smoke", "--resume"],
-        "from scratch none": ["scratch", "--base-steps", "100"],
-        "one step or more": ["fork", "--base-steps", "0"],
         "which reads bytes": ["fork", *small, "--tokens", "bpe", "--model", "small"],
         "holds ids, but --tokens is bytes": ["fork", "--data", "ids.npy"],
         "layers and width": ["fork", "--model", "gpt13"],
@@ -493,9 +491,9 @@ def test_committed_files_are_read_and_their_commands_name_them():
     for name in report.LEARNED:
         result = records.read_result(name)
         assert len(convergence_tables.rows_of(result)) == len(result.rows) > 0
-        options = convergence.command_of(name, result.config.get("data") or ()).split()[
-            3:
-        ]
+        options = convergence_tables.command_of(
+            name, result.config.get("data") or ()
+        ).split()[3:]
         asked = dict(zip(options[::2], options[1::2], strict=False))
         given = types.SimpleNamespace(
             protocol=asked["--protocol"],
@@ -504,7 +502,7 @@ def test_committed_files_are_read_and_their_commands_name_them():
             variants=asked.get("--variants"),
             tokens=asked.get("--tokens", "bytes"),
         )
-        assert convergence.json_name(given) == name
+        assert convergence_tables.json_name(given) == name
 
 
 def test_fake_quantization_rounds_weights_and_activations_alone():

@@ -27,7 +27,7 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, s
         "--devices",
         "2",
     ]
-    rows = benchmark(fsdp.NAME).run(options)
+    rows = benchmark("fsdp").run(options)
     assert [(row.devices, row.recipe) for row in rows] == [
         (n, name) for n in (1, 2) for name in ("bf16", recipe)
     ]
@@ -37,8 +37,8 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, s
         assert (alone.over_one_gpu, both.tokens) == (1.0, 2 * alone.tokens)
         assert both.timer == "wall clock"
     assert rows[3].worst_snr_db > 10
-    text = fsdp.table(records.read_result(fsdp.NAME, tmp_path))
-    assert f"| 2 | `{recipe}` |" in text and f"{size} tokens a GPU" in text
+    text = fsdp.table(records.read_result("fsdp", tmp_path))
+    assert f"| 2 | `{recipe}` |" in text and f"{size} tokens per GPU" in text
 
 
 def test_more_devices_than_there_are_are_refused():

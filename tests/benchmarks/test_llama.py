@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from benchmarks import breakdown, large, llama, records, report
+from benchmarks import breakdown, large, llama, llama_steps, records, report
 from benchmarks.breakdown import KINDS
 from benchmarks.harness import benchmark
 from models.nets.gpt import GPT
 from models.nets.shapes import GPTConfig, LlamaConfig, MoeConfig
 from models.nets.sizes import MODELS
 
-PROGRAM = """
-ENTRY %main {
-  %x = bf16[8,4096]{1,0} parameter(0)
-  %input_reduce_fusion.1 = (f32[8]{0}, bf16[8192,4096]{1,0}) fusion(%x), metadata={op_name="f/quantize_x/reduce_max"}
-  %input_reduce_fusion.2 = bf16[4096]{0} fusion(%x), metadata={op_name="jit(f)/jit(quantize)/reduce_max"}
-  %loop_add_fusion = f32[4096,4096]{1,0} fusion(%x), metadata={op_name="jit(f)/optimizer/add"}
-  %loop_multiply_fusion = bf16[8192,4096]{1,0} fusion(%x), metadata={op_name="jit(f)/mlp_norm/mul"}
-  ROOT %custom-call.3 = f32[8,8]{1,0} custom-call(%x), metadata={op_name="jit(f)/wgrad/dot_general"}
+INSTRUCTIONS = {  # name: types, scopes
+    "input_reduce_fusion.1": ("(f32[8]{0}, bf16[8192,4096]{1,0})", "f/quantize_x/max"),
+    "input_reduce_fusion.2": ("bf16[4096]{0}", "jit(f)/jit(quantize)/reduce_max"),
+    "loop_add_fusion": ("f32[4096,4096]{1,0}", "jit(f)/optimizer/add"),
+    "loop_multiply_fusion": ("bf16[8192,4096]{1,0}", "jit(f)/mlp_norm/mul"),
+    "custom-call.3": ("f32[8,8]{1,0}", "jit(f)/wgrad/dot_general"),
 }
-"""
+PROGRAM = "ENTRY %main {\n  %x = bf16[8,4096]{1,0} parameter(0)\n"
+for name, (types, scopes) in INSTRUCTIONS.items():
+    PROGRAM += f'  %{name} = {types} fusion(%x), metadata={{op_name="{scopes}"}}\n'
 KERNELS = {
     "nvjet_qqtst_256x128_128x4_2x1_v_bz_coopA_NNT": "products",
     "matmul_fp8_single_full_tensor_mosaic_gpu_kernel": "products",
@@ -85,7 +85,7 @@ def test_a_gpt_steps_as_well():
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (
         2 * 32 * (3 * 12 * 64 * 64 + 64 * 512) + scores
     )
-    model, weights = llama._converted_step(
+    model, weights = llama_steps.converted_step(
         dataclasses.replace(config, step=size, include=("linear",)), "tensorwise"
     )
     assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
@@ -170,7 +170,7 @@ def test_a_large_run_compares_losses_on_text(tmp_path):
     assert kept == alone and len(stored.losses) == 32 and stored.text == kept.text
     gap = np.mean(np.subtract(stored.losses, kept.losses)[-large.LAST :])
     page = report.render_section("large-curves", tmp_path)
-    assert f"**{gap:+.4f}** ± " in page and "nats a token" in page and abs(gap) < 0.02
+    assert f"**{gap:+.4f}** ± " in page and "nats per token" in page and abs(gap) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
-"""`python -m tcfp_jax.formats`, the docs that come from it, and the benchmark of
-casts.
-"""
+"""`python -m tcfp_jax.formats`, the docs that come from it, and casts' check."""
 
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import casts, records
-from benchmarks.harness import benchmark
+from benchmarks import quantizers, records
 from tcfp_jax.formats import CATALOG, __main__
 from tests.helpers import parametrize
 
@@ -58,9 +56,13 @@ def test_docs_say_what_the_code_says(capsys):
     assert table == capsys.readouterr().out
 
 
-def test_casts_are_checked_and_timed(tmp_path):
-    rows = benchmark("casts").run(["--smoke", "--out", str(tmp_path)])
-    assert [row.name for row in rows] == ["copy", *casts.DATATYPES]
-    assert all(row.terabytes_per_second > 0 and row.over_copy > 0 for row in rows)
+@pytest.mark.parametrize("name", quantizers.CASTS)
+def test_casts_are_checked_before_they_are_timed(name, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)
+    assert quantizers._checked_cast(name, x)(x).dtype == x.dtype
+    right = quantizers.formats.cast
+    monkeypatch.setattr(
+        quantizers.formats, "cast", lambda x, **how: right(x, **how).at[3].add(1)
+    )
     with pytest.raises(ArithmeticError, match="not timed"):
-        casts.check("mxfp8e4", jnp.ones(64), jnp.zeros(64))
+        quantizers._checked_cast(name, x)

@@ -1,0 +1,319 @@
+"""Blocks and whole training steps of a converted model, compiled, as candidates.
+
+Two of the candidates of blocks are of other libraries: Flax's own FP8, and Google's
+qwix. With remat="auto" of a Llama, a step keeps as many values for its backward pass as
+fit.
+"""
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.linen import fp8_ops
+
+import tcfp_jax
+from benchmarks import timing
+from benchmarks.variants import BASELINE, EMULATED
+from models.nets.families import EXACT, TABLES, learner, plain_model
+from models.nets.llama import Block
+from models.nets.positions import rotations
+from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
+from models.training.fitting import fit, is_open
+from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.remat import device_budget
+
+Part = Literal["block", "step"]
+STORED = "stored"
+RECIPE_OF = {STORED: "tcfp12_single"}
+FLAX, QWIX = "flax Fp8DirectDotGeneralOp", "qwix"
+PEERS = (FLAX, QWIX)
+
+
+@dataclass(frozen=True)
+class Config(timing.Repetitions):
+    """Settings of a run: sizes of each part, and repetitions."""
+
+    block: LlamaConfig
+    step: ModelConfig
+    block_tokens: tuple[int, int]
+    step_tokens: tuple[int, int]
+    recipes: dict[Part, tuple[str, ...]]
+    parts: tuple[Part, ...] = ("block", "step")
+    include: tuple[Any, ...] = ("linear",)  # argument of `convert_to_tcfp`
+
+
+class Candidate(NamedTuple):
+    """A compiled call, and the function of the values to compare."""
+
+    function: Any
+    args: tuple[Any, ...]
+    compiled: Any
+    compile_seconds: float
+    outputs: Callable[[], Any]
+
+
+# Blocks
+# --------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks of a Llama in sequence, `[batch, positions, width]` to the same."""
+
+    config: LlamaConfig
+    dot_general_cls: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the blocks."""
+        rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
+        for i in range(self.config.layers):
+            block = Block(
+                self.config, "bfloat16", self.dot_general_cls, name=f"block_{i}"
+            )
+            x, _ = block(x, rotation)
+        return x
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a candidate can run here; print the reason if not."""
+    found = name != QWIX or importlib.util.find_spec(QWIX) is not None
+    if not found:
+        print("qwix is not installed (pip install qwix), so its row is missing")
+    return found
+
+
+def _blocks(name: str, size: LlamaConfig) -> Any:
+    """Return the blocks as a peer multiplies them; other names leave them unchanged."""
+    if name == FLAX:
+        return Blocks(size, fp8_ops.Fp8DirectDotGeneralOp)
+    if name != QWIX:
+        return Blocks(size)
+    import qwix
+
+    # E4M3 forward and E5M2 gradients, with a fresh scale for each tensor at every use.
+    rule = qwix.QtRule(
+        op_names=("dot_general",),
+        weight_qtype=jnp.float8_e4m3fn,
+        act_qtype=jnp.float8_e4m3fn,
+        bwd_qtype=jnp.float8_e5m2,
+        disable_channelwise_axes=True,
+    )
+    return qwix.quantize_model(Blocks(size), qwix.QtProvider([rule]))
+
+
+def make_block(config: Config, name: str) -> Candidate:
+    """Return the forward and backward pass of blocks, compiled."""
+    sizes = *config.block_tokens, config.block.width
+    model = _blocks(name, config.block)
+    converted: Any = model
+    feedback: Any = None
+    if name not in (BASELINE, *PEERS):
+        x = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+        converted = convert_to_tcfp(model, name, x, include=config.include)
+        feedback = tcfp_jax.error_feedback(find_weights(converted))
+
+    @jax.jit
+    def prepare(key: jax.Array) -> Any:
+        x_key, g_key, key = jax.random.split(key, 3)
+        x = jax.random.normal(x_key, sizes).astype(jnp.bfloat16)
+        g = jax.random.normal(g_key, sizes).astype(jnp.bfloat16)
+        state = model.init(key, x)
+        params = state.pop("params")
+        if feedback is not None:
+            state = {"tcfp": tcfp_jax.layer_state(feedback.init(params))}
+        return params, state, x, g
+
+    def step(params: Any, state: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
+        y, pull = jax.vjp(
+            lambda p, x: converted.apply({"params": p, **state}, x), params, x
+        )
+        dparams, dx = pull(g)
+        return {"y": y, "dx": dx, "dparams": dparams}
+
+    key = jax.random.key(0)
+    given = jax.eval_shape(prepare, key)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *given)
+    args = prepare(key)
+    return Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
+
+
+# Whole steps
+# --------------------------------------------------------------------------------------
+
+
+def make_training(
+    config: Config, name: str, rate: float | optax.Schedule = 1e-4
+) -> timing.Training:
+    """Return a whole training step before it is compiled; `rate` is AdamW's."""
+    batch, positions = config.step_tokens
+    size = config.step
+    model = plain_model(size, "bfloat16")
+    converted: Any = model
+    weights: Any = None
+    # XLA multiplies every row by every expert, so the baseline of experts is the
+    # recipe, whose products are grouped.
+    if name != BASELINE or isinstance(size, MoeConfig):
+        converted, weights = converted_step(config, name)
+    optimizer = _optimizer(name, weights, rate)
+    rngs = {"tcfp": jax.random.key(0)} if name in EMULATED else None
+
+    @tcfp_jax.value_and_grad
+    def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
+        variables = {"params": params}
+        if weights is not None:
+            variables["tcfp"] = tcfp_jax.layer_state(opt_state)
+        losses = converted.apply(variables, tokens[:, :-1], tokens[:, 1:], rngs=rngs)
+        return losses.mean()
+
+    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        loss, dparams = gradients(*state, tokens)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(dparams, state[1], state[0])
+            return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
+
+    def init(key: jax.Array) -> tuple[Any, jax.Array]:
+        def floats() -> Any:
+            return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+
+        if name == STORED:
+            params: Any = tcfp_jax.store(
+                floats, weights or {}, key=key, gradient_dtype=jnp.bfloat16
+            )
+        else:
+            params = floats()
+        tokens = jax.random.randint(key, (batch, positions + 1), 0, size.vocabulary)
+        return state_of(params), tokens
+
+    def state_of(params: Any) -> Any:
+        return params, optimizer.init(params)
+
+    return timing.Training(init, step, gradients, state_of)
+
+
+def make_step(config: Config, name: str) -> Candidate:
+    """Return a whole training step, compiled, which donates its state."""
+    training = make_training(config, name)
+    threaded, seconds = training.compile()
+
+    def outputs() -> dict[str, Any]:
+        loss, dparams = jax.jit(training.gradients)(*threaded.state, *threaded.inputs)
+        return {"loss": loss, "dparams": dparams}
+
+    return Candidate(threaded, (), threaded.compiled, seconds, outputs)
+
+
+def converted_step(config: Config, name: str) -> tuple[Any, Any]:
+    """Return (the model of the whole step, its weights)."""
+    recipe = tcfp_jax.recipe(RECIPE_OF.get(name, name))
+    include = config.include
+    rules: Any = {}
+    if "head" in include:  # no layer of its shape was measured
+        rules = {"^(embedding|head)/": recipe}
+    elif "measured" in include:
+        if name != STORED and name not in EMULATED:
+            return learner(config.step, recipe, "bfloat16", config.step_tokens)
+        include = ("linear", "small")
+    if name in EMULATED:  # which gains nowhere
+        include = ("linear", "small")
+    if isinstance(config.step, GPTConfig):
+        return learner(config.step, recipe, "bfloat16")
+    if name == STORED:
+        include = (*include, *TABLES)
+    shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
+    plain = plain_model(config.step, "bfloat16")
+    model = convert_to_tcfp(plain, recipe, shape, include=include, rules=EXACT | rules)
+    return model, find_weights(model) or None
+
+
+def _optimizer(
+    name: str, weights: Any, rate: float | optax.Schedule
+) -> optax.GradientTransformation:
+    """Return clipping and AdamW, as a user writes them for each kind of weights."""
+    if name == STORED:
+        key = jax.random.key(0)
+        return tcfp_jax.optim.adamw(rate, moments="8bit", max_norm=1.0, key=key)
+    parts = [optax.clip_by_global_norm(1.0), optax.adamw(rate)]
+    if weights is not None:
+        parts.append(tcfp_jax.error_feedback(weights))
+    return optax.chain(*parts)
+
+
+def quick(size: Any, **sizes: int) -> Any:
+    """Return a Llama of one block whose kernels have one shape, for smoke runs.
+
+    XLA compiles it in half the time.
+    """
+    size = dataclasses.replace(size, **sizes)
+    return dataclasses.replace(
+        size, layers=1, kv_heads=size.heads, hidden=size.width, loop="unrolled"
+    )
+
+
+# Values that a step keeps
+# --------------------------------------------------------------------------------------
+
+
+def settled(
+    config: Config,
+    name: str,
+    rate: float | optax.Schedule = 1e-4,
+    budget: int | None = None,
+) -> tuple[Config, tuple[Any, float] | None]:
+    """Return the settings with the values that fit, and the compiled step.
+
+    Next to the step are the seconds of compiling it. If the settings say which values
+    to keep, nothing is compiled.
+
+    Args:
+      config: The settings.
+      name: The candidate.
+      rate: The rate of AdamW.
+      budget: Bytes that a step may need; None is `tcfp_jax.remat.device_budget()`.
+    """
+    if not is_open(config.step):
+        return config, None
+    started: dict[str, float] = {}
+
+    def lower(remat: str) -> Any:
+        started[remat] = time.perf_counter()
+        return make_training(_keeping(config, remat), name, rate).lower()
+
+    found = fit(tcfp_jax.recipe(RECIPE_OF.get(name, name)), lower, budget)
+    # A level is compiled before the next one is lowered.
+    later = [at for at in started.values() if at > started[found.level]]
+    end = min(later, default=time.perf_counter())
+    seconds = end - started[found.level]
+    return _keeping(config, found.level), (found.compiled, seconds)
+
+
+def _keeping(config: Config, remat: str) -> Config:
+    step: Any = config.step
+    return dataclasses.replace(config, step=dataclasses.replace(step, remat=remat))
+
+
+def next_to_each_other(config: Config, names: Sequence[str]) -> dict[str, Config]:
+    """Return the settings of each candidate, with room for the states of all.
+
+    There is also room for two sets of gradients.
+    """
+    if not is_open(config.step):
+        return dict.fromkeys(names, config)
+    states = {name: _bytes_of_state(config, name) for name in names}
+    # BF16's state is parameters and two moments, so two sets of gradients are smaller.
+    free = device_budget() - sum(states.values()) - states[BASELINE]
+    return {
+        name: settled(config, name, budget=free + states[name])[0] for name in names
+    }
+
+
+def _bytes_of_state(config: Config, name: str) -> int:
+    init = make_training(config, name).init
+    state, *_ = jax.eval_shape(init, jax.random.key(0))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
