@@ -56,6 +56,7 @@ LONGEST = (
     "test_train",
     "test_house",
     "test_stored",
+    "test_rounding",
     "test_wild",
     "test_adamw",
     "test_golden",

@@ -1,6 +1,7 @@
 """Helpers of tests in all folders: parameters, comparisons, and meshes of devices."""
 
 import dataclasses
+import functools
 import math
 from functools import partial
 
@@ -39,6 +40,68 @@ def filled(tree, seed=0):
         return jnp.asarray(drawn.astype(leaf.dtype))
 
     return jax.tree.map(fill, tree)
+
+
+def shapes_of(tree):
+    """Shapes of float32 arrays instead of tuples."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return jax.tree.map(of, tree, is_leaf=lambda node: type(node) is tuple)
+
+
+def drawn(*shape, seed=0):
+    """NumPy's normal float32 values."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "float32")
+
+
+def assert_close(found, wanted, rtol=1e-7, atol=0.0):
+    """Compare two trees of arrays leaf by leaf."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol, atol)
+
+
+def all_finite(tree):
+    """Whether no leaf of a tree has a NaN or an inf."""
+    return all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+
+
+def step_of(tx):
+    """`step(grads, params, state)` of optax, which returns the two that it changes."""
+
+    def step(grads, params, state):
+        updates, state = tx.update(grads, state, params)
+        return tcfp_jax.apply_updates(params, updates), state
+
+    return step
+
+
+def restored(tree, folder):
+    """What a checkpoint gives back that a tree is written into."""
+    import orbax.checkpoint  # which takes a second
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "run", tree)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "run", jax.eval_shape(lambda: tree))
+
+
+def refusals(cases):
+    """A test that calls raise: `{error: {words of its message: call}}`."""
+    rows = []
+    for error, calls in cases.items():
+        rows.extend((error, words, call) for words, call in calls.items())
+
+    @pytest.mark.parametrize("error, words, call", rows, ids=[row[1] for row in rows])
+    def test(error, words, call):
+        with pytest.raises(error, match=words):
+            call()
+
+    return test
+
+
+def placed(tree, mesh, *spec):
+    """The arrays of a tree on a mesh, all split in the same way."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def variables_of(model, *inputs, seed=0):

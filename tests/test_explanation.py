@@ -3,6 +3,7 @@ shown with its reason.
 """
 
 import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
@@ -13,8 +14,15 @@ import tcfp_jax
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import reference
+from tests.helpers import refusals
 
 SHAPE = (8192, 4096, 16384)
+TIMED = ((8192, 4096), (4096, 16384))
+SMALL = ((32, 16), (16, 48))
+H100 = "NVIDIA H100 80GB HBM3"
+NAMED_ALONE = (
+    "a CPU runs a kernel only where it is named, in its interpreter if it has one"
+)
 
 
 @pytest.fixture
@@ -51,6 +59,11 @@ def calls(*arguments, **options):
     return {call.step: call for call in tcfp_jax.explain(*arguments, **options).steps}
 
 
+def forward(recipe, x=TIMED[0], w=TIMED[1], **options):
+    """The forward product, of a recipe with these options."""
+    return calls(x, w, tcfp_jax.recipe(recipe, **options))["forward"]
+
+
 def test_the_committed_measurements_can_be_read():
     tuning.load.cache_clear()
     for ops in tuning.load().values():
@@ -62,13 +75,10 @@ def test_the_committed_measurements_can_be_read():
 
 
 def test_a_cpu_runs_no_kernel_that_is_not_named():
-    forward = calls((128, 128), (128, 128), "tcfp12")["forward"]
-    assert forward.chosen.backend == "xla"
-    reasons = {verdict.backend: verdict.reason for verdict in forward.verdicts}
-    interpreted = (
-        "a CPU runs a kernel only where it is named, in its interpreter if it has one"
-    )
-    assert reasons == {"mosaic": interpreted, "triton": interpreted, "xla": None}
+    product = forward("tcfp12", (128, 128), (128, 128))
+    assert product.chosen.backend == "xla"
+    reasons = {verdict.backend: verdict.reason for verdict in product.verdicts}
+    assert reasons == {"mosaic": NAMED_ALONE, "triton": NAMED_ALONE, "xla": None}
 
 
 def test_the_fastest_that_was_measured_runs_with_its_config(measured):
@@ -78,122 +88,101 @@ def test_the_fastest_that_was_measured_runs_with_its_config(measured):
     assert "mosaic Config(tile_m=128" in str(explanation)
     assert found["wgrad"].verdicts == ()
     # the nearest measurement is the guess
-    other = calls((4096, 8192), (8192, 32768), "tcfp12")["forward"]
-    assert other.chosen.backend == "mosaic"
-    assert calls((2048, 4096), (4096, 100), "tcfp12")["forward"].chosen.backend == "xla"
-    full = calls(
-        (8192, 4096), (4096, 16384), tcfp_jax.recipe("tcfp12", forward="full")
-    )["forward"]
-    assert full.verdicts[0].reason.startswith(
-        "matmul (dual full bfloat16) was not timed on NVIDIA H200"
-    )
+    assert forward("tcfp12", (4096, 8192), (8192, 32768)).chosen.backend == "mosaic"
+    assert forward("tcfp12", (2048, 4096), (4096, 100)).chosen.backend == "xla"
+    full = forward("tcfp12", forward="full")
+    reason = "matmul (dual full bfloat16) was not timed on NVIDIA H200"
+    assert full.verdicts[0].reason.startswith(reason)
 
 
 def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(
     measured, monkeypatch
 ):
-    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
-    forward = calls((8192, 4096), (4096, 16384), "tcfp12")["forward"]
-    assert forward.chosen == dispatch.Verdict("mosaic", None, measured)
-    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
-    assert single.verdicts[0].reason.startswith(
-        "xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic"
-    )
+    monkeypatch.setattr(dispatch, "device_kind", lambda: H100)
+    assert tuning.timed_device(H100) == "NVIDIA H200"
+    fastest = dispatch.Verdict("mosaic", None, measured)
+    assert forward("tcfp12").chosen == fastest
+    reason = "xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic"
+    assert forward("tensorwise").verdicts[0].reason.startswith(reason)
     assert tuning.timed_device("NVIDIA H20") == "NVIDIA H20"
     # Its own times of a variant count as soon as there is one, and estimates are of one
     # device.
     content = json.loads(tuning.PATH.read_text())
-    entry = next(
-        e
-        for e in content["NVIDIA H200"]["matmul"]
-        if e["variant"] == "single fast bfloat16"
+    (single,) = (
+        entry
+        for entry in content["NVIDIA H200"]["matmul"]
+        if entry["variant"] == "single fast bfloat16"
     )
-    own = entry | {
-        "backend": "mosaic",
-        "milliseconds": {"xla": 0.9, "mosaic": 0.8},
-        "configs": {},
-    }
-    tuning.PATH.write_text(
-        json.dumps({**content, "NVIDIA H100 80GB HBM3": {"matmul": [own]}})
-    )
+    times = {"xla": 0.9, "mosaic": 0.8}
+    own = single | {"backend": "mosaic", "milliseconds": times, "configs": {}}
+    tuning.PATH.write_text(json.dumps({**content, H100: {"matmul": [own]}}))
     tuning.load.cache_clear()
-    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
-    assert single.chosen.backend == "mosaic"
-    forward = calls((8192, 4096), (4096, 16384), "tcfp12")["forward"]
-    assert forward.chosen == dispatch.Verdict("mosaic", None, measured)
-    assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
+    assert forward("tensorwise").chosen.backend == "mosaic"
+    assert forward("tcfp12").chosen == fastest
+    assert tuning.timed_device(H100) == "NVIDIA H200"
 
 
-def test_what_lost_declines_with_the_times_and_runs_when_named(measured):
-    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
+def test_a_backend_that_lost_says_its_times_and_runs_when_named(measured):
+    single = forward("tensorwise")
     assert single.chosen.backend == "xla"
-    assert (
-        single.verdicts[0].reason
-        == "xla was fastest at 8192x4096x16384 (mosaic 0.8 ms, xla 0.7 ms)"
-    )
-    named = calls(
-        (8192, 4096), (4096, 16384), tcfp_jax.recipe("tensorwise", backend="mosaic")
-    )["forward"]
-    assert named.chosen.backend == "mosaic"
+    reason = "xla was fastest at 8192x4096x16384 (mosaic 0.8 ms, xla 0.7 ms)"
+    assert single.verdicts[0].reason == reason
+    assert forward("tensorwise", backend="mosaic").chosen.backend == "mosaic"
 
 
 def test_a_named_backend_that_cannot_run_shows_why(measured):
-    explanation = tcfp_jax.explain(
-        (100, 4096), (4096, 16384), tcfp_jax.recipe("tcfp12", backend="mosaic")
-    )
-    assert (
-        next(call for call in explanation.steps if call.step == "forward").chosen
-        is None
-    )
+    recipe = tcfp_jax.recipe("tcfp12", backend="mosaic")
+    explanation = tcfp_jax.explain((100, 4096), TIMED[1], recipe)
+    (product,) = (call for call in explanation.steps if call.step == "forward")
+    assert product.chosen is None
     assert "m=100 must be a multiple of 128" in str(explanation)
 
 
-X_STEPS = ["quantize x", "forward", "quantize g", "dgrad", "wgrad"]
+PRODUCTS = ["forward", "dgrad", "wgrad"]
+ONCE = ["quantize x", "forward", "quantize g", "dgrad", "wgrad", "quantize w"]
 
 
 @pytest.mark.parametrize(
     ("recipe", "names"),
     [
-        ("bf16", ["forward", "dgrad", "wgrad"]),
-        ("tcfp12", [*X_STEPS, "quantize w"]),
-        ("tensorwise", [*X_STEPS, "quantize w"]),
+        ("bf16", PRODUCTS),
+        ("tcfp12", ONCE),
+        ("tensorwise", ONCE),
+        ("tcfp12_blockwise", ONCE),
         (
             "rowwise",
             [
                 "quantize x",
-                *["forward"] * 2,
+                "forward",
+                "forward",
                 "quantize g",
-                *["dgrad"] * 2,
-                *["wgrad"] * 2,
+                "dgrad",
+                "dgrad",
+                "wgrad",
+                "wgrad",
                 "quantize w",
             ],
         ),
-        ("tcfp12_blockwise", [*X_STEPS, "quantize w"]),
     ],
 )
 def test_every_step_of_a_layer_is_there(recipe, names):
-    explanation = tcfp_jax.explain((32, 16), (16, 48), recipe, dtype=jnp.float32)
+    explanation = tcfp_jax.explain(*SMALL, recipe, dtype=jnp.float32)
     assert [call.step for call in explanation.steps] == names
     assert str(explanation).startswith(f"on {dispatch.device_kind()}\n")
 
 
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
 def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
-    tx = optax.chain(
-        optax.sgd(1e-3), tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
-    )
-    found = calls((32, 64), (64, 32), "tcfp12", optimizer=tx)["quantize w"]
+    feedback = tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
+    tx = optax.chain(optax.sgd(1e-3), feedback)
+    find = functools.partial(calls, (32, 64), (64, 32), optimizer=tx)
+    found = find("tcfp12")["quantize w"]
     assert found.operands == f"float32[64, 32] x {error_dtype}[64, 32]"
     # a device without times
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA L4")
-    found = calls(
-        (32, 64), (64, 32), tcfp_jax.recipe("tcfp12", backend="xla"), optimizer=tx
-    )["quantize w"]
-    assert (
-        f"error {error_dtype}) was not timed"
-        in {v.backend: v.reason for v in found.verdicts}["triton"]
-    )
+    found = find(tcfp_jax.recipe("tcfp12", backend="xla"))["quantize w"]
+    reasons = {verdict.backend: verdict.reason for verdict in found.verdicts}
+    assert f"error {error_dtype}) was not timed" in reasons["triton"]
     fresh = tcfp_jax.explain((32, 64), (64, 32), "tcfp12", optimizer=optax.sgd(0.1))
     assert fresh.steps[0].step == "quantize w"  # in the forward pass, without an error
 
@@ -212,70 +201,62 @@ def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     ],
 )
 def test_fp4_training_says_what_it_emulates(recipe, words):
-    explanation = tcfp_jax.explain((32, 16), (16, 48), recipe)
-    assert words in str(explanation) and "no FP4 tensor core runs" in str(explanation)
-    calls = [call for call in explanation.steps if call.op != "quantize_values"]
-    assert [call.step for call in calls] == ["forward", "dgrad", "wgrad"] and len(
-        explanation.steps
-    ) > len(calls)
-    assert all(call.operands.startswith("bfloat16") for call in calls)
-    assert "emulated" not in str(tcfp_jax.explain((32, 16), (16, 48), "nvfp4"))
+    explanation = tcfp_jax.explain(*SMALL, recipe)
+    assert words in str(explanation)
+    assert "no FP4 tensor core runs" in str(explanation)
+    products = [call for call in explanation.steps if call.op != "quantize_values"]
+    assert [call.step for call in products] == PRODUCTS
+    assert len(explanation.steps) > len(products)
+    assert all(call.operands.startswith("bfloat16") for call in products)
+
+
+def test_products_of_packed_fp4_emulate_nothing():
+    assert "emulated" not in str(tcfp_jax.explain(*SMALL, "nvfp4"))
 
 
 def test_nothing_is_said_of_the_speed_of_fp4_training():
     """Its quantizers are not among the operations that are timed, so that the products'
     times are not the layer's.
     """
-    found = tcfp_jax.explain((32, 16), (16, 48), "nvfp4_training")
-    timed = dataclasses.replace(
-        found,
-        bf16=found.steps,
-        **dict.fromkeys(("times", "bf16_times"), (1.0,) * len(found.steps)),
-    )
-    assert (
-        timed.speed_over_bf16 is None
-        and "in all      the quantizers of FP4 training were not timed" in str(timed)
-    )
+    found = tcfp_jax.explain(*SMALL, "nvfp4_training")
+    times = (1.0,) * len(found.steps)
+    timed = dataclasses.replace(found, bf16=found.steps, times=times, bf16_times=times)
+    assert timed.speed_over_bf16 is None
+    words = "in all      the quantizers of FP4 training were not timed"
+    assert words in str(timed)
     assert dataclasses.replace(timed, emulated="").speed_over_bf16 == 1
 
 
-def test_what_a_cpu_says_of_the_fp4_kernel_is_true():
+def test_a_cpu_says_the_truth_about_the_fp4_kernel():
     """Its codes are decoded in PTX, which no interpreter runs: named, it rejects."""
-    forward = calls((128, 256), (256, 64), "nvfp4")["forward"]
-    assert (
-        forward.verdicts[0].reason
-        == "a CPU runs a kernel only where it is named, in its interpreter if it"
-        " has one"
-    )
-    named = calls((128, 256), (256, 64), tcfp_jax.recipe("nvfp4", backend="mosaic"))[
-        "forward"
-    ]
-    assert named.chosen is None and any(
-        word in named.verdicts[0].reason for word in ("PTX", "older than 0.11")
-    )
+    shapes = ((128, 256), (256, 64))
+    assert forward("nvfp4", *shapes).verdicts[0].reason == NAMED_ALONE
+    named = forward("nvfp4", *shapes, backend="mosaic")
+    assert named.chosen is None
+    reason = named.verdicts[0].reason
+    assert "PTX" in reason or "older than 0.11" in reason
 
 
 def test_a_timed_device_that_this_machine_lacks():
-    shapes = ((8192, 4096), (4096, 16384))
-    found = tcfp_jax.explain(*shapes, "tensorwise", device="NVIDIA H200")
+    found = tcfp_jax.explain(*TIMED, "tensorwise", device="NVIDIA H200")
     assert found.device == found.timed_on == "NVIDIA H200"
     assert found.speed_over_bf16 > 1
     assert {call.step: call for call in found.steps}["quantize g"].chosen
-    assert tcfp_jax.explain(*shapes, "tensorwise").device == dispatch.device_kind()
+    assert tcfp_jax.explain(*TIMED, "tensorwise").device == dispatch.device_kind()
 
 
-MISTAKES = [
-    (((8, 32), (16, 64), "tcfp12"), {}, r"x\[8, 32\] @ w\[16, 64\]"),
-    (((8, 32), 64, "tcfp12"), {}, "must be shapes"),
-    (
-        ((8, 32), (32, 64), "tcfp12"),
-        {"device": "NVIDIA L4"},
-        r"device='NVIDIA L4' was not timed; use one of .*'NVIDIA H200'",
-    ),
-]
+def explain(x=(8, 32), w=(32, 64), **options):
+    tcfp_jax.explain(x, w, "tcfp12", **options)
 
 
-@pytest.mark.parametrize(("arguments", "options", "message"), MISTAKES, ids=str)
-def test_mistakes(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        tcfp_jax.explain(*arguments, **options)
+test_mistakes = refusals(
+    {
+        ValueError: {
+            r"x\[8, 32\] @ w\[16, 64\]": lambda: explain(w=(16, 64)),
+            "must be shapes": lambda: explain(w=64),
+            "device='NVIDIA L4' was not timed; use one of .*'NVIDIA H200'": lambda: (
+                explain(device="NVIDIA L4")
+            ),
+        },
+    }
+)

@@ -19,25 +19,27 @@ from tcfp_jax.products.fp4_training import _words_of, quantization
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.formats_oracles import QUICK
-from tests.helpers import decibels, same_bits
+from tests.helpers import decibels, drawn, same_bits
 
 KEY = jax.random.key(3)
 FORWARD_IN_BF16 = recipe("nvfp4_training", forward_operands="bf16")
 
 
 def operands(m, k, n):
-    x, w = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(m, k), (k, n)])
-    )
-    return x.at[3, 7].set(20), w / 6
+    return drawn(m, k).at[3, 7].set(20), drawn(k, n, seed=1) / 6
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def rounded(x):
+    """x as the product reads it, without its padding."""
+    return nvfp4_arrays.quantize_values(x, -1).dequantize()[:, : x.shape[1]]
 
 
 @pytest.mark.slow_except("fp4")
 @pytest.mark.parametrize(
     "how", [recipe("nvfp4_training"), FORWARD_IN_BF16], ids=["fp4", "forward in bf16"]
 )
-def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
+def test_operands_of_fp4_training_are_read_and_nothing_changes(how):
     x, w = operands(20, 37, 25)  # nothing is a multiple of a block
     params = {"first": w, "last": jnp.ones((25, 3))}
 
@@ -45,64 +47,44 @@ def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
         x = tcfp_jax.matmul(x, params["first"], recipe=how, key=KEY)
         return jnp.sum(tcfp_jax.matmul(x, params["last"], recipe="tensorwise") ** 2)
 
-    result, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(
-        params, x
-    )
-    assert same_bits(
-        result,
-        jax.jit(tcfp_jax.value_and_grad(loss), compiler_options=QUICK)(params, x),
-    )
+    compiled = functools.partial(jax.jit, compiler_options=QUICK)
+    result, readings = compiled(monitor.value_and_grad(loss))(params, x)
+    assert same_bits(result, compiled(tcfp_jax.value_and_grad(loss))(params, x))
     found = readings["first"]
-    anew = {"w_dgrad"} if how == FORWARD_IN_BF16 else set()
-    assert set(found) == {"x", "w", "g", "x_wgrad", "g_wgrad"} | anew and set(
-        readings["last"]
-    ) == {"x", "w", "g"}
+    assert set(found) == set(operands_of(how))
+    assert set(readings["last"]) == {"x", "w", "g"}
     for name, of in (("x", x), ("x_wgrad", x), ("w", w)):
         np.testing.assert_allclose(found[name].amax, jnp.abs(of).max())
-    exact = {"x", "w"} if how == FORWARD_IN_BF16 else set()
-    assert all(
-        15 < reading.snr < 27 for name, reading in found.items() if name not in exact
-    )
+    exact = ("x", "w") if how == FORWARD_IN_BF16 else ()
+    for name, reading in found.items():
+        assert reading.snr > 50 if name in exact else 15 < reading.snr < 27
     if exact:
-        assert all(found[name].snr > 50 for name in exact)
         return
-    made = jax.jit(
-        lambda x: nvfp4_arrays.quantize_values(x, -1), compiler_options=QUICK
-    )(x)
-    rounded, exact_x = np.asarray(made.dequantize())[:, :37], np.asarray(x)
-    np.testing.assert_allclose(found["x"].snr, decibels(exact_x, rounded), rtol=1e-4)
-    np.testing.assert_allclose(
-        found["x"].underflow, np.mean((exact_x != 0) & (rounded == 0)), rtol=1e-5
-    )
-    assert (
-        0 < found["x"].saturation < np.mean(np.abs(exact_x) > np.abs(rounded) * 1.001)
-    )
+    q = rounded(x)
+    reading = found["x"]
+    np.testing.assert_allclose(reading.snr, decibels(x, q), rtol=1e-4)
+    lost = jnp.mean((x != 0) & (q == 0))
+    np.testing.assert_allclose(reading.underflow, lost, rtol=1e-5)
+    clipped = jnp.mean(jnp.abs(x) > jnp.abs(q) * 1.001)
+    assert 0 < reading.saturation < clipped
 
 
-def test_what_is_observed_is_what_products_multiply():
-    (x, w), words = operands(20, 37, 25), _words_of(KEY)
+@pytest.mark.parametrize("name, which", [("x_wgrad", 0), ("w", 1)])
+def test_products_multiply_the_values_that_are_observed(name, which):
+    values = operands(20, 37, 25)[which]
 
-    def both(x, w):
-        pairs = []
-        for name, values in (("x_wgrad", x), ("w", w)):
-            use = quantization(name, words)
-            pairs.append(
-                (
-                    nvfp4_arrays.quantize_values(values, *use),
-                    nvfp4_arrays.observe(values, *use),
-                )
-            )
-        return pairs
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(values):
+        use = quantization(name, _words_of(KEY))
+        made = nvfp4_arrays.quantize_values(values, *use)
+        return made, nvfp4_arrays.observe(values, *use)
 
-    for values, (made, seen) in zip(
-        (x, w), jax.jit(both, compiler_options=QUICK)(x, w), strict=True
-    ):
-        assert same_bits(made, seen.found)
-        assert (jnp.abs(seen.found.values.astype(jnp.float32)) <= seen.largest).all()
-        # A rotation keeps the sum of squares.
-        np.testing.assert_allclose(
-            jnp.linalg.norm(seen.exact), jnp.linalg.norm(values), rtol=1e-5
-        )
+    made, seen = both(values)
+    assert same_bits(made, seen.found)
+    assert (jnp.abs(seen.found.values.astype(jnp.float32)) <= seen.largest).all()
+    # A rotation keeps the sum of squares.
+    norm = jnp.linalg.norm(seen.exact)
+    np.testing.assert_allclose(norm, jnp.linalg.norm(values), rtol=1e-5)
 
 
 def test_which_operands_are_quantized_anew():
@@ -138,14 +120,11 @@ def test_weights_of_four_bits_clip(scaling, clipped):
 def test_an_activation_in_nvfp4_is_read_as_its_product_rounds_it(k):
     x, w = operands(20, k, 25)
     how = recipe("nvfp4", activation="float4_e2m1fn")
-    loss = lambda w, x: jnp.sum(tcfp_jax.matmul(x, w, recipe=how) ** 2)
-    _, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(w, x)
-    (found,) = jax.tree.leaves(
-        readings, is_leaf=lambda node: isinstance(node, dict) and "x" in node
-    )
-    made = jax.jit(
-        lambda x: nvfp4_arrays.quantize_values(x, -1), compiler_options=QUICK
-    )(x)
-    np.testing.assert_allclose(
-        found["x"].snr, decibels(np.asarray(x), made.dequantize()[:, :k]), rtol=1e-4
-    )
+
+    def loss(params, x):
+        return jnp.sum(tcfp_jax.matmul(x, params["w"], recipe=how) ** 2)
+
+    run = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)
+    _, readings = run({"w": w}, x)
+    snr = readings["w"]["x"].snr
+    np.testing.assert_allclose(snr, decibels(x, rounded(x)), rtol=1e-4)

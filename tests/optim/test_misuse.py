@@ -10,47 +10,54 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 import tcfp_jax
 from pallas_kernels.operands import Block
 from tcfp_jax import optim
 from tcfp_jax.optim.suited import suited
-from tests.helpers import mesh_of, same_bits, store_at_once
+from tests.helpers import (
+    all_finite,
+    assert_close,
+    mesh_of,
+    drawn,
+    placed,
+    refusals,
+    same_bits,
+    step_of,
+    store_at_once,
+)
+from tests.optim.zoo import KEY, RECIPE, kernel_of, matrices, stored_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-KEY = jax.random.key(7)
-RNG = np.random.default_rng(0)
-BLOCKS = tcfp_jax.recipe("tcfp12_single", scaling=Block(32, "square"))
-BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
 # A kernel with a sample of its codes, one that is compared whole, and a stack.
 SHAPES = {"sampled": (64, 64), "small": (16, 32), "stack": (2, 64, 64)}
+OTHER_CODES = "other codes than its last rounding wrote"
 
 
-def floats(shape, seed=0):
-    return {
-        "kernel": jnp.asarray(
-            np.random.default_rng(seed).standard_normal(shape), jnp.float32
-        )
-    }
+def floats(shape=(64, 64), seed=3):
+    return {"kernel": drawn(*shape, seed=seed)}
 
 
 @functools.cache
-def stored(shape=(64, 64), seed=0, recipe="tcfp12_single", remainder="stochastic"):
+def stored(shape=(64, 64), seed=0, recipe=RECIPE, remainder="stochastic"):
     key = jax.random.fold_in(KEY, seed) if remainder == "stochastic" else None
     return store_at_once(floats(shape, seed), recipe, key=key, remainder=remainder)
 
 
-def kernel(params):
-    return tcfp_jax.dequantize(params)["kernel"]
+def half_of(tree):
+    return jax.tree.map(lambda x: x * 0.5, tree)
+
+
+def negative(tree):
+    return jax.tree.map(jnp.negative, tree)
 
 
 ARITHMETIC = {
     "incremental_update": lambda old, new: optax.incremental_update(new, old, 0.01),
     "mean": lambda old, new: jax.tree.map(lambda a, b: (a + b) / 2, old, new),
-    "factor": lambda old, new: jax.tree.map(lambda x: x * 0.5, old),
-    "sign": lambda old, new: jax.tree.map(jnp.negative, old),
+    "factor": lambda old, new: half_of(old),
+    "sign": lambda old, new: negative(old),
     "clip": lambda old, new: jax.tree.map(lambda x: jnp.clip(x, -1, 1), old),
     "cast": lambda old, new: jax.tree.map(lambda x: x.astype(jnp.bfloat16), old),
 }
@@ -66,124 +73,127 @@ ARITHMETIC = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_arithmetic_on_codes_raises_or_is_nan(name, shape):
-    old, new = (stored(SHAPES[shape], seed) for seed in (0, 1))
+    old = stored(SHAPES[shape], 0)
+    new = stored(SHAPES[shape], 1)
     changed = ARITHMETIC[name](old, new)
-    with pytest.raises(
-        ValueError, match=r"not numbers to average.*tcfp_jax.optim.incremental_update"
-    ):
-        tcfp_jax.dequantize(changed)
+    message = "not numbers to average.*tcfp_jax.optim.incremental_update"
+    with pytest.raises(ValueError, match=message):
+        kernel_of(changed)
+    read = jax.jit(kernel_of)
     if name == "cast":  # a dtype is known while a program is traced
-        with pytest.raises(
-            ValueError, match="bfloat16 where float8_e4m3fn was written"
-        ):
-            jax.jit(tcfp_jax.dequantize)(changed)
+        message = "bfloat16 where float8_e4m3fn was written"
+        with pytest.raises(ValueError, match=message):
+            read(changed)
     else:
-        assert np.isnan(jax.jit(kernel)(changed)).all()
+        assert np.isnan(read(changed)).all()
 
 
 def of_codes(change):
     """The change of the codes alone, in their dtype."""
-    return lambda old: jax.tree.map(
-        lambda x: change(x) if x.dtype.itemsize == 1 else x, old
-    )
+
+    def changed(x):
+        return change(x) if x.dtype.itemsize == 1 else x
+
+    return functools.partial(jax.tree.map, changed)
+
+
+def halved(x):
+    return (x.astype(jnp.float32) / 2).astype(x.dtype)
 
 
 # (change, if a kernel that is compared by its largest value shows it)
 SMALL = {
-    "half": (lambda old: jax.tree.map(lambda x: x * 0.5, old), True),
-    "signs": (lambda old: jax.tree.map(lambda x: -x, old), True),
-    "half of the codes": (
-        of_codes(lambda x: (x.astype(jnp.float32) / 2).astype(x.dtype)),
-        True,
-    ),
+    "half": (half_of, True),
+    "signs": (negative, True),
+    "half of the codes": (of_codes(halved), True),
     "codes below 1": (of_codes(lambda x: jnp.clip(x, -1, 1)), True),
-    "signs of the codes": (of_codes(lambda x: -x), False),
+    "signs of the codes": (of_codes(jnp.negative), False),
     "other places": (of_codes(lambda x: x[::-1]), False),
 }
 
 
 @pytest.mark.parametrize("remainder", ["stochastic", "dropped"])
 @pytest.mark.parametrize("name", SMALL)
-def test_small_kernels_show_changes_of_their_largest_value_alone(name, remainder):
+def test_small_kernels_show_changes_of_their_largest_value(name, remainder):
     """The page of stored weights names the others, which a sample shows."""
     change, shown = SMALL[name]
-    for shape, raises in ((SHAPES["small"], shown), (SHAPES["sampled"], True)):
-        changed = change(stored(shape, remainder=remainder))
+    for shape, raises in (("small", shown), ("sampled", True)):
+        changed = change(stored(SHAPES[shape], remainder=remainder))
         if raises:
-            with pytest.raises(
-                ValueError, match="other codes than its last rounding wrote"
-            ):
-                kernel(changed)
+            with pytest.raises(ValueError, match=OTHER_CODES):
+                kernel_of(changed)
         else:
-            assert np.isfinite(kernel(changed)).all()
+            assert all_finite(kernel_of(changed))
 
 
 @pytest.mark.parametrize("remainder", ["stochastic", "dropped", "feedback"])
-def test_an_average_of_small_kernels_goes_few_steps_before_it_shows(remainder):
-    old, new = (stored(SHAPES["small"], seed, remainder=remainder) for seed in (0, 1))
+def test_an_average_of_small_kernels_shows_after_few_steps(remainder):
+    old = stored(SHAPES["small"], 0, remainder=remainder)
+    new = stored(SHAPES["small"], 1, remainder=remainder)
 
     def averaged(old):
         for _ in range(30):
             old = optax.incremental_update(new, old, 0.01)
-            kernel(old)
+            kernel_of(old)
 
-    with pytest.raises(ValueError, match="other codes than its last rounding wrote"):
+    with pytest.raises(ValueError, match=OTHER_CODES):
         averaged(old)
 
 
-X = jnp.asarray(RNG.standard_normal((4, 64)), jnp.float32)
-SQUARE = lambda params: jnp.sum(
-    tcfp_jax.matmul(X, params["kernel"], recipe="tcfp12_single") ** 2
-)
+X = drawn(4, 64)
 ADAMW = optim.adamw(1e-2, key=KEY)
+
+
+def square(params):
+    return jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe=RECIPE) ** 2)
+
+
+def after_adamw(params):
+    updates, _ = ADAMW.update(floats(), ADAMW.init(params), params)
+    return updates["kernel"].onto(params["kernel"]).dequantize()
+
+
 USES = {
-    "product": SQUARE,
-    "gradient": tcfp_jax.grad(SQUARE),
-    "apply_updates": lambda params: kernel(
-        tcfp_jax.apply_updates(params, floats((64, 64), 3))
-    ),
+    "product": square,
+    "gradient": tcfp_jax.grad(square),
+    "apply_updates": lambda params: kernel_of(tcfp_jax.apply_updates(params, floats())),
     "read": lambda params: params["kernel"].dequantize(),
-    "adamw": lambda params: (
-        ADAMW.update(floats((64, 64), 3), ADAMW.init(params), params)[0]["kernel"]
-        .onto(params["kernel"])
-        .dequantize()
-    ),
+    "adamw": after_adamw,
 }
 
 
 @pytest.mark.parametrize("name", USES)
 def test_every_use_of_changed_codes_says_so(name):
     params = stored()
-    half = jax.tree.map(lambda x: x * 0.5, params)
-    assert all(
-        np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(USES[name])(params))
-    )
-    with pytest.raises(ValueError, match="other codes than its last rounding wrote"):
+    half = half_of(params)
+    run = jax.jit(USES[name])
+    assert all_finite(run(params))
+    with pytest.raises(ValueError, match=OTHER_CODES):
         USES[name](half)
-    assert all(
-        np.isnan(leaf).any() for leaf in jax.tree.leaves(jax.jit(USES[name])(half))
-    )
+    assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(run(half)))
+
+
+STORAGE = {
+    "one scale": RECIPE,
+    "blocks": tcfp_jax.recipe(RECIPE, scaling=Block(32, "square")),
+    "both orientations": tcfp_jax.recipe(RECIPE, copies="both"),
+}
 
 
 @pytest.mark.slow_except("both orientations-feedback")
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback"])
-@pytest.mark.parametrize(
-    "recipe",
-    ["tcfp12_single", BLOCKS, BOTH],
-    ids=["one scale", "blocks", "both orientations"],
-)
+@pytest.mark.parametrize("recipe", STORAGE.values(), ids=STORAGE)
 def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remainder):
-    reads = (kernel, lambda params: params["kernel"].swap().dequantize())
+    def read(params):
+        weight = params["kernel"]
+        return weight.dequantize(), weight.swap().dequantize()
+
     for shape in SHAPES.values():
         params = stored(shape, recipe=recipe, remainder=remainder)
         for scale in (1.0, 1e-20, 1e30):
-            change = jax.tree.map(lambda x, scale=scale: scale * x, floats(shape, 5))
+            change = {"kernel": scale * drawn(*shape, seed=5)}
             params = jax.jit(tcfp_jax.apply_updates)(params, change)
-            for read in reads:
-                assert (
-                    np.isfinite(read(params)).all()
-                    and np.isfinite(jax.jit(read)(params)).all()
-                )
+            assert all_finite((read(params), jax.jit(read)(params)))
 
 
 @pytest.mark.parametrize(
@@ -191,88 +201,78 @@ def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remain
     [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
     ids=str,
 )
-def test_a_mesh_changes_nothing_of_it(kind):
+def test_changed_codes_are_seen_on_a_mesh(kind):
     mesh = mesh_of(2, 2, axis_type=kind)
+    read = jax.jit(kernel_of)
     with jax.set_mesh(mesh):
-        put = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, "a", "b")))
-        params = jax.jit(lambda p: tcfp_jax.store(p, "tcfp12_single", key=KEY))(
-            jax.tree.map(put, floats((2, 64, 64)))
-        )
-        assert (
-            same_bits(kernel(params), jax.jit(kernel)(params))
-            and np.isfinite(kernel(params)).all()
-        )
-        half = jax.tree.map(lambda x: x * 0.5, params)
-        assert np.isnan(jax.jit(kernel)(half)).all()
-        text = (
-            jax.jit(lambda p: p["kernel"].read().backward.scale)
-            .lower(params)
-            .compile()
-            .as_text()
-        )
-        assert "all-gather" not in text
+        params = jax.jit(stored_of)(placed(floats((2, 64, 64)), mesh, None, "a", "b"))
+        assert same_bits(kernel_of(params), read(params))
+        assert all_finite(read(params))
+        assert np.isnan(read(half_of(params))).all()
+        scale = jax.jit(lambda p: p["kernel"].read().backward.scale)
+        assert "all-gather" not in scale.lower(params).compile().as_text()
 
 
 def test_averages_of_stored_weights_follow_those_of_floats():
-    old, new = stored(seed=0), stored(seed=1)
+    old = stored(seed=0)
+    new = stored(seed=1)
     average = jax.jit(lambda average: optim.incremental_update(new, average, 0.01))
     found = old
     for _ in range(100):
         found = average(found)
-    wanted = 0.99**100 * kernel(old) + (1 - 0.99**100) * kernel(new)
-    assert np.linalg.norm(kernel(found) - wanted) < 0.01 * np.linalg.norm(wanted)
+    share = 0.99**100
+    wanted = share * kernel_of(old) + (1 - share) * kernel_of(new)
+    error = np.linalg.norm(kernel_of(found) - wanted)
+    assert error < 0.01 * np.linalg.norm(wanted)
+
+
+# Losses over leaves
+# --------------------------------------------------------------------------------------
+def in_a_scan(params):
+    def add(total, x):
+        return total + jnp.sum(x.astype(jnp.float32)), None
+
+    return [jax.lax.scan(add, 0.0, params["kernel"].rows.values)[0]]
 
 
 LEAVES = {
-    "all": lambda params: jax.tree.leaves(params),
+    "all": jax.tree.leaves,
     "codes": lambda params: [params["kernel"].rows.values],
     "residual": lambda params: [params["kernel"].rows.lo],
     "scale": lambda params: [params["kernel"].rows.scale],
-    "in a scan": lambda params: [
-        jax.lax.scan(
-            lambda c, x: (c + jnp.sum(x.astype(jnp.float32)), None),
-            0.0,
-            params["kernel"].rows.values,
-        )[0]
-    ],
+    "in a scan": in_a_scan,
 }
 
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_a_loss_over_leaves_raises_while_it_is_traced(name):
-    params = stored()
-    loss = lambda params: sum(
-        jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in LEAVES[name](params)
-    )
-    for run in (
-        tcfp_jax.value_and_grad(loss),
-        jax.jit(tcfp_jax.grad(loss)),
-        lambda p: jax.eval_shape(tcfp_jax.grad(loss), p),
-    ):
-        with pytest.raises(
-            TypeError,
-            match=(
-                r"FP8 codes and"
-                r" scales.*jax.tree.leaves\(tcfp_jax.dequantize\(params\)\)"
-            ),
-        ):
-            run(params)
+    def loss(params):
+        leaves = LEAVES[name](params)
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
+
+    grad = tcfp_jax.grad(loss)
+    message = r"FP8 codes and scales.*jax.tree.leaves\(tcfp_jax.dequantize\(params\)\)"
+    for run in (grad, jax.jit(grad), functools.partial(jax.eval_shape, grad)):
+        with pytest.raises(TypeError, match=message):
+            run(stored())
 
 
 def test_a_loss_over_floats_and_reads_without_a_gradient_are_right():
     params = stored()
-    square = lambda params: sum(
-        jnp.sum(leaf**2) for leaf in jax.tree.leaves(tcfp_jax.dequantize(params))
-    )
-    np.testing.assert_allclose(
-        tcfp_jax.grad(square)(params)["kernel"], 2 * kernel(params), rtol=1e-6
-    )
-    both = lambda params: (
-        SQUARE(params) + jax.lax.stop_gradient(jnp.sum(params["kernel"].state.amax))
-    )
-    assert same_bits(tcfp_jax.grad(both)(params), tcfp_jax.grad(SQUARE)(params))
+
+    def of_floats(params):
+        return jnp.sum(kernel_of(params) ** 2)
+
+    def with_a_read(params):
+        return square(params) + jax.lax.stop_gradient(params["kernel"].state.amax.sum())
+
+    found = tcfp_jax.grad(of_floats)(params)["kernel"]
+    assert_close(found, 2 * kernel_of(params), 1e-6)
+    assert same_bits(tcfp_jax.grad(with_a_read)(params), tcfp_jax.grad(square)(params))
 
 
+# Transformations after adamw
+# --------------------------------------------------------------------------------------
 AFTER = {
     "clip": (optax.clip(1.0), "raises"),
     "centralize": (optax.centralize(), "raises"),
@@ -284,26 +284,23 @@ AFTER = {
 
 @pytest.mark.slow_except("centralize", "scale", "scale_by_sign", "schedule")
 @pytest.mark.parametrize("name", AFTER)
-def test_a_transformation_after_adamw_is_never_silent(name):
+def test_a_changed_update_is_never_silent(name):
     after, traced = AFTER[name]
-    params, grads = stored((32, 128)), floats((32, 128), 3)
+    params = stored((32, 128))
     tx = optax.chain(ADAMW, after)
-
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return tcfp_jax.apply_updates(params, updates)
-
+    state = tx.init(params)
+    step = functools.partial(step_of(tx), floats((32, 128)))
     message = (
-        r"changed after tcfp_jax.optim.adamw.*put that part before adamw, or use"
-        r" tcfp_jax.optim.on_stored"
+        "changed after tcfp_jax.optim.adamw.*put that part before adamw, or use"
+        " tcfp_jax.optim.on_stored"
     )
     with pytest.raises(ValueError, match=message):
-        step(params, tx.init(params))
+        step(params, state)
     if traced == "raises":
         with pytest.raises(ValueError, match=message):
-            jax.jit(step)(params, tx.init(params))
+            jax.jit(step)(params, state)
     else:
-        assert np.isnan(kernel(jax.jit(step)(params, tx.init(params)))).all()
+        assert np.isnan(kernel_of(jax.jit(step)(params, state)[0])).all()
 
 
 # optax itself refuses these, with its own message: their states have the structure or
@@ -319,107 +316,115 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_transformation_that_cannot_stand_after_adamw_is_loud_and_has_its_place_in_on_stored(
-    name,
-):
-    params, grads = stored((32, 128)), floats((32, 128), 3)
+def test_a_transformation_after_adamw_is_loud_and_has_a_place(name):
+    """Its place is in `on_stored`."""
+    params = stored((32, 128))
+    grads = floats((32, 128))
+    more = {"value": 1.0} if name == "reduce_on_plateau" else {}
 
     def step(tx):
-        more = {"value": 1.0} if name == "reduce_on_plateau" else {}
-        return tcfp_jax.apply_updates(
-            params, tx.update(grads, tx.init(params), params, **more)[0]
-        )
+        updates, _ = tx.update(grads, tx.init(params), params, **more)
+        return kernel_of(tcfp_jax.apply_updates(params, updates))
 
+    after_adamw = optax.chain(ADAMW, REFUSED[name])
     for run in (step, lambda tx: jax.jit(lambda: step(tx))()):
         with pytest.raises((ValueError, TypeError), match=r"dtype|Rewritten"):
-            run(optax.chain(ADAMW, REFUSED[name]))
-    after = kernel(step(optim.on_stored(optax.chain(optax.adamw(1e-2), REFUSED[name]))))
-    assert np.isfinite(after).all() and not same_bits(after, kernel(params))
+            run(after_adamw)
+    after = step(optim.on_stored(optax.chain(optax.adamw(1e-2), REFUSED[name])))
+    assert all_finite(after)
+    assert not same_bits(after, kernel_of(params))
 
 
-MISTAKES = {  # what reads the arrays of weights, or a state of another optimizer
-    "labels": (
-        lambda p: optax.multi_transform(
-            {True: ADAMW}, jax.tree.map(lambda x: x.ndim > 1, p)
-        ).init(p),
-        "labels",
-    ),
-    "mask": (
-        lambda p: optim.adamw(
-            1e-2, key=KEY, mask=jax.tree.map(lambda x: x.ndim > 1, p)
-        ).init(p),
-        "values for 1",
-    ),
-    "state": (
-        lambda p: ADAMW.update(p, optim.on_stored(optax.sgd(0.1)).init(p), p),
-        "not adamw's",
-    ),
-    "moments": (
-        lambda p: ADAMW.update(
-            floats((64, 64)), optim.adamw(1e-2, moments="float32").init(p), p
-        ),
-        "a moment of",
-    ),
-}
+# Reads of the arrays of weights, and states of another optimizer.
+def init_with_labels():
+    params = stored()
+    optax.multi_transform({True: ADAMW}, matrices(params)).init(params)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_optax_on_the_arrays_of_weights_and_states_of_others_are_named(name):
-    call, message = MISTAKES[name]
-    with pytest.raises((ValueError, TypeError), match=message):
-        call(stored())
+def init_with_mask():
+    params = stored()
+    optim.adamw(1e-2, key=KEY, mask=matrices(params)).init(params)
 
 
-@pytest.mark.parametrize(
-    "remainder, restored", [("stochastic", "feedback"), ("feedback", "stochastic")]
+def update_with_state_of(tx):
+    params = stored()
+    ADAMW.update(floats(), tx.init(params), params)
+
+
+def update_across_remainders(remainder, restored):
+    into = stored(remainder=restored)["kernel"]
+    state = stored(remainder=remainder)["kernel"].state
+    arrays = dataclasses.replace(into.state, rounding=state.rounding, error=state.error)
+    params = {"kernel": dataclasses.replace(into, state=arrays)}
+    ADAMW.update(floats(), ADAMW.init(stored()), params)
+
+
+FLOAT32 = optim.adamw(1e-2, moments="float32")
+EITHER = (ValueError, TypeError)
+test_arrays_of_weights_and_states_of_others_are_named = refusals(
+    {
+        EITHER: {
+            "labels": init_with_labels,
+            "values for 1": init_with_mask,
+            "not adamw's": lambda: update_with_state_of(
+                tx=optim.on_stored(optax.sgd(0.1))
+            ),
+            "a moment of": lambda: update_with_state_of(tx=FLOAT32),
+        },
+        ValueError: {
+            "arrays of another: restore": lambda: update_across_remainders(
+                remainder="stochastic", restored="feedback"
+            ),
+            "of another: restore": lambda: update_across_remainders(
+                remainder="feedback", restored="stochastic"
+            ),
+        },
+    }
 )
-def test_a_checkpoint_of_another_remainder_is_named(remainder, restored):
-    into, of = (stored(remainder=name)["kernel"] for name in (restored, remainder))
-    arrays = dataclasses.replace(
-        into.state, rounding=of.state.rounding, error=of.state.error
-    )
-    with pytest.raises(ValueError, match="arrays of another: restore"):
-        ADAMW.update(
-            floats((64, 64)),
-            ADAMW.init(stored()),
-            {"kernel": dataclasses.replace(into, state=arrays)},
-        )
 
 
 def test_the_moments_of_any_optimizer_may_be_narrow():
-    tx = suited(optim.low_precision_moments(optax.lion(1e-3), key=KEY), stored(), dict)
-    updates, _ = tx.update(floats((64, 64), 3), tx.init(stored()), stored())
-    assert not same_bits(
-        kernel(tcfp_jax.apply_updates(stored(), updates)), kernel(stored())
-    )
+    params = stored()
+    tx = suited(optim.low_precision_moments(optax.lion(1e-3), key=KEY), params, dict)
+    after, _ = step_of(tx)(floats(), params, tx.init(params))
+    assert not same_bits(kernel_of(after), kernel_of(params))
     tx = optax.sgd(0.1)
-    assert suited(tx, {"bias": jnp.ones(4)}, lambda: {"up/kernel": None}).init(
-        {"bias": jnp.ones(4)}
-    ) == tx.init({})
+    bias = {"bias": jnp.ones(4)}
+    assert suited(tx, bias, lambda: {"up/kernel": None}).init(bias) == tx.init({})
 
 
-@pytest.mark.slow_except(f"one pass-{2.0**63}", "by XLA--3e+38")
-@pytest.mark.parametrize("size", [2.0**63, -3e38])
+NARROW = optim.low_precision_moments(optax.adam(1e-2), key=KEY)
+SKIPPING = {
+    "adamw": ADAMW,
+    "on_stored": optim.on_stored(optax.adamw(1e-2)),
+    "narrow": optim.on_stored(NARROW),
+}
+# The largest float whose square is a number moves a weight as any other does.
+LARGEST = 0.999 * 2.0**63
+
+
+@pytest.mark.slow_except("one pass-adamw", "one pass-on_stored", "by XLA-narrow")
+@pytest.mark.parametrize("name", SKIPPING)
 @pytest.mark.parametrize("shape", [(32, 128), (16, 32)], ids=["one pass", "by XLA"])
-def test_a_gradient_whose_square_overflows_changes_nothing_and_is_counted(shape, size):
-    params, grads = stored(shape), floats(shape, 3)
-    large = {"kernel": grads["kernel"].at[1, 2].set(size)}
-    for tx in (
-        ADAMW,
-        optim.on_stored(optax.adamw(1e-2)),
-        optim.on_stored(optim.low_precision_moments(optax.adam(1e-2), key=KEY)),
+def test_a_gradient_whose_square_overflows_changes_nothing_and_counts(shape, name):
+    tx = SKIPPING[name]
+    step = jax.jit(step_of(tx))
+    params = stored(shape) | {"bias": jnp.ones(4)}
+    state = tx.init(params)
+    grads = floats(shape) | {"bias": jnp.ones(4)}
+    for leaf, bad in (
+        ("kernel", 2.0**63),
+        ("kernel", -3e38),
+        ("bias", jnp.nan),
+        ("bias", jnp.inf),
     ):
-        state = tx.init(params)
-        updates, after = jax.jit(tx.update)(large, state, params)
-        assert (
-            same_bits(tcfp_jax.apply_updates(params, updates), params)
-            and int(after.skipped) == 1
-        )
-        # The largest one whose square is a number moves the weight as any other does.
-        updates, after = jax.jit(tx.update)(
-            {"kernel": grads["kernel"].at[1, 2].set(0.999 * 2.0**63)}, state, params
-        )
-        assert (
-            np.isfinite(kernel(tcfp_jax.apply_updates(params, updates))).all()
-            and int(after.skipped) == 0
-        )
+        one = (1,) * grads[leaf].ndim
+        same, after = step(grads | {leaf: grads[leaf].at[one].set(bad)}, params, state)
+        assert same_bits(same, params)
+        assert int(after.skipped) == 1
+        zero = jnp.zeros_like(after.skipped)
+        assert same_bits(after._replace(skipped=zero), state)
+    large = grads | {"kernel": grads["kernel"].at[1, 2].set(LARGEST)}
+    moved, after = step(large, params, state)
+    assert all_finite(kernel_of(moved))
+    assert int(after.skipped) == 0

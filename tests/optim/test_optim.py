@@ -14,11 +14,12 @@ import pytest
 import tcfp_jax
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
-from tests.helpers import same_bits, unwatched
+from tests.helpers import drawn, refusals, same_bits, unwatched
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-W = jax.random.normal(jax.random.key(0), (64, 32)) * 0.02
+W = drawn(64, 32) * 0.02
 PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
+STILL = jax.tree.map(jnp.zeros_like, PARAMS)
 GRADIENTS = jax.tree.map(lambda p: jnp.full_like(p, 0.01), PARAMS)
 NO_FEEDBACK = tcfp_jax.recipe("tcfp12", remainder="dropped")
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
@@ -32,13 +33,17 @@ def stored(state):
     return tcfp_jax.layer_state(state)["dense"]["kernel"]
 
 
+def floats(state):
+    """The kernel alone of a state, as floats."""
+    return tcfp_jax.layer_state(state)["kernel"].dequantize()
+
+
 @pytest.mark.parametrize("name", ["tcfp12", "tensorwise"])
 def test_mean_of_a_still_weight_converges(name):
     tx = tcfp_jax.error_feedback(tcfp_jax.recipe(name, remainder="feedback"))
-    still = jax.tree.map(jnp.zeros_like, PARAMS)
 
     def step(state, _):
-        return tx.update(still, state, PARAMS)[1], stored(state).dequantize()
+        return tx.update(STILL, state, PARAMS)[1], stored(state).dequantize()
 
     _, seen = jax.lax.scan(step, tx.init(PARAMS), None, length=200)
     one_step = jnp.sqrt(jnp.mean((seen[0] - W) ** 2))
@@ -56,15 +61,14 @@ def test_moving_weight_stays_at_60_decibels(error_dtype):
         updates = {"kernel": 1e-5 * jax.random.normal(key, W.shape)}
         _, state = tx.update(updates, state, params)
         params = optax.apply_updates(params, updates)
-        return (params, state), decibels(
-            params["kernel"], tcfp_jax.layer_state(state)["kernel"].dequantize()
-        )
+        return (params, state), decibels(params["kernel"], floats(state))
 
-    params = {"kernel": W}
-    carry = (params, tx.init(params))
-    (_, state), quality = jax.jit(
-        lambda c: jax.lax.scan(step, c, jax.random.split(jax.random.key(1), 3000))
-    )(carry)
+    @jax.jit
+    def run(params):
+        keys = jax.random.split(jax.random.key(1), 3000)
+        return jax.lax.scan(step, (params, tx.init(params)), keys)
+
+    (_, state), quality = run({"kernel": W})
     assert float(quality[-1]) >= 60
     kept = state.scaled_errors if error_dtype == "float8_e5m2" else state.errors
     assert kept["kernel"].dtype == jnp.dtype(error_dtype)
@@ -75,19 +79,19 @@ def test_moving_weight_stays_at_60_decibels(error_dtype):
 def test_delayed_scaling_is_above_50_decibels_after_a_step(remainder, growth):
     recipe = tcfp_jax.recipe("tcfp12", amax="delayed", remainder=remainder)
     tx = tcfp_jax.error_feedback(recipe)
-    steps = np.arange(301)
-    factor = {"5x": 5 ** (steps / 300), "jump": np.where(steps < 150, 1.0, 3.0)}[growth]
-    factor = jnp.asarray(factor, jnp.float32)
+    steps = jnp.arange(301)
+    factor = 5 ** (steps / 300)
+    if growth == "jump":
+        factor = jnp.where(steps < 150, 1.0, 3.0)
 
-    def step(state, i):
-        params = {"kernel": W * factor[i]}
-        updates = {"kernel": W * (factor[i + 1] - factor[i])}
-        _, state = tx.update(updates, state, params)
-        return state, decibels(
-            W * factor[i + 1], tcfp_jax.layer_state(state)["kernel"].dequantize()
-        )
+    def step(state, now_and_next):
+        now, after = now_and_next
+        updates = {"kernel": W * (after - now)}
+        _, state = tx.update(updates, state, {"kernel": W * now})
+        return state, decibels(W * after, floats(state))
 
-    _, quality = jax.lax.scan(step, tx.init({"kernel": W}), jnp.arange(300))
+    factors = (factor[:-1], factor[1:])
+    _, quality = jax.lax.scan(step, tx.init({"kernel": W}), factors)
     low = np.flatnonzero(np.asarray(quality) < 50)
     assert len(low) <= (1 if growth == "jump" else 0)
 
@@ -128,9 +132,8 @@ def test_state_follows_the_weights_under_every_wrapper(tx):
         updates, state = jax.jit(tx.update)(GRADIENTS, state, params)
         params = optax.apply_updates(params, updates)
     kernel = params["dense"]["kernel"]
-    assert set(tcfp_jax.layer_state(state)) == {"dense"} and isinstance(
-        stored(state), Stored
-    )
+    assert set(tcfp_jax.layer_state(state)) == {"dense"}
+    assert isinstance(stored(state), Stored)
     assert not same_bits(stored(state).backward.hi, first.backward.hi)
     assert float(decibels(kernel, stored(state).dequantize())) > 50
 
@@ -138,7 +141,8 @@ def test_state_follows_the_weights_under_every_wrapper(tx):
 def test_updates_pass_unchanged_and_bias_is_left_alone():
     tx = tcfp_jax.error_feedback("tcfp12")
     updates, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
-    assert updates is GRADIENTS and set(state.weights["dense"]) == {"kernel"}
+    assert updates is GRADIENTS
+    assert set(state.weights["dense"]) == {"kernel"}
     assert state.errors["dense"]["bias"] == optax.MaskedNode()
 
 
@@ -170,50 +174,40 @@ def test_stack_of_layers_has_a_scale_each():
     stack = jnp.stack([W, 100 * W, W / 100])
     state = tcfp_jax.error_feedback("tcfp12").init({"kernel": stack})
     stacked = tcfp_jax.layer_state(state)["kernel"]
-    alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
-    assert (
-        stacked.forward.scale.shape
-        == stacked.backward.scale.shape
-        == stacked.stack
-        == (3,)
-    )
+    assert stacked.stack == (3,)
+    assert stacked.forward.scale.shape == stacked.backward.scale.shape == (3,)
     # Weights that were quantized alone have no samples.
-    assert same_bits(
-        unwatched(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
-    )
+    alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+    assert same_bits(unwatched(stacked), wanted)
 
 
-def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
+def stochastic(seed=1):
+    return tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(seed))
+
+
+def test_a_stochastic_residual_repeats_from_its_key():
     def run(seed):
-        tx = tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(seed))
+        tx = stochastic(seed)
         states = [tx.init(PARAMS)]
         for _ in range(2):
-            states.append(
-                tx.update(jax.tree.map(jnp.zeros_like, PARAMS), states[-1], PARAMS)[1]
-            )
+            states.append(tx.update(STILL, states[-1], PARAMS)[1])
         return states
 
-    one, again, other = run(1), run(1), run(2)
-    assert same_bits(one, again) and not same_bits(stored(one[0]), stored(other[0]))
-    assert not any(
-        same_bits(stored(a).backward.lo, stored(b).backward.lo)
-        for a, b in itertools.pairwise(one)
-    )
+    one = run(1)
+    assert same_bits(one, run(1))
+    assert not same_bits(stored(one[0]), stored(run(2)[0]))
+    for before, after in itertools.pairwise(one):  # it changes every step
+        assert not same_bits(stored(before).backward.lo, stored(after).backward.lo)
     assert not jax.tree.leaves(one[0].errors)
 
 
 def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
-    params = {
-        "a": {"kernel": W},
-        "b": {"kernel": W},
-        "layers": {"kernel": jnp.stack([W, W])},
-    }
-    found = tcfp_jax.layer_state(
-        tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(1)).init(params)
-    )
-    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")] + list(
-        found["layers"]["kernel"].backward.lo
-    )
+    params = {name: {"kernel": W} for name in ("a", "b")}
+    params["layers"] = {"kernel": jnp.stack([W, W])}
+    found = tcfp_jax.layer_state(stochastic().init(params))
+    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")]
+    lows.extend(found["layers"]["kernel"].backward.lo)
     for one, other in itertools.combinations(lows, 2):
         assert 0.2 < float((one.view(jnp.uint8) != other.view(jnp.uint8)).mean()) < 0.8
 
@@ -222,73 +216,60 @@ def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
 def test_bytes_of_the_state(copies, values, scales):
     recipe = tcfp_jax.recipe(NO_FEEDBACK, copies=copies)
     state = tcfp_jax.error_feedback(recipe).init(PARAMS)
-    # the sample
-    assert (
-        sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        == values * W.size + 4 * scales + 64
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert size == values * W.size + 4 * scales + 64  # of the sample
+
+
+MASK = {"a": {"kernel": False}, "table": True}
+
+
+@pytest.mark.parametrize("mask", [MASK, lambda params: MASK], ids=["tree", "function"])
+def test_mask_chooses_the_weights(mask):
+    state = tcfp_jax.error_feedback("tcfp12", mask=mask).init(
+        {"a": {"kernel": W}, "table": W}
     )
+    assert set(tcfp_jax.layer_state(state)) == {"table"}
 
 
-def test_mask_chooses_the_weights():
-    params = {"a": {"kernel": W}, "table": W}
-    for mask in (
-        {"a": {"kernel": False}, "table": True},
-        lambda p: {"a": {"kernel": False}, "table": True},
-    ):
-        assert set(
-            tcfp_jax.layer_state(
-                tcfp_jax.error_feedback("tcfp12", mask=mask).init(params)
-            )
-        ) == {"table"}
-
-
-def test_bfloat16_parameters_and_bf16_recipe():
+def test_bfloat16_parameters_are_stored():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    still = jax.tree.map(jnp.zeros_like, params)
     tx = tcfp_jax.error_feedback("tcfp12")
-    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert (
-        float(
-            decibels(
-                params["dense"]["kernel"].astype(jnp.float32),
-                stored(state).dequantize(),
-            )
-        )
-        > 60
-    )
+    _, state = tx.update(still, tx.init(params), params)
+    kernel = params["dense"]["kernel"].astype(jnp.float32)
+    assert float(decibels(kernel, stored(state).dequantize())) > 60
+
+
+def test_a_bf16_recipe_stores_nothing():
     assert tcfp_jax.layer_state(tcfp_jax.error_feedback("bf16").init(PARAMS)) == {}
 
 
-def test_bad_calls_raise():
-    make = functools.partial(tcfp_jax.error_feedback, "tcfp12")
-    for message, call in (
-        ("opt_state, params", lambda: make().update(GRADIENTS, make().init(PARAMS))),
-        ("found no weight", lambda: make().init({"scale": jnp.ones(3)})),
-        ("error_dtype=float16", lambda: make(error_dtype="float16")),
-        (
-            "no error is kept; leave error_dtype",
-            lambda: tcfp_jax.error_feedback("tensorwise", error_dtype="bfloat16"),
-        ),
-        (
-            "no error is kept; leave error_dtype",
-            lambda: tcfp_jax.error_feedback("bf16", error_dtype="bfloat16"),
-        ),
-        (r"key=jax.random.key", lambda: tcfp_jax.error_feedback(STOCHASTIC)),
-        (
-            "key is a int, not one JAX random key",
-            lambda: tcfp_jax.error_feedback(STOCHASTIC, key=0),
-        ),
-        ("drop the key", lambda: make(key=jax.random.key(0))),
-        (
-            "two axes",
-            lambda: make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS),
-        ),
-        (
-            "two error_feedback",
-            lambda: tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS)),
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+make = functools.partial(tcfp_jax.error_feedback, "tcfp12")
+BOTH = {"dense": {"kernel": True, "bias": True}}
+test_bad_calls_raise = refusals(
+    {
+        ValueError: {
+            "opt_state, params": lambda: make().update(GRADIENTS, make().init(PARAMS)),
+            "found no weight": lambda: make().init({"scale": jnp.ones(3)}),
+            "error_dtype=float16": lambda: make(error_dtype="float16"),
+            "no error is kept; leave error_dtype": lambda: tcfp_jax.error_feedback(
+                "tensorwise", error_dtype="bfloat16"
+            ),
+            "no error is kept; leave .*": lambda: tcfp_jax.error_feedback(
+                "bf16", error_dtype="bfloat16"
+            ),
+            "key=jax.random.key": lambda: tcfp_jax.error_feedback(STOCHASTIC),
+            "key is a int, not one JAX random key": lambda: tcfp_jax.error_feedback(
+                STOCHASTIC, key=0
+            ),
+            "drop the key": lambda: make(key=jax.random.key(0)),
+            "two axes": lambda: make(mask=BOTH).init(PARAMS),
+            "two error_feedback": lambda: tcfp_jax.layer_state(
+                optax.chain(make(), make()).init(PARAMS)
+            ),
+        }
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +283,9 @@ def test_errors_of_packed_zeros_are_zeros(kernel):
         tcfp_jax.recipe("nvfp4", remainder="feedback"), error_dtype="float8_e5m2"
     )
     params = {"kernel": kernel}
+    still = jax.tree.map(jnp.zeros_like, params)
     state = tx.init(params)
     for _ in range(2):
-        _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        _, state = tx.update(still, state, params)
     assert not jnp.any(state.scaled_errors["kernel"].astype(jnp.float32)[16:])
-    assert not jnp.any(tcfp_jax.layer_state(state)["kernel"].dequantize()[16:])
+    assert not jnp.any(floats(state)[16:])

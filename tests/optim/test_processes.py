@@ -17,35 +17,34 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
+from tests.helpers import step_of
 
 ROOT = Path(__file__).parents[2]
-STEPS, SHAPE = 20, (64, 256)
-
-
-def arrays():
-    """(kernel, gradient), the same in every process."""
-    draw = np.random.default_rng(0).normal
-    return draw(size=SHAPE).astype(np.float32) / 8, draw(size=SHAPE).astype(np.float32)
+STEPS = 20
+SHAPE = (64, 256)
 
 
 def train(place):
     """Return parameters and the optimizer's state after some steps with equal
-    gradients; `place` distributes arrays.
+    gradients; `place` distributes arrays, which are the same in every process.
     """
-    kernel, gradient = map(place, arrays())
+    kernel, gradient = (
+        place(np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32))
+        for seed in range(2)
+    )
     tx = tcfp_jax.optim.adamw(
         1e-2, weight_decay=0.1, moments="8bit", key=jax.random.key(1)
     )
+    step = step_of(tx)
 
     @jax.jit
     def run(kernel, gradient):
         params = tcfp_jax.store(
-            {"kernel": kernel}, "tcfp12_single", key=jax.random.key(0)
+            {"kernel": kernel / 8}, "tcfp12_single", key=jax.random.key(0)
         )
 
         def one(carry, _):
-            updates, state = tx.update({"kernel": gradient}, carry[1], carry[0])
-            return (tcfp_jax.apply_updates(carry[0], updates), state), None
+            return step({"kernel": gradient}, *carry), None
 
         return jax.lax.scan(one, (params, tx.init(params)), length=STEPS)[0]
 
@@ -69,9 +68,11 @@ def main(address: str, process: int, path: Path) -> None:
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     assert (jax.process_count(), jax.local_device_count()) == (2, 2)
     sharding = NamedSharding(jax.make_mesh((2, 2), ("a", "b")), P("a", "b"))
-    place = lambda array: jax.make_array_from_callback(
-        array.shape, sharding, lambda index: array[index]
-    )
+
+    def place(array):
+        callback = array.__getitem__
+        return jax.make_array_from_callback(array.shape, sharding, callback)
+
     path.write_bytes(pickle.dumps(bytes_of_parts(train(place))))
 
 
@@ -85,11 +86,9 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
         os.environ,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         JAX_PLATFORMS="cpu",
+        JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
+        PYTHONPATH=str(ROOT),
     )
-    environment |= {
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(ROOT),
-    }
     command = [sys.executable, "-m", "tests.optim.test_processes", address]
     files = [tmp_path / str(i) for i in range(2)]
     started = [
@@ -101,24 +100,20 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
     finally:
         for process in started:
             process.kill()
-    whole = dict(
-        (jax.tree_util.keystr(path), np.asarray(leaf))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(train(jnp.asarray))[0]
-    )
-    parts = [part for file in files for part in pickle.loads(file.read_bytes())]
+    leaves = jax.tree_util.tree_flatten_with_path(train(jnp.asarray))[0]
+    whole = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    parts = []
+    for file in files:
+        parts.extend(pickle.loads(file.read_bytes()))
     assert {path for path, _, _ in parts} == set(whole)
     split = set()
     for path, begins, content in parts:
         array = whole[path]
         if len(content) != array.nbytes:
             split.add(path)
-            sizes = [SHAPE[0] // 2, array.shape[1] // 2]
-            array = array[
-                tuple(
-                    slice(start, start + size)
-                    for start, size in zip(begins, sizes, strict=True)
-                )
-            ]
+            row, column = begins
+            rows = slice(row, row + SHAPE[0] // 2)
+            array = array[rows, column : column + array.shape[1] // 2]
         assert content == array.tobytes(), path
     assert len(split) >= 4, split  # hi, lo and both moments are in parts
 

@@ -9,27 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import tcfp_jax
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.stored import Stored
-from tests.helpers import mesh_of, unwatched
+from tests.helpers import all_finite, mesh_of, drawn, placed, step_of, unwatched
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = tcfp_jax.recipe("tcfp12_fast")
-RNG = np.random.default_rng(0)
 PARAMS = {
-    "up": {
-        "kernel": jnp.asarray(RNG.standard_normal((32, 64)) * 0.1, jnp.float32),
-        "bias": jnp.zeros(64),
-    },
-    "down": {
-        "kernel": jnp.asarray(RNG.standard_normal((2, 64, 32)) * 0.1, jnp.float32)
-    },
+    "up": {"kernel": drawn(32, 64) * 0.1, "bias": jnp.zeros(64)},
+    "down": {"kernel": drawn(2, 64, 32, seed=1) * 0.1},
 }
-X, Y = (jnp.asarray(RNG.standard_normal((16, 32)), jnp.float32) for _ in range(2))
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+X = drawn(16, 32, seed=2)
+Y = drawn(16, 32, seed=3)
 
 
 def checked(params, opt_state):
@@ -40,33 +36,33 @@ def checked(params, opt_state):
     }
 
 
-def loss(params, opt_state, x, y):
+def loss(params, opt_state):
     weights = checked(params, opt_state)
     matmul = functools.partial(tcfp_jax.matmul, recipe=RECIPE)
-    h = matmul(
-        x.astype(params["up"]["kernel"].dtype),
-        params["up"]["kernel"],
-        quantized=weights["up"],
-    )
+    up = params["up"]["kernel"]
+    h = matmul(X.astype(up.dtype), up, quantized=weights["up"])
     h = jax.nn.relu(h + params["up"]["bias"])
-    down = lambda w, stored: matmul(h, w, quantized=stored)
-    y_hat = jax.vmap(down)(params["down"]["kernel"], weights["down"]).sum(0)
-    return jnp.mean((y_hat.astype(jnp.float32) - y) ** 2)
+
+    def down(w, stored):
+        return matmul(h, w, quantized=stored)
+
+    y = jax.vmap(down)(params["down"]["kernel"], weights["down"]).sum(0)
+    return jnp.mean((y.astype(jnp.float32) - Y) ** 2)
 
 
-def train(tx, params=PARAMS, steps=50, state=None, **jit):
+def train(tx, params=PARAMS, steps=50):
     """(losses, params, opt_state) of a jitted training step, run as often."""
-    state = jax.jit(tx.init)(params) if state is None else state
+    step = step_of(tx)
 
-    @functools.partial(jax.jit, **jit)
-    def step(params, state, x, y):
-        value, gradients = jax.value_and_grad(loss)(params, state, x, y)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
+    @jax.jit
+    def run(params, state):
+        value, gradients = jax.value_and_grad(loss)(params, state)
+        return *step(gradients, params, state), value
 
+    state = jax.jit(tx.init)(params)
     losses = []
     for _ in range(steps):
-        params, state, value = step(params, state, X, Y)
+        params, state, value = run(params, state)
         losses.append(value)
     return np.asarray(losses), params, state
 
@@ -99,10 +95,8 @@ OPTIMIZERS = {
     ],
 )
 def test_fifty_steps_without_a_false_alarm(name, dtype):
-    tx = OPTIMIZERS[name]
-    losses, params, state = train(
-        tx, jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
-    )
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
+    losses, params, state = train(OPTIMIZERS[name], params)
     assert np.isfinite(losses).all()
     checked(params, state)  # with concrete arrays
 
@@ -111,27 +105,23 @@ def test_fifty_steps_without_a_false_alarm(name, dtype):
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_steps_without_a_false_alarm(kind):
-    mesh = mesh_of(2, axis_type=kind)
+    mesh = mesh_of(2, names=("a",), axis_type=kind)
+    tx = OPTIMIZERS["adamw"]
     with jax.set_mesh(mesh):
-        put = lambda leaf: jax.device_put(
-            leaf, NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - 1), "a"))
-        )
-        params = jax.tree.map(put, PARAMS)
-        tx = OPTIMIZERS["adamw"]
+        params = {
+            "up": placed(PARAMS["up"], mesh, "a"),
+            "down": placed(PARAMS["down"], mesh, None, "a"),
+        }
         if kind == AxisType.Auto:
             losses, params, state = train(tx, params)
-            assert np.isfinite(losses).all()
-            expected, *_ = train(tx, PARAMS)
-            np.testing.assert_allclose(losses, expected, rtol=1e-2)
+            np.testing.assert_allclose(losses, train(tx)[0], rtol=1e-2)
         # Products of sharded operands need an out_sharding, which is a layer's business
         else:
             updates = jax.tree.map(lambda leaf: 0.01 * leaf, params)
-            _, state = jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)
-            params = optax.apply_updates(
-                params, jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)[0]
-            )
+            state = jax.jit(tx.init)(params)
+            params, state = jax.jit(step_of(tx))(updates, params, state)
         for stored in checked(params, state).values():
-            assert jnp.isfinite(stored.dequantize()).all()
+            assert all_finite(stored.dequantize())
 
 
 @pytest.fixture(scope="module")
@@ -151,16 +141,14 @@ OTHERS = {
 def test_other_parameters_beside_the_state_are_never_silent(trained, change):
     params, state = trained
     others = change(params)
-    with pytest.raises(
-        ValueError, match="pass layer_state of the optimizer that owns these parameters"
-    ):
+    message = "pass layer_state of the optimizer that owns these parameters"
+    with pytest.raises(ValueError, match=message):
         checked(others, state)
     evaluate = jax.jit(loss)
-    assert jnp.isfinite(evaluate(params, state, X, Y)) and jnp.isnan(
-        evaluate(others, state, X, Y)
-    )
+    assert all_finite(evaluate(params, state))
+    assert jnp.isnan(evaluate(others, state))
     # The repair for evaluation: a state of these parameters.
-    assert jnp.isfinite(evaluate(others, feedback().init(others), X, Y))
+    assert all_finite(evaluate(others, feedback().init(others)))
 
 
 AFTER = {
@@ -187,17 +175,18 @@ AROUND = {
     + [around(feedback(optax.sgd(1e-2, momentum=0.9))) for around in AROUND.values()],
     ids=[*AFTER, *AROUND],
 )
-def test_an_update_that_is_changed_after_quantization_shows_in_the_next_product(tx):
+def test_an_update_that_is_changed_later_shows_in_the_next_product(tx):
     """No list of transformations is needed: the sample in each stored weight is not the
     parameter's.
     """
-    params, state, step = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+    params = PARAMS
+    state = tx.init(params)
+    step = jax.jit(step_of(tx))
     for _ in range(3):
-        updates, state = step(jax.tree.map(jnp.ones_like, PARAMS), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(ONES, params, state)
     with pytest.raises(ValueError, match="other parameters"):
         checked(params, state)
-    assert jnp.isnan(jax.jit(loss)(params, state, X, Y))
+    assert jnp.isnan(jax.jit(loss)(params, state))
 
 
 def test_a_mask_around_error_feedback_is_no_misuse():
@@ -215,15 +204,16 @@ def test_a_mask_around_error_feedback_is_no_misuse():
 
 def test_a_state_without_samples_is_accepted_and_filled_by_the_next_update(trained):
     params, state = trained
-    is_stored = lambda node: isinstance(node, Stored)
-    old = jax.tree.map(
-        lambda node: unwatched(node) if is_stored(node) else node,
-        state,
-        is_leaf=is_stored,
-    )
+
+    def is_stored(node):
+        return isinstance(node, Stored)
+
+    def without_sample(node):
+        return unwatched(node) if is_stored(node) else node
+
+    old = jax.tree.map(without_sample, state, is_leaf=is_stored)
     checked(jax.tree.map(lambda leaf: 2 * leaf, params), old)  # nothing to compare with
-    tx = feedback(optax.adam(1e-2))
-    updates, new = tx.update(jax.tree.map(jnp.ones_like, params), old, params)
-    checked(optax.apply_updates(params, updates), new)
+    params, new = step_of(feedback(optax.adam(1e-2)))(ONES, params, old)
+    checked(params, new)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert any(isinstance(part, ErrorFeedbackState) for part in new)

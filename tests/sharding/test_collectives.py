@@ -9,6 +9,7 @@ recipe and the slow tests another; `TCFP_EVERY_COLLECTIVE=1` runs all of `EVERY`
 
 import collections
 import functools
+import itertools
 import os
 from dataclasses import replace
 
@@ -25,22 +26,26 @@ from models.nets.shapes import LlamaConfig
 from pallas_kernels.matmul.api import matmul
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.weights.stored import Stored
-from tests import compile_for_h200 as h200
-from tests.collectives import Collective, collectives
-from tests.compile_for_h200 import compile_for, h200s, on, on_once
-
-REASON = h200.missing()
-compiles = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+from tests.collectives import OPERATIONS, Collective, collectives
+from tests.compile_for_h200 import compile_for, needs_plugin, h200s, on, on_once
+from tests.helpers import step_of
 
 # All differ from each other and from the tokens of a batch or a part of it, so a shape
 # identifies an array.
-LAYERS, WIDTH, KEYS, HIDDEN, VOCABULARY = 4, 1024, 512, 3072, 1280
-BATCH, POSITIONS = 16, 1024
+LAYERS = 4
+WIDTH = 1024
+KEYS = 512
+HIDDEN = 3072
+VOCABULARY = 1280
+BATCH = 16
+POSITIONS = 1024
 # Axes of [k, n]. Column-parallel kernels have n on the tensor axis, row-parallel ones
 # k, and the other axis is FSDP's.
 COLUMNS = {"query": WIDTH, "key": KEYS, "value": KEYS, "gate": HIDDEN, "up": HIDDEN}
 ROWS = {"output": WIDTH, "down": HIDDEN}
-FSDP, TENSOR = "a", "b"
+FSDP = "a"
+TENSOR = "b"
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 MESHES = {"fsdp=8": (8,), "fsdp=4 tensor=2": (4, 2)}
 # Share of BF16's bytes of gathered weights. With remat="block" the backward pass reads
 # W_lo again, except in "down".
@@ -61,19 +66,16 @@ AMAXES = {LAYERS * weights for weights in range(1, 1 + len({*COLUMNS, *ROWS}))}
 # (recipe, remat, mesh): one weight for both orientations where a block is computed
 # again, which needs both at once.
 CI = [("tcfp12_single", "block", "fsdp=8")]
-EVERY = [
-    (recipe, remat, mesh)
-    for mesh in MESHES
-    for remat in ("block", "products", "none")
-    for recipe in (
-        "tensorwise",
-        "tcfp12_single",
-        "stored",
-        "tcfp12_fast",
-        "rowwise",
-        "blockwise",
-    )
-]
+RECIPES = (
+    "tensorwise",
+    "tcfp12_single",
+    "stored",
+    "tcfp12_fast",
+    "rowwise",
+    "blockwise",
+)
+REMATS = ("block", "products", "none")
+EVERY = [*itertools.product(RECIPES, REMATS, MESHES)]
 CASES = EVERY if os.environ.get("TCFP_EVERY_COLLECTIVE") == "1" else CI
 
 
@@ -82,26 +84,21 @@ def spec_of(path, shape, sizes):
     along its path.
     """
     names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-    axes = next(
-        ((FSDP, TENSOR) for name in names if name in (*COLUMNS, "embedding", "head")),
-        None,
-    )
-    axes = (
-        (TENSOR, FSDP) if axes is None and any(name in ROWS for name in names) else axes
-    )
-    if axes is None or len(shape) < 2 or {"sample", "rounding"} & set(names):
+    axes = (None, None)
+    if any(name in ROWS for name in names):
+        axes = (TENSOR, FSDP)
+    if any(name in (*COLUMNS, "embedding", "head") for name in names):
+        axes = (FSDP, TENSOR)
+    # A stack of vectors, such as the scales of rows, is whole.
+    is_matrix = len(shape) > 2 or (len(shape) == 2 and "layers" not in names)
+    if not is_matrix or {"sample", "rounding"} & set(names):
         return PartitionSpec()
-    axes = [
-        axis if axis in sizes else None
-        for axis in (axes[::-1] if "forward" in names else axes)
-    ]
-    if any(
-        axis and size % sizes[axis] for axis, size in zip(axes, shape[-2:], strict=True)
-    ):
-        return PartitionSpec()
-    # a stack of vectors, such as the scales of rows
-    if len(shape) == 2 and "layers" in names:
-        return PartitionSpec()
+    if "forward" in names:
+        axes = axes[::-1]
+    axes = [axis if axis in sizes else None for axis in axes]
+    for axis, size in zip(axes, shape[-2:], strict=True):
+        if axis and size % sizes[axis]:
+            return PartitionSpec()
     return PartitionSpec(*(None for _ in shape[2:]), *axes)
 
 
@@ -109,19 +106,19 @@ def split_batch(mesh):
     """Activations lie with their tokens where a block, a norm or the embedding begins
     and ends.
     """
-    put = lambda x: jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, PartitionSpec(FSDP))
-    )
+    of_tokens = NamedSharding(mesh, PartitionSpec(FSDP))
+
+    def put(x):
+        return jax.lax.with_sharding_constraint(x, of_tokens)
 
     def intercept(method, args, options, context):
-        if context.method_name != "__call__" or not isinstance(
-            context.module, Block | nn.Embed | nn.RMSNorm
-        ):
-            return method(*args, **options)
-        if not isinstance(context.module, Block):
+        is_call = context.method_name == "__call__"
+        if is_call and isinstance(context.module, nn.Embed | nn.RMSNorm):
             return put(method(*args, **options))
-        x, none = method(put(args[0]), *args[1:], **options)
-        return put(x), none
+        if is_call and isinstance(context.module, Block):
+            x, none = method(put(args[0]), *args[1:], **options)
+            return put(x), none
+        return method(*args, **options)
 
     return nn.intercept_methods(intercept)
 
@@ -142,20 +139,19 @@ def training_step(name, remat):
             remat=remat,
         )
     )
-    converted, weights = model, None
+    converted = model
+    weights = None
+    feedback = []
     if name != "bf16":
-        copies = (
-            {"copies": "one"}
-            if remat == "block" and name in ("tensorwise", "tcfp12_fast")
-            else {}
-        )
-        recipe = tcfp_jax.recipe(
-            "tcfp12_single" if name == "stored" else name, **copies
-        )
+        options = {}
+        if remat == "block" and name in ("tensorwise", "tcfp12_fast"):
+            options = {"copies": "one"}
+        known = "tcfp12_single" if name == "stored" else name
+        recipe = tcfp_jax.recipe(known, **options)
         tokens = jax.ShapeDtypeStruct((BATCH, POSITIONS), jnp.int32)
         converted = convert_to_tcfp(model, recipe, tokens, include=("linear", "small"))
         weights = find_weights(converted)
-    feedback = [] if weights is None else [tcfp_jax.error_feedback(weights)]
+        feedback = [tcfp_jax.error_feedback(weights)]
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4), *feedback)
     if name == "stored":
         tx = tcfp_jax.optim.adamw(
@@ -164,22 +160,25 @@ def training_step(name, remat):
 
     @tcfp_jax.value_and_grad
     def gradients(params, opt_state, tokens):
-        state = {} if weights is None else {"tcfp": tcfp_jax.layer_state(opt_state)}
-        return converted.apply(
-            {"params": params, **state}, tokens[:, :-1], tokens[:, 1:]
-        ).mean()
+        variables = {"params": params}
+        if weights is not None:
+            variables["tcfp"] = tcfp_jax.layer_state(opt_state)
+        return converted.apply(variables, tokens[:, :-1], tokens[:, 1:]).mean()
 
     def step(state, tokens):
         loss, dparams = gradients(*state, tokens)
-        updates, opt_state = tx.update(dparams, state[1], state[0])
-        return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
+        return step_of(tx)(dparams, *state), loss
 
     def init(key):
-        params = lambda: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-        stored = lambda: tcfp_jax.store(
-            params, weights, key=key, gradient_dtype=jnp.bfloat16
-        )
-        params = stored() if name == "stored" else params()
+        def floats():
+            return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+
+        if name != "stored":
+            params = floats()
+        else:
+            params = tcfp_jax.store(
+                floats, weights, key=key, gradient_dtype=jnp.bfloat16
+            )
         return params, tx.init(params)
 
     return step, init
@@ -191,24 +190,16 @@ def travels(name: str, remat: str, mesh_name: str) -> list[Collective]:
     """The collectives of the optimized program."""
     mesh = h200s(*MESHES[mesh_name])
     step, init = training_step(name, remat)
-    sizes = dict(mesh.shape)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         shapes = jax.eval_shape(init, jax.random.key(0))
-    place = lambda path, leaf: jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=NamedSharding(mesh, spec_of(path, leaf.shape, sizes)),
-    )
+
+    def place(path, leaf):
+        return on(mesh, leaf.shape, leaf.dtype, *spec_of(path, leaf.shape, mesh.shape))
+
     state = jax.tree_util.tree_map_with_path(place, shapes)
-    tokens = jax.ShapeDtypeStruct(
-        (BATCH, POSITIONS + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, PartitionSpec(FSDP)),
-    )
-    shardings = (
-        jax.tree.map(lambda leaf: leaf.sharding, state),
-        NamedSharding(mesh, PartitionSpec()),
-    )
+    tokens = on(mesh, (BATCH, POSITIONS + 1), jnp.int32, FSDP)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), everywhere)
     with split_batch(mesh):
         compiled = compile_for(
             mesh, step, state, tokens, donate_argnums=0, out_shardings=shardings
@@ -231,13 +222,19 @@ def is_weight(part, mesh_name: str) -> bool:
 
 def gathered_weights(found: list[Collective], mesh_name: str) -> int:
     """Bytes a step of the layers' kernels that devices bring together."""
-    gathers = [c for c in found if c.operation == "all-gather"]
-    return sum(
-        c.times * part.bytes
-        for c in gathers
-        for part in c.parts
-        if is_weight(part, mesh_name)
-    )
+    total = 0
+    for part, c in parts_of(found, "all-gather"):
+        if is_weight(part, mesh_name):
+            total += c.times * part.bytes
+    return total
+
+
+def parts_of(found: list[Collective], *operations: str):
+    """Each part of these collectives, with its collective."""
+    for c in found:
+        if c.operation in operations:
+            for part in c.parts:
+                yield part, c
 
 
 def others(
@@ -245,15 +242,9 @@ def others(
 ) -> collections.Counter[tuple[int, ...]]:
     """Shapes of what is gathered or moved that is no weight, and how often."""
     moved: collections.Counter[tuple[int, ...]] = collections.Counter()
-    for c in found:
-        if c.operation not in ("all-reduce", "reduce-scatter"):
-            moved.update(
-                {
-                    part.shape: c.times
-                    for part in c.parts
-                    if not is_weight(part, mesh_name)
-                }
-            )
+    for part, c in parts_of(found, *(set(OPERATIONS) - {*REDUCTIONS})):
+        if not is_weight(part, mesh_name):
+            moved[part.shape] += c.times
     return moved
 
 
@@ -262,17 +253,21 @@ PROGRAM = """
   ROOT %sum = f32[] add(%a, %b)
 }
 %fused (p: f32[16]) -> f32[16] {
-  ROOT %reduced = f32[16]{0} all-reduce(%p), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
+  ROOT %reduced = f32[16]{0} all-reduce(%p), \
+replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add
 }
 %body (p: (s32[], f8e4m3fn[2,8])) -> (s32[], f8e4m3fn[2,8]) {
-  %start = ((f8e4m3fn[2,8]{1,0}, bf16[1,4]{1,0}), (f8e4m3fn[8,8]{1,0}, bf16[4,4]{1,0})) all-gather-start(%x, %y), \
+  %start = ((f8e4m3fn[2,8]{1,0}, bf16[1,4]{1,0}), (f8e4m3fn[8,8]{1,0}, \
+bf16[4,4]{1,0})) all-gather-start(%x, %y), \
 replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(step)/gather"}
   %done = (f8e4m3fn[8,8]{1,0}, bf16[4,4]{1,0}) all-gather-done(%start)
   %small = f32[16]{0} fusion(%z), kind=kCustom, calls=%fused
 }
 ENTRY %main (p: f32[16]) -> f32[2] {
-  %loop = (s32[], f8e4m3fn[2,8]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
-  ROOT %part = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%add
+  %loop = (s32[], f8e4m3fn[2,8]) while(%t), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+  ROOT %part = f32[2]{0} reduce-scatter(%p), \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%add
 }
 %c (t: s32[]) -> pred[] {
   ROOT %less = pred[] compare(%t, %t), direction=LT
@@ -292,7 +287,7 @@ def test_collectives_are_read_with_their_loops():
         collectives(PROGRAM.replace("known_trip_count", "unknown"))
 
 
-@compiles
+@needs_plugin
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 def test_a_weight_in_one_orientation_is_gathered_once_for_both_products(backend):
     """As in a block that is computed again: its forward product and its dgrad stand in
@@ -300,53 +295,49 @@ def test_a_weight_in_one_orientation_is_gathered_once_for_both_products(backend)
     """
     mesh = h200s(8)
     recipe = tcfp_jax.recipe("tcfp12_single", backend=backend)
-    x, g = (
-        on(mesh, (16384, WIDTH), jnp.bfloat16, FSDP),
-        on(mesh, (16384, HIDDEN), jnp.bfloat16, FSDP),
-    )
-    weight = Stored(
-        None, on_once(mesh, (WIDTH, HIDDEN), jnp.float8_e4m3fn, FSDP, halves=2)
-    )
+    x = on(mesh, (16384, WIDTH), jnp.bfloat16, FSDP)
+    g = on(mesh, (16384, HIDDEN), jnp.bfloat16, FSDP)
+    values = on_once(mesh, (WIDTH, HIDDEN), jnp.float8_e4m3fn, FSDP, halves=2)
+    weight = Stored(None, values)
 
     def both(x, g, weight):
         y, pull = jax.vjp(lambda x: tcfp_jax.matmul(x, weight, recipe=recipe), x)
         return y, *pull(g)
 
     compiled = compile_for(mesh, both, x, g, weight)
-    gathers = [
-        str(part)
-        for c in collectives(compiled.text)
-        if c.operation == "all-gather"
-        for part in c.parts
-    ]
+    found = collectives(compiled.text)
+    gathers = [str(part) for part, _ in parts_of(found, "all-gather")]
     assert gathers in ([f"f8e4m3fn[{WIDTH},{HIDDEN}]"], [f"f8e4m3fn[{HIDDEN},{WIDTH}]"])
 
 
-@compiles
+@needs_plugin
 def test_partial_products_of_one_input_are_added_before_they_are_sent():
     """Tensor parallelism: the gradients of x by q, k and v are summed over the devices
     of the tensor axis at once.
     """
-    mesh, m = h200s(4, 2), 16384
-    pairs = [
-        (
-            on_once(mesh, (m, n), jnp.float8_e5m2, FSDP, TENSOR),
-            on_once(mesh, (WIDTH, n), jnp.float8_e4m3fn, None, TENSOR),
-        )
-        for n in (WIDTH, KEYS, KEYS)
-    ]
-    product = functools.partial(matmul, accumulation="full", backend="mosaic")
-    total = lambda *pairs: functools.reduce(jnp.add, (product(g, w) for g, w in pairs))
-    found = collectives(compile_for(mesh, total, *pairs).text)
-    assert [
-        (c.operation, [(part.dtype, part.size) for part in c.parts]) for c in found
-    ] == [("all-reduce", [("bf16", m // 4 * WIDTH)])]
+    mesh = h200s(4, 2)
+    m = 16384
+    pairs = []
+    for n in (WIDTH, KEYS, KEYS):
+        g = on_once(mesh, (m, n), jnp.float8_e5m2, FSDP, TENSOR)
+        w = on_once(mesh, (WIDTH, n), jnp.float8_e4m3fn, None, TENSOR)
+        pairs.append((g, w))
+
+    def total(*pairs):
+        product = functools.partial(matmul, accumulation="full", backend="mosaic")
+        return functools.reduce(jnp.add, itertools.starmap(product, pairs))
+
+    (found,) = collectives(compile_for(mesh, total, *pairs).text)
+    assert found.operation == "all-reduce"
+    (part,) = found.parts
+    assert (part.dtype, part.size) == ("bf16", m // 4 * WIDTH)
 
 
-@compiles
+@needs_plugin
 @pytest.mark.parametrize(("name", "remat", "mesh_name"), CASES)
 def test_a_training_step_sends_what_bf16_sends_and_less_of_it(name, remat, mesh_name):
-    bf16, ours = travels("bf16", remat, mesh_name), travels(name, remat, mesh_name)
+    bf16 = travels("bf16", remat, mesh_name)
+    ours = travels(name, remat, mesh_name)
     # Weights: every device has gathered each of them twice, forward and backward.
     twice = 2 * 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * HIDDEN)
     assert gathered_weights(bf16, mesh_name) == twice // (*MESHES[mesh_name], 1)[1]
@@ -368,28 +359,18 @@ def scattered(found: list[Collective], mesh_name: str) -> dict[str, int]:
     """How many gradients of kernels a step reduces and scatters, by dtype."""
     ways = MESHES[mesh_name][0]
     counted: collections.Counter[str] = collections.Counter()
-    for c in found:
-        if c.operation == "reduce-scatter":
-            wholes = [
-                replace(part, shape=(part.shape[0] * ways, *part.shape[1:]))
-                for part in c.parts
-            ]
-            rows = [
-                replace(part, shape=(*part.shape[:-1], part.shape[-1] * ways))
-                for part in c.parts
-            ]
-            for part, *whole in zip(c.parts, wholes, rows, strict=True):
-                counted[part.dtype] += c.times * any(
-                    is_weight(shape, mesh_name) for shape in whole
-                )
-    return {dtype: count for dtype, count in counted.items() if count}
+    for part, c in parts_of(found, "reduce-scatter"):
+        for axis in (0, -1):
+            sizes = list(part.shape)
+            sizes[axis] *= ways
+            if is_weight(replace(part, shape=tuple(sizes)), mesh_name):
+                counted[part.dtype] += c.times
+    return dict(counted)
 
 
 def largest_sum(found: list[Collective]) -> int:
     """Bytes of the largest array that an all-reduce leaves whole on every device."""
-    return max(
-        part.bytes for c in found if c.operation == "all-reduce" for part in c.parts
-    )
+    return max(part.bytes for part, _ in parts_of(found, "all-reduce"))
 
 
 def once(found: list[Collective]) -> list[Collective]:

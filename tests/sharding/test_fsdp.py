@@ -12,11 +12,14 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.sharding import fsdp, shardings_of, state_shardings
+from tests.helpers import mesh_of
 
 MESH = AbstractMesh((8,), ("fsdp",))
 KEY = jax.random.key(0)
 ALL = ("linear", "small", "head")
-WHOLE, FIRST, LAST = P(), P("fsdp"), P(None, None, "fsdp")
+WHOLE = P()
+FIRST = P("fsdp")
+LAST = P(None, None, "fsdp")
 
 
 def stored_attention(heads, width, recipe="tcfp12_single"):
@@ -26,8 +29,8 @@ def stored_attention(heads, width, recipe="tcfp12_single"):
         nn.MultiHeadDotProductAttention(heads, use_bias=False), recipe, x, include=ALL
     )
     floats = jax.eval_shape(model.init, KEY, x)["params"]
-    make = lambda floats: tcfp_jax.store(floats, find_weights(model), key=KEY)
-    return jax.eval_shape(make, floats)
+    weights = find_weights(model)
+    return jax.eval_shape(lambda p: tcfp_jax.store(p, weights, key=KEY), floats)
 
 
 @pytest.mark.parametrize(
@@ -58,46 +61,40 @@ def test_heads_that_the_mesh_divides_are_split_if_nothing_larger_may_be():
     assert fsdp(params, MESH)["out"]["kernel"].spec == FIRST
 
 
-def test_float_parameters_and_stacks():
-    params = {
-        "table": jnp.ones((32, 48)),
-        "odd": jnp.ones((6, 9)),
-        "scale": jnp.ones(64),
-        "count": jnp.int32(0),
-    }
-    found = {name: sharding.spec for name, sharding in fsdp(params, MESH).items()}
-    assert found == {
-        "table": P(None, "fsdp"),
-        "odd": WHOLE,
-        "scale": WHOLE,
-        "count": WHOLE,
-    }
-    layers = jax.eval_shape(
-        lambda: tcfp_jax.store(
-            {"kernel": jnp.ones((16, 8, 8))}, "tcfp12_single", key=KEY
-        )
-    )
+def stored(*shape, recipe="tcfp12_single"):
+    params = {"kernel": jnp.ones(shape)}
+    return jax.eval_shape(lambda: tcfp_jax.store(params, recipe, key=KEY))
+
+
+CASES = {
+    "a table": (jnp.ones((32, 48)), P(None, "fsdp")),
+    "no divisor": (jnp.ones((6, 9)), WHOLE),
+    "a vector": (jnp.ones(64), WHOLE),
+    "a number": (jnp.int32(0), WHOLE),
     # 16 layers of a scan stay together
-    assert fsdp(layers, MESH)["kernel"].spec == P(None, "fsdp")
+    "layers": (stored(16, 8, 8), P(None, "fsdp")),
+    "blocks": (stored(512, 1024, recipe="tcfp12_blockwise"), P(None, "fsdp")),
+    # tiles of 128 by 128
+    "cut blocks": (stored(512, 512, recipe="tcfp12_blockwise"), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_largest_axis_that_may_be_split_is(name):
+    params, spec = CASES[name]
+    (found,) = jax.tree.leaves(fsdp(params, MESH))
+    assert found.spec == spec
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
     with pytest.raises(ValueError, match=r"axis='data'.*\['fsdp'\]"):
-        fsdp(params, MESH, "data")
-
-
-def test_blocks_of_weights_are_not_cut():
-    weights = lambda k, n: jax.eval_shape(
-        lambda: tcfp_jax.store(
-            {"kernel": jnp.ones((k, n))}, "tcfp12_blockwise", key=KEY
-        )
-    )
-    assert fsdp(weights(512, 1024), MESH)["kernel"].spec == P(None, "fsdp")
-    assert fsdp(weights(512, 512), MESH)["kernel"].spec == WHOLE  # tiles of 128 by 128
+        fsdp({"table": jnp.ones((32, 48))}, MESH, "data")
 
 
 def test_placed_parameters_tell_where_they_lie():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    stored = tcfp_jax.store(
-        {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(8)}, "tcfp12_single", key=KEY
-    )
+    params = {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(8)}
+    stored = tcfp_jax.store(params, "tcfp12_single", key=KEY)
     assert shardings_of(stored) is None
-    placed = jax.device_put(stored, state_shardings(fsdp(stored, mesh), stored))
-    assert shardings_of(placed) == state_shardings(fsdp(stored, mesh), stored)
+    mesh = mesh_of(8, names=("fsdp",))
+    shardings = state_shardings(fsdp(stored, mesh), stored)
+    assert shardings_of(jax.device_put(stored, shardings)) == shardings

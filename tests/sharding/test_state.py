@@ -20,33 +20,33 @@ import tcfp_jax
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
-from tests import compile_for_h200 as h200
-from tests.helpers import filled, mesh_of, same_bits
+from tests.compile_for_h200 import GATHERS, compile_for, needs_plugin, h200s
+from tests.helpers import (
+    filled,
+    mesh_of,
+    placed,
+    refusals,
+    same_bits,
+    shapes_of,
+    step_of,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)
 BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
-SHAPES = {
-    "up": {"kernel": (64, 512), "bias": (512,)},
-    "down": {"kernel": (512, 64)},
-    "stack": {"kernel": (2, 32, 512)},
-}
+SHAPES = shapes_of(
+    {
+        "up": {"kernel": (64, 512), "bias": (512,)},
+        "down": {"kernel": (512, 64)},
+        "stack": {"kernel": (2, 32, 512)},
+    }
+)
 SPECS = {
     "up": {"kernel": P("a", "b"), "bias": P("b")},
     "down": {"kernel": P(("b", "a"))},
     "stack": {"kernel": P(None, "a", "b")},
 }
 FLAT = AbstractMesh((4, 2), ("a", "b"))
-
-
-def shapes_of(tree):
-    """Shapes of float32 arrays instead of tuples."""
-    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    return jax.tree.map(of, tree, is_leaf=lambda node: type(node) is tuple)
-
-
-PARAMS = filled(shapes_of(SHAPES))
-GRADS = filled(PARAMS, seed=1)
 
 
 def on(mesh, specs=SPECS):
@@ -78,15 +78,23 @@ FEEDBACK = optax.chain(
 
 # Shardings
 # --------------------------------------------------------------------------------------
+def floats(params):
+    return params
+
+
+def check(specs, params, init, expected):
+    """Return shardings, of which these paths have the expected specs."""
+    shardings = state_shardings(on(FLAT, specs), params, init)
+    found = specs_of(shardings)
+    assert {path: found[path] for path in expected} == expected
+    return shardings
 
 
 def test_stored_parameters_and_their_moments():
-    params = jax.eval_shape(stored, PARAMS)
-    shardings = state_shardings(on(FLAT), params, state_of(ADAMW))
-    shapes = jax.eval_shape(state_of(ADAMW), params)
-    assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
-    found = specs_of(shardings)
-    up, stack, down = "['up']['kernel']", "['stack']['kernel']", "['down']['kernel']"
+    params = jax.eval_shape(stored, SHAPES)
+    up = "['up']['kernel']"
+    stack = "['stack']['kernel']"
+    down = "['down']['kernel']"
     expected = {
         f"[0]{up}.backward.values": P("a", "b"),
         f"[0]{up}.backward.lo": P("a", "b"),
@@ -107,14 +115,16 @@ def test_stored_parameters_and_their_moments():
         f"[1].nu_scale{stack}": P(None, "a", "b"),
         f"[1].mu_scale{down}": P(("b", "a")),
     }
-    assert {path: found[path] for path in expected} == expected
+    shardings = check(SPECS, params, state_of(ADAMW), expected)
+    shapes = jax.eval_shape(state_of(ADAMW), params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
     # Shardings of stored parameters serve as those of their kernels.
     assert state_shardings(shardings[0], params, ADAMW.init) == shardings[1]
 
 
 def test_errors_and_weights_of_error_feedback():
-    found = specs_of(state_shardings(on(FLAT), PARAMS, FEEDBACK.init))
-    up, stack = "['up']['kernel']", "['stack']['kernel']"
+    up = "['up']['kernel']"
+    stack = "['stack']['kernel']"
     expected = {
         f"[0].inner[0].mu{up}": P("a", "b"),
         f"[0].scales['0']['nu']{stack}": P(None, "a", "b"),
@@ -123,23 +133,64 @@ def test_errors_and_weights_of_error_feedback():
         f"[1].weights{stack}.sample": P(),
         f"[1].scaled_errors{up}": P("a", "b"),
     }
-    assert {path: found[path] for path in expected} == expected
+    check(SPECS, SHAPES, FEEDBACK.init, expected)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "part", "expected"),
-    [
-        ("rowwise", "backward.scale", P("a")),
-        ("rowwise", "forward.scale", P("b")),
-        ("blockwise", "backward.scale", P("a", "b")),
-        ("blockwise", "forward.scale", P("b", "a")),
-    ],
-)
-def test_scales_follow_the_axes_that_they_count(recipe, part, expected):
-    tx = tcfp_jax.error_feedback(tcfp_jax.recipe(recipe, copies="both"))
-    params = shapes_of({"kernel": (512, 256)})
-    found = state_shardings(on(FLAT, {"kernel": P("a", "b")}), params, tx.init)
-    assert specs_of(found)[f".weights['kernel'].{part}"] == expected
+def feedback(recipe):
+    return tcfp_jax.error_feedback(tcfp_jax.recipe(recipe, copies="both"))
+
+
+STATES = {
+    "scales of rows": (
+        feedback("rowwise"),
+        {
+            ".weights['kernel'].backward.scale": P("a"),
+            ".weights['kernel'].forward.scale": P("b"),
+        },
+    ),
+    "scales of blocks": (
+        feedback("blockwise"),
+        {
+            ".weights['kernel'].backward.scale": P("a", "b"),
+            ".weights['kernel'].forward.scale": P("b", "a"),
+        },
+    ),
+    "adafactor": (
+        optax.adafactor(1e-2),
+        {
+            "[0].v_row['kernel']": P("a"),
+            "[0].v_col['kernel']": P("b"),
+            "[0].v['kernel']": P(),
+        },
+    ),
+    "sm3": (
+        optax.sm3(0.1),
+        {"[0].mu['kernel'][0]": P("a"), "[0].mu['kernel'][1]": P("b")},
+    ),
+    "MultiSteps": (
+        optax.MultiSteps(optax.adam(0.1), 2),
+        {".acc_grads['kernel']": P("a", "b")},
+    ),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(optax.adam)(0.1),
+        {".inner_state[0].mu['kernel']": P("a", "b")},
+    ),
+    # Its memory has no sharding in optax's own init.
+    "lbfgs": (
+        optax.lbfgs(0.1, memory_size=3, linesearch=None),
+        {"[0].params['kernel']": P("a", "b"), "[0].diff_params_memory['kernel']": P()},
+    ),
+}
+
+
+MATRIX = shapes_of({"kernel": (512, 1024)})
+SPLIT = {"kernel": P("a", "b")}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_sharded_as_their_init_makes_them(name):
+    tx, expected = STATES[name]
+    check(SPLIT, MATRIX, tx.init, expected)
 
 
 HEADS = [
@@ -156,46 +207,20 @@ HEADS = [
 @pytest.mark.parametrize(("layout", "shape", "spec", "matrix"), HEADS, ids=str)
 def test_kernels_of_many_axes(layout, shape, spec, matrix):
     weights = {"w": Weight(BOTH, layout)}
-    params = jax.eval_shape(lambda p: stored(p, weights), shapes_of({"w": shape}))
+    store = functools.partial(stored, weights=weights)
+    params = jax.eval_shape(store, shapes_of({"w": shape}))
     shardings = state_shardings(on(FLAT, {"w": spec}), params, state_of(ADAMW))
     found = specs_of(shardings)
     *stack, first, second = matrix
-    same = lambda path, *spec: NamedSharding(FLAT, found[path]).is_equivalent_to(
-        NamedSharding(FLAT, P(*spec)), len(matrix)
-    )
-    assert same("[0]['w'].forward.values", *stack, second, first)
-    assert same("[0]['w'].backward.values", *matrix)
-    assert same("[1].mu['w']", *matrix)
+    for path, wanted in (
+        ("[0]['w'].forward.values", P(*stack, second, first)),
+        ("[0]['w'].backward.values", matrix),
+        ("[1].mu['w']", matrix),
+    ):
+        own = NamedSharding(FLAT, found[path])
+        assert own.is_equivalent_to(NamedSharding(FLAT, wanted), len(matrix))
     assert found["[0]['w'].backward.scale"] == P(*stack)
     assert found["[0]['w'].training.amax"] == P(*stack)
-
-
-@pytest.mark.parametrize(
-    ("tx", "expected"),
-    [
-        (
-            optax.adafactor(1e-2),
-            {"[0].v_row['k']": P("a"), "[0].v_col['k']": P("b"), "[0].v['k']": P()},
-        ),
-        (optax.sm3(0.1), {"[0].mu['k'][0]": P("a"), "[0].mu['k'][1]": P("b")}),
-        (optax.MultiSteps(optax.adam(0.1), 2), {".acc_grads['k']": P("a", "b")}),
-        (
-            optax.inject_hyperparams(optax.adam)(0.1),
-            {".inner_state[0].mu['k']": P("a", "b")},
-        ),
-        # Its memory has no sharding in optax's own init.
-        (
-            optax.lbfgs(0.1, memory_size=3, linesearch=None),
-            {"[0].params['k']": P("a", "b"), "[0].diff_params_memory['k']": P()},
-        ),
-    ],
-    ids=["adafactor", "sm3", "MultiSteps", "inject_hyperparams", "lbfgs"],
-)
-def test_states_of_optax_are_sharded_as_their_init_makes_them(tx, expected):
-    shardings = on(FLAT, {"k": P("a", "b")})
-    found = state_shardings(shardings, shapes_of({"k": (128, 256)}), tx.init)
-    found = specs_of(found)
-    assert {path: found[path] for path in expected} == expected
 
 
 # Frameworks
@@ -241,17 +266,9 @@ def test_metadata_of_nnx():
 # --------------------------------------------------------------------------------------
 
 
-def step_of(kind):
-    """(what makes the parameters, the transformation, a step)."""
-    make, tx, apply = stored, ADAMW, optim.apply_updates
-    if kind == "error feedback":
-        make, tx, apply = (lambda params: params), FEEDBACK, optax.apply_updates
-
-    def step(grads, params, state):
-        updates, state = tx.update(grads, state, params)
-        return apply(params, updates), state
-
-    return make, tx, step
+def kind_of(kind):
+    """(what makes the parameters, the transformation)."""
+    return (floats, FEEDBACK) if kind == "error feedback" else (stored, ADAMW)
 
 
 KINDS = ["stored", "error feedback"]
@@ -268,8 +285,8 @@ def part(tree):
 
 
 def places_of(kind, mesh):
-    make, tx, _ = step_of(kind)
-    params = jax.eval_shape(make, part(PARAMS))
+    make, tx = kind_of(kind)
+    params = jax.eval_shape(make, part(SHAPES))
     return state_shardings(on(mesh, part(SPECS)), params, state_of(tx))
 
 
@@ -277,16 +294,16 @@ def places_of(kind, mesh):
 def trained(kind, sizes):
     """(parameters and state after two steps from equal gradients, their shardings)."""
     mesh = mesh_of(*sizes)
-    make, tx, step = step_of(kind)
-    params, grads = jax.device_put(
-        (part(PARAMS), part(GRADS)), on(mesh, (part(SPECS), part(SPECS)))
-    )
-    placed = places_of(kind, mesh)
-    begin = jax.jit(lambda params: state_of(tx)(make(params)), out_shardings=placed)
+    make, tx = kind_of(kind)
+    shardings = on(mesh, part(SPECS))
+    params = jax.device_put(part(filled(SHAPES)), shardings)
+    grads = jax.device_put(part(filled(SHAPES, seed=1)), shardings)
+    places = places_of(kind, mesh)
+    begin = jax.jit(lambda params: state_of(tx)(make(params)), out_shardings=places)
     first = begin(params)
     # no out_shardings: the step itself keeps them
-    run = jax.jit(step, donate_argnums=(1, 2))
-    return run(grads, *run(grads, *first)), placed
+    run = jax.jit(step_of(tx), donate_argnums=(1, 2))
+    return run(grads, *run(grads, *first)), places
 
 
 @pytest.mark.slow_except("stored-(4, 2)")
@@ -307,6 +324,10 @@ def test_a_step_keeps_shardings_and_no_mesh_changes_a_bit(kind, sizes):
     assert same_bits(alone, after)
 
 
+def shape_at(leaf, sharding):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 @pytest.mark.slow_except("stored")
 @pytest.mark.optimized("slow")
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,45 +335,42 @@ def test_a_state_restores_on_other_meshes(kind, tmp_path):
     saved, _ = trained(kind, (4, 2))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "run", saved)
-    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)
     for sizes in ((2, 4), (8, 1), (1, 1)):
         shardings = places_of(kind, mesh_of(*sizes))
-        into = jax.tree.map(place, saved, shardings)
         with ocp.StandardCheckpointer() as checkpointer:
+            into = jax.tree.map(shape_at, saved, shardings)
             restored = checkpointer.restore(tmp_path / "run", into)
         assert same_bits(saved, restored)
         is_placed = jax.tree.map(lambda x, s: x.sharding == s, restored, shardings)
         assert all(jax.tree.leaves(is_placed))
 
 
-REASON = h200.missing()
-
-
+@needs_plugin
 @pytest.mark.optimized
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):
-    mesh = h200.h200s(4, 2)
-    make, tx, step = step_of(kind)
-    floats = shapes_of(
+    mesh = h200s(4, 2)
+    make, tx = kind_of(kind)
+    shapes = shapes_of(
         {"up": {"kernel": (1024, 2048)}, "down": {"kernel": (2048, 1024)}}
     )
-    placed = on(mesh, {"up": {"kernel": P("a", "b")}, "down": {"kernel": P("b", "a")}})
-    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)
-    grads = jax.tree.map(place, floats, placed)
-    params = jax.eval_shape(make, floats)
+    specs = {"up": {"kernel": P("a", "b")}, "down": {"kernel": P("b", "a")}}
+    shardings = on(mesh, specs)
+    grads = jax.tree.map(shape_at, shapes, shardings)
+    params = jax.eval_shape(make, shapes)
     tree = jax.eval_shape(state_of(tx), params)
-    tree = jax.tree.map(place, tree, state_shardings(placed, params, state_of(tx)))
-    text = h200.compile_for(mesh, step, grads, *tree, donate_argnums=(1, 2)).text
-    kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
-    assert not re.findall(rf"= .*? (?:{kinds})(?:-start)?\(", text)
-    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
-    sizes = [
-        np.prod([int(n) for n in dims.split(",") if n])
-        for dims in re.findall(r"\[([\d,]*)\]", " ".join(reduced))
-    ]
-    assert reduced and max(sizes) <= 64  # amaxes, samples and whether all is finite
+    places = state_shardings(shardings, params, state_of(tx))
+    tree = jax.tree.map(shape_at, tree, places)
+    compiled = compile_for(mesh, step_of(tx), grads, *tree, donate_argnums=(1, 2))
+    for operation in (*GATHERS, "reduce-scatter"):
+        assert not compiled.results(operation)
+    reduced = compiled.results("all-reduce")
+    sizes = []
+    for shape in re.findall(r"\[([\d,]*)\]", " ".join(reduced)):
+        sizes.append(np.prod([int(n) for n in shape.split(",") if n]))
+    assert reduced
+    assert max(sizes) <= 64  # amaxes, samples and whether all is finite
 
 
 # Mistakes
@@ -361,69 +379,72 @@ def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):
 KERNEL = shapes_of({"kernel": (64, 320)})
 QUERY = {"w": Weight(BOTH, Layout((0,), (1, 2)))}
 QUERY_FLOATS = shapes_of({"w": (64, 4, 128)})
-SPLIT_QUERY = {"w": P("a", None, "b")}
-OTHER = {"w": NamedSharding(AbstractMesh((2,), ("a",)), P())}
-STATE = jax.eval_shape(optax.adam(0.1).init, KERNEL)
-MISTAKES = {
-    "no divisor": (
-        lambda: (on(AbstractMesh((3,), ("a",)), {"kernel": P("a")}), KERNEL),
-        r"kernel: axis 0 of \[64, 320\] has 64 values, which 3 devices of 'a'",
-    ),
-    "too many axes": (
-        lambda: (on(FLAT, {"kernel": P(None, None, "a")}), KERNEL),
-        r"P\(None, None, 'a'\) describes 3 axes, but the array is \[64, 320\]",
-    ),
-    "no sharding": (
-        lambda: ({"kernel": P("a")}, KERNEL),
-        r"the sharding of kernel is .*NamedSharding\(mesh, spec\)",
-    ),
-    "a state": (
-        lambda: (on(FLAT, {"kernel": P("a")}), STATE),
-        r"0/count has no sharding among the 1 .* such as kernel.*params, tx.init\)",
-    ),
-    "nothing": (lambda: ({}, KERNEL), "params_shardings is empty"),
-    "two meshes": (
-        lambda: ({"kernel": NamedSharding(FLAT, P()), **OTHER}, KERNEL),
-        "a state is on one mesh",
-    ),
-    "a merged axis": (
-        lambda: (
-            on(FLAT, SPLIT_QUERY),
-            jax.eval_shape(lambda params: stored(params, QUERY), QUERY_FLOATS),
-        ),
-        r"w \[64, 4, 128\]: its axes \[1, 2\] are stored as one, and 'b' splits axis",
-    ),
-    "a merged axis of floats": (
-        lambda: (
-            on(FLAT, SPLIT_QUERY),
-            QUERY_FLOATS,
-            tcfp_jax.error_feedback(QUERY).init,
-        ),
-        r"w \[64, 4, 128\]: P\('a', None, 'b'\) splits an axis that the stored matrix",
-    ),
-}
+SPLIT_QUERY = on(FLAT, {"w": P("a", None, "b")})
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
-    make, message = MISTAKES[name]
-    with pytest.raises(
-        TypeError if name == "no sharding" else ValueError, match=message
-    ):
-        state_shardings(*make())
+def of(shardings, params=KERNEL, *init):
+    return lambda: state_shardings(shardings, params, *init)
 
 
-def test_store_names_a_weight_whose_blocks_are_cut():
-    recipe = tcfp_jax.recipe("tcfp12_blockwise")
-    sharding = NamedSharding(mesh_of(8), P("a"))
-    kernel = jax.device_put(jnp.zeros((256, 256)), sharding)
-    message = (
-        r"up/kernel: blocks of 128 .* each of the 8 devices of 'a' has 32 of its 256"
-    )
-    with pytest.raises(ValueError, match=message):
-        optim.store({"up": {"kernel": kernel}}, recipe, key=KEY)
-    params = jax.eval_shape(
-        lambda: stored({"up": {"kernel": jnp.zeros((256, 256))}}, recipe)
-    )
-    with pytest.raises(ValueError, match=message):
-        state_shardings({"up": {"kernel": sharding}}, params)
+def kernel_at(mesh, *spec):
+    return of({"kernel": NamedSharding(mesh, P(*spec))})
+
+
+def stored_query():
+    store = functools.partial(stored, weights=QUERY)
+    state_shardings(SPLIT_QUERY, jax.eval_shape(store, QUERY_FLOATS))
+
+
+CUT = {"up": {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.float32)}}
+BLOCKWISE = tcfp_jax.recipe("tcfp12_blockwise")
+
+
+def cut_when_stored():
+    kernel = placed(jnp.zeros((256, 256)), mesh_of(8), "a")
+    stored({"up": {"kernel": kernel}}, BLOCKWISE)
+
+
+def cut_by_sharding():
+    shardings = on(mesh_of(8), {"up": {"kernel": P("a")}})
+    store = functools.partial(stored, weights=BLOCKWISE)
+    state_shardings(shardings, jax.eval_shape(store, CUT))
+
+
+test_mistakes = refusals(
+    {
+        ValueError: {
+            r"kernel: axis 0 of \[64, 320\] has 64 values, which 3 devices of 'a'": (
+                kernel_at(AbstractMesh((3,), ("a",)), "a")
+            ),
+            r"P\(None, None, 'a'\) describes 3 axes, but the array is \[64, 320\]": (
+                kernel_at(FLAT, None, None, "a")
+            ),
+            r"0/count has no sharding among the 1 .* such as kernel.*tx.init\)": of(
+                on(FLAT, {"kernel": P("a")}),
+                jax.eval_shape(optax.adam(0.1).init, KERNEL),
+            ),
+            "params_shardings is empty": of({}),
+            "a state is on one mesh": of(
+                {
+                    "kernel": NamedSharding(FLAT, P()),
+                    "w": NamedSharding(AbstractMesh((2,), ("a",)), P()),
+                }
+            ),
+            r"w \[64, 4, 128\]: its axes \[1, 2\] are stored as one, and 'b'": (
+                stored_query
+            ),
+            r"w \[64, 4, 128\]: P\('a', None, 'b'\) splits an axis that the stored": of(
+                SPLIT_QUERY, QUERY_FLOATS, tcfp_jax.error_feedback(QUERY).init
+            ),
+            "up/kernel: blocks of 128 .* each of the 8 devices .* has 32 of its 256": (
+                cut_when_stored
+            ),
+            "up/kernel: blocks of 128 .* has 32 of its 256": cut_by_sharding,
+        },
+        TypeError: {
+            r"the sharding of kernel is .*NamedSharding\(mesh, spec\)": of(
+                {"kernel": P("a")}
+            ),
+        },
+    }
+)

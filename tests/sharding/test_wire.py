@@ -2,6 +2,8 @@
 a float32 sum.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,56 +14,54 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Operand
-from tests.compile_for_h200 import compile_for, expected, h200s, missing, on_once
-from tests.helpers import mesh_of
+from tests.compile_for_h200 import compile_for, needs_plugin, h200s, on_once
+from tests.helpers import mesh_of, drawn, placed, refusals
 
 E4M3 = jnp.float8_e4m3fn
-K, N, TOKENS, DEVICES = 32, 64, 128, 4
-WIRES = ("float32", "bfloat16", "bfloat16_parts")
-
-
-def operands():
-    rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.standard_normal((rows, TOKENS)) * 30, E4M3) for rows in (K, N)
-    ]
+K = 32
+N = 64
+TOKENS = 128
+DEVICES = 4
+# bfloat16 keeps 8 bits: a part is off by 2**-8 of itself, and so is each of d - 1 sums,
+# or what is gathered.
+ROUNDINGS = {
+    ("float32", "scattered"): 2.0**-14,
+    ("float32", "everywhere"): 2.0**-14,
+    ("bfloat16", "scattered"): DEVICES,
+    ("bfloat16", "everywhere"): DEVICES,
+    ("bfloat16_parts", "scattered"): 1,
+    ("bfloat16_parts", "everywhere"): 2,
+}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("handed", [P("a"), P()], ids=["scattered", "everywhere"])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire, handed", ROUNDINGS)
 def test_sums_are_within_their_bound(wire, handed, kind):
     mesh = mesh_of(DEVICES, axis_type=kind)
+    spec = P("a") if handed == "scattered" else P()
     one = jnp.float32(1)
 
     def product(a, b):
-        asked = handed if kind == AxisType.Explicit else None
         return matmul(
             Operand(a, one),
             Operand(b, one),
             out_dtype=jnp.float32,
             wire=wire,
-            out_sharding=asked,
+            out_sharding=spec if kind == AxisType.Explicit else None,
         )
 
-    a, b = operands()
+    a = (30 * drawn(K, TOKENS)).astype(E4M3)
+    b = (30 * drawn(N, TOKENS, seed=1)).astype(E4M3)
     with jax.set_mesh(mesh):
-        put = [jax.device_put(x, NamedSharding(mesh, P(None, "a"))) for x in (a, b)]
-        got = jax.jit(product, out_shardings=NamedSharding(mesh, handed))(*put)
+        run = jax.jit(product, out_shardings=NamedSharding(mesh, spec))
+        got = np.asarray(run(*placed((a, b), mesh, None, "a")), np.float64)
     parts = [
         np.asarray(x, np.float64).reshape(-1, DEVICES, TOKENS // DEVICES)
         for x in (a, b)
     ]
     partial = np.einsum("kdt,ndt->dkn", *parts)
-    # bfloat16 keeps 8 bits: a part is off by 2**-8 of itself, and so is each of d - 1
-    # sums, or what is gathered.
-    roundings = {
-        "float32": 2.0**-14,
-        "bfloat16": DEVICES,
-        "bfloat16_parts": 1 if handed == P("a") else 2,
-    }[wire]
-    bound = 2.0**-8 * 1.01 * roundings * np.abs(partial).sum(0)
-    error = np.abs(np.asarray(got, np.float64) - partial.sum(0))
+    bound = 2.0**-8 * 1.01 * ROUNDINGS[wire, handed] * np.abs(partial).sum(0)
+    error = np.abs(got - partial.sum(0))
     assert np.all(error <= bound)
     assert wire == "float32" or error.max() > 0  # it is rounded
 
@@ -69,36 +69,40 @@ def test_sums_are_within_their_bound(wire, handed, kind):
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise"])
 def test_a_recipe_says_it(recipe):
     mesh = mesh_of(2)
-    x, w = (
-        np.random.default_rng(i).standard_normal(s).astype(np.float32)
-        for i, s in enumerate([(32, 64), (64, 32)])
-    )
-    loss = lambda w, x, r: jnp.sum(tcfp_jax.matmul(x, w, recipe=r) * jnp.arange(32.0))
-    found = []
-    with jax.set_mesh(mesh):
-        put = (
-            jax.device_put(w, NamedSharding(mesh, P("a"))),
-            jax.device_put(x, NamedSharding(mesh, P("a"))),
-        )
-        for wire in (None, "bfloat16_parts"):
-            asked = tcfp_jax.recipe(recipe, wire=wire)
-            step = jax.jit(
-                jax.grad(lambda w, x, r=asked: loss(w, x, r)),
-                out_shardings=NamedSharding(mesh, P("a")),
-            )
-            compiled = step.lower(*put).compile()
+    of_rows = NamedSharding(mesh, P("a"))
+
+    def gradient(wire):
+        asked = tcfp_jax.recipe(recipe, wire=wire)
+
+        @functools.partial(jax.jit, out_shardings=of_rows)
+        @jax.grad
+        def step(w, x):
+            return jnp.sum(tcfp_jax.matmul(x, w, recipe=asked) * jnp.arange(32.0))
+
+        with jax.set_mesh(mesh):
+            w, x = placed((drawn(64, 32, seed=1), drawn(32, 64)), mesh, "a")
+            compiled = step.lower(w, x).compile()
             assert ("all-to-all" in compiled.as_text()) == (wire is not None)
-            found.append(np.asarray(compiled(*put)))
-    np.testing.assert_allclose(*found, atol=2.0**-7 * np.abs(found[0]).max())
+            return np.asarray(compiled(w, x))
+
+    found = gradient(None)
+    atol = 2.0**-7 * np.abs(found).max()
+    np.testing.assert_allclose(found, gradient("bfloat16_parts"), atol=atol)
 
 
-def test_sums_in_fp8_are_refused():
-    with pytest.raises(ValueError, match="would add gradients in FP8"):
-        tcfp_jax.recipe("tensorwise", wire="float8_e5m2")
-    with pytest.raises(ValueError, match="wire='int8' is unknown"):
-        tcfp_jax.recipe("tensorwise", wire="int8")
+tensorwise = functools.partial(tcfp_jax.recipe, "tensorwise")
+test_other_wires_are_refused = refusals(
+    {
+        ValueError: {
+            "would add gradients in FP8": lambda: tensorwise(wire="float8_e5m2"),
+            "wire='int8' is unknown": lambda: tensorwise(wire="int8"),
+        },
+    }
+)
+OPERATIONS = ("reduce-scatter", "all-to-all", "all-reduce", "all-gather")
 
 
+@needs_plugin
 @pytest.mark.parametrize(
     ("wire", "operation", "dtype"),
     [
@@ -108,23 +112,14 @@ def test_sums_in_fp8_are_refused():
     ],
 )
 def test_compiled_for_h200s(wire, operation, dtype):
-    if missing():
-        assert not expected(), missing()
-        pytest.skip(missing())
-    mesh, (k, n, tokens) = h200s(8), (1024, 2048, 8192)
-    a, b = (
-        on_once(mesh, (k, tokens), E4M3, None, "a"),
-        on_once(mesh, (n, tokens), E4M3, None, "a"),
+    mesh = h200s(8)
+    a = on_once(mesh, (1024, 8192), E4M3, None, "a")
+    b = on_once(mesh, (2048, 8192), E4M3, None, "a")
+    product = functools.partial(
+        matmul, out_dtype=jnp.float32, wire=wire, backend="mosaic"
     )
-    product = lambda a, b: matmul(
-        a, b, out_dtype=jnp.float32, wire=wire, backend="mosaic"
-    )
-    compiled = compile_for(
-        mesh, product, a, b, out_shardings=NamedSharding(mesh, P("a"))
-    )
-    moved = {
-        name: compiled.results(name)
-        for name in ("reduce-scatter", "all-to-all", "all-reduce", "all-gather")
-    }
-    assert [name for name, results in moved.items() if results] == [operation], moved
+    of_rows = NamedSharding(mesh, P("a"))
+    compiled = compile_for(mesh, product, a, b, out_shardings=of_rows)
+    moved = {name: compiled.results(name) for name in OPERATIONS}
+    assert [name for name in moved if moved[name]] == [operation], moved
     assert all(f"{dtype}[" in result for result in moved[operation]), moved

@@ -1,0 +1,188 @@
+"""Stored parameters that are transposed, and code that does not know stored ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import tcfp_jax
+from tcfp_jax.linen import TCFPDense
+from tcfp_jax.optim import on_stored
+from tcfp_jax.weights.layout import Layout, Weight
+from tests.helpers import assert_close, drawn, refusals, same_bits
+from tests.optim.zoo import KERNEL, KEY, RECIPE, TWO_LAYERS, X, loss, stored_of
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+WEIGHT = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)))
+LOOKED_UP = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)), float_reads="lookup")
+TRANSPOSED = Weight(tcfp_jax.recipe(RECIPE), Layout((1,), (0,)))
+
+
+# Transposed
+# --------------------------------------------------------------------------------------
+def test_a_parameter_that_is_stored_transposed_is_multiplied_by_matmul():
+    def cube(params):
+        return jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe=RECIPE) ** 3)
+
+    run = tcfp_jax.value_and_grad(cube)
+    value, gradients = run(stored_of({"kernel": KERNEL}))
+    same, transposed = run(stored_of({"kernel": KERNEL.T}, {"kernel": TRANSPOSED}))
+    assert gradients["kernel"].shape == (16, 32)
+    # W_lo has other random bits, and W_hi alone is read
+    np.testing.assert_allclose(same, value, rtol=1e-5)
+    assert_close(transposed["kernel"].T, gradients["kernel"], 1e-5, 1e-5)
+
+
+def test_the_gradient_of_a_swapped_weight_is_that_of_the_parameter():
+    kernel = drawn(16, 16)
+
+    def gradient(params, turned):
+        def square(params):
+            weight = params["kernel"].swap() if turned else params["kernel"]
+            return jnp.sum(tcfp_jax.matmul(X, weight, recipe=RECIPE)[..., :3] ** 2)
+
+        return tcfp_jax.grad(square)(params)["kernel"]
+
+    found = gradient(stored_of({"kernel": kernel}), turned=True)
+    wanted = gradient(stored_of({"kernel": kernel.T}), turned=False)
+    np.testing.assert_allclose(found, wanted.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (3, 16, 32)])
+def test_a_swapped_parameter_is_the_transposed_kernel(shape):
+    weight = stored_of({"kernel": drawn(*shape)})["kernel"]
+    turned = weight.swap()
+    assert jnp.array_equal(turned.dequantize(), weight.dequantize().swapaxes(-1, -2))
+    assert same_bits(turned.swap().stored, weight.stored)
+
+
+TURNED = {
+    "swap": lambda w: w.swap().dequantize().T,
+    "for_forward": lambda w: w.stored.for_forward().dequantize().T,
+    "for_dgrad of a swap": lambda w: w.swap().stored.for_dgrad().dequantize().T,
+    "matmul": lambda w: tcfp_jax.matmul(X, w, recipe="tcfp12"),
+    "matmul of a swap": lambda w: tcfp_jax.matmul(
+        jnp.ones((4, 32)), w.swap(), recipe="tcfp12_fast"
+    ),
+    "drop_residual": lambda w: w.swap().stored.drop_residual().dequantize().T,
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_forward_copy_of_w_hi_is_never_read_for_both_halves(name):
+    both, one = (
+        stored_of(recipe=tcfp_jax.recipe(RECIPE, copies=copies))["up"]["kernel"]
+        for copies in ("both", "one")
+    )
+    assert both.stored.forward.lo is None
+    assert one.stored.forward is None
+    assert both.swap().stored.has_residual
+    assert both.swap().shape == (32, 16)
+    assert same_bits(TURNED[name](both), TURNED[name](one))
+
+
+# Refused
+# --------------------------------------------------------------------------------------
+def with_stored(call):
+    """A call of stored parameters, which are made when it runs."""
+    return lambda: call(stored_of())
+
+
+def floats_of_another_shape(params):
+    updates = jax.tree.map(jnp.zeros_like, TWO_LAYERS)
+    updates["up"]["kernel"] = jnp.zeros((32, 16))
+    tcfp_jax.apply_updates(params, updates)
+
+
+def adamw_of_optax(params):
+    tx = optax.adamw(1e-2)
+    tx.update(tcfp_jax.grad(loss)(params, X), tx.init(params), params)
+
+
+def stored_twice(params):
+    layer = TCFPDense(32, recipe=RECIPE)
+    layer.apply({"params": params["up"], "tcfp": {"kernel": params["up"]["kernel"]}}, X)
+
+
+def in_a_dense_of(layer):
+    return with_stored(lambda params: layer.apply({"params": params["up"]}, X))
+
+
+EITHER = (TypeError, ValueError)
+test_code_that_does_not_know_stored_weights_says_the_remedy = refusals(
+    {
+        TypeError: {
+            r"tcfp_jax\.value_and_grad": with_stored(
+                lambda params: jax.grad(loss)(params, X)
+            ),
+            r"tcfp_jax\.dequantize": in_a_dense_of(nn.Dense(32)),
+            "dequantize": with_stored(lambda params: params["up"]["kernel"] * 2),
+        },
+        EITHER: {
+            "Parameter": with_stored(
+                lambda params: optax.apply_updates(params, TWO_LAYERS)
+            ),
+            r"on_stored|Parameter": with_stored(adamw_of_optax),
+        },
+        ValueError: {
+            "both": with_stored(stored_twice),
+            "stored already": with_stored(stored_of),
+            r"up/kernel is \[32, 16\], but the parameter is \[16, 32\]": with_stored(
+                floats_of_another_shape
+            ),
+            "on_stored": with_stored(
+                lambda params: tcfp_jax.apply_updates(params, params)
+            ),
+            "argnums=3": with_stored(
+                lambda params: tcfp_jax.grad(loss, argnums=3)(params, X)
+            ),
+            r"tx\.update": lambda: on_stored(optax.sgd(0.1)).update(TWO_LAYERS, None),
+            "pass the parameters of this model": in_a_dense_of(
+                TCFPDense(8, recipe=RECIPE)
+            ),
+        },
+    }
+)
+
+
+def store(params=TWO_LAYERS, weights=RECIPE, key=KEY, **options):
+    tcfp_jax.store(params, weights, key=key, **options)
+
+
+test_parameters_that_cannot_be_stored_say_why = refusals(
+    {
+        ValueError: {
+            r'too few bits .*recipe\("tcfp12_single"\)': lambda: store(
+                weights="tensorwise"
+            ),
+            r'recipe\("tcfp12_single"\)': lambda: store(weights="bf16"),
+            "key=jax.random.key": lambda: store(key=None),
+            "key is a int, not one JAX random key": lambda: store(key=0),
+            "for no other": lambda: store(remainder="feedback"),
+            "'stochastic', 'feedback', 'dropped'": lambda: store(remainder="nearest"),
+            "find_weights": lambda: store({"bias": jnp.ones(4)}),
+            'a recipe that stores none, such as "bf16" or one of FP4 training': (
+                lambda: store(weights={})
+            ),
+            r"'up/kernel'\]: the mapping names \['a/b'\]; pass the parameters of the": (
+                lambda: store(weights={"a/b": WEIGHT})
+            ),
+            "up/kernel is named, but code other than converted products reads": (
+                lambda: store(weights={"up/kernel": LOOKED_UP})
+            ),
+        }
+    }
+)
+SIXTEEN_BITS = r"use (the kernel.astype|gradient_dtype=jnp.bfloat16)"
+
+
+@pytest.mark.parametrize(
+    "kernel, gradient",
+    [(jnp.int32, None), (jnp.float32, "float8_e5m2"), (jnp.float32, jnp.int32)],
+)
+def test_gradients_without_a_scale_need_16_bits(kernel, gradient):
+    params = {"kernel": jnp.ones((16, 32), kernel)}
+    with pytest.raises(TypeError, match=SIXTEEN_BITS):
+        store(params, gradient_dtype=gradient)

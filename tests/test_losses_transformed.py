@@ -1,0 +1,132 @@
+"""`losses.cross_entropy` in transformations, on meshes, in exports, and by kernels."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from tcfp_jax.losses import cross_entropy
+from tests.helpers import assert_close, mesh_of, placed
+from tests.loss_cases import TARGETS, K, W, X, mean_of
+
+
+@pytest.mark.slow_except("tensorwise")
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_transformations(recipe):
+    def loss(x, w, targets):
+        return mean_of(targets, recipe=recipe, chunk=4)(x, w)
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    xs = X[:18].reshape(3, 6, K)
+    ws = jnp.stack([W, 2 * W, -W])
+    ts = TARGETS[:18].reshape(3, 6)
+    close = functools.partial(assert_close, rtol=1e-4, atol=1e-6)
+    one_by_one = [gradients(xs[i], ws[i], ts[i]) for i in range(3)]
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    close(jax.vmap(gradients)(xs, ws, ts), wanted)
+    close(lax.map(lambda batch: gradients(*batch), (xs, ws, ts)), wanted)
+    again = jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))
+    close(again(xs[0], ws[0], ts[0]), one_by_one[0])
+
+    def summed(xs, w):  # the gradient of a scan over batches
+        def add(total, batch):
+            x, targets = batch
+            return total + loss(x, w, targets), None
+
+        return lax.scan(add, 0.0, (xs, ts))[0]
+
+    dxs, dw = jax.jit(jax.grad(summed, (0, 1)))(xs, W)
+    alone = [gradients(xs[i], W, ts[i])[1] for i in range(3)]
+    close(dxs, jnp.stack([dx for dx, _ in alone]))
+    close(dw, sum(dw for _, dw in alone))
+
+
+@pytest.mark.slow_except("both-tensorwise")
+@pytest.mark.parametrize("name", ["bf16", "tensorwise"])
+@pytest.mark.parametrize(
+    "of_x, of_w",
+    [(P("a"), P()), (P(), P(None, "b")), (P("a"), P(None, "b"))],
+    ids=["tokens", "vocabulary", "both"],
+)
+def test_devices_share_tokens_and_vocabulary(name, of_x, of_w):
+    mesh = mesh_of(4, 2)
+    x = jnp.tile(X[:16], (2, 1)).reshape(8, 4, K)
+    w = W[:, :48]
+    targets = jnp.tile(TARGETS[:16] % 48, 2).reshape(8, 4)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def step(x, w, targets):
+        return cross_entropy(x, w, targets, recipe=name, chunk=16)
+
+    wanted = step(x, w, targets)
+    with jax.set_mesh(mesh):
+        tokens = placed((x, targets), mesh, *of_x)
+        found = step(tokens[0], placed(w, mesh, *of_w), tokens[1])
+    # Orders of float32 sums differ, and a gradient on the edge between two codes may
+    # take the other one.
+    part = 1e-6 if name == "bf16" else 2.0**-4 / 32
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=part * float(jnp.abs(b).max()))
+
+
+def test_inside_shard_map_it_is_the_loss_of_the_devices_own_tokens():
+    x = X[:20]
+    targets = TARGETS[:20]
+
+    def local(x, w, t):
+        return lax.pmean(mean_of(t, chunk=4)(x, w), "a")
+
+    everywhere = jax.shard_map(
+        local, mesh=mesh_of(2), in_specs=(P("a"), P(), P("a")), out_specs=P()
+    )
+    found = jax.jit(jax.value_and_grad(everywhere, (0, 1)))(x, W, targets)
+    wanted = jax.jit(jax.value_and_grad(mean_of(targets), (0, 1)))(x, W)
+    assert_close(found, wanted, 1e-2, 1e-4)
+
+
+def test_explicit_axes_are_refused():
+    mesh = mesh_of(2, axis_type=AxisType.Explicit)
+    x = placed(X[:20], mesh, "a")
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes"):
+        cross_entropy(x, W, TARGETS[:20])
+
+
+def test_the_number_of_tokens_may_stay_open_in_an_export():
+    @jax.jit
+    @jax.value_and_grad
+    def step(x, targets):
+        return mean_of(targets, recipe="tensorwise")(x, W)
+
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    x = jax.ShapeDtypeStruct((tokens, K), jnp.float32)
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    found = jax.export.export(step)(x, targets).call(X, TARGETS)
+    assert_close(found, step(X, TARGETS), 1e-6)
+
+
+@pytest.mark.slow_except("tensorwise")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_kernel_of_gradients_agrees_with_the_reference(recipe):
+    keys = jax.random.split(jax.random.key(5), 3)
+    x = jax.random.normal(keys[0], (32, 16), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (16, 64))
+    targets = jax.random.randint(keys[2], (32,), 0, 64).at[3].set(-100)
+
+    def gradients(backend):
+        asked = tcfp_jax.recipe(recipe, quantize_backend=backend)
+        options = dict(recipe=asked, ignore=-100, z_loss=1e-3, soft_cap=20.0)
+        return jax.jit(jax.grad(mean_of(targets, **options), (0, 1)))(x, w)
+
+    for got, want in zip(gradients("triton"), gradients("xla"), strict=True):
+        want = np.float64(want)
+        # A few values of FP8 may be neighbours, because exponentials differ in a bit.
+        error = np.linalg.norm(np.float64(got) - want)
+        assert error <= 2e-3 * np.linalg.norm(want)
