@@ -82,6 +82,7 @@ LONGEST = (
     "test_state",
     "test_moe",
     "test_losses",
+    "test_losses_transformed",
     "test_observed",
     "test_nnx",
     "test_transformations",

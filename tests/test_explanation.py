@@ -95,9 +95,7 @@ def test_the_fastest_that_was_measured_runs_with_its_config(measured):
     assert full.verdicts[0].reason.startswith(reason)
 
 
-def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(
-    measured, monkeypatch
-):
+def test_a_chip_like_one_that_was_timed_has_its_times(measured, monkeypatch):
     monkeypatch.setattr(dispatch, "device_kind", lambda: H100)
     assert tuning.timed_device(H100) == "NVIDIA H200"
     fastest = dispatch.Verdict("mosaic", None, measured)

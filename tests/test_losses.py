@@ -406,7 +406,7 @@ def test_one_chunk_of_tokens_for_each_device_is_the_default(monkeypatch):
     assert lengths_of_scans(inside, X[:20], TARGETS[:20]) == [10]
 
 
-def test_a_second_derivative_raises_where_rounding_would_make_it_zero():
+def test_a_second_derivative_of_rounding_raises():
     def penalty(x, recipe):
         return jnp.sum(jax.grad(mean_of(recipe=recipe))(x, W) ** 2)
 

@@ -77,7 +77,7 @@ def test_devices_share_tokens_and_vocabulary(name, of_x, of_w):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=part * float(jnp.abs(b).max()))
 
 
-def test_inside_shard_map_it_is_the_loss_of_the_devices_own_tokens():
+def test_inside_shard_map_a_device_has_the_loss_of_its_tokens():
     x = X[:20]
     targets = TARGETS[:20]
 

@@ -20,8 +20,8 @@ from tcfp_jax.remat import checkpoint_in_fp8, device_budget, save_what_fits, ste
 from tests.helpers import (
     assert_close,
     decibels,
-    mesh_of,
     drawn,
+    mesh_of,
     placed,
     refusals,
     same_bits,
@@ -120,7 +120,7 @@ def test_a_policy_without_the_name_changes_no_bit(name):
     assert same_bits(gradients(EXACT[name]), without)
 
 
-def test_the_forward_pass_is_exact_and_gradients_are_those_at_copies():
+def test_the_loss_is_exact_and_gradients_are_those_at_copies():
     loss, found = gradients(save(*IN_FP8))
     assert same_bits(loss, gradients(EXACT["nothing"])[0])
     assert_close(found, gradients_of(by_definition)[1], 1e-4, 1e-4)
@@ -135,7 +135,7 @@ def test_copies_cost_gradients_as_much_as_rounding_to_e4m3_does():
     assert all(28 < value < 34 for value in jax.tree.leaves(snr)), snr
 
 
-def test_one_byte_a_value_is_kept_and_no_product_is_computed_again():
+def test_one_byte_a_value_is_kept_and_no_product_runs_again():
     kept = {}
     products = {}
     for names in ((), NAMES, IN_FP8):

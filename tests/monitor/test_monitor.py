@@ -18,7 +18,7 @@ from tcfp_jax import monitor
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.monitor.readings import read
-from tcfp_jax.products import fp4_training, matmul
+from tcfp_jax.products import fp4_training, fp8_weights
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import (
     MLP,
@@ -220,7 +220,7 @@ TRACED = jax.make_user_context()
 @pytest.mark.parametrize(
     "name, module",
     [
-        ("tcfp12_single", matmul),
+        ("tcfp12_single", fp8_weights),
         pytest.param("nvfp4_training", fp4_training, marks=pytest.mark.slow),
     ],
 )

@@ -19,8 +19,8 @@ from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import (
     assert_close,
     decibels,
-    filled,
     drawn,
+    filled,
     refusals,
     restored,
     same_bits,

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import tcfp_jax
 from tcfp_jax.conversion import find_weights
-from tests.compile_for_h200 import compile_for, needs_plugin, h200s, on
+from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on
 from tests.helpers import step_of
 
 pytestmark = [pytest.mark.optimized, needs_plugin]
@@ -107,7 +107,7 @@ def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradien
     assert not [line for line in made if copied.match(line)]
 
 
-def test_a_step_of_a_tied_table_holds_no_float_table_but_its_gradient():
+def test_a_step_of_a_tied_table_holds_its_gradient_alone():
     rows = 8192
     width = 512
     floats = {"embed": jnp.ones((rows, width))}

@@ -19,8 +19,8 @@ from tcfp_jax.optim.suited import suited
 from tests.helpers import (
     all_finite,
     assert_close,
-    mesh_of,
     drawn,
+    mesh_of,
     placed,
     refusals,
     same_bits,
@@ -183,7 +183,7 @@ STORAGE = {
 @pytest.mark.slow_except("both orientations-feedback")
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback"])
 @pytest.mark.parametrize("recipe", STORAGE.values(), ids=STORAGE)
-def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remainder):
+def test_written_codes_are_never_taken_for_changed_ones(recipe, remainder):
     def read(params):
         weight = params["kernel"]
         return weight.dequantize(), weight.swap().dequantize()
@@ -257,7 +257,7 @@ def test_a_loss_over_leaves_raises_while_it_is_traced(name):
             run(stored())
 
 
-def test_a_loss_over_floats_and_reads_without_a_gradient_are_right():
+def test_losses_over_floats_and_over_reads_are_right():
     params = stored()
 
     def of_floats(params):
@@ -406,7 +406,7 @@ LARGEST = 0.999 * 2.0**63
 @pytest.mark.slow_except("one pass-adamw", "one pass-on_stored", "by XLA-narrow")
 @pytest.mark.parametrize("name", SKIPPING)
 @pytest.mark.parametrize("shape", [(32, 128), (16, 32)], ids=["one pass", "by XLA"])
-def test_a_gradient_whose_square_overflows_changes_nothing_and_counts(shape, name):
+def test_a_gradient_whose_square_overflows_is_skipped(shape, name):
     tx = SKIPPING[name]
     step = jax.jit(step_of(tx))
     params = stored(shape) | {"bias": jnp.ones(4)}

@@ -28,9 +28,9 @@ from tcfp_jax.optim.encoding import (
 from tests.helpers import (
     assert_close,
     decibels,
+    drawn,
     mesh_of,
     nnx_model,
-    drawn,
     placed,
     refusals,
     same_bits,

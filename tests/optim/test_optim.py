@@ -202,7 +202,7 @@ def test_a_stochastic_residual_repeats_from_its_key():
     assert not jax.tree.leaves(one[0].errors)
 
 
-def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
+def test_equal_weights_and_layers_have_bits_of_their_own():
     params = {name: {"kernel": W} for name in ("a", "b")}
     params["layers"] = {"kernel": jnp.stack([W, W])}
     found = tcfp_jax.layer_state(stochastic().init(params))

@@ -22,7 +22,7 @@ TRANSPOSED = Weight(tcfp_jax.recipe(RECIPE), Layout((1,), (0,)))
 
 # Transposed
 # --------------------------------------------------------------------------------------
-def test_a_parameter_that_is_stored_transposed_is_multiplied_by_matmul():
+def test_matmul_multiplies_a_parameter_stored_transposed():
     def cube(params):
         return jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe=RECIPE) ** 3)
 
@@ -35,7 +35,7 @@ def test_a_parameter_that_is_stored_transposed_is_multiplied_by_matmul():
     assert_close(transposed["kernel"].T, gradients["kernel"], 1e-5, 1e-5)
 
 
-def test_the_gradient_of_a_swapped_weight_is_that_of_the_parameter():
+def test_the_gradient_of_a_swapped_weight_is_its_parameters():
     kernel = drawn(16, 16)
 
     def gradient(params, turned):

@@ -15,7 +15,7 @@ import tcfp_jax
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.stored import Stored
-from tests.helpers import all_finite, mesh_of, drawn, placed, step_of, unwatched
+from tests.helpers import all_finite, drawn, mesh_of, placed, step_of, unwatched
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECIPE = tcfp_jax.recipe("tcfp12_fast")
@@ -175,7 +175,7 @@ AROUND = {
     + [around(feedback(optax.sgd(1e-2, momentum=0.9))) for around in AROUND.values()],
     ids=[*AFTER, *AROUND],
 )
-def test_an_update_that_is_changed_later_shows_in_the_next_product(tx):
+def test_a_changed_update_shows_in_the_next_product(tx):
     """No list of transformations is needed: the sample in each stored weight is not the
     parameter's.
     """
@@ -202,7 +202,7 @@ def test_a_mask_around_error_feedback_is_no_misuse():
     assert set(tcfp_jax.layer_state(conditional.init(PARAMS))) == set(PARAMS)
 
 
-def test_a_state_without_samples_is_accepted_and_filled_by_the_next_update(trained):
+def test_the_next_update_fills_a_state_without_samples(trained):
     params, state = trained
 
     def is_stored(node):

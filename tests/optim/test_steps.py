@@ -70,7 +70,7 @@ def test_an_update_beyond_the_scale_of_its_weight_is_not_clipped(
     assert np.max(np.abs(ours - exact)) <= largest * bound
 
 
-def test_a_weight_without_updates_keeps_its_values_under_a_large_rate():
+def test_a_weight_without_updates_keeps_its_values():
     """Its scale covers updates that may come, and still holds values far below them."""
     start = drawn(32, 128) * 1e-4
     params = stored_of({"kernel": start}, remainder="dropped")

@@ -15,7 +15,7 @@ from tcfp_jax.conversion.nnx_modules import stored_weights
 from tcfp_jax.nnx import Optimizer
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Layout, Weight
-from tests.helpers import MLP, nnx_model, drawn, same_bits, step_of
+from tests.helpers import MLP, drawn, nnx_model, same_bits, step_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 WEIGHT = Weight(tcfp_jax.recipe("tcfp12"), Layout((0,), (1,)))

@@ -39,7 +39,7 @@ def adam(table, gradients):
     return w
 
 
-def test_moments_of_a_table_are_narrow_and_rows_without_gradient_rest():
+def test_moments_are_narrow_and_rows_without_gradient_rest():
     table = drawn(64, 128) * 0.02
     params = stored_of({"embed": table}, {"embed": WEIGHT})
     tx = adamw(1e-3, weight_decay=0.0, key=KEY)

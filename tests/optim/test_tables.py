@@ -24,9 +24,9 @@ from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.stored import Stored
 from tests.helpers import (
     assert_close,
+    drawn,
     mesh_of,
     nnx_model,
-    drawn,
     placed,
     refusals,
     same_bits,
@@ -285,7 +285,7 @@ def test_two_products_of_a_stored_table_read_the_same_numbers():
     assert_near(gradient, exact)
 
 
-def test_rows_come_from_the_optimizers_copy_next_to_a_float_table():
+def test_rows_come_from_the_copy_next_to_a_float_table():
     low, _, _ = looked_up("take")
     params = {"e": TABLE}
     tx = tcfp_jax.error_feedback(find_weights(low, params, IDS))

@@ -9,7 +9,7 @@ import optax
 from optax import contrib
 
 import tcfp_jax
-from tests.helpers import filled, drawn, shapes_of, step_of
+from tests.helpers import drawn, filled, shapes_of, step_of
 
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(3)

@@ -23,8 +23,8 @@ from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import conversion, formats
 from tcfp_jax.weights.fp4_packing import quantize_fp4
-from tests.compile_for_h200 import GATHERS, compile_for, needs_plugin, h200s, on
-from tests.helpers import mesh_of, drawn, placed, same_bits, variables_of
+from tests.compile_for_h200 import GATHERS, compile_for, h200s, needs_plugin, on
+from tests.helpers import drawn, mesh_of, placed, same_bits, variables_of
 
 E4M3 = jnp.float8_e4m3fn
 SCALINGS = {"Tensor": Tensor(), "Row": Row(), "Block": Block(32, "vector")}

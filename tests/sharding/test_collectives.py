@@ -289,7 +289,7 @@ def test_collectives_are_read_with_their_loops():
 
 @needs_plugin
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
-def test_a_weight_in_one_orientation_is_gathered_once_for_both_products(backend):
+def test_one_orientation_is_gathered_once_for_both_products(backend):
     """As in a block that is computed again: its forward product and its dgrad stand in
     one program.
     """
@@ -311,7 +311,7 @@ def test_a_weight_in_one_orientation_is_gathered_once_for_both_products(backend)
 
 
 @needs_plugin
-def test_partial_products_of_one_input_are_added_before_they_are_sent():
+def test_partial_products_are_added_before_they_are_sent():
     """Tensor parallelism: the gradients of x by q, k and v are summed over the devices
     of the tensor axis at once.
     """

@@ -55,7 +55,7 @@ def test_kernels_of_attention(heads, width, query, out):
     assert arrays.values.spec == (WHOLE if out == WHOLE else P(None, "fsdp"))
 
 
-def test_heads_that_the_mesh_divides_are_split_if_nothing_larger_may_be():
+def test_heads_are_split_if_nothing_larger_may_be():
     # [32, 16, 512]: 64 values of a row would cut blocks of moments
     params = stored_attention(32, 512)
     assert fsdp(params, MESH)["out"]["kernel"].spec == FIRST

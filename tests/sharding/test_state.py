@@ -20,7 +20,7 @@ import tcfp_jax
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
-from tests.compile_for_h200 import GATHERS, compile_for, needs_plugin, h200s
+from tests.compile_for_h200 import GATHERS, compile_for, h200s, needs_plugin
 from tests.helpers import (
     filled,
     mesh_of,

@@ -16,7 +16,7 @@ import tcfp_jax
 from tcfp_jax import optim
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
-from tests.helpers import mesh_of, drawn, placed, step_of
+from tests.helpers import drawn, mesh_of, placed, step_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)

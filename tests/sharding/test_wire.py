@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Operand
-from tests.compile_for_h200 import compile_for, needs_plugin, h200s, on_once
-from tests.helpers import mesh_of, drawn, placed, refusals
+from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on_once
+from tests.helpers import drawn, mesh_of, placed, refusals
 
 E4M3 = jnp.float8_e4m3fn
 K = 32
