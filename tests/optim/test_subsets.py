@@ -89,8 +89,9 @@ def test_nnx_optimizer_of_some_parameters():
 
     @nnx.jit
     def train(model, optimizer):
-        trained = nnx.DiffState(0, Trained)
-        square = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), trained)
+        square = nnx.value_and_grad(
+            lambda model: jnp.mean(model(x) ** 2), argnums=nnx.DiffState(0, Trained)
+        )
         value, gradients = square(model)
         optimizer.update(model, gradients)
         return value
