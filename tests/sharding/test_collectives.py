@@ -27,7 +27,7 @@ from pallas_kernels.matmul.api import matmul
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.weights.stored import Stored
 from tests.collectives import OPERATIONS, Collective, collectives
-from tests.compile_for_h200 import compile_for, needs_plugin, h200s, on, on_once
+from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on, on_once
 from tests.helpers import step_of
 
 # All differ from each other and from the tokens of a batch or a part of it, so a shape
