@@ -107,6 +107,10 @@ def step(model, params, weights):
     return run(params)
 
 
+def stepped(model, params):
+    return step(model, params, find_weights(model, TOKENS))
+
+
 @named
 def test_a_converted_gpt_steps_like_the_handwritten_one(name):
     recipe = APART[name]
@@ -119,35 +123,26 @@ def test_a_converted_gpt_steps_like_the_handwritten_one(name):
     converted = convert(GPT(), recipe, TOKENS)
     by_hand = GPT(dense)
     assert len(survey(converted).converted) == 6
-    results = [
-        step(model, params, find_weights(model, TOKENS))
-        for model in (converted, by_hand)
-    ]
-    assert same_bits(*results)
-    assert all(
-        np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(results[0])
-    )
-    assert not same_bits(results[0][1], step(GPT(), params, {})[1])
+    result = stepped(converted, params)
+    assert same_bits(result, stepped(by_hand, params))
+    for leaf in jax.tree.leaves(result):
+        assert np.isfinite(leaf.astype(np.float32)).all()
+    assert not same_bits(result[1], step(GPT(), params, {})[1])
 
 
 @named
 def test_activations_in_kernels_change_only_roundings(name):
     params = variables_of(GPT(), TOKENS)["params"]
-    results = [
-        step(model, params, find_weights(model, TOKENS))
-        for model in (
-            convert(GPT(), recipes[name], TOKENS) for recipes in (KERNELS, APART)
-        )
-    ]
-    moved = [jax.tree.map(jnp.subtract, after, params) for _, after, _ in results]
+
+    def moved(recipe):
+        _, after, _ = stepped(convert(GPT(), recipe, TOKENS), params)
+        return jax.tree.map(jnp.subtract, after, params)
 
     def part(got, expected):
-        return float(
-            jnp.linalg.norm((got - expected).ravel())
-            / jnp.linalg.norm(expected.ravel())
-        )
+        error = jnp.linalg.norm((got - expected).ravel())
+        return float(error / jnp.linalg.norm(expected.ravel()))
 
-    lost = jax.tree.map(part, *moved)
+    lost = jax.tree.map(part, moved(KERNELS[name]), moved(APART[name]))
     # A key's bias moves every score of a query alike, which softmax takes away: its
     # gradient is rounding and no more.
     lost["blocks"]["key"].pop("bias")

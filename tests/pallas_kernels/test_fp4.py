@@ -1,6 +1,7 @@
 """Products with FP4 weights on CPUs: the definition, sizes, bad input, and devices."""
 
 import dataclasses
+import itertools
 from functools import cache, partial
 
 import jax
@@ -29,7 +30,7 @@ N, K = 32, 64
 quick = partial(jax.jit, compiler_options=QUICK)
 multiply = quick(fp4_matmul, static_argnames=("contracts", "activation", "out_dtype"))
 # whole blocks, and short ones
-KINDS = [(scaling, k) for scaling in SCALINGS for k in (K, 36)]
+KINDS = [*itertools.product(SCALINGS, (K, 36))]
 RANDOM = np.random.default_rng(0)
 W = jnp.float32(RANDOM.standard_normal((N, K)))
 X = jnp.float32(RANDOM.standard_normal((2, 3, K)))

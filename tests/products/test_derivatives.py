@@ -201,7 +201,7 @@ def test_gradients_in_bf16_are_products_of_bf16_operands(stacked, dtype):
     x = SMALL_X.astype(dtype)
     x = jnp.stack([x, x[::-1], -x]) if stacked != "w" else x
     w = (STACKED_W if stacked != "x" else SMALL_W).astype(dtype)
-    in_axes = [None if stacked == other else 0 for other in ("w", "x")]
+    in_axes = {"x": (0, None), "w": (None, 0), "both": (0, 0)}[stacked]
     product = jax.vmap(in_bf16, in_axes)
     g = jnp.cos(jnp.float32(product(x, w)))
     _, *found = value_and_gradients(product, x, w, g)
