@@ -381,16 +381,6 @@ def _own(model: str, tokens: Tokens) -> ModelConfig:
     )
 
 
-def with_tokens(size: ModelConfig, tokens: Tokens) -> ModelConfig:
-    """Return a size with as many rows as its tokens need.
-
-    Those of a table for 50304 ids are a third of llama-124m.
-    """
-    if tokens == "bytes":
-        return size
-    return dataclasses.replace(size, vocabulary=read_tokenizer(OWN).size)
-
-
 def _check(options: argparse.Namespace, model: str, names: Sequence[str]) -> None:
     """Raise `ValueError` if model, text and variants do not belong together."""
     size = size_of(model, options.tokens)
@@ -440,9 +430,12 @@ def _asked(options: argparse.Namespace, model: str) -> Config:
         own |= whole_run(size)
     if options.steps:
         own["steps"] = options.steps
+    if options.tokens == "bpe":
+        # A table for 50304 ids is a third of llama-124m
+        size = dataclasses.replace(size, vocabulary=read_tokenizer(OWN).size)
     return Config(
         model,
-        with_tokens(size, options.tokens),
+        size,
         sequence=min(Config.sequence, size.context),
         text_bytes=2**40 if options.data else Config.text_bytes,
         base_steps=Config.base_steps if forks else 0,
