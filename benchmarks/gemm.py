@@ -20,9 +20,9 @@ from benchmarks.products import (
     CPU_SHAPES,
     H200_SHAPES,
     SMOKE_SHAPES,
+    Candidate,
     Form,
     GemmShape,
-    Product,
     bf16_product,
     check_product,
     fp8_product,
@@ -117,7 +117,7 @@ def measure(config: Config) -> Iterator[Row]:
             )
 
 
-def _find_products(shape: GemmShape, config: Config) -> list[Product]:
+def _find_products(shape: GemmShape, config: Config) -> list[Candidate]:
     x, w = random_operands(shape)
     pairs = {kind: Form(halves).quantize(x, w) for kind, halves in KINDS.items()}
     found = [bf16_product(x, w)]

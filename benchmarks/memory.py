@@ -33,7 +33,7 @@ from models.train import batch_key, corpus_of, init, make_train_step
 from models.training.settings import (
     Data,
     ErrorDtype,
-    Moments,
+    MomentFormat,
     TrainConfig,
     Weights,
     preset,
@@ -53,7 +53,7 @@ class Setting:
     recipe: Recipe
     error_dtype: ErrorDtype = "float32"
     weights: Weights = "float"
-    moments: Moments = "float32"
+    moments: MomentFormat = "float32"
 
 
 STORED = "tcfp12_single, stored"

@@ -21,8 +21,14 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.hopper.plan import Config, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
-from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
-from pallas_kernels.operands import Product as Options
+from pallas_kernels.operands import (
+    Accumulation,
+    Block,
+    MatmulOptions,
+    Operand,
+    Scaling,
+    Tensor,
+)
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tuning import Key
 
@@ -146,8 +152,8 @@ class Form:
         return Operand(x, scale), Operand(w, scale, lo, scaling=self.scaling)
 
     @property
-    def _options(self) -> Options:
-        return Options(jnp.dtype(self.out_dtype), self.accumulation)
+    def _options(self) -> MatmulOptions:
+        return MatmulOptions(jnp.dtype(self.out_dtype), self.accumulation)
 
     def bound(self, backend: Backend) -> float:
         """Return the largest error of a sum per unit of |x| @ |w|."""
@@ -227,7 +233,7 @@ def _magnitude(value: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Product:
+class Candidate:
     """A product that can be checked and timed.
 
     Attributes:
@@ -254,20 +260,20 @@ class Product:
         return f"{self.kind} {self.accumulation} {self.backend}"
 
 
-def bf16_product(x: jax.Array, w: jax.Array) -> Product:
+def bf16_product(x: jax.Array, w: jax.Array) -> Candidate:
     """Return the baseline: bfloat16 x and W."""
     multiply = jax.jit(dot_bf16)
     pair = x, w.astype(jnp.bfloat16)
-    return Product("bf16", "full", "xla", multiply, pair, _widened, 1, BF16_SUM_BOUND)
+    return Candidate("bf16", "full", "xla", multiply, pair, _widened, 1, BF16_SUM_BOUND)
 
 
 def _widened(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
     return x.astype(jnp.float32), w.astype(jnp.float32)
 
 
-def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend) -> Product:
+def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend) -> Candidate:
     """Return a product of operands of `form.quantize`."""
-    return Product(
+    return Candidate(
         kind,
         form.accumulation,
         backend,
@@ -289,7 +295,7 @@ def _dequantized(x: Operand, w: Operand) -> tuple[jax.Array, ...]:
     return x.dequantize(), hi, lo
 
 
-def check_product(candidate: Product) -> float:
+def check_product(candidate: Candidate) -> float:
     """Return the largest error over its bound, of some values, against float64.
 
     Raises:

@@ -33,7 +33,7 @@ from benchmarks.harness import Benchmark, chosen_of
 from benchmarks.products import MIDDLE, GemmShape, parse_shapes
 from benchmarks.records import Result, markdown_table, shown, times
 from models.nets.mlp import MLP
-from models.training.settings import Moments, Weights
+from models.training.settings import MomentFormat, Weights
 from models.training.state import float_parameters
 from tcfp_jax.recipes import Recipe, recipe
 
@@ -50,7 +50,7 @@ class Kept:
     """Dtypes of an optimizer step: of weights, of moments and of gradients."""
 
     weights: Weights = "float"
-    moments: Moments = "float32"
+    moments: MomentFormat = "float32"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
 
 

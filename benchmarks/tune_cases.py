@@ -34,9 +34,9 @@ from pallas_kernels.operands import (
     BLOCK_SIZES,
     Accumulation,
     Block,
+    MatmulOptions,
     Operand,
     Orientation,
-    Product,
     Row,
     Scaling,
     Tensor,
@@ -183,7 +183,7 @@ def grouped_case(part: grouped.Part, shape: grouped.Shape, dtype: Any) -> Case:
     """
     is_bf16 = dtype == jnp.bfloat16
     accumulation: Accumulation = "fast" if is_bf16 or part == "forward" else "full"
-    options = Product(jnp.dtype(jnp.bfloat16), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.bfloat16), accumulation)
     sizes = grouped.group_sizes(shape, "drawn")
     drawing = jax.jit(functools.partial(_drawn_groups, part, shape, jnp.dtype(dtype)))
     drawn = jax.eval_shape(drawing)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.training.settings import Included, Moments, Weights
+from models.training.settings import Included, MomentFormat, Weights
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import NAMES, Recipe, recipe
@@ -49,7 +49,7 @@ class Variant:
 
     recipe: Recipe
     weights: Weights = "float"
-    moments: Moments = "float32"
+    moments: MomentFormat = "float32"
     remainder: Literal["stochastic", "feedback"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     include: Included = "every"
@@ -58,7 +58,9 @@ class Variant:
     meaning: str = field(default="", compare=False, repr=False)
 
 
-def _stored(moments: Moments = "8bit", *, meaning: str, **overrides: Any) -> Variant:
+def _stored(
+    moments: MomentFormat = "8bit", *, meaning: str, **overrides: Any
+) -> Variant:
     own = {
         name: overrides.pop(name)
         for name in ("remainder", "gradient_dtype", "include")

@@ -283,8 +283,9 @@ def _objection(
         other.backend for other in table if _reject(other, options, *arrays) is None
     }
     key = table[-1].key(options, *arrays)
-    replaces = implementation.replaces not in {None, *able}
-    if replaces and not (key and tuning.find(device, key, name)):
+    is_timed = key is not None and tuning.find(device, key, name) is not None
+    replaced = implementation.replaces
+    if replaced is not None and replaced not in able and not is_timed:
         return None
     return tuning.decline(device, key, name, able)
 
@@ -327,7 +328,8 @@ def dispatch(
     if calls is not None:
         key = table[-1].key(options, *arrays)
         calls.append(Call(_scope(), op, _describe(*arrays), verdicts, key))
-        chosen = chosen or table[-1]
+        if chosen is None:
+            chosen = table[-1]  # the reference; the record has the reason
     if chosen is None:
         reasons = _reasons(op, table, backend, verdicts)
         raise NotImplementedError(
@@ -396,9 +398,8 @@ def shared(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def surroundings() -> Hashable:
-    """Return the inputs of the choice that JAX does not know.
-
-    They are the device and the times.
+    """Return the device and the times, which a choice depends on and JAX's caches do
+    not know.
     """
     kind = device_kind()
     # A CPU runs no kernel that is not named, so times decide nothing there.

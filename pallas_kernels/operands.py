@@ -44,9 +44,9 @@ __all__ = [
     "Block",
     "Contracts",
     "Fp4",
+    "MatmulOptions",
     "Operand",
     "Orientation",
-    "Product",
     "Quantization",
     "Quantized",
     "Row",
@@ -229,7 +229,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulOptions:
     """Static options of `matmul` and `skip_matmul`.
 
     Attributes:

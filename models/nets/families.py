@@ -6,8 +6,8 @@ in plain Flax and converted, so its weights are found in it:
     model   = convert_to_tcfp(Llama(config), recipe, tokens)
     weights = find_weights(model)                 for error_feedback(weights) and store(params, weights)
 
-With the tokens of a step, both are plain Flax, and only layers are converted that
-measured times say are faster than BF16 (`include="measured"`).
+If the caller gives the tokens of a step, both are plain Flax, and a layer is converted
+only if it was measured to be faster than BF16 (`include="measured"`).
 """
 
 import functools
@@ -28,8 +28,8 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
 Tables = Literal["float", "stored"]
-# The caller chose a recipe, so every layer takes it at any size, as in a GPT; a head
-# stays in BF16.
+# Every layer takes the recipe that the caller chose, at any size; the head stays in
+# BF16.
 INCLUDE: tuple[Include, ...] = ("linear", "small")
 # Where weights have no float copy, tables have none either, and the head multiplies by
 # the stored one.

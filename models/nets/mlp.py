@@ -12,7 +12,7 @@ from pallas_kernels.checks import check_choice
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
-Activation = Literal["gelu", "relu"]
+Nonlinearity = Literal["gelu", "relu"]
 
 
 class MLP(nn.Module):
@@ -41,7 +41,7 @@ class MLP(nn.Module):
     recipe: Recipe | str = "tcfp12"
     dtype: jnp.dtype = jnp.bfloat16
     use_bias: bool = True
-    activation: Activation = "gelu"
+    activation: Nonlinearity = "gelu"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ class MLP(nn.Module):
                 "features=() names no layer; give the outputs of each, such as"
                 " (256, 10)"
             )
-        check_choice("activation", self.activation, get_args(Activation))
+        check_choice("activation", self.activation, get_args(Nonlinearity))
         activation = jax.nn.gelu if self.activation == "gelu" else jax.nn.relu
         x = x.astype(self.dtype)
         for index, features in enumerate(self.features):

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from models.nets.keeping import CHOICE
 from models.nets.llama import Block, Llama, Matrix, gated, initial
 from models.nets.meshes import AXES, BATCH
-from models.nets.shapes import Activation, MoeConfig
+from models.nets.shapes import MoeConfig, Nonlinearity
 
 
 class Routed(NamedTuple):
@@ -94,7 +94,7 @@ def mix(
     gate_up: jax.Array,
     down: jax.Array,
     first: jax.Array | int,
-    activation: Activation,
+    activation: Nonlinearity,
 ) -> jax.Array:
     """Return the sum over some experts, the ones from number `first` on, float32
     `[t, width]`.
@@ -135,7 +135,7 @@ def mix_on_mesh(
     routed: Routed,
     gate_up: jax.Array,
     down: jax.Array,
-    activation: Activation,
+    activation: Nonlinearity,
 ) -> jax.Array:
     """Return `mix` over all experts; on a mesh of `models.nets.meshes` each device of `fsdp`
     multiplies its own experts.

@@ -17,7 +17,7 @@ ComputeDtype = Literal["float32", "bfloat16"]  # dtypes of activations
 Attention = Literal["auto", "products", "xla", "cudnn"]
 Head = Literal["tied", "untied"]
 Loop = Literal["scan", "unrolled"]
-Activation = Literal["silu", "gelu"]
+Nonlinearity = Literal["silu", "gelu"]
 Bias = Literal["none", "qkv"]
 QKNorm = Literal["none", "heads", "all"]
 Switch = Literal["off", "on"]
@@ -63,7 +63,7 @@ _CHOICES = dict(
     bias=Bias,
     qk_norm=QKNorm,
     post_norms=Switch,
-    activation=Activation,
+    activation=Nonlinearity,
 )
 
 
@@ -191,7 +191,7 @@ class LlamaConfig:
     bias: Bias = "none"
     qk_norm: QKNorm = "none"
     post_norms: Switch = "off"
-    activation: Activation = "silu"
+    activation: Nonlinearity = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     attention_cap: float | None = None

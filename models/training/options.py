@@ -11,7 +11,7 @@ from models.huggingface.folders import Form
 from models.nets.meshes import AXES
 from models.nets.sizes import model_names
 from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.settings import BAD_STEPS, Included, Moments, Weights
+from models.training.settings import BAD_STEPS, Included, MomentFormat, Weights
 from tcfp_jax.recipes import NAMES
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
@@ -172,7 +172,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
     precision.add_argument(
         "--moments",
-        choices=get_args(Moments),
+        choices=get_args(MomentFormat),
         help=(
             "AdamW's moments of stored weights (default: 8bit; float weights have"
             " float32)"

@@ -27,7 +27,7 @@ from tcfp_jax.recipes import Dual, Recipe, describe
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
 Included = Literal["every", "layers", "measured"]
-Moments = Literal["8bit", "bfloat16", "float32"]
+MomentFormat = Literal["8bit", "bfloat16", "float32"]
 BAD_STEPS = 20
 
 
@@ -66,10 +66,10 @@ class Stored:
       ValueError: the format is unknown.
     """
 
-    moments: Moments = "8bit"
+    moments: MomentFormat = "8bit"
 
     def __post_init__(self) -> None:
-        check_choice("moments", self.moments, get_args(Moments))
+        check_choice("moments", self.moments, get_args(MomentFormat))
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _named(recipe: str | Recipe) -> str:
 
 def trained_form(
     weights: Weights = "float",
-    moments: Moments = "float32",
+    moments: MomentFormat = "float32",
     error_dtype: ErrorDtype = "float32",
     lora: int = 0,
 ) -> Trained:

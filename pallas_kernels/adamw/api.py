@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import mosaic, reference, triton
-from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
+from pallas_kernels.adamw.reference import AdamWOptions, Moments, Rates, Step
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, check_real
 from pallas_kernels.specs import entries_of, has_explicit_axes
@@ -18,11 +18,11 @@ from pallas_kernels.specs import entries_of, has_explicit_axes
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
 
-__all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
+__all__ = ["IMPLEMENTATIONS", "AdamWOptions", "Moments", "Rates", "Step", "adamw"]
 
 
 def _by_reference(
-    options: Options,
+    options: AdamWOptions,
     g: Array,
     hi: Array,
     lo: Array,
@@ -91,7 +91,7 @@ def adamw(
       rates: float32 scalars of this step, and `keep`, whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
       backend: None for the fastest one, or a name.
-      options: fields of `Options`: `momentum="classic"` or "nesterov";
+      options: fields of `AdamWOptions`: `momentum="classic"` or "nesterov";
         `orientation="rows"`, or "both" for `columns`, the transpose of the new hi;
         `remainder="stochastic"` or "nearest", the rounding of lo.
 
@@ -118,7 +118,7 @@ def adamw(
     >>> weight.tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """
-    chosen = Options(**options)  # type: ignore[arg-type]
+    chosen = AdamWOptions(**options)  # type: ignore[arg-type]
     check_real("g", g)
     if g.dtype.itemsize == 1:
         raise TypeError(

@@ -20,7 +20,13 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import numerics
-from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Rates, Step
+from pallas_kernels.adamw.reference import (
+    AdamWOptions,
+    Coefficients,
+    Moments,
+    Rates,
+    Step,
+)
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.specs import device_count, has_explicit_axes
@@ -67,7 +73,7 @@ class Numbers(NamedTuple):
 
 def launch(
     kernel: Kernel,
-    options: Options,
+    options: AdamWOptions,
     g: Array,
     hi: Array,
     lo: Array,
@@ -100,7 +106,7 @@ def launch(
 
 
 @cache
-def _stacked(kernel: Kernel, options: Options) -> Kernel:
+def _stacked(kernel: Kernel, options: AdamWOptions) -> Kernel:
     """Return the step of a stack of matrices `[*l, ...]`.
 
     vmap makes the stack longer, and the step stays in place.
@@ -125,7 +131,9 @@ def _stacked(kernel: Kernel, options: Options) -> Kernel:
     return call
 
 
-def _on_each_device(kernel: Kernel, options: Options, *operands: Array) -> list[Array]:
+def _on_each_device(
+    kernel: Kernel, options: AdamWOptions, *operands: Array
+) -> list[Array]:
     """Run the kernel on a stack of matrices; each device takes its part of them."""
     *leading, k, n = operands[2].shape
     # A letter for each axis of a stack, because layers of experts are split in their

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
-from pallas_kernels.adamw.reference import Options, Step
+from pallas_kernels.adamw.reference import AdamWOptions, Step
 from pallas_kernels.dispatch import Implementation, device_kind
 from pallas_kernels.hopper import plan
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.specs import device_count
 
 
-def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
+def _reject(options: AdamWOptions, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     reason = plan.reject(jnp.bfloat16)
     if reason is not None:
@@ -36,7 +36,7 @@ def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | Non
     return None
 
 
-def _adamw(options: Options, *operands: Any) -> Step:
+def _adamw(options: AdamWOptions, *operands: Any) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: a second that a program without this kernel need not
     # pay, and needs jax 0.11.

@@ -21,7 +21,7 @@ from pallas_kernels import counter, numerics
 from pallas_kernels.adamw import launch, reference
 from pallas_kernels.adamw.arithmetic import Instructions
 from pallas_kernels.adamw.launch import STATE, Numbers
-from pallas_kernels.adamw.reference import Options, State
+from pallas_kernels.adamw.reference import AdamWOptions, State
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.moments import BLOCK, E4M3
 from pallas_kernels.specs import varying
@@ -32,7 +32,7 @@ _TURNS = ROWS // _WARPS
 _REGISTERS = Registers((_WARPS, BLOCK))  # of a turn
 
 
-def call(options: Options, columns: int, *operands: Array) -> list[Array]:
+def call(options: AdamWOptions, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     words, gradient, *state = varying(operands, *operands)
     l, k, n = gradient.shape
@@ -103,7 +103,7 @@ class _Device(Instructions):
 
 
 def _kernel(
-    options: Options,
+    options: AdamWOptions,
     words: Ref,
     gradient: Ref,
     *refs: Ref,
@@ -165,7 +165,7 @@ class _Rows:
       warps, lanes: row and column of each value in a turn.
     """
 
-    options: Options
+    options: AdamWOptions
     numbers: Numbers
     place: _Place
     width: int

@@ -18,7 +18,7 @@ from pallas_kernels.scaling import SCALE_DTYPE
 
 
 @dataclass(frozen=True)
-class Options:
+class AdamWOptions:
     """Static options of `adamw`.
 
     Attributes:
@@ -203,7 +203,7 @@ def _byte_of_block(scale: Array) -> Array:
 
 def update(
     do: Portable,
-    options: Options,
+    options: AdamWOptions,
     c: Coefficients,
     gradient: Array,
     old: State,
@@ -265,7 +265,7 @@ def update(
 
 
 def adamw(
-    options: Options,
+    options: AdamWOptions,
     g: Array,
     hi: Array,
     lo: Array,

@@ -5,12 +5,12 @@ from typing import Any
 from jax import Array
 
 from pallas_kernels.adamw.launch import ROWS, launch
-from pallas_kernels.adamw.reference import Options, Step
+from pallas_kernels.adamw.reference import AdamWOptions, Step
 from pallas_kernels.dispatch import Implementation, lacks_fp8
 from pallas_kernels.moments import BLOCK
 
 
-def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | None:
+def _reject(options: AdamWOptions, g: Array, hi: Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     k, n = hi.shape
     if k % ROWS or n % BLOCK:
@@ -21,7 +21,7 @@ def _reject(options: Options, g: Array, hi: Array, *arrays: object) -> str | Non
     return None
 
 
-def _adamw(options: Options, *operands: Any) -> Step:
+def _adamw(options: AdamWOptions, *operands: Any) -> Step:
     """Take the step, see `api.adamw`."""
     # Imported where it is used: half a second that a program without kernels need not
     # pay.

@@ -23,14 +23,14 @@ from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.arithmetic import Instructions, Portable
 from pallas_kernels.adamw.launch import ROWS, STATE, Kernel, Numbers, Ref
-from pallas_kernels.adamw.reference import Options, State
+from pallas_kernels.adamw.reference import AdamWOptions, State
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.specs import varying
 
 _WARPS = 4
 
 
-def call(options: Options, columns: int, *operands: Array) -> list[Array]:
+def call(options: AdamWOptions, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     run = partial(_call, options, columns)
     if plgpu.unreachable(*operands[1:]):
@@ -125,7 +125,7 @@ class _Tiles(NamedTuple):
 
 
 def _call(
-    options: Options,
+    options: AdamWOptions,
     columns: int,
     *operands: Array,
     interpret: bool,
@@ -177,7 +177,7 @@ def _call(
 
 
 def _kernel(
-    options: Options,
+    options: AdamWOptions,
     sizes: tuple[int, int, int],
     interpret: bool,
     places: int,
@@ -239,7 +239,7 @@ def _summarize(refs: Sequence[Ref], hi: Array, largest: Array) -> None:
 
 
 def _first_indices(
-    options: Options,
+    options: AdamWOptions,
     sizes: tuple[int, int, int],
     place: Sequence[Array],
 ) -> Array:

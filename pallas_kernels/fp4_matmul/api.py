@@ -14,7 +14,7 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
-from pallas_kernels.fp4_matmul.reference import Activation, Options
+from pallas_kernels.fp4_matmul.reference import ActivationFormat, Fp4Options
 from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
 
@@ -29,7 +29,7 @@ def fp4_matmul(
     w: Operand,
     *,
     contracts: Literal["k", "n"] = "k",
-    activation: Activation = "bfloat16",
+    activation: ActivationFormat = "bfloat16",
     out_dtype: DTypeLike | None = None,
     out_sharding: Sharding = None,
     backend: Backend | None = None,
@@ -75,14 +75,14 @@ def fp4_matmul(
     check_real("x", x)
     _check(x, w, contracts, activation)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    options = Options(dtype, activation, contracts, out_sharding)
+    options = Fp4Options(dtype, activation, contracts, out_sharding)
     run = partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
     return under_own_mesh(run)(x, w)
 
 
 def _check(x: Array, w: Operand, contracts: str, activation: str) -> None:
     check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
-    check_choice("activation", activation, get_args(Activation))
+    check_choice("activation", activation, get_args(ActivationFormat))
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
         found = w.scaling if isinstance(w, Operand) else type(w).__name__
         raise TypeError(

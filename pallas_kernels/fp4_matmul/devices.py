@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct, lax
 
-from pallas_kernels.fp4_matmul.reference import Options, dimensions, scaling_of
+from pallas_kernels.fp4_matmul.reference import Fp4Options, dimensions, scaling_of
 from pallas_kernels.matmul.devices import result_spec
 from pallas_kernels.operands import Operand
 from pallas_kernels.partition import BlocksOf, partitioned
@@ -19,7 +19,7 @@ from pallas_kernels.specs import Entry
 
 def on_each_device(
     multiply: Callable[..., Array],
-    options: Options,
+    options: Fp4Options,
     x: Array | Operand,
     w: Operand,
     *table: Array,
@@ -65,7 +65,7 @@ def on_each_device(
 
 
 def _wanted(
-    options: Options,
+    options: Fp4Options,
     x: Array | Operand,
     w: Operand,
 ) -> tuple[Entry, ...] | None:

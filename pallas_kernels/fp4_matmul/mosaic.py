@@ -24,8 +24,8 @@ from pallas_kernels.fp4_matmul import reference, triton
 from pallas_kernels.fp4_matmul.devices import on_each_device
 from pallas_kernels.fp4_matmul.reference import (
     E4M3_FACTOR,
-    Activation,
-    Options,
+    ActivationFormat,
+    Fp4Options,
     scaling_of,
 )
 from pallas_kernels.fp4_matmul.unpacked import multiply, quantize_rows
@@ -76,7 +76,7 @@ class _Limits:
     rounded_values: int
 
 
-def limits(activation: Activation) -> _Limits:
+def limits(activation: ActivationFormat) -> _Limits:
     """Return the limits for activations of a format."""
     timed = tuning.load()
     entries = timed.get(device_kind(), {}).get("fp4_matmul")
@@ -90,7 +90,7 @@ def limits(activation: Activation) -> _Limits:
     raise KeyError(f"tuned.json has no limits for {activation}")
 
 
-def _reject(options: Options, x: Array, w: Operand) -> str | None:
+def _reject(options: Fp4Options, x: Array, w: Operand) -> str | None:
     """Return why this kernel cannot multiply these operands here, or None."""
     reason = plan.reject(options.out_dtype)
     if reason is not None:
@@ -127,7 +127,7 @@ def _reject(options: Options, x: Array, w: Operand) -> str | None:
 # --------------------------------------------------------------------------------------
 
 
-def configure(options: Options, x: Array | Operand, w: Operand) -> "Config | None":
+def configure(options: Fp4Options, x: Array | Operand, w: Operand) -> "Config | None":
     """Return the sizes of the kernel for this product, or None if none fit."""
     from pallas_kernels.fp4_matmul.kernel import OUTPUTS
 
@@ -152,7 +152,7 @@ def configure(options: Options, x: Array | Operand, w: Operand) -> "Config | Non
 
 
 def _sized(
-    options: Options,
+    options: Fp4Options,
     found: _Limits,
     sizes: tuple[int, int, int],
     step: int,
@@ -207,7 +207,7 @@ def _bands(m: int, most: int) -> tuple[int, int]:
     return bands, -(-m // (unit * bands)) * unit
 
 
-def _output_bytes(config: "Config", options: Options, rows: int) -> int:
+def _output_bytes(config: "Config", options: Fp4Options, rows: int) -> int:
     """Return the bytes of shared memory for output rows: none for parts of k."""
     if config.splits > 1:
         return 0
@@ -216,7 +216,7 @@ def _output_bytes(config: "Config", options: Options, rows: int) -> int:
 
 def _rounding(
     config: "Config",
-    options: Options,
+    options: Fp4Options,
     x: Array | ShapeDtypeStruct,
 ) -> "Config":
     """Return the sizes for blocks that round x themselves if its rows are few.
@@ -245,7 +245,7 @@ def _rounding(
 
 
 def _fp4_matmul(
-    options: Options,
+    options: Fp4Options,
     x: Array,
     w: Operand,
     *,
@@ -258,7 +258,7 @@ def _fp4_matmul(
     from pallas_kernels.fp4_matmul import decode
 
     def on_device(
-        options: Options,
+        options: Fp4Options,
         x: Array | Operand,
         w: Operand,
         table: Array,
@@ -292,7 +292,7 @@ def _padded(m: int, config: "Config") -> int:
 
 def _in_bf16(
     config: "Config",
-    options: Options,
+    options: Fp4Options,
     x: Array,
     w: Operand,
     table: Array,
@@ -316,7 +316,7 @@ def _in_bf16(
 
 def _in_fp8(
     config: "Config",
-    options: Options,
+    options: Fp4Options,
     x: Array | Operand,
     w: Operand,
     table: Array,

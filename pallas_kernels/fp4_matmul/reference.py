@@ -23,7 +23,7 @@ from pallas_kernels.quantize.reference import quantize
 from pallas_kernels.specs import Sharding
 from pallas_kernels.tuning import Key
 
-Activation = Literal["bfloat16", "float8_e4m3fn"]
+ActivationFormat = Literal["bfloat16", "float8_e4m3fn"]
 # X in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
 ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
 # Codes times scales are stored in E4M3 times this factor, which brings the largest one,
@@ -34,7 +34,7 @@ _WORDS = {8: (jnp.uint8, jnp.uint16), 16: (jnp.uint16, jnp.uint32)}
 
 
 @dataclass(frozen=True)
-class Options:
+class Fp4Options:
     """Static options of a product with an FP4 weight.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options:
     """
 
     out_dtype: np.dtype
-    activation: Activation = "bfloat16"
+    activation: ActivationFormat = "bfloat16"
     contracts: Literal["k", "n"] = "k"
     out_sharding: Sharding = None
 
@@ -131,13 +131,13 @@ def quantize_rows(x: Array) -> Operand:
     return quantize(ROWS, x, None).rows
 
 
-def dimensions(options: Options, ndim: int) -> lax.DotDimensionNumbers:
+def dimensions(options: Fp4Options, ndim: int) -> lax.DotDimensionNumbers:
     """Return the axes of a product with x of `ndim` axes, as for `lax.dot_general`."""
     of_w = 1 if options.contracts == "k" else 0
     return ((ndim - 1,), (of_w,)), ((), ())
 
 
-def fp4_matmul(options: Options, x: Array | Operand, w: Operand) -> Array:
+def fp4_matmul(options: Fp4Options, x: Array | Operand, w: Operand) -> Array:
     """Return the product, see `api.fp4_matmul`; rows of x may be rounded already."""
     if options.activation == "bfloat16":
         assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
@@ -150,7 +150,7 @@ def fp4_matmul(options: Options, x: Array | Operand, w: Operand) -> Array:
     return out.astype(options.out_dtype)
 
 
-def _in_bf16(options: Options, x: Array, w: Operand) -> Array:
+def _in_bf16(options: Fp4Options, x: Array, w: Operand) -> Array:
     """Return the product with x in bfloat16, added in float32."""
     multiply = partial(
         lax.dot_general,
@@ -174,7 +174,7 @@ def _in_bf16(options: Options, x: Array, w: Operand) -> Array:
     return out if w.outer is None else out * w.outer
 
 
-def key(options: Options, x: Array, w: Operand) -> Key:
+def key(options: Fp4Options, x: Array, w: Operand) -> Key:
     """Return the name of a product in `tuned.json`."""
     n, k = w.shape
     scaling = scaling_of(w)

@@ -12,7 +12,7 @@ from jax import Array
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.fp4_matmul import reference, triton
 from pallas_kernels.fp4_matmul.devices import on_each_device
-from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options, scaling_of
+from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Fp4Options, scaling_of
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Operand, Row
 from pallas_kernels.quantize.api import quantize
@@ -25,7 +25,7 @@ UNPACK_IMPLEMENTATIONS = (
 )
 
 
-def fp4_matmul(options: Options, x: Array, w: Operand) -> Array:
+def fp4_matmul(options: Fp4Options, x: Array, w: Operand) -> Array:
     """Return the product, see `api.fp4_matmul`.
 
     Under a mesh with explicit axes each device multiplies its part, because blocks cut
@@ -40,7 +40,7 @@ def fp4_matmul(options: Options, x: Array, w: Operand) -> Array:
     return on_each_device(multiply, options, quantize_rows(x), w)
 
 
-def multiply(options: Options, x: Array | Operand, w: Operand) -> Array:
+def multiply(options: Fp4Options, x: Array | Operand, w: Operand) -> Array:
     """Return the product on one device; the rows of x may be rounded already.
 
     The format library's "fold_exact" scales begin at 2**-3, where the smallest number

@@ -15,7 +15,7 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, dispatch
 from pallas_kernels.grouped_matmul import mosaic, reference
 from pallas_kernels.grouped_matmul.reference import values_of
-from pallas_kernels.operands import Accumulation, Operand, Product, check_operands
+from pallas_kernels.operands import Accumulation, MatmulOptions, Operand, check_operands
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float, Int
@@ -86,7 +86,7 @@ def grouped_matmul(
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), w)
     _check(x, one, accumulation)
     sizes = check_sizes(group_sizes, values_of(x).shape[0], len(values))
-    options = Product(jnp.dtype(out_dtype), accumulation)
+    options = MatmulOptions(jnp.dtype(out_dtype), accumulation)
     return dispatch("grouped_matmul", IMPLEMENTATIONS, backend, options, x, w, sizes)
 
 
@@ -124,7 +124,7 @@ def grouped_weight_gradient(
         raise ValueError(f"x{shapes[0]} and g{shapes[1]} must be [k, m] and [n, m]")
     _check(x, g, accumulation)
     sizes = check_sizes(group_sizes, values_of(x).shape[1])
-    options = Product(jnp.dtype(out_dtype), accumulation)
+    options = MatmulOptions(jnp.dtype(out_dtype), accumulation)
     return dispatch(
         "grouped_weight_gradient",
         GRADIENT_IMPLEMENTATIONS,

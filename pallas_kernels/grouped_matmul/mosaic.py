@@ -18,7 +18,7 @@ from pallas_kernels.hopper.plan import (
     SWIZZLE,
     Config,
 )
-from pallas_kernels.operands import Block, Operand, Product, Row
+from pallas_kernels.operands import Block, MatmulOptions, Operand, Row
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        options: Product,
+        options: MatmulOptions,
         x: Matrix,
         w: Matrix,
         groups: int,
@@ -133,7 +133,7 @@ def misfit(config: Config, problem: Problem) -> str | None:
 
 
 def _reject(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     w: Matrix,
     group_sizes: Array,
@@ -158,7 +158,7 @@ def _reject(
 
 
 def _configure(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     w: Matrix,
     group_sizes: Array,
@@ -175,7 +175,7 @@ def _configure(
 
 
 def _grouped_matmul(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     w: Matrix,
     group_sizes: Array,
@@ -210,7 +210,7 @@ def _grouped_matmul(
 
 
 def _grouped_weight_gradient(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     g: Matrix,
     group_sizes: Array,
@@ -255,7 +255,7 @@ def _by_steps(operand: Operand, more: int) -> Array:
 
 
 def _run(
-    options: Product,
+    options: MatmulOptions,
     config: Config,
     x: Matrix,
     w: Matrix,

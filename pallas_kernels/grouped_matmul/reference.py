@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.operands import Block, Operand, Product
+from pallas_kernels.operands import Block, MatmulOptions, Operand
 from pallas_kernels.tuning import Key
 
 # FP8 with scales, or BF16
@@ -28,7 +28,7 @@ _WITHIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
 
 
 def _grouped_matmul(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     w: Matrix,
     group_sizes: Array,
@@ -51,7 +51,7 @@ def _grouped_matmul(
 
 
 def _grouped_weight_gradient(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     g: Matrix,
     group_sizes: Array,
@@ -68,7 +68,7 @@ def _grouped_weight_gradient(
 
 
 def key(
-    options: Product,
+    options: MatmulOptions,
     x: Matrix,
     w: Matrix,
     group_sizes: Array,

@@ -18,8 +18,8 @@ from pallas_kernels.matmul import mosaic, reference, triton
 from pallas_kernels.operands import (
     Accumulation,
     Block,
+    MatmulOptions,
     Operand,
-    Product,
     Row,
     Tensor,
     check_operands,
@@ -132,7 +132,7 @@ def matmul(
             f"bias has shape {list(bias.shape)}, but w{list(w.shape)} has"
             f" n={w.shape[0]} outputs"
         )
-    options = Product(jnp.dtype(out_dtype), accumulation, out_sharding, wire)
+    options = MatmulOptions(jnp.dtype(out_dtype), accumulation, out_sharding, wire)
     if isinstance(w.scaling, Row):
         return _by_rows(options, x, w, bias, backend)
     if w.lo_scale is not None:
@@ -186,7 +186,7 @@ def skip_matmul(
             " residual: only a residual in blocks has blocks to leave out; use matmul,"
             " or dual_quantize(w, Block(128))"
         )
-    options = Product(jnp.dtype(out_dtype), "full", out_sharding)
+    options = MatmulOptions(jnp.dtype(out_dtype), "full", out_sharding)
     # Zeros add nothing, so the definition is the one of `matmul`.
     return dispatch(
         "skip_matmul", (_TABLE[0], _TABLE[-1]), backend, options, x, w, None
@@ -212,7 +212,7 @@ def add_product(
     >>> add_product(jnp.ones((2, 2)), one, one, "fast").tolist()
     [[5.0, 5.0], [5.0, 5.0]]
     """
-    options = Product(jnp.dtype(jnp.float32), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.float32), accumulation)
     if (
         backend not in (None, "xla")
         or not isinstance(w.scaling, Tensor)
@@ -227,7 +227,7 @@ def add_product(
 
 
 def _by_rows(
-    options: Product,
+    options: MatmulOptions,
     x: Operand,
     w: Operand,
     bias: Array | None,

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct, lax
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
+from pallas_kernels.operands import Block, MatmulOptions, Operand, dimensions, sizes
 from pallas_kernels.partition import BlocksOf, Letters, partitioned
 from pallas_kernels.specs import Entry, Sharding, entries, has_explicit_axes
 from pallas_kernels.wire import Scatter, reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
-Multiply = Callable[[Product, Operand, Operand, Array | None], Array]
+Multiply = Callable[[MatmulOptions, Operand, Operand, Array | None], Array]
 
 
 def on_each_device(
     multiply: Multiply,
-    options: Product,
+    options: MatmulOptions,
     x: Operand,
     w: Operand,
     bias: Array | None,

@@ -23,16 +23,18 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.hopper.plan import Config, Plan, Problem
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
-from pallas_kernels.operands import ZERO_BLOCK, Operand, Product
+from pallas_kernels.operands import ZERO_BLOCK, MatmulOptions, Operand
 
 
-def _reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
+def _reject(
+    options: MatmulOptions, x: Operand, w: Operand, bias: Array | None
+) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     return plan.reject(options.out_dtype, Problem.of(x, w), options.accumulation)
 
 
 def configure(
-    options: Product,
+    options: MatmulOptions,
     x: Operand,
     w: Operand,
     bias: Array | None,
@@ -43,7 +45,7 @@ def configure(
 
 
 def _matmul(
-    options: Product,
+    options: MatmulOptions,
     x: Operand,
     w: Operand,
     bias: Array | None,
@@ -60,7 +62,7 @@ def _matmul(
 
 def _multiply(
     config: Config | None,
-    options: Product,
+    options: MatmulOptions,
     x: Operand,
     w: Operand,
     bias: Array | None,

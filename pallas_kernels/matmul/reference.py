@@ -30,7 +30,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.matmul.devices import on_each_device
-from pallas_kernels.operands import Block, Operand, Product, Tensor, dimensions, sizes
+from pallas_kernels.operands import (
+    Block,
+    MatmulOptions,
+    Operand,
+    Tensor,
+    dimensions,
+    sizes,
+)
 from pallas_kernels.specs import (
     Sharding,
     entries,
@@ -62,7 +69,7 @@ class _AnyFP8(lax.DotAlgorithm):
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
-def matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
+def matmul(options: MatmulOptions, x: Operand, w: Operand, bias: Array | None) -> Array:
     """Return the product, see `api.matmul`.
 
     Each device multiplies its own part if a wire is asked for, because XLA has no such
@@ -75,14 +82,16 @@ def matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Arra
     return on_each_device(product, options, x, w, bias)
 
 
-def product(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
+def product(
+    options: MatmulOptions, x: Operand, w: Operand, bias: Array | None
+) -> Array:
     """Return the product on the platform for which the program is lowered."""
     multiply = _scaled_once if isinstance(w.scaling, Tensor) else _dequantized
     out = multiply(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
-def key(options: Product, x: Operand, w: Operand, bias: Array | None) -> Key:
+def key(options: MatmulOptions, x: Operand, w: Operand, bias: Array | None) -> Key:
     """Return the name of a product in `tuned.json`.
 
     It is "padded" if cuBLASLt must pad sizes to multiples of 16. Times of a product
@@ -113,7 +122,7 @@ def product_scale(x: Operand, w: Operand) -> Array:
     return scale
 
 
-def _scaled_once(options: Product, x: Operand, w: Operand) -> Array:
+def _scaled_once(options: MatmulOptions, x: Operand, w: Operand) -> Array:
     """Return the product of operands with one scale each."""
     axes = dimensions(x, w)
     scale = product_scale(x, w)
@@ -129,7 +138,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> Array:
 
 
 def _in_float32(
-    options: Product,
+    options: MatmulOptions,
     axes: lax.DotDimensionNumbers,
     x: Array,
     w: Array,
@@ -152,7 +161,7 @@ def _in_float32(
 
 
 def _on_tensor_cores(
-    options: Product,
+    options: MatmulOptions,
     axes: lax.DotDimensionNumbers,
     x: Array,
     w: Array,
@@ -188,7 +197,7 @@ def _on_tensor_cores(
     return lax.optimization_barrier(out)
 
 
-def add_product(options: Product, x: Operand, w: Operand, total: Array) -> Array:
+def add_product(options: MatmulOptions, x: Operand, w: Operand, total: Array) -> Array:
     """Return `total + x @ w.T` of operands with one scale each, see `api.add_product`.
 
     The weight has no residual.
@@ -211,7 +220,7 @@ def add_product(options: Product, x: Operand, w: Operand, total: Array) -> Array
 
 
 def _fp8_dot(
-    options: Product,
+    options: MatmulOptions,
     x: Array,
     w: Array,
     axes: lax.DotDimensionNumbers,
@@ -262,7 +271,7 @@ def _padded(array: Array, axis: int, more: int) -> Array:
     return lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 
-def _dequantized(options: Product, x: Operand, w: Operand) -> Array:
+def _dequantized(options: MatmulOptions, x: Operand, w: Operand) -> Array:
     """Return the product of operands with many scales."""
     contracted = w.values.ndim - 1
 

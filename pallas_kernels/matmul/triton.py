@@ -24,7 +24,7 @@ from pallas_kernels import pallas_triton as plgpu
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.devices import on_each_device
-from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
+from pallas_kernels.operands import Block, MatmulOptions, Operand, Scaling, sizes
 from pallas_kernels.specs import varying
 
 Ref: TypeAlias = Any  # reference to memory
@@ -59,7 +59,9 @@ def _largest_side(size: int) -> int:
     return 0
 
 
-def _reject(options: Product, x: Operand, w: Operand, bias: Array | None) -> str | None:
+def _reject(
+    options: MatmulOptions, x: Operand, w: Operand, bias: Array | None
+) -> str | None:
     """Return the reason why this kernel cannot multiply these operands, or None."""
     if x.values.dtype != w.values.dtype:
         return (
@@ -80,7 +82,9 @@ def _decline(*args: object) -> str:
     return "F16 mma.sync is slower than the FP8 products of cuBLASLt"
 
 
-def _matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
+def _matmul(
+    options: MatmulOptions, x: Operand, w: Operand, bias: Array | None
+) -> Array:
     """Return the product, see `api.matmul`."""
     return on_each_device(_multiply, options, x, w, bias)
 
@@ -88,7 +92,9 @@ def _matmul(options: Product, x: Operand, w: Operand, bias: Array | None) -> Arr
 KERNEL = Implementation("triton", _matmul, _reject, _decline)
 
 
-def _multiply(options: Product, x: Operand, w: Operand, bias: Array | None) -> Array:
+def _multiply(
+    options: MatmulOptions, x: Operand, w: Operand, bias: Array | None
+) -> Array:
     if _fit(*sizes(x, w), w.scaling) is None:
         return reference.product(options, x, w, bias)
     if w.scaling.in_blocks:

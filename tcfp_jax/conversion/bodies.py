@@ -28,9 +28,9 @@ Body = tuple[core.Jaxpr, Sequence[Any]]
 # for rows that come from the stored form of a table, or the plan of the equation's own
 # body. Tuples, because a plan is part of a cache's key.
 Plan = tuple[tuple[int, Any], ...]
-Key = Array | None
+RandomKey = Array | None
 Walk = Callable[[Body, Sequence[Fact], Place], Facts]
-Run = Callable[[Body, Values, Plan, Key], list[Array]]
+Run = Callable[[Body, Values, Plan, RandomKey], list[Array]]
 _T = TypeVar("_T")
 _Entry = Callable[[Any], Any]
 _Split = tuple[Parts, tuple[PartitionSpec, PartitionSpec], Callable[[Parts], Shown]]
@@ -214,7 +214,9 @@ WALKS: dict[str, Callable[[Walk, Equation, Facts, Place], Facts]] = {
 # --------------------------------------------------------------------------------------
 
 
-def _run_scan(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
+def _run_scan(
+    run: Run, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
+) -> Values:
     loop = Scan.of(eqn)
     consts, carry, arrays = loop.groups(inputs)
     _, carry_vars, array_vars = loop.groups(eqn.invars)
@@ -271,7 +273,9 @@ def _same(item: Any) -> Any:
     return item
 
 
-def _run_while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
+def _run_while(
+    run: Run, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
+) -> Values:
     loop = _While.of(eqn, inputs)
     plans = dict(plan)
 
@@ -287,7 +291,9 @@ def _run_while(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) ->
     return lax.while_loop(goes_on, one_round, bare(loop.carry, eqn.outvars))
 
 
-def _run_cond(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
+def _run_cond(
+    run: Run, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
+) -> Values:
     plans = dict(plan)
     # Branches return arrays: a choice between two views is not a view.
     branches = []
@@ -299,7 +305,7 @@ def _run_cond(run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> 
 
 
 def _run_shards(
-    run: Run, eqn: Equation, inputs: Values, plan: Plan, key: Key
+    run: Run, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
 ) -> Values:
     params = eqn.params
     body = opened(params["jaxpr"])
@@ -378,7 +384,7 @@ def _split(value: Shown, shape: Shape, spec: PartitionSpec) -> _Split | None:
     return (root, stored), specs, part
 
 
-RUNS: dict[str, Callable[[Run, Equation, Values, Any, Key], Values]] = {
+RUNS: dict[str, Callable[[Run, Equation, Values, Any, RandomKey], Values]] = {
     "scan": _run_scan,
     "while": _run_while,
     "cond": _run_cond,

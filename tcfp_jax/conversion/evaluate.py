@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from pallas_kernels.operands import Fp4, Quantized, Row
 from pallas_kernels.specs import has_explicit_axes
-from tcfp_jax.conversion.bodies import RUNS, Body, Key, Plan
+from tcfp_jax.conversion.bodies import RUNS, Body, Plan, RandomKey
 from tcfp_jax.conversion.shown import Shown, Values, bare, multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.annotations import head_of
@@ -110,7 +110,9 @@ class Machine:
         default_factory=dict
     )
 
-    def run(self, body: Body, inputs: Values, plan: Plan, key: Key = None) -> Values:
+    def run(
+        self, body: Body, inputs: Values, plan: Plan, key: RandomKey = None
+    ) -> Values:
         """Return the outputs of a program, some of which may be `Shown`.
 
         Each product draws its random bits from the key and from its place in the
@@ -158,7 +160,7 @@ class Machine:
         return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
     def arrays(
-        self, body: Body, inputs: Values, plan: Plan, key: Key = None
+        self, body: Body, inputs: Values, plan: Plan, key: RandomKey = None
     ) -> list[Array]:
         """Return the outputs of a program as arrays."""
         return bare(self.run(body, inputs, plan, key), body[0].outvars)
@@ -198,13 +200,13 @@ def _view(eqn: Equation, inputs: Values, number: int) -> Shown | None:
 
 
 def _call(
-    machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key
+    machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
 ) -> Values:
     params = eqn.params
     body = bodies_of(eqn)[0]
 
     # The key is an argument, so recomputation in the backward pass draws the same bits.
-    def run(inputs: Values, key: Key) -> Values:
+    def run(inputs: Values, key: RandomKey) -> Values:
         return machine.run(body, inputs, plan, key)
 
     if eqn.primitive.name in CHECKPOINTS:

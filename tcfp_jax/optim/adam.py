@@ -27,7 +27,7 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim import encoding
 from tcfp_jax.optim.encoding import Format, Keys, Moment, Scales
-from tcfp_jax.optim.steps import Scalars, Step, Stepped, float_step, fused_step
+from tcfp_jax.optim.steps import Scalars, Stepped, WeightStep, float_step, fused_step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.weights.parameter import (
@@ -175,7 +175,7 @@ def adamw(
         scalars = Scalars.of(count, lr, b1, b2, epsilons, weight_decay, factor)
         made = []
         for i, (leaf, g, m, v) in enumerate(tree.with_moments(gradients, state)):
-            step = Step(leaf.forms, nesterov, leaf.decays)
+            step = WeightStep(leaf.forms, nesterov, leaf.decays)
             keys = leaf.keys(state.key, count, i)
             run = fused_step if leaf.is_fused else float_step
             made.append(run(step, leaf.parameter, g, m, v, scalars, keys, keep))

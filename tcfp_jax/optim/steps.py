@@ -92,7 +92,7 @@ class Stepped(NamedTuple):
     v: Moment
 
 
-class Step(NamedTuple):
+class WeightStep(NamedTuple):
     """Static part of a parameter's step.
 
     It is hashable, so that parameters of one shape share a traced function.
@@ -105,7 +105,7 @@ class Step(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def float_step(
-    step: Step,
+    step: WeightStep,
     w: Array | Parameter,
     g: Array,
     m: Moment,
@@ -130,7 +130,7 @@ def float_step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def fused_step(
-    step: Step,
+    step: WeightStep,
     w: Parameter,
     g: Array,
     m: Blocks,
@@ -173,7 +173,7 @@ def fused_step(
     return Stepped(written, first, Blocks(done.moments.v, done.moments.v_scale))
 
 
-def _next_scale(step: Step, s: Scalars, old: Operand, amax: Array) -> Array:
+def _next_scale(step: WeightStep, s: Scalars, old: Operand, amax: Array) -> Array:
     """Return the scale of the new values.
 
     The pass writes values before it has seen them all, so their scale must cover the
@@ -186,7 +186,7 @@ def _next_scale(step: Step, s: Scalars, old: Operand, amax: Array) -> Array:
     return jnp.where(reach > largest * scale, cover, scale)
 
 
-def _reach(step: Step, s: Scalars, amax: Array) -> Array:
+def _reach(step: WeightStep, s: Scalars, amax: Array) -> Array:
     """Return a bound of |w| after the step.
 
     It is `|decay| amax + lr U`, where U bounds Adam's update. With `m = sum_i c_i g_i`
@@ -209,7 +209,7 @@ def _reach(step: Step, s: Scalars, amax: Array) -> Array:
 
 
 def _wanted(
-    step: Step, w: Array, g: Array, m: Array, v: Array, s: Scalars
+    step: WeightStep, w: Array, g: Array, m: Array, v: Array, s: Scalars
 ) -> tuple[Array, Array, Array]:
     """Return (update, m, v) in float32: `optax.adamw`, operation by operation.
 
@@ -231,7 +231,7 @@ def _wanted(
 
 
 def _rates(
-    step: Step, s: Scalars, scale: Array, new_scale: Array, keep: Array
+    step: WeightStep, s: Scalars, scale: Array, new_scale: Array, keep: Array
 ) -> tuple[Rates, Rates]:
     """Return the kernel's numbers, and their vmap axes.
 
@@ -263,7 +263,7 @@ def _rates(
     return rates, Rates(**axes)
 
 
-def _decay(step: Step, s: Scalars) -> Array:
+def _decay(step: WeightStep, s: Scalars) -> Array:
     """Return the factor by which decay shrinks a weight."""
     if not step.decays:
         return jnp.ones((), jnp.float32)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
-from pallas_kernels.fp4_matmul.reference import Activation
+from pallas_kernels.fp4_matmul.reference import ActivationFormat
 from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.specs import (
     Sharding,
@@ -105,7 +105,7 @@ def _codes(w: Array | Stored) -> Operand:
     return w.forward
 
 
-def _rounded_to(how: Arithmetic) -> Activation:
+def _rounded_to(how: Arithmetic) -> ActivationFormat:
     return "bfloat16" if how == "bf16" else "float8_e4m3fn"
 
 

@@ -1,5 +1,6 @@
-"""`quantize_fp4`: a matrix as an FP4 operand. The format library rounds, and this
-module lays out codes and scales.
+"""`quantize_fp4`: a matrix as an FP4 operand.
+
+The format library rounds, and this module lays out codes and scales.
 """
 
 import functools
@@ -20,14 +21,13 @@ def _datatype_of(scaling: Fp4) -> DataType:
     tile = size if scaling.tile == "vector" else f"{size}_{size}"
     if scaling.format == "mxfp4":
         return datatype("e2m1f", f"e8m0_{tile}")
-    return datatype(
-        "e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32")
-    )
+    if scaling.rule == "one_level":
+        return datatype("e2m1f", f"e4m3fn_{tile}")
+    return datatype("e2m1f", f"e4m3fn_{tile}_float32")
 
 
 def quantize_fp4(w: Array, scaling: Fp4 = Fp4()) -> Operand:
-    """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with
-    scales.
+    """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks.
 
     Use this for an operand of `pallas_kernels`; use `tcfp_jax.products.pack_fp4`
     instead for a weight of a model.
@@ -60,9 +60,7 @@ def quantize_fp4(w: Array, scaling: Fp4 = Fp4()) -> Operand:
 
 
 def check_matrix(w: Array, scaling: Fp4) -> Array:
-    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into
-    bytes.
-    """
+    """Return `w` as an array if it is a matrix, or a stack, that packs into bytes."""
     w = jnp.asarray(w)
     check_real("w", w)
     if not isinstance(scaling, Fp4):
@@ -84,54 +82,71 @@ def check_matrix(w: Array, scaling: Fp4) -> Array:
 
 
 def _matrix(scaling: Fp4, w: Array) -> Operand:
-    n, k = w.shape
     if w.size == 0:
-        scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
-        outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
-        return Operand(
-            jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer
-        )
-    # The format library wants axes as long as a tile; zeros do not change a block's
-    # largest value.
-    short = (
-        max(0, scaling.block - n) if scaling.tile == "square" else 0,
-        max(0, scaling.block - k),
-    )
-    # Casts saturate infinities; in a weight they must be seen.
-    w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
-    if (
-        scaling.format == "nvfp4"
-        and scaling.tile == "vector"
-        and scaling.rule != "one_level"
-    ):
-        found = quantize_nvfp4(w, rule=scaling.rule)
-        return Operand(
-            found.codes[:, : k // 2],
-            found.scales,
-            scaling=scaling,
-            outer=_above_zero(found.outer),
-        )
-    options: dict[str, Any] = (
-        {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
-    )
-    packed = pack(w, _datatype_of(scaling), **options)
+        return _empty(scaling, w)
+    padded = _padded(scaling, w)
+    if scaling.format == "nvfp4" and scaling.tile == "vector":
+        if scaling.rule != "one_level":
+            return _in_vectors(scaling, padded, w.shape[1])
+    return _packed(scaling, padded, w.shape)
+
+
+def _empty(scaling: Fp4, w: Array) -> Operand:
+    n, k = w.shape
+    codes = jnp.zeros((n, k // 2), jnp.uint8)
+    scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
+    outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
+    return Operand(codes, scale, scaling=scaling, outer=outer)
+
+
+def _padded(scaling: Fp4, w: Array) -> Array:
+    """Return w with axes of a tile's length at least, and NaN for infinities.
+
+    Zeros do not change a block's largest value. Casts saturate infinities, which must
+    be seen in a weight.
+    """
+    n, k = w.shape
+    rows = max(0, scaling.block - n) if scaling.tile == "square" else 0
+    columns = max(0, scaling.block - k)
+    finite = jnp.where(jnp.isfinite(w), w, jnp.nan)
+    return jnp.pad(finite, [(0, rows), (0, columns)])
+
+
+def _in_vectors(scaling: Fp4, padded: Array, k: int) -> Operand:
+    """Return NVFP4 codes in vectors, whose scales have a scale of the whole matrix."""
+    found = quantize_nvfp4(padded, rule=scaling.rule)
+    codes = found.codes[:, : k // 2]
+    outer = _above_zero(found.outer)
+    return Operand(codes, found.scales, scaling=scaling, outer=outer)
+
+
+def _packed(scaling: Fp4, padded: Array, shape: tuple[int, ...]) -> Operand:
+    """Return the codes and scales of `formats.pack`."""
+    n, k = shape
+    options: dict[str, Any] = {}
+    if scaling.rule not in ("amax", "one_level"):
+        options["scalemode"] = scaling.rule
+    packed = pack(padded, _datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
-    scale = lax.bitcast_convert_type(
-        packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype
-    )
+    scales = packed.scales.reshape(scaling.scale_shape((n, k)))
     outer = None
-    if scaling.has_outer:
+    if packed.outer is not None:
+        of_bytes = packed.outer.reshape(4)
+        outer = _above_zero(lax.bitcast_convert_type(of_bytes, jnp.float32))
+    elif scaling.has_outer:
         outer = jnp.ones((), jnp.float32)
-        if packed.outer is not None:
-            outer = _above_zero(
-                lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32)
-            )
-    values = packed.values.reshape(w.shape[0], w.shape[1] // 2)[:n, : k // 2]
-    return Operand(values, scale, scaling=scaling, outer=outer)
+    values = packed.values.reshape(padded.shape[0], padded.shape[1] // 2)
+    return Operand(
+        values[:n, : k // 2],
+        lax.bitcast_convert_type(scales, scaling.scale_dtype),
+        scaling=scaling,
+        outer=outer,
+    )
 
 
 def _above_zero(outer: Array) -> Array:
-    """Return the scale of the scales, or 1 for a weight of zeros, because files hold
-    its reciprocal.
+    """Return the scale of the scales, or 1 for a weight of zeros.
+
+    Files hold its reciprocal.
     """
     return jnp.where(outer == 0, jnp.float32(1), outer)

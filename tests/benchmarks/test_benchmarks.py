@@ -35,7 +35,7 @@ from benchmarks.harness import benchmark
 from benchmarks.products import GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.operands import Product
+from pallas_kernels.operands import MatmulOptions
 from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
@@ -250,7 +250,7 @@ def test_tuning_of_grouped_products_checks_them():
     ]
     shape, options = (
         grouped.Shape(256, 128, 64, 3),
-        Product(jnp.dtype(jnp.bfloat16), "full"),
+        MatmulOptions(jnp.dtype(jnp.bfloat16), "full"),
     )
     for part in grouped.PARTS[:3]:
         case = tune_cases.grouped_case(part, shape, jnp.float8_e4m3fn)

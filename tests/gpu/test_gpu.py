@@ -24,7 +24,7 @@ from pallas_kernels.hopper.plan import Problem, candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.matmul.api import matmul as matmul_fp8
-from pallas_kernels.operands import Operand, Product, Tensor
+from pallas_kernels.operands import MatmulOptions, Operand, Tensor
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.fp8_products import E4M3, E5M2, Case, drawn, within
 from tests.helpers import normal, on_cpu, parametrize, same_bits
@@ -120,7 +120,7 @@ def test_every_kind_of_tile_is_right(accumulation, form, index):
     assert {config.pipeline for config in configs} == {"steady", "drained"}
     x, w, exact, magnitude = drawn(Tensor(), HALVES[form], (m, k, n))
     bias = normal(5, (n,))
-    options = Product(jnp.dtype(jnp.bfloat16), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.bfloat16), accumulation)
     call = partial(mosaic.KERNEL.run, options, config=configs[index])
     got = np.float64(jax.jit(call)(x, w, bias))
     exact = exact + np.float64(bias)

@@ -14,7 +14,7 @@ import tcfp_jax
 from pallas_kernels.hopper.plan import Problem, candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND, matmul, skip_matmul
-from pallas_kernels.operands import Block, Product
+from pallas_kernels.operands import Block, MatmulOptions
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.fp8_products import E4M3, drawn, within
 from tests.helpers import normal, on_cpu, parametrize, value_and_gradients
@@ -66,7 +66,7 @@ def test_zero_blocks_of_a_residual_may_be_left_out(data, part):
         assert_allclose(jax.jit(product)(x, w), every, rtol=1e-3, atol=atol)
 
     assert_close(partial(skip_matmul, **on_mosaic))
-    options = Product(jnp.dtype(jnp.float32), "full")
+    options = MatmulOptions(jnp.dtype(jnp.float32), "full")
     problem = Problem(*SHAPE, 2, Block(128), skips=True)
     for config in candidates(problem, "full"):
         assert_close(partial(mosaic.KERNEL.run, options, bias=None, config=config))

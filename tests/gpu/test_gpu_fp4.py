@@ -22,7 +22,7 @@ from tests.helpers import normal, parametrize
 
 pytestmark = pytest.mark.gpu
 FOLDED_SQUARES = Fp4(tile="square", rule="fold_exact")
-IN_E4M3 = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+IN_E4M3 = reference.Fp4Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
 in_bf16 = partial(fp4_matmul, out_dtype=jnp.float32)
 in_e4m3 = partial(in_bf16, activation="float8_e4m3fn")
 
@@ -64,7 +64,7 @@ def test_every_scale_times_every_code(form, steps):
     # 16 values that stand at other places of a step
     for first in (0, scaling.block + 16, k - 16):
         x = one_hot(16, k, first)
-        options = reference.Options(jnp.dtype(jnp.float32))
+        options = reference.Fp4Options(jnp.dtype(jnp.float32))
         assert mosaic.configure(options, x, w).splits == steps
         y = np.asarray(in_bf16(x, w, backend="mosaic"))
         assert not np.isfinite(y[:, broken]).all(axis=0).any()

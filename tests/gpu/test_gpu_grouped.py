@@ -12,7 +12,7 @@ import tcfp_jax
 from pallas_kernels.grouped_matmul import mosaic
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.matmul.api import SUM_BOUND
-from pallas_kernels.operands import Product
+from pallas_kernels.operands import MatmulOptions
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.grouped import (
     BF16,
@@ -73,7 +73,7 @@ def test_every_config_stays_within_the_bound(form, accumulation):
     exact = by_groups(x, w, sizes)
     magnitude = by_groups(abs(float64_of(x)), abs(float64_of(w)), sizes)
     bound = SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact)
-    options = Product(jnp.dtype(jnp.bfloat16), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.bfloat16), accumulation)
     configs = mosaic.candidates(mosaic.Problem.of(options, x, w, e))
     tiles = {(config.tile_m, config.tile_n, config.tile_k) for config in configs}
     assert len(tiles) >= 4

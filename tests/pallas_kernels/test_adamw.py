@@ -80,7 +80,9 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     with jax.numpy_dtype_promotion("standard"):
         updates, (after, *_) = tx.update(g, (before, *rest), params)
     given = rates(t=t, nesterov=nesterov, eps_root=eps_root)
-    got = exact_weight(g, hi, lo, state, given, reference.Options(momentum=momentum))
+    got = exact_weight(
+        g, hi, lo, state, given, reference.AdamWOptions(momentum=momentum)
+    )
     # Terms of an update may cancel, but their rounding errors do not.
     terms = (2 * np.abs(0.9 * m) + np.abs(0.1 * g)) / (1 - 0.9**t)
     divisor = np.sqrt(after.nu / (1 - 0.95**t) + eps_root) + 1e-8
@@ -118,7 +120,7 @@ def test_twenty_bits_of_b_change_averages_little(b):
 
 def test_a_change_of_scale_by_binades_changes_no_weight():
     g, hi, lo, state = data()
-    options = reference.Options(momentum="nesterov")
+    options = reference.AdamWOptions(momentum="nesterov")
     expected = exact_weight(g, hi, lo, state, rates(nesterov=True), options)
     for factor in (0.25, 0.5, 2, 8):
         given = rates(nesterov=True, new_scale=SCALE * factor)
@@ -174,7 +176,7 @@ def test_lo_keeps_the_mean_of_the_weight():
     """
     g, hi, lo, state = data()
     given = rates(lr=1e-5, decay=0.0)
-    exact = exact_weight(g, hi, lo, state, given, reference.Options()) / SCALE
+    exact = exact_weight(g, hi, lo, state, given, reference.AdamWOptions()) / SCALE
     draws = 512
 
     def values(i):
@@ -403,7 +405,7 @@ def test_the_kernel_is_chosen_where_instructions_for_fp8_are(
     """A device that is only described has no capability."""
     monkeypatch.setattr(dispatch, "device_kind", lambda: kind)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
-    reason = IMPLEMENTATIONS[0].decline(reference.Options())
+    reason = IMPLEMENTATIONS[0].decline(reference.AdamWOptions())
     assert reason is None if chosen else kind in reason
 
 
@@ -411,7 +413,7 @@ def test_mosaic_says_why_it_cannot_take_a_step(monkeypatch):
 
     def reason(rows):
         x = jnp.ones((rows, 256), jnp.float16)
-        return mosaic.KERNEL.reject(reference.Options(), x, x)
+        return mosaic.KERNEL.reject(reference.AdamWOptions(), x, x)
 
     if jax.__version_info__[:2] < plan.SMALLEST_JAX:
         assert "older than 0.11" in reason(64)

@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import Implementation, dispatch, judge, recording
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import api as matmul
-from pallas_kernels.operands import Operand, Product, Tensor
+from pallas_kernels.operands import MatmulOptions, Operand, Tensor
 from pallas_kernels.quantize.api import quantize
 from tests.helpers import mesh_of, parametrize
 
@@ -134,7 +134,7 @@ def test_a_hopper_gpu_with_an_old_jax_warns_once(monkeypatch):
 
     def judged():
         table = matmul.IMPLEMENTATIONS[Tensor]
-        return [v.reason for v in judge(table, None, Product(), x, x, None)]
+        return [v.reason for v in judge(table, None, MatmulOptions(), x, x, None)]
 
     monkeypatch.setattr(plan, "SMALLEST_JAX", (99, 0))
     plan._warn_of_old_jax.cache_clear()

@@ -34,7 +34,7 @@ KINDS = [*itertools.product(SCALINGS, (K, 36))]
 RANDOM = np.random.default_rng(0)
 W = jnp.float32(RANDOM.standard_normal((N, K)))
 X = jnp.float32(RANDOM.standard_normal((2, 3, K)))
-IN_E4M3 = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
+IN_E4M3 = reference.Fp4Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
 
 
 @cache
@@ -290,7 +290,7 @@ def test_the_kernels_operands_and_results(devices, rounds, monkeypatch):
         scaling=cases.FOLDS,
         outer=jnp.float32(0.01),
     )
-    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+    options = reference.Fp4Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
     monkeypatch.setattr(kernel, "call", product_of)
     monkeypatch.setattr(mosaic, "device_count", lambda: devices)
 

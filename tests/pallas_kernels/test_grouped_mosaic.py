@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 from pallas_kernels.grouped_matmul import mosaic, tiles
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Config
-from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Product, Tensor
+from pallas_kernels.operands import SCALE_DTYPE, Block, MatmulOptions, Operand, Tensor
 from tests.compile_for_h200 import compile_for, h200s, largest_stack, needs_plugin, on
 from tests.grouped import (
     BF16,
@@ -69,7 +69,7 @@ def test_wrong_sizes_begin_behind_the_rows(sizes):
 
 
 def check(op, oracle, operands, accumulation, config):
-    options = Product(jnp.dtype(jnp.float32), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.float32), accumulation)
     multiply = jax.jit(partial(op, options, config=config))
     for sizes in SIZES:
         got = multiply(*operands, jnp.array(sizes))
@@ -118,7 +118,7 @@ def test_sums_within_groups(form, accumulation, config):
 @parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_steps_are_promoted_together(steps):
     operands = FORMS["tensor"].by_groups(M, 128 * steps, 128, 6)
-    options = Product(jnp.dtype(jnp.float32), "full")
+    options = MatmulOptions(jnp.dtype(jnp.float32), "full")
     config = SMALL(tile_k=128, stages=4)
     y = mosaic.KERNEL.run(options, *operands, jnp.array(SIZES[0]), config=config)
     assert_array_equal(y, by_groups(*operands, SIZES[0]))

@@ -17,7 +17,7 @@ import tcfp_jax
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import add_product, matmul
-from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
+from pallas_kernels.operands import Block, MatmulOptions, Operand, Row, Tensor
 from tests.fp8_products import E4M3, E5M2, drawn, ones, within
 from tests.helpers import parametrize, slow_except
 
@@ -145,7 +145,7 @@ def test_a_weight_gradient_contracts_all_tokens(scaling, backend):
 
 def check_configs(configs, case, accumulation):
     assert {config.cluster for config in configs} == {1, 2}
-    options = Product(jnp.dtype(jnp.float32), accumulation)
+    options = MatmulOptions(jnp.dtype(jnp.float32), accumulation)
     for config in configs:
         got = mosaic.KERNEL.run(options, case.x, case.w, None, config=config)
         assert within(got, case.exact, case.magnitude)

@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import matmul, skip_matmul
-from pallas_kernels.operands import Block, Product
+from pallas_kernels.operands import Block, MatmulOptions
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.compile_for_h200 import (
     GATHERS,
@@ -104,7 +104,7 @@ def test_kinds_of_configs_and_more_tiles_than_blocks():
     assert {config.stages for config in configs} == {2, 3, 4}
     # One of each height and cluster; a GPU runs all of them.
     kinds = {(config.tile_m, config.cluster): config for config in configs}
-    options = Product(jnp.dtype(jnp.float32), "full")
+    options = MatmulOptions(jnp.dtype(jnp.float32), "full")
     for config in kinds.values():
         got = mosaic.KERNEL.run(options, x, w, None, config=config)
         assert within(got, expected, magnitude)
@@ -144,7 +144,7 @@ def test_a_weight_without_a_residual_in_blocks_is_refused():
 
 def test_tuned_json_tells_them_apart():
     x, w, *_ = drawn("ragged")
-    options = Product(jnp.dtype(jnp.bfloat16), "full")
+    options = MatmulOptions(jnp.dtype(jnp.bfloat16), "full")
     skipped = reference.key(options, x, w, None).variant
     whole = dataclasses.replace(w, lo_scale=None)
     assert skipped == "dual nonzero square 128 bfloat16"
