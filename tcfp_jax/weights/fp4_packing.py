@@ -85,9 +85,9 @@ def _matrix(scaling: Fp4, w: Array) -> Operand:
     if w.size == 0:
         return _empty(scaling, w)
     padded = _padded(scaling, w)
-    if scaling.format == "nvfp4" and scaling.tile == "vector":
-        if scaling.rule != "one_level":
-            return _in_vectors(scaling, padded, w.shape[1])
+    in_vectors = scaling.format == "nvfp4" and scaling.tile == "vector"
+    if in_vectors and scaling.rule != "one_level":
+        return _in_vectors(scaling, padded, w.shape[1])
     return _packed(scaling, padded, w.shape)
 
 
