@@ -82,32 +82,7 @@ _EXAMPLES = """examples:
 """
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line; settings that are not given are not in its
-    result.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m models.train",
-        description=description,
-        argument_default=argparse.SUPPRESS,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    named: dict[str, Any] = {}
-    for name in (
-        "model and text",
-        "precision",
-        "training",
-        "folder",
-        "speed and memory",
-        "machines",
-    ):
-        named[name] = parser.add_argument_group(name)
-    model, precision, machines = (
-        named["model and text"],
-        named["precision"],
-        named["machines"],
-    )
+def _add_model(model: argparse._ArgumentGroup) -> None:
     sizes = ", ".join(model_names())
     model.add_argument(
         "--model",
@@ -142,6 +117,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         metavar="PROMPT",
         help="prompt that the model continues at each checkpoint",
     )
+
+
+def _add_precision(precision: argparse._ArgumentGroup) -> None:
     precision.add_argument(
         "--weights",
         choices=get_args(Weights),
@@ -186,6 +164,32 @@ def parser_of(description: str) -> argparse.ArgumentParser:
             " folders)"
         ),
     )
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Settings that are not given are not in its result.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    named: dict[str, Any] = {}
+    for name in (
+        "model and text",
+        "precision",
+        "training",
+        "folder",
+        "speed and memory",
+        "machines",
+    ):
+        named[name] = parser.add_argument_group(name)
+    _add_model(named["model and text"])
+    _add_precision(named["precision"])
     for group, options in _OVERRIDES.items():
         for name, (kind, text) in options.items():
             named[group].add_argument(
@@ -202,7 +206,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         ),
     )
     _add_folder(named["folder"])
-    _add_machines(machines)
+    _add_machines(named["machines"])
     return parser
 
 

@@ -494,7 +494,7 @@ def test_meshes_that_are_none(text, message):
         ),
         (
             "fsdp=4,tensor=2",
-            {"recipe": "tcfp12_single", "weights": "stored", "moments": "8bit"},
+            {"recipe": "tcfp12_single", "weights": Stored("8bit")},
             "blocks of 128",
         ),
     ],

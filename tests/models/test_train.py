@@ -188,8 +188,7 @@ STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
         {"recipe": tcfp_jax.recipe("blockwise", block=32)},
         {
             "recipe": tcfp_jax.recipe("tcfp12_single", copies="both"),
-            "weights": "stored",
-            "moments": "8bit",
+            "weights": Stored("8bit"),
         },
     ],
     ids=["bf16", "tensorwise", "stochastic", "rows", "blocks", "stored"],

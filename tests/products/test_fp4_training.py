@@ -118,7 +118,10 @@ def test_rotations_cancel_where_nothing_is_rounded(monkeypatch):
     monkeypatch.setattr(nvfp4_arrays, "_dispatched", exact)
     x, w, g = operands(m=128)
     _, dx, dw = jit(partial(rule, FP4))(x, w, g, KEY)
-    assert_all_close((dx, dw), (g @ w.T, x.T @ g), atol=1e-4)
+    # Products round these operands to BF16. A rotation that stays would leave an error
+    # as large as the gradient.
+    for got, exact in ((dx, g @ w.T), (dw, x.T @ g)):
+        assert jnp.linalg.norm(got - exact) < 0.01 * jnp.linalg.norm(exact)
 
 
 @cache
