@@ -117,7 +117,8 @@ def _larger_halves(a, b):
 
 def _of_warp(a, members):
     """The largest of every warp."""
-    assert members == 0xFFFFFFFF and a.shape[0] % WARP == 0
+    assert members == 0xFFFFFFFF
+    assert a.shape[0] % WARP == 0
     return np.repeat(a.reshape(-1, WARP).max(axis=1), WARP)
 
 

@@ -28,7 +28,8 @@ def run(recipe, x=X, w=W, g=G):
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)], ids=str)
 def test_empty_batch(recipe, shape):
     y, dx, dw = run(recipe, x=jnp.zeros(shape), g=jnp.zeros((*shape[:-1], 16)))
-    assert y.shape == (*shape[:-1], 16) and dx.shape == shape
+    assert y.shape == (*shape[:-1], 16)
+    assert dx.shape == shape
     assert jnp.array_equal(dw, jnp.zeros_like(W))
 
 
@@ -173,7 +174,8 @@ def test_non_finite_values_in_quantize_and_split():
         ):
             assert jnp.isnan(stored.dequantize()).all()
         stale = tcfp_jax.split(x, amax=4.0).dequantize()
-        assert jnp.isnan(stale[0, 0]) and jnp.isfinite(stale).sum() == x.size - 1
+        assert jnp.isnan(stale[0, 0])
+        assert jnp.isfinite(stale).sum() == x.size - 1
 
 
 def test_apply_if_finite_recovers_the_state():
@@ -198,11 +200,9 @@ def test_apply_if_finite_recovers_the_state():
 def test_zero_amax(recipe):
     for x, w in ((jnp.zeros_like(X), W), (X, jnp.zeros_like(W))):
         y, dx, dw = run(recipe, x, w)
-        assert (
-            jnp.array_equal(y, jnp.zeros_like(y))
-            and jnp.isfinite(dx).all()
-            and jnp.isfinite(dw).all()
-        )
+        assert jnp.array_equal(y, jnp.zeros_like(y))
+        assert jnp.isfinite(dx).all()
+        assert jnp.isfinite(dw).all()
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
@@ -210,10 +210,8 @@ def test_zero_amax(recipe):
 def test_extreme_magnitudes(recipe, size):
     x = jnp.where(X > 0, jnp.float32(size), -jnp.float32(size))
     stored = tcfp_jax.split(x)
-    assert (
-        jnp.isfinite(stored.dequantize()).all()
-        and jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
-    )
+    assert jnp.isfinite(stored.dequantize()).all()
+    assert jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
     if size > 2e-38:
         np.testing.assert_allclose(stored.dequantize(), x, rtol=2.0**-7)
     y = tcfp_jax.matmul(x, W * 1e-3, recipe=recipe)

@@ -240,10 +240,8 @@ def documented(module, name):
     fields stand in the text.
     """
     value = getattr(module, name)
-    home, inner = (
-        getattr(value, "__module__", None),
-        getattr(value, "__qualname__", name),
-    )
+    home = getattr(value, "__module__", None)
+    inner = getattr(value, "__qualname__", name)
     if (
         not callable(value)
         or home is None

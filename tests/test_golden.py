@@ -103,7 +103,8 @@ def short(*shape, bits, seed=0) -> jax.Array:
 
 def quantizers():
     """(name, function of nothing) of every quantizer that users call."""
-    x, key = normal(64, 128), jax.random.key(3)
+    x = normal(64, 128)
+    key = jax.random.key(3)
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         yield f"quantize {dtype}", lambda dtype=dtype: tcfp_jax.quantize(x, dtype)
     yield "split", lambda: tcfp_jax.split(x)
@@ -139,11 +140,9 @@ def quantizers():
 def product(name, **overrides):
     """A product and its three gradients, of values whose sums are exact."""
     recipe = tcfp_jax.recipe(name, **overrides)
-    x, w, g = (
-        short(32, 128, bits=3),
-        short(128, 64, bits=5, seed=1),
-        short(32, 64, bits=3, seed=2),
-    )
+    x = short(32, 128, bits=3)
+    w = short(128, 64, bits=5, seed=1)
+    g = short(32, 64, bits=3, seed=2)
     key = jax.random.key(5)
     if recipe.mode == tcfp_jax.TCFPMode.FP4:
         from tcfp_jax.weights.quantization import quantize_weight
@@ -165,7 +164,8 @@ def feedback_steps(name, **overrides):
         ),
     )
     params = {"dense": {"kernel": normal(64, 32), "bias": normal(32)}}
-    state, seen = tx.init(params), []
+    state = tx.init(params)
+    seen = []
     for step in range(3):
         gradients = jax.tree.map(
             lambda p, step=step: normal(*p.shape, seed=20 + step), params
@@ -184,12 +184,17 @@ def stored_steps(moments, name="tcfp12_single", **overrides):
     tx = tcfp_jax.optim.adamw(
         1e-2, moments=moments, key=None if moments == "float32" else jax.random.key(9)
     )
-    state, seen = tx.init(params), []
+    state = tx.init(params)
+    seen = []
     for step in range(3):
-        x, g = short(16, 64, bits=3, seed=step), short(16, 32, bits=3, seed=30 + step)
-        loss = lambda p, x=x, g=g: jnp.sum(
-            (tcfp_jax.matmul(x, p["kernel"], recipe=recipe) + p["bias"]) * g
-        )
+        x = short(16, 64, bits=3, seed=step)
+        g = short(16, 32, bits=3, seed=30 + step)
+
+        def loss(p, x=x, g=g):
+            return jnp.sum(
+                (tcfp_jax.matmul(x, p["kernel"], recipe=recipe) + p["bias"]) * g
+            )
+
         gradients = tcfp_jax.grad(lambda params, loss=loss: loss(params["dense"]))(
             params
         )

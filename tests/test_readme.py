@@ -22,9 +22,8 @@ def test_python_blocks_run_and_print(capsys):
             exec(compile(block, "README.md", "exec"), namespace)
             assert capsys.readouterr().out
     leaves = jax.tree.leaves(tcfp_jax.dequantize(namespace["params"]))
-    assert len(leaves) == 4 and all(
-        jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves
-    )
+    assert len(leaves) == 4
+    assert all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves)
 
 
 def command(marker):
@@ -50,6 +49,5 @@ def test_the_page_and_its_example_are_short():
 def test_links_lead_somewhere():
     """Those to actions lead to pages of the host that shows README."""
     targets = re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)#]+)", README)
-    assert targets and not [
-        target for target in targets if not (ROOT / target).exists()
-    ]
+    assert targets
+    assert not [target for target in targets if not (ROOT / target).exists()]

@@ -35,10 +35,8 @@ class _Case:
     """A collected case of a test with `slow_except("small")`."""
 
     def __init__(self, name):
-        self.callspec, self.nodeid = (
-            SimpleNamespace(id=name),
-            f"test_file.py::test_it[{name}]",
-        )
+        self.callspec = SimpleNamespace(id=name)
+        self.nodeid = f"test_file.py::test_it[{name}]"
         self.marks = [pytest.mark.slow_except("small")]
         self.add_marker = self.marks.append
 
@@ -47,7 +45,8 @@ class _Case:
 
 
 def test_cases_are_slow_but_for_those_that_are_named():
-    cases, config = [_Case("small"), _Case("large")], SimpleNamespace(args=["tests"])
+    cases = [_Case("small"), _Case("large")]
+    config = SimpleNamespace(args=["tests"])
     mark_slow_cases(config, cases)
     assert [case.get_closest_marker("slow") is not None for case in cases] == [
         False,
@@ -103,7 +102,8 @@ def test_ci_names_tests_that_exist_and_every_file_that_compiles_for_an_h200():
     named = re.findall(
         r"\b(tests/[\w/]+\.py)(?:::(\w+))?", (root / ".ci" / "run").read_text()
     )
-    assert len(named) > 10 and all(
+    assert len(named) > 10
+    assert all(
         re.search(rf"(def|class) {name}\b" if name else "", (root / file).read_text())
         for file, name in named
     )

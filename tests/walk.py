@@ -88,7 +88,10 @@ def matmul() -> Walk:
     recipe = tcfp_jax.recipe("tcfp12_fast")
     x = w = jnp.ones((32, 32))
     stored, _ = jax.jit(quantize_weight, static_argnums=1)(w, recipe)
-    loss = lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored))
+
+    def loss(x, w):
+        return jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored))
+
     return walk_of(jax.grad(loss, (0, 1)), x, w)
 
 

@@ -83,9 +83,10 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
         )
     result = records.read_result(name, out)
     titles, rule, *lines = benchmark(name).table(result).split("\n\n")[0].splitlines()
-    assert len(lines) > 0 and {line.count("|") for line in lines} == {
-        titles.count("|")
-    } == {rule.count("|")}
+    assert len(lines) > 0
+    assert (
+        {line.count("|") for line in lines} == {titles.count("|")} == {rule.count("|")}
+    )
 
 
 @pytest.mark.parametrize("name", card.RUNS)
@@ -138,11 +139,10 @@ def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
     )
     ran.clear()
     # one is left, the first share's
-    assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0 and not ran
-    assert (
-        card.main(["--out", str(tmp_path), "--only", "fp4", "--seconds", "1"]) == 0
-        and not ran
-    )
+    assert card.main(["--out", str(tmp_path), "--share", "2/2"]) == 0
+    assert not ran
+    assert card.main(["--out", str(tmp_path), "--only", "fp4", "--seconds", "1"]) == 0
+    assert not ran
     assert "left for another call" in capsys.readouterr().out
 
 
@@ -248,10 +248,8 @@ def test_tuning_of_grouped_products_checks_them():
     assert [case.key.op for case in itertools.islice(tune_cases.of_experts(), 6)] == [
         f"grouped_{name}" for name in names
     ]
-    shape, options = (
-        grouped.Shape(256, 128, 64, 3),
-        MatmulOptions(jnp.dtype(jnp.bfloat16), "full"),
-    )
+    shape = grouped.Shape(256, 128, 64, 3)
+    options = MatmulOptions(jnp.dtype(jnp.bfloat16), "full")
     for part in grouped.PARTS[:3]:
         case = tune_cases.grouped_case(part, shape, jnp.float8_e4m3fn)
         assert len({way[2] for way in case.candidates}) == len(case.candidates) > 2
@@ -259,10 +257,8 @@ def test_tuning_of_grouped_products_checks_them():
             "grouped_matmul": reference.DEFINITION.run,
             "grouped_weight_gradient": reference.GRADIENT.run,
         }[case.key.op]
-        right, ones = (
-            jax.jit(functools.partial(run, options)),
-            jax.jit(lambda *a, run=run: run(options, *a) + 1),
-        )
+        right = jax.jit(functools.partial(run, options))
+        ones = jax.jit(lambda *a, run=run: run(options, *a) + 1)
         ways = [
             ("mosaic", right, case.candidates[0][2]),
             ("mosaic", right, case.candidates[1][2]),
@@ -325,10 +321,8 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_cases, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
     key = Key("dot_general", "float32", (32, 64, 48))
-    assert (
-        tuning.find(DEVICE, key, "xla").shape == key.shape
-        and tuning.estimate(DEVICE, key, "xla") > 0
-    )
+    assert tuning.find(DEVICE, key, "xla").shape == key.shape
+    assert tuning.estimate(DEVICE, key, "xla") > 0
     assert tuning.is_timed(DEVICE)
     tuning.load.cache_clear()
 
@@ -439,8 +433,9 @@ def test_a_wrong_grouped_product_is_not_timed():
         assert (
             0 < grouped.check(part, function, pair, sizes, grouped.BF16_SUM_BOUND) <= 1
         )
-        shifted = lambda *operands, function=function: function(
-            *operands[:2], jnp.roll(operands[2], 1)
-        )
+
+        def shifted(*operands, function=function):
+            return function(*operands[:2], jnp.roll(operands[2], 1))
+
         with pytest.raises(ArithmeticError, match=f"{part}: the error is"):
             grouped.check(part, shifted, pair, sizes, grouped.BF16_SUM_BOUND)

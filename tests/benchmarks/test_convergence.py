@@ -65,9 +65,8 @@ def test_every_fork_is_a_row(smoke):
     assert len({row.base for row in rows}) == 1
     assert [round(row.bytes_per_weight, 2) for row in rows] == [12, 12, 12, 4.02]
     losses = [row.heldout_loss for row in rows]
-    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == len(
-        losses
-    )
+    assert all(math.isfinite(loss) for loss in losses)
+    assert len(set(losses)) == len(losses)
     by_name = {row.name: row for row in rows}
     near, far = (
         abs(by_name[name].heldout_loss - losses[0]) for name in (RERUN, OTHER_BATCHES)
@@ -75,19 +74,17 @@ def test_every_fork_is_a_row(smoke):
     assert near < 1e-3 < far  # other batches are learned
     assert rows[0].heldout_loss_bf16 == rows[0].heldout_loss
     content = content_of(out)
-    assert (
-        content["benchmark"] == "convergence"
-        and content["header"]["library"] == records.library_digest()
-    )
+    assert content["benchmark"] == "convergence"
+    assert content["header"]["library"] == records.library_digest()
     assert content["rows"] == json.loads(
         json.dumps([dataclasses.asdict(row) for row in rows])
     )
-    assert (
-        content["config"]["text_read"] > 900_000
-        and len(content["config"]["text"]) == 12
-    )
+    assert content["config"]["text_read"] > 900_000
+    assert len(content["config"]["text"]) == 12
     page = convergence_tables.table(records.read_result(FORK, out))
-    assert "hi + lo alone" in page and "| 4.02 |" in page and "4 steps in BF16" in page
+    assert "hi + lo alone" in page
+    assert "| 4.02 |" in page
+    assert "4 steps in BF16" in page
     assert f"The text has 1 MB (digest {content['config']['text']})." in page
 
 
@@ -213,9 +210,11 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
     ]
     assert rows[0].heldout_loss != rows[1].heldout_loss  # it rounds
     config = content_of(tmp_path, SCRATCH)["config"]
-    assert config["base_steps"] == 0 and config["parameters"] > 200_000
+    assert config["base_steps"] == 0
+    assert config["parameters"] > 200_000
     page = convergence_tables.table(records.read_result(SCRATCH, tmp_path))
-    assert "10 steps from scratch" in page and len(rows[0].curve) == 10
+    assert "10 steps from scratch" in page
+    assert len(rows[0].curve) == 10
     assert convergence_tables.command_of(SCRATCH).endswith("--protocol scratch --json")
 
 
@@ -233,7 +232,8 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
         base_steps=0,
         steps_per_call=2,
     )
-    config, variant = dataclasses.replace(config, bases=str(tmp_path)), VARIANTS[name]
+    config = dataclasses.replace(config, bases=str(tmp_path))
+    variant = VARIANTS[name]
     text = jnp.asarray(np.random.default_rng(0).integers(0, 256, 400), jnp.int32)
     run = forks.train_config(config, variant)
 
@@ -247,7 +247,8 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
         )
 
     with forks.claimed(config, "run") as mine, forks.claimed(config, "run") as again:
-        assert mine and not again
+        assert mine
+        assert not again
     for done in ("2 of 8", "4 of 8"):
         with (
             forks.folder_of(config, run, "", "run") as folder,
@@ -257,23 +258,21 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     with forks.folder_of(config, run, "", "run") as folder:
         state, losses, _ = train(folder)
     whole, expected, _ = train()
-    assert losses == expected and len(losses) == 8
+    assert losses == expected
+    assert len(losses) == 8
     assert all(map(jnp.array_equal, jax.tree.leaves(state), jax.tree.leaves(whole)))
     kinds = [
         is_quantized(leaf)
         for leaf in jax.tree.leaves(whole.params, is_leaf=is_quantized)
     ]
-    assert any(kinds) == (name != BASELINE) and not is_quantized(
-        whole.params["embedding"]["embedding"]
-    )
+    assert any(kinds) == (name != BASELINE)
+    assert not is_quantized(whole.params["embedding"]["embedding"])
 
 
 def test_rows_of_other_processes_stay_in_the_file(tmp_path):
     config = dataclasses.replace(TINY, resume=str(tmp_path / "file.json"))
-    mine, theirs = (
-        row("stored", 0, "seed-0", 1.0),
-        row(BASELINE, 0, "seed-0", 1.1, device=DEVICE),
-    )
+    mine = row("stored", 0, "seed-0", 1.0)
+    theirs = row(BASELINE, 0, "seed-0", 1.1, device=DEVICE)
     header = records.make_header()
     records.write_result(
         tmp_path / "file.json", "convergence", header, config, [theirs]
@@ -338,10 +337,8 @@ def test_times_of_two_devices_are_not_compared():
     ]
     rows += [row("stored", 0, "a", 1.0, milliseconds=0.5, device="fast")]
     found = {s.name: s.milliseconds for s in convergence_tables.summarize(rows)}
-    assert (
-        found == {BASELINE: 2.0, "stored": None}
-        and convergence_tables.timed_on(rows) == "slow"
-    )
+    assert found == {BASELINE: 2.0, "stored": None}
+    assert convergence_tables.timed_on(rows) == "slow"
 
 
 def test_a_baseline_that_ran_twice_is_the_mean_of_both():
@@ -375,9 +372,8 @@ def test_a_baseline_that_ran_twice_is_the_mean_of_both():
 
 
 def test_the_table_of_variants_is_whole():
-    assert set(NAMES) <= set(VARIANTS) and all(
-        variant.meaning for variant in VARIANTS.values()
-    )
+    assert set(NAMES) <= set(VARIANTS)
+    assert all(variant.meaning for variant in VARIANTS.values())
     assert {name for group in GROUPS.values() for name in group} == set(VARIANTS) - {
         BASELINE
     }
@@ -401,11 +397,15 @@ def test_a_fork_has_the_moments_of_its_base(name):
         base,
     )
     state = forks.start_fork(TINY, VARIANTS[name], base, jax.random.key(0))
-    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+
+    def is_adam(node):
+        return isinstance(node, optax.ScaleByAdamState)
+
     (adam,) = filter(is_adam, jax.tree.leaves(base.opt_state, is_leaf=is_adam))
     assert state.opt_state.count == adam.count
     exact = name == "stored_float32_moments"
-    names, after = ["block_0", "qkv", "kernel"], state.opt_state
+    names = ["block_0", "qkv", "kernel"]
+    after = state.opt_state
     for ours, scales, theirs in (
         (after.mu, after.mu_scale, adam.mu),
         (after.nu, after.nu_scale, adam.nu),
@@ -428,7 +428,10 @@ def test_a_llama_forks_with_every_layer():
     base = jax.eval_shape(
         lambda: init(forks.train_config(config, VARIANTS["stored"]).in_bf16)
     )
-    start = lambda base, key: forks.start_fork(config, VARIANTS["stored"], base, key)
+
+    def start(base, key):
+        return forks.start_fork(config, VARIANTS["stored"], base, key)
+
     state = jax.eval_shape(start, base, jax.random.key(0))
     # and the table
     assert (
@@ -509,7 +512,9 @@ def test_fake_quantization_rounds_weights_and_activations_alone():
         for shape in ((64, 32), (32, 32), (64, 32))
     )
     params = {"params": {"kernel": w, "bias": jnp.ones(32)}}
-    q = lambda v: formats.cast(v, formats.datatype("e4m3fn", "e8m0"), scalemode="ceil")
+
+    def q(v):
+        return formats.cast(v, formats.datatype("e4m3fn", "e8m0"), scalemode="ceil")
 
     def of(recipe):
         layer = TCFPDense(32, recipe=recipe, dtype=jnp.float32)

@@ -22,7 +22,8 @@ def test_a_smoke_run_checks_and_times_every_product(tmp_path):
         assert row.weight_bits == (
             16 if scaling is None else scaling.bits((row.n, row.k)) + extra
         )
-        assert (row.snr_db is None) == (row.kind == "bf16") and row.copies > 1
+        assert (row.snr_db is None) == (row.kind == "bf16")
+        assert row.copies > 1
     assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(
         records.read_result("fp4", tmp_path)
     )

@@ -38,7 +38,8 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, s
         assert both.timer == "wall clock"
     assert rows[3].worst_snr_db > 10
     text = fsdp.table(records.read_result("fsdp", tmp_path))
-    assert f"| 2 | `{recipe}` |" in text and f"{size} tokens per GPU" in text
+    assert f"| 2 | `{recipe}` |" in text
+    assert f"{size} tokens per GPU" in text
 
 
 def test_more_devices_than_there_are_are_refused():

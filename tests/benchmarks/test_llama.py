@@ -79,7 +79,8 @@ def test_a_gpt_steps_as_well():
         ["--model", "tiny", "--include", "measured"], argparse.Namespace(smoke=True)
     )
     config = llama.configure(asked)
-    assert config.include == ("measured",) and config.step == MODELS["tiny"]
+    assert config.include == ("measured",)
+    assert config.step == MODELS["tiny"]
     size = GPTConfig(layers=3, width=64, heads=4, context=32, vocabulary=512)
     scores = 3 * 2 * 32 * 32 * 64
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (
@@ -88,7 +89,8 @@ def test_a_gpt_steps_as_well():
     model, weights = llama_steps.converted_step(
         dataclasses.replace(config, step=size, include=("linear",)), "tensorwise"
     )
-    assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
+    assert isinstance(model, GPT)
+    assert weights == tcfp_jax.recipe("tensorwise")
 
 
 @pytest.mark.slow
@@ -105,18 +107,17 @@ def test_a_smoke_run_writes_a_table(tmp_path):
         ],
     )
     assert [row.recipe for row in rows] == ["bf16", "tensorwise"]
-    assert (
-        rows[0].speed_over_bf16 == 1
-        and rows[0].worst_snr_db is None
-        and 14 < rows[1].worst_snr_db < 40
-    )
+    assert rows[0].speed_over_bf16 == 1
+    assert rows[0].worst_snr_db is None
+    assert 14 < rows[1].worst_snr_db < 40
     assert all(
         row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows
     )
     assert np.isclose(rows[1].tokens_per_second, 64e3 / rows[1].median_ms)
     path = tmp_path / records.device_slug() / "llama.json"
     page = report.render_section("llama", tmp_path)
-    assert "| `tensorwise` |" in page and "2 × 32 tokens" in page
+    assert "| `tensorwise` |" in page
+    assert "2 × 32 tokens" in page
     content = json.loads(path.read_text())
     for row in content["rows"]:
         row["kinds"] = {kind: 1.25 for kind in KINDS}
@@ -131,7 +132,10 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
 
     def broken(config, name):
         made = right(config, name)
-        wrong = lambda: {**made.outputs(), "y": jnp.zeros_like(made.args[2])}
+
+        def wrong():
+            return {**made.outputs(), "y": jnp.zeros_like(made.args[2])}
+
         return made if name == "bf16" else made._replace(outputs=wrong)
 
     monkeypatch.setitem(llama.MAKE, "block", broken)
@@ -159,18 +163,22 @@ def test_a_large_run_compares_losses_on_text(tmp_path):
     assert np.isclose(
         stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms
     )
-    assert (
-        bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
-    )
+    assert bf16.layer_speed_over_bf16 == 1
+    assert stored.step_bytes > stored.arena_bytes > 0
     result = records.read_result("large", tmp_path)
-    assert result is not None and "| `stored` | 2 |" in large.table(result)
+    assert result is not None
+    assert "| `stored` | 2 |" in large.table(result)
     more = ["--smoke", "--out", str(tmp_path), "--steps", "32"]
     (alone,) = benchmark("large").run([*more, "--recipes", "bf16"])
     kept, stored = benchmark("large").run([*more, "--resume"])
-    assert kept == alone and len(stored.losses) == 32 and stored.text == kept.text
+    assert kept == alone
+    assert len(stored.losses) == 32
+    assert stored.text == kept.text
     gap = np.mean(np.subtract(stored.losses, kept.losses)[-large.LAST :])
     page = report.render_section("large-curves", tmp_path)
-    assert f"**{gap:+.4f}** ± " in page and "nats per token" in page and abs(gap) < 0.02
+    assert f"**{gap:+.4f}** ± " in page
+    assert "nats per token" in page
+    assert abs(gap) < 0.02
 
 
 @pytest.mark.parametrize(

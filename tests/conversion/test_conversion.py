@@ -348,9 +348,8 @@ def test_shared_modules_vmap_and_other_methods():
         )
 
     results, flax, bound, alone = outputs(collection)
-    assert all(
-        same_bits(y, results[0]) and not same_bits(y, flax) for y in results
-    ) and same_bits(bound, alone)
+    assert all(same_bits(y, results[0]) and not same_bits(y, flax) for y in results)
+    assert same_bits(bound, alone)
 
 
 class Parts(nn.Module):
@@ -512,18 +511,15 @@ def test_rules_first_match_wins_and_unmatched_are_listed():
     assert [(r.path, r.reason) for r in report.skipped] == [("down", "rule 'down'")]
     assert report.unmatched_rules == ("'never'",)
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules))
-    assert (
-        report.converted[0].recipe == tcfp_jax.recipe("bf16")
-        and "by_product" in report.unmatched_rules
-    )
+    assert report.converted[0].recipe == tcfp_jax.recipe("bf16")
+    assert "by_product" in report.unmatched_rules
 
 
 def test_default_leaves_head_and_small_layers_and_says_so():
     report = survey(convert_to_tcfp(GPT(), "tcfp12", TOKENS, rules={"up": "tcfp12"}))
     reasons = {record.path: record.reason for record in report.skipped}
-    assert "too small" in reasons["blocks/down"] and [
-        record.path for record in report.converted
-    ] == ["blocks/up"]
+    assert "too small" in reasons["blocks/down"]
+    assert [record.path for record in report.converted] == ["blocks/up"]
     assert any("output head" in record.reason for record in report.skipped)
 
 
@@ -539,9 +535,8 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
         "down"
     ]
     half = restore(off, "up")
-    assert not same_bits(run(half, variables, X), exact) and same_bits(
-        run(restore(half, "down"), variables, X), low
-    )
+    assert not same_bits(run(half, variables, X), exact)
+    assert same_bits(run(restore(half, "down"), variables, X), low)
     state = state_of("tcfp12", variables["params"])
     assert same_bits(run(off, {**variables, "tcfp": state}, X), exact)
     with pytest.raises(ValueError, match="'block' finds no low-precision product"):
@@ -555,7 +550,8 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
     variables = variables_of(MLP(), X)
     off = to_bf16(model, "up")
     assert [record.path for record in survey(off, X).converted] == ["down"]
-    assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == [
+    assert "by hand" in str(survey(model, X))
+    assert sorted(find_weights(model, X)) == [
         "down/kernel",
         "up/kernel",
     ]

@@ -38,13 +38,12 @@ def test_diagnose_says_what_would_happen(capsys):
     with pytest.raises(ValueError, match=r'pass variables\["params"\]'):
         diagnose(Model(), X, recipe="tcfp12_fast", params={"params": params})
     text = capsys.readouterr().out
-    assert str(found) in text and "total, eligible" in text
+    assert str(found) in text
+    assert "total, eligible" in text
     lines = {line.path: line for line in found.lines}
     assert set(lines) == {"heads/kernel", "out/kernel", "makes_the_output/kernel"}
-    assert (
-        "too small" in lines["out/kernel"].reason
-        and 60 < lines["heads/kernel"].snr_db < 68
-    )
+    assert "too small" in lines["out/kernel"].reason
+    assert 60 < lines["heads/kernel"].snr_db < 68
     assert "output head" in lines["makes_the_output/kernel"].reason
     out = lines["out/kernel"]
     sizes = (
@@ -93,10 +92,8 @@ def test_a_weight_of_several_products_is_counted_once():
         sum(getattr(line, name) for line in wanted)
         for name in ("parameters", "bytes_bf16", "bytes_fp32")
     ]
-    assert (
-        total.split()[7:10] == [f"{number:,}" for number in sums]
-        and "4 products of 2 weights" in total
-    )
+    assert total.split()[7:10] == [f"{number:,}" for number in sums]
+    assert "4 products of 2 weights" in total
 
 
 def test_fp4_has_the_noise_and_the_e4m3_share_of_its_blocks(capsys):
@@ -109,16 +106,12 @@ def test_fp4_has_the_noise_and_the_e4m3_share_of_its_blocks(capsys):
     def line(recipe, kernel=kernel):
         return diagnose(layer, x, recipe=recipe, params={"kernel": kernel}).lines[0]
 
-    assert (
-        line(folded).exact == 1
-        and "(E4M3 holds 100.0% of its blocks)" in capsys.readouterr().out
-    )
+    assert line(folded).exact == 1
+    assert "(E4M3 holds 100.0% of its blocks)" in capsys.readouterr().out
     plain = line("nvfp4")
-    assert (
-        0.2 < plain.exact < 0.5
-        and 20 < plain.snr_db < 21
-        and 20 < line(folded).snr_db < 21.5
-    )
+    assert 0.2 < plain.exact < 0.5
+    assert 20 < plain.snr_db < 21
+    assert 20 < line(folded).snr_db < 21.5
     # Blocks lie along k, so a small output does not share a scale with a large one.
     uneven = kernel * np.where(np.arange(32) % 2, 1, 1e-2).reshape(4, 8)
     assert 20 < line("nvfp4", uneven).snr_db < 21
@@ -131,7 +124,8 @@ def test_fp4_has_the_noise_and_the_e4m3_share_of_its_blocks(capsys):
 def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):
     model = nnx_model(lambda rngs: flax_nnx.Linear(32, 8, rngs=rngs))
     found = diagnose(model, X, recipe="tensorwise")
-    assert type(model) is flax_nnx.Linear and found.lines[0].snr_db > 25
+    assert type(model) is flax_nnx.Linear
+    assert found.lines[0].snr_db > 25
     # the smallest shape that was measured
     assert found.lines[0].speed_up == _predict(named_recipe("tensorwise"), 1.0)
     with pytest.raises(ValueError, match="sample inputs"):
@@ -161,8 +155,6 @@ def test_predictions_are_what_was_measured():
 
 
 def test_what_was_not_measured_is_not_predicted():
-    assert (
-        _predict(named_recipe("mxfp8"), 1e12) is None
-        and _predict(named_recipe("tensorwise"), 0) is None
-    )
+    assert _predict(named_recipe("mxfp8"), 1e12) is None
+    assert _predict(named_recipe("tensorwise"), 0) is None
     assert _predict(named_recipe("bf16"), 1e12) == 1

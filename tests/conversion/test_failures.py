@@ -121,9 +121,8 @@ def test_nnx_weights_under_remat_and_scan_are_found_and_kept(capsys):
         "layers/kernel": (0,),
         "w_in": (),
     }
-    assert {line.path for line in diagnose(nnx_model(Named), X).lines} == set(
-        weights
-    ) and capsys.readouterr().out
+    assert {line.path for line in diagnose(nnx_model(Named), X).lines} == set(weights)
+    assert capsys.readouterr().out
     fresh = forward(model, X)
     optimizer = optimizer_of(model)
     close(forward(model, X), fresh)
@@ -231,7 +230,8 @@ def test_a_conversion_that_raises_changes_nothing():
     ):
         with pytest.raises((ValueError, TypeError)):
             convert(model, "tcfp12", *arguments, **options)
-        assert nnx.graphdef(model) == graphdef and type(model.up) is nnx.Linear
+        assert nnx.graphdef(model) == graphdef
+        assert type(model.up) is nnx.Linear
     convert(model, "tcfp12", X)
     convert(model, "tensorwise", X)
     wanted = convert(nnx_model(MLP), "tensorwise", X)
@@ -276,12 +276,14 @@ def test_reports_of_nnx_models_are_true():
     assert [record.weight_path for record in report.converted] == [
         "first/kernel"
     ] * 2 + ["table/embedding"]
-    assert report.converted[2].product.head and set(weights) == {
+    assert report.converted[2].product.head
+    assert set(weights) == {
         "first/kernel",
         "table/embedding",
     }
     # never multiplied
-    assert type(model.unused) is nnx.Linear and type(model.positions) is nnx.Embed
+    assert type(model.unused) is nnx.Linear
+    assert type(model.positions) is nnx.Embed
     state = jax.eval_shape(
         tcfp_jax.error_feedback(weights).init, nnx.state(model, nnx.Param)
     )
@@ -291,10 +293,8 @@ def test_reports_of_nnx_models_are_true():
     assert str(survey(nnx.clone(model))) == str(report)
     optimizer = optimizer_of(model)
     train(model, optimizer, TOKENS)
-    assert (
-        model.second.kernel is model.first.kernel
-        and np.isfinite(forward(model, TOKENS)).all()
-    )
+    assert model.second.kernel is model.first.kernel
+    assert np.isfinite(forward(model, TOKENS)).all()
     with pytest.raises(
         ValueError, match="strict=True: no product matches the rule 'unused'"
     ):
@@ -333,9 +333,8 @@ class ScannedNNX(nnx.Module):
 def test_stacks_along_the_second_axis_are_stored_and_read():
     params = variables_of(Scanned(), X)["params"]
     model = convert(Scanned(), "tcfp12", X, strict=True)
-    assert params["dense"]["kernel"].shape == (16, 3, 16) and find_weights(model)[
-        "dense/kernel"
-    ].layout.stack == (1,)
+    assert params["dense"]["kernel"].shape == (16, 3, 16)
+    assert find_weights(model)["dense/kernel"].layout.stack == (1,)
     apply = jax.jit(model.apply)
     y = apply({"params": params}, X)
     close(apply(with_state(model, params), X), y)
@@ -375,7 +374,8 @@ def test_models_of_keywords_take_options_alone(make, capsys):
         == 1
     )
     assert find_weights(model) == find_weights(model, options=options)
-    assert len(diagnose(make(), options=options).lines) == 1 and capsys.readouterr().out
+    assert len(diagnose(make(), options=options).lines) == 1
+    assert capsys.readouterr().out
     for call in (
         lambda o: convert(make(), "tcfp12", options=o),
         lambda o: survey(model, options=o),
@@ -433,9 +433,8 @@ def test_lora_trains_next_to_stored_weights():
     with jax.numpy_dtype_promotion("standard"):
         losses = [float(step(model, optimizer)) for _ in range(3)]
     after = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
-    assert losses[2] < losses[0] and not jnp.array_equal(
-        before["lora"]["lora_a"], after["lora"]["lora_a"]
-    )
+    assert losses[2] < losses[0]
+    assert not jnp.array_equal(before["lora"]["lora_a"], after["lora"]["lora_a"])
 
     low = tcfp_jax.transform(
         lambda p, adapter, x: x @ p["w"] + x @ adapter["a"] @ adapter["b"],
@@ -567,9 +566,8 @@ def test_diagnose_of_a_model_of_shapes_and_its_mark():
     found = diagnose(shapes, jax.ShapeDtypeStruct((4, 16), jnp.float32))
     assert [line.path for line in found.lines] == ["up/kernel", "down/kernel"]
     assert all(line.snr_db is None and line.extrapolated for line in found.lines)
-    assert "*" in str(found.lines[0]) and "* smaller than the smallest product" in str(
-        found
-    )
+    assert "*" in str(found.lines[0])
+    assert "* smaller than the smallest product" in str(found)
 
 
 class Wrapper:
@@ -624,10 +622,10 @@ def test_converted_models_are_copied_and_pickled(again):
     model = convert(nnx_model(MLP), "tcfp12", X)
     optimizer_of(model)
     twin = again(model)
-    assert str(survey(twin)) == str(survey(model)) and same_bits(
-        forward(twin, X), forward(model, X)
-    )
-    assert type(export(twin)) is MLP and type(model) is not MLP
+    assert str(survey(twin)) == str(survey(model))
+    assert same_bits(forward(twin, X), forward(model, X))
+    assert type(export(twin)) is MLP
+    assert type(model) is not MLP
 
 
 def test_intermediates_of_a_converted_model_are_captured():
@@ -721,7 +719,8 @@ def test_bridges_of_flax_carry_converted_models():
     model = convert(linen, "tcfp12", X)
     y = jax.jit(model.apply)(variables, X)
     exact = jax.jit(linen.apply)(variables, X)
-    assert len(survey(model).converted) == 2 and not same_bits(y, exact)
+    assert len(survey(model).converted) == 2
+    assert not same_bits(y, exact)
     close(y, exact, 0.1 * float(jnp.abs(exact).max()))
 
 
@@ -754,6 +753,5 @@ def test_a_bias_of_several_axes_is_no_weight():
     report = survey(
         low, {name: params[name] for name in "wb"}, jnp.ones((2, 3, 16)), params["k"]
     )
-    assert [record.weight_path for record in report.converted] == [
-        "w"
-    ] and not report.skipped
+    assert [record.weight_path for record in report.converted] == ["w"]
+    assert not report.skipped

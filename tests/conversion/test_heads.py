@@ -69,18 +69,18 @@ def test_the_head_is_a_product_of_the_report(form):
     left = records(transform(model(form), "tensorwise", include=("linear", "small")))[
         path
     ]
-    assert left.recipe is None and left.reason.startswith("output head; include=")
+    assert left.recipe is None
+    assert left.reason.startswith("output head; include=")
     found = records(transform(model(form), "tensorwise", include=WITH_HEAD))[path]
-    assert (
-        found.recipe == tcfp_jax.recipe("tensorwise")
-        and found.stored
-        and found.product.primitive == "cross_entropy"
-    )
+    assert found.recipe == tcfp_jax.recipe("tensorwise")
+    assert found.stored
+    assert found.product.primitive == "cross_entropy"
     assert (found.product.k, found.product.n, found.product.rows) == (
         K,
         V,
         IDS.size,
-    ) and found.product.head
+    )
+    assert found.product.head
     assert found.product.layout.transposed == (form == "tied")
     ruled = records(
         transform(
@@ -171,10 +171,8 @@ def test_heads_that_no_recipe_can_change_say_so():
     emulated = records(transform(model("untied"), "nvfp4_training", include=WITH_HEAD))[
         "head"
     ]
-    assert (
-        emulated.recipe is None
-        and emulated.reason == "nvfp4_training has no head with its loss"
-    )
+    assert emulated.recipe is None
+    assert emulated.reason == "nvfp4_training has no head with its loss"
 
 
 @pytest.mark.parametrize("by_hand", ["optax", "log_softmax"])

@@ -113,7 +113,8 @@ def test_an_estimate_is_exact_at_measured_shapes(times):
         m: tuning.estimate(DEVICE, Key("matmul", "v", (m, 32, 32)), "xla")
         for m in (48, 64, 100, 128, 200, 256, 400)
     }
-    assert found[64] == 64 * 1024 * 2e-6 and found[256] == 256 * 1024 * 1e-6
+    assert found[64] == 64 * 1024 * 2e-6
+    assert found[256] == 256 * 1024 * 1e-6
     # between them, the mean of logarithms
     np.testing.assert_allclose(found[128], 128 * 1024 * math.sqrt(2) * 1e-6)
     assert list(found.values()) == sorted(found.values())
@@ -159,11 +160,10 @@ def test_a_layer_is_converted_if_it_pays_and_the_report_says_why(times):
         f"{bf16 / fp8:.2f} of BF16's speed ({fp8 * 1e-6:.3g} ms against"
         f" {bf16 * 1e-6:.3g}) on cpu at 4096x128x64"
     )
-    assert found["wide/kernel"] == speed and f"tensorwise ({speed})" in str(report)
-    assert (
-        found["narrow/kernel"].startswith("0.6")
-        and "of BF16's speed" in found["narrow/kernel"]
-    )
+    assert found["wide/kernel"] == speed
+    assert f"tensorwise ({speed})" in str(report)
+    assert found["narrow/kernel"].startswith("0.6")
+    assert "of BF16's speed" in found["narrow/kernel"]
     assert found["head/kernel"].startswith("output head")
     explained = str(tcfp_jax.explain((4096, 128), (128, 64), "tensorwise"))
     assert f"in all      {speed.removesuffix(' at 4096x128x64')}" in explained
@@ -196,10 +196,8 @@ def test_a_model_in_which_nothing_pays_runs_as_it_is(times):
     plain = nn.Dense(16, use_bias=False)
     x = jnp.ones((4096, 32))
     model = convert_to_tcfp(plain, "tensorwise", x, include=("measured", "head"))
-    assert (
-        "of BF16's speed" in survey(model).skipped[0].reason
-        and find_weights(model) == {}
-    )
+    assert "of BF16's speed" in survey(model).skipped[0].reason
+    assert find_weights(model) == {}
     params = plain.init(jax.random.key(0), x)["params"]
     tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model)))
     state = {"tcfp": tcfp_jax.layer_state(tx.init(params))}
@@ -253,7 +251,8 @@ def test_what_was_not_timed_goes_by_size_and_says_so(times):
         "matmul (single full float32) near 128x4096x64 was not timed on cpu: its size"
         " decided"
     )
-    assert len(report.converted) == 2 and report.converted[0].reason == why
+    assert len(report.converted) == 2
+    assert report.converted[0].reason == why
     assert why.split(":")[0] in str(
         tcfp_jax.explain((4096, 128), (128, 64), "tensorwise")
     )
@@ -275,16 +274,12 @@ def test_a_device_that_was_not_timed_goes_by_size(times):
         for asked in ({}, dict(include="measured"), dict(include="linear"))
     ]
     # The repair that a report names differs: it is the whole of `include`.
-    assert (
-        len({str(report).split(";")[0] for report in reports}) == 1
-        and len(reports[0].converted) == 1
-    )
+    assert len({str(report).split(";")[0] for report in reports}) == 1
+    assert len(reports[0].converted) == 1
     explanation = tcfp_jax.explain((64, 32), (32, 32), "tensorwise")
-    assert (
-        explanation.summary == ""
-        and explanation.speed_over_bf16 is None
-        and "in all" not in str(explanation)
-    )
+    assert explanation.summary == ""
+    assert explanation.speed_over_bf16 is None
+    assert "in all" not in str(explanation)
 
 
 def test_measured_needs_the_rows_of_a_step():

@@ -90,7 +90,8 @@ def test_the_report_lists_products_in_groups():
     )
     assert report.converted[0].product.rows == TOKENS * TOP
     assert [record.path for record in report.skipped] == ["router"]
-    assert set(WEIGHTS) == {"gate", "up", "down"} and WEIGHTS["up"].layout.stack == (0,)
+    assert set(WEIGHTS) == {"gate", "up", "down"}
+    assert WEIGHTS["up"].layout.stack == (0,)
 
 
 def test_losses_and_gradients_are_near_those_of_floats():
@@ -101,11 +102,9 @@ def test_losses_and_gradients_are_near_those_of_floats():
     # A gradient sees six independent roundings of 2**-4 at most: two operands of each
     # product on its way.
     bound = 6**0.5 * 2.0**-4
-    assert (
-        abs(found - exact) <= bound * exact
-        and abs(again - exact) <= bound * exact
-        and found != exact
-    )
+    assert abs(found - exact) <= bound * exact
+    assert abs(again - exact) <= bound * exact
+    assert found != exact
     for name in ("gate", "up", "down"):
         assert 0 < relative(low[name], gradients[name]) <= bound
         assert 0 < relative(of_stored[name], gradients[name]) <= bound
@@ -153,9 +152,8 @@ def test_losses_fall_alike_with_and_without_float_weights():
     trained, without_floats = train(of_stored, stored, stored_tx.init)
     assert exact[-1] < 0.4 * exact[0]
     for losses in (with_feedback, without_floats):
-        assert (
-            np.isfinite(losses).all() and abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
-        )
+        assert np.isfinite(losses).all()
+        assert abs(losses[-1] - exact[-1]) <= 0.1 * exact[0]
     # The trained weights serve without floats; only scales are found anew, and W_hi is
     # rounded by them.
     served = quantize_params(tcfp_jax.dequantize(trained), WEIGHTS)
@@ -211,7 +209,8 @@ def test_experts_over_devices_are_stored(experts):
     low = transform(fn, "tcfp12_single", include=GROUPS)
     (record,) = survey(low, params, X).converted
     weights = find_weights(low, params, X)
-    assert record.stored and weights["w"].layout.stack == (0, 1)
+    assert record.stored
+    assert weights["w"].layout.stack == (0, 1)
 
     def square(f):
         return lambda p: jnp.sum(f(p, X) ** 2)
@@ -222,10 +221,8 @@ def test_experts_over_devices_are_stored(experts):
     step = jax.jit(tcfp_jax.value_and_grad(square(low)))
     again, of_stored = step(stored)
     for value, one in ((found, gradient), (again, of_stored)):
-        assert (
-            0 < abs(value - exact) <= 2.0**-4 * exact
-            and 0 < relative(one["w"], wanted["w"]) <= 2.0**-3
-        )
+        assert 0 < abs(value - exact) <= 2.0**-4 * exact
+        assert 0 < relative(one["w"], wanted["w"]) <= 2.0**-3
     # No device holds the weights of the others.
     assert "all-gather" not in step.lower(stored).compile().as_text()
 
@@ -245,7 +242,8 @@ def test_a_matrix_over_devices_is_quantized_at_each_use():
     params = {"w": PARAMS["gate"][:4]}
     low = transform(fn, "tcfp12_single", include=GROUPS)
     (record,) = survey(low, params, X).converted
-    assert "quantized at each use" in str(record) and not find_weights(low, params, X)
+    assert "quantized at each use" in str(record)
+    assert not find_weights(low, params, X)
     assert 0 < relative(low(params, X), fn(params, X)) <= 2.0**-4
 
 

@@ -127,14 +127,16 @@ def test_what_a_method_writes_is_written(models):
     structure = jax.tree.structure
     for number in (1, 2):
         near(model(X), base(X))
-        assert model.calls[...] == number and model.mode == "used"
+        assert model.calls[...] == number
+        assert model.mode == "used"
     near(model.last, base.last)
     near(model.hidden.get_value()[0], base.hidden.get_value()[0])
     assert structure(nnx.state(model)) == structure(nnx.state(base))
     run = nnx.jit(lambda model, x: model(x))
     near(run(model, X), run(base, X))
     assert model.calls[...] == 3
-    assert type(model.blocks) is nnx.List and isinstance(model.blocks[0], nnx.Linear)
+    assert type(model.blocks) is nnx.List
+    assert isinstance(model.blocks[0], nnx.Linear)
     assert nnx.graphdef(export(model)) == nnx.graphdef(base)
 
 
@@ -149,14 +151,18 @@ def test_arguments_that_are_rngs_count_and_draw_as_before(models):
 def test_static_methods_properties_and_generators_stay(models):
     base, model = models
     block, calls = model.part(1)
-    assert block is model.blocks[1] and calls is model.calls
-    assert model.double(3) == 6 and model.name() == "Everything" and model.width == 16
+    assert block is model.blocks[1]
+    assert calls is model.calls
+    assert model.double(3) == 6
+    assert model.name() == "Everything"
+    assert model.width == 16
     found = list(model.layers(X))
     exact = list(base.layers(X))
     assert len(found) == 2
     near(found[1], exact[1])
     with model.opened() as block:
-        assert block is model.blocks[0] and model.mode == "open"
+        assert block is model.blocks[0]
+        assert model.mode == "open"
     assert model.mode == "closed"
     model.blocks.append(LINEAR(rngs=nnx.Rngs(0)))
     assert len(model.blocks) == 3
@@ -301,6 +307,7 @@ def test_modules_that_are_no_pytrees_are_none_after_conversion(kind):
         jax.jit(lambda model: model(X))(model)
     optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
     losses = [float(train(model, optimizer)) for _ in range(5)]
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
     assert same_bits(nnx.jit(lambda model: model(X))(model), model(X))
     assert not same_bits(model(X), plain(X))

@@ -321,11 +321,10 @@ def test_products_convert_in_every_transformation(name):
     fn, params, equations = CONVERTED[name]
     low = convert(fn, strict=True)
     report = survey(low, params, X)
-    assert (
-        sorted(record.product.equation for record in report.converted)
-        == sorted(equations)
-        and not report.skipped
+    assert sorted(record.product.equation for record in report.converted) == sorted(
+        equations
     )
+    assert not report.skipped
     weights = find_weights(low, params, X)
     absent = {
         path: jax.ShapeDtypeStruct(w.shape, w.dtype) if path in weights else w
@@ -371,7 +370,8 @@ def test_activations_times_constants_are_no_products():
         lambda p, x: (x @ x.T) * p["w"][:4, :4],
     ):
         report = convert(fn).examine({"w": W}, X).report
-        assert not report.converted and not report.skipped
+        assert not report.converted
+        assert not report.skipped
 
 
 def test_names_with_slashes_are_paths():
@@ -412,9 +412,8 @@ def test_of_merged_lora_that_is_read_as_heads_the_base_converts():
     low = convert(fn)
     report = survey(low, params, X)
     assert [record.product.equation for record in report.converted] == ["da,abc->dbc"]
-    assert [record.weight_path for record in report.skipped] == [
-        "a + b"
-    ] and "computed" in report.skipped[0].reason
+    assert [record.weight_path for record in report.skipped] == ["a + b"]
+    assert "computed" in report.skipped[0].reason
 
     close(step_of(low)(params), step_of(fn)(params), 0.2)
 
@@ -434,9 +433,8 @@ def test_strict_takes_the_constants_of_a_model():
         return (x @ p["w"]) @ jnp.asarray(ROTATIONS).T
 
     low = convert(rotate, strict=True)
-    assert np.isfinite(low({"w": W}, X)).all() and "closes over" in str(
-        survey(low, {"w": W}, X)
-    )
+    assert np.isfinite(low({"w": W}, X)).all()
+    assert "closes over" in str(survey(low, {"w": W}, X))
 
 
 def test_a_survey_says_why_a_call_raises():
@@ -445,7 +443,8 @@ def test_a_survey_says_why_a_call_raises():
         survey(transform(convolution, RECIPE), params, X)
     )
     part = str(survey(convert(lambda p, x: x @ p["w"][:, :16]), {"w": W}, X))
-    assert "a part of a parameter" in part and "a call raises" not in part
+    assert "a part of a parameter" in part
+    assert "a call raises" not in part
 
 
 def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
@@ -575,10 +574,8 @@ def test_explicit_axes_and_out_sharding_reach_the_products():
             )(params)
 
         y, gradients = step(params, x)
-    assert (
-        y.sharding.spec == PartitionSpec("a", None)
-        and gradients["v"].sharding.spec[0] == "b"
-    )
+    assert y.sharding.spec == PartitionSpec("a", None)
+    assert gradients["v"].sharding.spec[0] == "b"
     exact = jax.jit(
         lambda p, x: jnp.einsum(
             "tnh,nhd->td", jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"])), p["v"]
@@ -620,15 +617,16 @@ def test_switching_exporting_and_diagnosing_a_function(capsys):
     fn, params, _ = CONVERTED["mlp"]
     low = convert(fn, recipe="tensorwise")
     off = to_bf16(low, "")
-    assert export(low) is fn and same_bits(off(params, X), fn(params, X))
-    assert same_bits(restore(off, "")(params, X), low(params, X)) and not same_bits(
-        low(params, X), fn(params, X)
-    )
+    assert export(low) is fn
+    assert same_bits(off(params, X), fn(params, X))
+    assert same_bits(restore(off, "")(params, X), low(params, X))
+    assert not same_bits(low(params, X), fn(params, X))
     found = diagnose(fn, params, X, recipe="tensorwise")
     assert [line.path for line in found.lines] == [
         "a",
         "c",
-    ] and "eligible" in capsys.readouterr().out
+    ]
+    assert "eligible" in capsys.readouterr().out
 
 
 def test_nested_transforms_are_not_converted_twice():
@@ -642,7 +640,8 @@ def test_nested_transforms_are_not_converted_twice():
     )
     report = survey(outer, params, X)
     found = {record.weight_path: record.reason for record in report.converted}
-    assert found["layer/kernel"] == "low-precision by hand" and found["own"] == ""
+    assert found["layer/kernel"] == "low-precision by hand"
+    assert found["own"] == ""
     assert np.isfinite(outer(params, X)).all()
 
 
@@ -658,7 +657,8 @@ def test_other_programs_never_see_a_transformed_one():
     before = text()
     low = convert(plain)
     assert "f8_e4m3" in str(jax.make_jaxpr(low)({"w": W}, X))
-    assert text() == before and jnp.array_equal(plain({"w": W}, X), jnp.tanh(X @ W))
+    assert text() == before
+    assert jnp.array_equal(plain({"w": W}, X), jnp.tanh(X @ W))
 
 
 def test_equal_jitted_blocks_share_one_trace():

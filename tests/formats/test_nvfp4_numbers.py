@@ -187,7 +187,8 @@ def test_on_an_h200_numbers_are_written_once(backend, target):
         (rotated, (x, words, turn)),
     ):
         compiled = compile_for(mesh, function, *arguments)
-        assert compiled.targets == [target] and compiled.temporary_bytes <= 1 << 16
+        assert compiled.targets == [target]
+        assert compiled.temporary_bytes <= 1 << 16
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])

@@ -42,7 +42,8 @@ def cast(x, rule):
 
 def noise(x, got):
     """Return the signal-to-noise ratio in dB."""
-    x, got = np.asarray(x, np.float64), np.asarray(got, np.float64)
+    x = np.asarray(x, np.float64)
+    got = np.asarray(got, np.float64)
     return 10 * np.log10(np.sum(x**2) / np.sum((x - got) ** 2))
 
 
@@ -120,7 +121,8 @@ def test_folded_scales_times_codes_are_numbers_of_e4m3():
     """Check every folded scale with every code, and `exact_share` for all other
     scales.
     """
-    assert len(FOLDED) == 37 and FOLDED[-1] == 384
+    assert len(FOLDED) == 37
+    assert FOLDED[-1] == 384
     assert in_e4m3(FOLDED[:, None] / 8 * CODES).all()
     small = EVERY_SCALE[EVERY_SCALE < 64]
     # Next to a scale in the binade of 32, exponents do not shift.
@@ -215,20 +217,25 @@ def test_tiles_that_are_hard(rule):
     packed, got = cast(x, rule)
     got = np.asarray(got)
     scales = scales_of(packed).reshape(128, 4)
-    assert not got[0, :16].any() and scales[0, 0] == 0 and scales[5, 0] == 0
-    assert not got[1, :16].any() and scales[1, 0] == (
-        2.0**-3 if rule == "fold_exact" else 2.0**-9
-    )
-    assert np.isnan(got[2, :16]).all() and np.isfinite(got[2, 16:]).all()
-    assert np.isfinite(got[3]).all() and got[3, 5] == got[3, :16].max()
-    assert got[4, 7] == pytest.approx(1e4, rel=0.07) and np.isfinite(got[4]).all()
+    assert not got[0, :16].any()
+    assert scales[0, 0] == 0
+    assert scales[5, 0] == 0
+    assert not got[1, :16].any()
+    assert scales[1, 0] == (2.0**-3 if rule == "fold_exact" else 2.0**-9)
+    assert np.isnan(got[2, :16]).all()
+    assert np.isfinite(got[2, 16:]).all()
+    assert np.isfinite(got[3]).all()
+    assert got[3, 5] == got[3, :16].max()
+    assert got[4, 7] == pytest.approx(1e4, rel=0.07)
+    assert np.isfinite(got[4]).all()
     assert not np.asarray(cast(np.zeros_like(x), rule)[1]).any()
     assert np.isfinite(cast(np.full_like(x, 2.0**-126), rule)[1]).all()
 
 
 def test_one_level_and_where_its_scale_ends():
     made = formats.nvfp4_one_level
-    assert made == datatype("e2m1f", "e4m3fn_t16") and made.bits_per_value() == 4.5
+    assert made == datatype("e2m1f", "e4m3fn_t16")
+    assert made.bits_per_value() == 4.5
     x = np.zeros(SHAPE, np.float32)
     x[:6] = np.float32([3.0, 6 * 448.0, 1e4, 6 * 2.0**-9, 2.0**-10, 1e-6])[:, None]
     x[6:] = normal()[6:]
@@ -244,9 +251,8 @@ def test_one_level_and_where_its_scale_ends():
         2.0**-9,
     ]
     assert cast[:6, 0].tolist() == [3.0, 2688.0, 2688.0, 6 * 2.0**-9, 2.0**-10, 0.0]
-    assert same_bits(unpacked, cast) and noise(x[6:], cast[6:]) == pytest.approx(
-        20.4, abs=0.15
-    )
+    assert same_bits(unpacked, cast)
+    assert noise(x[6:], cast[6:]) == pytest.approx(20.4, abs=0.15)
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,8 @@ def test_chosen_codes_keep_the_rule_that_they_follow():
     rounded = np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)
     for used in (folds, Fp4(rule="four_over_six")):
         made = chosen("amax", lambda path, w, used=used: nearest(w, used))
-        assert made.scaling == used and (exact_share(made.forward.scale) == 1) == (
-            used == folds
-        )
+        assert made.scaling == used
+        assert (exact_share(made.forward.scale) == 1) == (used == folds)
         y = quick(lambda x, made: matmul(x, made, recipe=of_rule(rule="amax")))(x, made)
         wanted = rounded @ np.asarray(made.dequantize(), np.float64)
         np.testing.assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())

@@ -94,7 +94,8 @@ def test_fold_exact_scales_follow_their_rule_for_any_weight(scales):
     scaling = Fp4(rule="fold_exact")
     for w in (W, jnp.asarray(hard)):
         for made in (compensated(w, H, scaling, scales=scales), searched(w, scaling)):
-            assert made.scaling == scaling and exact_share(made.scale) == 1
+            assert made.scaling == scaling
+            assert exact_share(made.scale) == 1
             check_rule("w", made, "")
 
 
@@ -104,10 +105,8 @@ def test_a_rule_is_checked_scale_by_scale():
     beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
     held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
     held[every == 448] = False  # with it 384 would have another factor
-    assert (
-        held[np.isin(every, _table(Fp4(rule="fold_exact")))].all()
-        and 30 < held.sum() < 50
-    )
+    assert held[np.isin(every, _table(Fp4(rule="fold_exact")))].all()
+    assert 30 < held.sum() < 50
 
     def of(scale):
         return Operand(
@@ -152,12 +151,11 @@ def test_hard_blocks(choose):
     w[3, 5] = np.nan
     w[4, 20] = np.inf
     made = np.asarray(choose(jnp.asarray(w)).dequantize())
-    assert (
-        np.isnan(made[3, :16]).all()
-        and np.isnan(made[4, 16:32]).all()
-        and np.isnan(made).sum() == 32
-    )
-    assert not made[0].any() and abs(made[1]).max() < 1e-5
+    assert np.isnan(made[3, :16]).all()
+    assert np.isnan(made[4, 16:32]).all()
+    assert np.isnan(made).sum() == 32
+    assert not made[0].any()
+    assert abs(made[1]).max() < 1e-5
     assert made[2, 3] == pytest.approx(1e4, rel=0.1)
     assert np.isfinite(made[5:]).all()
 
@@ -268,9 +266,8 @@ def test_without_correlations_gptq_is_nearest(scaling):
     expected = nearest(w, scaling)
     for each in zip(as_bytes(made), as_bytes(expected), strict=True):
         np.testing.assert_array_equal(*each)
-    assert (made.outer is None) == (expected.outer is None) and (
-        made.outer is None or made.outer == expected.outer
-    )
+    assert (made.outer is None) == (expected.outer is None)
+    assert made.outer is None or made.outer == expected.outer
 
 
 def test_columns_without_inputs_are_worth_something():
@@ -289,7 +286,8 @@ def test_a_stack_is_its_matrices():
         ),
         (searched(stack), [searched(W), searched(3 * W)]),
     ):
-        assert made.shape == (2, N, K) and made.outer.shape == (2,)
+        assert made.shape == (2, N, K)
+        assert made.outer.shape == (2,)
         np.testing.assert_allclose(
             made.dequantize(),
             jnp.stack([one.dequantize() for one in expected]),

@@ -197,7 +197,8 @@ def test_a_model_in_several_files_and_several_formats(tmp_path):
     }
     save_compressed(tmp_path, tensors)
     found = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head", "c"]
+    assert found["format"] == "mixed-precision"
+    assert found["ignore"] == ["lm_head", "c"]
     groups = [
         (group["format"], group["targets"]) for group in found["config_groups"].values()
     ]
@@ -241,7 +242,8 @@ def test_a_file_holds_every_dtype_that_weights_have(tmp_path):
     arrays["scalar"] = np.array(2.0, np.float32)
     safetensors.write(tmp_path / "file", arrays, {"format": "pt"})
     found, metadata = safetensors._of_file(tmp_path / "file")
-    assert same_bits(found, arrays) and metadata == {"format": "pt"}
+    assert same_bits(found, arrays)
+    assert metadata == {"format": "pt"}
     assert {name: array.dtype for name, array in found.items()} == {
         name: array.dtype for name, array in arrays.items()
     }

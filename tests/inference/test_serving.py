@@ -85,10 +85,8 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     model = convert(Model(), recipe, X)
     weights = find_weights(model)
     served = quantize_params(params, weights, storage=storage)
-    assert (
-        "kernel" not in served["params"]["heads"]
-        and "kernel" in served["params"]["lm_head"]
-    )
+    assert "kernel" not in served["params"]["heads"]
+    assert "kernel" in served["params"]["lm_head"]
     apply = jax.jit(model.apply)
     expected = apply({"params": params}, X)
     y = apply(served, X)
@@ -197,9 +195,8 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     served = quantize_params(
         flax_nnx.state(model, flax_nnx.Param), weights, storage=storage
     )
-    assert set(served["params"]["layers"]) == {"bias"} and set(
-        served["params"]["embedding"]
-    ) == {"embedding"}
+    assert set(served["params"]["layers"]) == {"bias"}
+    assert set(served["params"]["embedding"]) == {"embedding"}
     # shapes: no float kernel ever exists
     bare = all_layers(flax_nnx.eval_shape(lambda: NNXModel(flax_nnx.Rngs(0))))
     load_quantized(bare, saved_and_loaded(served, tmp_path))
@@ -209,7 +206,8 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         if leaf.dtype == jnp.float32
     ]
     # the embedding
-    assert max(floats) == 32 * 32 and sum(size > 100 for size in floats) == 1
+    assert max(floats) == 32 * 32
+    assert sum(size > 100 for size in floats) == 1
     y = forward(bare, TOKENS)
     tolerance = 1e-6 if storage == "recipe" else 0.1 * float(jnp.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
@@ -306,9 +304,8 @@ def test_a_layer_may_lose_all_its_parameters(module, tmp_path):
     params = variables_of(module, X)["params"]
     model = convert(module, "tcfp12", X, include=ALL)
     served = saved_and_loaded(quantize_params(params, find_weights(model)), tmp_path)
-    assert set(served["params"]) == set(params) - {"kernel"} and not jax.tree.leaves(
-        served["params"].get("lm_head")
-    )
+    assert set(served["params"]) == set(params) - {"kernel"}
+    assert not jax.tree.leaves(served["params"].get("lm_head"))
     apply = jax.jit(model.apply)
     np.testing.assert_allclose(
         apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5

@@ -28,7 +28,8 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     plain = nn.Dense(6)
     variables = variables_of(plain, X)
     model = nnx_model(lambda rngs: nnx.Fp4Dense(33, 6, rngs=rngs))
-    assert model.recipe == recipe("nvfp4") and isinstance(model, flax_nnx.Linear)
+    assert model.recipe == recipe("nvfp4")
+    assert isinstance(model, flax_nnx.Linear)
     params = variables["params"]
     state = flax_nnx.state(model)
     flax_nnx.replace_by_pure_dict(state, params)
@@ -193,4 +194,5 @@ def test_adapters_train_beside_frozen_codes_in_linen():
         return value, (optax.apply_updates(adapters, updates), moments)
 
     after, _ = trained(step, (adapters, tx.init(adapters)))
-    assert same_bits(packed, frozen) and not same_bits(after["up"], adapters["up"])
+    assert same_bits(packed, frozen)
+    assert not same_bits(after["up"], adapters["up"])

@@ -114,11 +114,9 @@ def test_training_learns_and_repeats_bit_for_bit(recipe):
     )
     (losses, *state) = run()
     (again, *same_state) = run()
-    assert (
-        losses[-1] < 0.95 * losses[0]
-        and losses == again
-        and same_bits(state, same_state)
-    )
+    assert losses[-1] < 0.95 * losses[0]
+    assert losses == again
+    assert same_bits(state, same_state)
 
 
 class Normed(nn.Module):
@@ -130,9 +128,11 @@ class Normed(nn.Module):
 def test_a_parameter_named_scale_is_no_weight():
     """`RMSNorm` has a parameter `scale`, once taken for a quantized weight."""
     losses, params, opt_state = trainer(Normed(), "tcfp12")()
-    assert losses[-1] < losses[0] and set(params) == {"dense", "norm"}
+    assert losses[-1] < losses[0]
+    assert set(params) == {"dense", "norm"}
     state = tcfp_jax.layer_state(opt_state)
-    assert set(state) == {"dense"} and set(state["dense"]) == {"kernel"}
+    assert set(state) == {"dense"}
+    assert set(state["dense"]) == {"kernel"}
 
 
 def test_remat_changes_nothing():

@@ -99,21 +99,20 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
         model, "tcfp12_fast", TOKENS, include=ALL, rules={"nothing": "bf16"}
     )
     report = survey(model)
-    assert (
-        converted is model
-        and len(report.converted) == 7
-        and report.unmatched_rules == ("'nothing'",)
-    )
-    assert not report.skipped and type(model.blocks[0].up).__mro__[1] is flax_nnx.Linear
-    assert same_bits(params, pure(model)) and not jnp.array_equal(
-        forward(model, TOKENS), before
-    )
+    assert converted is model
+    assert len(report.converted) == 7
+    assert report.unmatched_rules == ("'nothing'",)
+    assert not report.skipped
+    assert type(model.blocks[0].up).__mro__[1] is flax_nnx.Linear
+    assert same_bits(params, pure(model))
+    assert not jnp.array_equal(forward(model, TOKENS), before)
     assert jnp.array_equal(forward(float_model, TOKENS), before)
     optimizer = Optimizer(model, optax.sgd(0.01))
     TRACES.clear()
     losses = [float(train(model, optimizer, TOKENS)) for _ in range(3)]
     assert len(TRACES) == 1  # state before and after the first update has one structure
-    assert losses[2] < losses[0] and all(np.isfinite(losses))
+    assert losses[2] < losses[0]
+    assert all(np.isfinite(losses))
     # The layer reads what the optimizer wrote last: the weight of now, rounded.
     layer = model.blocks[0].up
     values = jax.jit(lambda stored: stored.dequantize())(held(layer))
@@ -121,11 +120,9 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     trained = pure(model)
     # a checkpoint goes both ways
     flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))
-    assert (
-        export(model) is model
-        and type(model.blocks[0].up) is flax_nnx.Linear
-        and same_bits(pure(model), trained)
-    )
+    assert export(model) is model
+    assert type(model.blocks[0].up) is flax_nnx.Linear
+    assert same_bits(pure(model), trained)
     assert jnp.array_equal(forward(model, TOKENS), forward(float_model, TOKENS))
     assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(
         flax_nnx.state(float_model)
@@ -148,10 +145,8 @@ def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine, argume
     )
     assert same_bits(pure(layer), pure(exact))
     y, wanted = flax_nnx.jit(lambda layer, exact: (layer(X), exact(X)))(layer, exact)
-    assert (
-        y.shape == wanted.shape
-        and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
-    )
+    assert y.shape == wanted.shape
+    assert float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
 
 
 def test_embed_rounds_rows_and_attends():
@@ -178,14 +173,11 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     convert_to_tcfp(model, "tensorwise", X, include=ALL)
     low = forward(model, X)
     weights = find_weights(model)
-    assert same_bits(forward(to_bf16(model, "layers"), X), exact) and not same_bits(
-        low, exact
-    )
-    assert (
-        not survey(model).converted
-        and "switched off" in str(survey(model))
-        and find_weights(model) == weights
-    )
+    assert same_bits(forward(to_bf16(model, "layers"), X), exact)
+    assert not same_bits(low, exact)
+    assert not survey(model).converted
+    assert "switched off" in str(survey(model))
+    assert find_weights(model) == weights
     assert same_bits(forward(restore(model, "layers"), X), low)
     with pytest.raises(ValueError, match="finds no"):
         to_bf16(model, "blocks")
@@ -213,7 +205,8 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe):
                 flax_nnx.as_pure(flax_nnx.state(optimizer)),
             )
         )
-    assert same_bits(*results) and not survey(models[1], X).skipped
+    assert same_bits(*results)
+    assert not survey(models[1], X).skipped
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4_training"])
@@ -302,11 +295,9 @@ def test_shared_layers_and_accumulation_have_one_state():
         for _ in range(2):
             train(model, optimizer, X)
             stored.append(values())
-    assert (
-        len(TRACES) == 1
-        and same_bits(stored[0], stored[1])
-        and not same_bits(stored[1], stored[2])
-    )
+    assert len(TRACES) == 1
+    assert same_bits(stored[0], stored[1])
+    assert not same_bits(stored[1], stored[2])
 
 
 def test_an_optimizer_refuses_what_layer_state_refuses():

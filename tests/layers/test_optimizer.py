@@ -93,7 +93,9 @@ def test_stored_weights_train_as_floats_do(tx, exact_tx, state):
     nnx.update(exact, floats)
     wanted = steps(exact, nnx.Optimizer(exact, exact_tx, wrt=nnx.Param), 6)
     np.testing.assert_allclose(low, wanted, rtol=0.05)
-    assert low[-1] < low[0] and len(kernels(model)) == 2 and int(model.calls[...]) == 6
+    assert low[-1] < low[0]
+    assert len(kernels(model)) == 2
+    assert int(model.calls[...]) == 6
     assert all(leaf.state.slot is None for leaf in kernels(model))
     assert int(optimizer.step[...]) == 6
 
@@ -105,15 +107,13 @@ def test_gradients_are_those_of_the_floats():
     (value, y), gradients = value_and_grad(loss, has_aux=True)(model, X)
     (wanted, _), exact_gradients = nnx.value_and_grad(loss, has_aux=True)(exact, X)
     np.testing.assert_allclose(value, wanted, rtol=0.02)
-    assert y.shape == X.shape and jax.tree.structure(gradients) == jax.tree.structure(
-        exact_gradients
-    )
+    assert y.shape == X.shape
+    assert jax.tree.structure(gradients) == jax.tree.structure(exact_gradients)
     for a, b in zip(
         jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True
     ):
-        assert a.shape == b.shape and float(jnp.linalg.norm(a - b)) < 0.1 * float(
-            jnp.linalg.norm(b)
-        )
+        assert a.shape == b.shape
+        assert float(jnp.linalg.norm(a - b)) < 0.1 * float(jnp.linalg.norm(b))
     with pytest.raises(TypeError, match=r"tcfp_jax\.nnx\.value_and_grad"):
         nnx.grad(loss, has_aux=True)(model, X)
     some = value_and_grad(
@@ -207,7 +207,8 @@ def test_train_state_of_linen(kind):
         state, exact, both = step(state, exact)
         losses.append(both)
     np.testing.assert_allclose(*np.transpose(losses), rtol=0.05)
-    assert losses[-1][0] < losses[0][0] and int(state.step) == 6
+    assert losses[-1][0] < losses[0][0]
+    assert int(state.step) == 6
     assert bool(tcfp_jax.layer_state(state.opt_state)) == (kind == "fed back")
 
 

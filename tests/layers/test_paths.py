@@ -29,10 +29,8 @@ def test_a_leaf_has_one_name_in_a_dict_a_box_and_a_state():
 def test_entries_keep_a_stored_weight_whole():
     tree = {"up": {"kernel": (1, 2)}, "scale": None, "empty": {}}
     assert paths.entries(tree) == {"up/kernel": (1, 2), "scale": None}
-    assert (
-        paths.find(tree, ["up", "kernel"]) == (1, 2)
-        and paths.find(tree, ["up", "bias"]) is None
-    )
+    assert paths.find(tree, ["up", "kernel"]) == (1, 2)
+    assert paths.find(tree, ["up", "bias"]) is None
     with pytest.raises(ValueError, match="bare array"):
         paths.put({}, [], 1)
     with pytest.raises(TypeError, match="has no name"):

@@ -102,9 +102,11 @@ def test_ids_are_mapped_and_keep_their_order(ids):
     values = np.random.default_rng(0).integers(0, 1000, 2000)
     corpus = load_data([ids(values)], vocabulary=1000)
     digest = corpus.digest
-    assert isinstance(corpus.train, np.memmap) and corpus.train.dtype == np.uint16
+    assert isinstance(corpus.train, np.memmap)
+    assert corpus.train.dtype == np.uint16
     assert np.array_equal(np.concatenate([corpus.train, corpus.heldout]), values)
-    assert len(corpus.heldout) == 100 and corpus.heldout_files == ("ids.npy",)
+    assert len(corpus.heldout) == 100
+    assert corpus.heldout_files == ("ids.npy",)
     assert len(load_data([ids(values)], vocabulary=1000, byte_limit=400).train) == 190
     assert load_data([ids(values[::-1])], vocabulary=1000).digest != digest
 

@@ -95,7 +95,8 @@ def on_mesh(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mesh_has_the_losses_of_one_device(name):
-    (_, expected), (state, losses) = on_one_device(name), on_mesh(name)
+    _, expected = on_one_device(name)
+    state, losses = on_mesh(name)
     np.testing.assert_allclose(losses[:2], expected[:2], rtol=1e-5)
     np.testing.assert_allclose(losses, expected, rtol=CLOSE)
     assert losses[-1] < losses[0] - 1
@@ -108,7 +109,8 @@ def test_a_mesh_has_the_losses_of_one_device(name):
         if leaf.size >= MICRO.width * MICRO.width // 2
         and leaf.sharding.is_fully_replicated
     ]
-    assert not whole and not jax.tree.leaves(kernel)[0].sharding.is_fully_replicated
+    assert not whole
+    assert not jax.tree.leaves(kernel)[0].sharding.is_fully_replicated
 
 
 @pytest.mark.slow
@@ -117,7 +119,8 @@ def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
     """Also with the rests of a save that was interrupted, which are not the newest
     checkpoint.
     """
-    config, (state, _) = CONFIGS[name], on_mesh(name)
+    config = CONFIGS[name]
+    state, _ = on_mesh(name)
     with RunDirectory(tmp_path / "run", config, "digest", resume="never") as directory:
         directory.append(1, np.ones(4))
         directory.save(state, 4)
@@ -135,7 +138,8 @@ def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
             tmp_path / "run", config, "digest", resume="allowed"
         ) as directory:
             restored, losses = directory.restore(training.init(config, mesh))
-        assert len(losses) == 4 and same_bits(restored, state)
+        assert len(losses) == 4
+        assert same_bits(restored, state)
         if mesh is not None:
             assert all(
                 leaf.sharding.mesh == mesh
@@ -259,14 +263,11 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path, monkeypatch):
     _, expected = on_one_device("float")
     (status, printed, shown), (other_status, other_printed, other_shown) = finish(two)
     assert (status, other_status) == (0, 0), shown + other_shown
-    assert (
-        "on 4 x cpu (data=2, fsdp=2) in 2 process(es)" in printed
-        and "per token" in printed
-        and "100%" in shown
-    )
-    assert (
-        "micro-llama" not in other_printed and "loss" not in other_printed + other_shown
-    )
+    assert "on 4 x cpu (data=2, fsdp=2) in 2 process(es)" in printed
+    assert "per token" in printed
+    assert "100%" in shown
+    assert "micro-llama" not in other_printed
+    assert "loss" not in other_printed + other_shown
     np.testing.assert_allclose(losses_of(out)[:2], expected[:2], rtol=1e-5)
     np.testing.assert_allclose(losses_of(out), expected, rtol=CLOSE)
     assert json.loads((out / "summary.json").read_text())["run"]["heldout_loss"] > 0
@@ -276,7 +277,8 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path, monkeypatch):
     config = dataclasses.replace(FLOAT, model="micro-llama")
     places = None, make_mesh(parse_mesh(MESHES["float"]))
     states = [restored_on(place, out, config) for place in places]
-    assert same_bits(*states) and int(states[0].step) == 6
+    assert same_bits(*states)
+    assert int(states[0].step) == 6
     (_, losses), (_, on_eight) = map(functools.partial(trained, FLOAT), places, states)
     np.testing.assert_allclose(on_eight[:2], losses[:2], rtol=1e-4)
     assert losses[0] < expected[0] - 1
@@ -328,11 +330,9 @@ def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(
         out,
         dataclasses.replace(FLOAT, model="micro-llama", recipe="bf16", steps=10000),
     )
-    assert (
-        int(state.step) >= 2
-        and int(state.step) % 2 == 0
-        and len(losses_of(out)) == int(state.step)
-    )
+    assert int(state.step) >= 2
+    assert int(state.step) % 2 == 0
+    assert len(losses_of(out)) == int(state.step)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
@@ -362,10 +362,8 @@ def test_what_one_process_lacks_ends_both(tmp_path):
     )
     (status, _, errors), (other_status, _, other_errors) = finish(two)
     assert (status, other_status) == (2, 2)
-    assert (
-        "process 1 of 2 cannot go on: FileNotFoundError: data" in errors
-        and "does not exist" in other_errors
-    )
+    assert "process 1 of 2 cannot go on: FileNotFoundError: data" in errors
+    assert "does not exist" in other_errors
     assert not (tmp_path / "run").exists()
 
 
@@ -541,7 +539,10 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
     table = jax.random.normal(jax.random.key(0), (512, 64))
     tokens = jax.random.randint(jax.random.key(1), (8, 4), 0, 512)
     weights = jax.random.normal(jax.random.key(2), (8, 4, 64))
-    loss = lambda table, look: (weights * look(table)).sum()
+
+    def loss(table, look):
+        return (weights * look(table)).sum()
+
     exact = jax.value_and_grad(loss)(
         table, lambda table: table[tokens].astype(jnp.bfloat16)
     )
@@ -564,9 +565,8 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
         )
         compiled = step.lower(*placed).compile()
         got = compiled(*placed)
-    assert np.allclose(exact[0], got[0], rtol=1e-5) and np.allclose(
-        exact[1], got[1], atol=1e-6
-    )
+    assert np.allclose(exact[0], got[0], rtol=1e-5)
+    assert np.allclose(exact[1], got[1], atol=1e-6)
     sent = [
         part
         for collective in collectives(compiled.as_text())
@@ -611,9 +611,8 @@ def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
             .compile()
         )
         got = compiled(*placed)
-    assert np.allclose(exact[0], got[0], rtol=1e-5) and same_bits(
-        exact[1], jax.device_get(got[1])
-    )
+    assert np.allclose(exact[0], got[0], rtol=1e-5)
+    assert same_bits(exact[1], jax.device_get(got[1]))
     sent = [
         part
         for collective in collectives(compiled.as_text())

@@ -76,15 +76,14 @@ def made(folder, tokenizer_folder, case="qwen3"):
     files and an index.
     """
     folder.mkdir()
-    recorded, size = (
-        RECORDED[case],
-        read_tokenizer(tokenizer_folder / "tokenizer.json").size,
-    )
+    recorded = RECORDED[case]
+    size = read_tokenizer(tokenizer_folder / "tokenizer.json").size
     shapes = {
         name: [size, *shape[1:]] if shape[0] == 256 else shape
         for name, shape in recorded["shapes"].items()
     }
-    arrays, places = weights_of(shapes), {}
+    arrays = weights_of(shapes)
+    places = {}
     for part in (0, 1):
         names = sorted(arrays)[part::2]
         places |= dict.fromkeys(names, f"part-{part}.safetensors")
@@ -241,7 +240,8 @@ def test_a_folder_is_fine_tuned_and_written(
         json.loads(line)
         for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     ]
-    assert [one["step"] for one in samples] == [15, 30] and samples[1]["text"]
+    assert [one["step"] for one in samples] == [15, 30]
+    assert samples[1]["text"]
     train.export_run(tmp_path / "run", tmp_path / "nvfp4", form="nvfp4")
     for form, error in (("fp8", 0.2), ("nvfp4", 0.6)):
         far = (
@@ -311,9 +311,8 @@ def test_adapters_train_next_to_frozen_weights(
     )
     state = jax.eval_shape(lambda: train.init(dataclasses.replace(config, sequence=48)))
     held = jax.tree.leaves(state.params["layers"])
-    assert max(leaf.size for leaf in held) < 3 * 48 * 32 and not hasattr(
-        state.params["layers"]["up"], "kernel"
-    )
+    assert max(leaf.size for leaf in held) < 3 * 48 * 32
+    assert not hasattr(state.params["layers"]["up"], "kernel")
 
 
 def test_answers_count_and_nothing_else(tokenizer_folder):
@@ -321,7 +320,8 @@ def test_answers_count_and_nothing_else(tokenizer_folder):
     whole, spans = answers(chat("Hi", "Yes", "And?", "Yes ")["messages"], tokenizer)
     first, last = "Yes<|im_end|>\n", "<think>\n\n</think>\n\nYes <|im_end|>\n"
     assert [whole[begin:end] for begin, end in spans] == [first, last]
-    assert tokenizer.end == 2 and tokenizer.stops == (0, 2)
+    assert tokenizer.end == 2
+    assert tokenizer.stops == (0, 2)
     marked = CHAT.replace(
         "{{ m.content }}", "{% generation %}{{ m.content }}{%- endgeneration -%}"
     )
@@ -337,12 +337,14 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
     """
     tokenizer = read_tokenizer(tokenizer_folder / "tokenizer.json")
     corpus = load_examples([str(data)], tokenizer, 60)
-    assert corpus.train.shape[1:] == (3, 61) and corpus.heldout.shape[0] == 1
+    assert corpus.train.shape[1:] == (3, 61)
+    assert corpus.heldout.shape[0] == 1
     found = []
     for row in np.concatenate([corpus.train, corpus.heldout]):
         for document in range(1, row[DOCUMENTS].max() + 1):
             mine = row[DOCUMENTS] == document
-            assert row[COUNTED, mine][0] == 0 and row[COUNTED, mine].any()
+            assert row[COUNTED, mine][0] == 0
+            assert row[COUNTED, mine].any()
             found.append(tokenizer.decode(row[TOKENS, mine]))
         assert not row[:, row[DOCUMENTS] == 0].any()
     expected = [
@@ -355,10 +357,8 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
     ]
     assert sorted(found) == sorted(expected)
     parts = load_examples([str(data)], tokenizer, 9)
-    assert (
-        parts.train.shape[2] == 10
-        and parts.train[:, COUNTED].sum() == corpus.train[:, COUNTED].sum()
-    )
+    assert parts.train.shape[2] == 10
+    assert parts.train[:, COUNTED].sum() == corpus.train[:, COUNTED].sum()
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,8 @@ def restored(path):
     with opened(path) as directory:
         state, losses = directory.restore(state_of(0))
     expected = state_of(int(state.step))
-    assert np.array_equal(state.params["kernel"], expected.params["kernel"]) and len(
-        losses
-    ) == int(state.step)
+    assert np.array_equal(state.params["kernel"], expected.params["kernel"])
+    assert len(losses) == int(state.step)
     return int(state.step), losses
 
 
@@ -87,7 +86,8 @@ def files_of(checkpoint):
 def test_every_flipped_byte_of_a_checkpoint_is_seen(run):
     checkpoint = run / "checkpoints/5"
     assert check_digests(checkpoint)
-    rng, files = np.random.default_rng(0), files_of(checkpoint)
+    rng = np.random.default_rng(0)
+    files = files_of(checkpoint)
     sizes = np.array([path.stat().st_size for path in files])
     for place in range(40):
         path = files[
@@ -143,13 +143,12 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
         (checkpoint / name).write_bytes(sound)
     DAMAGES[damage](max(files_of(checkpoint), key=lambda path: path.stat().st_size))
     step, losses = restored(run)
-    assert step == 3 and losses == [1.0, 2.0, 3.0]
+    assert step == 3
+    assert losses == [1.0, 2.0, 3.0]
     said = capsys.readouterr().err
-    assert (
-        "checkpoint 5 is damaged" in said
-        and "going on from 3" in said
-        and (run / "damaged/5").is_dir()
-    )
+    assert "checkpoint 5 is damaged" in said
+    assert "going on from 3" in said
+    assert (run / "damaged/5").is_dir()
     with opened(run) as directory:  # its step is written again
         directory.append(4, np.array([4.0, 5.0]))
         directory.save(state_of(5), 5)
@@ -240,9 +239,8 @@ def test_metrics_are_repaired_from_the_step_of_the_checkpoint(
 ):
     (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     step, found = restored(run)
-    assert (
-        step == 5 and [None if math.isnan(loss) else loss for loss in found] == losses
-    )
+    assert step == 5
+    assert [None if math.isnan(loss) else loss for loss in found] == losses
     lost = sum(loss is None for loss in losses)
     unchanged = lines[:5] == LINES
     assert (

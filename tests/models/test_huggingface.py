@@ -22,7 +22,8 @@ RECORDED = json.loads(FILE.read_text())
 def read(case):
     """Return (config, tensors by torch's names, parameters) of a recorded model."""
     recorded = RECORDED[case]
-    config, tensors = llama_config(recorded["config"]), weights_of(recorded["shapes"])
+    config = llama_config(recorded["config"])
+    tensors = weights_of(recorded["shapes"])
     # as old files have it
     computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
     return config, tensors, from_huggingface(tensors | computed, config)["params"]
@@ -52,13 +53,12 @@ def test_documents_of_a_row_do_not_see_each_other(case):
     apply = jax.jit(
         Llama(dataclasses.replace(config, attention="products"), "float32").apply
     )
-    tokens, documents = jnp.asarray(TOKENS[:1]), jnp.asarray([[3] * 7 + [1] * 5])
+    tokens = jnp.asarray(TOKENS[:1])
+    documents = jnp.asarray([[3] * 7 + [1] * 5])
     targets = jnp.full((1, 12), -100).at[0, 9].set(5)
     variables = {"params": params}
-    together, losses = (
-        apply(variables, tokens, None, documents),
-        apply(variables, tokens, targets, documents),
-    )
+    together = apply(variables, tokens, None, documents)
+    losses = apply(variables, tokens, targets, documents)
     second = apply(variables, tokens[:, 7:])
     np.testing.assert_allclose(
         together[:, :7], apply(variables, tokens[:, :7]), atol=1e-5
@@ -73,10 +73,8 @@ def test_documents_of_a_row_do_not_see_each_other(case):
 
 def test_a_llama_is_described_and_others_copy_their_config():
     stretched = llama_config(RECORDED["llama 3.1, tied"]["config"])
-    assert (
-        stretched.rope_original == 16
-        and llama_config(llama_dict(stretched)) == stretched
-    )
+    assert stretched.rope_original == 16
+    assert llama_config(llama_dict(stretched)) == stretched
     for case in ("qwen3", "gemma"):
         with pytest.raises(ValueError, match=r"copy the config\.json"):
             llama_dict(llama_config(RECORDED[case]["config"]))

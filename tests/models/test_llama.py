@@ -55,10 +55,14 @@ def numpy_llama(config, params, tokens, mlp=numpy_swiglu):
     complex rotations.
     """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    norm = lambda x, scale: (
-        x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
-    )
-    size, positions = config.head_size, tokens.shape[1]
+
+    def norm(x, scale):
+        return (
+            x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+        )
+
+    size = config.head_size
+    positions = tokens.shape[1]
     half = size // 2
 
     def turn(x):
@@ -108,7 +112,8 @@ def test_forward_pass_is_that_of_numpy(config):
     variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)
     logits = jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
     expected = numpy_llama(config, variables["params"], TOKENS)
-    assert logits.dtype == jnp.float32 and expected.std() > 0.5
+    assert logits.dtype == jnp.float32
+    assert expected.std() > 0.5
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
 
 
@@ -155,7 +160,8 @@ def test_it_is_causal():
 
 @pytest.mark.slow
 def test_remat_keeps_less_and_computes_the_same():
-    kept, found = {}, {}
+    kept = {}
+    found = {}
     for remat in ("block", "products", "none"):
         model, variables = llama(remat=remat)
         backward = jax.eval_shape(
@@ -167,7 +173,8 @@ def test_remat_keeps_less_and_computes_the_same():
             jax.value_and_grad(lambda v, model=model: loss(model.apply, v))
         )(variables)
     layer = MICRO.layers * TOKENS.size
-    width, keys = MICRO.width, MICRO.kv_heads * MICRO.head_size
+    width = MICRO.width
+    keys = MICRO.kv_heads * MICRO.head_size
     # q, attended and the residual stream between attention and MLP; k and v; gate and
     # up.
     assert kept["products"] - kept["block"] == layer * (
@@ -210,18 +217,26 @@ class TwinBlock(nn.Module):
     @nn.compact
     def __call__(self, x, rotation):
         c = self.config
-        dense = lambda name, features: TCFPDense(
-            features, use_bias=False, recipe=self.recipe, dtype=jnp.float32, name=name
-        )
+
+        def dense(name, features):
+            return TCFPDense(
+                features,
+                use_bias=False,
+                recipe=self.recipe,
+                dtype=jnp.float32,
+                name=name,
+            )
+
         n = nn.RMSNorm(epsilon=c.norm_eps, name="attention_norm")(x)
-        split = lambda name, heads: dense(name, heads * c.head_size)(n).reshape(
-            *x.shape[:-1], heads, c.head_size
-        )
-        q, k, v = (
-            split("query", c.heads),
-            split("key", c.kv_heads),
-            split("value", c.kv_heads),
-        )
+
+        def split(name, heads):
+            return dense(name, heads * c.head_size)(n).reshape(
+                *x.shape[:-1], heads, c.head_size
+            )
+
+        q = split("query", c.heads)
+        k = split("key", c.kv_heads)
+        v = split("value", c.kv_heads)
         attended = jax.nn.dot_product_attention(
             rotate(q, rotation), rotate(k, rotation), v, is_causal=True
         )
@@ -264,13 +279,12 @@ class Twin(nn.Module):
 # layers quantize at each use here
 @pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
 def test_a_converted_llama_is_one_written_by_hand():
-    learner, (exact, variables) = (
-        families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"),
-        llama(),
-    )
-    outputs_and_gradients = lambda model: jax.jit(
-        jax.value_and_grad(lambda v: loss(model.apply, v))
-    )(variables)
+    learner = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32")
+    exact, variables = llama()
+
+    def outputs_and_gradients(model):
+        return jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
+
     assert same_bits(
         *map(outputs_and_gradients, (learner.model, Twin(MICRO, "tcfp12")))
     )
@@ -309,7 +323,10 @@ def test_remat_keeps_as_little_of_a_converted_model():
             tcfp_jax.recipe("tcfp12"),
             "float32",
         ).model
-        backward = lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1]
+
+        def backward(v, model=model):
+            return jax.vjp(lambda v: loss(model.apply, v), v)[1]
+
         sizes.append(
             sum(
                 leaf.size * leaf.dtype.itemsize
@@ -451,7 +468,9 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
     fast = Llama(dataclasses.replace(config, attention="cudnn", remat=remat))
 
     def gradients(model):
-        mean = lambda v: jnp.mean(jax.nn.logsumexp(model.apply(v, tokens), axis=-1))
+        def mean(v):
+            return jnp.mean(jax.nn.logsumexp(model.apply(v, tokens), axis=-1))
+
         return jax.value_and_grad(mean)(variables)
 
     # Once in the body of each loop that needs it.
@@ -459,10 +478,8 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
     assert len(re.findall(r"dot_product_attention_fwd\w*\[", text)) == (
         2 if remat == "block" else 1
     )
-    (a, ours), (b, theirs) = (
-        jax.jit(lambda: gradients(fast))(),
-        jax.jit(lambda: gradients(exact))(),
-    )
+    a, ours = jax.jit(lambda: gradients(fast))()
+    b, theirs = jax.jit(lambda: gradients(exact))()
     assert float(a) == pytest.approx(float(b), rel=1e-2)
     norms = jax.tree.map(
         lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs
@@ -480,19 +497,23 @@ def test_losses_of_a_head_are_those_of_its_logits(kept, dtype, monkeypatch):
     # 32 rows are four times the eight of eight devices
     monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
     rng = np.random.default_rng(3)
-    x, w = (
-        jnp.asarray(rng.standard_normal((2, 16, 8)), dtype),
-        jnp.asarray(rng.standard_normal((8, 300)), jnp.float32),
-    )
-    of_head = lambda x, w, t: jnp.mean(losses.head_losses(x, w, t, kept=kept))
-    plain = lambda x, w, t: jnp.mean(losses.cross_entropy(x @ w.astype(dtype), t))
+    x = jnp.asarray(rng.standard_normal((2, 16, 8)), dtype)
+    w = jnp.asarray(rng.standard_normal((8, 300)), jnp.float32)
+
+    def of_head(x, w, t):
+        return jnp.mean(losses.head_losses(x, w, t, kept=kept))
+
+    def plain(x, w, t):
+        return jnp.mean(losses.cross_entropy(x @ w.astype(dtype), t))
+
     args = x, w, jnp.asarray(TOKENS[:, :16])
     found, expected = (
         jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (of_head, plain)
     )
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        a = a.astype(jnp.float32)
+        b = b.astype(jnp.float32)
         np.testing.assert_allclose(
             a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max())
         )
@@ -524,10 +545,13 @@ def test_a_backward_pass_of_losses_holds_no_logits():
         for leaf in kept
         if leaf.shape[-1:] == (300,) and leaf.shape[0] != UNTIED.width
     ]
+
     # Losses of the same parameters without it.
-    by_logits = lambda v: losses.cross_entropy(
-        model.apply(v, tokens[:, :-1]), tokens[:, 1:]
-    ).mean()
+    def by_logits(v):
+        return losses.cross_entropy(
+            model.apply(v, tokens[:, :-1]), tokens[:, 1:]
+        ).mean()
+
     found, expected = (
         jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits)
     )
@@ -569,7 +593,9 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch
     )
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=2e-3)
     for place in (path, ("layers", "down", "kernel")):
-        a, b = found[1], expected[1]
+        a = found[1]
+        b = expected[1]
         for name in place:
-            a, b = a[name], b[name]
+            a = a[name]
+            b = b[name]
         assert float(jnp.linalg.norm(a - b)) < 0.12 * float(jnp.linalg.norm(b))

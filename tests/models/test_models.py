@@ -44,16 +44,15 @@ def library(tmp_path):
 def test_corpus_is_split_by_file_deterministic_and_within_its_limit():
     corpus = load_corpus(byte_limit=500_000)
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
-    assert all(map(is_heldout, corpus.heldout_files)) and not any(
-        map(is_heldout, corpus.train_files)
-    )
-    assert (
-        corpus.train.dtype == np.uint8 and len(corpus.train) > len(corpus.heldout) > 0
-    )
+    assert all(map(is_heldout, corpus.heldout_files))
+    assert not any(map(is_heldout, corpus.train_files))
+    assert corpus.train.dtype == np.uint8
+    assert len(corpus.train) > len(corpus.heldout) > 0
     files = len(corpus.train_files) + len(corpus.heldout_files)
     assert len(corpus.train) + len(corpus.heldout) <= 500_000 + files
     again = load_corpus(byte_limit=500_000)
-    assert corpus.digest == again.digest and corpus.train_files == again.train_files
+    assert corpus.digest == again.digest
+    assert corpus.train_files == again.train_files
 
 
 def test_corpus_takes_library_sources_only(library):
@@ -118,7 +117,8 @@ def test_gpt_is_causal():
     # only through its exponent.
     model = GPT(MICRO, recipe="bf16", dtype="float32")
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
-    variables, apply = variables_of(model, tokens), jax.jit(model.apply)
+    variables = variables_of(model, tokens)
+    apply = jax.jit(model.apply)
     changed = tokens.at[0, 10:].set(7)
     before, after = (apply(variables, text) for text in (tokens, changed))
     assert jnp.array_equal(before[:, :10], after[:, :10])
@@ -148,7 +148,8 @@ def test_sizes(name, millions):
 
 
 def test_byte_embedding_is_nn_embed():
-    ours, flax = ByteEmbedding(300, 8), nn.Embed(300, 8)
+    ours = ByteEmbedding(300, 8)
+    flax = nn.Embed(300, 8)
     tokens = jnp.array([[0, 255, 3, 3]])
     variables = flax.init(jax.random.key(0), tokens)
     assert jnp.array_equal(ours.apply(variables, tokens), flax.apply(variables, tokens))

@@ -49,14 +49,16 @@ OTHER = dataclasses.replace(
     MICRO, qk_norm="all", normalized="chosen", shared=0, remat="none", head="untied"
 )
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 17))
-INPUTS, TARGETS = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
+INPUTS = jnp.asarray(TOKENS[:, :-1])
+TARGETS = jnp.asarray(TOKENS[:, 1:])
 
 
 def numpy_experts(config, block, n):
     """Return the MLP of normalized activations `[..., width]`, token by token in
     float64.
     """
-    flat, kernel = n.reshape(-1, n.shape[-1]), lambda name: block[name]["kernel"]
+    flat = n.reshape(-1, n.shape[-1])
+    kernel = lambda name: block[name]["kernel"]
     out = numpy_swiglu(config, block, flat) if config.shared else np.zeros_like(flat)
     for row, x in enumerate(flat):
         p = np.exp(x @ kernel("router"))
@@ -85,9 +87,10 @@ def test_forward_pass_is_that_of_numpy(config):
 def test_penalties_change_gradients_and_no_loss():
     config = dataclasses.replace(OTHER, layers=1, balance=0.5, z_loss=0.25)
     variables = variables_of(Moe(config, dtype="float32"), INPUTS)
-    losses = lambda config, v: (
-        Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
-    )
+
+    def losses(config, v):
+        return Moe(config, dtype="float32").apply(v, INPUTS, TARGETS).mean()
+
     plain = dataclasses.replace(config, balance=0.0, z_loss=0.0)
     both = jax.jit(
         lambda v: [
@@ -99,23 +102,23 @@ def test_penalties_change_gradients_and_no_loss():
     )
     assert loss == base_loss
     changed = jax.tree.map(lambda a, b: not same_bits(a, b), found, base)
-    assert changed["router"]["kernel"] and not changed["expert_down"]["kernel"]
+    assert changed["router"]["kernel"]
+    assert not changed["expert_down"]["kernel"]
 
     def penalty(router):
         logits = x @ router
-        p, share = (
-            jax.nn.softmax(logits),
-            jnp.bincount(jax.lax.top_k(logits, 2)[1].ravel(), length=5),
-        )
+        p = jax.nn.softmax(logits)
+        share = jnp.bincount(jax.lax.top_k(logits, 2)[1].ravel(), length=5)
         return 0.5 * 5 * jnp.sum(share / 64 * p.mean(0)) + 0.25 * jnp.mean(
             jnp.log(jnp.exp(logits).sum(-1)) ** 2
         )
 
-    router, x = (
-        variables["params"]["layers"]["router"]["kernel"][0],
-        jax.random.normal(jax.random.key(0), (32, 32)),
-    )
-    ours = lambda router: moe.route(moe.score(x, router), config).penalty
+    router = variables["params"]["layers"]["router"]["kernel"][0]
+    x = jax.random.normal(jax.random.key(0), (32, 32))
+
+    def ours(router):
+        return moe.route(moe.score(x, router), config).penalty
+
     (value, slope), (expected, exact) = (
         jax.jit(jax.value_and_grad(f))(router) for f in (ours, penalty)
     )
@@ -141,9 +144,9 @@ def test_experts_have_the_gradients_of_weighted_results():
             "tch,tchw,tc->tw", jax.nn.silu(gate) * up, down[routed.chosen], weights
         )
 
-    ours = lambda x, weights, *matrices: moe.mix(
-        x, routed.chosen, weights, *matrices, 0, "silu"
-    )
+    def ours(x, weights, *matrices):
+        return moe.mix(x, routed.chosen, weights, *matrices, 0, "silu")
+
     arrays = x, routed.weights, gate_up, down
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -177,8 +180,13 @@ def test_sorting_tokens_has_gradients_that_are_gathers():
         (moe.dispatch, lambda x: x[order // 3], x),
         (moe.collect, lambda x: x[place], g),
     ):
-        back = lambda f, given=given: jax.vjp(f, given)[1](g)[0]
-        mine = lambda x, ours=ours: ours(x, order, place)
+
+        def back(f, given=given):
+            return jax.vjp(f, given)[1](g)[0]
+
+        def mine(x, ours=ours):
+            return ours(x, order, place)
+
         np.testing.assert_allclose(back(mine), back(plain), rtol=1e-6)
         assert "scatter" not in str(jax.make_jaxpr(lambda: back(mine))())
 
@@ -264,10 +272,8 @@ def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
     if every < RUN.steps:
         shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
     again = run(config, out=tmp_path, resume="allowed", checkpoint_every=every)
-    assert (
-        same_bits(again.train_loss, whole.train_loss)
-        and again.heldout_loss == whole.heldout_loss
-    )
+    assert same_bits(again.train_loss, whole.train_loss)
+    assert again.heldout_loss == whole.heldout_loss
 
 
 def test_experts_lie_on_the_devices_of_a_mesh_with_their_state():
@@ -315,7 +321,8 @@ def test_devices_multiply_their_own_experts():
     text = split.lower(*placed).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
     # tokens, and no weights
-    assert gathered and not [shape for shape in gathered if shape.count(",") == 2]
+    assert gathered
+    assert not [shape for shape in gathered if shape.count(",") == 2]
 
 
 @pytest.mark.slow
@@ -333,7 +340,8 @@ def test_it_learns_alike_on_a_mesh():
 @pytest.mark.slow
 def test_it_keeps_what_fits():
     kept = run(dataclasses.replace(RUN, remat="auto", steps=5), memory=10**9).remat
-    assert kept is not None and "gate_fp8" in kept
+    assert kept is not None
+    assert "gate_fp8" in kept
 
 
 def test_examples_run():

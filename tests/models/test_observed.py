@@ -43,18 +43,17 @@ def test_a_run_is_observed(tmp_path):
         STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5
     )
     result = run(config, out=tmp_path)
-    assert list(result.reports) == [1, 2] and result.reports == read_reports(
-        tmp_path / "metrics.jsonl"
-    )
+    assert list(result.reports) == [1, 2]
+    assert result.reports == read_reports(tmp_path / "metrics.jsonl")
     for step, report in result.reports.items():
         assert {path.split("/")[0] for path in report} >= {"block_0"}
         for weight in report.values():
             assert 25 < weight["x"]["snr"] < 36
-            assert 0 <= weight["stale"] <= 1 and weight["g"]["amax"] > 0
+            assert 0 <= weight["stale"] <= 1
+            assert weight["g"]["amax"] > 0
             if step > 1:  # the first rate is 0
-                assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(
-                    1, abs=0.1
-                )
+                assert 0 < weight["moved"] <= 1
+                assert weight["edq"] == pytest.approx(1, abs=0.1)
     plot_reports(tmp_path / "monitor.png", result.reports, title="micro")
     assert (tmp_path / "monitor.png").stat().st_size > 10_000
 
@@ -65,7 +64,9 @@ def test_colors_do_not_make_a_picture_of_noise():
         ("x", "snr"),
     )
     # a gap
-    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])
+    assert names == ["up", "down"]
+    assert values[0, 0] == 31.5
+    assert np.isnan(values[1, 0])
     low, high = color_range(values, (None, None), 10.0)
     assert (low, high) == (26.5, 36.5)
     assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
@@ -89,12 +90,14 @@ def test_wrong_settings_say_how_to_repair_them(change, message):
 
 def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     floats = init(dataclasses.replace(CONFIG, seed=3)).params
-    base, written = tmp_path / "base.npz", tmp_path / "written.npz"
+    base = tmp_path / "base.npz"
+    written = tmp_path / "written.npz"
     export(base, floats)
     stored = init(dataclasses.replace(STORED, start=str(base))).params
-    kernel = lambda params: np.asarray(
-        tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"]
-    )
+
+    def kernel(params):
+        return np.asarray(tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"])
+
     np.testing.assert_allclose(
         kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max()
     )
@@ -151,7 +154,8 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
 def test_a_run_that_started_from_a_file_goes_on_without_it(
     tmp_path, monkeypatch, until
 ):
-    base, out = tmp_path / "base.npz", tmp_path / "run"
+    base = tmp_path / "base.npz"
+    out = tmp_path / "run"
     export(base, init(dataclasses.replace(CONFIG, seed=3)).params)
     config = dataclasses.replace(STORED, start=str(base), steps=10)
     whole = run(config, out=out if until == "end" else None)

@@ -100,9 +100,10 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(
     parts = MICROBATCHES * (shape[1] if len(shape) > 1 else 1)
     ones = [of_unsplit(params, WINDOWS[i::parts], quantized) for i in range(parts)]
     np.testing.assert_allclose(value, np.mean([one[0] for one in ones]), rtol=1e-5)
-    mean = lambda *parts: np.mean(
-        [np.asarray(part, np.float64) for part in parts], axis=0
-    )
+
+    def mean(*parts):
+        return np.mean([np.asarray(part, np.float64) for part in parts], axis=0)
+
     wanted = jax.tree.leaves(jax.tree.map(mean, *[one[1] for one in ones]))
     for (path, gradient), exact in zip(
         jax.tree.leaves_with_path(gradients), wanted, strict=True
@@ -170,7 +171,8 @@ def test_only_activations_travel_between_stages():
         for line in text.splitlines()
         if any(f" {name}" in line for name in ("all-gather(", "all-reduce("))
     ]
-    assert "collective-permute" in text and "f8e4m3fn" in text
+    assert "collective-permute" in text
+    assert "f8e4m3fn" in text
     assert not [line for line in moved if "f8e4m3fn" in line.split("metadata")[0]]
 
 

@@ -51,9 +51,10 @@ COPIES = "attended+gate_fp8+up_fp8"
 def values_and_gradients(remat, recipe):
     config = dataclasses.replace(MICRO, remat=remat)
     model = families.learner(config, tcfp_jax.recipe(recipe), "float32").model
-    loss = lambda variables: model.apply(
-        variables, TOKENS[:, :-1], TOKENS[:, 1:]
-    ).mean()
+
+    def loss(variables):
+        return model.apply(variables, TOKENS[:, :-1], TOKENS[:, 1:]).mean()
+
     return jax.jit(jax.value_and_grad(loss))(
         variables_of(Llama(config, "float32"), TOKENS)
     )
@@ -85,9 +86,8 @@ def test_levels_have_the_same_forward_pass_and_gradients_as_good_as_their_copies
     assert same_bits(loss, exact)
     pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True))
     if "fp8" in remat:
-        assert all(
-            same_bits(a, b) or decibels(a, b) > 22 for a, b in pairs
-        ) and not same_bits(expected, found)
+        assert all(same_bits(a, b) or decibels(a, b) > 22 for a, b in pairs)
+        assert not same_bits(expected, found)
     else:
         for a, b in pairs:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -96,7 +96,8 @@ def test_levels_have_the_same_forward_pass_and_gradients_as_good_as_their_copies
 def test_levels_grow_by_names_and_have_copies_where_products_read_fp8():
     for copies in ("exact", "fp8"):
         levels = [kept_names(level) for level in remat_levels(copies)]
-        assert len(levels) == 7 and levels[0] == set()
+        assert len(levels) == 7
+        assert levels[0] == set()
         assert all(less < more for less, more in itertools.pairwise(levels))
     assert kept_names(remat_levels("exact")[-1]) == set(KEPT_NAMES)
     kinds = {
@@ -128,9 +129,12 @@ def test_auto_finds_its_step_compiled(monkeypatch, capsys, tmp_path):
     prints.
     """
     compiled = []
-    count = lambda name, seconds, **more: (
-        compiled.append(more.get("fun_name")) if "backend_compile" in name else None
-    )
+
+    def count(name, seconds, **more):
+        return (
+            compiled.append(more.get("fun_name")) if "backend_compile" in name else None
+        )
+
     jax.monitoring.register_event_duration_secs_listener(count)
     levels = [COPIES, "none"]
     monkeypatch.setattr(
@@ -157,7 +161,8 @@ def test_auto_finds_its_step_compiled(monkeypatch, capsys, tmp_path):
         "--remat=auto",
     ]
     needed = {level: needed_by(level) for level in levels}
-    assert needed[COPIES] < needed["none"] and compiled.count("jit(train_step)") == 2
+    assert needed[COPIES] < needed["none"]
+    assert compiled.count("jit(train_step)") == 2
     assert (
         train.main(
             [*arguments, "--out=run", f"--memory={(needed['none'] - 1) / 1e9:.9f}"]
@@ -189,12 +194,11 @@ def test_training_with_copies_learns_as_well():
         run(dataclasses.replace(CONFIG, remat=remat)).train_loss
         for remat in (COPIES, "none")
     )
-    assert copied[0] == exact[0] and not np.array_equal(copied, exact)
+    assert copied[0] == exact[0]
+    assert not np.array_equal(copied, exact)
     np.testing.assert_allclose(copied, exact, rtol=0.03)
-    assert (
-        np.mean(copied[-10:]) == pytest.approx(np.mean(exact[-10:]), rel=0.005)
-        and exact[-1] < 0.8 * exact[0]
-    )
+    assert np.mean(copied[-10:]) == pytest.approx(np.mean(exact[-10:]), rel=0.005)
+    assert exact[-1] < 0.8 * exact[0]
 
 
 def test_a_run_names_what_is_wrong():

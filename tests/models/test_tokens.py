@@ -25,7 +25,8 @@ def test_the_file_is_the_one_that_measurements_used():
 def test_a_corpus_keeps_its_text_and_knows_its_bytes():
     whole = load_corpus(byte_limit=300_000)
     corpus = tokenized(whole, read_tokenizer(OWN))
-    assert corpus.train_files == whole.train_files and corpus.digest != whole.digest
+    assert corpus.train_files == whole.train_files
+    assert corpus.digest != whole.digest
     assert (
         read_tokenizer(OWN).decode(corpus.heldout).encode() == whole.heldout.tobytes()
     )
@@ -54,7 +55,8 @@ def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path, capsys):
     )
     assert np.array_equal(
         *(np.concatenate([one.train, one.heldout]) for one in (ids, text))
-    ) and len(ids.heldout)
+    )
+    assert len(ids.heldout)
     assert ids.bytes_per_token == len(
         read_tokenizer(OWN).decode(ids.heldout).encode()
     ) / len(ids.heldout)
@@ -63,7 +65,8 @@ def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path, capsys):
 def test_equal_texts_train_equal_tokenizers():
     corpus = load_corpus(byte_limit=100_000)
     first, second = (train_tokenizer(corpus, 400) for _ in range(2))
-    assert first.to_str() == second.to_str() and first.get_vocab_size() == 400
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 400
     # bytes that the corpus does not have
     assert first.decode(first.encode("é☃").ids) == "é☃"
 

@@ -139,7 +139,8 @@ def test_recipes_share_initial_weights_and_batches():
 )
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_run):
     whole, expected = whole_run(name)
-    out, config = tmp_path / "killed", CONFIGS[name]
+    out = tmp_path / "killed"
+    config = CONFIGS[name]
     process = subprocess.Popen(
         [sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment()
     )
@@ -194,8 +195,10 @@ STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     ids=["bf16", "tensorwise", "stochastic", "rows", "blocks", "stored"],
 )
 def test_every_kind_of_state_is_restored(tmp_path, change):
-    path, config = tmp_path / "run", dataclasses.replace(CONFIG, **change)
-    state, digest = train.init(dataclasses.replace(config, seed=5)), "digest"
+    path = tmp_path / "run"
+    config = dataclasses.replace(CONFIG, **change)
+    state = train.init(dataclasses.replace(config, seed=5))
+    digest = "digest"
     with RunDirectory(path, config, digest, resume="never") as directory:
         directory.append(1, np.ones(5))
         directory.save(state, 5)
@@ -280,7 +283,8 @@ def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
     [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")],
 )
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
-    (out, result), config = whole_run(name), CONFIGS[name]
+    out, result = whole_run(name)
+    config = CONFIGS[name]
     # in folders that do not exist yet
     path = tmp_path / "exports" / name / "weights.npz"
     train.export_run(out, path)
@@ -318,15 +322,14 @@ def test_parts_of_a_run_without_its_config_are_an_error(tmp_path):
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, uninterrupted, capsys):
-    out, result = tmp_path / "copy", uninterrupted[1]
+    out = tmp_path / "copy"
+    result = uninterrupted[1]
     shutil.copytree(uninterrupted[0], out)
     (out / "checkpoints/60/default/manifest.ocdbt").unlink()
     resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=30)
     assert "checkpoint 60 is damaged" in capsys.readouterr().err
-    assert (
-        np.array_equal(resumed.train_loss, result.train_loss)
-        and resumed.heldout_loss == result.heldout_loss
-    )
+    assert np.array_equal(resumed.train_loss, result.train_loss)
+    assert resumed.heldout_loss == result.heldout_loss
     assert same_bits(final_state(out), final_state(uninterrupted[0]))
 
 
@@ -431,11 +434,10 @@ def test_too_little_text():
 
 def test_jitter_perturbs_the_initial_weights():
     bf16 = dataclasses.replace(CONFIG, recipe="bf16")
-    plain, moved = (
-        train.init(bf16).params,
-        train.init(dataclasses.replace(bf16, initial_jitter=1e-6)).params,
-    )
-    kernel, jittered = plain["embedding"]["embedding"], moved["embedding"]["embedding"]
+    plain = train.init(bf16).params
+    moved = train.init(dataclasses.replace(bf16, initial_jitter=1e-6)).params
+    kernel = plain["embedding"]["embedding"]
+    jittered = moved["embedding"]["embedding"]
     assert 0 < float(jnp.max(jnp.abs(jittered / kernel - 1))) < 1e-5
 
 
@@ -509,19 +511,15 @@ class TestCommand:
             without.setitem(sys.modules, "matplotlib.figure", None)
             assert train.main(arguments) == 0
         printed = capsys.readouterr().out
-        assert (
-            "ratio" not in printed
-            and "no plot: " in printed
-            and "written: plain/summary.json\n" in printed
-        )
+        assert "ratio" not in printed
+        assert "no plot: " in printed
+        assert "written: plain/summary.json\n" in printed
         assert (
             json.loads(Path("plain/summary.json").read_text())["run"]["heldout_loss"]
             > 0
         )
-        assert (
-            train.main([*arguments, "--resume"]) == 0
-            and Path("plain/loss.png").exists()
-        )
+        assert train.main([*arguments, "--resume"]) == 0
+        assert Path("plain/loss.png").exists()
         assert not Path("plain/compare_bf16").exists()
 
     def test_stored_weights_have_a_recipe_and_moments_of_their_own(
@@ -543,8 +541,10 @@ class TestCommand:
         )
         assert summary["config"]["moments"] == "8bit"
         assert summary["run"]["heldout_loss"] == stored[1].heldout_loss
-        printed, exported = capsys.readouterr().out, np.load("weights.npz")
-        assert "exported: weights.npz" in printed and "positions" in exported
+        printed = capsys.readouterr().out
+        exported = np.load("weights.npz")
+        assert "exported: weights.npz" in printed
+        assert "positions" in exported
         assert (
             f"{sum(array.size for array in exported.values()):,} parameters" in printed
         )
@@ -570,11 +570,11 @@ class TestCommand:
         ]
         assert train.main([*arguments, "--data", "book"]) == 0
         printed = capsys.readouterr().out
-        assert "text: bytes of book: " in printed and "to train in 48 files" in printed
+        assert "text: bytes of book: " in printed
+        assert "to train in 48 files" in printed
         summary = json.loads(Path("run/summary.json").read_text())
-        assert summary["run"]["heldout_loss"] < 1.5 and summary["config"]["data"] == [
-            "book"
-        ]
+        assert summary["run"]["heldout_loss"] < 1.5
+        assert summary["config"]["data"] == ["book"]
 
         def resume():
             running._corpus.cache_clear()  # the cache of this process
@@ -611,7 +611,8 @@ class TestCommand:
         )
         assert train.main(shlex.split(command)[3:]) == 0
         options, out = seen[0]
-        assert options.resume and options.compare == "none"
+        assert options.resume
+        assert options.compare == "none"
         assert out == Path(*given[1:] or ["runs/micro-tcfp12_single-stored-0"])
 
     def test_a_run_that_diverges_ends_with_status_1(self, monkeypatch, capsys):
@@ -675,7 +676,8 @@ def test_steps_add_nothing_atomically(recipe):
         STORED if recipe == "stored" else dataclasses.replace(CONFIG, recipe=recipe)
     )
     config = dataclasses.replace(config, dtype="bfloat16")
-    state, key = jax.eval_shape(lambda: train.init(config)), train.batch_key(config)
+    state = jax.eval_shape(lambda: train.init(config))
+    key = train.batch_key(config)
     step = train.make_train_step(config)
     lowered = step.trace(state, jnp.zeros(100, jnp.uint8), key).lower(
         lowering_platforms=("cuda",)

@@ -126,7 +126,8 @@ WRAPPERS = {
 @pytest.mark.slow_except("named_chain", "apply_if_finite")
 @pytest.mark.parametrize("tx", WRAPPERS.values(), ids=WRAPPERS.keys())
 def test_state_follows_the_weights_under_every_wrapper(tx):
-    params, state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    state = tx.init(PARAMS)
     first = stored(state)
     for _ in range(2):
         updates, state = jax.jit(tx.update)(GRADIENTS, state, params)

@@ -40,4 +40,5 @@ def test_a_recipe_trains(name, monkeypatch):
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(BLOCKS[name], "frameworks.md", "exec"), namespace)
     losses = namespace["losses"]
-    assert np.isfinite(losses).all() and losses[-1] < 0.5 * losses[0]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.5 * losses[0]
