@@ -136,7 +136,7 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
         fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
     scaling = fields.get("scaling", base.scaling)
     if isinstance(scaling, str):
-        return dataclasses.replace(base, scaling=scaling)  # raises
+        return dataclasses.replace(base, **fields)  # raises
     if of_scaling:
         scaling = _with_scaling(scaling, of_scaling)
     if "activation" in fields and scaling.packed:

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from pallas_kernels.operands import Fp4, Operand, check_real
 from tcfp_jax.formats.datatypes import DataType, datatype
-from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4
+from tcfp_jax.formats.nvfp4_arrays import ScaleRule, quantize_nvfp4
 from tcfp_jax.formats.packing import pack
 
 
@@ -85,9 +85,10 @@ def _matrix(scaling: Fp4, w: Array) -> Operand:
     if w.size == 0:
         return _empty(scaling, w)
     padded = _padded(scaling, w)
+    rule = scaling.rule
     in_vectors = scaling.format == "nvfp4" and scaling.tile == "vector"
-    if in_vectors and scaling.rule != "one_level":
-        return _in_vectors(scaling, padded, w.shape[1])
+    if in_vectors and rule != "one_level":
+        return _in_vectors(scaling, rule, padded, w.shape[1])
     return _packed(scaling, padded, w.shape)
 
 
@@ -112,9 +113,9 @@ def _padded(scaling: Fp4, w: Array) -> Array:
     return jnp.pad(finite, [(0, rows), (0, columns)])
 
 
-def _in_vectors(scaling: Fp4, padded: Array, k: int) -> Operand:
+def _in_vectors(scaling: Fp4, rule: ScaleRule, padded: Array, k: int) -> Operand:
     """Return NVFP4 codes in vectors, whose scales have a scale of the whole matrix."""
-    found = quantize_nvfp4(padded, rule=scaling.rule)
+    found = quantize_nvfp4(padded, rule=rule)
     codes = found.codes[:, : k // 2]
     outer = _above_zero(found.outer)
     return Operand(codes, found.scales, scaling=scaling, outer=outer)
