@@ -210,8 +210,8 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
         names |= dict(original_max_position_embeddings="rope_original")
     elif kind != "linear":
         raise ValueError(
-            f"rope_type={kind!r}, but models.nets.llama computes 'default', 'linear' and"
-            " 'llama3' alone; take another model"
+            f"rope_type={kind!r}, but models.nets.llama computes 'default', 'linear'"
+            " and 'llama3' alone; take another model"
         )
     for name in names:
         if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
@@ -233,7 +233,8 @@ def _check_options(held: Mapping[str, Any], activation: str) -> None:
     named = str(held.get("hidden_activation") or held.get("hidden_act") or activation)
     if _ACTIVATIONS.get(named, named) != activation:
         raise ValueError(
-            f"hidden_act={named!r}, but models.nets.llama computes {activation!r} alone;"
+            f"hidden_act={named!r}, but models.nets.llama computes {activation!r}"
+            " alone;"
             " take another model"
         )
     for name in (
@@ -244,7 +245,8 @@ def _check_options(held: Mapping[str, Any], activation: str) -> None:
     ):
         if held.get(name):
             raise ValueError(
-                f"{name}={held[name]!r}, but models.nets.llama computes False alone; take"
+                f"{name}={held[name]!r}, but models.nets.llama computes False alone;"
+                " take"
                 " another model"
             )
 

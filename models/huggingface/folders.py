@@ -1,13 +1,16 @@
 """Folders of Hugging Face: a model to start from, and the trained model as another one.
 
     params = read_folder(folder, shapes, read_shape(folder))
-    write_folder(other, params, read_shape(folder), "fp8", source=folder, tokenizer=None)
+    write_folder(other, params, read_shape(folder), "fp8", source=folder,
+    tokenizer=None)
 
 A folder has
 
 FOLDER/config.json      the shape (`models.huggingface.configs`)
 FOLDER/*.safetensors    the weights, in one file or in several with an index
-FOLDER/tokenizer.json   the tokenizer, with tokenizer_config.json and a chat template (`models.huggingface.tokenizer`)
+FOLDER/tokenizer.json
+    the tokenizer, with tokenizer_config.json and a chat template
+    (`models.huggingface.tokenizer`)
 """
 
 import json

@@ -1,9 +1,11 @@
 """Tensors of Llama, Qwen and Gemma by the names of Transformers, in both directions.
 
-    tensors = to_huggingface(params, config, Fp4())                   # float parameters, or variables that serve
+    tensors = to_huggingface(params, config, Fp4())
+        # float parameters, or variables that serve
     save_compressed("folder", tensors, config=llama_dict(config))
     tensors, found = load_compressed("folder")
-    variables = from_huggingface(tensors, llama_config(found))        # of Llama(llama_config(found))
+    variables = from_huggingface(tensors, llama_config(found))
+        # of Llama(llama_config(found))
 
 Torch's matrices are `[out, in]`, one per layer; ours are `[in, out]` in a stack of all
 layers. Rotary positions turn the same pairs in both. Gemma's files hold the scale of a

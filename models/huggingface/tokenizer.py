@@ -191,7 +191,8 @@ def _compiled(template: str) -> jinja2.Template:
     # Without today's date, of which templates ask if it is there: the tokens of a file
     # would change every day.
     environment.globals["raise_exception"] = refuse
-    # Transformers' own tags around answers; `models.training.examples` finds them without.
+    # Transformers' own tags around answers; `models.training.examples` finds answers
+    # without them.
     plain = re.sub(r"endgeneration\s*(-?%})", r"endif \1", template)
     plain = re.sub(r"generation\s*(-?%})", r"if true \1", plain)
     return environment.from_string(plain)

@@ -4,7 +4,8 @@ A GPT is written with this project's layers, so its recipe is enough. A Llama is
 in plain Flax and converted, so its weights are found in it:
 
     model   = convert_to_tcfp(Llama(config), recipe, tokens)
-    weights = find_weights(model)                 for error_feedback(weights) and store(params, weights)
+    weights = find_weights(model)
+        for error_feedback(weights) and store(params, weights)
 
 If the caller gives the tokens of a step, both are plain Flax, and a layer is converted
 only if it was measured to be faster than BF16 (`include="measured"`).

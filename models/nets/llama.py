@@ -2,9 +2,9 @@
 grouped-query attention, SwiGLU.
 
     x = E[token]
-    x = x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n)                  n = RMSNorm(x)
-    x = x + W_down (silu(W_gate n) * W_up n)                                    n = RMSNorm(x)      (layers times)
-    logits = W_head RMSNorm(x)                                                  W_head = Eᵀ if the head is tied
+    x = x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n)  n = RMSNorm(x)
+    x = x + W_down (silu(W_gate n) * W_up n)  n = RMSNorm(x)  (layers times)
+    logits = W_head RMSNorm(x)  W_head = Eᵀ if the head is tied
 
 Options of `LlamaConfig` make it a Qwen or a Gemma. Gemma's norms multiply by `1 + w`,
 which is the scale here.

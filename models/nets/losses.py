@@ -23,7 +23,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return `logsumexp(logits) - logits[target]`, float32 `[...]`, of logits
     `[..., vocabulary]` and integers `[...]`.
 
-    >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist() == [jnp.log(4.0)] * 2
+    >>> losses = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
+    >>> losses.tolist() == [jnp.log(4.0)] * 2
     True
     """
     logits = logits.astype(jnp.float32)

@@ -1,10 +1,15 @@
 """Placement of a model's parameters and of the windows of a batch on a mesh of devices.
 
-    python -m models.train --mesh data=2,fsdp=2,tensor=2        eight devices, of any number of processes
+    python -m models.train --mesh data=2,fsdp=2,tensor=2
+        eight devices, of any number of processes
 
     data      splits the batch, and repeats weights
-    fsdp      splits the batch, and every kernel along its first axis: blocks of 8-bit moments lie along the last one
-    tensor    splits heads and hidden values: columns of query, key, value, gate and up, rows of output and down
+    fsdp
+        splits the batch, and every kernel along its first axis: blocks of 8-bit moments
+        lie along the last one
+    tensor
+        splits heads and hidden values: columns of query, key, value, gate and up, rows
+        of output and down
 
 A mesh has all three axes; an axis without a name has the size 1. Axes are automatic:
 XLA's partitioner places every array that has no rule here.

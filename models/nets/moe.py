@@ -1,15 +1,18 @@
 """A decoder-only Transformer whose MLPs are mixtures of experts: a router sends each
 token to a few of many SwiGLUs.
 
-    p = softmax(W_router n)                                     float32                          n = RMSNorm(x)
-    x = x + sum over the chosen e of p[e] W_down[e] (silu(W_gate[e] n) * W_up[e] n)  [+ a shared SwiGLU of n]
+    p = softmax(W_router n)  float32  n = RMSNorm(x)
+    x = x + sum over the chosen e of p[e] W_down[e] (silu(W_gate[e] n) * W_up[e] n)
+        [+ a shared SwiGLU of n]
 
-It is a `models.nets.llama` otherwise, in plain Flax without low precision. Tokens are sorted
-by expert and multiplied by `lax.ragged_dot`, so that none is dropped. The gradients of
-the sort and of its inverse are gathers, too, because a scatter adds in another order
-each time. Two penalties change gradients, but not the losses that the model returns:
+It is a `models.nets.llama` otherwise, in plain Flax without low precision. Tokens are
+sorted by expert and multiplied by `lax.ragged_dot`, so that none is dropped. The
+gradients of the sort and of its inverse are gathers, too, because a scatter adds in
+another order each time. Two penalties change gradients, but not the losses that the
+model returns:
 
-    balance = E sum over e of (share of choices that are e) * (mean of p[e])        z = mean of logsumexp(W_router n)**2
+    balance = E sum over e of (share of choices that are e) * (mean of p[e])
+        z = mean of logsumexp(W_router n)**2
 
 Sources: Muennighoff et al. 2024, "OLMoE"; Yang et al. 2025, "Qwen3 Technical Report";
 Fedus et al. 2021, "Switch Transformers" (balance); Zoph et al. 2022, "ST-MoE" (z).
@@ -66,8 +69,10 @@ score.defvjp(lambda x, router: (score(x, router), (x, router)), _score_back)
 def route(logits: jax.Array, config: MoeConfig) -> Routed:
     """Return the choices for the logits of a router, float32 `[t, experts]`.
 
-    >>> config = MoeConfig(layers=1, width=2, heads=1, kv_heads=1, hidden=1, context=1, experts=3)
-    >>> route(jnp.log(jnp.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])), config).chosen.tolist()
+    >>> sizes = dict(width=2, heads=1, kv_heads=1, hidden=1, context=1)
+    >>> config = MoeConfig(layers=1, experts=3, **sizes)
+    >>> probabilities = jnp.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])
+    >>> route(jnp.log(probabilities), config).chosen.tolist()
     [[2, 1], [0, 1]]
     """
     probabilities = jax.nn.softmax(logits)
@@ -137,8 +142,9 @@ def mix_on_mesh(
     down: jax.Array,
     activation: Nonlinearity,
 ) -> jax.Array:
-    """Return `mix` over all experts; on a mesh of `models.nets.meshes` each device of `fsdp`
-    multiplies its own experts.
+    """Return `mix` over all experts.
+
+    On a mesh of `models.nets.meshes` each device of `fsdp` multiplies its own experts.
 
     The devices along `fsdp` gather their tokens and add up their sums, so that no
     weight travels.
@@ -174,7 +180,10 @@ def mix_on_mesh(
 def dispatch(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     """Return tokens `[t, width]` as rows `[t * chosen, width]`, sorted by expert.
 
-    >>> dispatch(jnp.array([[1.0], [2.0]]), jnp.array([2, 1, 3, 0]), jnp.array([3, 1, 0, 2]))[:, 0].tolist()
+    >>> x = jnp.array([[1.0], [2.0]])
+    >>> order = jnp.array([2, 1, 3, 0])
+    >>> place = jnp.array([3, 1, 0, 2])
+    >>> dispatch(x, order, place)[:, 0].tolist()
     [2.0, 1.0, 2.0, 1.0]
     """
     return _rows(x, order // (order.size // len(x)))
@@ -197,7 +206,9 @@ dispatch.defvjp(
 def collect(rows: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     """Return rows in the order of their tokens again.
 
-    >>> rows, order, place = jnp.array([[2.0], [1.0], [2.0], [1.0]]), jnp.array([2, 1, 3, 0]), jnp.array([3, 1, 0, 2])
+    >>> rows = jnp.array([[2.0], [1.0], [2.0], [1.0]])
+    >>> order = jnp.array([2, 1, 3, 0])
+    >>> place = jnp.array([3, 1, 0, 2])
     >>> collect(rows, order, place)[:, 0].tolist()
     [1.0, 1.0, 2.0, 2.0]
     """

@@ -1,14 +1,16 @@
 """A Llama whose layers are split over devices, in stages that work on microbatches in
 turn (GPipe).
 
-`examples/pipeline.py` trains one. It has the parameters of `models.nets.llama.Llama`. Kernels have a leading axis of layers,
-and `PartitionSpec("stage")` gives each stage its own: float or stored, with their
-moments, they never leave it. In round t stage s runs its layers on microbatch t - s and
-hands the result to the next stage:
+`examples/pipeline.py` trains one. It has the parameters of `models.nets.llama.Llama`.
+Kernels have a leading axis of layers, and `PartitionSpec("stage")` gives each stage its
+own: float or stored, with their moments, they never leave it. In round t stage s runs
+its layers on microbatch t - s and hands the result to the next stage:
 
-    round       0    1    2    3    4                  each stage is idle in stages - 1 rounds
-    stage 0     m0   m1   m2   m3                      of microbatches + stages - 1
+    round       0    1    2    3    4
+    stage 0     m0   m1   m2   m3
     stage 1          m0   m1   m2   m3
+
+Each stage is idle in stages - 1 of microbatches + stages - 1 rounds.
 
 An idle stage computes on numbers that nothing reads, because all stages share one
 program; the gradient of unread numbers is zero. The backward pass is JAX's own:

@@ -76,8 +76,8 @@ class GPTConfig:
         heads values each).
       context: Longest sequence.
       vocabulary: Rows of the embedding table, at least 256.
-      attention: Argument of `models.nets.attention.causal_attention`: "products" repeats bit
-        for bit everywhere, flash attention is faster.
+      attention: Argument of `models.nets.attention.causal_attention`: "products"
+        repeats bit for bit everywhere, flash attention is faster.
 
     Raises:
       ValueError: a size is below 1, heads do not divide the width, the vocabulary is
@@ -157,8 +157,8 @@ class LlamaConfig:
         `global_every`-th; None sees all.
       global_every: Distance of layers that see all positions, among those with a
         window.
-      lora: Rank of the adapters next to the matrices of layers (`models.nets.adapters`); 0
-        has none.
+      lora: Rank of the adapters next to the matrices of layers
+        (`models.nets.adapters`); 0 has none.
       norm_offset: Number that Transformers adds to the scale of a norm, 1 in Gemma. The
         scales here include it.
       local_theta: `rope_theta` of layers with a window, unstretched (Gemma 3); None

@@ -1,8 +1,9 @@
 """Batches of a run: windows of a text or rows of documents, on the device, as functions
 of the step.
 
-text       integers `[tokens]`                 windows `[batch, sequence + 1]` that begin anywhere
-documents  int32 `[rows, 3, sequence + 1]`     rows in an order that each epoch draws anew (`models.training.examples`)
+text  integers `[tokens]`  windows `[batch, sequence + 1]` that begin anywhere
+documents  int32 `[rows, 3, sequence + 1]`
+    rows in an order that each epoch draws anew (`models.training.examples`)
 """
 
 from typing import Any

@@ -1,13 +1,21 @@
-"""The folder of one training run: its settings, its losses, and states to continue
-from.
+"""The folder of one training run: its settings, its losses, and its checkpoints.
 
-    DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
-    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor".
-                         In bits per byte a loss is loss / ln 2 / bytes_per_token of `summary.json`
-    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept. Each has the
-                         versions that wrote it, and a digest of every file, which is compared before it is read
-    DIR/damaged/         checkpoints whose files changed after they were written; the run continued from an older one
-    DIR/lock             locked while a process writes the folder; a dead process holds no lock
+    DIR/config.json
+        the whole `TrainConfig` and the digest of its text, written before the first
+        step
+    DIR/metrics.jsonl
+        {"step": s, "loss": nats per token}, one line per step; an observed step has a
+        "monitor". In bits per byte a loss is loss / ln 2 / bytes_per_token of
+        `summary.json`
+    DIR/checkpoints/
+        orbax checkpoints, each renamed into place when complete; the newest two are
+        kept. Each has the versions that wrote it, and a digest of every file, which is
+        compared before it is read
+    DIR/damaged/
+        checkpoints whose files changed after they were written; the run continued from
+        an older one
+    DIR/lock
+        locked while a process writes the folder; a dead process holds no lock
 
 A run may be killed between any two instructions. The order of writes makes that
 harmless: metrics up to step s are on disk before checkpoint s starts. On resuming, the
@@ -158,9 +166,9 @@ class RunDirectory:
 
         The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If
         there is a checkpoint, the shapes of a state are enough
-        (`models.training.steps.state_shapes`). This cuts `metrics.jsonl` back to that step,
-        and moves newer checkpoints that are damaged out of the way; both are said on
-        standard error.
+        (`models.training.steps.state_shapes`). This cuts `metrics.jsonl` back to that
+        step, and moves newer checkpoints that are damaged out of the way; both are said
+        on standard error.
 
         Raises:
           ValueError: no checkpoint is whole, or this run cannot read one that is.
@@ -243,7 +251,8 @@ class RunDirectory:
         """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from
         1) to the metrics.
 
-        `report` belongs to the last of them (`models.training.monitoring.written`), or is None.
+        `report` belongs to the last of them (`models.training.monitoring.written`), or
+        is None.
         """
         if not is_first():
             return

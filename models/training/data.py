@@ -1,10 +1,13 @@
 """Your own text to train on: files and folders as bytes, or one NumPy file of token
 ids.
 
-    python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
+    python -m models.train --data novels/ notes.txt
+        any UTF-8 text, folders recursively, as bytes
     python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
-    python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json     text as ids
-    python -m models.train --model FOLDER --data chats.jsonl                                see `models.training.examples`
+    python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json
+        text as ids
+    python -m models.train --model FOLDER --data chats.jsonl
+        see `models.training.examples`
 
 Files are in the order of a hash of their names, each text once, and the last twentieth
 is held out: some of many files, or the end of one. If a limit is reached, the files

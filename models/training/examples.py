@@ -2,7 +2,8 @@
 each.
 
     {"text": "A whole document."}
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
+    "Hello"}]}
 
 Other keys are ignored. A text counts as a whole. Of a conversation, in the words of the
 model's own chat template, the answers of the assistant count, each with the mark that

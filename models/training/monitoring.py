@@ -2,7 +2,8 @@
 and a report to draw.
 
     {"step": 100, "loss": 4.2, "monitor": {"block_0/qkv/kernel": {
-        "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ..., "g": ...,
+        "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ...,
+        "g": ...,
         "moved": ..., "edq": ..., "stale": ...}, ...}}
 
 x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`). `moved`

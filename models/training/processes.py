@@ -1,9 +1,10 @@
 """Several processes that train together: how they start, how they agree, and how they
 end if one is lost.
 
-    srun python -m models.train --mesh fsdp=16                                   SLURM, found by `jax.distributed`
-    mpirun python -m models.train --mesh fsdp=16                                 Open MPI, likewise
-    python -m models.train --coordinator host:1234 --processes 2 --process 0     anywhere, once for each process
+    srun python -m models.train --mesh fsdp=16  SLURM, found by `jax.distributed`
+    mpirun python -m models.train --mesh fsdp=16  Open MPI, likewise
+    python -m models.train --coordinator host:1234 --processes 2 --process 0
+        anywhere, once for each process
 
 All of them run the same command. An error that only one process finds, such as a
 missing file, ends all of them before the first step, with a message that names the

@@ -127,8 +127,8 @@ def run(
       checkpoint_every: Steps between checkpoints, a multiple of
         `config.steps_per_call`; None writes about ten.
       progress: "bar" draws a progress bar on standard error, in the first process.
-      mesh: Mesh of `models.nets.meshes.make_mesh`. None is one device, or `fsdp` over all
-        devices of several processes. The mesh is not part of the run: a run continues
+      mesh: Mesh of `models.nets.meshes.make_mesh`. None is one device, or `fsdp` over
+        all devices of several processes. The mesh is not part of the run: a run continues
         from the same bits on another mesh.
       bad_steps: Steps in a row without a finite loss after which the run stops. No
         checkpoint is written after such a step, so the last good one stays.
@@ -203,8 +203,8 @@ def export_run(
 
     Args:
       out: Folder of the run.
-      path: An `.npz`, which gets float32 (`models.training.parameters.export`), or a folder
-        (`models.huggingface.folders.write_folder`).
+      path: An `.npz`, which gets float32 (`models.training.parameters.export`), or a
+        folder (`models.huggingface.folders.write_folder`).
       mesh: As in `run`.
       form: Form of the weights in a folder.
     """

@@ -163,8 +163,8 @@ class TrainConfig:
         numerics; 0 observes none. An observed step is part of the run, and may differ
         from a plain one in the last bit.
       start: File of float parameters of this model, as `models.train --export` writes
-        it, or a folder of Hugging Face (`models.huggingface.folders`), that replaces random initial
-        weights. The optimizer starts anew.
+        it, or a folder of Hugging Face (`models.huggingface.folders`), that replaces
+        random initial weights. The optimizer starts anew.
       sample: Prompt that the model continues at each checkpoint, for a reader; not part
         of the run.
       initial_jitter: Relative standard deviation of a perturbation of the initial

@@ -6,7 +6,8 @@ windows of step t from `fold_in(seed, t)`, which the jitted step computes on the
 So a checkpoint needs no data-loader state, two recipes with one seed see identical
 weights and batches, and a resumed run equals the uninterrupted one bit for bit.
 
-    train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
+    train_step : (state, text, key) -> (state, losses of the next `count` steps)
+        one `lax.scan`, one dispatch
 
 On a mesh of `models.nets.meshes` the same functions run on all its devices, of all
 processes. Every device holds the whole text and reads the windows of its part of a
