@@ -1,4 +1,4 @@
-"""Train a language model on text next to BF16, from the same initial weights and
+r"""Train a language model on text next to BF16, from the same initial weights and
 batches.
 
     python -m models.train  # a GPT, stored weights, two CPU cores: three minutes
@@ -9,7 +9,7 @@ batches.
         # float32 weights, and quantized copies for the products
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
     python -m models.train --start base.npz  # start from a file that --export wrote
-    python -m models.train --model FOLDER --data chats.jsonl --out RUN --export NEW \\
+    python -m models.train --model FOLDER --data chats.jsonl --out RUN --export NEW \
         --format fp8  # fine-tune
     python -m models.train --model llama-tiny --tokenizer models/python-bpe-32768.json
     python -m models.train --monitor 50
@@ -17,7 +17,7 @@ batches.
     python -m models.train --out runs/small --resume
         # after any interruption, bit for bit (a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
-    srun python -m models.train --model llama-8b --batch 64 \\
+    srun python -m models.train --model llama-8b --batch 64 \
         --mesh data=2,fsdp=8,tensor=4 --out /shared/run
 
 A mesh has the axes of `models.nets.meshes`: `data` splits batches, `fsdp` batches and

@@ -73,13 +73,13 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
     },
 }
 _EXAMPLES = """examples:
-  python -m models.train --model FOLDER --data chats.jsonl --out RUN \
+  python -m models.train --model FOLDER --data chats.jsonl --out RUN \\
       --export NEW --format fp8
       fine-tune a Llama, Qwen or Gemma of Hugging Face, and write a folder that
       vLLM serves
   python -m models.train --data novels/ notes.txt --steps 1000
       a small GPT with stored weights on your text, next to BF16
-  python -m models.train --model llama-1b --recipe tensorwise --mesh fsdp=8 \
+  python -m models.train --model llama-1b --recipe tensorwise --mesh fsdp=8 \\
       --compare none --out runs/1b
       a Llama with float32 weights on eight GPUs; after any interruption add --resume
 """

@@ -128,8 +128,8 @@ def run(
         `config.steps_per_call`; None writes about ten.
       progress: "bar" draws a progress bar on standard error, in the first process.
       mesh: Mesh of `models.nets.meshes.make_mesh`. None is one device, or `fsdp` over
-        all devices of several processes. The mesh is not part of the run: a run continues
-        from the same bits on another mesh.
+        all devices of several processes. The mesh is not part of the run: a run
+        continues from the same bits on another mesh.
       bad_steps: Steps in a row without a finite loss after which the run stops. No
         checkpoint is written after such a step, so the last good one stays.
       memory: Bytes of a device that a step may need, for remat="auto"; None is 95 % of
