@@ -366,10 +366,24 @@ def _train(
         _check_losses(losses, begin, 1, config, directory)
     board.close()
     seconds = time.perf_counter() - started
-    heldout_text = everywhere(corpus.heldout, mesh)
     with shown(lambda: "evaluating on held-out text", telling):
-        heldout = evaluate(config, state, heldout_text, "trained", mesh)
-        in_bf16 = evaluate(config, state, heldout_text, "bf16", mesh)
+        return _result(config, corpus, state, losses, begin, seconds, reports, mesh)
+
+
+def _result(
+    config: TrainConfig,
+    corpus: Corpus,
+    state: TrainState,
+    losses: list[float],
+    begin: int,
+    seconds: float,
+    reports: dict[int, Any],
+    mesh: Mesh | None,
+) -> RunResult:
+    """Evaluate a run that has ended."""
+    heldout_text = everywhere(corpus.heldout, mesh)
+    heldout = evaluate(config, state, heldout_text, "trained", mesh)
+    in_bf16 = evaluate(config, state, heldout_text, "bf16", mesh)
     rate = math.nan
     if begin < config.steps:
         rate = (config.steps - begin) * config.tokens_per_step / seconds
