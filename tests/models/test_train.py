@@ -642,7 +642,7 @@ class TestCommand:
             train.main(["--help"])
         shown = capsys.readouterr().out
         assert set(tcfp_jax.recipes.NAMES) <= set(re.findall(r"\w+", shown))
-        options = shown.split("options:")[1]
+        options = shown.split("options:")[1].replace("\\\n", "")
         assert re.findall(r"^\S.*:$", options, re.M) == [
             "model and text:",
             "precision:",
