@@ -135,8 +135,8 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     if of_weight:
         fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
     scaling = fields.get("scaling", base.scaling)
-    if isinstance(scaling, str):
-        return dataclasses.replace(base, **fields)  # raises
+    if not isinstance(scaling, Scaling):
+        return dataclasses.replace(base, **fields)  # The recipe's own check raises.
     if of_scaling:
         scaling = _with_scaling(scaling, of_scaling)
     if "activation" in fields and scaling.packed:
