@@ -352,6 +352,17 @@ def spacing(x: Array, dtype: DTypeLike) -> Array:
     return _grid(x, dtype)[0]
 
 
+def scaled_by_both(x: Array, a: Array, b: Array) -> Array:
+    """Return `x * a * b` for two positive scales, the smaller one first.
+
+    `a * b` may be 0 and `x * a` inf although the result is neither.
+
+    >>> float(scaled_by_both(jnp.float32(2e9), jnp.float32(1e34), jnp.float32(1e-34)))
+    2000000000.0
+    """
+    return x * jnp.minimum(a, b) * jnp.maximum(a, b)
+
+
 def round_to(x: Array, dtype: DTypeLike) -> Array:
     """Return the nearest values of `dtype` to `x` as float32, saturating.
 

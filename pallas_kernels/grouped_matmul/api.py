@@ -54,10 +54,12 @@ def grouped_matmul(
       backend: None for the fastest one, or a name.
 
     Returns:
-      `[m, n]` in `out_dtype`. Rows behind the last group are zero. All is NaN if a size
-      is negative or the sizes add up to more than m, because a compiled program cannot
-      raise. XLA multiplies every row by every weight; the Mosaic kernel needs 128 rows,
-      and k and n whose bytes are multiples of 64 and 128.
+      `[m, n]` in `out_dtype`. Rows behind the last group are zero. A weight that is not
+        finite spoils the results that read it, and no other: XLA makes them NaN, the
+        Mosaic kernel NaN or inf. All is NaN if a size is negative or the sizes add up
+        to more than m, because a compiled program cannot raise. XLA multiplies every
+        row by every weight; the Mosaic kernel needs 128 rows, and k and n whose bytes
+        are multiples of 64 and 128.
 
     Raises:
       TypeError: an operand is neither FP8 nor bfloat16, such as FP4, or sizes are not

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import numerics
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.operands import Block, MatmulOptions, Operand
 from pallas_kernels.tuning import Key
@@ -38,15 +39,14 @@ def _grouped_matmul(
     w = _without_blocks(w)
     out = _unscaled(_ROWS, x, w, group_sizes)
     m = out.shape[0]
-    ends = jnp.cumsum(group_sizes)
-    rows = jnp.arange(m, dtype=group_sizes.dtype)
     if isinstance(w, Operand) and isinstance(x, Operand):
-        group = jnp.searchsorted(ends, rows, side="right")  # skips empty groups
-        of_w = jnp.take(w.scale, group, axis=0, mode="fill", fill_value=0)
-        out = out * x.scaling.spread(x.scale, (m, 1)) * of_w.reshape(m, -1)
+        of_w = jnp.take(
+            w.scale, _group_of_rows(group_sizes, m), axis=0, mode="fill", fill_value=0
+        )
+        of_x = x.scaling.spread(x.scale, (m, 1))
+        out = numerics.scaled_by_both(out, of_x, of_w.reshape(m, -1))
     # Rows behind the last group are zero, also next to a weight that is not finite.
-    is_inside = rows < ends[-1:]
-    out = jnp.where(is_inside[:, None], out, 0)
+    out = jnp.where(rows_inside(group_sizes, m)[:, None], out, 0)
     return _checked(out, group_sizes, m).astype(options.out_dtype)
 
 
@@ -61,9 +61,9 @@ def _grouped_weight_gradient(
     g = _without_blocks(g)
     out = _unscaled(_WITHIN, x, g, group_sizes)
     if isinstance(x, Operand) and isinstance(g, Operand):
-        out = out * x.scaling.spread(x.scale, (x.shape[0], 1))
+        of_x = x.scaling.spread(x.scale, (x.shape[0], 1))
         of_g = g.scaling.spread(g.scale, (g.shape[0], 1))
-        out = out * of_g[..., 0]
+        out = numerics.scaled_by_both(out, of_x, of_g[..., 0])
     return _checked(out, group_sizes, values_of(x).shape[1]).astype(options.out_dtype)
 
 
@@ -90,6 +90,14 @@ def key(
 
 DEFINITION = Implementation("xla", _grouped_matmul, key=key)
 GRADIENT = Implementation("xla", _grouped_weight_gradient, key=key)
+
+
+def rows_inside(group_sizes: Array, m: int) -> Array:
+    """Return which of m rows belong to a group, `[m]`; all of them for wrong sizes,
+    whose result is NaN.
+    """
+    is_inside = jnp.arange(m) < jnp.sum(group_sizes)
+    return is_inside | ~_are_sound(group_sizes, m)
 
 
 def values_of(x: Matrix) -> Array:
@@ -159,7 +167,16 @@ def _ragged(
     )
 
     def one(x: Array, w: Array, group_sizes: Array) -> Array:
-        return lax.ragged_dot_general(x, w, group_sizes, numbers, **options)
+        if numbers is _WITHIN:
+            return lax.ragged_dot_general(x, w, group_sizes, numbers, **options)
+        # XLA multiplies every weight by zeros for the rows of other groups, which makes
+        # NaN of a weight that is not finite.
+        is_finite = jnp.isfinite(w)
+        finite = jnp.where(is_finite, w, 0)
+        out = lax.ragged_dot_general(x, finite, group_sizes, numbers, **options)
+        group = _group_of_rows(group_sizes, x.shape[0])
+        is_sound = jnp.take(jnp.all(is_finite, axis=-1), group, axis=0, mode="clip")
+        return jnp.where(is_sound, out, jnp.nan)
 
     product = jax.custom_batching.custom_vmap(jax.vmap(one) if stacked else one)
 
@@ -176,9 +193,20 @@ def _ragged(
     return product
 
 
+def _group_of_rows(group_sizes: Array, m: int) -> Array:
+    """Return the group of each of m rows, `[m]`; behind the last one, their number."""
+    rows = jnp.arange(m, dtype=group_sizes.dtype)
+    # The right side skips empty groups.
+    return jnp.searchsorted(jnp.cumsum(group_sizes), rows, side="right")
+
+
 def _checked(out: Array, group_sizes: Array, m: int) -> Array:
     """Return the result, or NaN for wrong sizes: a compiled program cannot raise."""
+    return jnp.where(_are_sound(group_sizes, m), out, jnp.nan)
+
+
+def _are_sound(group_sizes: Array, m: int) -> Array:
+    """Return whether sizes are zero or more and add up to at most m."""
     ends = jnp.cumsum(group_sizes)
     # The first sum that overflows is negative.
-    are_sound = jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))
-    return jnp.where(are_sound, out, jnp.nan)
+    return jnp.all((group_sizes >= 0) & (ends >= 0) & (ends <= m))

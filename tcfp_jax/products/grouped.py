@@ -26,6 +26,7 @@ from pallas_kernels.dispatch import shared
 from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.grouped_matmul.api import check_sizes, grouped_weight_gradient
 from pallas_kernels.grouped_matmul.api import grouped_matmul as multiply
+from pallas_kernels.grouped_matmul.reference import rows_inside
 from pallas_kernels.operands import Operand
 from pallas_kernels.specs import has_explicit_axes, varying_alike
 from tcfp_jax.paths import PyTree
@@ -68,8 +69,8 @@ def grouped_matmul(
     memory: weights are stored without a float copy.
 
     Args:
-      x: real floats `[m, k]` of 16 bits or more. With one scale per tensor, rows behind
-        the last group count for it.
+      x: real floats `[m, k]` of 16 bits or more. Rows behind the last group count for
+        nothing, whatever they hold.
       w: the weights `[e, k, n]`: real floats, or a `Stored` stack as in
         `tcfp_jax.matmul`, such as a parameter that `tcfp_jax.store` made.
       group_sizes: integers, zero or more, that add up to at most m; they have no
@@ -170,7 +171,15 @@ def _prepared(
     key: Array | None,
 ) -> Array:
     quantized = form_read(recipe, w, quantized, key)
-    return _product(recipe, *varying_alike((x, w, quantized, sizes)))
+    x, w, quantized, sizes = varying_alike((x, w, quantized, sizes))
+    if recipe.forward == recipe.dgrad == recipe.wgrad == "bf16":
+        return _product(recipe, x, w, quantized, sizes)
+    # A scale covers the rows behind the last group, too. Both masks cost no pass: XLA
+    # fuses them with the operations that make x and the gradient, whose rows the second
+    # mask clears in the backward pass.
+    is_inside = rows_inside(sizes, x.shape[0])[:, None]
+    y = _product(recipe, jnp.where(is_inside, x, 0), w, quantized, sizes)
+    return jnp.where(is_inside, y, 0)
 
 
 _shared_product = shared(_prepared)

@@ -1,11 +1,13 @@
 """Grouped products against a loop over the groups in float64."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.operands import Block, Operand, Row, Tensor
@@ -104,6 +106,33 @@ def test_rows_behind_the_groups_are_zero_next_to_nan():
     assert np.isnan(y[7:12]).all()
     assert np.isfinite(y[:7]).all()
     assert not y[12:].any()
+
+
+@parametrize("kind", ["bf16", "dual", "rows", "squares"])
+def test_only_a_weights_own_rows_are_nan(kind):
+    (x, w, *_), _ = operands(kind)
+    values = w if kind == "bf16" else w.values
+    poisoned = values.at[3, 2, 5].set(jnp.nan)
+    if kind != "bf16":
+        poisoned = replace(w, values=poisoned)
+    sizes = jnp.array([7, 13, 0, 9])
+    multiply = partial(grouped_matmul, group_sizes=sizes, out_dtype=jnp.float32)
+    want = np.array(multiply(x, w))
+    want[20:29, 2] = np.nan
+    assert_array_equal(multiply(x, poisoned), want)
+
+
+@parametrize("sizes", [(1e37, 1e-30), (1e-30, 1e37), (1e-18, 1e-18), (1e18, 1e18)])
+@parametrize("scaling", [Tensor(), Row()], ids=str)
+def test_scales_meet_no_end_that_the_result_does_not(scaling, sizes):
+    of_x, of_w = sizes
+    x = quantize(jnp.full((M, K), of_x), E4M3, scaling).rows
+    w = jax.vmap(lambda w: quantize(w, E4M3, scaling).rows)(jnp.full((E, N, K), of_w))
+    y = grouped_matmul(x, w, jnp.array([37, 0, 0, 0]), out_dtype=jnp.float32)
+    assert_allclose(y, K * of_x * of_w, rtol=0.05)
+    columns = [quantize(jnp.full((N, M), of), E4M3, scaling).rows for of in sizes]
+    dw = grouped_weight_gradient(*columns, jnp.array([M]), out_dtype=jnp.float32)
+    assert_allclose(dw, M * of_x * of_w, rtol=0.05)
 
 
 @slow_except("axes0", "axes2", "axes3")

@@ -1,6 +1,7 @@
 """The grouped kernel for Hopper: its lists, its interpreter, and its registers."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -131,6 +132,23 @@ def test_rows_behind_the_groups_are_zero_next_to_nan():
     y = grouped_matmul(x, w, jnp.array([5, 0]), backend="mosaic")
     assert (y[:5] == 64).all()
     assert not y[5:].any()
+
+
+@needs_mosaic
+@parametrize("form", ["bf16", "tensor"])
+def test_a_weight_with_nan_is_that_of_its_own_rows_as_on_xla(form):
+    x, w = FORMS[form].by_groups(M, 128, 128, 6)
+    nan = jnp.nan
+    if form == "bf16":
+        w = w.at[0, 3, 5].set(nan).at[4].set(nan)
+    else:
+        w = replace(w, values=w.values.at[0, 3, 5].set(nan).at[4].set(nan))
+    sizes = jnp.array(SIZES[0])
+    multiply = partial(grouped_matmul, x, w, sizes, out_dtype=jnp.float32)
+    xla = multiply(backend="xla")
+    found = multiply(backend="mosaic")
+    assert jnp.isnan(xla[: SIZES[0][0], 3]).all()
+    assert_array_equal(found, xla)
 
 
 @needs_mosaic

@@ -72,9 +72,9 @@ def within_groups(x, g):
 
 
 @partial(jax.jit, static_argnames="recipe")
-def results(x, w, sizes, recipe, quantized=None):
+def results(x, w, sizes, recipe, quantized=None, g=G):
     product = partial(grouped_matmul, group_sizes=sizes)
-    return value_and_gradients(product, x, w, G, recipe=recipe, quantized=quantized)
+    return value_and_gradients(product, x, w, g, recipe=recipe, quantized=quantized)
 
 
 def as_read(recipe):
@@ -118,6 +118,52 @@ def test_values_and_gradients_are_of_the_rounded_operands(name):
 def test_sizes_that_are_no_sizes_make_nan(name, sizes):
     for one in results(X, W, jnp.array(sizes), tcfp_jax.recipe(name)):
         assert np.isnan(one).all()
+
+
+INSIDE = int(SIZES.sum())
+
+
+def with_rows_behind(x, filler):
+    return x.at[INSIDE:].set(filler)
+
+
+@slow_except("bf16", "tensorwise", "blockwise")
+@parametrize("name", RECIPES)
+def test_rows_behind_the_last_group_count_for_nothing(name):
+    recipe = tcfp_jax.recipe(name)
+    of_zeros = with_rows_behind(X, 0), with_rows_behind(G, 0)
+    want = results(of_zeros[0], W, SIZES, recipe, g=of_zeros[1])
+    for filler in (1e6, jnp.nan, jnp.inf):
+        x = with_rows_behind(X, filler)
+        found = results(x, W, SIZES, recipe, g=with_rows_behind(G, filler))
+        jax.tree.map(assert_array_equal, found, want)
+        assert not np.any(found[1][INSIDE:])
+
+
+def test_the_monitor_ignores_rows_behind_the_last_group():
+    def readings(filler):
+        def loss(p):
+            x = with_rows_behind(X, filler)
+            y = grouped_matmul(x, p["w"], SIZES, recipe="tensorwise")
+            return jnp.sum(y * with_rows_behind(G, filler))
+
+        return jax.jit(monitor.value_and_grad(loss))({"w": W})[1]["w"]
+
+    # Zeros are the only rows that no reading of magnitudes sees.
+    jax.tree.map(assert_array_equal, readings(1e6), readings(0))
+
+
+@parametrize("bad", [jnp.nan, jnp.inf])
+@parametrize("name", ["bf16", "tensorwise", "rowwise", "blockwise"])
+def test_a_weight_that_is_not_finite_is_that_of_its_own_rows(name, bad):
+    sizes = jnp.array([9, 0, 17, 11])
+    group = np.repeat(np.arange(E), sizes)
+    for expert in range(E):
+        w = W.at[expert, 0, 0].set(bad)
+        y, dx, _ = results(X, w, sizes, tcfp_jax.recipe(name))
+        for got in (y, dx):
+            has_bad = ~np.isfinite(got).all(axis=1)
+            assert_array_equal(has_bad, group == expert)
 
 
 def parameter(w, name, layout):
