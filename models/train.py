@@ -185,7 +185,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if options.export is not None and options.export.suffix == ".npz":
         check_export(options.export)
     elif options.export is not None:
-        check_folder(options.export, config.size, config.start)
+        check_folder(options.export, config.size, config.start, config.data.tokenizer)
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")

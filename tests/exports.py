@@ -63,16 +63,18 @@ def saved(folder, operand, **options):
 def same_file(folder, other):
     """Equal but for the order of the metadata, which the package leaves open."""
     (arrays, metadata), (others, noted) = (
-        safetensors._of_file(one / "model.safetensors") for one in (folder, other)
+        safetensors._of_file(one, "model.safetensors") for one in (folder, other)
     )
     return (
-        same_bits(arrays, others) and list(arrays) == list(others) and metadata == noted
+        same_bits(dict(arrays), dict(others))
+        and list(arrays) == list(others)
+        and metadata == noted
     )
 
 
 def change(folder, changed):
     """The file again, with other arrays."""
-    arrays, metadata = safetensors._of_file(folder / "model.safetensors")
+    arrays, metadata = safetensors._of_file(folder, "model.safetensors")
     arrays = {name: np.array(array) for name, array in arrays.items()}
     changed(arrays)
     safetensors.write(folder / "model.safetensors", arrays, metadata)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.huggingface.tokenizer import read_object
 from models.nets.shapes import LlamaConfig
-from tcfp_jax.inference import safetensors
+from tcfp_jax.inference import folders, safetensors
 
 _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(
@@ -302,4 +301,4 @@ def read_shape(folder: Path) -> LlamaConfig:
     Raises:
       ValueError: `config.json` is damaged, or describes a model that is unknown here.
     """
-    return llama_config(read_object(folder / safetensors.CONFIG))
+    return llama_config(folders.read_object(folder, safetensors.CONFIG))

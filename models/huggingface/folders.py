@@ -23,12 +23,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models.huggingface.configs import is_folder, llama_dict, read_object
+from models.huggingface.configs import is_folder, llama_dict
 from models.huggingface.tensors import from_huggingface, to_huggingface
-from models.huggingface.tokenizer import COMPANIONS
+from models.huggingface.tokenizer import COMPANIONS, FILE
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Row, Scaling
-from tcfp_jax.inference import safetensors
+from tcfp_jax.inference import folders, safetensors
 from tcfp_jax.inference.compressed_tensors import save_compressed
 from tcfp_jax.paths import leaves
 
@@ -60,9 +60,11 @@ def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
     return params
 
 
-def check_folder(folder: Path, config: object, start: str | None) -> None:
-    """Raise `ValueError` if `write_folder` cannot write a model of this size and start
-    there.
+def check_folder(
+    folder: Path, config: object, start: str | None, tokenizer: str | None = None
+) -> None:
+    """Raise `ValueError` if `write_folder` cannot write a model of this size, start and
+    tokenizer there.
     """
     if type(config) is not LlamaConfig:
         raise ValueError(
@@ -75,6 +77,8 @@ def check_folder(folder: Path, config: object, start: str | None) -> None:
         raise ValueError(
             f"{folder} is the folder that the run starts from; choose another"
         )
+    safetensors.check_target(folder)
+    _sources(tokenizer)
 
 
 def write_folder(
@@ -96,14 +100,19 @@ def write_folder(
       source: Folder of which the run started, whose `config.json` is copied; None
         describes a Llama.
       tokenizer: A `tokenizer.json`, which is copied with the files that belong to it.
+        Those of another tokenizer, which the folder may hold, are deleted.
 
     Raises:
-      ValueError: the size is not a Llama, and there is no source.
+      OSError: a file cannot be written, such as on a full disk.
+      ValueError: the size is not a Llama, and there is no source; the folder holds the
+        shards of another model; or a file next to the tokenizer lies elsewhere.
     """
+    safetensors.check_target(folder)
+    sources = _sources(tokenizer)
     if source is None:
         found = llama_dict(config)
     else:
-        found = read_object(source / safetensors.CONFIG)
+        found = folders.read_object(source, safetensors.CONFIG)
     for name in ("quantization_config", "dtype"):
         found.pop(name, None)
     found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
@@ -114,7 +123,8 @@ def write_folder(
     if form == "bf16":
         safetensors.write(folder / safetensors.FILE, tensors, {"format": "pt"})
         (folder / safetensors.INDEX).unlink(missing_ok=True)
-        (folder / safetensors.CONFIG).write_text(json.dumps(found, indent=2) + "\n")
+        text = json.dumps(found, indent=2) + "\n"
+        folders.replace_text(folder, safetensors.CONFIG, text)
     else:
         save_compressed(
             folder,
@@ -122,10 +132,31 @@ def write_folder(
             config=found,
             activations="float8" if form == "fp8" else "bfloat16",
         )
-    if tokenizer is not None:
-        for name in COMPANIONS:
-            path = Path(tokenizer).with_name(name)
-            if path.is_file():
-                shutil.copyfile(path, folder / name)
-        if not (folder / "tokenizer.json").is_file():
-            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    for name, path in sources.items():
+        if path is None:
+            (folder / name).unlink(missing_ok=True)
+            continue
+        with (
+            folders.opened(path.parent, path.name) as read,
+            folders.replacing(folder, name) as written,
+        ):
+            shutil.copyfileobj(read, written)
+
+
+def _sources(tokenizer: str | None) -> dict[str, Path | None]:
+    """Return the files to copy next to a model, by their names there; None is missing.
+
+    Raises:
+      ValueError: one of them is a link to the outside, a device or a pipe.
+    """
+    if tokenizer is None:
+        return {}
+    path = Path(tokenizer)
+    sources: dict[str, Path | None] = {}
+    for name in COMPANIONS:
+        found = path if name == FILE else path.with_name(name)
+        sources[name] = None
+        if found.exists():
+            folders.opened(found.parent, found.name).close()
+            sources[name] = found
+    return sources

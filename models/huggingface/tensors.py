@@ -161,18 +161,17 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
       ValueError: a tensor is unknown or missing, or layers store a weight in different
         ways.
     """
-    tensors = {
-        name: tensor for name, tensor in tensors.items() if not name.endswith(_UNREAD)
-    }
+    left = {name for name in tensors if not name.endswith(_UNREAD)}
     variables: dict[str, Any] = {"params": {}, "tcfp": {}}
 
     def take(name: str) -> Any:
-        if name not in tensors:
+        if name not in left:
             raise ValueError(
-                f"{name} is missing among {sorted(tensors)[:4]} and more; pass the"
+                f"{name} is missing among {sorted(left)[:4]} and more; pass the"
                 " tensors of a whole Llama"
             )
-        found = tensors.pop(name)
+        left.remove(name)
+        found = tensors[name]
         return found if isinstance(found, Stored) else np.asarray(found, np.float32)
 
     def hold(names: list[str], value: Any) -> None:
@@ -217,10 +216,10 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
         joined = jax.tree.map(lambda *parts, stack=stack: stack(parts), *held)
         hold(["layers", ours, "kernel"], _turned(joined))
     if config.head == "tied":
-        tensors.pop(_HEAD, None)  # some files hold the embedding twice
-    if tensors:
+        left.discard(_HEAD)  # some files hold the embedding twice
+    if left:
         raise ValueError(
-            f"{sorted(tensors)[:4]} are no tensors of a Llama of this size; pass the"
+            f"{sorted(left)[:4]} are no tensors of a Llama of this size; pass the"
             " model's own config"
         )
     return variables if variables["tcfp"] else {"params": variables["params"]}

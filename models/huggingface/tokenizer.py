@@ -18,10 +18,13 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from tcfp_jax.inference import folders
+
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
+LARGEST = 1 << 28  # bytes of a tokenizer.json; Gemma's has 33 million
 # Files next to a tokenizer.json that belong to it.
 COMPANIONS = (
     FILE,
@@ -127,16 +130,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
             " tokenizers"
         )
     try:
-        model = tokenizers.Tokenizer.from_file(str(path))
+        content = folders.read_bytes(path.parent, path.name, LARGEST)
+        model = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises bare exceptions
         raise ValueError(
             f"{path} is not a tokenizer.json of Hugging Face's tokenizers: {error}"
         ) from error
     model.no_padding()
     model.no_truncation()
-    found = _object(path.with_name(SETTINGS))
+    found = _object(path.parent, SETTINGS)
     # one id, or several
-    stops = np.ravel(_object(path.with_name(GENERATION)).get("eos_token_id", ()))
+    stops = np.ravel(_object(path.parent, GENERATION).get("eos_token_id", ()))
     specials: dict[str, str] = {}
     for name, one in found.items():
         text = one["content"] if isinstance(one, dict) else one
@@ -144,35 +148,18 @@ def read_tokenizer(path: Path) -> Tokenizer:
             specials[name] = text
     template = found.get("chat_template")
     if path.with_name(TEMPLATE).is_file():
-        template = path.with_name(TEMPLATE).read_text(encoding="utf-8")
+        template = folders.read_bytes(path.parent, TEMPLATE).decode()
     if isinstance(template, list):  # several by name
         named = {one["name"]: one["template"] for one in template}
         template = named.get("default")
     return Tokenizer(path, model, specials, template, tuple(stops.astype(int).tolist()))
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(folder: Path, name: str) -> dict[str, Any]:
     """Return the object of a JSON file, empty if there is none."""
-    return read_object(path) if path.is_file() else {}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file.
-
-    Raises:
-      ValueError: the file is missing, is not JSON, or holds no object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}); copy the model's own"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds a {type(found).__name__} instead of an object; copy the"
-            " model's own"
-        )
+    if not (folder / name).is_file():
+        return {}
+    found: dict[str, Any] = folders.read_object(folder, name)
     return found
 
 

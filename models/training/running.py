@@ -218,7 +218,7 @@ def export_run(
         export(path, params)
         return
     size = config.size
-    check_folder(path, size, config.start)
+    check_folder(path, size, config.start, config.data.tokenizer)
     params = jax.tree.map(whole, params)
     if is_first() and isinstance(size, LlamaConfig):
         source = None

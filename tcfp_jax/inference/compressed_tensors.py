@@ -23,7 +23,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax.inference import safetensors
+from tcfp_jax.inference import folders, safetensors
 from tcfp_jax.inference.file_weights import (
     arrays_of,
     check_global_scales,
@@ -31,7 +31,8 @@ from tcfp_jax.inference.file_weights import (
     scheme_of,
     take_weight,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8, Arrays, Json
+from tcfp_jax.inference.folders import Json
+from tcfp_jax.inference.safetensors import COPY, FLOAT8, Arrays
 from tcfp_jax.inference.shared_scales import FUSED, Groups, settle_families
 from tcfp_jax.weights.stored import Stored
 
@@ -79,7 +80,7 @@ def save_compressed(
       ValueError: nothing is quantized; a weight is a stack; blocks do not divide k; a
         name is taken; scales are NaN, look inverted to readers, or break the rule
         "fold_exact" that they name; fused weights differ; "float8" without FP8 weights;
-        or a choice is unknown.
+        the folder holds the shards of another model; or a choice is unknown.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4_packing import quantize_fp4
@@ -129,12 +130,13 @@ def save_compressed(
             " config.to_dict() has"
         ) from error
     folder = Path(folder)
+    safetensors.check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | _noted_rules(weights)
     safetensors.write(folder / safetensors.FILE, written, metadata)
     # an older model's index would name other files
     (folder / safetensors.INDEX).unlink(missing_ok=True)
-    (folder / safetensors.CONFIG).write_text(text + "\n")
+    folders.replace_text(folder, safetensors.CONFIG, text + "\n")
 
 
 def load_compressed(
@@ -179,14 +181,15 @@ def load_compressed(
         if operand.outer is not None:
             module = name.removesuffix(".weight")
             scales[module] = (np.asarray(operand.scale), float(operand.outer))
-    _check_left_over(arrays, tensors)
+    floats = dict(arrays)
+    _check_left_over(floats, tensors)
     other = "divisor" if global_scale == "multiplier" else "multiplier"
     check_global_scales(
         scales,
         "store 1 / weight_global_scale, or, if the file is not yours,"
         f' load_compressed(folder, global_scale="{other}")',
     )
-    return tensors | {n: jnp.asarray(array) for n, array in arrays.items()}, config
+    return tensors | {n: jnp.asarray(array) for n, array in floats.items()}, config
 
 
 def _check_names(

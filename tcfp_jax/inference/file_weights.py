@@ -31,7 +31,15 @@ from pallas_kernels.operands import (
     Scaling,
     Tensor,
 )
-from tcfp_jax.inference.safetensors import COPY, FLOAT8, MXFP4, NVFP4, Arrays, Json
+from tcfp_jax.inference.folders import Json
+from tcfp_jax.inference.safetensors import (
+    COPY,
+    FLOAT8,
+    MXFP4,
+    NVFP4,
+    Arrays,
+    Held,
+)
 from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.weights.stored import Stored
 
@@ -154,7 +162,7 @@ def arrays_of(name: str, weight: Operand) -> Arrays:
     return arrays | {f"{name}.weight_global_scale": divisor}
 
 
-def take_weight(name: str, arrays: Arrays, divides: bool, rule: Any) -> Operand:
+def take_weight(name: str, arrays: Held, divides: bool, rule: Any) -> Operand:
     """Take the arrays of the weight "X.weight" out of a file's, and return it.
 
     Args:
@@ -166,8 +174,8 @@ def take_weight(name: str, arrays: Arrays, divides: bool, rule: Any) -> Operand:
     Raises:
       ValueError: an array is missing, or does not fit the others.
     """
-    zeros = arrays.pop(f"{name}_zero_point", None)
-    if zeros is not None and np.any(zeros.astype(np.float32)):
+    zeros = f"{name}_zero_point"
+    if zeros in arrays and np.any(arrays.pop(zeros).astype(np.float32)):
         raise ValueError(
             f"{name} has zero points, and no format here has them; quantize it with"
             " symmetric=True"
@@ -252,18 +260,19 @@ def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
 
 def _fp4(
     name: str,
-    arrays: Arrays,
+    arrays: Held,
     scale: np.ndarray,
     divides: bool,
     rule: Any,
 ) -> Operand:
     """Take the codes and the global scale of an FP4 weight out of a file's arrays."""
     values = arrays.pop(f"{name}_packed")
-    held = arrays.pop(f"{name}_global_scale", None)
+    number = f"{name}_global_scale"
+    held = arrays.pop(number) if number in arrays else None
     if held is None and scale.dtype == jnp.float8_e4m3fn:
         raise ValueError(
-            f"{name}_scale is float8_e4m3fn, as in NVFP4, but {name}_global_scale is"
-            f" missing; {COPY}"
+            f"{name}_scale is float8_e4m3fn, as in NVFP4, but {number} is missing;"
+            f" {COPY}"
         )
     if held is None:
         scaling = Fp4("mxfp4")
@@ -285,7 +294,7 @@ def _fp4(
     outer = None
     if held is not None:
         top = float(scale.astype(np.float32).max(initial=0))
-        outer = jnp.asarray(_outer(f"{name}_global_scale", held, divides, top))
+        outer = jnp.asarray(_outer(number, held, divides, top))
     operand = Operand(
         jnp.asarray(values),
         jnp.asarray(scale.view(scaling.scale_dtype)),

@@ -5,21 +5,22 @@ overlap, leave holes or end outside of the file, and sizes that are negative or
 overflow. The index and names that are there twice are checked here.
 """
 
-import collections
-import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from jax import Array
 
-Json: TypeAlias = Any  # an object of a JSON file
+from tcfp_jax.inference import folders
+from tcfp_jax.inference.folders import LARGEST_TEXT, Json
+
 Arrays: TypeAlias = dict[str, np.ndarray]  # by name
-_Form: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -46,9 +47,70 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 _LENGTH = 8  # bytes of the header's length, little endian
-# An index or a header has about 100 bytes for each tensor, so a larger text does not
-# describe a model.
-_LARGEST_TEXT = 32 << 20
+
+
+class _Place(NamedTuple):
+    """Place of an array in a file of a folder.
+
+    Attributes:
+      file: name of the file.
+      state: identity, size and time of the file when its header was read.
+      begin: first byte of the array.
+      dtype, shape: of the array.
+    """
+
+    file: str
+    state: tuple[int, ...]
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Held(Mapping[str, np.ndarray]):
+    """Arrays of a folder by name, each read when it is used.
+
+    They are not mapped: a process dies without a word (SIGBUS) if it uses a mapped file
+    that has become shorter.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, _Place]) -> None:
+        self._folder = folder
+        self.places = dict(places)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        place = self.places[name]
+        dtype = np.dtype(_DTYPES[place.dtype])
+        held = np.empty(math.prod(place.shape) * dtype.itemsize, np.uint8)
+        path = self._folder / place.file
+        with folders.opened(self._folder, place.file) as file:
+            file.seek(place.begin)
+            count = file.readinto(held.data)
+            if count < held.size or _state_of(file) != place.state:
+                raise ValueError(
+                    f"{path} has changed while it was read; load the folder again"
+                )
+        try:
+            return held.view(dtype).reshape(place.shape)
+        # More axes than NumPy has, or zero values of sizes beyond any
+        except ValueError as error:
+            raise ValueError(
+                f"{path} has a tensor that no array holds: {error}; copy the file again"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def pop(self, name: str) -> np.ndarray:
+        """Return an array, and leave it out from now on."""
+        array = self[name]
+        del self.places[name]
+        return array
 
 
 def write(
@@ -62,6 +124,7 @@ def write(
 
     Raises:
       ImportError: the `safetensors` package is missing.
+      OSError: the file cannot be written, such as on a full disk.
       ValueError: the format does not have the dtype of an array.
     """
     known = [np.dtype(dtype) for dtype in _DTYPES.values()]
@@ -71,15 +134,30 @@ def write(
                 f"{name} is {array.dtype}, which files here do not hold; use one of"
                 f" {list(_DTYPES)}"
             )
-    partial = path.with_name(f"{path.name}.partial")
+    package = _package()
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    _package().numpy.save_file(arrays, partial, dict(metadata))
-    partial.replace(path)
+    with folders.replacing(path.parent, path.name) as file:
+        try:
+            package.numpy.save_file(arrays, file.name, dict(metadata))
+        except package.SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def check_target(folder: Path) -> None:
+    """Raise a `ValueError` if a folder has weights that a new `model.safetensors` would
+    lie next to: engines load all files of a folder.
+    """
+    names = {path.name for path in folder.glob("*.safetensors")} - {FILE}
+    if names:
+        raise ValueError(
+            f"{folder} holds another model ({min(names)}), which engines would load"
+            " together with the new one; choose an empty folder"
+        )
 
 
 def read(
     folder: Path, form: Literal["compressed", "float"] = "compressed"
-) -> tuple[Json, Arrays, dict[str, dict[str, str]]]:
+) -> tuple[Json, Held, dict[str, dict[str, str]]]:
     """Return (config, arrays by name, metadata of its file by name) of a folder.
 
     Its weights are in the compressed-tensors format, or all are floats. Arrays are read
@@ -92,7 +170,7 @@ def read(
         other, a file lies outside of the folder, or weights are stored in a way that is
         not read here.
     """
-    config = _read_json(folder, CONFIG)
+    config = folders.read_object(folder, CONFIG)
     if form == "compressed":
         _check_config(folder / CONFIG, config.get("quantization_config"))
     elif config.get("quantization_config"):
@@ -101,12 +179,12 @@ def read(
             " take the original"
         )
     places = _read_index(folder) if (folder / INDEX).exists() else {}
-    arrays: Arrays = {}
+    found: dict[str, _Place] = {}
     metadata: dict[str, dict[str, str]] = {}
     for file in sorted(set(places.values())) or [FILE]:
-        held, noted = _of_file(_inside(folder, file))
+        held, noted = _of_file(folder, file)
         for name in held:
-            if name in arrays or places.get(name, file) != file:
+            if name in found or places.get(name, file) != file:
                 raise ValueError(
                     f"{name!r} is in {file} and also in another file of {folder}; keep"
                     " one of the two"
@@ -117,14 +195,14 @@ def read(
                     f"{folder / INDEX} says that {name!r} is in {file}, which lacks it;"
                     " copy all files again"
                 )
-        arrays |= held
+        found |= held.places
         metadata |= dict.fromkeys(held, noted)
-    return config, arrays, metadata
+    return config, Held(folder, found), metadata
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, by its name."""
-    places = _read_json(folder, INDEX).get("weight_map")
+    places = folders.read_object(folder, INDEX).get("weight_map")
     if (
         not isinstance(places, dict)
         or not places
@@ -140,27 +218,6 @@ def _read_index(folder: Path) -> dict[str, str]:
             " delete one of them"
         )
     return places
-
-
-def _read_json(folder: Path, name: str) -> Json:
-    """Return the object of a JSON file of a folder."""
-    path = _inside(folder, name)
-    if path.stat().st_size > _LARGEST_TEXT:
-        raise ValueError(
-            f"{path} has more than {_LARGEST_TEXT:,} bytes; copy the model's own"
-        )
-    try:
-        found = json.loads(path.read_bytes(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not valid JSON: {error}; copy the file again"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds a {type(found).__name__} instead of an object; copy the"
-            " model's own"
-        )
-    return found
 
 
 def _check_config(path: Path, found: object) -> None:
@@ -200,64 +257,45 @@ def _check_config(path: Path, found: object) -> None:
             )
 
 
-def _of_file(path: Path) -> tuple[Arrays, dict[str, str]]:
+def _of_file(folder: Path, name: str) -> tuple[Held, dict[str, str]]:
     """Return (arrays by name, metadata) of one file."""
     package = _package()
-    with path.open("rb") as raw:
+    path = folder / name
+    with folders.opened(folder, name) as raw:
+        state = _state_of(raw)
         length = int.from_bytes(raw.read(_LENGTH), "little")
-        if length > _LARGEST_TEXT:
+        if length > LARGEST_TEXT:
             raise ValueError(
                 f"{path} says that its header has {length:,} bytes; copy the file again"
             )
         header = raw.read(length)
-    forms: dict[str, _Form] = {}
+    places: dict[str, _Place] = {}
+    # The package has checked that tensors follow each other in this order, without
+    # holes.
+    begin = _LENGTH + length
     try:
         with package.safe_open(path, framework="np") as file:
             noted = file.metadata() or {}
-            for name in file.offset_keys():
-                part = file.get_slice(name)
-                forms[name] = (part.get_dtype(), tuple(part.get_shape()))
+            for tensor in file.offset_keys():
+                part = file.get_slice(tensor)
+                dtype = part.get_dtype()
+                if dtype not in _DTYPES:
+                    raise ValueError(f"{tensor!r} is {dtype}, not of {list(_DTYPES)}")
+                shape = tuple(part.get_shape())
+                places[tensor] = _Place(name, state, begin, dtype, shape)
+                begin += math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
         # the package takes the last of equal names
-        json.loads(header, object_pairs_hook=_unique)
-    except (package.SafetensorError, ValueError) as error:
+        folders.parsed(header)
+    except (package.SafetensorError, ValueError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file: {error}; copy the file again"
         ) from error
-    for name, (dtype, _) in forms.items():
-        if dtype not in _DTYPES:
-            raise ValueError(
-                f"{name!r} of {path} is {dtype}, which is none of {list(_DTYPES)}"
-            )
-    return _arrays(path, _LENGTH + length, forms), noted
+    return Held(folder, places), noted
 
 
-def _arrays(path: Path, start: int, forms: Mapping[str, _Form]) -> Arrays:
-    """Return the arrays of a file from `start` on, given their dtypes and shapes.
-
-    The package's NumPy side lacks FP8. It has checked that tensors follow each other in
-    this order, without holes.
-    """
-    sizes = {
-        name: math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
-        for name, (dtype, shape) in forms.items()
-    }
-    held = np.zeros(0, np.uint8)
-    if any(sizes.values()):
-        held = np.memmap(path, np.uint8, "r", start)
-    arrays = {}
-    end = 0
-    try:
-        for name, (dtype, shape) in forms.items():
-            begin = end
-            end += sizes[name]
-            part = np.asarray(held[begin:end])
-            arrays[name] = part.view(_DTYPES[dtype]).reshape(shape)
-    # More axes than NumPy has, or zero values of sizes beyond any
-    except ValueError as error:
-        raise ValueError(
-            f"{path} has a tensor that no array holds: {error}; copy the file again"
-        ) from error
-    return arrays
+def _state_of(file: BufferedReader) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _package() -> ModuleType:
@@ -269,46 +307,3 @@ def _package() -> ModuleType:
             ' "tcfp_jax[export]"'
         ) from error
     return safetensors
-
-
-def _inside(folder: Path, file: str) -> Path:
-    """Return the path of a file of a folder.
-
-    An index could name any file of this machine, and so could a link in an archive. In
-    the cache of Hugging Face `models--x/snapshots/revision` holds links into
-    `models--x/blobs`.
-    """
-    path = folder / file
-    homes = [folder.resolve()]
-    if homes[0].parent.name == "snapshots":
-        homes.append(homes[0].parents[1] / "blobs")
-    outside = ValueError(
-        f"{file[:80]!r} lies outside of {folder}, whose model it should be part of;"
-        " copy it into it"
-    )
-    if file != path.name:
-        raise outside
-    try:
-        found = path.resolve(strict=True)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path} is missing; copy all files of the model"
-        ) from error
-    # a name too long, links in a circle, a zero byte
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{file[:80]!r} is no file of {folder}: {error}; copy the model's own files"
-        ) from error
-    if found.parent not in homes:
-        raise outside
-    if not found.is_file():
-        raise ValueError(f"{path} is not a file; copy the model's own")
-    return path
-
-
-def _unique(pairs: list[tuple[str, Json]]) -> Json:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = collections.Counter(name for name, _ in pairs)
-        raise ValueError(f"{names.most_common(1)[0][0]!r} is there twice")
-    return found

@@ -286,7 +286,7 @@ def test_every_weight_of_a_file_has_its_own_rule(tmp_path):
     assert {name: found[name].scaling for name in scalings} == scalings
     assert exact_share(found["a.weight"].forward.scale) == 1
     # Files of before have one rule for all of their weights, or none.
-    arrays, _ = safetensors._of_file(tmp_path / "model.safetensors")
+    arrays, _ = safetensors._of_file(tmp_path, "model.safetensors")
     ours = {
         name: np.array(array) for name, array in arrays.items() if name.startswith("a.")
     }
@@ -306,7 +306,7 @@ def test_a_rule_that_the_scales_do_not_follow_is_refused(tmp_path):
     ):
         saved(tmp_path, wrong)
     saved(tmp_path, quantized(matrix()))
-    arrays, _ = safetensors._of_file(tmp_path / "model.safetensors")
+    arrays, _ = safetensors._of_file(tmp_path, "model.safetensors")
     claimed = {name: np.array(array) for name, array in arrays.items()}
     safetensors.write(
         tmp_path / "model.safetensors", claimed, {"tcfp_jax.fp4_rule": "fold_exact"}
