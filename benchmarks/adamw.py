@@ -12,15 +12,16 @@ compared with the definition on the CPU.
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from benchmarks import products, timing
 from benchmarks.harness import Benchmark
@@ -33,7 +34,7 @@ from pallas_kernels.quantize.api import dual_quantize
 LEARNING_RATE, B1, B2, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.9, 0.95, 0.1, 1.0
 BASELINE = "optax.adamw, float32"
 COPY = "copy of 12 bytes a weight"
-State = tuple[jax.Array, jax.Array, Moments]
+State = tuple[Array, Array, Moments]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def configure(options: argparse.Namespace) -> Config:
 # --------------------------------------------------------------------------------------
 
 
-def make_state(shape: tuple[int, int]) -> tuple[State, jax.Array, jax.Array]:
+def make_state(shape: tuple[int, int]) -> tuple[State, Array, Array]:
     """Return (a weight and moments as after some steps, its scale, a gradient).
 
     None of them has zeros.
@@ -95,13 +96,13 @@ def make_state(shape: tuple[int, int]) -> tuple[State, jax.Array, jax.Array]:
     bits = counter.bits_of(shape, *counter.keys(0))
     of_m = moments.encode_m(m * rows, bits)
     of_v = moments.encode_v(jnp.square(v * rows), bits)
-    assert weight.lo is not None, "it was split"
+    assert weight.lo is not None
     state = weight.values, weight.lo, Moments(*of_m, *of_v)
     return state, weight.scale, g * rows
 
 
 def rates(
-    step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: Any = 1.0
+    step: Array, scale: Array, keep: Any = True, gradient_scale: Any = 1.0
 ) -> Rates:
     """Return the numbers of a step."""
     t = step.astype(jnp.float32)
@@ -125,9 +126,9 @@ def rates(
 
 def fused(
     state: State,
-    g: jax.Array,
-    step: jax.Array,
-    scale: jax.Array,
+    g: Array,
+    step: Array,
+    scale: Array,
     *,
     look: str,
     **options: Any,
@@ -157,9 +158,7 @@ def optimizer(clipped: bool) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(MAX_NORM), tx) if clipped else tx
 
 
-def exact(
-    state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clipped: bool
-) -> Any:
+def exact(state: Any, g: Array, step: Array, scale: Array, *, clipped: bool) -> Any:
     """Run a step of optax."""
     params, inner = state
     updates, inner = optimizer(clipped).update(g, inner, params)
@@ -167,7 +166,7 @@ def exact(
     return (params, inner), params[0, 0]
 
 
-def copy(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array) -> Any:
+def copy(state: Any, g: Array, step: Array, scale: Array) -> Any:
     """Move as many bytes as a step with a float32 gradient: six each way.
 
     One bit of each word changes.
@@ -198,11 +197,11 @@ class Way:
 
     function: Callable[..., Any]
     state: Any
-    gradient: jax.Array
+    gradient: Array
     nbytes: int
 
 
-def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
+def ways(config: Config) -> tuple[dict[tuple[str, str], Way], Array]:
     """Return every way by name and gradient, and the scale of the weight."""
     state, scale, g = jax.jit(make_state, static_argnums=0)(config.shape)
     of_state = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -213,7 +212,7 @@ def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
             readings = 1 if options["look"] == "nothing" else 2
             transposed = g.size if "orientation" in options else 0
             nbytes = of_state + readings * gradient.nbytes + transposed
-            step = functools.partial(fused, **{"backend": config.backend, **options})
+            step = partial(fused, **{"backend": config.backend, **options})
             found[name, dtype] = Way(step, state, gradient, nbytes)
     params = jax.random.normal(jax.random.key(1), config.shape) * 0.02
     for name, clipped, nbytes in (
@@ -221,7 +220,7 @@ def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
         (f"{BASELINE}, clipped by the global norm", True, 32),
     ):
         start = (params, optimizer(clipped).init(params))
-        step = functools.partial(exact, clipped=clipped)
+        step = partial(exact, clipped=clipped)
         found[name, "float32"] = Way(step, start, g, nbytes * g.size)
     words = jax.random.bits(jax.random.key(2), (6 * g.size // 4,))
     found[COPY, "float32"] = Way(copy, words, g, 2 * words.nbytes)
@@ -241,7 +240,7 @@ def measure(config: Config) -> Iterator[Row]:
     """
     check(config)
     found, scale = ways(config)
-    compile_way = functools.partial(_compiled, scale)
+    compile_way = partial(_compiled, scale)
     with ThreadPoolExecutor(8) as pool:
         steps = dict(zip(found, pool.map(compile_way, found.values()), strict=True))
     candidates: Any = {key: (call, ()) for key, call in steps.items()}
@@ -262,7 +261,7 @@ def measure(config: Config) -> Iterator[Row]:
         )
 
 
-def _compiled(scale: jax.Array, way: Way) -> timing.Threaded:
+def _compiled(scale: Array, way: Way) -> timing.Threaded:
     return timing.threaded(way.function, way.state, way.gradient, jnp.int32(10), scale)
 
 
@@ -276,13 +275,13 @@ def check(config: Config) -> None:
         state, scale, g = jax.jit(make_state, static_argnums=0)(config.checked)
         numbers = jax.jit(rates)(jnp.int32(10), scale)
         key = jnp.stack(counter.keys(1, 10))
-    call = functools.partial(adamw, orientation="both")
+    call = partial(adamw, orientation="both")
     for dtype in config.gradients:
         # On the host, from where each call takes them to its own device
         given = jax.device_get((g.astype(dtype), *state, numbers, key))
         with jax.default_device(jax.devices("cpu")[0]):
-            expected = jax.jit(functools.partial(call, backend="xla"))(*given)
-        got = jax.jit(functools.partial(call, backend=config.backend))(*given)
+            expected = jax.jit(partial(call, backend="xla"))(*given)
+        got = jax.jit(partial(call, backend=config.backend))(*given)
         if not products.same_bits(*jax.device_get((got, expected))):
             raise ArithmeticError(
                 f"adamw, {dtype}: differs from the definition; it is wrong, so it is"

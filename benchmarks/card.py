@@ -64,7 +64,6 @@ RUNS = {
     ),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 400),
-    "torchao": Run("torchao", 230),
     "llama-124m": Run(
         "llama --parts step --model llama-124m --include measured,head --recipes"
         " tensorwise,stored",
@@ -122,7 +121,7 @@ def wanted(
     >>> wanted(Path("/nowhere"), "head,gemm,adamw", (1, 2), 1)
     ['head', 'adamw']
     """
-    names = [*(chosen_of("only", only, tuple(RUNS)) or RUNS)]
+    names = [*chosen_of("only", only, tuple(RUNS))]
     if only is None:
         names = [name for name in names if not is_current(results / f"{name}.json")]
     names = [name for name in names if RUNS[name].gpus <= gpus]

@@ -23,7 +23,6 @@ trained again, together with BF16's fork.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -31,7 +30,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -104,7 +103,7 @@ def measure_text(
         heldout = jnp.asarray(corpus.heldout)
         kept = config
         if config.base_steps:
-            kept = dataclasses.replace(config, bases=None)
+            kept = replace(config, bases=None)
         folder_name = f"run-{name}-{base.seed}-{config.steps}"
         with folder_of(kept, run, corpus.digest, folder_name) as folder:
             state, losses, milliseconds = advance(
@@ -150,7 +149,7 @@ def measure(config: Config) -> Iterator[Row]:
       RuntimeError: a run failed; the others were done first.
     """
     budget = _Budget(time.perf_counter() + config.budget_seconds)
-    yield from _rows_there(config)
+    yield from rows_there(config)
     corpus = _corpus(config.data, config.text_bytes, config.tokens)
     together = [config.variants]
     if not config.base_steps:
@@ -181,7 +180,7 @@ def _of_seed(
     mine: bool,
 ) -> Iterator[Row]:
     """Yield the rows of a seed that the file lacks, unless another process does."""
-    kept = _rows_there(config)
+    kept = rows_there(config)
     done = {(row.name, row.seed) for row in kept}
     wanted = [name for name in names if (name, seed) not in done]
     if not mine or not wanted or budget.is_spent():
@@ -226,13 +225,22 @@ def joined(config: Config, rows: list[Row]) -> list[Row]:
 
     Other processes may have added rows to the file.
     """
-    there = _rows_there(config)
+    there = rows_there(config)
     known = {(row.name, row.seed, row.base) for row in there}
     return there + [row for row in rows if (row.name, row.seed, row.base) not in known]
 
 
-def _rows_there(config: Config) -> list[Row]:
-    return [] if config.resume is None else read_rows(Path(config.resume), config)
+def rows_there(config: Config) -> list[Row]:
+    """Return the rows of the file of a run that is resumed, with the same settings.
+
+    There are none without such a file.
+
+    Raises:
+      ValueError: the file is of other settings.
+    """
+    if config.resume is None:
+        return []
+    return [*map(read_row, rows_to_resume(Path(config.resume), config.settings))]
 
 
 @functools.lru_cache(maxsize=2)
@@ -252,22 +260,12 @@ def _encoded(data: tuple[str, ...], byte_limit: int) -> Corpus:
     corpus = load_data(data, vocabulary=tokenizer.size, byte_limit=byte_limit)
     some = corpus.heldout[: 2**20].tolist()
     size = len(tokenizer.decode(some).encode())
-    return dataclasses.replace(corpus, bytes_per_token=size / max(1, len(some)))
+    return replace(corpus, bytes_per_token=size / max(1, len(some)))
 
 
 @functools.lru_cache(maxsize=1)
 def _on_device(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> jax.Array:
     return jnp.asarray(_corpus(data, byte_limit, tokens).train)
-
-
-def read_rows(path: Path, config: Config) -> list[Row]:
-    """Return the rows of an earlier run with the same settings; none if there is no
-    file.
-
-    Raises:
-      ValueError: the file is of other settings.
-    """
-    return [*map(read_row, rows_to_resume(path, config.settings))]
 
 
 # The command
@@ -354,7 +352,7 @@ def size_of(model: str, tokens: Tokens = "bytes") -> ModelConfig:
         return size
     if not isinstance(size, GPTConfig) or size.context < 1024:
         return size
-    return dataclasses.replace(size, attention="cudnn")
+    return replace(size, attention="cudnn")
 
 
 def _own(model: str, tokens: Tokens) -> ModelConfig:
@@ -432,7 +430,7 @@ def _asked(options: argparse.Namespace, model: str) -> Config:
         own["steps"] = options.steps
     if options.tokens == "bpe":
         # A table for 50304 ids is a third of llama-124m
-        size = dataclasses.replace(size, vocabulary=read_tokenizer(OWN).size)
+        size = replace(size, vocabulary=read_tokenizer(OWN).size)
     return Config(
         model,
         size,
@@ -459,16 +457,17 @@ def configure(options: argparse.Namespace) -> Config:
     names = chosen_of(options.variants or usual)
     _check(options, model, names)
     config = _smoke(forks) if options.smoke else _asked(options, model)
-    bases = options.bases or ROOT / "runs" / "convergence" / model
+    usual_bases = ROOT / "runs" / "convergence" / model
     if options.smoke:
-        bases = options.bases or options.out / "bases"
+        usual_bases = options.out / "bases"
+    bases = options.bases or usual_bases
     if jax.default_backend() == "gpu":
         keep_programs(bases)
     run = train_config(config, VARIANTS[BASELINE])
     corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)
     read = (len(corpus.train) + len(corpus.heldout)) * (corpus.bytes_per_token or 1.0)
-    return dataclasses.replace(
+    return replace(
         config,
         text=corpus.digest[:12],
         text_read=round(read),

@@ -103,7 +103,7 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
     return math.exp(loss - baseline)
 
 
-def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str, float]:
+def baselines(rows: list[Row], name: str, of: str) -> dict[str, float]:
     """Return the loss by base that a variant is compared with.
 
     It is the mean of BF16's run and its rerun if there is one, because chance in a
@@ -122,12 +122,17 @@ def baselines(rows: list[Row], name: str, of: str = "heldout_loss") -> dict[str,
     return found
 
 
-def ratios(rows: list[Row], name: str) -> dict[str, float]:
-    """Return the ratio of a variant by base, for bases with a baseline."""
-    baseline = baselines(rows, name)
+def ratios(
+    rows: list[Row], name: str, of: str = "heldout_loss", over: str | None = None
+) -> dict[str, float]:
+    """Return the ratio of a variant by base, for bases with a baseline.
+
+    `of` and `over` are the losses of the variant and of the baseline.
+    """
+    baseline = baselines(rows, name, over or of)
     chosen = [row for row in rows if row.name == name and row.base in baseline]
     return {
-        row.base: perplexity_ratio(row.heldout_loss, baseline[row.base])
+        row.base: perplexity_ratio(getattr(row, of), baseline[row.base])
         for row in chosen
     }
 
@@ -146,18 +151,13 @@ def summarize(rows: list[Row]) -> list[Summary]:
 
 
 def _summary(rows: list[Row], name: str) -> Summary | None:
-    baseline = baselines(rows, name)
-    of_train = baselines(rows, name, "train_loss")
-    paired = [row for row in rows if row.name == name and row.base in baseline]
-    if not paired:
+    found = ratios(rows, name)
+    if not found:
         return None
-    held = list(ratios(rows, name).values())
-    in_bf16 = [
-        perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired
-    ]
-    in_training = [
-        perplexity_ratio(row.train_loss, of_train[row.base]) for row in paired
-    ]
+    held = list(found.values())
+    in_bf16 = ratios(rows, name, "heldout_loss_bf16", over="heldout_loss")
+    in_training = ratios(rows, name, "train_loss")
+    paired = [row for row in rows if row.name == name and row.base in found]
     device = timed_on(rows)
     times = [
         row.milliseconds
@@ -172,8 +172,8 @@ def _summary(rows: list[Row], name: str) -> Summary | None:
         min_ratio=min(held),
         max_ratio=max(held),
         standard_error=standard_error(held),
-        mean_ratio_bf16=statistics.fmean(in_bf16),
-        mean_ratio_train=statistics.fmean(in_training),
+        mean_ratio_bf16=statistics.fmean(in_bf16.values()),
+        mean_ratio_train=statistics.fmean(in_training.values()),
         milliseconds=min(times, default=None),
     )
 

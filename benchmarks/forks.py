@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 import tcfp_jax
-from benchmarks.variants import BASELINE, Variant, without_perturbation
+from benchmarks.variants import BASELINE, Variant
 from models.nets.shapes import LlamaConfig, ModelConfig
 from models.training.checkpoint import RunDirectory
 from models.training.intact import lock
@@ -208,10 +209,10 @@ def steps_of(config: Config, variant: Variant) -> StepFunction:
 
 
 def start_fork(
-    config: Config, variant: Variant, base: TrainState, key: jax.Array
+    config: Config, variant: Variant, base: TrainState, key: Array
 ) -> TrainState:
     """Return a base's weights and moments, stored as the variant stores them."""
-    return _start(config, without_perturbation(variant))(base, key)
+    return _start(config, dataclasses.replace(variant, batches="same"))(base, key)
 
 
 @functools.cache
@@ -221,7 +222,7 @@ def _start(config: Config, variant: Variant) -> Any:
     optimizer = make_optimizer(run, schedule_of(config))
 
     @jax.jit
-    def start(base: TrainState, key: jax.Array) -> TrainState:
+    def start(base: TrainState, key: Array) -> TrainState:
         params = base.params
         if variant.perturbation:
             params = jittered(params, key, variant.perturbation)
@@ -249,11 +250,7 @@ def _start(config: Config, variant: Variant) -> Any:
     return start
 
 
-def _is_adam(node: object) -> bool:
-    return isinstance(node, optax.ScaleByAdamState)
-
-
-def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
+def _continued(state: AdamWState, before: Any, key: Array) -> AdamWState:
     """Return a fresh `AdamWState` with the count and moments of a state of optax's.
 
     Moments are rounded.
@@ -262,7 +259,7 @@ def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
     if state.key is not None:
         bits = jax.random.key_data(key).astype(jnp.uint32)
         state = state._replace(key=bits.reshape(-1))
-    (adam,) = filter(_is_adam, jax.tree.leaves(before, is_leaf=_is_adam))
+    adam = optax.tree_utils.tree_get(before, "ScaleByAdamState")
 
     def rounded(fresh: Any, moments: Any, which: int) -> tuple[Any, dict[str, Any]]:
         treedef: Any
@@ -304,7 +301,7 @@ class Base:
 
 
 def train_base(
-    config: Config, seed: int, text: jax.Array, digest: str, variant: Variant
+    config: Config, seed: int, text: Array, digest: str, variant: Variant
 ) -> Base:
     """Return the base of a seed, from its folder, or trained and kept there.
 
@@ -385,7 +382,7 @@ def advance(
     variant: Variant,
     seed: int,
     state: TrainState,
-    text: jax.Array,
+    text: Array,
     steps: int,
     folder: RunDirectory | None = None,
     deadline: float = math.inf,
@@ -399,7 +396,7 @@ def advance(
         checkpoint.
     """
     run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
-    step = steps_of(config, without_perturbation(variant))
+    step = steps_of(config, dataclasses.replace(variant, batches="same"))
     key = batch_key(run)
     losses: list[float] = []
     seconds = []

@@ -18,11 +18,13 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks import timing
 from benchmarks.harness import Benchmark
@@ -133,7 +135,7 @@ def measure(config: Config) -> Iterator[Row]:
     for part, (k, n), rows in config.cases:
         weights = _weights(part, (k, n), rows, config)
         # Every m is checked with these gigabytes.
-        wide = functools.cache(functools.partial(_dequantized, weights))
+        wide = functools.cache(partial(_dequantized, weights))
         for m in rows:
             yield from _products(part, (m, k, n), weights, wide, config)
 
@@ -151,7 +153,7 @@ def _weights(
             continue
         scaling = kind.scaling
         if scaling not in of_scaling:
-            pack = jax.jit(functools.partial(quantize_fp4, scaling=scaling))
+            pack = jax.jit(partial(quantize_fp4, scaling=scaling))
             of_scaling[scaling] = cold_copies(pack(first), config.cold_bytes)
         found[name] = of_scaling[scaling]
     return found
@@ -171,7 +173,7 @@ def _dequantized(weights: dict[str, list[Any]], name: str) -> np.ndarray:
     return np.asarray(weights[name][0].dequantize(), np.float64)
 
 
-def _multiply(part: Part, name: str, x: jax.Array, w: Any) -> jax.Array:
+def _multiply(part: Part, name: str, x: Array, w: Any) -> Array:
     if name == BASELINE:
         return x @ (w if part == "dgrad" else w.T)
     kind = KINDS[name]
@@ -184,7 +186,7 @@ def _multiply(part: Part, name: str, x: jax.Array, w: Any) -> jax.Array:
     )
 
 
-def _by_each(part: Part, name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
+def _by_each(part: Part, name: str, x: Array, copies: list[Any]) -> list[Array]:
     return [_multiply(part, name, x, w) for w in copies]
 
 
@@ -203,7 +205,7 @@ def _products(
     for name, copies in weights.items():
         if name != BASELINE and not KINDS[name].runs(part, m):
             continue
-        call = jax.jit(functools.partial(_by_each, part, name))
+        call = jax.jit(partial(_by_each, part, name))
         candidates[name] = call, (x, copies)
         if name != BASELINE:
             snr[name] = _checked(name, call(x, copies)[-1], x, wide(name), part)
@@ -233,7 +235,7 @@ def _products(
         )
 
 
-def _checked(name: str, y: jax.Array, x: jax.Array, w: np.ndarray, part: Part) -> float:
+def _checked(name: str, y: Array, x: Array, w: np.ndarray, part: Part) -> float:
     """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
     some = np.asarray(x[:CHECKED_ROWS], np.float64)
     snr, _ = compare(some @ (w if part == "dgrad" else w.T), y[:CHECKED_ROWS])

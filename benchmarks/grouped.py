@@ -16,15 +16,16 @@ are 0, 1 and add up to less than the rows.
 """
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks import timing
 from benchmarks.harness import Benchmark, chosen_of
@@ -34,7 +35,7 @@ from benchmarks.train_step import compare_outputs
 from benchmarks.variants import BASELINE
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
 from pallas_kernels.matmul.api import SUM_BOUND
-from pallas_kernels.operands import Block, Operand
+from pallas_kernels.operands import Operand
 from tcfp_jax.products import grouped_matmul as layer
 from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.recipes import Recipe, recipe
@@ -121,7 +122,7 @@ class Operands(NamedTuple):
     stored: Stored | None
 
 
-def draw(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
+def draw(shape: Shape) -> tuple[Array, Array, Array]:
     """Return BF16 x `[m, k]`, the result's gradient `[m, n]`, and weights `[e, k, n]`.
 
     Weights have a deviation of 0.02.
@@ -135,7 +136,7 @@ def draw(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, _normal(g_key, shape.m, shape.n), weights
 
 
-def _normal(key: jax.Array, *shape: int) -> jax.Array:
+def _normal(key: Array, *shape: int) -> Array:
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
 
 
@@ -159,8 +160,8 @@ def group_sizes(shape: Shape, kind: Literal["drawn", "odd"]) -> np.ndarray:
     return sizes
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def read(how: Recipe, x: jax.Array, g: jax.Array, w: jax.Array) -> Operands:
+@partial(jax.jit, static_argnums=0)
+def read(how: Recipe, x: Array, g: Array, w: Array) -> Operands:
     """Return the operands as a recipe reads them."""
     if how.stored is None:
         return Operands((x, x.T), (g, g.T), w.swapaxes(1, 2), w, None)
@@ -178,7 +179,7 @@ def read(how: Recipe, x: jax.Array, g: jax.Array, w: jax.Array) -> Operands:
 
 def product_of(part: Part, held: Operands) -> tuple[Any, tuple[Any, Any]]:
     """Return the jitted product of two operands and the sizes, and the operands."""
-    function: Callable[..., jax.Array] = grouped_matmul
+    function: Callable[..., Array] = grouped_matmul
     pair = held.g[0], held.dgrad
     if part == "forward":
         pair = held.x[0], held.forward
@@ -186,7 +187,7 @@ def product_of(part: Part, held: Operands) -> tuple[Any, tuple[Any, Any]]:
         function = grouped_weight_gradient
         pair = held.x[1], held.g[1]
     options: Any = {"out_dtype": jnp.bfloat16, "accumulation": "fast"}
-    return jax.jit(functools.partial(function, **options)), pair
+    return jax.jit(partial(function, **options)), pair
 
 
 def check(
@@ -237,40 +238,21 @@ def check(
 
 
 def wide(
-    operand: Operand | jax.Array, rows: np.ndarray, group: int | None = None
+    operand: Operand | Array, rows: np.ndarray, group: int | None = None
 ) -> np.ndarray:
     """Return some rows of a matrix, or of one of a stack, in float64."""
-    if not isinstance(operand, Operand):
-        return _one_of(operand, group)[rows].astype(np.float64)
-    values = _one_of(operand.values, group)[rows].astype(np.float64)
-    if operand.lo is not None:
-        values += _one_of(operand.lo, group)[rows].astype(np.float64)
-    scale = _one_of(operand.scale, group).astype(np.float64)
-    scaling = operand.scaling
-    if isinstance(scaling, Block):
-        lines = rows // scaling.size if scaling.tile == "square" else rows
-        scale = np.repeat(scale[lines], scaling.size, axis=1)[:, : values.shape[1]]
-    return values * scale
+    whole = operand.dequantize() if isinstance(operand, Operand) else operand
+    one = whole if group is None else whole[group]
+    return np.asarray(one[rows]).astype(np.float64)
 
 
-def _one_of(stack: jax.Array, group: int | None) -> np.ndarray:
-    whole = np.asarray(stack)  # the host reads the array once
-    return whole if group is None else whole[group]
-
-
-def layer_of(how: Recipe) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return both passes of a layer, `(x, w, g, sizes, stored) -> (y, dx, dw)`."""
-
-    @jax.jit
-    def passes(
-        x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array, stored: Any
-    ) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(
-            lambda x, w: layer(x, w, sizes, recipe=how, quantized=stored), x, w
-        )
-        return y, *pull(g)
-
-    return passes
+def passes(
+    how: Recipe, x: Array, w: Array, g: Array, sizes: Array, stored: Any
+) -> tuple[Array, ...]:
+    """Return `(y, dx, dw)` of both passes of a layer."""
+    product = partial(layer, group_sizes=sizes, recipe=how, quantized=stored)
+    y, pull = jax.vjp(product, x, w)
+    return y, *pull(g)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -317,7 +299,7 @@ def _products(part: Part, shape: Shape, held: dict[str, Operands]) -> Made:
 
 
 def _layers(
-    part: Part, shape: Shape, drawn: tuple[jax.Array, ...], held: dict[str, Operands]
+    part: Part, shape: Shape, drawn: tuple[Array, ...], held: dict[str, Operands]
 ) -> Made:
     """Return the checked layers, and their lowest SNR against BF16's."""
     x, g, w = drawn
@@ -326,8 +308,10 @@ def _layers(
     calls = {}
     for kind, operands in held.items():
         stored = operands.stored if part == "layer" else None
-        candidates[kind] = layer_of(RECIPES[kind]), (x, w, g, sizes, stored)
-        calls[kind] = functools.partial(candidates[kind][0], *candidates[kind][1])
+        call = jax.jit(partial(passes, RECIPES[kind]))
+        args = x, w, g, sizes, stored
+        candidates[kind] = call, args
+        calls[kind] = partial(call, *args)
     return candidates, compare_outputs(calls, LEAST_SNR_DB)
 
 

@@ -209,19 +209,16 @@ def positive(text: str) -> int:
 def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
     """Return the names in "NAME,NAME", or all allowed names without a text.
 
-    >>> chosen_of("parts", "layer, weights too,dgrad", ["dgrad", "layer, weights too"])
-    ('layer, weights too', 'dgrad')
+    >>> chosen_of("parts", "layer, dgrad", ["dgrad", "layer"])
+    ('layer', 'dgrad')
 
     Raises:
       ValueError: a name is not allowed.
     """
-    names: list[Any] = [] if text else [*allowed]
-    for name in map(str.strip, text.split(",") if text else ()):
-        joined = f"{names[-1]}, {name}" if names else None  # a name with a comma
-        names = [*names[:-1], joined] if joined in allowed else [*names, name]
+    names = tuple(map(str.strip, text.split(","))) if text else tuple(allowed)
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ValueError(
             f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}"
         )
-    return tuple(names)
+    return names

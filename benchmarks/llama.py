@@ -23,16 +23,14 @@ with delayed scales, and `qwix` is Google's, if it is installed.
 """
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
 
-from benchmarks import breakdown, timing
-from benchmarks.breakdown import KINDS
+from benchmarks import timing
 from benchmarks.harness import Benchmark, chosen_of
 from benchmarks.llama_steps import (
     PEERS,
@@ -111,7 +109,7 @@ class Row(timing.Timing):
     worst_snr_db: float | None
     compile_seconds: float
     arena_bytes: int
-    kinds: dict[breakdown.Kind, float] | None
+    kinds: dict[timing.Kind, float] | None
 
 
 def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> float:
@@ -182,7 +180,7 @@ def _measure_part(part: Part, config: Config) -> Iterator[Row]:
             remat=getattr(kept, "remat", "none"),
             compile_seconds=one.compile_seconds,
             arena_bytes=one.compiled.memory_analysis().temp_size_in_bytes,
-            kinds=breakdown.profile(one.function, one.args, one.compiled.as_text()),
+            kinds=timing.profile(one.function, one.args, one.compiled.as_text()),
         )
 
 
@@ -213,7 +211,7 @@ def sized(size: Any, options: argparse.Namespace, *names: str) -> Any:
     """Return the sizes of a model with those that the command line names."""
     given = {name: getattr(options, name) for name in ("remat", "loop", *names)}
     chosen = {name: value for name, value in given.items() if value}
-    return dataclasses.replace(size, **chosen)
+    return replace(size, **chosen)
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -230,26 +228,24 @@ def configure(options: argparse.Namespace) -> Config:
     for part in PARTS:
         recipes[part] = tuple(name for name in known[part] if name in wanted)
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
-    step = sized(model_config(options.model or USUAL_MODEL[on_gpu]), options)
+    usual = "llama-1b" if on_gpu else "llama-tiny"
+    step = sized(model_config(options.model or usual), options)
     more: dict[str, Any] = {"calls": 3}
     if on_gpu:
-        block = dataclasses.replace(LLAMAS["llama-8b"], layers=2, remat="none")
+        block = replace(LLAMAS["llama-8b"], layers=2, remat="none")
         tokens = 2, 4096
         context = min(4096, step.context)
         step_tokens = max(1, 16384 // context), context
         if isinstance(step, GPTConfig):
-            step = dataclasses.replace(step, attention="cudnn")
+            step = replace(step, attention="cudnn")
     else:
-        block = dataclasses.replace(LLAMAS["llama-tiny"], layers=1, remat="none")
+        block = replace(LLAMAS["llama-tiny"], layers=1, remat="none")
         tokens = step_tokens = 2, 32
         more = {"rounds": 2, "calls": 2, "include": ("linear", "small")}
     if options.include:
         more["include"] = tuple(options.include.split(","))
     parts = chosen_of("parts", options.parts, PARTS)
     return Config(block, step, tokens, step_tokens, recipes, parts, **more)
-
-
-USUAL_MODEL = {True: "llama-1b", False: "llama-tiny"}  # by "on a GPU"
 
 
 def table(result: Result) -> str:
@@ -260,7 +256,7 @@ def table(result: Result) -> str:
         "speedup over BF16": "**{speed_over_bf16:.2f}**",
         "tokens per second": "{tokens_per_second:,.0f}",
         "MFU of BF16 · FP8": "{mfu:.0%} · {mfu_of_fp8:.0%}",
-        **{kind: f"{{{kind}:.2f}}" for kind in KINDS},
+        **{kind: f"{{{kind}:.2f}}" for kind in timing.KINDS},
         "arena, GB": "{arena_gigabytes:.2f}",
     }
     said = {"block": "Forward and backward pass", "step": "Training step"}
@@ -276,7 +272,7 @@ def table(result: Result) -> str:
         )
         rows = []
         for row in result.rows:
-            if row["part"] == part and row["recipe"] in EVERY:
+            if row["part"] == part:
                 kinds = row["kinds"] or {}
                 rows.append({**row, **kinds, "mfu_of_fp8": row["mfu"] / 2})
         texts.append(f"{cells(rows, columns)}\n")

@@ -5,21 +5,23 @@ qwix. With remat="auto" of a Llama, a step keeps as many values for its backward
 fit.
 """
 
-import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax.linen import fp8_ops
+from jax import Array
 
 import tcfp_jax
 from benchmarks import timing
+from benchmarks.train_step import Candidate, both_passes
 from benchmarks.variants import BASELINE, EMULATED
 from models.nets.families import EXACT, TABLES, learner, plain_model
 from models.nets.llama import Block
@@ -49,16 +51,6 @@ class Config(timing.Repetitions):
     include: tuple[Any, ...] = ("linear",)  # argument of `convert_to_tcfp`
 
 
-class Candidate(NamedTuple):
-    """A compiled call, and the function of the values to compare."""
-
-    function: Any
-    args: tuple[Any, ...]
-    compiled: Any
-    compile_seconds: float
-    outputs: Callable[[], Any]
-
-
 # Blocks
 # --------------------------------------------------------------------------------------
 
@@ -70,7 +62,7 @@ class Blocks(nn.Module):
     dot_general_cls: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Apply the blocks."""
         rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
         for i in range(self.config.layers):
@@ -120,7 +112,7 @@ def make_block(config: Config, name: str) -> Candidate:
         feedback = tcfp_jax.error_feedback(find_weights(converted))
 
     @jax.jit
-    def prepare(key: jax.Array) -> Any:
+    def prepare(key: Array) -> Any:
         x_key, g_key, key = jax.random.split(key, 3)
         x = jax.random.normal(x_key, sizes).astype(jnp.bfloat16)
         g = jax.random.normal(g_key, sizes).astype(jnp.bfloat16)
@@ -130,18 +122,11 @@ def make_block(config: Config, name: str) -> Candidate:
             state = {"tcfp": tcfp_jax.layer_state(feedback.init(params))}
         return params, state, x, g
 
-    def step(params: Any, state: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
-        y, pull = jax.vjp(
-            lambda p, x: converted.apply({"params": p, **state}, x), params, x
-        )
-        dparams, dx = pull(g)
-        return {"y": y, "dx": dx, "dparams": dparams}
-
     key = jax.random.key(0)
     given = jax.eval_shape(prepare, key)
-    compiled, seconds = timing.compile_timed(jax.jit(step), *given)
+    compiled, seconds = timing.compile_timed(jax.jit(both_passes(converted)), *given)
     args = prepare(key)
-    return Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
+    return Candidate(compiled, args, compiled, seconds, partial(compiled, *args))
 
 
 # Whole steps
@@ -165,20 +150,20 @@ def make_training(
     rngs = {"tcfp": jax.random.key(0)} if name in EMULATED else None
 
     @tcfp_jax.value_and_grad
-    def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
+    def gradients(params: Any, opt_state: Any, tokens: Array) -> Array:
         variables = {"params": params}
         if weights is not None:
             variables["tcfp"] = tcfp_jax.layer_state(opt_state)
         losses = converted.apply(variables, tokens[:, :-1], tokens[:, 1:], rngs=rngs)
         return losses.mean()
 
-    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
         loss, dparams = gradients(*state, tokens)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(dparams, state[1], state[0])
             return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
 
-    def init(key: jax.Array) -> tuple[Any, jax.Array]:
+    def init(key: Array) -> tuple[Any, Array]:
         def floats() -> Any:
             return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
 
@@ -250,8 +235,8 @@ def quick(size: Any, **sizes: int) -> Any:
 
     XLA compiles it in half the time.
     """
-    size = dataclasses.replace(size, **sizes)
-    return dataclasses.replace(
+    size = replace(size, **sizes)
+    return replace(
         size, layers=1, kv_heads=size.heads, hidden=size.width, loop="unrolled"
     )
 
@@ -295,7 +280,7 @@ def settled(
 
 def _keeping(config: Config, remat: str) -> Config:
     step: Any = config.step
-    return dataclasses.replace(config, step=dataclasses.replace(step, remat=remat))
+    return replace(config, step=replace(step, remat=remat))
 
 
 def next_to_each_other(config: Config, names: Sequence[str]) -> dict[str, Config]:

@@ -14,10 +14,9 @@ dominate.
 """
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ SETTINGS = (
     Setting("tcfp12, stochastic lo, no error buffer", _STOCHASTIC),
     Setting(
         "tcfp12, stochastic lo, one orientation",
-        dataclasses.replace(_STOCHASTIC, copies="one"),
+        replace(_STOCHASTIC, copies="one"),
     ),
     Setting(
         "stored, 8-bit moments",
@@ -145,7 +144,7 @@ class Row:
 def train_config(setting: Setting, config: Config) -> TrainConfig:
     """Return the training run of a setting."""
     base = preset(config.model if isinstance(config.model, str) else "tiny")
-    return dataclasses.replace(
+    return replace(
         base,
         model=config.model,
         recipe=setting.recipe,
@@ -272,7 +271,7 @@ def measure(config: Config) -> list[Row]:
                 f"{name}: the state has {real.state_bytes} bytes, but its shapes have"
                 f" {rows[name].state_bytes}"
             )
-        rows[name] = dataclasses.replace(real, peak_bytes=peak)
+        rows[name] = replace(real, peak_bytes=peak)
     return [*rows.values()]
 
 

@@ -5,16 +5,16 @@ Helpers of quantizers are below.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from benchmarks.timing import threaded
 from pallas_kernels.dispatch import Backend
@@ -81,11 +81,6 @@ class GemmShape:
         return cls(*map(int, sizes))
 
 
-def parse_shapes(text: str | None) -> tuple[GemmShape, ...]:
-    """Return the shapes in "MxKxN,MxKxN"; none without a text."""
-    return tuple(map(GemmShape.parse, text.split(","))) if text else ()
-
-
 # Even the first, with 16 + 8 MiB in and 64 MiB out, exceeds the 50 MiB L2 of an H200.
 H200_SHAPES = (
     GemmShape(8192, 1024, 4096),
@@ -98,7 +93,7 @@ CPU_SHAPES = (GemmShape(512, 1024, 1024),)
 SMOKE_SHAPES = (GemmShape(64, 128, 96),)
 
 
-def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+def random_operands(shape: GemmShape, seed: int = 0) -> tuple[Array, Array]:
     """Return Gaussian x `[m, k]`, bfloat16, and W `[n, k]` of deviation 0.02, float32.
 
     They are never zero: zeros switch few transistors, and a GPU that draws less power
@@ -112,7 +107,7 @@ def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Arr
     return x, w
 
 
-def dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
+def dot_bf16(x: Array, w: Array) -> Array:
     """Return BF16 `x[m, k] @ w[n, k].T`, summed in float32: the baseline."""
     return lax.dot_general(
         x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
@@ -172,15 +167,13 @@ class Form:
         config = mosaic.configure(self._options, *self._operands(shape), None)
         return [] if config is None else [config]
 
-    def quantize(
-        self, x: jax.Array, w: jax.Array, backend: Backend | None = None
-    ) -> Pair:
+    def quantize(self, x: Array, w: Array, backend: Backend | None = None) -> Pair:
         """Return the operands of x `[m, k]` and W `[n, k]`."""
         return _quantize(x, w, self, backend)
 
     def multiply(
         self, x: Operand, w: Operand, *, backend: Backend, config: Config | None = None
-    ) -> jax.Array:
+    ) -> Array:
         """Multiply by a backend, or by the Mosaic kernel with these tile sizes."""
         if config is not None:
             w = dataclasses.replace(w, lo_scale=None)
@@ -193,17 +186,15 @@ class Form:
             backend=backend,
         )
 
-    def agree(
-        self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array
-    ) -> bool:
+    def agree(self, pair: Pair, backend: Backend, got: Array, expected: Array) -> bool:
         """Return whether a result is within its own bound and XLA's of XLA's result."""
-        return bool(np.asarray(_agree(self, backend, pair, got, expected)))
+        return bool(_agree(self, backend, pair, got, expected))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
 def _agree(
-    form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array
-) -> jax.Array:
+    form: Form, backend: Backend, pair: Pair, got: Array, expected: Array
+) -> Array:
     wide = dataclasses.replace(form, accumulation="full", out_dtype="float32")
     magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
     xla = expected.astype(jnp.float32)
@@ -215,8 +206,8 @@ def _agree(
     return jnp.all(error <= bound * magnitude + rounding * abs(xla))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -> Pair:
+@partial(jax.jit, static_argnums=(2, 3))
+def _quantize(x: Array, w: Array, form: Form, backend: Backend | None) -> Pair:
     along = form.scaling.along_rows
     of_x = quantize(x, E4M3, along, backend=backend).rows
     if form.halves == 2:
@@ -224,7 +215,7 @@ def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -
     return of_x, quantize(w, E4M3, form.scaling, backend=backend).rows
 
 
-def _magnitude(value: jax.Array) -> jax.Array:
+def _magnitude(value: Array) -> Array:
     """Return |value|, of FP8 by its bits; scales are not negative."""
     if value.dtype not in (E4M3, jnp.float8_e5m2):
         return value
@@ -248,9 +239,9 @@ class Candidate:
     kind: str
     accumulation: Accumulation
     backend: Backend
-    function: Callable[..., jax.Array]
+    function: Callable[..., Array]
     args: tuple[Any, ...]
-    values: Callable[..., tuple[jax.Array, ...]]
+    values: Callable[..., tuple[Array, ...]]
     gemms: int
     bound: float
 
@@ -260,14 +251,14 @@ class Candidate:
         return f"{self.kind} {self.accumulation} {self.backend}"
 
 
-def bf16_product(x: jax.Array, w: jax.Array) -> Candidate:
+def bf16_product(x: Array, w: Array) -> Candidate:
     """Return the baseline: bfloat16 x and W."""
     multiply = jax.jit(dot_bf16)
     pair = x, w.astype(jnp.bfloat16)
     return Candidate("bf16", "full", "xla", multiply, pair, _widened, 1, BF16_SUM_BOUND)
 
 
-def _widened(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+def _widened(x: Array, w: Array) -> tuple[Array, ...]:
     return x.astype(jnp.float32), w.astype(jnp.float32)
 
 
@@ -277,7 +268,7 @@ def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend) -> Candidat
         kind,
         form.accumulation,
         backend,
-        jax.jit(functools.partial(form.multiply, backend=backend)),
+        jax.jit(partial(form.multiply, backend=backend)),
         pair,
         _dequantized,
         form.halves,
@@ -285,7 +276,7 @@ def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend) -> Candidat
     )
 
 
-def _dequantized(x: Operand, w: Operand) -> tuple[jax.Array, ...]:
+def _dequantized(x: Operand, w: Operand) -> tuple[Array, ...]:
     """Return the float32 values of x and of each half of a weight."""
     hi = w.drop_residual().dequantize()
     if w.lo is None:
@@ -331,19 +322,24 @@ def check_product(candidate: Candidate) -> float:
 # --------------------------------------------------------------------------------------
 
 
+def split(w: Array, error: Array | None = None, **how: Any) -> Any:
+    """Return `dual_quantize` of a weight, and perhaps of its error."""
+    return dual_quantize(w, error=error, **how)
+
+
 def donating(
-    split: Callable[..., Any], w: jax.Array, error: jax.Array
+    split: Callable[..., Any], w: Array, error: Array
 ) -> tuple[Any, tuple[()]]:
     """Return `split(w, error)` as a step that replaces the error, and its arguments."""
 
-    def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    def step(error: Array, w: Array) -> tuple[Array, Any]:
         quantized = split(w, error)
         return quantized.error, quantized._replace(error=None)
 
     return threaded(step, error, w), ()
 
 
-def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[Array, ...]:
     """Return Gaussian values of deviation 1, then of an error's 0.001.
 
     Unsigned integers are random bits.

@@ -10,15 +10,16 @@ scale or one per block.
 """
 
 import argparse
-import functools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from benchmarks.harness import Benchmark
 from benchmarks.products import compare
@@ -84,7 +85,7 @@ class Row:
     ratio: float | None = None
 
 
-def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
+def draw(distribution: str, shape: tuple[int, ...], seed: int) -> Array:
     """Return random float32 values of a named distribution.
 
     "gaussian": N(0, 1). "uniform": on [-1, 1). "heavy-tailed": Student's t with 3
@@ -117,40 +118,24 @@ def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
 # --------------------------------------------------------------------------------------
 
 
-def _bf16(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
-def _dequantize(stored: Any) -> jax.Array:
-    return stored.dequantize()
-
-
-def _stochastic_split(x: jax.Array) -> Any:
+def _stochastic_split(x: Array) -> Any:
     return split(x, key=jax.random.key(1))
 
 
-_nf4 = functools.partial(quantize_tcfp12, residual="nf4")
+_dequantize = operator.methodcaller("dequantize")
+_nf4 = partial(quantize_tcfp12, residual="nf4")
 # name: (store, restore), compiled separately, so that no compiler cancels the rounding
 # between them.
-FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]] = {
-    "BF16": (_bf16, _widened),
+FORMATS: dict[str, tuple[Callable[[Array], Any], Callable[[Any], Array]]] = {
+    "BF16": (jnp.bfloat16, jnp.float32),
     "E4M3": (quantize, _dequantize),
-    "E5M2": (functools.partial(quantize, dtype=jnp.float8_e5m2), _dequantize),
+    "E5M2": (partial(quantize, dtype=jnp.float8_e5m2), _dequantize),
     "TCFP-12 linear": (quantize_tcfp12, dequantize_tcfp12),
     "TCFP-12 NF4": (_nf4, dequantize_tcfp12),
-    "TCFP-12 NF4 sigma": (functools.partial(_nf4, scale="sigma"), dequantize_tcfp12),
+    "TCFP-12 NF4 sigma": (partial(_nf4, scale="sigma"), dequantize_tcfp12),
     "hi+lo": (split, _dequantize),
     "hi+lo, stochastic lo": (_stochastic_split, _dequantize),
 }
-
-
-def stored_bits(stored: Any, count: int) -> float:
-    """Return bits per value of everything in a pytree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) * 8 / count
 
 
 def measure_formats(config: Config) -> Iterator[Row]:
@@ -161,27 +146,27 @@ def measure_formats(config: Config) -> Iterator[Row]:
         for name, (store, restore) in FORMATS.items():
             stored = jax.block_until_ready(jax.jit(store)(x))
             precision = compare(host, jax.jit(restore)(stored))
-            bits = stored_bits(stored, x.size)
-            yield Row("format", name, distribution, *precision, bits=bits)
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
+            yield Row("format", name, distribution, *precision, bits=8 * size / x.size)
 
 
 # Error feedback
 # --------------------------------------------------------------------------------------
 
 
-def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _feed_back(w: Array, error: Array) -> tuple[Array, Array | None]:
     """Return (the quantized weight, its error) by `tcfp_jax.error_feedback`'s rule."""
     stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@partial(jax.jit, static_argnames="steps")
 def move_weight(
-    w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int
+    w: Array, error: Array, key: Array, size: float, *, steps: int
 ) -> tuple[Any, Any, Any]:
     """Return (w, error, quantized w) after a random walk with error feedback."""
 
-    def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
+    def step(carry: Any, t: Array) -> tuple[Any, None]:
         w, error, _ = carry
         w = w + size * jax.random.normal(jax.random.fold_in(key, t), w.shape)
         value, error = _feed_back(w, error)
@@ -212,8 +197,8 @@ def measure_moving(config: Config, distribution: str) -> Iterator[Row]:
             yield Row("moving weight", name, distribution, *precision)
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def _mean_of_still(w: jax.Array, *, steps: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames="steps")
+def _mean_of_still(w: Array, *, steps: int) -> tuple[Array, Array]:
     def step(carry: Any, _: None) -> tuple[Any, None]:
         error, total = carry
         value, error = _feed_back(w, error)
@@ -249,16 +234,18 @@ def measure_outputs(config: Config) -> list[Row]:
     x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
     w = draw("gaussian", (config.size, config.size), config.seed + 3)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    names = ("tcfp12", "tensorwise", "bf16")
-    multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in names}
+
+    def product(name: str, x: Array) -> Array:
+        return jax.jit(partial(matmul, recipe=name))(x, w)
+
     # A quantized activation times an unquantized weight: both fit in BF16, whose
     # products are exact in float32.
     x_e4m3 = jax.jit(_dequantize)(jax.jit(quantize)(x))
     pairs = {
-        "E4M3 x hi+lo": multiply["tcfp12"](x, w),
-        "E4M3 x E4M3": multiply["tensorwise"](x, w),
-        "E4M3 x BF16": multiply["bf16"](x_e4m3, w),
-        "BF16 x BF16": multiply["bf16"](x, w),
+        "E4M3 x hi+lo": product("tcfp12", x),
+        "E4M3 x E4M3": product("tensorwise", x),
+        "E4M3 x BF16": product("bf16", x_e4m3),
+        "BF16 x BF16": product("bf16", x),
     }
     return [
         Row("output", name, "gaussian", *compare(exact, out))
@@ -282,7 +269,7 @@ def measure_outlier_channel(config: Config) -> Iterator[Row]:
     stores: dict[str, Callable[..., Any]] = {"E4M3": quantize, "hi+lo": split}
     for name, store in stores.items():
         for form, options in forms.items():
-            stored = jax.jit(functools.partial(store, **options))(x)
+            stored = jax.jit(partial(store, **options))(x)
             value = np.asarray(jax.jit(_dequantize)(stored))
             precision = compare(others, np.delete(value, outlier, axis=1))
             yield Row("outlier channel", f"{name}, {form}", "gaussian", *precision)

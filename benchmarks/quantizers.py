@@ -14,16 +14,17 @@ and mxfp8e4 must equal ml_dtypes' cast.
 """
 
 import argparse
-import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import Array
 
 from benchmarks import gemm, products, timing
 from benchmarks.harness import Benchmark
@@ -61,33 +62,30 @@ class Row(timing.Timing):
 def _in_fp8(
     orientation: operands.Orientation, scaling: operands.Scaling = operands.Tensor()
 ) -> Callable[..., Any]:
-    return functools.partial(
+    return partial(
         quantize, dtype=jnp.float8_e4m3fn, scaling=scaling, orientation=orientation
     )
 
 
-def _split(w: jax.Array, error: jax.Array | None = None, **how: Any) -> Any:
-    return dual_quantize(w, error=error, orientation="both", **how)
-
-
-def _split_by_bits(w: jax.Array, bits: jax.Array, **how: Any) -> Any:
+def _split_by_bits(w: Array, bits: Array, **how: Any) -> Any:
     return dual_quantize(w, bits=bits, orientation="both", **how)
 
 
 def _in_nvfp4(
-    key: KeyWords | None, x: jax.Array, amax: None, backend: Backend
+    key: KeyWords | None, x: Array, amax: None, backend: Backend
 ) -> Nvfp4Values:
     return quantize_values(x, -1, key, backend=backend)
 
 
 _BLOCK = operands.Block(128, "vector")
+_SPLIT = partial(products.split, orientation="both")
 _OF_X = (jnp.bfloat16,)
 _OF_W = (jnp.float32,)
 # name: (the call, the dtypes of its arguments)
 QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "x, both orientations": (_in_fp8("both"), _OF_X),
-    "w = hi + lo, both orientations": (_split, _OF_W),
-    "w = hi + lo with error, both orientations": (_split, 2 * _OF_W),
+    "w = hi + lo, both orientations": (_SPLIT, _OF_W),
+    "w = hi + lo with error, both orientations": (_SPLIT, 2 * _OF_W),
     "w = hi + stochastic lo, both orientations": (
         _split_by_bits,
         (jnp.float32, jnp.uint32),
@@ -103,8 +101,8 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "x in blocks of 1 x 128, rows alone": (_in_fp8("rows", _BLOCK), _OF_X),
     "x in blocks of 1 x 128, both orientations": (_in_fp8("both", _BLOCK), _OF_X),
-    "x in NVFP4": (functools.partial(_in_nvfp4, None), _OF_X),
-    "x in NVFP4, stochastic": (functools.partial(_in_nvfp4, counter.keys(1)), _OF_X),
+    "x in NVFP4": (partial(_in_nvfp4, None), _OF_X),
+    "x in NVFP4, stochastic": (partial(_in_nvfp4, counter.keys(1)), _OF_X),
 }
 CASTS = {
     f"cast to {name}": getattr(formats, name)
@@ -161,57 +159,58 @@ def measure(config: Config) -> Iterator[Row]:
     for shape in config.shapes:
         (x,) = products.draw(shape, _OF_X)
         copied = config.interleaved({COPY: (jax.jit(_copy), (x,))})
-        rows = _Rows("x".join(map(str, shape)), 2 * x.nbytes, copied[COPY].median_ms)
-        yield rows.row(copied[COPY], COPY, "apply", "xla", rows.copied)
+        moved = 2 * x.nbytes
+        rate = moved / copied[COPY].median_ms
+        row = partial(_row, "x".join(map(str, shape)), rate)
+        yield row(copied[COPY], COPY, "apply", "xla", moved)
         for name, amax in config.cases:
             arguments = products.draw(shape, QUANTIZERS[name][1])
-            yield from _quantized(name, amax, arguments, config, rows)
+            yield from _quantized(name, amax, arguments, config, row)
         casts: Any = {name: (_checked_cast(name, x), (x,)) for name in CASTS}
         for name, taken in config.interleaved(casts).items():
-            yield rows.row(taken, name, "whole", "xla", rows.copied)
+            yield row(taken, name, "whole", "xla", moved)
 
 
-def _copy(x: jax.Array) -> jax.Array:
+def _copy(x: Array) -> Array:
     """Change one bit of each value, because XLA removes a plain copy."""
     return (x.view(jnp.uint16) ^ jnp.uint16(1)).view(x.dtype)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What rows of one size share: the bytes that a copy moves, and its time."""
-
-    shape: str
-    copied: int
-    copy_ms: float
-
-    def row(
-        self, taken: timing.Timing, name: str, amax: Amax, backend: Backend, moved: int
-    ) -> Row:
-        return Row(
-            **vars(taken),
-            shape=self.shape,
-            name=name,
-            amax=amax,
-            backend=backend,
-            megabytes=moved / 1e6,
-            terabytes_per_second=moved / taken.median_ms / 1e9,
-            over_copy=moved / taken.median_ms / (self.copied / self.copy_ms),
-        )
+def _row(
+    shape: str,
+    copy_rate: float,
+    taken: timing.Timing,
+    name: str,
+    amax: Amax,
+    backend: Backend,
+    moved: int,
+) -> Row:
+    rate = moved / taken.median_ms
+    return Row(
+        **vars(taken),
+        shape=shape,
+        name=name,
+        amax=amax,
+        backend=backend,
+        megabytes=moved / 1e6,
+        terabytes_per_second=rate / 1e9,
+        over_copy=rate / copy_rate,
+    )
 
 
 def _quantized(
     name: str,
     amax: Amax,
-    arguments: tuple[jax.Array, ...],
+    arguments: tuple[Array, ...],
     config: Config,
-    rows: _Rows,
+    row: Callable[..., Row],
 ) -> Iterator[Row]:
     given = jnp.float32(4.0) if amax == "apply" else None
-    call = functools.partial(QUANTIZERS[name][0], amax=given)
+    call = partial(QUANTIZERS[name][0], amax=given)
     timed: dict[Any, Any] = {}
     expected = None
     for backend in config.backends:
-        function = jax.jit(functools.partial(call, backend=backend))
+        function = jax.jit(partial(call, backend=backend))
         got = function(*arguments)
         expected = got if expected is None else expected
         check(f"{name}, {backend}", got, expected)
@@ -227,7 +226,7 @@ def _quantized(
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
     taken = config.interleaved(timed)
     for backend in config.backends:
-        yield rows.row(taken[backend], name, amax, backend, moved)
+        yield row(taken[backend], name, amax, backend, moved)
 
 
 def check(name: str, got: Any, expected: Any) -> None:
@@ -238,10 +237,10 @@ def check(name: str, got: Any, expected: Any) -> None:
         )
 
 
-def _checked_cast(name: str, x: jax.Array) -> Callable[..., Any]:
+def _checked_cast(name: str, x: Array) -> Callable[..., Any]:
     """Return a cast that gives the right bits for some rows of x."""
     datatype = CASTS[name]
-    cast = jax.jit(functools.partial(formats.cast, datatype=datatype))
+    cast = jax.jit(partial(formats.cast, datatype=datatype))
     some = x[:CHECKED]
     got = cast(some).astype(jnp.float32)
     stored = formats.unpack(formats.pack(some, datatype))
@@ -274,7 +273,9 @@ def table(result: Result) -> str:
         line = [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
         for shape in shapes:
             rates = [
-                shown(rows.get((name, backend, amax, shape)), _RATE)
+                shown(
+                    rows.get((name, backend, amax, shape)), "{terabytes_per_second:.2f}"
+                )
                 for amax in get_args(Amax)
             ]
             line.append(" · ".join(rates))
@@ -286,7 +287,6 @@ def table(result: Result) -> str:
     )
 
 
-_RATE = "{terabytes_per_second:.2f}"
 BENCHMARK = Benchmark("quantizers", __doc__, configure, measure, table)
 
 if __name__ == "__main__":

@@ -137,32 +137,25 @@ class Result:
         """Machine and commit of the numbers, and a remark if the library has changed.
 
         The header is of the last run; rows that `--resume` kept may be of other
-        libraries and devices. Older files have a digest of all sources, benchmarks
-        included.
+        libraries and devices.
         """
         header = self.header
         devices = dict.fromkeys(
             row.get("device") or header["device"] for row in self.rows
         )
-        libraries: list[str | None] = [*self._values("library")]
-        libraries = libraries or [header.get("library")]
+        found = (row.get("library") for row in self.rows)
+        libraries = list(dict.fromkeys(filter(None, found))) or [header["library"]]
         commit = f"commit {header['commit'] or 'unknown'}"
         if len(libraries) > 1:
             commit = f"last {commit}"
-            source = f"rows of libraries {', '.join(map(str, libraries))}"
-        elif "library" in header:
-            source = f"library {header['library']}"
+            source = f"rows of libraries {', '.join(libraries)}"
         else:
-            source = f"sources {header['sources']}"
+            source = f"library {header['library']}"
         parts = [" and ".join(devices or [header["device"]]), f"jax {header['jax']}"]
         if header.get("xla_flags"):
             parts.append(f"`XLA_FLAGS={header['xla_flags']}`")
         age = "" if libraries == [library_digest()] else AGE
         return ", ".join([*parts, commit, source, header["date"]]) + age
-
-    def _values(self, field: str) -> list[str]:
-        """Return the distinct values of a field that some rows lack."""
-        return list(dict.fromkeys(row[field] for row in self.rows if row.get(field)))
 
     def distinct(self, *fields: str) -> list[Any]:
         """Return the values of one or several fields, in the order of the rows."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import convergence_tables, memory
 from benchmarks.card import RUNS
-from benchmarks.drawing import PICTURES, WHOLE_RUNS, digest_of, read_source, save
+from benchmarks.drawing import FROM_SCRATCH, PICTURES, digest_of, read_source, save
 from benchmarks.harness import benchmark
 from benchmarks.records import (
     AGE,
@@ -39,8 +39,7 @@ SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DO
 CHOOSE = "choose"
 OVERVIEW = "overview"
 FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
-FROM_SCRATCH = tuple(f"convergence-bpe-{size}" for size in WHOLE_RUNS)
-LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, *FROM_SCRATCH)
+LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, FROM_SCRATCH)
 SECTIONS = (*RUNS, *LEARNED)
 # Tables that a user decides by; `--full` prints the others, too.
 DECIDING = (
@@ -54,7 +53,7 @@ DECIDING = (
     "fsdp-llama",
     "memory-llama-8b",
     FORKS,
-    *FROM_SCRATCH,
+    FROM_SCRATCH,
     "train_step",
     "gemm",
     "grouped-large",

@@ -1,23 +1,29 @@
-"""Time and memory of candidates in turn, and the peaks of single processes.
+"""Time and memory of candidates in turn, kinds of kernels, and peaks of processes.
 
 On a GPU, CUPTI returns the time of a call's kernels. Elsewhere it is the wall clock.
 `Timing.timer` names the clock.
 """
 
+import glob
+import math
 import multiprocessing
 import os
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 # name: (jitted function, arguments)
 Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+Timer = Literal["CUPTI kernel time", "wall clock"]
 Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None]
 
 
@@ -29,7 +35,7 @@ class Timing:
     min_ms: float
     max_ms: float
     samples: int
-    timer: Literal["CUPTI kernel time", "wall clock"]
+    timer: Timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,43 +49,41 @@ class Repetitions:
     calls: int = 5
 
     def interleaved(self, candidates: Candidates) -> dict[str, Timing]:
-        """Return `time_interleaved` with these repetitions."""
-        return time_interleaved(candidates, self.rounds, self.calls)
+        """Time candidates in turn, so that a chip slows down for all of them alike.
+
+        Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times
+        for every call. If it does not work, the wall clock around the calls of a round
+        gives their mean. All candidates of one call have the same timer.
+        """
+        if jax.default_backend() == "gpu":
+            _warm_up(candidates)
+            samples = self._sample(candidates, _kernel_times)
+            if samples is not None:
+                return _timings(samples, "CUPTI kernel time")
+        return self.by_wall_clock(candidates)
 
     def by_wall_clock(self, candidates: Candidates) -> dict[str, Timing]:
-        """Return `time_by_wall_clock` with these repetitions."""
-        return time_by_wall_clock(candidates, self.rounds, self.calls)
+        """Time candidates in turn by the wall clock: on the CPU, or several devices.
 
-
-def time_interleaved(
-    candidates: Candidates, rounds: int, calls: int
-) -> dict[str, Timing]:
-    """Time candidates in turn, so that a chip slows down for all of them alike.
-
-    Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times for
-    every call. If it does not work, the wall clock around the calls of a round gives
-    their mean. All candidates of one call have the same timer.
-    """
-    if jax.default_backend() == "gpu":
+        Each is warmed up first. A function that does not return arrays of JAX is done
+        when it returns.
+        """
         _warm_up(candidates)
-        samples = _sample(candidates, _kernel_times, rounds, calls)
-        if samples is not None:
-            return _timings(samples, "CUPTI kernel time")
-    return time_by_wall_clock(candidates, rounds, calls)
+        samples = self._sample(candidates, _wall_times)
+        assert samples is not None  # the wall clock always works
+        return _timings(samples, "wall clock")
 
-
-def time_by_wall_clock(
-    candidates: Candidates, rounds: int, calls: int
-) -> dict[str, Timing]:
-    """Time candidates in turn by the wall clock: on the CPU, or on several devices.
-
-    Each is warmed up first. A function that does not return arrays of JAX is done when
-    it returns.
-    """
-    _warm_up(candidates)
-    samples = _sample(candidates, _wall_times, rounds, calls)
-    assert samples is not None  # the wall clock always works
-    return _timings(samples, "wall clock")
+    def _sample(
+        self, candidates: Candidates, measure: Measure
+    ) -> dict[str, list[float]] | None:
+        samples: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(self.rounds):
+            for name, (function, args) in candidates.items():
+                times = measure(function, args, self.calls)
+                if times is None:
+                    return None
+                samples[name] += times
+        return samples
 
 
 def _warm_up(candidates: Candidates) -> None:
@@ -87,28 +91,12 @@ def _warm_up(candidates: Candidates) -> None:
         jax.block_until_ready(function(*args))
 
 
-def _timings(
-    samples: dict[str, list[float]],
-    timer: Literal["CUPTI kernel time", "wall clock"],
-) -> dict[str, Timing]:
+def _timings(samples: dict[str, list[float]], timer: Timer) -> dict[str, Timing]:
     found = {}
     for name, values in samples.items():
         median = statistics.median(values)
         found[name] = Timing(median, min(values), max(values), len(values), timer)
     return found
-
-
-def _sample(
-    candidates: Candidates, measure: Measure, rounds: int, calls: int
-) -> dict[str, list[float]] | None:
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, (function, args) in candidates.items():
-            times = measure(function, args, calls)
-            if times is None:
-                return None
-            samples[name] += times
-    return samples
 
 
 def _kernel_times(
@@ -148,9 +136,7 @@ class Threaded:
     anything else, and lose the state.
     """
 
-    def __init__(
-        self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array
-    ) -> None:
+    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: Array) -> None:
         self.compiled = compiled
         self.state = state
         self.inputs = inputs
@@ -173,20 +159,18 @@ class Training(NamedTuple):
       state_of: `params -> state`, the first state of these parameters.
     """
 
-    init: Callable[[jax.Array], tuple[Any, ...]]
-    step: Callable[..., tuple[Any, jax.Array]]
-    gradients: Callable[..., tuple[jax.Array, Any]]
+    init: Callable[[Array], tuple[Any, ...]]
+    step: Callable[..., tuple[Any, Array]]
+    gradients: Callable[..., tuple[Array, Any]]
     state_of: Callable[[Any], Any]
 
-    def lower(self, seed: int = 0) -> Any:
+    def lower(self) -> Any:
         """Return the step, lowered for one device."""
-        return jax.jit(self.step, donate_argnums=0).lower(
-            *jax.eval_shape(self.init, jax.random.key(seed))
-        )
+        given = jax.eval_shape(self.init, jax.random.key(0))
+        return jax.jit(self.step, donate_argnums=0).lower(*given)
 
     def compile(
         self,
-        seed: int = 0,
         place: Callable[[Any], Any] | None = None,
         done: tuple[Any, float] | None = None,
     ) -> tuple[Threaded, float]:
@@ -195,12 +179,11 @@ class Training(NamedTuple):
         The state is made after compiling, which needs memory of its own.
 
         Args:
-          seed: Seed of `init`.
           place: Function of the shapes of `init` that returns their shardings; None on
             one device.
           done: The compiled step and its seconds, if there is one already.
         """
-        key = jax.random.key(seed)
+        key = jax.random.key(0)
         given = jax.eval_shape(self.init, key)
         shardings = None
         results = None
@@ -219,7 +202,7 @@ def _sharded(leaf: jax.ShapeDtypeStruct, at: Any) -> jax.ShapeDtypeStruct:
 
 
 def threaded(
-    step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array
+    step: Callable[..., tuple[Any, Any]], state: Any, *inputs: Array
 ) -> Threaded:
     """Return `step`, jitted and compiled, with a copy of `state` that it may donate."""
     jitted = jax.jit(step, donate_argnums=0)
@@ -298,3 +281,130 @@ def take_whole_memory() -> None:
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.97"
+
+
+# Kinds of kernels
+# --------------------------------------------------------------------------------------
+
+# A library's kernel has a name that tells its purpose. A kernel of XLA has the name of
+# its instruction. The instruction's metadata in the compiled program holds the
+# `jax.named_scope`s of the operation, or of the last of several. So a maximum that a
+# norm's kernel finds next to its result counts as the norm. Copies and fills by the
+# driver are a kind: a scan copies values that it keeps for its backward pass.
+
+Kind = Literal[
+    "products",
+    "attention",
+    "norms and activations",
+    "quantization",
+    "optimizer",
+    "copies",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Operation = tuple[str, str]  # (types of its results, name with scopes)
+
+# First match wins: cuDNN's attention has "gemm" in some of its names, and AdamW's
+# kernel rounds, too.
+_BY_NAME: tuple[tuple[str, Kind], ...] = (
+    (r"^(memcpy|memset)", "copies"),
+    (r"cudnn|sdpa|fmha|flash", "attention"),
+    (r"adamw", "optimizer"),
+    (r"quantize", "quantization"),
+    (r"matmul|gemm|nvjet|cutlass|cublas|xmma|splitk", "products"),
+)
+# Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0}, pred[])
+# fusion(...".
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+)(.*)")
+_SCOPES = re.compile(r'op_name="([^"]*)"')
+_WIDE = re.compile(r"\b(?:bf16|f16|f32)\[([\d,]+)\]")
+_TRACED = 3  # calls on the timeline
+_SMALL = 2**16  # values: scales, amaxes and statistics of rows have fewer, tensors more
+
+
+def operations_of(program: str) -> dict[str, Operation]:
+    """Return (types of the results, name with scopes) of instructions by kernel.
+
+    >>> text = '  %loop_add.1 = f32[8]{0} fusion(%a), metadata={op_name="f/optimizer"}'
+    >>> operations_of(text)
+    {'loop_add_1': ('f32[8]{0}', 'f/optimizer')}
+    """
+    found = {}
+    for line in program.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, types, rest = match.groups()
+        scopes = _SCOPES.search(rest)
+        found[re.sub(r"[.\-]", "_", name)] = types, scopes[1] if scopes else ""
+    return found
+
+
+def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
+    """Return the kind of a kernel.
+
+    XLA's kernel of a quantizer counts as quantization if it writes only FP8 or small
+    arrays. If it writes a tensor of floats, too, it counts as the norm or activation of
+    that tensor.
+
+    >>> kind_of("nvjet_qqtst_128x256", {}), kind_of("cudnn_sdpa_flash_fprop", {})
+    ('products', 'attention')
+    >>> kind_of("loop_add_1", {"loop_add_1": ("f32[8]{0}", "jit(f)/optimizer/add")})
+    'optimizer'
+    """
+    types, scopes = operations.get(kernel, ("", ""))
+    if not scopes:
+        lowered = kernel.lower()
+        for pattern, kind in _BY_NAME:
+            if re.search(pattern, lowered):
+                return kind
+        return "norms and activations"
+    if "optimizer" in scopes:
+        return "optimizer"
+    if "quantize" in scopes and not any(
+        _values(sizes) > _SMALL for sizes in _WIDE.findall(types)
+    ):
+        return "quantization"
+    # XLA's own products have the names of their instructions, perhaps with a transpose
+    # at the end.
+    is_product = scopes.endswith("dot_general") or kernel.startswith("gemm_fusion")
+    return "products" if is_product else "norms and activations"
+
+
+def _values(sizes: str) -> int:
+    return math.prod(map(int, sizes.split(",")))
+
+
+def milliseconds_by_kind(
+    kernels: list[tuple[str, float]], program: str
+) -> dict[Kind, float]:
+    """Return the sum of every kind over (kernel, milliseconds) of one call."""
+    operations = operations_of(program)
+    sums = dict.fromkeys(KINDS, 0.0)
+    for name, milliseconds in kernels:
+        sums[kind_of(name, operations)] += milliseconds
+    return sums
+
+
+def profile(
+    function: Callable[..., Any], args: tuple[Any, ...], program: str
+) -> dict[Kind, float] | None:
+    """Return milliseconds by kind, the mean of three calls, or None on a CPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(_TRACED):
+                out = function(*args)
+            jax.block_until_ready(out)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        kernels = []
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                # Other lines of a device's plane repeat the kernels of its streams, by
+                # instruction and by scope.
+                if not plane.name.startswith("/device:GPU"):
+                    continue
+                if line.name.startswith("Stream"):
+                    kernels += [(e.name, e.duration_ns / 1e6) for e in line.events]
+    kernels = [(name, milliseconds / _TRACED) for name, milliseconds in kernels]
+    return milliseconds_by_kind(kernels, program)

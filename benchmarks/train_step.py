@@ -21,17 +21,20 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import tcfp_jax
 from benchmarks import timing
 from benchmarks.harness import Benchmark, chosen_of
-from benchmarks.products import MIDDLE, GemmShape, parse_shapes
+from benchmarks.products import MIDDLE, GemmShape
 from benchmarks.records import Result, markdown_table, shown, times
+from benchmarks.variants import BASELINE
 from models.nets.mlp import MLP
 from models.training.settings import MomentFormat, Weights
 from models.training.state import float_parameters
@@ -39,10 +42,7 @@ from tcfp_jax.recipes import Recipe, recipe
 
 Part = Literal["mlp", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BASELINE, OPTIMIZER = "bf16", PARTS[-1]
-VARIANTS = {
-    name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12", "tcfp12_fast")
-}
+OPTIMIZER = PARTS[-1]
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,22 @@ class Kept:
 
 # Variants that differ only in the optimizer's state.
 KEPT = {
-    "stored": Kept("stored", moments="8bit"),
-    "stored both": Kept("stored", moments="8bit"),
-    "stored bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
-    "stored both bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
+    "stored": Kept("stored", "8bit"),
+    "stored both": Kept("stored", "8bit"),
+    "stored bfloat16": Kept("stored", "8bit", "bfloat16"),
+    "stored both bfloat16": Kept("stored", "8bit", "bfloat16"),
 }
-USUAL = tuple(VARIANTS) + tuple(KEPT)
-VARIANTS |= {
-    name: recipe("tcfp12_single", copies="both" if "both" in name else "one")
-    for name in KEPT
-}
-VARIANTS |= {
-    name: recipe(name)
-    for name in ("tcfp12_single", "blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")
-}
+USUAL = (BASELINE, "tensorwise", "tcfp12", "tcfp12_fast", *KEPT)
+OTHERS = ("tcfp12_single", "blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")
+
+
+def _recipe_of(name: str) -> Recipe:
+    if name in KEPT:
+        return recipe("tcfp12_single", copies="both" if "both" in name else "one")
+    return recipe(name)
+
+
+VARIANTS = {name: _recipe_of(name) for name in (*USUAL, *OTHERS)}
 SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
 CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
 # E5M2 rounds Gaussian values at 25 dB, and a step chains a few such products. Rounding
@@ -105,10 +107,11 @@ class Row(timing.Timing):
 
 
 class Candidate(NamedTuple):
-    """A checked and timed call, with the function of the values to compare."""
+    """A compiled call, and the function of the values to compare."""
 
-    function: Callable[..., Any]
+    function: Any
     args: tuple[Any, ...]
+    compiled: Any
     compile_seconds: float
     outputs: Callable[[], Any]
 
@@ -120,7 +123,7 @@ def make_model(shape: GemmShape, chosen: Recipe) -> MLP:
     )
 
 
-def draw(shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+def draw(shape: GemmShape, key: Array) -> tuple[Any, Array, Array]:
     """Return parameters, and bfloat16 input and gradient (or target) of the output.
 
     The parameters are the same for every recipe.
@@ -136,32 +139,38 @@ def draw(shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
     return make_model(shape, VARIANTS[BASELINE]).init(key, x)["params"], x, g
 
 
-def make_gradients(shape: GemmShape, chosen: Recipe) -> Candidate:
-    """Return both passes of the MLP; quantized weights are arguments."""
-    model = make_model(shape, chosen)
+def both_passes(model: Any) -> Callable[..., dict[str, Any]]:
+    """Return `(params, state, x, g) -> {y, dx, dparams}` of a Linen model."""
 
-    def step(params: Any, quantized: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
+    def passes(params: Any, state: Any, x: Array, g: Array) -> dict[str, Any]:
         y, pull = jax.vjp(
-            lambda p, x: model.apply({"params": p, "tcfp": quantized}, x), params, x
+            lambda p, x: model.apply({"params": p, **state}, x), params, x
         )
         dparams, dx = pull(g)
         return {"y": y, "dx": dx, "dparams": dparams}
 
+    return passes
+
+
+def make_gradients(shape: GemmShape, chosen: Recipe) -> Candidate:
+    """Return both passes of the MLP; quantized weights are arguments."""
+
     @jax.jit
-    def prepare(key: jax.Array) -> tuple[Any, ...]:
+    def prepare(key: Array) -> tuple[Any, ...]:
         params, x, g = draw(shape, key)
         quantized = tcfp_jax.error_feedback(chosen).init(params)
-        return params, tcfp_jax.layer_state(quantized), x, g
+        return params, {"tcfp": tcfp_jax.layer_state(quantized)}, x, g
 
     args = prepare(jax.random.key(0))
-    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
-    return Candidate(compiled, args, seconds, lambda: compiled(*args))
+    passes = jax.jit(both_passes(make_model(shape, chosen)))
+    compiled, seconds = timing.compile_timed(passes, *args)
+    return Candidate(compiled, args, compiled, seconds, partial(compiled, *args))
 
 
 def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
     """Return AdamW with `error_feedback` at the end, or AdamW of stored weights."""
     if kept.weights == "stored":
-        key = None if kept.moments == "float32" else jax.random.key(0)
+        key = jax.random.key(0)
         return tcfp_jax.optim.adamw(1e-4, moments=kept.moments, key=key)
     return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
 
@@ -172,19 +181,17 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
     optimizer = make_optimizer(chosen, kept)
 
     @tcfp_jax.value_and_grad
-    def gradients(
-        params: Any, opt_state: Any, x: jax.Array, target: jax.Array
-    ) -> jax.Array:
+    def gradients(params: Any, opt_state: Any, x: Array, target: Array) -> Array:
         quantized = tcfp_jax.layer_state(opt_state)
         y: Any = model.apply({"params": params, "tcfp": quantized}, x)
         return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
 
-    def step(state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, x: Array, target: Array) -> tuple[Any, Array]:
         loss, dparams = gradients(*state, x, target)
         updates, opt_state = optimizer.update(dparams, state[1], state[0])
         return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
 
-    def init(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    def init(key: Array) -> tuple[Any, Array, Array]:
         params, x, target = draw(shape, key)
         if kept.weights == "stored":
             params = tcfp_jax.store(
@@ -216,11 +223,11 @@ def make_optimizer_step(
         params = float_parameters(threaded.state[0])
         return {"loss": loss, "dparams": dparams, "params": params}
 
-    return Candidate(threaded, (), seconds, outputs)
+    return Candidate(threaded, (), threaded.compiled, seconds, outputs)
 
 
 @jax.jit
-def _ratio(reference: jax.Array, value: jax.Array) -> jax.Array:
+def _ratio(reference: Array, value: Array) -> Array:
     # On the device, because outputs take up to a gigabyte; divided by the largest value
     # against underflow.
     wide = reference.astype(jnp.float32)
@@ -336,11 +343,12 @@ def configure(options: argparse.Namespace) -> Config:
     """
     usual = (MIDDLE,) if jax.default_backend() == "gpu" else CPU_SHAPES
     asked = options.shapes or (SMOKE_SHAPE if options.smoke else None)
+    shapes = tuple(map(GemmShape.parse, asked.split(","))) if asked else usual
     wanted = options.recipes or ",".join(USUAL)
     recipes = BASELINE, *chosen_of("recipes", wanted, tuple(VARIANTS))
     few = {"rounds": 2, "calls": 2} if options.smoke else {}
     return Config(
-        parse_shapes(asked) or usual,
+        shapes,
         tuple(dict.fromkeys(recipes)),
         chosen_of("parts", options.parts, PARTS),
         **few,
@@ -356,10 +364,8 @@ def table(result: Result) -> str:
         form = "{median_ms:.3f} ms · **{speed_over_bf16:.2f}**"
         if name == BASELINE:
             form = "{median_ms:.3f} ms"
-        # A file of an older version has other names, too.
-        if name in VARIANTS:
-            cells = [shown(rows.get((*place, name)), form) for place in places]
-            lines.append([f"`{name}`", *cells])
+        cells = [shown(rows.get((*place, name)), form) for place in places]
+        lines.append([f"`{name}`", *cells])
     titles = ["tokens × d × d_ff"]
     titles += [f"{part}, {times(shape)}" for part, shape in places]
     slowest = max(row["compile_seconds"] for row in result.rows)

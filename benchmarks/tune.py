@@ -26,13 +26,13 @@ import jax
 
 from benchmarks import tune_cases
 from benchmarks.products import donating
-from benchmarks.timing import Timing, take_memory_as_needed, time_interleaved
+from benchmarks.timing import Repetitions, Timing, take_memory_as_needed
 from benchmarks.tune_cases import Case
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.tuning import Entry
 
-ROUNDS, CALLS = 3, 4
+REPETITIONS = Repetitions(rounds=3, calls=4)
 Cases = Literal["all", "missing", "grid"]
 CASES = (
     "those not yet timed; those that include='measured' interpolates between, small"
@@ -74,9 +74,8 @@ def run(
 
 def _wanted(only: str, cases: Cases) -> Iterator[Case]:
     for case in _listed(only, cases):
-        if only not in f"{case.key.op} {case.key.variant}":
-            continue
-        if cases != "missing" or not _is_timed(case):
+        asked = only in f"{case.key.op} {case.key.variant}"
+        if asked and not (cases == "missing" and _is_timed(case)):
             yield case
 
 
@@ -140,7 +139,7 @@ def time_case(case: Case) -> Entry:
         named[str(i)] = (
             donating(function, *arguments) if donates else (function, arguments)
         )
-    times = list(time_interleaved(named, ROUNDS, CALLS).values())
+    times = list(REPETITIONS.interleaved(named).values())
     entry = _entry(case, times)
     if first != "xla":
         rule = times[0].median_ms

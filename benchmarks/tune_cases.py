@@ -5,14 +5,15 @@ and backward, and of experts. `grid` has those of layers from small models up.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from benchmarks import grouped
 from benchmarks.products import (
@@ -25,7 +26,9 @@ from benchmarks.products import (
     draw,
     random_operands,
     same_bits,
+    split,
 )
+from benchmarks.variants import BASELINE
 from pallas_kernels.dispatch import BACKENDS, Backend, recording
 from pallas_kernels.grouped_matmul import mosaic
 from pallas_kernels.grouped_matmul import reference as grouped_reference
@@ -35,13 +38,12 @@ from pallas_kernels.operands import (
     Accumulation,
     Block,
     MatmulOptions,
-    Operand,
     Orientation,
     Row,
     Scaling,
     Tensor,
 )
-from pallas_kernels.quantize.api import dual_quantize, quantize
+from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Key
 
 INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
@@ -119,19 +121,16 @@ def product_case(
 
     Without tile sizes it is the kernel with its best guesses.
     """
-    key = form.key(shape)
-    return Case(
-        Key(key.op, key.variant, (shape.m, shape.k, shape.n)),
-        functools.partial(_pair, shape, form),
-        [
-            ("xla", _multiplying(form, "xla", None), None),
-            *(
-                ("mosaic", _multiplying(form, "mosaic", config), config)
-                for config in (_guesses(shape, form) if configs is None else configs)
-            ),
-        ],
-        form.agree,
-    )
+    if configs is None:
+        configs = _guesses(shape, form)
+    ways: list[tuple[Backend, Any]] = [("xla", None)]
+    ways += [("mosaic", config) for config in configs]
+    candidates: list[Named] = []
+    for backend, config in ways:
+        call = partial(form.multiply, backend=backend, config=config)
+        candidates.append((backend, jax.jit(call), config))
+    key = form.key(shape)._replace(shape=dataclasses.astuple(shape))
+    return Case(key, partial(_pair, shape, form), candidates, form.agree)
 
 
 def _pair(shape: GemmShape, form: Form) -> Any:
@@ -140,14 +139,10 @@ def _pair(shape: GemmShape, form: Form) -> Any:
     return form.quantize(*random_operands(shape), backend="xla")
 
 
-def _multiplying(form: Form, backend: Backend, config: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(form.multiply, backend=backend, config=config))
-
-
 def _guesses(shape: GemmShape, form: Form) -> list[Any]:
     most = 4 if isinstance(form.scaling, Block) else 8
     return [
-        dataclasses.replace(guess, inner=inner)
+        replace(guess, inner=inner)
         for guess, inner in itertools.product(form.candidates(shape)[:most], INNER)
     ]
 
@@ -168,30 +163,30 @@ def of_experts() -> Iterator[Case]:
     """Yield the products of the recipes that read FP8 with one scale, then BF16's."""
     seen = set()
     shapes = dict.fromkeys((*_EXPERTS, *grouped.SHAPES.values()))
-    for dtype, shape in itertools.product((E4M3, jnp.bfloat16), shapes):
+    for kind, shape in itertools.product(("tcfp12_single_both", BASELINE), shapes):
         for part in grouped.PARTS[:3]:
-            case = grouped_case(part, shape, dtype)
+            case = grouped_case(part, shape, kind)
             if case.key not in seen:
                 seen.add(case.key)
                 yield case
 
 
-def grouped_case(part: grouped.Part, shape: grouped.Shape, dtype: Any) -> Case:
+def grouped_case(part: grouped.Part, shape: grouped.Shape, kind: str) -> Case:
     """Return the kernel with its rule's tile sizes and others.
 
     XLA multiplies densely, so float64 is the check.
     """
-    is_bf16 = dtype == jnp.bfloat16
+    is_bf16 = kind == BASELINE
     accumulation: Accumulation = "fast" if is_bf16 or part == "forward" else "full"
     options = MatmulOptions(jnp.dtype(jnp.bfloat16), accumulation)
     sizes = grouped.group_sizes(shape, "drawn")
-    drawing = jax.jit(functools.partial(_drawn_groups, part, shape, jnp.dtype(dtype)))
+    drawing = jax.jit(partial(_drawn_groups, part, shape, kind))
     drawn = jax.eval_shape(drawing)
     multiply: Any = (mosaic.GRADIENT if part == "wgrad" else mosaic.KERNEL).run
     problem = mosaic.Problem.of(options, drawn[0], drawn[1], shape.experts)
     ways: list[Named] = []
     for config in _grouped_configs(problem):
-        call = functools.partial(multiply, options, config=config)
+        call = partial(multiply, options, config=config)
         ways.append(("mosaic", jax.jit(call), config))
 
     def check(product: Any, made: Any) -> None:
@@ -203,38 +198,26 @@ def grouped_case(part: grouped.Part, shape: grouped.Shape, dtype: Any) -> Case:
 
 
 def _drawn_groups(
-    part: grouped.Part, shape: grouped.Shape, dtype: Any
+    part: grouped.Part, shape: grouped.Shape, kind: str
 ) -> tuple[Any, ...]:
     """Return the two operands of a part, and the sizes of its groups."""
-    m, k, n, e = dataclasses.astuple(shape)
-    first, second = {
-        "forward": ((m, k), (e, n, k)),
-        "dgrad": ((m, n), (e, k, n)),
-        "wgrad": ((k, m), (n, m)),
-    }[part]
-    sizes = jnp.asarray(grouped.group_sizes(shape, "drawn"))
-    return _operand(0, first, dtype), _operand(1, second, dtype), sizes
-
-
-def _operand(seed: int, side: tuple[int, ...], dtype: Any) -> Any:
-    values = (8 * jax.random.normal(jax.random.key(seed), side)).astype(dtype)
-    if dtype == jnp.bfloat16:
-        return values
-    return Operand(values, jnp.full(side[:-2], 0.125, jnp.float32))
+    held = grouped.read(grouped.RECIPES[kind], *grouped.draw(shape))
+    _, pair = grouped.product_of(part, held)
+    return *pair, jnp.asarray(grouped.group_sizes(shape, "drawn"))
 
 
 def _grouped_configs(problem: mosaic.Problem) -> list[mosaic.Config]:
     """Return the rule's config, other tiles with its steps, and other orders."""
     rule, *others = mosaic.candidates(problem)
     tried = [rule, *(other for other in others if other.tile_k == rule.tile_k)]
-    tried += [dataclasses.replace(rule, snake=snake) for snake in (4, 16)]
+    tried += [replace(rule, snake=snake) for snake in (4, 16)]
     for stages in (rule.stages, rule.stages - 1):
-        tried.append(dataclasses.replace(rule, store_buffers=4, stages=stages))
+        tried.append(replace(rule, store_buffers=4, stages=stages))
     return [config for config in tried if mosaic.misfit(config, problem) is None][:7]
 
 
 @jax.jit
-def _largest_difference(got: jax.Array, expected: jax.Array) -> jax.Array:
+def _largest_difference(got: Array, expected: Array) -> Array:
     wide = expected.astype(jnp.float32)
     deviation = jnp.sqrt(jnp.mean(wide**2))
     return jnp.max(jnp.abs(got.astype(jnp.float32) - wide)) / deviation
@@ -279,9 +262,7 @@ def _splits(shape: Shape, scaling: Scaling) -> Iterator[Case]:
 def _in_fp8(
     shape: Shape, dtype: str, scaling: Scaling, orientation: Orientation = "both"
 ) -> Case:
-    call = functools.partial(
-        quantize, dtype=E4M3, scaling=scaling, orientation=orientation
-    )
+    call = partial(quantize, dtype=E4M3, scaling=scaling, orientation=orientation)
     return _quantizer(shape, (dtype,), call)
 
 
@@ -292,34 +273,20 @@ def _split(
     orientation: Orientation = "both",
 ) -> Case:
     """Return the split of a weight; a second dtype is that of its error."""
-    return _quantizer(
-        shape, dtypes, functools.partial(_split_with, scaling, orientation)
-    )
-
-
-def _split_with(
-    scaling: Scaling,
-    orientation: Orientation,
-    w: jax.Array,
-    error: jax.Array | None = None,
-    *,
-    backend: Backend,
-) -> Any:
-    return dual_quantize(
-        w, scaling, orientation=orientation, error=error, backend=backend
-    )
+    call = partial(split, scaling=scaling, orientation=orientation)
+    return _quantizer(shape, dtypes, call)
 
 
 def _quantizer(shape: Shape, dtypes: tuple[str, ...], call: Callable[..., Any]) -> Case:
     """Return a quantizer by every backend that runs it."""
-    drawing = functools.partial(draw, shape, tuple(map(jnp.dtype, dtypes)))
+    drawing = partial(draw, shape, tuple(map(jnp.dtype, dtypes)))
     drawn = jax.eval_shape(drawing)
     with recording() as calls:
-        jax.eval_shape(functools.partial(call, backend="xla"), *drawn)
+        jax.eval_shape(partial(call, backend="xla"), *drawn)
     (key,) = (one.key for one in calls if one.key is not None)
     candidates: list[Named] = []
     for backend in BACKENDS[::-1]:
-        by_backend = functools.partial(call, backend=backend)
+        by_backend = partial(call, backend=backend)
         if backend == "xla" or _runs(by_backend, drawn):
             candidates.append((backend, jax.jit(by_backend), None))
     memory: Any = "keeps" if len(dtypes) == 1 else "donates"
@@ -389,17 +356,19 @@ def _as_chosen(shape: GemmShape, form: Form) -> Case:
 
 def _bf16_case(shape: GemmShape) -> Case:
     """Return the product of a layer in JAX, `x @ w`."""
+    key = Key("dot_general", "bfloat16", dataclasses.astuple(shape))
     sides = (shape.m, shape.k), (shape.k, shape.n)
-    return _by_xla("dot_general", "bfloat16", shape, jnp.matmul, sides)
+    return _by_xla(key, jnp.matmul, *((side, "bfloat16") for side in sides))
 
 
 def _bf16_wgrad_case(shape: GemmShape) -> Case:
     """Return the weight gradient of a layer in JAX, `x.T @ g` in float32."""
+    key = Key("dot_general", "float32", dataclasses.astuple(shape))
     sides = (shape.k, shape.m), (shape.k, shape.n)
-    return _by_xla("dot_general", "float32", shape, _transposed_product, sides)
+    return _by_xla(key, _transposed_product, *((side, "bfloat16") for side in sides))
 
 
-def _transposed_product(x: jax.Array, g: jax.Array) -> jax.Array:
+def _transposed_product(x: Array, g: Array) -> Array:
     over_rows = (((0,), (0,)), ((), ()))
     return lax.dot_general(x, g, over_rows, preferred_element_type=jnp.float32)
 
@@ -424,34 +393,18 @@ def _grid_of_quantizers() -> Iterator[Case]:
 
 def _scaling_case(shape: Shape, dtype: str) -> Case:
     """Return the scaling after a product with a scale per row."""
-    scale = functools.partial(scale_rows, out_dtype=jnp.dtype(dtype))
-    m, n = shape
-
-    def operands() -> tuple[jax.Array, ...]:
-        (values,) = draw(shape, (jnp.dtype(dtype),))
-        (of_rows,) = draw((m,), (jnp.float32,))
-        (of_columns,) = draw((n,), (jnp.float32,))
-        return values, of_rows, of_columns
-
     key = Key("row_scale", f"{dtype} {dtype}", shape)
-    return Case(key, operands, [("xla", jax.jit(scale), None)], _alone)
+    scale = partial(scale_rows, out_dtype=jnp.dtype(dtype))
+    scales = [((size,), "float32") for size in shape]
+    return _by_xla(key, scale, (shape, dtype), *scales)
 
 
 def _by_xla(
-    op: str,
-    variant: str,
-    shape: GemmShape,
-    function: Callable[..., Any],
-    sides: tuple[Shape, Shape],
+    key: Key, function: Callable[..., Any], *drawn: tuple[tuple[int, ...], str]
 ) -> Case:
-    """Return a product of BF16 matrices that XLA alone computes."""
+    """Return an op of arrays of these shapes and dtypes that XLA alone computes."""
 
-    def operands() -> tuple[jax.Array, ...]:
-        return tuple(draw(side, (jnp.bfloat16,))[0] for side in sides)
+    def operands() -> tuple[Array, ...]:
+        return tuple(draw(shape, (jnp.dtype(dtype),))[0] for shape, dtype in drawn)
 
-    key = Key(op, variant, (shape.m, shape.k, shape.n))
-    return Case(key, operands, [("xla", jax.jit(function), None)], _alone)
-
-
-def _alone(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
-    raise AssertionError(f"{backend} is compared with XLA, which alone does this")
+    return Case(key, operands, [("xla", jax.jit(function), None)], _same)

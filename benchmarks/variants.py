@@ -6,8 +6,7 @@ suffix names the difference. "flags" are the layers of the PyTorch original
 (`Recipe.from_flags`), which it compares on a TinyGPT.
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -59,20 +58,12 @@ class Variant:
 
 
 def _stored(
-    moments: MomentFormat = "8bit", *, meaning: str, **overrides: Any
+    meaning: str, options: Mapping[str, Any] | None = None, **own: Any
 ) -> Variant:
-    own = {
-        name: overrides.pop(name)
-        for name in ("remainder", "gradient_dtype", "include")
-        if name in overrides
-    }
-    return Variant(
-        recipe("tcfp12_single", **overrides),
-        "stored",
-        moments,
-        meaning=f"stored, {meaning}",
-        **own,
-    )
+    """Return stored weights by `tcfp12_single` with these options of a recipe."""
+    chosen = recipe("tcfp12_single", **(options or {}))
+    meaning = f"stored, {meaning}"
+    return Variant(chosen, "stored", meaning=meaning, **{"moments": "8bit", **own})
 
 
 def _of(name: str, meaning: str, **overrides: Any) -> Variant:
@@ -110,20 +101,20 @@ _NAMED: dict[str, Variant] = {
 }
 _STORED = {
     "stored": _stored(
-        meaning="**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"
+        "**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"
     ),
-    "stored_e5m2": _stored(meaning="E5M2 gradients", gradient="float8_e5m2"),
-    "stored_float32_moments": _stored("float32", meaning="float32 moments"),
+    "stored_e5m2": _stored("E5M2 gradients", {"gradient": "float8_e5m2"}),
+    "stored_float32_moments": _stored("float32 moments", moments="float32"),
     "stored_bfloat16_gradients": _stored(
-        meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"
+        "weights' gradients in bfloat16", gradient_dtype="bfloat16"
     ),
     "stored_bf16_head": _stored(
-        meaning="the same, table and head float, head in BF16",
+        "the same, table and head float, head in BF16",
         gradient_dtype="bfloat16",
         include="layers",
     ),
     "stored_feedback": _stored(
-        meaning="an FP8 error instead of random bits", remainder="feedback"
+        "an FP8 error instead of random bits", remainder="feedback"
     ),
 }
 _OPTIONS = {
@@ -134,7 +125,7 @@ _OPTIONS = {
     "tensorwise_e4m3": _of("tensorwise", "E4M3 gradients", gradient="float8_e4m3fn"),
     "tensorwise_delayed": _of("tensorwise", "delayed scales", amax="delayed"),
     "blockwise_32": _of("blockwise", "blocks of 32", block=32),
-    "stored_blocks_128": _stored(meaning="scales of squares of 128", block=128),
+    "stored_blocks_128": _stored("scales of squares of 128", {"block": 128}),
 }
 FLAGS = {
     "flags_tcfp12": _flags("**the flags as the original has them**"),
@@ -265,8 +256,3 @@ def fake_quantized(
     )
     y = jnp.matmul(q(x), q(params["kernel"]).astype(x.dtype))
     return y + params["bias"].astype(x.dtype)
-
-
-def without_perturbation(variant: Variant) -> Variant:
-    """Return the variant whose programs are the same, whatever its batches are."""
-    return dataclasses.replace(variant, batches="same")

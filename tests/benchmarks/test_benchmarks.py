@@ -27,7 +27,6 @@ from benchmarks import (
     records,
     report,
     timing,
-    torchao,
     tune,
     tune_cases,
 )
@@ -90,9 +89,8 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
 
 
 @pytest.mark.parametrize("name", card.RUNS)
-def test_every_run_of_a_card_is_a_command(name, monkeypatch):
+def test_every_run_of_a_card_is_a_command(name):
     """The arguments parse, and belong to the benchmark whose table shows the JSON."""
-    monkeypatch.setattr(torchao, "NEEDED", ())
     module, *arguments = shlex.split(card.RUNS[name].arguments)
     assert module == name.partition("-")[0]
     chosen = benchmark(module)
@@ -197,7 +195,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
         right, function=lambda *args: right.function(*args).at[3, 5].add(1.0)
     )
     monkeypatch.setattr(
-        timing, "time_interleaved", lambda *args, **options: pytest.fail("timed")
+        timing.Repetitions, "interleaved", lambda *_: pytest.fail("timed")
     )
     monkeypatch.setattr(gemm, "_find_products", lambda *_: [right, wrong])
     config = gemm.Config((GemmShape(16, 32, 16),))
@@ -251,7 +249,7 @@ def test_tuning_of_grouped_products_checks_them():
     shape = grouped.Shape(256, 128, 64, 3)
     options = MatmulOptions(jnp.dtype(jnp.bfloat16), "full")
     for part in grouped.PARTS[:3]:
-        case = tune_cases.grouped_case(part, shape, jnp.float8_e4m3fn)
+        case = tune_cases.grouped_case(part, shape, "tcfp12_single_both")
         assert len({way[2] for way in case.candidates}) == len(case.candidates) > 2
         run = {
             "grouped_matmul": reference.DEFINITION.run,
@@ -338,9 +336,8 @@ def test_tuning_stops_at_its_budget(monkeypatch, capsys):
 
 def test_timing_states_its_timer_and_spread():
     x = jnp.ones((64, 64))
-    taken = timing.time_interleaved(
-        {"dot": (jax.jit(jnp.dot), (x, x))}, rounds=3, calls=2
-    )["dot"]
+    candidates = {"dot": (jax.jit(jnp.dot), (x, x))}
+    taken = timing.Repetitions(rounds=3, calls=2).interleaved(candidates)["dot"]
     assert 0 < taken.min_ms <= taken.median_ms <= taken.max_ms
     assert taken.timer == (
         "CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock"

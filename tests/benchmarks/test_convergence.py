@@ -109,8 +109,9 @@ def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
             r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"
         ),
     ):
-        convergence.read_rows(path, TINY)
-    assert convergence.read_rows(out / "nothing.json", TINY) == []
+        convergence.rows_there(dataclasses.replace(TINY, resume=str(path)))
+    nothing = dataclasses.replace(TINY, resume=str(out / "nothing.json"))
+    assert convergence.rows_there(nothing) == []
 
 
 def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from benchmarks import breakdown, large, llama, llama_steps, records, report
-from benchmarks.breakdown import KINDS
+from benchmarks import large, llama, llama_steps, records, report, timing
 from benchmarks.harness import benchmark
 from models.nets.gpt import GPT
 from models.nets.shapes import GPTConfig, LlamaConfig, MoeConfig
@@ -46,10 +45,12 @@ KERNELS = {
 
 
 def test_kernels_are_summed_by_what_they_are_for():
-    operations = breakdown.operations_of(PROGRAM)
-    assert {name: breakdown.kind_of(name, operations) for name in KERNELS} == KERNELS
-    sums = breakdown.milliseconds_by_kind([(name, 1.5) for name in KERNELS], PROGRAM)
-    assert sums == {kind: 1.5 * list(KERNELS.values()).count(kind) for kind in KINDS}
+    operations = timing.operations_of(PROGRAM)
+    assert {name: timing.kind_of(name, operations) for name in KERNELS} == KERNELS
+    sums = timing.milliseconds_by_kind([(name, 1.5) for name in KERNELS], PROGRAM)
+    assert sums == {
+        kind: 1.5 * list(KERNELS.values()).count(kind) for kind in timing.KINDS
+    }
 
 
 def test_operations_of_a_step_are_those_of_its_products():
@@ -120,7 +121,7 @@ def test_a_smoke_run_writes_a_table(tmp_path):
     assert "2 × 32 tokens" in page
     content = json.loads(path.read_text())
     for row in content["rows"]:
-        row["kinds"] = {kind: 1.25 for kind in KINDS}
+        row["kinds"] = {kind: 1.25 for kind in timing.KINDS}
     path.write_text(json.dumps(content))
     # five columns, between single bars
     assert report.render_section("llama", tmp_path).count("| 1.25 |") == 2 * 3

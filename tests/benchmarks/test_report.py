@@ -247,7 +247,6 @@ def test_the_pages_agree_with_the_committed_numbers():
         "report",
         "products",
         "quantizers",
-        "breakdown",
         "llama",
         "forks",
         "grouped",

@@ -64,7 +64,7 @@ def test_a_wrong_product_is_not_timed(part, monkeypatch):
         fp8_weights, "multiply", lambda *args, **options: right(*args, **options) * 1.5
     )
     monkeypatch.setattr(
-        timing, "time_interleaved", lambda *args, **options: pytest.fail("timed")
+        timing.Repetitions, "interleaved", lambda *_: pytest.fail("timed")
     )
     config = train_step.Config((SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
     with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):
