@@ -6,7 +6,6 @@ operands through its bodies, and a rule of `RUNS` runs these bodies again by the
 plans. Both get the function that does this for one body.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from jax import Array, lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from tcfp_jax.conversion.facts import Fact, Facts
 from tcfp_jax.conversion.shown import Parts, Shown, Values, bare
-from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Facts, Place, Shape
+from tcfp_jax.conversion.views import Equation, Place, Shape
 
 # A program and its constants.
 Body = tuple[core.Jaxpr, Sequence[Any]]
@@ -149,7 +149,7 @@ def _walk_scan(walk: Walk, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     carry, outputs = _settled(one_round, carry, kept)
     # An input that the body returns untouched is stacked as it came, so the whole array
     # keeps its view.
-    stacked = [fact.computed() for fact in outputs[loop.carried :]]
+    stacked = [fact.outside("scan") for fact in outputs[loop.carried :]]
     for number, operand in loop.returned.items():
         stacked[number] = inputs[operand]
     return [*carry, *stacked]
@@ -196,10 +196,13 @@ def _walk_cond(walk: Walk, eqn: Equation, inputs: Facts, place: Place) -> Facts:
         branches.append(walk(opened(branch), inputs[1:], (*place, number)))
     # A choice between two weights is not a view, even if both are the same weight:
     # branches hand over numbers.
-    outputs = [Fact.join([chosen, *facts]) for facts in zip(*branches, strict=True)]
-    for number, fact in enumerate(outputs):
-        if fact.is_weight:
-            outputs[number] = dataclasses.replace(fact, why=COMPUTED)
+    outputs = []
+    for facts in zip(*branches, strict=True):
+        joined = Fact.join([chosen, *facts])
+        if joined.is_weight:
+            matrix = all(fact.is_matrix for fact in facts)
+            joined = joined.opaque("a lax.cond chooses its weight", matrix=matrix)
+        outputs.append(joined)
     return outputs
 
 

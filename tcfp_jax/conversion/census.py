@@ -20,26 +20,18 @@ from tcfp_jax.conversion import evaluate as programs
 from tcfp_jax.conversion.bodies import WALKS, Body
 from tcfp_jax.conversion.evaluate import bodies_of
 from tcfp_jax.conversion.factors import (
-    MATRIX,
     Numbers,
     Product,
+    computed_product,
     head_of_loss,
-    lookup_of,
     other_product,
     product_by_hand,
     product_of,
 )
-from tcfp_jax.conversion.unfold import linearity
-from tcfp_jax.conversion.views import (
-    COMPUTED,
-    Equation,
-    Fact,
-    Facts,
-    Place,
-    View,
-    move,
-    operand_number,
-)
+from tcfp_jax.conversion.facts import MULTIPLIED, Fact, Facts
+from tcfp_jax.conversion.lookups import lookup_of
+from tcfp_jax.conversion.unfold import MOVES, is_low_rank, linearity
+from tcfp_jax.conversion.views import Equation, Place, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
 # Among the products that a value follows: rows of a table, which the model has learned,
@@ -217,8 +209,6 @@ def _output(
     if name == "exp":
         size = _size(eqn.outvars[0])
         found.exponents |= {(product, size) for product in joined.follows}
-    if joined.is_weight:
-        return _computed(found, eqn, inputs, joined, place)
     if joined.input:
         return _activation(eqn, inputs, joined, number)
     uniform = ""
@@ -226,7 +216,10 @@ def _output(
         uniform = inputs[0].uniform
     if not uniform and _size(eqn.outvars[number]) == 1:
         uniform = "number"
-    return dataclasses.replace(joined, uniform=uniform)
+    joined = dataclasses.replace(joined, uniform=uniform)
+    if joined.is_weight:
+        return _computed(found, eqn, inputs, joined, place)
+    return joined
 
 
 def _moved(eqn: Equation, inputs: Facts, number: int) -> Fact | None:
@@ -253,10 +246,14 @@ def _computed(
     linear = ""
     levels = [fact.linear or "scaled" * bool(fact.view) for fact in inputs]
     if any(levels) and len(eqn.outvars) == 1 and not found.inside:
-        linear, side = linearity(eqn, levels, [fact.uniform for fact in inputs])
+        linear, side = linearity(eqn, levels, [fact.one_number for fact in inputs])
         if linear:
             found.marks[place] = side
-    return dataclasses.replace(joined, why=joined.why or COMPUTED, linear=linear)
+    matrix = any(fact.is_matrix for fact in inputs)
+    why = joined.why
+    if not why or (matrix and eqn.primitive.name not in MOVES):
+        why = f"its weight is computed from parameters by {eqn.primitive.name}"
+    return dataclasses.replace(joined, why=why, linear=linear, matrix=matrix)
 
 
 def _activation(eqn: Equation, inputs: Facts, joined: Fact, number: int) -> Fact:
@@ -272,7 +269,7 @@ def _activation(eqn: Equation, inputs: Facts, joined: Fact, number: int) -> Fact
     size = _size(eqn.outvars[number])
     for fact, var in zip(inputs, eqn.invars, strict=True):
         # A weight that an input changed keeps its size: it is that weight still
-        if fact.why and fact.params and _size(var) == size:
+        if fact.input and fact.why and fact.params and _size(var) == size:
             why = why or joined.why
     if not why:
         return dataclasses.replace(joined, params=frozenset(), why="")
@@ -293,7 +290,7 @@ def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
     size = _size(eqn.outvars[number])
     for fact, var in zip(inputs, eqn.invars, strict=True):
         same_size = fact.is_weight and _size(var) == size
-        if same_size and _is_matrix(var.aval.shape) and _fills(fact.view, size):
+        if same_size and _is_matrix(var.aval.shape) and fact.fills(size):
             return "its weight is mixed with an input before the product"
     return ""
 
@@ -301,16 +298,6 @@ def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
 def _is_matrix(shape: Sequence[int]) -> bool:
     """Return whether two axes or more are longer than one."""
     return sum(size > 1 for size in shape) >= 2
-
-
-def _fills(view: View | None, size: int) -> bool:
-    """Return whether an array is no more than the weight that it shows.
-
-    A bias or a gain that was broadcast has fewer values, or one axis of its own.
-    """
-    if view is None:
-        return True
-    return math.prod(view.sizes) == size and sum(map(bool, view.axes)) >= 2
 
 
 def _size(var: Any) -> int:
@@ -383,7 +370,7 @@ def _opaque(
     found.read(eqn, inputs)
     if outputs is None:
         outputs = [Fact.join(inputs)] * len(eqn.outvars)
-    return [fact.computed() for fact in outputs]
+    return [fact.outside(eqn.primitive.name) for fact in outputs]
 
 
 def _bodies(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
@@ -401,7 +388,8 @@ def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Fac
     local = []
     for fact, var in zip(inputs, variables, strict=True):
         local.append(fact.local(var.aval.shape))
-    outputs = [fact.computed() for fact in found.walk(body, local, place)]
+    walked = found.walk(body, local, place)
+    outputs = [fact.outside("shard_map") for fact in walked]
     # a body of one device's parts cannot be traced alone
     for inner in list(found.marks):
         if inner[: len(place)] == place:
@@ -450,12 +438,11 @@ def _weight_times_weight(
     if not joined.params:
         return joined
     linear = ""
-    matrices = [var.aval.ndim for var in eqn.invars] == [2, 2]
     both_weights = all(fact.params for fact in inputs)
-    if matrices and both_weights and _numbers(eqn) == MATRIX and not found.inside:
+    if both_weights and is_low_rank(eqn) and not found.inside:
         found.marks[place] = -1
         linear = "dot"
-    return dataclasses.replace(joined, why=COMPUTED, linear=linear)
+    return dataclasses.replace(joined, why=MULTIPLIED, linear=linear)
 
 
 def _weight_times_input(
@@ -467,8 +454,11 @@ def _weight_times_input(
     if weight.linear in ("scaled", "joined") and _numbers(eqn)[0] and not found.inside:
         found.marks[place] = side
         found.linear.add(place)
-    no_view = "" if weight.view is not None else weight.why or COMPUTED
-    described = product_of(eqn, side, path, found.inside, weight.view, no_view)
+    if weight.matrix:
+        described = computed_product(eqn, side, path, found.inside, weight.why)
+    else:
+        no_view = "" if weight.view is not None else weight.why
+        described = product_of(eqn, side, path, found.inside, weight.view, no_view)
     found.products[place] = described
     if inputs[1 - side].follows:
         found.hidden.add(place)

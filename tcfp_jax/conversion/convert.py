@@ -305,7 +305,7 @@ def _settled(
     Raises:
       ValueError: nothing is converted, or a product that `strict` forbids.
     """
-    chosen = chosen.settle(found.census.products.values())
+    chosen = chosen.settle(found.judged)
     found = found.by(chosen)
     found.check_converted(type(model).__name__)
     if strict:

@@ -97,6 +97,26 @@ def bodies_of(eqn: Equation) -> list[Body]:
 
 
 @dataclass(frozen=True)
+class AtUse:
+    """The step of a product whose weight was computed: each use quantizes it.
+
+    Attributes:
+      recipe: the recipe.
+      side: the operand that is the weight.
+    """
+
+    recipe: Recipe
+    side: int
+
+    def shown(self, eqn: Equation, given: Values) -> Values:
+        """Return the operands of the product with the weight as a view of itself."""
+        operands = list(given)
+        (weight,) = bare([given[self.side]], [eqn.invars[self.side]])
+        operands[self.side] = Shown.of(weight, None, None)
+        return operands
+
+
+@dataclass(frozen=True)
 class Machine:
     """Evaluator of programs by plans.
 
@@ -141,12 +161,15 @@ class Machine:
             # Bits depend on the place alone, so that another plan does not change the
             # bits of a product.
             own = jax.random.fold_in(key, number) if step and key is not None else None
+            if isinstance(step, AtUse):
+                given = step.shown(eqn, given)
+                step = step.recipe
             if isinstance(step, Recipe) and name in CUSTOM:  # a head with its loss
                 return multiply_head(eqn, given, step, head_of(bodies_of(eqn)[0][0]))
             if isinstance(step, Recipe):
                 shared = shared_x(number, given[0], step)
                 return [self.product(eqn, given, step, x_quantized=shared, drawn=own)]
-            if not any(isinstance(value, Shown) for value in given):
+            if not step and not any(isinstance(value, Shown) for value in given):
                 return bind(eqn, given)
             is_call = name in CALLS and not eqn.params.get("differentiated")
             if is_call or (name in CUSTOM and step):

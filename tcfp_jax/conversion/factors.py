@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from tcfp_jax.conversion.views import Axes, Equation, Facts, Shape, View
+from tcfp_jax.conversion.facts import Facts
+from tcfp_jax.conversion.views import Axes, Equation, Shape, View
 from tcfp_jax.products.annotations import Mark, head_of
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.recipes import Recipe
@@ -29,6 +30,10 @@ MATRIX: Numbers = (((1,), (0,)), ((), ()))
 # The primitive of `lax.ragged_dot`: rows in groups, each times a weight of its own.
 GROUPED = "ragged_dot_general"
 CLOSED = "the function closes over its weight; pass it in params"
+NO_MATRIX = (
+    "it is not a matrix product: nothing is contracted, or nothing is left of the"
+    " weight"
+)
 _NO_INPUT = (
     "no input takes part: its other operand comes from parameters or constants alone"
 )
@@ -62,6 +67,9 @@ class Product:
       recipe: recipe of a layer that computes the product in low precision by itself.
       precision: precision that the author asked for beyond the default.
       softmax: whether the program takes exponentials of a head's result, all of them.
+      computed: how the weight was computed from parameters, if it is not one itself;
+        each use quantizes it.
+      side: the operand that the weight is.
     """
 
     path: str
@@ -78,6 +86,8 @@ class Product:
     recipe: Recipe | None = None
     precision: str = ""
     softmax: bool = False
+    computed: str = ""
+    side: int = 1
 
     def __str__(self) -> str:
         """One line of a report."""
@@ -158,10 +168,7 @@ def factors(
     if rest[w].intersection(copied):
         return "its weight is broadcast along an axis of the result"
     if not {"i", "o"} <= set(roles):
-        return (
-            "it is not a matrix product: nothing is contracted, or nothing is left of"
-            " the weight"
-        )
+        return NO_MATRIX
     for axis in sorted(rest[x]):
         groups[axis] = new_label(axis) if shapes[x][axis] != 1 else ()
     # The result of dot_general: batch axes, then the rest of its first operand, then of
@@ -338,6 +345,18 @@ def product_of(
     )
 
 
+def computed_product(
+    eqn: Equation, side: int, path: str, reason: str, computed: str
+) -> Product:
+    """Return the product of operand `side`, which was computed from parameters.
+
+    Each use quantizes it, so it has no layout.
+    """
+    whole = View.of(tuple(eqn.invars[side].aval.shape))
+    found = product_of(eqn, side, path, reason, whole)
+    return dataclasses.replace(found, layout=None, computed=computed, side=side)
+
+
 def other_product(
     eqn: Equation, facts: Facts, contracted: Sequence[Shape]
 ) -> Product | None:
@@ -447,39 +466,3 @@ def head_of_loss(eqn: Equation, body: core.Jaxpr) -> Equation | None:
     product = functools.partial(lax.dot_general, dimension_numbers=MATRIX)
     program = jax.make_jaxpr(product)(*operands)
     return program.eqns[0].replace(source_info=eqn.source_info)
-
-
-def lookup_of(eqn: Equation, path: str, view: View, inside: str) -> Product:
-    """Return a gather from a view as a product of one-hot rows.
-
-    It contracts the first axis that is looked up.
-    """
-    wanted: list[int] = []
-    for axis in eqn.params["dimension_numbers"].start_index_map:
-        wanted += [view.origin[atom] for atom in view.axes[axis]]
-    rest = [axis for axis in range(len(view.shape)) if axis not in view.taken]
-    first = wanted[0] if wanted else rest[0]
-    rest.remove(first)
-    layout = Layout((first,), tuple(rest), view.taken) if rest else None
-    return Product(
-        path,
-        view.shape,
-        "gather",
-        k=view.shape[first],
-        n=math.prod(view.shape[axis] for axis in rest),
-        rows=math.prod(eqn.invars[1].aval.shape[:-1]),
-        scope=str(eqn.source_info.name_stack),
-        reason=inside or _lookup_refusal(eqn, view, layout),
-        layout=layout,
-    )
-
-
-def _lookup_refusal(eqn: Equation, view: View, layout: Layout | None) -> str:
-    """Return why rows cannot come from the stored form of their table, or ""."""
-    if not view.whole:
-        return "a part of the table is looked up, which has no stored form"
-    fill = eqn.params["fill_value"]
-    is_number = fill is not None and fill == fill  # not NaN
-    if is_number and fill != 0:
-        return f"rows out of range are {fill}, which is neither NaN nor zero"
-    return "" if layout else "numbers are looked up, not rows"

@@ -92,7 +92,9 @@ class Record:
         notes = [self.reason] if self.reason else []
         if self.recipe.stored is not None and not self.stored:
             why = "the stored form of its weight is another one"
-            if self.product.layout is None:
+            if self.product.computed:
+                why = self.product.computed
+            elif self.product.layout is None:
                 why = (
                     "its weight is a part of a parameter (a slice, or a device's in"
                     " shard_map) without a stored form"
@@ -246,7 +248,8 @@ class Policy:
         """
         choices = {}
         for place, product in products.items():
-            path = paths.join(prefix, product.path) if prefix else product.path
+            sources = product.path.split(" + ")
+            path = " + ".join(paths.join(prefix, source) for source in sources)
             choices[place] = self.choose(dataclasses.replace(product, path=path))
         return choices
 
@@ -282,7 +285,7 @@ class Policy:
 
     def is_off(self, path: str) -> bool:
         """Return whether `to_bf16` switched off the layer."""
-        return any(finds(pattern, path) for pattern in self.off)
+        return any(finds_any(pattern, path) for pattern in self.off)
 
 
 def _storable(record: Record) -> Record:
@@ -330,9 +333,18 @@ def finds(pattern: str, path: str) -> bool:
         ) from error
 
 
+def finds_any(pattern: str, path: str) -> bool:
+    """Return whether a pattern finds one of the parameters that a path joins.
+
+    >>> finds_any("^b$", "a + b")
+    True
+    """
+    return any(finds(pattern, one) for one in {path, *path.split(" + ")})
+
+
 def _matches(pattern: str, path: str, scope: str) -> bool:
     """Return whether a pattern finds a parameter or the named scope of its product."""
-    return finds(pattern, path) or re.search(pattern, scope) is not None
+    return finds_any(pattern, path) or re.search(pattern, scope) is not None
 
 
 def policy(

@@ -12,16 +12,20 @@ import jax
 from jax import Array
 from jax.extend import core
 
+from tcfp_jax import paths
 from tcfp_jax.conversion.bodies import Plan
 from tcfp_jax.conversion.census import Census
-from tcfp_jax.conversion.evaluate import LOOKUP
-from tcfp_jax.conversion.factors import CLOSED, Product
+from tcfp_jax.conversion.evaluate import LOOKUP, AtUse
+from tcfp_jax.conversion.factors import CLOSED, NO_MATRIX, Product
+from tcfp_jax.conversion.facts import Facts
 from tcfp_jax.conversion.policy import Policy, Record
+from tcfp_jax.conversion.unfold import unfolded
 from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
+Step = Recipe | AtUse | str  # of a planned product
 Leaves = Mapping[str, Array | jax.ShapeDtypeStruct]  # parameters by path
 
 
@@ -117,14 +121,90 @@ class Program(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A traced function, before the decisions about it.
+
+    Attributes:
+      program: the trace.
+      facts: the facts of its inputs.
+      leaves: the parameters by path.
+      prefix: path of the function's part of a model, if a part is called by itself.
+    """
+
+    program: Program
+    facts: Facts
+    leaves: Leaves
+    prefix: str
+
+    def examined(self, chosen: Policy) -> "Examined":
+        """Return the decisions of a policy.
+
+        A product of a weight that is linear in parameters is rewritten over these if
+        that converts some of them. Otherwise it runs as it was written.
+        """
+        jaxpr = self.program.jaxpr
+        found = self._census(jaxpr, chosen)
+        judged: list[Product] = []
+        if found.linear:
+            marks = found.marks
+            whole, origins = unfolded(jaxpr, marks)
+            every = self._census(whole, chosen)
+            judged += every.products.values()
+            choices = chosen.choices(every.products, self.prefix)
+            left = found.linear - _rewritten(origins, choices)
+            if left == found.linear:
+                whole = jaxpr
+            elif left:
+                kept = {
+                    place: side for place, side in marks.items() if place not in left
+                }
+                whole, _ = unfolded(jaxpr, kept)
+            jaxpr = whole
+            found = self._census(jaxpr, chosen) if left else every
+        judged += found.products.values()
+        program = self.program._replace(jaxpr=jaxpr)
+        weights = None
+        if chosen.off:  # a layer that is switched off keeps its state
+            weights = self.examined(dataclasses.replace(chosen, off=())).weights
+        return Examined.of(self, program, found, chosen, judged, weights)
+
+    def _census(self, jaxpr: core.ClosedJaxpr, chosen: Policy) -> Census:
+        def inline(path: str, scope: str) -> str | None:
+            return chosen.opens(paths.join(self.prefix, path), scope)
+
+        return Census.of(jaxpr, self.facts, inline)
+
+
+def _rewritten(
+    origins: Mapping[Place, Place], choices: Mapping[Place, Record]
+) -> set[Place]:
+    """Return the places of old products whose parts convert.
+
+    A part that is as large as the old product and stays float would add work.
+    """
+    converted = set()
+    half = set()
+    for place, origin in origins.items():
+        choice = choices.get(place)
+        if choice is None:
+            continue
+        product = choice.product
+        if product.computed or product.reason not in ("", NO_MATRIX):
+            half.add(origin)
+        elif choice.recipe is not None:
+            converted.add(origin)
+    return converted - half
+
+
+@dataclass(frozen=True)
 class Examined:
     """A traced function and the decisions about it.
 
     Attributes:
-      program: the trace.
+      traced: the function before the decisions.
+      program: its program, whose products may be rewritten.
       census: the products of the program.
-      leaves: the parameters by path.
-      prefix: path of the function's part of a model, if a part is called by itself.
+      judged: the products that took part in the decisions.
       plan: the plan of the evaluation.
       report: the report of the products.
       weights: the weights that `error_feedback` can store, by path.
@@ -132,34 +212,37 @@ class Examined:
         in.
     """
 
+    traced: Traced
     program: Program
     census: Census
-    leaves: Leaves
-    prefix: str
+    judged: tuple[Product, ...]
     plan: Plan
     report: Report
     weights: dict[str, Weight]
     rounded: frozenset[str]
 
+    @property
+    def leaves(self) -> Leaves:
+        """The parameters by path."""
+        return self.traced.leaves
+
     @staticmethod
     def of(
+        traced: Traced,
         program: Program,
         found: Census,
-        leaves: Leaves,
         chosen: Policy,
-        prefix: str,
+        judged: Sequence[Product],
+        weights: dict[str, Weight] | None = None,
     ) -> "Examined":
         """Return the decisions of a policy about a program, from its census."""
         products = dict(found.products)
         if "embed" in chosen.include:
             products |= found.lookups
-        choices = chosen.choices(products, prefix)
-        # a layer that is switched off keeps its state
-        kept = choices
-        if chosen.off:
-            kept = dataclasses.replace(chosen, off=()).choices(products, prefix)
-        weights = _weights_of(found, products, kept)
-        steps: dict[Place, Recipe | str] = {}
+        choices = chosen.choices(products, traced.prefix)
+        if weights is None:
+            weights = _weights_of(found, products, choices)
+        steps: dict[Place, Step] = {}
         converted: list[Record] = []
         skipped: list[Record] = []
         for place, product in products.items():
@@ -178,18 +261,23 @@ class Examined:
             (skipped if choice.recipe is None else converted).append(choice)
             if choice.recipe is not None and product.recipe is None:
                 steps[place] = choice.recipe
-        gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
+                if product.computed:
+                    steps[place] = AtUse(choice.recipe, product.side)
+        gains: frozenset[str] = frozenset()
+        if "layer_norm" in chosen.include:
+            gains = _gains(found, traced.leaves)
         unmatched = chosen.unmatched(choices.values())
         unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
         rules = (*unmatched, *unused)
         report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
+        plan = _plan_of(steps)
         return Examined(
-            program, found, leaves, prefix, _plan_of(steps), report, weights, gains
+            traced, program, found, tuple(judged), plan, report, weights, gains
         )
 
     def by(self, chosen: Policy) -> "Examined":
-        """Return the decisions of another policy about the same program."""
-        return Examined.of(self.program, self.census, self.leaves, chosen, self.prefix)
+        """Return the decisions of another policy about the same function."""
+        return self.traced.examined(chosen)
 
     def check_converted(self, name: str) -> None:
         """Raise a ValueError if nothing is converted.
@@ -267,14 +355,14 @@ def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
     return frozenset(gains | beside)
 
 
-def _plan_of(steps: Mapping[Place, Recipe | str]) -> Plan:
+def _plan_of(steps: Mapping[Place, Step]) -> Plan:
     """Return the plan for steps by place.
 
     >>> _plan_of({(3,): "packed", (1, 0): "packed"})
     ((1, ((0, 'packed'),)), (3, 'packed'))
     """
     own: dict[int, Any] = {}
-    bodies: dict[int, dict[Place, Recipe | str]] = {}
+    bodies: dict[int, dict[Place, Step]] = {}
     for (number, *inner), step in steps.items():
         if inner:
             bodies.setdefault(number, {})[tuple(inner)] = step

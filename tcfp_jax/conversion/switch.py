@@ -8,7 +8,7 @@ from flax import nnx as flax_nnx
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models, nnx_modules
 from tcfp_jax.conversion.convert import linen_conversion
-from tcfp_jax.conversion.policy import Policy, finds
+from tcfp_jax.conversion.policy import Policy, finds, finds_any
 from tcfp_jax.conversion.report import Examined
 from tcfp_jax.conversion.transform import Transformed
 
@@ -132,7 +132,7 @@ def _switched(
     if found is not None:
         converted = [record.weight_path for record in found.report.converted]
         for pattern in patterns:
-            if not any(finds(pattern, path) for path in converted):
+            if not any(finds_any(pattern, path) for path in converted):
                 raise ValueError(
                     f"{pattern!r} finds no low-precision product; survey(model) lists"
                     " them"

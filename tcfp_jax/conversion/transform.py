@@ -31,13 +31,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import Census
 from tcfp_jax.conversion.evaluate import Machine
+from tcfp_jax.conversion.facts import Fact
 from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
-from tcfp_jax.conversion.report import Examined, Program
+from tcfp_jax.conversion.report import Examined, Program, Traced
 from tcfp_jax.conversion.shown import SHAPES, Shown
-from tcfp_jax.conversion.unfold import unfolded
-from tcfp_jax.conversion.views import Fact, View
+from tcfp_jax.conversion.views import View
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe
@@ -216,15 +215,8 @@ class Transformed:
         for path, leaf in leaves.items():
             facts.append(Fact(frozenset({path}), path, View.of(leaf.shape)))
         facts += [Fact(input=number >= state) for number in range(len(after))]
-
-        def inline(path: str, scope: str) -> str | None:
-            return self.policy.opens(paths.join(self.prefix, path), scope)
-
-        found = Census.of(program.jaxpr, facts, inline)
-        if found.linear:
-            program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
-            found = Census.of(program.jaxpr, facts, inline)
-        return Examined.of(program, found, leaves, self.policy, self.prefix)
+        traced = Traced(program, facts, leaves, self.prefix)
+        return traced.examined(self.policy)
 
     def run_on(
         self, machine: Machine, found: Examined, args: Args, probes: Tree

@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 import jax.numpy as jnp
@@ -50,7 +50,6 @@ Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
 # The numbers of the equations around an equation, outermost first, and its own.
 Place = tuple[int, ...]
-COMPUTED = "its weight is computed from parameters, and is not a view of one"
 Start = Array | int  # where a slice begins
 _Piece = tuple[int, int]  # the atom that it is cut from, and its size
 
@@ -383,102 +382,3 @@ def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
     if len(view.axes[axis]) > 1 or not is_whole:
         return None
     return view.at(axis, starts[0]).arrange(rest)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """The knowledge of one value.
-
-    Attributes:
-      params: paths of the parameters that the value was computed from.
-      path, view: the one parameter that the value shows, or None.
-      input: whether an input took part.
-      closed: whether the function closes over the value. It counts as an input, and may
-        be a forgotten parameter.
-      why: why a weight is not a view, if that is known, or how a weight was mixed into
-        an input.
-      follows: places of the products that the value was computed from, with no other
-        product of a parameter between.
-      linear: how a weight without a view is linear in parameters: "scaled" by a
-        constant, "joined" of views or padded, "dot" of two matrices; "" if it is not,
-        or not known here.
-      uniform: "zero" or "number" if the value is one number, which may be spread over
-        an array.
-      is_weight: whether the value was computed from parameters alone.
-    """
-
-    params: frozenset[str] = frozenset()
-    path: str | None = None
-    view: View | None = None
-    input: bool = False
-    closed: bool = False
-    why: str = ""
-    follows: frozenset[Place] = frozenset()
-    linear: str = ""
-    uniform: str = ""
-    is_weight: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_weight", bool(self.params) and not self.input)
-
-    @staticmethod
-    def join(facts: Sequence["Fact"]) -> "Fact":
-        """Return the fact of a value that was computed from all of these."""
-        inputs = [fact for fact in facts if fact.input]
-        reasons = [fact.why for fact in facts if fact.why]
-        return Fact(
-            params=frozenset().union(*(fact.params for fact in facts)),
-            input=bool(inputs),
-            closed=bool(inputs) and all(fact.closed for fact in inputs),
-            why=reasons[0] if reasons else "",
-            follows=frozenset().union(*(fact.follows for fact in facts)),
-        )
-
-    @property
-    def source(self) -> str:
-        """Path of the parameter, or paths of all parameters in the value."""
-        return self.path or " + ".join(sorted(self.params))
-
-    def opaque(self, why: str = "") -> "Fact":
-        """Return the same fact without its view."""
-        return dataclasses.replace(
-            self, path=None, view=None, why=why or self.why, linear=""
-        )
-
-    def computed(self) -> "Fact":
-        """Return the fact of a value that leaves a body; a weight has no view then."""
-        return self.opaque(COMPUTED if self.is_weight else "")
-
-    def entry(self) -> "Fact":
-        """Return the fact of one entry of an array that a scan runs over."""
-        view = self.view
-        if view is None:
-            return self
-        if len(view.axes[0]) == 1:
-            return dataclasses.replace(self, view=view.drop(0))
-        if view.axes[0]:  # several atoms: the layers of two stacks in one axis
-            return self.opaque(COMPUTED)
-        return dataclasses.replace(self, view=view.arrange(range(1, len(view.axes))))
-
-    def local(self, shape: Shape) -> "Fact":
-        """Return the fact of one device's part, of this shape, inside `shard_map`."""
-        view = None if self.view is None else self.view.local(shape)
-        if view is None and self.is_weight:
-            return self.opaque(COMPUTED)
-        return dataclasses.replace(self, view=view)
-
-    def carried(self) -> "Fact":
-        """Return the fact of a value that a loop carries and changes."""
-        why = "its weight is carried, and changed, by a loop" if self.is_weight else ""
-        return self.opaque(why)
-
-    def grown(self, other: "Fact") -> "Fact":
-        """Return the fact of a carried value after one more round."""
-        joined = Fact.join([self, other])
-        why = self.why or other.why
-        if self.is_weight and joined.input and self.view is None:
-            why = "its weight is carried by a loop, which mixes it with an input"
-        return dataclasses.replace(joined, why=why)
-
-
-Facts = list[Fact]  # facts of an equation's operands or outputs

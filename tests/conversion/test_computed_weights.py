@@ -1,0 +1,234 @@
+"""Weights that are computed from parameters: rewritten over these if that fits their
+stored forms, else quantized at each use, and untouched if their products stay float.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from tcfp_jax import transform
+from tcfp_jax.conversion import find_weights, restore, survey, to_bf16
+from tests.helpers import same_bits
+
+ALL = ("linear", "small", "head")
+convert = functools.partial(transform, recipe="tensorwise", include=ALL)
+
+
+def normal(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape) / 6, jnp.float32)
+
+
+X = normal(8, 32, seed=1) * 6
+W = normal(32, 32)
+V = normal(32, 32, seed=2)
+A = normal(32, 4, seed=3)
+B = normal(4, 32, seed=4)
+
+
+def dora(p, x):
+    merged = p["w"] + p["a"] @ p["b"]
+    return x @ (merged * (p["m"] / jnp.linalg.norm(merged, axis=0)))
+
+
+def scan_of_stack(p, x):
+    layers = jnp.stack([p["w"], p["v"]])
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
+
+
+def in_heads(p, x):
+    merged = (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8)
+    return jnp.einsum("td,dnh->tnh", x, merged)
+
+
+def by_keras(p, x):
+    """Attention's projections of KerasHub, whose kernels have three axes."""
+    query = jnp.einsum("tc,cde->tde", x, p["w"] + 0.5 * jnp.matmul(p["a"], p["b"]))
+    output = p["o"] + 0.5 * jnp.matmul(p["c"], p["d"])
+    return jnp.einsum("tde,dec->tc", query, output)
+
+
+# Rewritten over parameters: (function, parameters, equations of the products).
+REWRITTEN = {
+    "a learned factor": (
+        lambda p, x: x @ (p["s"] * p["w"]),
+        {"w": W, "s": jnp.float32(0.3)},
+        ["ca,ab->cb"],
+    ),
+    "a product of learned factors": (
+        lambda p, x: x @ (p["w"] / (p["s"] * p["t"])),
+        {"w": W, "s": jnp.float32(0.3), "t": jnp.ones((1, 1))},
+        ["ca,ab->cb"],
+    ),
+    "merged LoRA read as heads": (
+        in_heads,
+        {"w": W, "a": A, "b": B},
+        ["ca,ab->cb", "da,abc->dbc", "da,abc->dbc"],
+    ),
+    "LoRA of three axes": (
+        by_keras,
+        {
+            "w": normal(32, 4, 8),
+            "a": normal(32, 4, 2),
+            "b": normal(2, 8),
+            "o": normal(4, 8, 32, seed=6),
+            "c": normal(4, 8, 2),
+            "d": normal(2, 32),
+        },
+        ["ca,ab->cb"] + ["cda,ab->cdb"] + ["da,abc->dbc"] * 2 + ["dab,abc->dc"] * 2,
+    ),
+    "LoRA times x from the left": (
+        lambda p, x: jnp.einsum("cde,tc->det", p["w"] + p["a"] @ p["b"], x),
+        {"w": normal(32, 4, 8), "a": normal(32, 4, 2), "b": normal(2, 8)},
+        ["cda,ab->cdb"] + ["da,abc->bcd"] + ["da,abc->dbc"],
+    ),
+    "LoRA that x meets from behind": (
+        lambda p, x: jnp.einsum("tc,dec->tde", x, p["w"] + p["a"] @ p["b"]),
+        {"w": normal(4, 8, 32), "a": normal(4, 8, 2), "b": normal(2, 32)},
+        ["cb,ab->ca"] + ["dc,abc->dab"] * 2,
+    ),
+}
+
+# Quantized at each use: (function, parameters, part of the note in the report).
+AT_USE = {
+    "sum": (
+        lambda p, x: x @ (p["w"] + p["v"]),
+        {"w": W, "v": V},
+        "its weight is computed from parameters by add",
+    ),
+    "weighted sum": (
+        lambda p, x: x @ (0.3 * p["w"] - 0.7 * p["v"]).T,
+        {"w": W, "v": V},
+        "its weight is computed from parameters by sub",
+    ),
+    "weight norm": (
+        lambda p, x: x @ (p["g"] * p["w"] / jnp.linalg.norm(p["w"], axis=0)),
+        {"w": W, "g": jnp.ones(32)},
+        "its weight is computed from parameters by div",
+    ),
+    "scaled columns": (
+        lambda p, x: x @ (p["w"] * p["l"][None, :]),
+        {"w": W, "l": normal(32) * 6},
+        "its weight is computed from parameters by mul",
+    ),
+    "DoRA": (
+        dora,
+        {"w": W, "a": A, "b": B, "m": jnp.ones(32)},
+        "its weight is computed from parameters by mul",
+    ),
+    "layers that are stacked": (
+        scan_of_stack,
+        {"w": W, "v": V},
+        "its weight is computed from parameters by stack",
+    ),
+    "A B as large as W": (
+        lambda p, x: x @ (p["w"] + p["v"] @ p["v"]),
+        {"w": W, "v": V},
+        "its weight is computed from parameters by add",
+    ),
+    "merged LoRA whose columns are cut": (
+        lambda p, x: x @ (p["w"] + p["a"] @ p["b"])[:, :16],
+        {"w": W, "a": A, "b": B},
+        "its weight is computed from parameters by add",
+    ),
+    "a function with its own derivative": (
+        lambda p, x: x @ jax.nn.relu(p["w"]),
+        {"w": W},
+        "its weight comes out of a custom_jvp_call",
+    ),
+    "a branch": (
+        lambda p, x: x @ lax.cond(True, lambda: p["w"], lambda: p["v"]),
+        {"w": W, "v": V},
+        "a lax.cond chooses its weight",
+    ),
+    "experts": (
+        lambda p, x: lax.ragged_dot(x, p["w"] + p["v"], jnp.array([3, 5])),
+        {"w": jnp.stack([W, V]), "v": jnp.stack([V, V])},
+        "its weight is computed from parameters by add",
+    ),
+    "every second row": (
+        lambda p, x: x[:, ::2] @ p["w"][::2],
+        {"w": W},
+        "its weight is computed from parameters by",
+    ),
+}
+LINEAR = REWRITTEN | AT_USE
+
+
+def length(tree):
+    leaves = jax.tree.leaves(tree)
+    return float(
+        jnp.sqrt(sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves))
+    )
+
+
+def differ(found, wanted):
+    """Return the length of the difference of two trees, in lengths of the second."""
+    return length(jax.tree.map(jnp.subtract, found, wanted)) / length(wanted)
+
+
+def loss_of(fn):
+    return jax.jit(jax.value_and_grad(lambda p: jnp.mean((fn(p, X) - 0.1) ** 2)))
+
+
+def products_of(jaxpr):
+    """Return the number of products in a program."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name in ("dot_general", "ragged_dot_general")
+        for body in jaxprs_in_params(eqn.params):
+            count += products_of(body)
+    return count
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_products_of_linear_weights_read_stored_parameters(name):
+    fn, params, equations = REWRITTEN[name]
+    low = convert(fn, strict=True)
+    converted = survey(low, params, X).converted
+    assert sorted(record.product.equation for record in converted) == sorted(equations)
+    matrices = {path for path, leaf in params.items() if leaf.size > 1}
+    assert set(find_weights(low, params, X)) == matrices
+    assert differ(loss_of(low)(params), loss_of(fn)(params)) < 0.1
+    exact = convert(fn, recipe="bf16")
+    assert differ(loss_of(exact)(params), loss_of(fn)(params)) < 0.02
+
+
+@pytest.mark.parametrize("name", AT_USE)
+def test_computed_weights_are_quantized_at_each_use(name):
+    fn, params, note = AT_USE[name]
+    low = convert(fn, strict=True)
+    report = survey(low, params, X)
+    assert f"quantized at each use: {note}" in str(report)
+    assert not report.skipped
+    assert not find_weights(low, params, X)
+    assert not same_bits(low(params, X), fn(params, X))
+    assert differ(loss_of(low)(params), loss_of(fn)(params)) < 0.15
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_products_that_stay_float_run_as_they_were_written(name):
+    fn, params, _ = LINEAR[name]
+    right = jax.jit(fn)(params, X)
+
+    def with_other(p, x):
+        return fn(p, x), x @ p["other"]
+
+    params = params | {"other": V}
+    low = convert(with_other)
+    off = to_bf16(low, "")
+    by_rule = convert(with_other, rules={"^other$": "tensorwise", "": None})
+    for quiet in (off, by_rule):
+        program = quiet.examine(params, X).program.jaxpr
+        written = jax.make_jaxpr(with_other)(params, X)
+        assert products_of(program.jaxpr) == products_of(written.jaxpr)
+        assert same_bits(jax.jit(quiet)(params, X)[0], right)
+    assert find_weights(off, params, X) == find_weights(low, params, X)
+    on = jax.jit(restore(off, ""))(params, X)
+    assert same_bits(on[0], jax.jit(low)(params, X)[0])
+    assert not same_bits(on[0], right)
