@@ -331,8 +331,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--bases",
         type=Path,
-        help="folder of bases and compiled programs (default: one of the model in"
-        " runs/convergence)",
+        help="folder of bases (default: one of the model in runs/convergence)",
     )
 
 
@@ -462,7 +461,7 @@ def configure(options: argparse.Namespace) -> Config:
         usual_bases = options.out / "bases"
     bases = options.bases or usual_bases
     if jax.default_backend() == "gpu":
-        keep_programs(bases)
+        keep_programs()
     run = train_config(config, VARIANTS[BASELINE])
     corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)

@@ -20,6 +20,7 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 _INCLUDE = re.compile(r"^<!-- include: (.+?) -->$", re.MULTILINE)
 _PARTS = {  # of README

@@ -136,11 +136,14 @@ def main(arguments: list[str] | None = None) -> int:
             command.append("--resume")
         if not options.out:
             command += ["--out", str(out)]
-        again = f"continue with: {shlex.join(command)}"
+        again = (
+            f"the last whole checkpoint is kept; continue with: {shlex.join(command)}"
+        )
         if jax.process_count() > 1:
-            end_after(
-                error, f"the last whole checkpoint is kept; {again}, in every process"
-            )
+            end_after(error, f"{again}, in every process")
+        if isinstance(error, OSError):  # such as a full disk
+            print(f"error: {error}; repair that; {again}", file=sys.stderr)
+            return 2
         if not isinstance(error, KeyboardInterrupt):
             raise
         print(f"\ninterrupted; {again}", file=sys.stderr)
@@ -190,7 +193,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
-        keep_programs(out)
+        keep_programs()
     train = functools.partial(
         run,
         resume="allowed" if options.resume else "never",

@@ -26,6 +26,7 @@ WITHOUT_CODE = {
     "catalog",
     "changelog",
     "contributing",
+    "security",
     "decisions",
     "glossary",
     "index",

@@ -1,16 +1,16 @@
 """The folder of one training run: its settings, its losses, and its checkpoints.
 
     DIR/config.json
-        the whole `TrainConfig` and the digest of its text, written before the first
-        step
+        the whole `TrainConfig`, the digest of its text and the file's own, written
+        before the first step
     DIR/metrics.jsonl
         {"step": s, "loss": nats per token}, one line per step; an observed step has a
         "monitor". In bits per byte a loss is loss / ln 2 / bytes_per_token of
         `summary.json`
     DIR/checkpoints/
         orbax checkpoints, each renamed into place when complete; the newest two are
-        kept. Each has the versions that wrote it, and a digest of every file, which is
-        compared before it is read
+        kept. Each has the versions that wrote it, a digest of the metrics until then,
+        and a digest of every file, which is compared before it is read
     DIR/damaged/
         checkpoints whose files changed after they were written; the run continued from
         an older one
@@ -23,19 +23,25 @@ file is cut back to the newest whole checkpoint, and the run repeats the lost st
 for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted
 run are equal.
 
+The folder may be a stranger's: links out of it, devices and pipes are refused, and
+nothing in it is run (SECURITY.md).
+
 A checkpoint does not depend on the mesh that wrote it: each process writes its part,
 and any mesh of any number of processes reads its own. The first process writes the
 other files.
 """
 
+import contextlib
 import dataclasses
 import json
-import math
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -43,31 +49,39 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.nets.sizes import FAMILIES, family_of
+from models.training.described import described, recipe_of
 from models.training.intact import (
     DIGESTS_FILE,
     check_digests,
+    digest_of,
+    digest_of_text,
+    is_sealed,
     lock,
-    replace_file,
+    notes_of,
+    read_sealed,
     versions,
     write_digests,
-    write_json,
+    write_sealed,
+)
+from models.training.metrics import (
+    LARGEST_METRICS,
+    METRICS_FILE,
+    line_of,
+    repaired,
 )
 from models.training.processes import is_first, together
 from models.training.settings import TrainConfig, config_of, settings_of
 from models.training.state import TrainState
-from pallas_kernels.operands import Block, Fp4, Row, Tensor
-from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
+from tcfp_jax.inference import folders
+from tcfp_jax.recipes import Recipe
 
 Resume = Literal["never", "allowed"]
 
 CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 DAMAGED = "damaged"
+METRICS = "metrics"  # name of their digest in the notes of a checkpoint
 KEPT_CHECKPOINTS = 2
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)
-}
 
 
 class RunDirectory:
@@ -100,7 +114,7 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path).absolute()
         wanted = describe(config, corpus_digest)
-        self._lock: TextIO | None = None
+        self._lock: BufferedRandom | None = None
         # All processes look before the first one writes, and wait until it has written.
         together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted, resume, option))
@@ -112,6 +126,7 @@ class RunDirectory:
         self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
+        folders.check_links(self.path)
         if not holds_run(self.path):
             _check_unused(self.path, option)
         elif resume == "never":
@@ -132,7 +147,13 @@ class RunDirectory:
             # Again: another process may have begun a run in between
             self._look(wanted, resume, option)
             if not holds_run(self.path):
-                write_json(self.path / CONFIG_FILE, wanted)
+                write_sealed(self.path / CONFIG_FILE, wanted)
+            elif not is_sealed(self.path, CONFIG_FILE):
+                print(
+                    f"{self.path / CONFIG_FILE} has no digest, so damage to it may go"
+                    " unseen",
+                    file=sys.stderr,
+                )
         except BaseException as error:
             self._unlock()
             if not isinstance(error, OSError) or isinstance(error, FileExistsError):
@@ -206,9 +227,7 @@ class RunDirectory:
             state: TrainState = self._manager.restore(step, args=args)
         # Tensorstore raises bare exceptions for files that it cannot read
         except Exception as error:
-            # Only the first line, because tensorstore appends pages of its own
-            # settings.
-            damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
+            damaged[step] = _first_line(error)
             if verified:
                 raise ValueError(
                     f"{path} has not changed, but does not hold a state of this run"
@@ -257,23 +276,40 @@ class RunDirectory:
         if not is_first():
             return
         lines = [
-            _metrics_line(step, float(loss))
+            line_of(step, float(loss))
             for step, loss in enumerate(losses[:-1], first_step)
         ]
         last = first_step + len(losses) - 1
-        lines.append(_metrics_line(last, float(losses[-1]), report))
-        with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        lines.append(line_of(last, float(losses[-1]), report))
+        self.extend(METRICS_FILE, "".join(lines))
+
+    def extend(self, name: str, text: str) -> None:
+        """Append to a text file of the folder; return when it is on disk."""
+        with folders.extended(self.path, name) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
 
     def save(self, state: TrainState, step: int) -> None:
         """Write the checkpoint after `step` steps unless it exists; return when it is
         complete.
+
+        Raises:
+          OSError: it cannot be written, such as on a full disk; those before it stay.
         """
-        if self._manager.latest_step() != step:
-            self._manager.save(step, args=ocp.args.StandardSave(state))
-            write_digests(self._checkpoint(step))
+        if self._manager.latest_step() == step:
+            return
+        try:
+            with _without_tracebacks():
+                self._manager.save(step, args=ocp.args.StandardSave(state))
+            metrics = digest_of(self.path, METRICS_FILE)
+            write_digests(self._checkpoint(step), {METRICS: metrics})
+        # Tensorstore raises bare exceptions for files that it cannot write
+        except Exception as error:
+            cause = _first_line(error).rpartition(": ")[2]
+            raise OSError(
+                f"{self._checkpoint(step)} cannot be written ({cause})"
+            ) from error
 
     def _repair_metrics(self, steps: int) -> list[float]:
         """Cut the metrics to one line a step; a step without a sound line gets the loss
@@ -283,50 +319,52 @@ class RunDirectory:
         try:
             text = ""
             if path.exists():
-                text = path.read_text(encoding="utf-8", errors="replace")
-            lines = text.splitlines(keepends=True)
-            sound: dict[int, tuple[str, float | None]] = {}
-            for line in lines:
-                entry = _entry(line)
-                if entry is not None:
-                    sound[entry["step"]] = (line, entry["loss"])
-            wanted = range(1, steps + 1)
-            kept = [
-                sound.get(step, (_metrics_line(step, math.nan), None))
-                for step in wanted
-            ]
-            repaired = "".join(line for line, _ in kept)
+                content = folders.read_bytes(self.path, METRICS_FILE, LARGEST_METRICS)
+                text = content.decode(errors="replace")
+            kept, losses, lost = repaired(text, steps)
             if is_first():  # the other processes read the same steps before and after
-                if repaired != "".join(lines[:steps]):
-                    lost = sum(step not in sound for step in wanted)
-                    print(
-                        f"{path} is repaired: one line for each of {steps} steps,"
-                        f" {lost} unknown",
-                        file=sys.stderr,
-                    )
-                replace_file(path, repaired)
-        except OSError as error:
+                self._tell_changes(text, kept, steps, lost)
+                folders.replace_text(self.path, METRICS_FILE, kept)
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"{path} cannot be read and written ({error}); repair that, or copy the"
                 " folder"
             ) from error
-        return [math.nan if loss is None else float(loss) for _, loss in kept]
+        return losses
+
+    def _tell_changes(self, text: str, kept: str, steps: int, lost: int) -> None:
+        """Say that the metrics are not those that the checkpoint of a step saw."""
+        path = self.path / METRICS_FILE
+        if not text.startswith(kept):
+            print(
+                f"{path} is repaired: one line for each of {steps} steps, {lost}"
+                " unknown",
+                file=sys.stderr,
+            )
+        noted = notes_of(self._checkpoint(steps)).get(METRICS)
+        if noted not in (None, digest_of_text(kept)):
+            print(
+                f"{path} has changed since checkpoint {steps} was written, so its"
+                " losses may be wrong",
+                file=sys.stderr,
+            )
 
 
-def _entry(line: str) -> dict[str, Any] | None:
-    """Return the entry of a line of metrics; None if it is not one."""
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep orbax from printing the errors that it raises."""
+    logger = logging.getLogger("absl")
+    before = logger.disabled
+    logger.disabled = True
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not line.endswith("\n") or not isinstance(entry, dict):
-        return None
-    sound = (
-        isinstance(entry.get("monitor", {}), dict)
-        and isinstance(entry.get("step"), int)
-        and type(entry.get("loss", "")) in (int, float, type(None))  # not a bool
-    )
-    return entry if sound else None
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of an error without pages of tensorstore's own settings."""
+    return str(error).partition(" [")[0].partition("\n")[0]
 
 
 def holds_run(path: Path) -> bool:
@@ -345,43 +383,25 @@ def read_config(path: Path) -> TrainConfig:
         fields = {**content["config"], "data": tuple(content["config"]["data"])}
         if isinstance(fields["model"], dict):
             fields["model"] = FAMILIES[content["family"]](**fields["model"])
-        fields["recipe"] = _read_recipe(fields["recipe"])
+        if isinstance(fields["recipe"], dict):
+            fields["recipe"] = recipe_of(fields["recipe"])
         return config_of(fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_run(path, f"{type(error).__name__}: {error}") from error
-
-
-def _read_recipe(described: Any) -> Any:
-    """Return the recipe, or its name, that a folder describes."""
-    if not isinstance(described, dict):
-        return described
-    fields = dict(described)
-    for name, part in _nested(described):
-        fields[name] = _KINDS[part.pop("kind")](**part)
-    return Recipe(**fields)
-
-
-def _metrics_line(step: int, loss: float, report: Any = None) -> str:
-    # JSON has no NaN, so null marks a run that diverged.
-    entry = {"step": step, "loss": loss if math.isfinite(loss) else None}
-    return json.dumps(entry if report is None else {**entry, "monitor": report}) + "\n"
 
 
 def _stored(path: Path) -> dict[str, Any]:
     """Return the description of the run in a folder.
 
     Raises:
-      ValueError: it is not JSON, or not of a run.
+      ValueError: it is not JSON, has changed, or is not of a run.
     """
     try:
-        content = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _no_run(path, f"it is not JSON: {error}") from error
-    if (
-        not isinstance(content, dict)
-        or not isinstance(content.get("config"), dict)
-        or "recipe" not in content["config"]
-    ):
+        content = read_sealed(path, CONFIG_FILE)
+    except (OSError, ValueError) as error:
+        raise _no_run(path, str(error)) from error
+    config = content.get("config")
+    if not isinstance(config, dict) or "recipe" not in config:
         raise _no_run(path, "it has no settings of a run")
     return content
 
@@ -401,29 +421,15 @@ def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     if not isinstance(config.model, str):
         fields["model"] = dataclasses.asdict(config.model)
     if isinstance(config.recipe, Recipe):
-        fields["recipe"] = _describe_recipe(config.recipe)
+        fields["recipe"] = described(config.recipe)
     return {
         "config": fields,
         "family": family_of(config.size),
         "model": dataclasses.asdict(config.size),
-        "recipe": _describe_recipe(tcfp_jax.recipe(config.recipe)),
+        "recipe": described(tcfp_jax.recipe(config.recipe)),
         "text": corpus_digest,
         "device": jax.default_backend(),
     }
-
-
-def _describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a recipe with the class of each nested value: Tensor and Row
-    have the same fields.
-    """
-    fields = dataclasses.asdict(recipe)
-    for name, part in _nested(fields):
-        part["kind"] = type(getattr(recipe, name)).__name__
-    return fields
-
-
-def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, part) for name, part in fields.items() if isinstance(part, dict)]
 
 
 def _check_same(

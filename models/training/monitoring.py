@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from tcfp_jax import monitor
+from tcfp_jax.inference import folders
 
 # For each weight: a reading for each operand, and numbers of the update.
 Report = dict[str, dict[str, Any]]
@@ -71,7 +72,8 @@ def read_reports(metrics: Path) -> dict[int, Any]:
 
 def read_metrics(metrics: Path) -> list[dict[str, Any]]:
     """Return the entries in a file of metrics."""
-    return list(map(json.loads, metrics.read_text(encoding="utf-8").splitlines()))
+    with folders.opened(metrics.parent, metrics.name) as file:
+        return list(map(json.loads, file))
 
 
 def scalars(report: Any) -> Iterator[tuple[str, float]]:

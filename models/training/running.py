@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ def run(
       FileExistsError: `out` holds a run and `resume` is "never".
       FileNotFoundError: `config.data` or `config.start` does not exist, or the data
         holds no text.
+      OSError: `out` cannot be written, such as on a full disk; whole checkpoints stay.
     """
     every = _checkpoint_interval(config, checkpoint_every)
     if bad_steps < 1:
@@ -423,9 +425,8 @@ def _sample(
     )
     if is_first():
         tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")
-        with (directory.path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            entry = dict(step=step, prompt=config.sample, text=text)
-            file.write(json.dumps(entry) + "\n")
+        entry = dict(step=step, prompt=config.sample, text=text)
+        directory.extend(SAMPLES_FILE, json.dumps(entry) + "\n")
 
 
 def _check_losses(
@@ -481,13 +482,20 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
     )
 
 
-def keep_programs(out: Path) -> None:
-    """Keep compiled programs in a folder, and load programs from it.
+def keep_programs() -> None:
+    """Let JAX keep compiled programs in the user's own cache, and load them from it.
 
     On GPUs, compilation times candidate kernels and takes the fastest. Two processes
     may take different ones and differ in the last bit, so a resumed run loads the
-    programs of the process that began it.
+    programs of the process that began it. They do not lie in the folder of the run:
+    whoever writes that folder would choose which code this machine runs.
     """
-    jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not caches.is_absolute():
+            caches = Path.home() / ".cache"
+        folder = caches / "tcfp_jax"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,10 +1,9 @@
-"""The folder of a run is never wrong in silence: locks, damaged checkpoints and
-metrics, malformed files.
-"""
+"""The folder of a run is never wrong in silence: locks, damage, links, full disks."""
 
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 import tcfp_jax
 from models import train
 from models.nets.shapes import GPTConfig
-from models.training.checkpoint import RunDirectory, describe
+from models.training.checkpoint import RunDirectory, describe, read_config
 from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
@@ -337,3 +336,135 @@ def test_a_config_that_describes_no_run_is_named(tmp_path, capsys, content):
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
     assert train.main(["--resume", "--out", str(tmp_path)]) == 2
     assert "config.json describes no run" in capsys.readouterr().err
+
+
+def flips(content, count):
+    """Yield a content with one flipped bit, at many places."""
+    rng = np.random.default_rng(0)
+    for place in rng.choice(8 * len(content), count, replace=False):
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << (place % 8)
+        yield bytes(damaged)
+
+
+def test_every_flipped_bit_of_a_config_is_seen(run, capsys):
+    path = run / "config.json"
+    sound = path.read_bytes()
+    config = read_config(run)
+    silent = []
+    for damaged in flips(sound, 400):
+        path.write_bytes(damaged)
+        try:
+            assert read_config(run) == config  # its digest has another name
+            opened(run)
+        except ValueError:
+            continue
+        silent.append(damaged)
+    assert silent == []
+    path.write_bytes(sound)
+    assert restored(run)[0] == 5
+    assert capsys.readouterr().err == ""
+    # A folder of before has no digest.
+    content = {name: of for name, of in json.loads(sound).items() if name != "digest"}
+    write_json(path, content)
+    assert restored(run)[0] == 5
+    assert "config.json has no digest, so damage" in capsys.readouterr().err
+
+
+def test_every_flipped_bit_of_the_metrics_is_seen(run, capsys):
+    path = run / "metrics.jsonl"
+    sound = path.read_bytes()
+    with opened(run) as directory:
+        directory.restore(state_of(0))
+        assert capsys.readouterr().err == ""
+        for damaged in flips(sound, 400):
+            path.write_bytes(damaged)
+            directory._repair_metrics(5)
+            said = capsys.readouterr().err
+            is_repaired = "is repaired" in said and path.read_bytes() == sound
+            assert is_repaired or "changed since checkpoint 5 was written" in said
+
+
+ENTRIES = [
+    LOCK_FILE,
+    "config.json",
+    "config.json.partial",
+    "metrics.jsonl",
+    "metrics.jsonl.partial",
+    "samples.jsonl",
+    "summary.json.partial",
+    "loss.png",
+    "checkpoints",
+    "checkpoints/5/default",
+    "checkpoints/5/digests.json",
+    "damaged",
+    "tensorboard",
+    "compare_bf16",
+]
+
+
+@pytest.mark.parametrize("target", ["secret", "missing", "/dev/null"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_link_of_a_run_reaches_no_other_file(run, name, target):
+    secret = run.parent / "secret"
+    secret.write_text("PRIVATE")
+    path = run / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(run.parent / target)
+    with pytest.raises(ValueError, match=f"'{name}' lies outside of .*run"):
+        opened(run)
+    assert secret.read_text() == "PRIVATE"
+    assert not (run.parent / "missing").exists()
+
+
+def test_a_pipe_in_a_run_is_refused_instead_of_awaited(run):
+    for name in (LOCK_FILE, "config.json"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(ValueError, match=f"{name} is a device or a pipe"):
+            opened(run)
+        (run / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../../secret", "../3/digests.json"])
+def test_digests_name_files_of_their_checkpoint_alone(run, name):
+    (run.parent / "secret").write_text("PRIVATE")
+    write_json(run / "checkpoints/5" / DIGESTS_FILE, {name: "0" * 32})
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        check_digests(run / "checkpoints/5")
+
+
+def test_a_full_disk_keeps_the_whole_checkpoints(run, monkeypatch):
+    full = OSError(28, "No space left on device")
+    message = (
+        "RESOURCE_EXHAUSTED: Error writing x: Failed to write 5 bytes: No space left on"
+        " device [os_error_code='28']\nand more"
+    )
+    with opened(run) as directory:
+        for error in (full, ValueError(message)):
+
+            def fail(*args, error=error, **options):
+                raise error
+
+            monkeypatch.setattr(directory._manager, "save", fail)
+            with pytest.raises(
+                OSError, match=r"checkpoints/7 cannot be written \(.*No space left on d"
+            ):
+                directory.save(state_of(7), 7)
+    assert restored(run)[0] == 5
+
+
+def test_an_error_of_the_disk_is_a_sentence_with_the_command(
+    tmp_path, monkeypatch, capsys
+):
+    def fail(*args):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(train, "_report", fail)
+    assert train.main(["--steps", "20", "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "error: [Errno 28] No space left on device: 'metrics.jsonl'; repair" in said
+    assert "the last whole checkpoint is kept; continue with: python -m models" in said
+    assert "--resume" in said
