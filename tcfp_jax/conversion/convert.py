@@ -182,13 +182,15 @@ def find_weights(
 
     Each weight has its own recipe, and the axes that its first converted product
     contracts; layers of a loop are a stack. A product that reads the weight in another
-    form quantizes it at each use, and `survey` says so.
+    form quantizes it at each use, and `survey` says so. An NNX model of which only
+    parts were converted has the weights of its parts.
 
     `inputs` and `options` are as in `survey`.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
-      ValueError: nothing in the model is low-precision, or no inputs.
+      ValueError: nothing in the model is low-precision, no inputs, or layers by hand
+        next to converted parts.
 
     >>> x = jax.numpy.ones((2, 3))
     >>> every = ("linear", "small")
@@ -196,6 +198,10 @@ def find_weights(
     >>> find_weights(model)["kernel"].layout
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
+    if isinstance(model, flax_nnx.Module) and not inputs and not options:
+        parts = nnx_modules.converted_parts(model)
+        if parts and "" not in parts:
+            return _weights_of_parts(model, parts)
     found, _ = _examined(model, inputs, options, "find_weights")
     if not found.weights:
         return {}
@@ -205,6 +211,23 @@ def find_weights(
     if conversion is not None:
         AWAITED.add(conversion)
     return found.weights
+
+
+def _weights_of_parts(
+    model: flax_nnx.Module, parts: dict[str, flax_nnx.Module]
+) -> dict[str, Weight]:
+    for path in _own_layers(model):
+        if not any(nnx_modules.is_below(path, part) for part in parts):
+            raise ValueError(
+                f"{path!r} is a low-precision layer outside of the converted"
+                f" {sorted(parts)}; convert the whole {type(model).__name__} instead of"
+                " parts of it"
+            )
+    weights = {}
+    for path, part in parts.items():
+        for name, weight in find_weights(part).items():
+            weights[paths.join(path, name)] = weight
+    return weights
 
 
 def detach(model: flax_nnx.Module) -> None:
@@ -375,8 +398,12 @@ def hand_out(model: flax_nnx.Module, weights: Tree) -> int:
         if weight is not None:
             nnx.store(layer, weight)
     taken = len(weights) - len(rest)
-    if nnx_modules.conversion_of(model) is not None:
-        taken += nnx_models.store(model, rest)
+    for path, part in nnx_modules.converted_parts(model).items():
+        own = {}
+        for name, weight in rest.items():
+            if nnx_modules.is_below(name, path):
+                own[name.removeprefix(path).lstrip("/")] = weight
+        taken += nnx_models.store(part, own)
     return taken
 
 
@@ -413,9 +440,12 @@ def _check_inputs(inputs: Args) -> None:
 
 def _not_converted(model: object) -> ValueError:
     """Return the error of a question about a model that is not converted."""
-    return ValueError(
-        f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)"
-    )
+    repair = "use convert_to_tcfp(model, recipe)"
+    if isinstance(model, flax_nnx.Module):
+        parts = nnx_modules.converted_parts(model)
+        if parts:
+            repair = f"ask for one of its converted parts: {sorted(parts)}"
+    return ValueError(f"{type(model).__name__} is not converted; {repair}")
 
 
 def _not_a_model(model: object) -> TypeError:

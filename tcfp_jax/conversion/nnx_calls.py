@@ -100,6 +100,7 @@ class Call:
             # node 0 is the model
             is_parameter = path[0] == 0 and isinstance(variable, nnx.Param)
             name = "/".join(map(str, path[1:] if is_parameter else path))
+            _check_followed(variable, name)
             self._entries.append(_Entry(path, variable, is_parameter, name))
             (params if is_parameter else rest)[name] = _raw(variable)
         self._absent = absent_of(model)
@@ -261,6 +262,17 @@ def _flat_state(state: Any, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
             yield from _flat_state(value, (*path, name))
         else:
             yield (*path, name), value
+
+
+def _check_followed(variable: Any, name: str) -> None:
+    """Raise unless a trace can follow the values of a variable."""
+    for kind in ("hijax", "ref"):
+        if is_variable(variable) and getattr(variable, kind, False):
+            raise ValueError(
+                f"{name!r} is a variable with {kind}=True, whose values a conversion"
+                " cannot follow; make the model under nnx.var_defaults(hijax=False,"
+                " ref=False)"
+            )
 
 
 def _raw(variable: Any) -> PyTree:

@@ -58,6 +58,29 @@ def conversion_of(module: object) -> Policy | None:
     return chosen
 
 
+def converted_parts(model: nnx.Module) -> dict[str, nnx.Module]:
+    """Return the converted modules that no converted module holds, by path.
+
+    A model that was converted as a whole is its own one part.
+    """
+    parts: dict[str, nnx.Module] = {}
+    # Modules come after the modules that they hold
+    for path, module in reversed(modules_of(model).items()):
+        is_held = any(is_below(path, part) for part in parts)
+        if conversion_of(module) is not None and not is_held:
+            parts[path] = module
+    return parts
+
+
+def is_below(path: str, part: str) -> bool:
+    """Return whether a path is that of a part of a model, or leads into it.
+
+    >>> is_below("ab/kernel", "a"), is_below("a/kernel", "a"), is_below("a", "")
+    (False, True, True)
+    """
+    return part == "" or path == part or path.startswith(f"{part}/")
+
+
 def own_class(module: object) -> type:
     """Return the class that a module had before its conversion."""
     kind = type(module)

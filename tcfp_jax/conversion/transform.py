@@ -360,16 +360,14 @@ def _parameter(
 
 
 def _quantized(kernel: Array, weight: Weight) -> Stored:
-    """Return the stored form of a kernel that was packed."""
+    """Return the stored form of a kernel that was packed.
+
+    Each matrix of a stack has random bits of its own, as in products.
+    """
     # only evaluation comes here, and its calls repeat
     key = jax.random.key(0) if weight.recipe.stochastic else None
-
-    def quantize(w: Array) -> Stored:
-        return quantize_weight(w, weight.recipe, key=key)[0]
-
-    for _ in weight.layout.stack:
-        quantize = jax.vmap(quantize)
-    return quantize(weight.layout.matrix(kernel))
+    matrix = weight.layout.matrix(kernel)
+    return quantize_weight(matrix, weight.recipe, key=key)[0]
 
 
 def transform(

@@ -11,8 +11,12 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
+import tcfp_jax
 from tcfp_jax import transform
 from tcfp_jax.conversion import find_weights, restore, survey, to_bf16
+from tcfp_jax.conversion.transform import _quantized
+from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import same_bits
 
 ALL = ("linear", "small", "head")
@@ -232,3 +236,15 @@ def test_products_that_stay_float_run_as_they_were_written(name):
     on = jax.jit(restore(off, ""))(params, X)
     assert same_bits(on[0], jax.jit(low)(params, X)[0])
     assert not same_bits(on[0], right)
+
+
+def test_packed_tables_round_each_matrix_by_its_own_bits():
+    """As the products of a stack do."""
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
+    weight = Weight(recipe, Layout((1,), (2,), (0,)))
+    kernels = jnp.stack([W, W])
+    one, other = _quantized(kernels, weight).dequantize()
+    assert not same_bits(one, other)
+    keys = jax.random.split(jax.random.key(0), 2)
+    alone = quantize_weight(W, recipe, key=keys[1])[0].dequantize()
+    assert same_bits(other, alone)

@@ -12,16 +12,17 @@ import optax
 import pytest
 from flax import nnx
 
-from tcfp_jax.conversion import convert_to_tcfp, export, survey
-from tcfp_jax.nnx import Optimizer
-from tests.helpers import nnx_model, same_bits
+from tcfp_jax import error_feedback
+from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, survey
+from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
+from tests.helpers import nnx_model, same_bits, store_at_once
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 16)), jnp.float32)
 
 
-def convert(model, *inputs, **options):
+def convert(model, *inputs, recipe="tensorwise", **options):
     return convert_to_tcfp(
-        model, "tensorwise", *inputs, include=("linear", "small", "head"), **options
+        model, recipe, *inputs, include=("linear", "small", "head"), **options
     )
 
 
@@ -246,6 +247,7 @@ def test_intermediates_are_captured():
     (exact, wanted), (found, captured) = outputs
     near(found, exact)
     near(captured["hidden"].get_value()[0], wanted["hidden"].get_value()[0])
+    assert jax.tree.structure(captured) == jax.tree.structure(wanted)
 
 
 class Shared(nnx.Module):
@@ -268,6 +270,65 @@ def test_shared_parameters_train_as_if_quantized_at_each_use():
         assert model.second.kernel is model.first.kernel
     np.testing.assert_allclose(*results, rtol=1e-2)
     assert results[0][2] < results[0][0]
+
+
+class HalfConverted(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Sequential(LINEAR(rngs=rngs), nnx.tanh, LINEAR(rngs=rngs))
+        self.second = LINEAR(rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+@nnx.jit
+def train_stored(model, optimizer):
+    def loss(model):
+        return jnp.mean((model(X) - 1) ** 2)
+
+    value, gradients = value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+@pytest.mark.parametrize("form", ["float", "feedback", "stored"])
+def test_a_part_that_is_converted_alone_trains_as_by_rules(form):
+    part = nnx_model(HalfConverted)
+    convert(part.first, X, recipe="tcfp12_single")
+    whole = nnx_model(HalfConverted)
+    convert(whole, X, recipe="tcfp12_single", rules={"second": None})
+    losses = []
+    for model in (part, whole):
+        weights = find_weights(model)
+        assert sorted(weights) == ["first/layers/0/kernel", "first/layers/2/kernel"]
+        tx = optax.sgd(0.1)
+        if form == "feedback":
+            tx = optax.chain(tx, error_feedback(weights))
+        if form == "stored":
+            params = nnx.state(model, nnx.Param)
+            nnx.update(model, store_at_once(params, weights, key=jax.random.key(0)))
+        optimizer = Optimizer(model, tx)
+        losses.append([float(train_stored(model, optimizer)) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert losses[0][2] < losses[0][0]
+
+
+def test_questions_about_a_model_name_its_converted_parts():
+    model = nnx_model(HalfConverted)
+    convert(model.first, X)
+    with pytest.raises(ValueError, match=r"HalfConverted is not.*\['first'\]"):
+        survey(model)
+    model.second = TCFPLinear(16, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'second' is .* outside of .*\['first'\]"):
+        find_weights(model)
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_variables_that_no_trace_follows_are_named(kind):
+    with nnx.var_defaults(**{kind: True}):
+        model = nnx.Sequential(LINEAR(rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=f"'layers/0/kernel' .* {kind}=True"):
+            convert(model, X)
 
 
 class PlainObject(nnx.Module, pytree=False):
