@@ -3,26 +3,30 @@
 tokenizer = read_tokenizer(Path("folder/tokenizer.json"))
 tokenizer.encode("text")
 tokenizer.rendered([{"role": "user", "content": "Hi"}])
+
+Ids, templates and their variables are those of Transformers. The folder may come from a
+stranger, so its tokenizer and its template run with limits
+(`models.huggingface.limits`).
 """
 
+import dataclasses
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from models.huggingface import limits, specials
 from tcfp_jax.inference import folders
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+SPECIALS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
 LARGEST = 1 << 28  # bytes of a tokenizer.json; Gemma's has 33 million
 # Files next to a tokenizer.json that belong to it.
@@ -30,13 +34,16 @@ COMPANIONS = (
     FILE,
     SETTINGS,
     TEMPLATE,
-    "special_tokens_map.json",
+    SPECIALS,
     GENERATION,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -46,16 +53,20 @@ class Tokenizer:
     Attributes:
       path: Its file.
       model: The `tokenizers.Tokenizer`.
-      specials: Names such as "eos_token" and their text.
+      specials: Names such as "eos_token" and their text, or a list of texts.
       template: Chat template, or None.
+      end: The id that ends a text, or None.
       stops: Ids at which an answer ends, besides `end`.
+      date: Day that templates see as today, such as "2026-11-28"; None is now.
     """
 
     path: Path
     model: tokenizers.Tokenizer
-    specials: Mapping[str, str]
+    specials: Mapping[str, str | list[str]]
     template: str | None
+    end: int | None = None
     stops: tuple[int, ...] = ()
+    date: str | None = None
 
     @property
     def size(self) -> int:
@@ -63,27 +74,57 @@ class Tokenizer:
         return max(self.model.get_vocab().values()) + 1
 
     @property
-    def end(self) -> int | None:
-        """The id that ends a text, or None."""
-        text = self.specials.get("eos_token")
-        found: int | None = None if text is None else self.model.token_to_id(text)
-        return found
+    def tells_the_date(self) -> bool:
+        """If its chat template writes the date, so that texts change every day."""
+        return "strftime_now" in (self.template or "")
+
+    @property
+    def marks_answers(self) -> bool:
+        """If its chat template has tags around answers."""
+        return _TAG.search(self.template or "") is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with those that the tokenizer puts before and
         behind it.
+
+        Raises:
+          ValueError: the tokenizer fails, or reaches a limit.
         """
-        return list(self.model.encode(text).ids)
+        ids = self._of_file(limits.encoded, [text], True)[0]
+        return [int(one) for one in ids]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of texts, uint32, without those before and behind.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        return list(self._of_file(limits.encoded, texts))
+
+    def places(self, text: str) -> limits.Encoded:
+        """Return the ids of a text, as `encode_plain`, and their places in it.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        found: limits.Encoded = self._of_file(limits.encoded_with_offsets, text)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special ones included."""
-        return str(
-            self.model.decode([int(one) for one in ids], skip_special_tokens=False)
-        )
+        """Return the text of ids, special ones included.
 
-    def rendered(
-        self, messages: Sequence[Mapping[str, Any]], *, opened: bool = False
-    ) -> str:
+        Raises:
+          ValueError: as `encode`.
+        """
+        return str(self._of_file(limits.decoded, ids))
+
+    def _of_file(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(self.model, *arguments)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer {self.path} fails: {error}") from error
+
+    def rendered(self, messages: Messages, *, opened: bool = False) -> str:
         """Return a conversation as the chat template writes it, `opened` with the
         beginning of an answer.
 
@@ -91,16 +132,36 @@ class Tokenizer:
           ValueError: the tokenizer has no template, or the template refuses the
             conversation.
         """
+        return self.renderings([(messages, opened)])[0].checked()
+
+    def renderings(
+        self, conversations: Sequence[tuple[Messages, bool]]
+    ) -> list[limits.Rendering]:
+        """Return conversations, opened or not, as the chat template writes them or with
+        the reason why it refuses them.
+
+        Raises:
+          ValueError: the tokenizer has no template, or the template reaches a limit.
+        """
         if self.template is None:
             raise ValueError(
                 f'{self.path.parent} has no chat template; give {{"text": ...}} instead'
                 " of messages"
             )
-        try:
-            return _compiled(self.template).render(
-                messages=messages, add_generation_prompt=opened, **self.specials
+        # The variables of Transformers
+        variables = [
+            dict(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=opened,
+                **self.specials,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+            for messages, opened in conversations
+        ]
+        try:
+            return limits.rendered(self.template, variables, self.date)
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"the chat template refuses the conversation: {error}"
             ) from error
@@ -112,7 +173,7 @@ class Tokenizer:
         if self.template is None:
             return self.encode(text)
         whole = self.rendered([{"role": "user", "content": text}], opened=True)
-        return list(self.model.encode(whole, add_special_tokens=False).ids)
+        return [int(one) for one in self.encode_plain([whole])[0]]
 
 
 @functools.lru_cache(maxsize=8)
@@ -136,23 +197,37 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(
             f"{path} is not a tokenizer.json of Hugging Face's tokenizers: {error}"
         ) from error
-    model.no_padding()
-    model.no_truncation()
-    found = _object(path.parent, SETTINGS)
-    # one id, or several
-    stops = np.ravel(_object(path.parent, GENERATION).get("eos_token_id", ()))
-    specials: dict[str, str] = {}
-    for name, one in found.items():
-        text = one["content"] if isinstance(one, dict) else one
-        if "token" in name and isinstance(text, str):
-            specials[name] = text
-    template = found.get("chat_template")
-    if path.with_name(TEMPLATE).is_file():
-        template = folders.read_bytes(path.parent, TEMPLATE).decode()
-    if isinstance(template, list):  # several by name
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
-    return Tokenizer(path, model, specials, template, tuple(stops.astype(int).tolist()))
+    folder = path.parent
+    settings = _object(folder, SETTINGS)
+    try:
+        named = specials.special_tokens(settings, _object(folder, SPECIALS))
+        specials.complete(model, settings, named)
+        template = specials.chat_template(settings)
+        stops = specials.stops(_object(folder, GENERATION))
+        if (folder / TEMPLATE).is_file():
+            template = folders.read_bytes(folder, TEMPLATE).decode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the files of the tokenizer in {folder} are damaged: {error}; copy the"
+            " model's own"
+        ) from error
+    found = Tokenizer(path, model, named, template, stops=stops)
+    return dataclasses.replace(found, end=_end(found))
+
+
+def _end(tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends a text: the one that settings name, else the one that
+    tokenizer.json puts behind a text, else the first at which an answer ends.
+    """
+    named = tokenizer.specials.get("eos_token")
+    if isinstance(named, str):
+        found: int | None = tokenizer.model.token_to_id(named)
+        return found
+    plain = tokenizer.encode_plain(["a"])[0].tolist()
+    marked = tokenizer.encode("a")
+    if plain and marked[-len(plain) :] != plain:
+        return marked[-1]
+    return tokenizer.stops[0] if tokenizer.stops else None
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
@@ -161,25 +236,3 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = folders.read_object(folder, name)
     return found
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    """Return a template in the environment of Transformers."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # The template comes with a downloaded model, so it runs in a sandbox.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    # Without today's date, of which templates ask if it is there: the tokens of a file
-    # would change every day.
-    environment.globals["raise_exception"] = refuse
-    # Transformers' own tags around answers; `models.training.examples` finds answers
-    # without them.
-    plain = re.sub(r"endgeneration\s*(-?%})", r"endif \1", template)
-    plain = re.sub(r"generation\s*(-?%})", r"if true \1", plain)
-    return environment.from_string(plain)

@@ -7,7 +7,7 @@ ids.
     python -m models.train --model llama-tiny --data novels/ --tokenizer tokenizer.json
         text as ids
     python -m models.train --model FOLDER --data chats.jsonl
-        see `models.training.examples`
+        see `models.training.documents` and `models.training.examples`
 
 Files are in the order of a hash of their names, each text once, and the last twentieth
 is held out: some of many files, or the end of one. If a limit is reached, the files
@@ -16,16 +16,23 @@ that stay are a sample of all. Ids keep their order.
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from models.training.documents import (
+    SNIFFED,
+    check_paths,
+    document_files,
+    holds_documents,
+    is_named_documents,
+    visible_files,
+)
 from models.training.text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
 IDS_SUFFIX = ".npy"
-EXAMPLES_SUFFIX = ".jsonl"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 
 
@@ -68,19 +75,20 @@ def check_names(
             f"tokenizer={tokenizer!r} without a vocabulary; set it to the tokenizer's"
             " number of ids"
         )
-    lines = [path for path in data if path.endswith(EXAMPLES_SUFFIX)]
-    if lines and len(lines) < len(data):
-        raise ValueError(
-            f"data={list(data)} is more than {EXAMPLES_SUFFIX}; give such files, or"
-            " text, alone"
-        )
-    if lines and tokenizer is None:
-        raise ValueError(
-            f"{lines[0]} holds documents for a tokenizer; name one, or a model's folder"
-            " that has one"
-        )
+    documents = [path for path in data if is_named_documents(path)]
+    if documents and tokenizer is None:
+        raise ValueError(_without_tokenizer(documents[0]))
+    if documents:
+        document_files([path for path in data if not Path(path).is_dir()])
     if vocabulary is not None and vocabulary < 1:
         raise ValueError(f"vocabulary={vocabulary} must be at least 1")
+
+
+def _without_tokenizer(path: str) -> str:
+    return (
+        f"{path} holds documents for a tokenizer; name one, or a model's folder that"
+        " has one"
+    )
 
 
 def load_data(
@@ -102,17 +110,9 @@ def load_data(
         are more tokens than an int32 can count.
     """
     check_names(data, vocabulary)
-    for path in map(Path, data):
-        if not path.exists():
-            raise FileNotFoundError(
-                f"data {path} does not exist (looked from {Path.cwd()}); correct the"
-                " path"
-            )
-        if not (path.is_file() or path.is_dir()):
-            raise ValueError(
-                f"data {path} is a device or a pipe, which may have no end; give files"
-                " and folders"
-            )
+    check_paths(data)
+    for path in document_files(data):
+        raise ValueError(_without_tokenizer(str(path)))
     if vocabulary is not None:
         tokens = _ids(Path(data[0]), vocabulary, byte_limit)
         names = [Path(data[0]).name]
@@ -142,7 +142,7 @@ def load_data(
 def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
     try:
         ids = np.load(path, mmap_mode="r")
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(
             f"{path} is not an array of numbers ({error}); write one with numpy.save"
         ) from error
@@ -170,7 +170,7 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
         if root.is_dir():
             found |= {
                 path: f"{root.name}/{path.relative_to(root).as_posix()}"
-                for path in _visible_files(root)
+                for path in visible_files(root)
             }
         else:
             found[root] = root.name
@@ -191,6 +191,11 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
                     f" {IDS_SUFFIX} of ids"
                 )
             continue
+        if holds_documents(text[:SNIFFED]):
+            raise ValueError(
+                f"{path} holds conversations, whose JSON would be learned as text; give"
+                " it a name that ends in .jsonl or .json, and a tokenizer"
+            )
         # no copy of a training file is held out
         digest = hashlib.sha256(text).digest()
         if digest in seen:
@@ -206,14 +211,6 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
         )
     names = {path.resolve(): name for path, name in found.items()}
     return [names[path] for path in texts], list(texts.values())
-
-
-def _visible_files(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*")):
-        if path.is_file() and not any(
-            part.startswith(".") for part in path.relative_to(root).parts
-        ):
-            yield path
 
 
 def _read_text(path: Path, most: int) -> bytes | None:

@@ -1,5 +1,4 @@
-"""Texts and conversations of JSON lines, as rows of tokens that hold several documents
-each.
+"""Texts and conversations of JSON, as rows of tokens that hold several documents each.
 
     {"text": "A whole document."}
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
@@ -15,16 +14,16 @@ not see its beginning.
 import bisect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from models.huggingface.tokenizer import Tokenizer
+from models.training.answers import answers
+from models.training.documents import check_paths, document_files, read_documents
 from models.training.text import Corpus, stable_hash
 
-SUFFIX = ".jsonl"
 HELDOUT_SHARE = 20
 # Planes of a row.
 TOKENS, DOCUMENTS, COUNTED = range(3)
@@ -39,7 +38,8 @@ class Example(NamedTuple):
 
 
 def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> Corpus:
-    """Read files of JSON lines, and hold every twentieth document out, at least one.
+    """Read files of documents (`models.training.documents`), and hold every twentieth
+    document out, at least one.
 
     Returns:
       Parts int32 `[rows, 3, sequence + 1]`: ids; the document of each, 0 for padding;
@@ -47,25 +47,17 @@ def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> 
 
     Raises:
       FileNotFoundError: a file does not exist.
-      ValueError: a line is not such an object, or there are fewer than two documents.
+      ValueError: a document is not such an object, or there are fewer than two of them.
     """
+    check_paths(paths)
     # By content, so that no copy of a document is held out
     found: dict[str, Example] = {}
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"data {path} does not exist (looked from {Path.cwd()}); correct the"
-                " path"
-            )
-        lines = path.read_bytes().splitlines()
-        for number, line in enumerate(
-            tqdm(lines, path.name, unit=" lines", leave=False, delay=3), 1
-        ):
-            if line.strip():
-                try:
-                    found[line.decode("utf-8")] = example(json.loads(line), tokenizer)
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
+    for path in document_files(paths):
+        for one in tqdm(read_documents(path), path.name, leave=False, delay=3):
+            try:
+                found[one.text] = example(one.value, tokenizer)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{one.where}: {error}") from error
     if len(found) < 2:
         raise ValueError(
             f"{', '.join(paths)} holds {len(found)} document(s), and one is held out;"
@@ -100,6 +92,7 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
             'a line is an object with either "text" or "messages", and this one has'
             f" {has}"
         )
+    _check_halves(line[keys[0]])
     made = (
         _text(line["text"], tokenizer)
         if keys == ["text"]
@@ -110,6 +103,19 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
             f"{keys[0]!r} has no token to learn; give at least two tokens, or an answer"
         )
     return made
+
+
+def _check_halves(value: Any) -> None:
+    """Raise `ValueError` if a text holds half of a surrogate pair, which no tokenizer
+    reads. Text that was cut at a number of UTF-16 units has one.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"a text holds {half!r}, half of a character of two parts; remove it"
+        ) from error
 
 
 def _text(text: Any, tokenizer: Tokenizer) -> Example:
@@ -125,14 +131,13 @@ def _text(text: Any, tokenizer: Tokenizer) -> Example:
 
 def _chat(messages: Any, tokenizer: Tokenizer) -> Example:
     whole, spans = answers(_checked(messages), tokenizer)
-    encoded = tokenizer.model.encode(whole, add_special_tokens=False)
-    begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64).reshape(-1)
-    counted = np.zeros(len(begins), bool)
+    ids, begins, ends = tokenizer.places(whole)
+    counted = np.zeros(len(ids), bool)
     for begin, end in spans:
-        counted |= (begins >= begin) & (begins < end)
+        counted |= (ends > begin) & (begins < end)
     counted[:1] = False
     size = sum(len(whole[begin:end].encode()) for begin, end in spans)
-    return Example(np.asarray(encoded.ids, np.int32), counted, size)
+    return Example(ids.astype(np.int32), counted, size)
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:
@@ -151,42 +156,6 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             'no message has the role "assistant", whose answers are learned'
         )
     return messages
-
-
-def answers(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as text, and where the answers of the assistant begin and
-    end in it.
-
-    An answer begins where the template asks for it, and ends where the template has
-    closed it. Some templates write an answer differently if it is the last one, so its
-    end is found by its content.
-
-    Raises:
-      ValueError: the template changes the content of an answer.
-    """
-    whole = tokenizer.rendered(messages)
-    spans: list[tuple[int, int]] = []
-    seen = 0
-    for place, one in enumerate(messages):
-        if one["role"] != "assistant":
-            continue
-        content = one["content"].strip()
-        asked = tokenizer.rendered(messages[:place], opened=True)
-        continues = whole.startswith(asked)
-        alone = tokenizer.rendered(messages[: place + 1])
-        closing = alone[alone.rfind(content) + len(content) :]
-        after = max(seen, len(asked)) if continues else seen
-        begin = whole.find(content + closing, after)
-        if content not in alone or begin < 0:
-            raise ValueError(
-                f"the chat template changes the content of message {place}; give it as"
-                ' {"text": ...}'
-            )
-        seen = begin + len(content + closing)
-        spans.append((len(asked) if continues else begin, seen))
-    return whole, spans
 
 
 def packed(examples: Sequence[Example], length: int) -> np.ndarray:

@@ -98,7 +98,8 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help=(
             "files and folders of UTF-8 text, read as bytes, one .npy of token ids, or"
-            " with a tokenizer .jsonl of documents (default: the standard library)"
+            " with a tokenizer .jsonl, .ndjson or .json of documents (default: the"
+            " standard library)"
         ),
     )
     model.add_argument(

@@ -20,7 +20,8 @@ from models.huggingface.configs import is_folder, read_shape
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
 from models.nets.sizes import model_config, model_names
-from models.training.data import EXAMPLES_SUFFIX, IDS_SUFFIX, check_names
+from models.training.data import IDS_SUFFIX, check_names
+from models.training.documents import document_files
 from pallas_kernels.checks import check_choice
 from tcfp_jax.recipes import Dual, Recipe, describe
 
@@ -96,9 +97,9 @@ class Data:
         (`models.training.data.load_data`). Empty means the source of Python's standard
         library.
       vocabulary: Number of token ids. The model gets rows for them if it has fewer.
-      tokenizer: A `tokenizer.json` that makes ids of text. Files that end in ".jsonl"
-        then hold texts and conversations, packed into rows
-        (`models.training.examples`).
+      tokenizer: A `tokenizer.json` that makes ids of text. Files of documents
+        (`models.training.documents`) then hold texts and conversations, packed into
+        rows (`models.training.examples`).
       corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
 
     Raises:
@@ -122,7 +123,7 @@ class Data:
     @property
     def packs(self) -> bool:
         """If the data are documents that are packed into rows."""
-        return any(path.endswith(EXAMPLES_SUFFIX) for path in self.paths)
+        return bool(document_files(self.paths))
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
         progress = tqdm(texts_of(part), "tokens", unit=" files", leave=False, delay=3)
         texts = iter(progress)
         while some := list(itertools.islice(texts, AT_ONCE)):
-            found = tokenizer.model.encode_batch_fast(some, add_special_tokens=False)
-            ids += [np.asarray(one.ids, np.uint32) for one in found]
+            ids += tokenizer.encode_plain(some)
             size += sum(len(text.encode()) for text in some)
         parts.append(np.concatenate(ids))
     train, heldout = parts

@@ -89,7 +89,7 @@ def test_a_run_gets_rows_for_the_tokenizer():
         (
             "llama-tiny",
             dict(data=("a.jsonl", "b.txt"), tokenizer=str(OWN)),
-            "such files, or text, alone",
+            r"a\.jsonl holds documents, and b\.txt does not",
         ),
         (
             "llama-tiny",
