@@ -27,6 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import not_differentiated
 from pallas_kernels.operands import Row, check_real
 from pallas_kernels.quantize.api import quantize
 
@@ -34,6 +35,11 @@ __all__ = ["Fit", "checkpoint_in_fp8", "device_budget", "save_what_fits", "step_
 
 T = TypeVar("T")
 MARGIN = 0.05
+_NO_GRADIENT_OF_COPIES = (
+    "a second derivative of a remat that keeps a copy in FP8 is asked for: the copy has"
+    " no gradient, so terms would silently be FP8 without a scale, or zero; give"
+    " jax.checkpoint a policy without the names of checkpoint_in_fp8"
+)
 # (forward, backward, unknown results, results that are there, residuals)
 _Divided: TypeAlias = tuple[Any, Any, list[bool], list[bool], list[Any]]
 
@@ -65,7 +71,7 @@ def save_what_fits(
     Use this before the first step to choose the policy of a remat. If every value fits,
     no remat is needed, and the step is fastest without one. It compiles the last level
     first. If that does not fit, it bisects, so n levels take at most
-    `2 + log2(n)` compiles.
+    `2 + log2(n)` compiles. A level that runs its compiler out of memory does not fit.
 
     Args:
       make_step: Function of a level that returns the lowered training step,
@@ -100,22 +106,38 @@ def save_what_fits(
     first = 0
     last = at = len(levels) - 1
     while first <= last:
-        compiled = make_step(levels[at]).compile()
-        needed = step_bytes(compiled)
-        if needed <= budget:
+        compiled = _compiled(make_step(levels[at]))
+        needed = None if compiled is None else step_bytes(compiled)
+        if compiled is not None and needed is not None and needed <= budget:
             found = Fit(levels[at], compiled, needed, budget)
             first = at + 1
         else:
             last = at - 1
         at = (first + last) // 2
     if found is None:
+        needs = "more memory than the compiler could get"
+        if needed is not None:
+            needs = f"{needed:,} bytes ({needed / 1e9:.2f} GB) of a device"
         raise ValueError(
             f"no level fits: the step that keeps the least, {levels[0]!r}, needs"
-            f" {needed:,} bytes ({needed / 1e9:.2f} GB) of a device, and the budget is"
+            f" {needs}, and the budget is"
             f" {budget:,} ({budget / 1e9:.2f} GB); shorten the batch, store the weights"
             " (tcfp_jax.store), split the state over more devices, or raise the budget"
         )
     return found
+
+
+def _compiled(step: jax.stages.Lowered) -> jax.stages.Compiled | None:
+    """Return the compiled step, or None if its compiler runs out of memory.
+
+    Compilers allocate what a step needs to time its kernels.
+    """
+    try:
+        return step.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    return None
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
@@ -178,14 +200,15 @@ def checkpoint_in_fp8(x: Array, name: str) -> Array:
     `q s`: q is x / s rounded to E4M3, and s is the smallest power of two with
     `max |x| / s <= 448` in a row along the last axis. The error of a value is at most
     1/16 of it, or 2**-10 s. A NaN or inf makes its row NaN. Without a policy that keeps
-    the name, gradients do not change by a bit, either.
+    the name, gradients do not change by a bit, either, and second derivatives exist.
 
     Args:
       x: Real floats `[..., k]`.
       name: Name for policies such as `jax.checkpoint_policies.save_only_these_names`.
 
     Raises:
-      TypeError: x is not real floating point.
+      TypeError: x is not real floating point, or a copy in FP8 is differentiated, as a
+        second derivative does.
       ValueError: x is a scalar.
 
     >>> policy = jax.checkpoint_policies.save_only_these_names("x")
@@ -283,7 +306,8 @@ def _name() -> Primitive:
 
 @jax.jit
 def _pack(x: Array) -> tuple[Array, Array, Array]:
-    rows = quantize(x, jnp.float8_e4m3fn, Row()).rows
+    fixed = not_differentiated(_NO_GRADIENT_OF_COPIES, x)
+    rows = quantize(fixed, jnp.float8_e4m3fn, Row()).rows
     return x, rows.values, rows.scale
 
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "pallas_kernels": [
         "checks",
+        "derivatives",
         "specs",
         "numerics",
         "counter",

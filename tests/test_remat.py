@@ -180,6 +180,19 @@ def test_it_composes():
     assert float(tangent) == pytest.approx(float(exact), rel=1e-4)
 
 
+def test_second_derivatives_are_exact_or_refused():
+    def second(policy):
+        def cube(x):
+            return jnp.sum(checkpoint_in_fp8(x, "x") ** 3)
+
+        gradient = jax.grad(jax.checkpoint(cube, policy=policy))
+        return jax.grad(lambda x: jnp.mean(gradient(x)))(X)
+
+    assert_close(second(save()), 6 * X / X.size, 1e-6, 0)
+    with pytest.raises(TypeError, match="a policy without the names"):
+        second(save("x"))
+
+
 def test_a_converted_function_keeps_copies_too():
     def run(policy):
         include = ("linear", "small")
@@ -241,6 +254,33 @@ def test_the_most_that_fits_is_found_with_few_compiles(count):
         assert step_bytes(fit.compiled) == fit.needed
         assert tried[0] == count
         assert len(tried) == len(set(tried)) <= 1 + np.ceil(np.log2(count))
+
+
+class StepBeyondTheCompiler(Step):
+    """A step of a level above 4 runs its compiler out of memory."""
+
+    def __init__(self, level, error="RESOURCE_EXHAUSTED: Out of memory"):
+        super().__init__(100 * level)
+        self.level = level
+        self.error = error
+
+    def compile(self):
+        if self.level > 4:
+            raise jax.errors.JaxRuntimeError(self.error)
+        return self
+
+
+@pytest.mark.parametrize("levels", [[1, 2, 4, 8, 16], [1, 4, 64], [4, 5]])
+def test_a_level_that_the_compiler_cannot_fit_does_not_fit(levels):
+    assert save_what_fits(StepBeyondTheCompiler, levels, 10**6).level == 4
+
+
+def test_no_level_fits_the_compiler():
+    with pytest.raises(ValueError, match=r"no level fits: .*5, needs more memory than"):
+        save_what_fits(StepBeyondTheCompiler, [5, 6], 10**6)
+    broken = functools.partial(StepBeyondTheCompiler, error="INTERNAL: broken")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+        save_what_fits(broken, [1, 5], 10**6)
 
 
 def test_a_compiled_step_fits_by_its_own_bytes():

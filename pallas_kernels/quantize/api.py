@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import OF_CODES, without_gradient
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import (
     Block,
@@ -116,7 +117,8 @@ def quantize(
         NaN, and no other.
 
     Raises:
-      TypeError: `x` is not real floating point, or `dtype` is not FP8.
+      TypeError: `x` is not real floating point, `dtype` is not FP8, or a gradient is
+        asked for.
       ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown
         `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
@@ -127,7 +129,10 @@ def quantize(
     """
     options = check_quantizer("x", x, Quantization(dtype, scaling, orientation), amax)
     table = IMPLEMENTATIONS[type(scaling)]
-    return dispatch("quantize", table, backend, options, x, amax)
+    operands = (x, amax)
+    fixed = lax.stop_gradient(operands)
+    made = dispatch("quantize", table, backend, options, *fixed)
+    return without_gradient(OF_CODES, made, operands)
 
 
 def dual_quantize(
@@ -170,7 +175,7 @@ def dual_quantize(
 
     Raises:
       TypeError: `w` or `error` is not real floating point, `bits` is not uint32,
-        `dtype` is not FP8.
+        `dtype` is not FP8, or a gradient is asked for.
       ValueError: shapes differ, w has no such blocks, scales are not powers of two, the
         scaling is rows (which have no residual) or has several scales for one `amax`,
         columns of vectors, or an unknown `orientation` or `backend`.
@@ -195,7 +200,10 @@ def dual_quantize(
                 f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal"
             )
     table = DUAL_IMPLEMENTATIONS[type(scaling)]
-    return dispatch("dual_quantize", table, backend, options, w, error, bits, amax)
+    operands = (w, error, bits, amax)
+    fixed = lax.stop_gradient(operands)
+    made = dispatch("dual_quantize", table, backend, options, *fixed)
+    return without_gradient(OF_CODES, made, (w, error, amax))
 
 
 def _check_scaling(scaling: Scaling, orientation: str) -> None:

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.counter import bits_of
+from pallas_kernels.derivatives import OF_CODES, not_differentiated
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, lacks_fp8, shared
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.hopper import plan
@@ -113,7 +114,8 @@ def quantize_nvfp4(
         inf becomes its tile's largest.
 
     Raises:
-      TypeError: `x` is not real floating point, or the key is not two words.
+      TypeError: `x` is not real floating point, the key is not two words, or a gradient
+        is asked for.
       ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or
         tile, an amax that is not one magnitude, or signs that are not 16 of 1 and -1,
         or for squares.
@@ -131,6 +133,7 @@ def quantize_nvfp4(
     scalemode: ScaleMode = "max" if rule == "amax" else rule
     modes = Modes("even" if key is None else "stochastic", scalemode)
     call = functools.partial(_encoded, _DATATYPES[tile], modes)
+    array, wide = not_differentiated(OF_CODES, (array, wide))
     # Tiles are cut, which explicit axes refuse.
     return with_automatic_axes(call, lambda _: PartitionSpec(), array, flips, wide, key)
 

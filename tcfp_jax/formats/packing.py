@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.derivatives import OF_CODES, not_differentiated
 from pallas_kernels.explicit import with_automatic_axes
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.casting import check_arguments
@@ -106,7 +107,8 @@ def pack(
         `formats.sparse`, and one bit per value.
 
     Raises:
-      TypeError, ValueError: as `formats.cast`; also for `sparsity` that does not divide
+      TypeError: as `formats.cast`, or a gradient is asked for, which bytes do not have.
+      ValueError: as `formats.cast`; also for `sparsity` that does not divide
         the last axis, or with a zero point, a codebook, an exponent or a residual; and
         for a NaN if an unscaled number has no code for it. A traced NaN cannot be seen:
         it is stored as 0, or as the codebook value nearest to 0.
@@ -122,6 +124,7 @@ def pack(
     if sparsity is not None:
         _check_sparsity(sparsity, datatype)
     packed = functools.partial(_pack, datatype=datatype, modes=modes, sparsity=sparsity)
+    array = not_differentiated(OF_CODES, array)
     # The bytes of the whole array follow each other, so with explicit axes the result
     # is not sharded.
     return with_automatic_axes(packed, lambda _: PartitionSpec(), array, key)

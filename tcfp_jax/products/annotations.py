@@ -15,12 +15,13 @@ A name costs nothing: it is gone when the program is lowered. Differentiated pro
 have a rule instead of the body.
 """
 
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.derivatives import not_differentiated
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 
@@ -30,6 +31,12 @@ from tcfp_jax.weights.layout import Layout
 WEIGHT_NAME = "tcfp_weight"
 ACTIVATION_NAME = "tcfp_activation"
 _PREFIX = "tcfp_product_"
+_TWICE = (
+    "a second derivative of a product in low precision is asked for (a gradient of"
+    " gradients, a Hessian): the gradient is that of rounded operands, and rounding"
+    " has no derivative of its own, so terms would silently be zero; use"
+    ' recipe("bf16") for the products that are differentiated twice'
+)
 _T = TypeVar("_T")
 
 
@@ -151,7 +158,6 @@ def _annotation_of(name: str) -> _Annotation | None:
     return _ANNOTATIONS[int(name.removeprefix(_PREFIX))]
 
 
-@jax.custom_jvp
 def differentiated_once(operands: _T) -> _T:
     """Return the operands of a derivative's rule; raise a TypeError if they are
     differentiated again.
@@ -159,14 +165,4 @@ def differentiated_once(operands: _T) -> _T:
     A rule rounds, and rounding has a derivative of zero almost everywhere. A second
     derivative, such as that of a penalty on gradients, would lose these terms silently.
     """
-    return operands
-
-
-@differentiated_once.defjvp
-def _refuse_twice(primals: object, tangents: object) -> NoReturn:
-    raise TypeError(
-        "a second derivative of a product in low precision is asked for (a gradient of"
-        " gradients, a Hessian): the gradient is that of rounded operands, and rounding"
-        " has no derivative of its own, so terms would silently be zero; use"
-        ' recipe("bf16") for the products that are differentiated twice'
-    )
+    return not_differentiated(_TWICE, operands)

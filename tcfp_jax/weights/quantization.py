@@ -70,7 +70,8 @@ def quantize(
       An `Operand` with `values`, `scale` and `dequantize()`.
 
     Raises:
-      TypeError: `x` is not real floating point, or `dtype` is not FP8.
+      TypeError: `x` is not real floating point, `dtype` is not FP8, or a gradient is
+        asked for: use `formats.cast` or `fake_quantize`.
       ValueError: `scale`, `block` or `tile` is unknown, `axis` is out of range; or
         blocks with `scale="float32"`, or `axis` or `tile` without blocks.
 
@@ -139,7 +140,7 @@ def split(
       An `Operand` with `hi`, `lo`, `scale`, `nbytes` and `dequantize()`.
 
     Raises:
-      TypeError: `w` or `error` is not real floating point.
+      TypeError: `w` or `error` is not real floating point, or a gradient is asked for.
       ValueError: `error` and `w` differ in shape, `block` or `tile` is unknown, `amax`
         with blocks, or `tile` without.
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import not_differentiated
 from pallas_kernels.operands import Fp4, Operand, Scaling
 from pallas_kernels.specs import device_count
 from tcfp_jax.paths import serialize_with_flax
@@ -31,6 +32,14 @@ NO_GRADIENT = (
     "a gradient with respect to packed FP4 codes is asked for, which have none: train"
     " float adapters next to the frozen weight (LoRA, see docs/fp4.md), or float"
     ' parameters that recipe("nvfp4") packs in every step'
+)
+_NO_GRADIENT_OF_HALVES = (
+    "a gradient with respect to a stored weight is asked for: its halves are FP8, and"
+    " so would be their gradients, three bits without a scale. Parameters that"
+    " tcfp_jax.store made are differentiated by tcfp_jax.value_and_grad or grad (NNX:"
+    " tcfp_jax.nnx.value_and_grad), not by JAX's; next to float parameters,"
+    " differentiate these and pass the stored weight as quantized= (in Flax:"
+    " layer_state(opt_state) as a constant)"
 )
 
 
@@ -371,35 +380,17 @@ register(Stored, _children, _stored_of)
 serialize_with_flax(Operand)
 
 
-# A rule of its own instead of a check in the product's rule: once a rule of a shared
-# trace has raised, that trace cannot be differentiated again (jax 0.10 to 0.12:
-# `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps).
-@jax.custom_jvp
-def _constant(stored: Stored) -> Stored:
-    return stored
-
-
-@_constant.defjvp
-def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
-    if primals[0].is_packed:
-        raise TypeError(NO_GRADIENT)
-    raise TypeError(
-        "a gradient with respect to a stored weight is asked for: its halves are FP8,"
-        " and so would be their gradients, three bits without a scale. Parameters that"
-        " tcfp_jax.store made are differentiated by tcfp_jax.value_and_grad or grad"
-        " (NNX: tcfp_jax.nnx.value_and_grad), not by JAX's; next to float parameters,"
-        " differentiate these and pass the stored weight as quantized= (in Flax:"
-        " layer_state(opt_state) as a constant)"
-    )
-
-
 def constant(stored: Stored) -> Stored:
     """Return a stored weight without its sample, as a constant.
 
     Differentiating it, as `jax.grad` with respect to the weight does, raises a
     TypeError.
     """
-    return _constant(replace(stored, sample=None))
+    # A rule of its own instead of a check in the product's rule: once a rule of a
+    # shared trace has raised, that trace cannot be differentiated again (jax 0.10 to
+    # 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps).
+    message = NO_GRADIENT if stored.is_packed else _NO_GRADIENT_OF_HALVES
+    return not_differentiated(message, replace(stored, sample=None))
 
 
 def _poisoned_unless(operand: Operand, sound: Array) -> Operand:

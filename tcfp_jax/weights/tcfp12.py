@@ -44,6 +44,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.checks import check_choice
+from pallas_kernels.derivatives import OF_CODES, not_differentiated
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
@@ -172,13 +173,14 @@ def quantize_tcfp12(
     >>> packed.nbytes * 8 / 64
     12.5
     """
-    x = jnp.asarray(x)
-    _check(x, block, residual, scale, sigma, key)
+    array = jnp.asarray(x)
+    _check(array, block, residual, scale, sigma, key)
+    array = not_differentiated(OF_CODES, array)
     # Blocks cut the last axis, so the result has it whole under explicit axes.
-    leading = entries_of(x)[:-1]
+    leading = entries_of(array)[:-1]
     packed = functools.partial(_packed, block, residual, scale, sigma)
     return with_automatic_axes(
-        packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), x, key
+        packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), array, key
     )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import tcfp_jax
-from tcfp_jax import recipes
+from tcfp_jax import formats, recipes
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.fp4_cases import rounded
 from tests.helpers import (
@@ -55,6 +55,40 @@ AROUND = {
     "scan": (scanned, STACK),
     "vmap": (mapped, STACK),
 }
+
+
+OF_CODES = {
+    "quantize": lambda x: tcfp_jax.quantize(x).dequantize(),
+    "quantize, E5M2": lambda x: tcfp_jax.quantize(x, jnp.float8_e5m2).dequantize(),
+    "quantize, blocks": lambda x: tcfp_jax.quantize(x, block=32).dequantize(),
+    "split": lambda x: tcfp_jax.split(x).dequantize(),
+    "split, error": lambda x: tcfp_jax.split(X, error=x).dequantize(),
+    "quantize_tcfp12": lambda x: tcfp_jax.quantize_tcfp12(x).dequantize(),
+    "pack": lambda x: formats.unpack(formats.pack(x, "mxfp8e4")),
+    "quantize_nvfp4": lambda x: formats.quantize_nvfp4(x).outer * x,
+}
+IN_FP8 = [name for name in OF_CODES if name.startswith(("quantize,", "split"))]
+
+
+@parametrize("name", OF_CODES)
+@parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_codes_have_no_gradient(name, around):
+    rounded = around(OF_CODES[name])
+    with pytest.raises(TypeError, match=r"fake_quantize or formats\.cast"):
+        jax.grad(lambda x: jnp.mean(rounded(x)))(X)
+
+
+@parametrize("name", IN_FP8)
+def test_fp8_values_may_be_read_behind_a_stopped_gradient(name):
+    def straight(x):
+        return x + lax.stop_gradient(OF_CODES[name](x) - x)
+
+    def loss(x):
+        return jnp.mean(straight(x) * X)
+
+    assert_near(jax.grad(loss)(X), X / X.size, 1e-9)
+    tangent = jax.jvp(OF_CODES[name], (X,), (X,))[1]
+    assert jnp.isnan(tangent).all()
 
 
 @parametrize("where", ["argument", "w"])
