@@ -32,7 +32,7 @@ KEPT = "bf16, logits kept"
 RECIPES = ("bf16", "tensorwise", "tcfp12_single", "rowwise")
 # Operands of eight bits leave 23 dB and more of a gradient; a wrong scale or operand
 # gives less than 3.
-LEAST_SNR_DB = {KEPT: 35.0, "bf16": 35.0} | dict.fromkeys(RECIPES[1:], 20.0)
+LEAST_SNR_DB = {KEPT: 35.0, "bf16": 35.0} | dict.fromkeys(RECIPES[1:], 22.0)
 Heads = dict[str, tuple[Any, tuple[Any, ...]]]  # name: (jitted function, arguments)
 
 
@@ -41,7 +41,8 @@ class Config(timing.Repetitions):
     """Settings of a run; `checked` are the sizes of the comparison."""
 
     sizes: tuple[int, int, int] = (16384, 2048, 128_256)  # tokens, width, ids
-    checked: tuple[int, int, int] = (2048, 512, 8192)
+    # E5M2 rounds a 1792nd by 9 %.
+    checked: tuple[int, int, int] = (1792, 512, 8192)
 
 
 SMOKE = Config((64, 32, 256), (64, 32, 256), rounds=2, calls=1)

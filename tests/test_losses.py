@@ -15,11 +15,17 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from tcfp_jax import losses
-from tcfp_jax.losses import cross_entropy
+from tcfp_jax.losses import chunks, cross_entropy
 from tcfp_jax.products.fp8_weights import quantize_operand
 from tcfp_jax.weights.quantization import quantize_weight
-from tests.helpers import assert_close, decibels, float64_of, mesh_of, refusals
+from tests.helpers import (
+    assert_close,
+    decibels,
+    drawn,
+    float64_of,
+    mesh_of,
+    refusals,
+)
 from tests.loss_cases import (
     IGNORED,
     TARGETS,
@@ -69,13 +75,13 @@ def exact(logits, targets, weights=None, ignore=-1, soft_cap=None, **options):
     def mean(logits):
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
-        labels = jax.nn.one_hot(targets, V, dtype=jnp.float64)
+        labels = jax.nn.one_hot(targets, logits.shape[-1], dtype=jnp.float64)
         labels = optax.smooth_labels(labels, options.get("label_smoothing", 0.0))
         squares = jax.nn.logsumexp(logits, -1) ** 2
         found = optax.softmax_cross_entropy(logits, labels)
         found = found + options.get("z_loss", 0.0) * squares
-        shares = jnp.ones(T) if weights is None else jnp.asarray(weights, jnp.float64)
-        shares = jnp.where(targets == ignore, 0, shares)
+        shares = jnp.ones(found.shape) if weights is None else weights
+        shares = jnp.where(targets == ignore, 0.0, jnp.asarray(shares, jnp.float64))
         return jnp.sum(found * shares) / jnp.sum(shares)
 
     with jax.enable_x64(True):
@@ -143,6 +149,77 @@ def test_value_and_gradients_are_those_of_float64(name, options):
     of_dw = np.abs(x).T @ rounding + of_x
     assert np.all(np.abs(dx - g @ w.T) <= rounding @ np.abs(w).T + 2.0**-20)
     assert np.all(np.abs(dw - x.T @ g) <= of_dw + 2.0**-20)
+
+
+def length(found, wanted):
+    """Return the length of a gradient along float64's."""
+    wanted = np.asarray(wanted)
+    return np.vdot(wanted, np.asarray(found, np.float64)) / np.vdot(wanted, wanted)
+
+
+MANY = 252  # whose inverse E5M2 rounds up by 8 %
+COUNTED = jnp.arange(MANY) < 228  # down by 11 %
+ALIKE = {
+    "plain": {},
+    "masked": dict(weights=COUNTED),
+    "ignored": dict(ignore=0),
+    "two weights": dict(weights=jnp.where(COUNTED, 0.7, 1.0)),
+    "signs": dict(weights=jnp.where(COUNTED, 0.7, -0.3)),
+    "smoothing": dict(label_smoothing=0.1),
+    "z_loss": dict(z_loss=0.02),
+    "chunks": dict(chunk=84),
+    "all": dict(
+        weights=jnp.where(COUNTED, 0.7, 0.0),
+        label_smoothing=0.3,
+        z_loss=0.02,
+        soft_cap=5.0,
+    ),
+}
+SCALED = {
+    "float32": tcfp_jax.recipe("tensorwise", scale="float32"),
+    "E4M3": tcfp_jax.recipe("nvfp4", activation="float8_e4m3fn", dgrad="full"),
+}
+
+
+@pytest.mark.slow_except(
+    "tensorwise-plain",
+    "tensorwise-two weights",
+    "tensorwise-all",
+    "rowwise-signs",
+    "blockwise-smoothing",
+    "tcfp12-masked",
+    "float32-z_loss",
+)
+@pytest.mark.parametrize("options", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "rowwise", "blockwise", "tcfp12", *SCALED]
+)
+def test_gradients_that_are_alike_for_all_tokens_keep_their_length(recipe, options):
+    """Their roundings would all have one direction, and would not average out."""
+    x = drawn(MANY, K)
+    w = drawn(K, 256, seed=1) * 0.02
+    targets = jnp.asarray(np.random.default_rng(3).integers(0, 256, MANY))
+    recipe = SCALED.get(recipe, recipe)
+    _, found = run(x, w, targets, recipe=recipe, **options)
+    wide_x = np.float64(x)
+    wide_w = np.float64(w)
+    _, g = exact(wide_x @ wide_w, targets, **options)
+    assert length(found[0], g @ wide_w.T) == pytest.approx(1, abs=0.01)
+    assert length(found[1], wide_x.T @ g) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise"])
+def test_gradients_beyond_one_keep_their_size(recipe):
+    """Slopes of the z-loss are 9 times the softmax here, and one weight is negative."""
+    w = W * 3
+    options = dict(z_loss=0.5, weights=WEIGHTS.at[1].set(-1.5))
+    _, found = run(X, w, TARGETS, recipe=recipe, **options)
+    wide_x = np.float64(X)
+    wide_w = np.float64(w)
+    _, g = exact(wide_x @ wide_w, TARGETS, **options)
+    least = 40 if recipe == "bf16" else 20
+    assert decibels(g @ wide_w.T, found[0]) > least
+    assert decibels(wide_x.T @ g, found[1]) > least
 
 
 @pytest.mark.slow_except("8-blockwise", "1-bf16")
@@ -217,7 +294,13 @@ def test_losses_of_ignored_tokens_may_have_any_cotangent():
 
 
 @pytest.mark.parametrize(
-    "reduce", [lambda x: x[0], lambda x: jnp.sum(x**2), lambda x: x[0] - x[1]]
+    "reduce",
+    [
+        lambda x: x[0],
+        lambda x: jnp.sum(x**2),
+        lambda x: x[0] - x[1],
+        lambda x: x.sum() + 0.01 * x[3],
+    ],
 )
 def test_another_function_of_the_losses_has_no_gradient(reduce):
     """It raises; a compiled program can only give NaN."""
@@ -303,11 +386,44 @@ def test_nan_stays_nan_unless_its_token_is_ignored(recipe, value):
 
 
 def test_a_mean_over_no_tokens_is_nan():
-    assert all_nan(run(X, W, jnp.full(T, -1), recipe="bf16", ignore=-1))
+    nobody = jnp.full(T, -1)
+    (mean, by_token), gradients = run(X, W, nobody, recipe="tensorwise", ignore=-1)
+    assert all_nan((mean, gradients))
+    assert not by_token.any()
     mean, by_token = cross_entropy(X[:0], W, TARGETS[:0], recipe="tensorwise")
     assert jnp.isnan(mean)
     assert by_token.shape == (0,)
     assert jax.grad(mean_of(TARGETS[:0]), 1)(X[:0], W).shape == W.shape
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_losses_of_ignored_tokens_alone_have_a_gradient_of_zero(of):
+    def loss(x, w, weights):
+        return cross_entropy(x, w, TARGETS, weights=weights)[1].mean()
+
+    args = X, W, jnp.zeros(T)
+    assert loss(*args) == 0
+    assert_close(jax.grad(loss, of)(*args), jnp.zeros_like(args[of]), 0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30, 1e38, 3e38])
+def test_any_scale_of_the_weights_gives_the_same_mean(scale):
+    def loss(x, w, factor):
+        return cross_entropy(x, w, TARGETS, weights=factor * (WEIGHTS / 2))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    assert_close(step(X, W, scale), step(X, W, 1.0), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+def test_huge_logits_have_finite_losses(z_loss):
+    x = X.astype(jnp.float32) * 1e19
+    logits = np.float64(x.astype(jnp.bfloat16)) @ np.float64(W.astype(jnp.bfloat16))
+    wanted, _ = exact(logits, TARGETS, z_loss=z_loss)
+    found, (dx, dw) = run(x, W, TARGETS, recipe="bf16", z_loss=z_loss)
+    assert_close(found[0], wanted, 1e-5)
+    assert jnp.isfinite(dx).all()
+    assert jnp.isfinite(dw).all()
 
 
 def test_targets_of_64_bits_do_not_wrap():
@@ -395,7 +511,7 @@ def lengths_of_scans(f, *args):
 
 
 def test_one_chunk_of_tokens_for_each_device_is_the_default(monkeypatch):
-    monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(chunks, "TOKENS_AT_ONCE", 1)
     assert lengths_of_scans(mean_of(), X, W) == [-(-T // jax.device_count())]
     inside = jax.shard_map(  # where a device has its own tokens
         lambda x, t: cross_entropy(x, W, t)[0][None],

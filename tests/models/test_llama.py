@@ -20,6 +20,7 @@ from models.nets.shapes import LlamaConfig
 from models.nets.sizes import LLAMAS
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
+from tcfp_jax.losses import chunks
 from tests.helpers import filled, same_bits, store_at_once, variables_of
 
 # `nn.RMSNorm` mixes dtypes in bfloat16
@@ -495,7 +496,7 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
 @pytest.mark.parametrize("kept", ["logits", "inputs"])
 def test_losses_of_a_head_are_those_of_its_logits(kept, dtype, monkeypatch):
     # 32 rows are four times the eight of eight devices
-    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(chunks, "TOKENS_AT_ONCE", 1)
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.standard_normal((2, 16, 8)), dtype)
     w = jnp.asarray(rng.standard_normal((8, 300)), jnp.float32)
@@ -569,7 +570,7 @@ def test_a_backward_pass_of_losses_holds_no_logits():
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [UNTIED, MICRO], ids=["untied", "tied"])
 def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch):
-    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(chunks, "TOKENS_AT_ONCE", 1)
     model, variables = llama(config, "bfloat16", remat="block")
     tokens = jnp.asarray(TOKENS)
     converted = tcfp_jax.conversion.convert_to_tcfp(
