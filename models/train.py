@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from models.huggingface.configs import is_folder
@@ -58,6 +59,7 @@ from models.huggingface.folders import check_folder
 from models.nets.meshes import make_mesh, parse_mesh
 from models.nets.sizes import family_of
 from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_config
+from models.training.examples import COUNTED, DOCUMENTS, in_color
 from models.training.intact import write_json
 from models.training.monitoring import read_reports
 from models.training.options import given_settings, parser_of
@@ -208,6 +210,8 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         heading = _heading(config, out, mesh) if is_first() else ""
     if is_first():
         print(heading, flush=True)
+        if options.show_example:
+            print(_example(config), flush=True)
     name = str(config.recipe)
     result = train(config, out=out)
     baseline = None
@@ -260,12 +264,33 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
         )
     return (
         f"{_name(config)}: {count_parameters(config):,} parameters, {config.steps}"
-        f" steps of {config.batch} x {config.sequence} tokens, activations in"
+        f" steps of {config.batch} x {config.sequence} tokens, {_counted(corpus.train)}"
+        " count in the loss, activations in"
         f" {config.compute_dtype}, on {device}\ntext: {_source(config)}:"
         f" {len(corpus.train):,} to train in {len(corpus.train_files)} files,"
         f" {len(corpus.heldout):,} held out in {len(corpus.heldout_files)}"
         f" files\nfolder: {out}"
     )
+
+
+def _counted(text: np.ndarray) -> str:
+    """Describe how many tokens of a text the loss counts."""
+    if text.ndim == 1:
+        return "all"
+    tokens = int((text[:, DOCUMENTS] > 0).sum())
+    counted = int(text[:, COUNTED].sum())
+    return f"{counted:,} of {tokens:,} ({counted / tokens:.0%})"
+
+
+def _example(config: TrainConfig) -> str:
+    """Return a document of the text in color."""
+    tokenizer = config.data.read_tokenizer()
+    if tokenizer is None or not config.data.packs:
+        raise ValueError(
+            "--show-example is for documents, such as chats.jsonl; of other text every"
+            " token counts, so leave it"
+        )
+    return in_color(corpus_of(config).train, tokenizer)
 
 
 def _name(config: TrainConfig) -> str:

@@ -15,12 +15,15 @@ that stay are a sample of all. Ids keep their order.
 """
 
 import codecs
+import datetime
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from models.huggingface.tokenizer import Tokenizer, read_tokenizer
 from models.training.documents import (
     SNIFFED,
     check_paths,
@@ -34,6 +37,70 @@ from models.training.text import SEPARATOR, Corpus, stable_hash
 HELDOUT_SHARE = 20
 IDS_SUFFIX = ".npy"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text of a run.
+
+    Attributes:
+      paths: Files and folders of text, read as bytes, or one `.npy` of token ids
+        (`load_data`). Empty means the source of Python's standard
+        library.
+      vocabulary: Number of token ids. The model gets rows for them if it has fewer.
+      tokenizer: A `tokenizer.json` that makes ids of text. Files of documents
+        (`models.training.documents`) then hold texts and conversations, packed into
+        rows (`models.training.examples`).
+      corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
+      date: Day that chat templates take for today, such as "2026-11-28"; None is the
+        day on which they are asked. A resumed run needs the day of its beginning.
+
+    Raises:
+      ValueError: the names contradict each other, token ids have no vocabulary, the
+        size is below 1, or the date is none.
+    """
+
+    paths: tuple[str, ...] = ()
+    vocabulary: int | None = None
+    tokenizer: str | None = None
+    corpus_bytes: int = 16 * 2**20
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        check_names(self.paths, self.vocabulary, self.tokenizer)
+        if self.date is not None:
+            _check_date(self.date)
+        if not isinstance(self.paths, tuple):
+            raise ValueError(
+                f"data={self.paths!r} is not a tuple; write data={tuple(self.paths)}"
+            )
+        if self.corpus_bytes < 1:
+            raise ValueError(f"corpus_bytes={self.corpus_bytes} must be at least 1")
+
+    @property
+    def packs(self) -> bool:
+        """If the data are documents that are packed into rows."""
+        return bool(document_files(self.paths))
+
+    def read_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of the text, for which today is the date of the run.
+
+        Raises:
+          FileNotFoundError: its file does not exist.
+          ValueError: a file is damaged.
+        """
+        if self.tokenizer is None:
+            return None
+        return replace(read_tokenizer(Path(self.tokenizer)), date=self.date)
+
+
+def _check_date(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"date={date!r} is not a day; write it as in 2026-11-28"
+        ) from error
 
 
 def check_names(

@@ -27,6 +27,9 @@ from models.training.text import Corpus, stable_hash
 HELDOUT_SHARE = 20
 # Planes of a row.
 TOKENS, DOCUMENTS, COUNTED = range(3)
+# Commands of terminals
+GREEN = "\x1b[32m"
+PLAIN = "\x1b[0m"
 
 
 class Example(NamedTuple):
@@ -156,6 +159,23 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             'no message has the role "assistant", whose answers are learned'
         )
     return messages
+
+
+def in_color(rows: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the first document of rows as text for a terminal, with the tokens that
+    count in green.
+    """
+    document = rows[0][:, rows[0, DOCUMENTS] == 1]
+    changes = np.flatnonzero(np.diff(document[COUNTED])) + 1
+    parts: list[str] = []
+    for part in np.split(document, changes, axis=1):
+        text = tokenizer.decode(part[TOKENS].tolist())
+        # A text may hold commands for the terminal
+        plain = "".join(
+            one if one.isprintable() or one == "\n" else "�" for one in text
+        )
+        parts.append(f"{GREEN}{plain}{PLAIN}" if part[COUNTED, 0] else plain)
+    return "".join(parts)
 
 
 def packed(examples: Sequence[Example], length: int) -> np.ndarray:

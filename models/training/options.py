@@ -63,6 +63,13 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
     },
     "model and text": {
         "heldout_windows": (int, "windows of the held-out evaluation"),
+        "date": (
+            str,
+            (
+                "YYYY-MM-DD that chat templates take for today (default: the day on"
+                " which the run begins)"
+            ),
+        ),
         "corpus_bytes": (
             int,
             (
@@ -252,6 +259,12 @@ def _add_folder(group: argparse._ArgumentGroup) -> None:
         choices=get_args(Form),
         default="bf16",
         help="of the weights in that folder (default: bf16)",
+    )
+    group.add_argument(
+        "--show-example",
+        action="store_true",
+        default=False,
+        help="print a document, with the tokens that the loss counts in color",
     )
     group.add_argument(
         "--tensorboard",

@@ -21,7 +21,6 @@ from tqdm import tqdm
 import tcfp_jax
 from models.huggingface.configs import is_folder
 from models.huggingface.folders import Form, check_folder, write_folder
-from models.huggingface.tokenizer import read_tokenizer
 from models.nets.meshes import check_mesh, everywhere, make_mesh
 from models.nets.shapes import LlamaConfig
 from models.training.batches import check_corpus
@@ -34,7 +33,7 @@ from models.training.checkpoint import (
     holds_run,
     read_config,
 )
-from models.training.data import load_data
+from models.training.data import Data, load_data
 from models.training.examples import load_examples
 from models.training.fitting import fitted
 from models.training.monitoring import Board, check_board, written
@@ -42,7 +41,7 @@ from models.training.parameters import export
 from models.training.processes import check_same, is_first, together, whole
 from models.training.progress import repeated, shown
 from models.training.sampling import continued
-from models.training.settings import BAD_STEPS, Data, TrainConfig
+from models.training.settings import BAD_STEPS, TrainConfig
 from models.training.state import TrainState, float_parameters
 from models.training.steps import (
     batch_key,
@@ -259,11 +258,11 @@ def checked_corpus(config: TrainConfig) -> Corpus:
 def _corpus(data: Data, packed: int | None) -> Corpus:
     """Return a text; `packed` is the length of rows of documents."""
     limit = data.corpus_bytes
-    if data.tokenizer is None:
+    tokenizer = data.read_tokenizer()
+    if tokenizer is None:
         if not data.paths:
             return load_corpus(byte_limit=limit)
         return load_data(data.paths, vocabulary=data.vocabulary, byte_limit=limit)
-    tokenizer = read_tokenizer(Path(data.tokenizer))
     if packed is not None:
         return load_examples(data.paths, tokenizer, packed)
     if data.paths:
@@ -415,13 +414,12 @@ def _sample(
     """Continue the prompt of the run, print the text, and append it to the folder."""
     if config.sample is None:
         return
-    tokenizer = config.data.tokenizer
     text = continued(
         model_of(config),
         {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)},
         config.sample,
         context=config.size.context,
-        tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer)),
+        tokenizer=config.data.read_tokenizer(),
     )
     if is_first():
         tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")

@@ -6,6 +6,7 @@ with the settings that it alone has. The command line, `preset` and the folder o
 name all settings in one row (`settings_of`, `config_of`).
 """
 
+import datetime
 import math
 import numbers
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from models.huggingface.configs import is_folder, read_shape
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
 from models.nets.sizes import model_config, model_names
-from models.training.data import IDS_SUFFIX, check_names
+from models.training.data import IDS_SUFFIX, Data
 from models.training.documents import document_files
 from pallas_kernels.checks import check_choice
 from tcfp_jax.recipes import Dual, Recipe, describe
@@ -86,44 +87,6 @@ class Adapters:
 
 
 Trained = Float | Stored | Adapters
-
-
-@dataclass(frozen=True)
-class Data:
-    """Text of a run.
-
-    Attributes:
-      paths: Files and folders of text, read as bytes, or one `.npy` of token ids
-        (`models.training.data.load_data`). Empty means the source of Python's standard
-        library.
-      vocabulary: Number of token ids. The model gets rows for them if it has fewer.
-      tokenizer: A `tokenizer.json` that makes ids of text. Files of documents
-        (`models.training.documents`) then hold texts and conversations, packed into
-        rows (`models.training.examples`).
-      corpus_bytes: Largest size of the text in bytes; of token ids, of their file.
-
-    Raises:
-      ValueError: the names contradict each other, token ids have no vocabulary, or the
-        size is below 1.
-    """
-
-    paths: tuple[str, ...] = ()
-    vocabulary: int | None = None
-    tokenizer: str | None = None
-    corpus_bytes: int = 16 * 2**20
-
-    def __post_init__(self) -> None:
-        check_names(self.paths, self.vocabulary, self.tokenizer)
-        if not isinstance(self.paths, tuple):
-            raise ValueError(
-                f"data={self.paths!r} is not a tuple; write data={tuple(self.paths)}"
-            )
-        _check_positive(self, "corpus_bytes")
-
-    @property
-    def packs(self) -> bool:
-        """If the data are documents that are packed into rows."""
-        return bool(document_files(self.paths))
 
 
 @dataclass(frozen=True)
@@ -383,7 +346,7 @@ def config_of(settings: Mapping[str, Any]) -> TrainConfig:
 
     weights = trained_form(**taken("weights", "moments", "error_dtype", "lora"))
     paths = fields.pop("data", ())
-    data = Data(paths, **taken("vocabulary", "tokenizer", "corpus_bytes"))
+    data = Data(paths, **taken("vocabulary", "tokenizer", "corpus_bytes", "date"))
     return TrainConfig(**fields, weights=weights, data=data)
 
 
@@ -460,8 +423,12 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     if given.get("data"):
         defaults["corpus_bytes"] = 2**63 - 1
     tokenizer = given.get("tokenizer")
-    if tokenizer is not None and given.get("vocabulary") is None:
-        given["vocabulary"] = read_tokenizer(Path(tokenizer)).size
+    if tokenizer is not None:
+        found = read_tokenizer(Path(tokenizer))
+        if given.get("vocabulary") is None:
+            given["vocabulary"] = found.size
+        if found.tells_the_date and document_files(given.get("data", ())):
+            defaults["date"] = datetime.date.today().isoformat()
     config = config_of({**defaults, **given})
     error_dtype = given.get("error_dtype", "float32")
     if error_dtype != "float32" and not tcfp_jax.recipe(config.recipe).feedback:

@@ -1,12 +1,15 @@
 """Your own text and token ids: which files are read, held out, and refused."""
 
+import json
 import os
 
 import numpy as np
 import pytest
 
 from models import train
+from models.tokens import OWN
 from models.training.data import load_data
+from models.training.running import corpus_of
 from models.training.settings import Data, preset
 from models.training.text import SEPARATOR
 
@@ -40,7 +43,10 @@ def ids(tmp_path):
 
     def save(values, dtype="uint16"):
         path = tmp_path / "ids.npy"
-        np.save(path, np.asarray(values, dtype))
+        if values is None:
+            path.write_bytes(b"")
+        else:
+            np.save(path, np.asarray(values, dtype))
         return str(path)
 
     return save
@@ -129,6 +135,7 @@ def test_ids_are_mapped_and_keep_their_order(ids):
         ([[1, 2], [3, 4]], "int32", r"holds int32 \[2, 2\]"),
         ([True], "bool", "holds bool"),
         ([None], "object", "is not an array of numbers"),
+        (None, "bytes", r"is not an array of numbers \(No data left"),
     ],
 )
 def test_ids_that_are_refused(ids, values, dtype, message):
@@ -209,3 +216,82 @@ def test_a_model_has_rows_for_every_id(ids):
     assert preset("llama-tiny").data.corpus_bytes == 2**24
     with pytest.raises(ValueError, match="with a model that reads bytes alone"):
         preset("tiny", data=("ids.npy",), vocabulary=1000)
+
+
+LINES = "".join(
+    json.dumps(dict(text=f"The line {i} of a document")) + "\n" for i in range(60)
+)
+ARRAY = json.dumps([json.loads(line) for line in LINES.splitlines()], indent=1)
+
+
+def rows_of(tmp_path, path):
+    """Return the rows of a run with this project's tokenizer on the data of a path."""
+    given = dict(data=(str(tmp_path / path),), tokenizer=str(OWN), sequence=32)
+    return corpus_of(preset("llama-tiny", **given))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lines.jsonl", LINES),
+        ("lines.json", LINES),
+        ("lines.JSONL", LINES),
+        ("lines.ndjson", LINES),
+        ("folder/lines.jsonl", LINES),
+        ("folder/more/lines.json", LINES),
+        ("array.json", ARRAY),
+        ("folder/array.Json", ARRAY),
+        ("windows.jsonl", "\ufeff" + LINES.replace("\n", "\r\n") + "\r\n"),
+        ("windows.json", "\ufeff\n " + ARRAY),
+    ],
+)
+def test_documents_have_many_names(tmp_path, name, text):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    (tmp_path / "plain.jsonl").write_text(LINES)
+    found = rows_of(tmp_path, name.partition("/")[0])
+    assert found.train.shape[1:] == (3, 33)
+    assert found.digest == rows_of(tmp_path, "plain.jsonl").digest
+
+
+CHATS = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "message"),
+    [
+        ({"chats.txt": CHATS}, "chats.txt", "holds conversations, whose JSON would"),
+        ({"a/chats": "[" + CHATS + "]"}, "a", "holds conversations, whose JSON"),
+        (
+            {"a/b.txt": "text", "a/c.jsonl": LINES},
+            "a",
+            r"c\.jsonl holds documents, and",
+        ),
+        ({"a/b.jsonl": LINES, "a/c.json": "{}"}, "a", r"c\.json does not; give"),
+        ({"a.json": "{}"}, "a.json", r'line 1: a line is an object with either "text"'),
+        ({"a.json": '{\n"text": "b"}'}, "a.json", r"a\.json, line 1: Expecting .* one"),
+        ({"a.json": "[1,\n"}, "a.json", r"a\.json: Expecting value"),
+        ({"a.json": "[[1]]"}, "a.json", r"item 1: a line is an object"),
+        ({"a.jsonl": "\udcff"}, "a.jsonl", r"line 1: 'utf-8' codec can't decode"),
+        ({"a.jsonl": LINES[:20]}, "a.jsonl", r"line 1: Unterminated string"),
+        ({}, "a.jsonl", r"a\.jsonl does not exist"),
+    ],
+)
+def test_conversations_are_never_plain_text(tmp_path, files, given, message):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, errors="surrogateescape")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        rows_of(tmp_path, given)
+
+
+def test_documents_need_a_tokenizer_and_other_json_is_text(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(LINES)
+    with pytest.raises(ValueError, match=r"chats\.jsonl holds documents for a token"):
+        load_data([str(tmp_path)])
+    (tmp_path / "chats.jsonl").rename(tmp_path / "package.json")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / "code.py").write_text("import json\n")
+    assert len(load_data([str(tmp_path)]).train) > 20

@@ -3,8 +3,10 @@ sampled from, and written again.
 """
 
 import dataclasses
+import datetime
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,17 @@ from models.huggingface.configs import read_shape
 from models.huggingface.tensors import from_huggingface
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.llama import Llama
-from models.training.examples import COUNTED, DOCUMENTS, TOKENS, answers, load_examples
+from models.training.answers import answers
+from models.training.examples import (
+    COUNTED,
+    DOCUMENTS,
+    TOKENS,
+    example,
+    in_color,
+    load_examples,
+    packed,
+)
+from models.training.settings import config_of, preset, settings_of
 from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed
 from tcfp_jax.weights.stored import Stored
@@ -26,10 +38,14 @@ from tests.models.record_transformers import FILE, weights_of
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECORDED = json.loads(FILE.read_text())
 # An empty thought stands before the last answer alone, as in Qwen3.
+THOUGHT = (
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+)
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and"
-    " loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{%"
-    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    + THOUGHT
+    + "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 
@@ -193,11 +209,8 @@ PLAIN = ("--recipe", "bf16", "--weights", "float", "--moments", "float32")
 def test_a_folder_is_fine_tuned_and_written(
     tmp_path, tokenizer_folder, data, case, capsys
 ):
-    more = (
-        PLAIN
-        if case.endswith(", plain")
-        else ("--sample", "3 plus one?", "--moments", "float32")
-    )
+    asked = ("--sample", "3 plus one?", "--moments", "float32", "--show-example")
+    more = PLAIN if case.endswith(", plain") else asked
     run, losses, new = fine_tuned(
         tmp_path, tokenizer_folder, data, case.removesuffix(", plain"), *more
     )
@@ -205,7 +218,18 @@ def test_a_folder_is_fine_tuned_and_written(
     assert run["heldout_bits_per_byte"] == pytest.approx(
         run["heldout_loss"] / np.log(2) / run["bytes_per_token"]
     )
-    assert "bits/byte" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bits/byte" in printed
+    tokenizer = read_tokenizer(tokenizer_folder / "tokenizer.json")
+    _, documents, counted = np.moveaxis(
+        load_examples([str(data)], tokenizer, 48).train, 1, 0
+    )
+    wanted = f"{counted.sum():,} of {(documents > 0).sum():,} ("
+    assert (
+        f"{wanted}{counted.sum() / (documents > 0).sum():.0%}) count in the loss"
+        in (printed.splitlines()[0])
+    )
+    assert ("\x1b[32m" in printed) == (more != PLAIN)
     config, arrays, _ = safetensors.read(new, "float")
     old = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config == {n: v for n, v in old.items() if n != "dtype"} | dict(
@@ -331,6 +355,86 @@ def test_answers_count_and_nothing_else(tokenizer_folder):
     ) == tokenizer.rendered(short)
 
 
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ("Say banana", "banana"),
+        ("positive or negative", "negative", "Now A or B", "B"),
+        ("Ready?", "end", "Is it the im_end", "im_end", "Well", "<"),
+        ("Say nothing", "", "And now", "\n", "Hm", ""),
+    ],
+)
+def test_answers_are_found_by_their_place(tokenizer_folder, thought, opening, turns):
+    """The words of an answer are in its question, or in the mark behind it."""
+    template = CHAT.replace(THOUGHT, thought)
+    template = template.replace(
+        "assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}"
+    )
+    tokenizer = dataclasses.replace(
+        read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
+    )
+    whole, spans = answers(chat(*turns)["messages"], tokenizer)
+    headers = [one.end() for one in re.finditer(r"<\|im_start\|>assistant\n", whole)]
+    ends = [whole.index("<|im_end|>\n", begin) + 11 for begin in headers]
+    if thought:  # the words that ask are not learned
+        headers[-1] += len(opening)
+    assert spans == list(zip(headers, ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1].content }}", "drops or changes the content of message 1"),
+        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "of message 1"),
+        ("{% for m in messages[:3] %}{{ m.content }}{% endfor %}", "of message 3"),
+        ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+        (
+            "{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}",
+            "no token",
+        ),
+    ],
+)
+def test_a_template_that_drops_an_answer_is_refused(
+    tokenizer_folder, template, message
+):
+    tokenizer = dataclasses.replace(
+        read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
+    )
+    with pytest.raises(ValueError, match=message):
+        example(chat("Hi", "Yes", "And?", "No"), tokenizer)
+
+
+def test_an_example_is_shown_in_color(tokenizer_folder):
+    tokenizer = read_tokenizer(tokenizer_folder / "tokenizer.json")
+    rows = packed([example(chat("Hi\x1b[0m", "Yes"), tokenizer)], 60)
+    assert in_color(rows, tokenizer) == (
+        "<|im_start|>user\nHi�[0m<|im_end|>\n<|im_start|>assistant\n\x1b[32m<think>\n\n"
+        "</think>\n\nYes<|im_end|>\n\x1b[0m"
+    )
+
+
+def test_a_run_keeps_the_day_of_its_beginning(tmp_path, tokenizer_folder):
+    """Templates that write the date would else change the text every day."""
+    folder = made(tmp_path / "model", tokenizer_folder)
+    template = CHAT.replace("<|im_start|>", "{{ strftime_now('%d %b %Y') }}", 1)
+    (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "chats.jsonl").write_text(json.dumps(LINES[0]) + "\n")
+    given = dict(data=(str(tmp_path / "chats.jsonl"),), sequence=48)
+    today = datetime.date.today()
+    assert preset(str(folder), **given).data.date in {
+        str(today),
+        str(datetime.date.today()),
+    }
+    config = preset(str(folder), **given, date="2024-07-26")
+    assert config_of(settings_of(config)) == config
+    text = config.data.read_tokenizer().rendered(LINES[0]["messages"])
+    assert text.startswith("26 Jul 2024")
+    with pytest.raises(ValueError, match="date='July' is not a day"):
+        preset(str(folder), **given, date="July")
+
+
 def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
     """Rows hold every document of the file once, whole or in parts that overlap by the
     token that predicts.
@@ -364,7 +468,14 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: Expecting"),
+        ("{", "line 2: Expecting .*; give one object of JSON in each line"),
+        ('{"text": "cut \\ud83d"}', r"line 2: a text holds '\\ud83d', half of a"),
+        (
+            '{"messages": [{"role": "assistant", "content": "\\udc00"}]}',
+            r"a text holds '\\udc00', half of a character",
+        ),
+        ("[" * 100_000, "line 2: maximum recursion"),
+        ('{"text": "' + "a" * 2**24 + '"}', "longer than 16,777,216 bytes; split it"),
         (
             "[1]",
             (
