@@ -30,7 +30,7 @@ from tcfp_jax.conversion.factors import (
 )
 from tcfp_jax.conversion.facts import MULTIPLIED, Fact, Facts
 from tcfp_jax.conversion.lookups import lookup_of
-from tcfp_jax.conversion.unfold import MOVES, is_low_rank, linearity
+from tcfp_jax.conversion.unfold import JOINS, MOVES, is_low_rank, linearity
 from tcfp_jax.conversion.views import Equation, Place, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
@@ -249,7 +249,12 @@ def _computed(
         linear, side = linearity(eqn, levels, [fact.one_number for fact in inputs])
         if linear:
             found.marks[place] = side
-    matrix = any(fact.is_matrix for fact in inputs)
+    # A bias that was broadcast is smaller, and so is an operand of a joint matrix
+    least = 0 if eqn.primitive.name in JOINS else _size(eqn.outvars[0])
+    matrix = False
+    for fact, var in zip(inputs, eqn.invars, strict=True):
+        size = _size(var)
+        matrix = matrix or (size >= least and fact.fills(size))
     why = joined.why
     if not why or (matrix and eqn.primitive.name not in MOVES):
         why = f"its weight is computed from parameters by {eqn.primitive.name}"
@@ -290,7 +295,7 @@ def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
     size = _size(eqn.outvars[number])
     for fact, var in zip(inputs, eqn.invars, strict=True):
         same_size = fact.is_weight and _size(var) == size
-        if same_size and _is_matrix(var.aval.shape) and fact.fills(size):
+        if same_size and _is_matrix(var.aval.shape) and _fills(fact, size):
             return "its weight is mixed with an input before the product"
     return ""
 
@@ -298,6 +303,10 @@ def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
 def _is_matrix(shape: Sequence[int]) -> bool:
     """Return whether two axes or more are longer than one."""
     return sum(size > 1 for size in shape) >= 2
+
+
+def _fills(fact: Fact, size: int) -> bool:
+    return fact.fills(size) or fact.why == MULTIPLIED
 
 
 def _size(var: Any) -> int:

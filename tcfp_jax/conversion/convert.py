@@ -328,7 +328,7 @@ def _settled(
     Raises:
       ValueError: nothing is converted, or a product that `strict` forbids.
     """
-    chosen = chosen.settle(found.judged)
+    chosen = chosen.settle(record.product for record in found.judged)
     found = found.by(chosen)
     found.check_converted(type(model).__name__)
     if strict:

@@ -69,10 +69,7 @@ class Fact:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a weight is a matrix of parameters, or was made of some.
-
-        A bias or a gain that was broadcast has one axis of its own.
-        """
+        """Whether a weight is a matrix of parameters, or was made of some."""
         view = self.view
         return self.matrix or (view is not None and sum(map(bool, view.axes)) >= 2)
 
@@ -83,9 +80,12 @@ class Fact:
         return "number" if is_number else self.uniform
 
     def fills(self, size: int) -> bool:
-        """Return whether an array of this size is no more than the weight it shows."""
+        """Return whether an array of this size is no more than the weight it shows.
+
+        A bias that was broadcast has fewer entries.
+        """
         if self.view is None:
-            return self.matrix or self.why == MULTIPLIED
+            return self.matrix
         return self.is_matrix and math.prod(self.view.sizes) == size
 
     def opaque(self, why: str = "", *, matrix: bool = False) -> "Fact":

@@ -144,13 +144,13 @@ class Traced:
         """
         jaxpr = self.program.jaxpr
         found = self._census(jaxpr, chosen)
-        judged: list[Product] = []
+        judged: list[Record] = []
         if found.linear:
             marks = found.marks
             whole, origins = unfolded(jaxpr, marks)
             every = self._census(whole, chosen)
-            judged += every.products.values()
             choices = chosen.choices(every.products, self.prefix)
+            judged += choices.values()
             left = found.linear - _rewritten(origins, choices)
             if left == found.linear:
                 whole = jaxpr
@@ -161,7 +161,6 @@ class Traced:
                 whole, _ = unfolded(jaxpr, kept)
             jaxpr = whole
             found = self._census(jaxpr, chosen) if left else every
-        judged += found.products.values()
         program = self.program._replace(jaxpr=jaxpr)
         weights = None
         if chosen.off:  # a layer that is switched off keeps its state
@@ -180,7 +179,8 @@ def _rewritten(
 ) -> set[Place]:
     """Return the places of old products whose parts convert.
 
-    A part that is as large as the old product and stays float would add work.
+    A part of another computed weight, or of a vector that is copied to a matrix, is as
+    large as the old product: it would add work.
     """
     converted = set()
     half = set()
@@ -204,7 +204,7 @@ class Examined:
       traced: the function before the decisions.
       program: its program, whose products may be rewritten.
       census: the products of the program.
-      judged: the products that took part in the decisions.
+      judged: choices for all products of the program, also before it was rewritten.
       plan: the plan of the evaluation.
       report: the report of the products.
       weights: the weights that `error_feedback` can store, by path.
@@ -215,7 +215,7 @@ class Examined:
     traced: Traced
     program: Program
     census: Census
-    judged: tuple[Product, ...]
+    judged: tuple[Record, ...]
     plan: Plan
     report: Report
     weights: dict[str, Weight]
@@ -232,7 +232,7 @@ class Examined:
         program: Program,
         found: Census,
         chosen: Policy,
-        judged: Sequence[Product],
+        judged: Sequence[Record],
         weights: dict[str, Weight] | None = None,
     ) -> "Examined":
         """Return the decisions of a policy about a program, from its census."""
@@ -266,14 +266,13 @@ class Examined:
         gains: frozenset[str] = frozenset()
         if "layer_norm" in chosen.include:
             gains = _gains(found, traced.leaves)
-        unmatched = chosen.unmatched(choices.values())
+        judged = (*judged, *choices.values())
+        unmatched = chosen.unmatched(judged)
         unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
         rules = (*unmatched, *unused)
         report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
         plan = _plan_of(steps)
-        return Examined(
-            traced, program, found, tuple(judged), plan, report, weights, gains
-        )
+        return Examined(traced, program, found, judged, plan, report, weights, gains)
 
     def by(self, chosen: Policy) -> "Examined":
         """Return the decisions of another policy about the same function."""

@@ -12,7 +12,6 @@ program. `report.examined` keeps the rewritten products of which a part converts
 stay as they were.
 """
 
-import dataclasses
 import itertools
 import math
 import operator
@@ -43,6 +42,8 @@ MOVES = (
     "slice",
     "sharding_constraint",
 )
+# Those that join weights, or add zeros.
+JOINS = ("concatenate", "stack", "pad")
 # Those that act on a weight as on its parts.
 _MOVES = {
     "dot": ("convert_element_type", "transpose", "reshape"),
@@ -325,7 +326,7 @@ class _Product:
     Attributes:
       eqn: its equation.
       side: the operand that is the weight.
-      parts: the products that were made of it.
+      parts: the products that were made of it, without the small ones of A B.
     """
 
     eqn: Equation
@@ -352,14 +353,14 @@ class _Product:
     def through_rank(self, x: Array, weight: _Linear, numbers: Numbers) -> Array | None:
         """Return x (A B) as (x A) B, or as (x B) A if x contracts B's own axes.
 
-        None: x contracts axes of both, or some of B's only.
+        None: x contracts axes of both, or some of B's only, or asks for a sharding.
         """
         contracted, batch = numbers
         first, second = weight.parts
         own: Sequence[int] = contracted[self.side]
         rank = len(_shape(first)) - 1  # number of axes that A B has of A
         link = 0
-        if batch[self.side] or not own:
+        if batch[self.side] or not own or self.eqn.params.get("out_sharding"):
             return None
         if min(own) >= rank and len(own) == len(_shape(second)) - 1:
             first, second = second, first
@@ -367,7 +368,7 @@ class _Product:
             link = rank
         elif max(own) >= rank:
             return None
-        product = dataclasses.replace(self, side=1)
+        product = _Product(self.eqn, 1)
         summed = (contracted[1 - self.side], tuple(own))
         inner = product.of(x, first, (summed, ((), ())))
         inner = lax.convert_element_type(inner, x.dtype)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import tcfp_jax
-from tcfp_jax import transform
+from tcfp_jax import error_feedback, layer_state, transform
 from tcfp_jax.conversion import find_weights, restore, survey, to_bf16
 from tcfp_jax.conversion.transform import _quantized
 from tcfp_jax.weights.layout import Layout, Weight
@@ -236,6 +236,57 @@ def test_products_that_stay_float_run_as_they_were_written(name):
     on = jax.jit(restore(off, ""))(params, X)
     assert same_bits(on[0], jax.jit(low)(params, X)[0])
     assert not same_bits(on[0], right)
+
+
+def merged(p, x):
+    return x @ (p["w"] + p["a"] @ p["b"])
+
+
+LORA = {"w": W, "a": A, "b": B}
+
+
+@pytest.mark.parametrize(
+    "rules, converted",
+    [
+        ({"^[ab]$": None}, ["w"]),
+        ({"^a$": None}, ["b", "w"]),
+        ({"^w$": None}, []),
+        ({"^w$": None, "^a$": None, "^b$": None}, []),
+        ({"": "bf16"}, ["a", "b", "w"]),
+    ],
+)
+def test_a_merged_weight_is_split_if_its_base_converts(rules, converted):
+    low = convert(merged, rules=rules)
+    report = survey(low, LORA, X)
+    assert sorted(record.weight_path for record in report.converted) == converted
+    assert not report.unmatched_rules
+    strict = convert(lambda p, x: (merged(p, x), x @ p["o"]), rules=rules, strict=True)
+    y = jax.jit(strict)(LORA | {"o": V}, X)[0]
+    assert same_bits(y, jax.jit(merged)(LORA, X)) == (not converted)
+
+
+def test_queries_of_latents_with_biases_of_heads_stay_float():
+    """They are activations, however they are reshaped and shifted."""
+
+    def attend(p, x):
+        queries = jnp.einsum("nd,dhe->nhe", p["latents"], p["w"]) + p["bias"]
+        keys = x.reshape(8, 4, 8)
+        return jnp.einsum("nhe,the->hnt", queries / 3, keys) @ (x @ p["o"])
+
+    params = {"latents": W, "w": normal(32, 4, 8), "bias": normal(4, 8), "o": V}
+    report = survey(convert(attend), params, X)
+    assert [record.weight_path for record in report.converted] == ["o"]
+    assert "a product of parameters" in report.skipped[0].reason
+
+
+@pytest.mark.parametrize("switched", ["off", "on"])
+def test_a_served_model_of_a_merged_weight_needs_no_floats(switched):
+    low = convert(merged, recipe="tcfp12_fast")
+    weights = find_weights(low, LORA, X)
+    stored = layer_state(error_feedback(weights).init(LORA))
+    shapes = jax.eval_shape(lambda: LORA)
+    asked = to_bf16(low, "") if switched == "off" else low
+    assert differ(asked(shapes, X, stored=stored), merged(LORA, X)) < 0.05
 
 
 def test_packed_tables_round_each_matrix_by_its_own_bits():
