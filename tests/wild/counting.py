@@ -49,12 +49,12 @@ class Taint:
     Attributes:
       parameters: Paths of the parameters behind it.
       of_input: If it depends on an input.
-      computed: If anything other than a view of one parameter happened.
+      multiplied: If a product of parameters took part.
     """
 
     parameters: frozenset[str] = frozenset()
     of_input: bool = False
-    computed: bool = False
+    multiplied: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Counted:
         precision.
       shapes: Shapes of the weight and of the other operand in the equation.
       inside: Names of the higher-order primitives around it, outermost first.
-      computed: If the weight was computed from parameters, and is not only a view.
+      multiplied: If the weight is a product of parameters, such as of latents.
       contracts: If anything is summed; a norm's scale in an einsum sums nothing.
     """
 
@@ -75,7 +75,7 @@ class Counted:
     primitive: str
     shapes: tuple[tuple[int, ...], ...]
     inside: tuple[str, ...] = ()
-    computed: bool = False
+    multiplied: bool = False
     contracts: bool = True
 
     @property
@@ -89,7 +89,7 @@ class Counted:
         return (
             self.primitive == "dot_general"
             and self.contracts
-            and not self.computed
+            and not self.multiplied
             and not own_rule
         )
 
@@ -196,12 +196,12 @@ def _bodies(equation: Any) -> list[Any]:
     ]
 
 
-def _union(taints: Iterable[Taint], computed: bool = True) -> Taint:
+def _union(taints: Iterable[Taint], multiplied: bool = False) -> Taint:
     taints = list(taints)
     return Taint(
         frozenset().union(*(taint.parameters for taint in taints)),
         any(taint.of_input for taint in taints),
-        computed or any(taint.computed for taint in taints),
+        multiplied or any(taint.multiplied for taint in taints),
     )
 
 
@@ -241,13 +241,8 @@ def _through(
         # which therefore depends on it.
         source = taints[0] if name == "dynamic_slice" else _union(taints)
         return [source] * len(equation.outvars)
-    if name in ("mul", "div", "neg") and all(
-        variable.aval.shape == () and taint == Taint()
-        for variable, taint in zip(equation.invars[1:], taints[1:])
-    ):  # a scale moves to the product
-        return taints[:1]
     if name in SHOWS:
-        return [_union(taints[:1], computed=False)] * len(equation.outvars)
+        return [_union(taints[:1])] * len(equation.outvars)
     bodies = _bodies(equation)
     if name.startswith("custom_vjp") and any(map(mentions_float8, bodies)):
         whole = _union(taints)
@@ -269,7 +264,7 @@ def _through(
             _enter(body, taints[1:], (*inside, name), note)
             for body in equation.params["branches"]
         ]
-        return [_merge(each) for each in zip(*branches, strict=True)]
+        return [_union(each) for each in zip(*branches, strict=True)]
     fitting = [
         body
         for body in bodies
@@ -277,16 +272,14 @@ def _through(
     ]
     if fitting and name != "pallas_call":
         return _enter(fitting[0], taints, (*inside, name), note)
-    return [_union(taints)] * len(equation.outvars)
-
-
-def _merge(taints: Iterable[Taint]) -> Taint:
-    """Return the taint of one of several values; equal views of a parameter stay a
-    view.
-    """
-    taints = list(taints)
-    same = len({taint.parameters for taint in taints}) <= 1
-    return _union(taints, computed=not same)
+    joined = _union(taints, name in PRODUCTS)
+    size = equation.outvars[0].aval.size
+    for variable, taint in zip(equation.invars, taints, strict=True):
+        # W / norm of a product: W itself is none
+        is_whole = taint.parameters and variable.aval.size == size
+        if is_whole and not taint.multiplied and name not in PRODUCTS:
+            joined = replace(joined, multiplied=False)
+    return [joined] * len(equation.outvars)
 
 
 def _enter(
@@ -310,7 +303,7 @@ def _settle(
     """
     while True:
         after = [
-            _merge(pair) if pair[0] != pair[1] else pair[0]
+            _union(pair) if pair[0] != pair[1] else pair[0]
             for pair in zip(carry, step(carry, lambda record: None), strict=True)
         ]
         if after == carry:
@@ -376,8 +369,11 @@ def _note_product(
             if equation.primitive.name == "dot_general":
                 contracted = bool(equation.params["dimension_numbers"][0][0])
             shapes = tuple(variable.aval.shape for variable in variables)
-            computed = weight.computed or len(weight.parameters) > 1
             record = Counted(
-                weight.parameters, equation.primitive.name, shapes, inside, computed
+                weight.parameters,
+                equation.primitive.name,
+                shapes,
+                inside,
+                weight.multiplied,
             )
             note(replace(record, contracts=contracted))

@@ -54,9 +54,7 @@ def program(fn, params, *inputs):
 
 
 def paths_of(products):
-    return Counter(
-        min(product.paths) for product in products if len(product.paths) == 1
-    )
+    return Counter(" + ".join(sorted(product.paths)) for product in products)
 
 
 def test_report_is_what_an_independent_count_finds(subject):
