@@ -18,7 +18,13 @@ from pallas_kernels.operands import Block, Row, Tensor
 from tcfp_jax.weights.stored import Stored
 
 parametrize = pytest.mark.parametrize
+slow = pytest.mark.slow
 slow_except = pytest.mark.slow_except
+
+
+def refused(match, error=ValueError):
+    """The context of a call that raises an error with these words."""
+    return pytest.raises(error, match=match)
 
 
 def normal(seed, shape):

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense
+from tests.helpers import normal, parametrize, refused, slow_except
 
-X = jax.random.normal(jax.random.key(0), (8, 32))
-W = jax.random.normal(jax.random.key(1), (32, 16)) * 0.1
-G = jax.random.normal(jax.random.key(2), (8, 16))
+X = normal(0, (8, 32))
+W = normal(1, (32, 16)) * 0.1
+G = normal(2, (8, 16))
 QUANTIZING = ("tcfp12", "tcfp12_fast", "tensorwise")
 RECIPES = ("bf16", *QUANTIZING)
 
@@ -24,8 +25,8 @@ def run(recipe, x=X, w=W, g=G):
     return (y, *vjp(g.astype(y.dtype)))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)], ids=str)
+@parametrize("recipe", RECIPES)
+@parametrize("shape", [(0, 32), (2, 0, 32)], ids=str)
 def test_empty_batch(recipe, shape):
     y, dx, dw = run(recipe, x=jnp.zeros(shape), g=jnp.zeros((*shape[:-1], 16)))
     assert y.shape == (*shape[:-1], 16)
@@ -64,16 +65,11 @@ def rounding_bound(recipe, product, a, b):
     return of_a @ b + a @ of_b + of_a @ of_b + 2.0**-20 * (a @ b)
 
 
-@pytest.mark.slow_except(
-    "3-5-7-bf16", "3-5-7-tcfp12", "1-1-1-tcfp12_fast", "9-100-33-tensorwise"
-)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("m, k, n", [(3, 5, 7), (1, 1, 1), (9, 100, 33)], ids=str)
+@slow_except("3-5-7-bf16", "3-5-7-tcfp12", "1-1-1-tcfp12_fast", "9-100-33-tensorwise")
+@parametrize("recipe", RECIPES)
+@parametrize("m, k, n", [(3, 5, 7), (1, 1, 1), (9, 100, 33)], ids=str)
 def test_sizes_that_are_no_multiples_of_16(recipe, m, k, n):
-    x, w, g = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(m, k), (k, n), (m, n)])
-    )
+    x, w, g = (normal(i, shape) for i, shape in enumerate([(m, k), (k, n), (m, n)]))
     y, dx, dw = run(recipe, x, w, g)
     recipe = tcfp_jax.recipe(recipe)
     for got, product, a, b in (
@@ -85,7 +81,7 @@ def test_sizes_that_are_no_multiples_of_16(recipe, m, k, n):
         assert np.all(np.abs(got - a @ b) <= rounding_bound(recipe, product, a, b))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64], ids=lambda d: d.__name__
 )
 def test_integers_and_complex_numbers_raise(dtype):
@@ -99,18 +95,18 @@ def test_integers_and_complex_numbers_raise(dtype):
     if dtype == jnp.complex64:  # integers are promoted, as by Flax's own layers
         calls |= {"layer": lambda: TCFPDense(4).init(jax.random.key(0), bad)}
     for call in calls.values():
-        with pytest.raises(TypeError, match=r"astype\(jnp.float32\)"):
+        with refused(r"astype\(jnp.float32\)", TypeError):
             call()
 
 
 def test_float8_operands_raise():
-    with pytest.raises(TypeError, match=r"x is a list, .*jnp\.asarray\(x\)"):
+    with refused(r"x is a list, .*jnp\.asarray\(x\)", TypeError):
         tcfp_jax.matmul([[1.0] * 32], W, recipe="tcfp12")
-    with pytest.raises(TypeError, match="quantizes by itself"):
+    with refused("quantizes by itself", TypeError):
         tcfp_jax.matmul(X.astype(jnp.float8_e4m3fn), W, recipe="tcfp12")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "w, stored, message",
     [
         (W.T, None, r"x\[8, 32\] @ w\[16, 32\]"),
@@ -121,7 +117,7 @@ def test_float8_operands_raise():
 )
 def test_shapes_that_do_not_fit_raise_with_both(w, stored, message):
     quantized = None if stored is None else tcfp_jax.split(jnp.ones(stored))
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         tcfp_jax.matmul(X, w, recipe="tcfp12", quantized=quantized)
 
 
@@ -130,27 +126,27 @@ def test_a_form_of_blocks_without_blocks_raises():
         lambda: tcfp_jax.split(W, tile="vector"),
         lambda: tcfp_jax.quantize(W, tile="square"),
     ):
-        with pytest.raises(ValueError, match="block=None; pass block=32"):
+        with refused("block=None; pass block=32"):
             call()
 
 
 def test_state_of_another_recipe_raises():
-    with pytest.raises(ValueError, match="same recipe"):
+    with refused("same recipe"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.quantize(W))
     # a product of vectors reads both
-    with pytest.raises(ValueError, match="in one orientation; build"):
+    with refused("in one orientation; build"):
         tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=tcfp_jax.quantize(W, block=32))
-    with pytest.raises(ValueError, match="dequantize it"):
+    with refused("dequantize it"):
         tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))
-    with pytest.raises(ValueError, match="pass one of them"):
+    with refused("pass one of them"):
         tcfp_jax.matmul(
             X, tcfp_jax.split(W), recipe="tcfp12", quantized=tcfp_jax.split(W)
         )
 
 
-@pytest.mark.parametrize("recipe", QUANTIZING)
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
-@pytest.mark.parametrize("where", ["x", "w", "g"])
+@parametrize("recipe", QUANTIZING)
+@parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
+@parametrize("where", ["x", "w", "g"])
 def test_non_finite_values_stay_loud(recipe, bad, where):
     arguments = {"x": X, "w": W, "g": G}
     arguments[where] = arguments[where].at[3, 5].set(bad)
@@ -196,7 +192,7 @@ def test_apply_if_finite_recovers_the_state():
     assert jnp.isfinite(tcfp_jax.layer_state(recovered)["kernel"].dequantize()).all()
 
 
-@pytest.mark.parametrize("recipe", QUANTIZING)
+@parametrize("recipe", QUANTIZING)
 def test_zero_amax(recipe):
     for x, w in ((jnp.zeros_like(X), W), (X, jnp.zeros_like(W))):
         y, dx, dw = run(recipe, x, w)
@@ -205,20 +201,20 @@ def test_zero_amax(recipe):
         assert jnp.isfinite(dw).all()
 
 
-@pytest.mark.parametrize("recipe", QUANTIZING)
-@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-30, 1e30, 3e38], ids=str)
+@parametrize("recipe", QUANTIZING)
+@parametrize("size", [1e-45, 1e-40, 1e-38, 1e-30, 1e30, 3e38], ids=str)
 def test_extreme_magnitudes(recipe, size):
     x = jnp.where(X > 0, jnp.float32(size), -jnp.float32(size))
     stored = tcfp_jax.split(x)
     assert jnp.isfinite(stored.dequantize()).all()
     assert jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
     if size > 2e-38:
-        np.testing.assert_allclose(stored.dequantize(), x, rtol=2.0**-7)
+        assert_allclose(stored.dequantize(), x, rtol=2.0**-7)
     y = tcfp_jax.matmul(x, W * 1e-3, recipe=recipe)
     assert not jnp.isnan(y).any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@parametrize("recipe", RECIPES)
 def test_float16(recipe):
     results = run(recipe, X.astype(jnp.float16), W.astype(jnp.float16))
     assert all(
@@ -226,14 +222,14 @@ def test_float16(recipe):
     )
 
 
-@pytest.mark.slow_except("bf16", "tcfp12_fast")
-@pytest.mark.parametrize("recipe", RECIPES)
+@slow_except("bf16", "tcfp12_fast")
+@parametrize("recipe", RECIPES)
 def test_float64(recipe):
     with jax.enable_x64(True):
         results = run(recipe, X.astype(jnp.float64), W.astype(jnp.float64))
         for result, single in zip(results, run(recipe), strict=True):
             assert result.dtype == jnp.float64
-            np.testing.assert_allclose(result, single, rtol=1e-5, atol=1e-5)
+            assert_allclose(result, single, rtol=1e-5, atol=1e-5)
         # Beyond float32 is beyond the arithmetic: it overflows to inf and from there to
         # NaN.
         assert jnp.isnan(
@@ -241,7 +237,7 @@ def test_float64(recipe):
         ).all()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "call",
     [
         tcfp_jax.quantize,
@@ -256,5 +252,5 @@ def test_finite_weights_are_no_nan_for_jax_debug_nans(call):
     """Outside jit the option reads every result, also one that a choice drops."""
     with jax.debug_nans(True):
         jax.block_until_ready(call(W))
-        with pytest.raises(FloatingPointError, match="nan"):
+        with refused("nan", FloatingPointError):
             jax.block_until_ready(call(W.at[1, 2].set(jnp.inf)))

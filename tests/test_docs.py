@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from tcfp_jax import formats
+from tests.helpers import parametrize, slow_except
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -100,8 +101,8 @@ SLOW = {
 }
 
 
-@pytest.mark.slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))
-@pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
+@slow_except(*sorted(set(PAGES) - WITHOUT_CODE - SLOW))
+@parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
 def test_python_blocks_run(name, elsewhere):
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):
@@ -130,7 +131,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 # index tells how to get the checkout, and captions of measurements name the commands
 # that made them.
-@pytest.mark.parametrize(
+@parametrize(
     "name",
     sorted(
         n
@@ -161,8 +162,8 @@ def shape_of(text):
 
 # The other one trains two models, which takes ten seconds; the quick cases of pages
 # train, too.
-@pytest.mark.slow_except("number_formats")
-@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+@slow_except("number_formats")
+@parametrize("name", sorted(NOTEBOOKS))
 def test_notebooks_run_and_print_what_they_show(name, elsewhere, capsys):
     matplotlib = pytest.importorskip("matplotlib", reason="the extra train has it")
     matplotlib.use("agg")

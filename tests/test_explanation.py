@@ -2,9 +2,9 @@
 shown with its reason.
 """
 
-import dataclasses
 import functools
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import optax
@@ -14,7 +14,7 @@ import tcfp_jax
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import reference
-from tests.helpers import refusals
+from tests.helpers import parametrize, refusals
 
 SHAPE = (8192, 4096, 16384)
 TIMED = ((8192, 4096), (4096, 16384))
@@ -140,8 +140,8 @@ PRODUCTS = ["forward", "dgrad", "wgrad"]
 ONCE = ["quantize x", "forward", "quantize g", "dgrad", "wgrad", "quantize w"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "names"),
+@parametrize(
+    "recipe, names",
     [
         ("bf16", PRODUCTS),
         ("tcfp12", ONCE),
@@ -169,7 +169,7 @@ def test_every_step_of_a_layer_is_there(recipe, names):
     assert str(explanation).startswith(f"on {dispatch.device_kind()}\n")
 
 
-@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
+@parametrize("error_dtype", ["float32", "bfloat16"])
 def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     feedback = tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
     tx = optax.chain(optax.sgd(1e-3), feedback)
@@ -185,8 +185,8 @@ def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     assert fresh.steps[0].step == "quantize w"  # in the forward pass, without an error
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words"),
+@parametrize(
+    "recipe, words",
     [
         (
             "nvfp4_training",
@@ -218,11 +218,11 @@ def test_nothing_is_said_of_the_speed_of_fp4_training():
     """
     found = tcfp_jax.explain(*SMALL, "nvfp4_training")
     times = (1.0,) * len(found.steps)
-    timed = dataclasses.replace(found, bf16=found.steps, times=times, bf16_times=times)
+    timed = replace(found, bf16=found.steps, times=times, bf16_times=times)
     assert timed.speed_over_bf16 is None
     words = "in all      the quantizers of FP4 training were not timed"
     assert words in str(timed)
-    assert dataclasses.replace(timed, emulated="").speed_over_bf16 == 1
+    assert replace(timed, emulated="").speed_over_bf16 == 1
 
 
 def test_a_cpu_says_the_truth_about_the_fp4_kernel():

@@ -37,6 +37,7 @@ from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.operands import MatmulOptions
 from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
+from tests.helpers import parametrize, refused, slow, slow_except
 
 DEVICE = jax.devices()[0].device_kind
 SMOKES = (
@@ -63,8 +64,8 @@ def smoke(tmp_path_factory):
     return out, run
 
 
-@pytest.mark.slow_except("gemm")
-@pytest.mark.parametrize("name", SMOKES)
+@slow_except("gemm")
+@parametrize("name", SMOKES)
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, run = smoke
     rows = run(name)
@@ -88,7 +89,7 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
     )
 
 
-@pytest.mark.parametrize("name", card.RUNS)
+@parametrize("name", card.RUNS)
 def test_every_run_of_a_card_is_a_command(name):
     """The arguments parse, and belong to the benchmark whose table shows the JSON."""
     module, *arguments = shlex.split(card.RUNS[name].arguments)
@@ -144,7 +145,7 @@ def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
     assert "left for another call" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@slow
 def test_quality_finds_what_theory_says(smoke):
     rows = {
         (row.question, row.name): row
@@ -173,11 +174,11 @@ def test_quality_finds_what_theory_says(smoke):
 
 
 def test_quality_refuses_a_format_that_lost_its_residual():
-    with pytest.raises(ArithmeticError, match=r"hi\+lo has 31.5 dB"):
+    with refused(r"hi\+lo has 31.5 dB", ArithmeticError):
         quality.check([quality.Row("format", "hi+lo", "gaussian", 31.5, 1e-3)])
 
 
-@pytest.mark.parametrize("distribution", quality.DISTRIBUTIONS)
+@parametrize("distribution", quality.DISTRIBUTIONS)
 def test_distributions_are_what_they_are_called(distribution):
     x = np.asarray(quality.draw(distribution, (256, 256), 0), np.float64)
     kurtosis = np.mean(x**4) / np.mean(x**2) ** 2
@@ -199,13 +200,13 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     )
     monkeypatch.setattr(gemm, "_find_products", lambda *_: [right, wrong])
     config = gemm.Config((GemmShape(16, 32, 16),))
-    with pytest.raises(ArithmeticError, match="not timed"):
+    with refused("not timed", ArithmeticError):
         list(gemm.measure(config))
-    with pytest.raises(ValueError, match="MxKxN"):
+    with refused("MxKxN"):
         GemmShape.parse("8x16")
 
 
-@pytest.mark.slow
+@slow
 def test_quantizers_are_compared_before_they_are_timed(smoke):
     smoke[1]("quantizers")
     content = json.loads(
@@ -214,7 +215,7 @@ def test_quantizers_are_compared_before_they_are_timed(smoke):
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
     assert {*quantizers.CASTS} < {row["name"] for row in content["rows"]}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
-    with pytest.raises(ArithmeticError, match="differs from the reference"):
+    with refused("differs from the reference", ArithmeticError):
         quantizers.check("wrong", jnp.ones(3), jnp.ones(3).at[1].set(2))
 
 
@@ -236,7 +237,7 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
         jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)),
         None,
     )
-    with pytest.raises(ArithmeticError, match="differs from xla"):
+    with refused("differs from xla", ArithmeticError):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
     tuning.load.cache_clear()
 
@@ -264,13 +265,13 @@ def test_tuning_of_grouped_products_checks_them():
         assert tune.time_case(case._replace(candidates=ways)).configs["mosaic"][
             "tile_k"
         ] in (64, 128)
-        with pytest.raises(ArithmeticError, match="differs from mosaic"):
+        with refused("differs from mosaic", ArithmeticError):
             tune.time_case(case._replace(candidates=[ways[0], ("mosaic", ones, None)]))
-        with pytest.raises(ArithmeticError, match="the product is wrong"):
+        with refused("the product is wrong", ArithmeticError):
             tune.time_case(case._replace(candidates=[("mosaic", ones, None)]))
 
 
-@pytest.mark.slow
+@slow
 def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypatch):
     committed = tuning.load()["NVIDIA H200"]
     ops = {
@@ -344,7 +345,7 @@ def test_timing_states_its_timer_and_spread():
     )
 
 
-@pytest.mark.slow
+@slow
 def test_memory_counts_the_parts(smoke):
     rows = {row.name: row for row in smoke[1]("memory")}
     assert (
@@ -386,8 +387,8 @@ def test_memory_of_a_whole_model_is_counted(tmp_path):
     assert list(rows) == ["bf16", "tensorwise", "rowwise", "tcfp12_fast", memory.STORED]
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
+@parametrize(
+    "command, message",
     [
         ("gemm --backends none", "error: --backends has ['none'], which are unknown"),
         ("convergence --protocol fork --seeds 0", "0 is not an integer of at least 1"),
@@ -406,7 +407,7 @@ def test_a_program_says_in_one_line_what_it_cannot(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["fsdp", "llama", "train_step"])
+@parametrize("name", ["fsdp", "llama", "train_step"])
 def test_a_smoke_run_tries_few_candidates_unless_named(name):
     chosen = benchmark(name)
     options = vars(chosen.parse(["--smoke"]))
@@ -417,7 +418,7 @@ def test_a_smoke_run_tries_few_candidates_unless_named(name):
 
 
 def test_smoke_never_overwrites_committed_numbers():
-    with pytest.raises(ValueError, match="overwrite"):
+    with refused("overwrite"):
         benchmark("gemm").run(["--smoke", "--out", str(records.RESULTS)])
 
 
@@ -434,5 +435,5 @@ def test_a_wrong_grouped_product_is_not_timed():
         def shifted(*operands, function=function):
             return function(*operands[:2], jnp.roll(operands[2], 1))
 
-        with pytest.raises(ArithmeticError, match=f"{part}: the error is"):
+        with refused(f"{part}: the error is", ArithmeticError):
             grouped.check(part, shifted, pair, sizes, grouped.BF16_SUM_BOUND)

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import types
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax import random
+from numpy.testing import assert_allclose
 
 from benchmarks import convergence, convergence_tables, forks, records, report, variants
 from benchmarks.convergence_tables import Row
@@ -27,7 +30,7 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import decibels
+from tests.helpers import decibels, parametrize, refused, slow, slow_except
 
 NAMES_OF_SMOKE = (BASELINE, RERUN, OTHER_BATCHES, "stored")
 FORK, SCRATCH = "convergence-fork", "convergence"
@@ -103,14 +106,9 @@ def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
         == rows[:2]
     )
     assert "2 runs left undone" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"
-        ),
-    ):
-        convergence.rows_there(dataclasses.replace(TINY, resume=str(path)))
-    nothing = dataclasses.replace(TINY, resume=str(out / "nothing.json"))
+    with refused(r"batch=2 in the file but 32 now, .*size\.context=32 in .* but 8 now"):
+        convergence.rows_there(replace(TINY, resume=str(path)))
+    nothing = replace(TINY, resume=str(out / "nothing.json"))
     assert convergence.rows_there(nothing) == []
 
 
@@ -171,9 +169,7 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(
 
     right = convergence.measure_text
     monkeypatch.setattr(convergence, "measure_text", fail)
-    with pytest.raises(
-        RuntimeError, match="1 runs failed, see above: stored of seed 0"
-    ):
+    with refused("1 runs failed, see above: stored of seed 0", RuntimeError):
         benchmark("convergence").run(
             command(tmp_path, "--resume", "--bases", str(out / "bases"))
         )
@@ -190,17 +186,15 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(
 
 def test_a_base_of_another_model_is_refused(smoke):
     out, _ = smoke
-    config = dataclasses.replace(
+    config = replace(
         TINY, base_steps=4, steps_per_call=1, warmup_steps=2, bases=str(out / "bases")
     )
-    with pytest.raises(
-        ValueError, match=r"another run: .*in the folder .*or choose another --bases"
-    ):
+    with refused(r"another run: .*in the folder .*or choose another --bases"):
         forks.train_base(config, 0, jnp.zeros(100, jnp.uint8), "", VARIANTS[BASELINE])
 
 
 # Quicker ones fork by the command, go on from scratch, and round as fake quantization
-@pytest.mark.slow
+@slow
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
     names = (BASELINE, "fake_quantization")
     rows = benchmark("convergence").run(
@@ -219,8 +213,8 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
     assert convergence_tables.command_of(SCRATCH).endswith("--protocol scratch --json")
 
 
-@pytest.mark.slow_except("stored_bf16_head")
-@pytest.mark.parametrize("name", [BASELINE, "stored_bf16_head"])
+@slow_except("stored_bf16_head")
+@parametrize("name", [BASELINE, "stored_bf16_head"])
 def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     stack = LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=8)
     config = Config(
@@ -233,16 +227,16 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
         base_steps=0,
         steps_per_call=2,
     )
-    config = dataclasses.replace(config, bases=str(tmp_path))
+    config = replace(config, bases=str(tmp_path))
     variant = VARIANTS[name]
     text = jnp.asarray(np.random.default_rng(0).integers(0, 256, 400), jnp.int32)
     run = forks.train_config(config, variant)
 
     def train(folder=None, deadline=math.inf):
         base = forks.train_base(
-            dataclasses.replace(config, bases=None), 0, text, "", VARIANTS[BASELINE]
+            replace(config, bases=None), 0, text, "", VARIANTS[BASELINE]
         )
-        state = forks.start_fork(config, variant, base.state, jax.random.key(0))
+        state = forks.start_fork(config, variant, base.state, random.key(0))
         return forks.advance(
             config, variant, 0, state, text, config.steps, folder, deadline
         )
@@ -253,7 +247,7 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
     for done in ("2 of 8", "4 of 8"):
         with (
             forks.folder_of(config, run, "", "run") as folder,
-            pytest.raises(TimeoutError, match=done),
+            refused(done, TimeoutError),
         ):
             train(folder, deadline=0.0)
     with forks.folder_of(config, run, "", "run") as folder:
@@ -271,7 +265,7 @@ def test_a_run_from_scratch_goes_on_from_its_checkpoint(tmp_path, name):
 
 
 def test_rows_of_other_processes_stay_in_the_file(tmp_path):
-    config = dataclasses.replace(TINY, resume=str(tmp_path / "file.json"))
+    config = replace(TINY, resume=str(tmp_path / "file.json"))
     mine = row("stored", 0, "seed-0", 1.0)
     theirs = row(BASELINE, 0, "seed-0", 1.1, device=DEVICE)
     header = records.make_header()
@@ -279,9 +273,7 @@ def test_rows_of_other_processes_stay_in_the_file(tmp_path):
         tmp_path / "file.json", "convergence", header, config, [theirs]
     )
     assert convergence.joined(config, [mine]) == [theirs, mine]
-    assert convergence.joined(dataclasses.replace(config, resume=None), [mine]) == [
-        mine
-    ]
+    assert convergence.joined(replace(config, resume=None), [mine]) == [mine]
 
 
 def row(name, seed, base, loss, *, milliseconds=None, device=None):
@@ -387,7 +379,7 @@ def test_the_table_of_variants_is_whole():
     )
 
 
-@pytest.mark.parametrize("name", ["stored", "stored_float32_moments"])
+@parametrize("name", ["stored", "stored_float32_moments"])
 def test_a_fork_has_the_moments_of_its_base(name):
     base = jax.eval_shape(lambda: init(forks.train_config(TINY, VARIANTS[BASELINE])))
     rng = np.random.default_rng(0)
@@ -397,7 +389,7 @@ def test_a_fork_has_the_moments_of_its_base(name):
         ),
         base,
     )
-    state = forks.start_fork(TINY, VARIANTS[name], base, jax.random.key(0))
+    state = forks.start_fork(TINY, VARIANTS[name], base, random.key(0))
 
     def is_adam(node):
         return isinstance(node, optax.ScaleByAdamState)
@@ -425,7 +417,7 @@ def test_a_fork_has_the_moments_of_its_base(name):
 
 def test_a_llama_forks_with_every_layer():
     stack = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
-    config = dataclasses.replace(TINY, size=stack)
+    config = replace(TINY, size=stack)
     base = jax.eval_shape(
         lambda: init(forks.train_config(config, VARIANTS["stored"]).in_bf16)
     )
@@ -433,7 +425,7 @@ def test_a_llama_forks_with_every_layer():
     def start(base, key):
         return forks.start_fork(config, VARIANTS["stored"], base, key)
 
-    state = jax.eval_shape(start, base, jax.random.key(0))
+    state = jax.eval_shape(start, base, random.key(0))
     # and the table
     assert (
         sum(map(is_quantized, jax.tree.leaves(state.params, is_leaf=is_quantized))) == 8
@@ -441,12 +433,12 @@ def test_a_llama_forks_with_every_layer():
 
 
 def test_the_rate_rises_stays_and_falls_to_zero():
-    config = dataclasses.replace(TINY, warmup_steps=10, base_steps=100, steps=100)
+    config = replace(TINY, warmup_steps=10, base_steps=100, steps=100)
     for base, steps, expected in (
         (100, (0, 5, 10, 99, 100, 150, 199, 200), [0, 0.5, 1, 1, 1, 0.5, 0.01, 0]),
         (0, (0, 5, 10, 55, 100), [0, 0.5, 1, 0.5, 0]),
     ):
-        rate = forks.schedule_of(dataclasses.replace(config, base_steps=base))
+        rate = forks.schedule_of(replace(config, base_steps=base))
         assert [
             float(rate(step)) / config.learning_rate for step in steps
         ] == pytest.approx(expected, abs=1e-6)
@@ -458,8 +450,8 @@ def test_the_rate_rises_stays_and_falls_to_zero():
         ),
         "steps_per_call=0 must be at least 1": dict(steps_per_call=0),
     }.items():
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(config, **wrong)
+        with refused(message):
+            replace(config, **wrong)
 
 
 def test_options_name_what_is_wrong(tmp_path):
@@ -484,7 +476,7 @@ def test_options_name_what_is_wrong(tmp_path):
         "the training text has 10 tokens, but one window needs 33": ["fork", *small],
     }
     for message, arguments in wrong.items():
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             benchmark("convergence").run(["--protocol", *arguments])
 
 
@@ -524,12 +516,10 @@ def test_fake_quantization_rounds_weights_and_activations_alone():
 
     y, back = of(variants.FAKE_RECIPE)
     dparams, dx = back(g)
-    np.testing.assert_allclose(y, q(x) @ q(w) + 1, rtol=1e-5, atol=1e-5)
+    assert_allclose(y, q(x) @ q(w) + 1, rtol=1e-5, atol=1e-5)
     # gradients are not rounded
-    np.testing.assert_allclose(dx, g @ q(w).T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(
-        dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4
-    )
+    assert_allclose(dx, g @ q(w).T, rtol=1e-5, atol=1e-5)
+    assert_allclose(dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4)
     assert 27 < decibels(x @ w, y - 1) < 30
     # layers of others are left alone
     assert decibels(x @ w, of(VARIANTS[BASELINE].recipe)[0] - 1) > 50

@@ -4,15 +4,14 @@ with one device.
 
 import argparse
 
-import pytest
-
 from benchmarks import fsdp, records
 from benchmarks.harness import benchmark
+from tests.helpers import parametrize, refused, slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "recipe", "size"),
+@slow
+@parametrize(
+    "part, recipe, size",
     [("mlp", "tensorwise", "64"), ("olmoe", "stored", "2 × 32")],
 )
 def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, size):
@@ -44,7 +43,5 @@ def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path, part, recipe, s
 
 def test_more_devices_than_there_are_are_refused():
     options = argparse.Namespace(recipes=None, parts=None, devices=99, smoke=True)
-    with pytest.raises(
-        ValueError, match=r"--devices 99, but this machine has \d+; use 1 to"
-    ):
+    with refused(r"--devices 99, but this machine has \d+; use 1 to"):
         fsdp.configure(options)

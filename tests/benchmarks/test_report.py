@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from benchmarks import drawing, records, report, train_step
+from tests.helpers import parametrize, refused
 
 HEADER = {
     "device": "Chip",
@@ -100,7 +101,7 @@ def test_a_fresh_report_passes_its_check_and_an_edit_does_not(root, capsys):
 def test_a_page_has_every_section_and_no_other(root, capsys):
     page = root / "docs" / "measurements.md"
     page.write_text(page.read_text().replace("recipes -->", "speeds -->"))
-    with pytest.raises(ValueError, match="no benchmark fills"):
+    with refused("no benchmark fills"):
         report.main(options(root))
     page.write_text("nothing")
     assert report.main(options(root, "--check")) == 1
@@ -122,7 +123,7 @@ def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsy
     assert report.main(options(root, "--check")) == 0
 
 
-@pytest.mark.parametrize("page", report.PAGES, ids=str)
+@parametrize("page", report.PAGES, ids=str)
 def test_a_page_names_the_card_of_every_number(page):
     text = (records.ROOT / page).read_text()
     sections = report.SECTION.finditer(text)
@@ -238,7 +239,7 @@ def test_the_pages_agree_with_the_committed_numbers():
     assert report.find_differences() == []
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name",
     [
         "records",

@@ -13,6 +13,7 @@ from benchmarks import records, timing, train_step
 from benchmarks.harness import benchmark
 from benchmarks.products import GemmShape
 from tcfp_jax.products import fp8_weights
+from tests.helpers import parametrize, refused, slow, slow_except
 
 SHAPE = GemmShape(32, 32, 48)
 # One recipe, what differs from it in the optimizer's state, and stored weights; the
@@ -24,7 +25,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.slow
+@slow
 def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(train_step, "USUAL", tuple(VARIANTS))
     asked = [
@@ -56,8 +57,8 @@ def test_every_part_has_every_recipe_and_json_is_the_rows(tmp_path, monkeypatch)
     assert content["config"]["recipes"] == list(VARIANTS)
 
 
-@pytest.mark.slow_except("optimizer step")
-@pytest.mark.parametrize("part", train_step.PARTS)
+@slow_except("optimizer step")
+@parametrize("part", train_step.PARTS)
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
     right = fp8_weights.multiply
     monkeypatch.setattr(
@@ -67,7 +68,7 @@ def test_a_wrong_product_is_not_timed(part, monkeypatch):
         timing.Repetitions, "interleaved", lambda *_: pytest.fail("timed")
     )
     config = train_step.Config((SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
-    with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):
+    with refused(r"tcfp12: \w.* dB .* not timed", ArithmeticError):
         list(train_step.measure(config))
 
 
@@ -75,7 +76,7 @@ def test_outputs_must_be_finite():
     right = {"dx": jnp.arange(4.0), "dparams": {"kernel": jnp.ones((2, 2))}}
     assert train_step.check_outputs("x", right, right) == float("inf")
     wrong = {**right, "dparams": {"kernel": jnp.full((2, 2), jnp.nan)}}
-    with pytest.raises(ArithmeticError, match="tensorwise: dparams/kernel"):
+    with refused("tensorwise: dparams/kernel", ArithmeticError):
         train_step.check_outputs("tensorwise", right, wrong)
 
 
@@ -121,6 +122,6 @@ def test_options(monkeypatch):
         train_step.Config((SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"))
     ]
     for wrong in (["--recipes", "tcfp13"], ["--parts", "layer"], ["--shapes", "8x16"]):
-        with pytest.raises(ValueError, match=wrong[1]):
+        with refused(wrong[1]):
             chosen.run(wrong)
     assert set(train_step.USUAL) < set(train_step.VARIANTS)

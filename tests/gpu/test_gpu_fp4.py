@@ -18,7 +18,7 @@ from tcfp_jax import matmul, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests import fp4_cases as cases
 from tests.fp4_cases import FOLDS
-from tests.helpers import normal, parametrize
+from tests.helpers import normal, parametrize, refused
 
 pytestmark = pytest.mark.gpu
 FOLDED_SQUARES = Fp4(tile="square", rule="fold_exact")
@@ -263,6 +263,6 @@ def test_the_kernel_names_what_it_rejects(sizes, options, message):
     m, k, n = sizes
     w = quantize_fp4(jnp.ones((n, k)))
     x = jnp.ones((m, n if options.get("contracts") == "n" else k))
-    with pytest.raises(NotImplementedError, match=message):
+    with refused(message, NotImplementedError):
         fp4_matmul(x, w, backend="mosaic", **options)
     assert fp4_matmul(x, w, **options).shape[0] == m

@@ -2,28 +2,30 @@
 CPU.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import counter
 from pallas_kernels.hopper import plan
 from tcfp_jax.formats import nvfp4_arrays
 from tests.formats.test_nvfp4_numbers import CASES, awkward
+from tests.helpers import parametrize
 
 pytestmark = pytest.mark.gpu
 SHAPE = (256, 1024)
-draw = functools.partial(awkward, shape=SHAPE)
+draw = partial(awkward, shape=SHAPE)
 ENGINES = ("triton", "mosaic") if plan.reject(jnp.bfloat16) is None else ("triton",)
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = parametrize("name", CASES)
 
 
 def quantizer(backend):
     return jax.jit(
-        functools.partial(nvfp4_arrays.quantize_values, backend=backend),
+        partial(nvfp4_arrays.quantize_values, backend=backend),
         static_argnums=1,
     )
 
@@ -36,21 +38,21 @@ def check(x, name):
         expected = jax.device_get(quantizer("xla")(on_cpu[0], axis, *on_cpu[1:]))
     for backend in ENGINES:
         got = jax.device_get(quantizer(backend)(x, axis, key, signs))
-        np.testing.assert_array_equal(got.outer, expected.outer)
+        assert_array_equal(got.outer, expected.outer)
         # As numbers: the sign of a zero is nothing that a product shows.
-        np.testing.assert_array_equal(
+        assert_array_equal(
             got.values.astype(np.float32), expected.values.astype(np.float32), backend
         )
 
 
 @every_case
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_have_the_bits_of_the_definition(name, dtype):
     check(draw(dtype), name)
 
 
 @every_case
-@pytest.mark.parametrize("exponents", [(-120, -100), (100, 120), (-30, 30)])
+@parametrize("exponents", [(-120, -100), (100, 120), (-30, 30)])
 def test_magnitudes_far_from_one(exponents, name):
     x = draw("float32", exponents=exponents)
     check(jnp.where(jnp.arange(SHAPE[0])[:, None] < 128, x, x[:1]), name)
@@ -94,8 +96,8 @@ def test_under_vmap_and_scan():
         return nvfp4_arrays.quantize_values(x, -1, counter.keys(3)).values
 
     stacked = jax.jit(jax.vmap(one))(x)
-    scanned = jax.jit(functools.partial(jax.lax.map, one))(x)
+    scanned = jax.jit(partial(jax.lax.map, one))(x)
     for i in range(4):
         expected = np.asarray(jax.jit(one)(x[i])).view(np.uint16)
-        np.testing.assert_array_equal(np.asarray(stacked[i]).view(np.uint16), expected)
-        np.testing.assert_array_equal(np.asarray(scanned[i]).view(np.uint16), expected)
+        assert_array_equal(np.asarray(stacked[i]).view(np.uint16), expected)
+        assert_array_equal(np.asarray(scanned[i]).view(np.uint16), expected)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import random
 from numpy.testing import assert_allclose, assert_array_equal
 
 import tcfp_jax
@@ -62,7 +63,7 @@ def test_computed_values_may_differ_in_an_exponentials_last_bit(dtype, backend):
 def test_the_loss_of_a_head_is_that_of_float64(recipe, vocabulary):
     x = normal(1, (TOKENS, WIDTH)).astype(jnp.bfloat16)
     w = normal(2, (WIDTH, vocabulary)) * 0.05
-    targets = jax.random.randint(jax.random.key(3), (TOKENS,), 0, 1000)
+    targets = random.randint(random.key(3), (TOKENS,), 0, 1000)
 
     def loss(x, w):
         return cross_entropy(x, w, targets, recipe=recipe, chunk=256, z_loss=1e-3)[0]
@@ -84,7 +85,7 @@ def test_the_loss_of_a_head_is_that_of_float64(recipe, vocabulary):
 def test_rows_of_a_stored_table_are_its_dequantized_rows():
     recipe = tcfp_jax.recipe("tcfp12_single")
     stored, _ = quantize_weight(normal(2, (1024, 256)) * 0.02, recipe)
-    ids = jax.random.randint(jax.random.key(3), (4, 33), 0, 1024)
+    ids = random.randint(random.key(3), (4, 33), 0, 1024)
     rows = jax.jit(tcfp_jax.lookup)(stored, ids)
     assert_array_equal(rows, jax.jit(lambda s: s.dequantize())(stored)[ids])
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax import random
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +27,7 @@ def train(recipe, weights, devices):
     dense = partial(TCFPDense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
     model = nn.Sequential([dense(2 * WIDTH), nn.relu, dense(WIDTH)])
     if weights == "stored":
-        tx = tcfp_jax.optim.adamw(1e-3, moments="8bit", key=jax.random.key(0))
+        tx = tcfp_jax.optim.adamw(1e-3, moments="8bit", key=random.key(0))
     else:
         tx = optax.chain(optax.adamw(1e-3), tcfp_jax.error_feedback(recipe))
     x = normal(1, (TOKENS, WIDTH)).astype(jnp.bfloat16)
@@ -56,7 +57,7 @@ def train(recipe, weights, devices):
     spread = NamedSharding(mesh, P("fsdp"))
     at = {layer: {"kernel": spread} for layer in LAYERS}
     with jax.set_mesh(mesh):
-        key = jax.random.key(2)
+        key = random.key(2)
         shardings = state_shardings(at, jax.eval_shape(parameters, key), state_of)
         init = jax.jit(lambda key: state_of(parameters(key)), out_shardings=shardings)
         state = init(key)
@@ -71,7 +72,7 @@ def train(recipe, weights, devices):
 
 def bytes_of(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+        leaf = random.key_data(leaf)
     return np.asarray(leaf).tobytes()
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax import random
+from numpy.testing import assert_allclose
 
 from pallas_kernels.fp4_matmul.reference import quantize_rows
 from pallas_kernels.operands import Fp4
@@ -34,6 +36,7 @@ from tests.fp4_choices import (
     nearest,
     quick,
 )
+from tests.helpers import normal
 
 
 def test_hessians_of_a_converted_model():
@@ -43,9 +46,9 @@ def test_hessians_of_a_converted_model():
             x = nn.DenseGeneral((4, 8), name="heads")(x)
             return nn.DenseGeneral(8, axis=(-2, -1), name="out")(x)
 
-    x = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    x = normal(0, (2, 4, 16))
     model = convert_to_tcfp(Model(), "tensorwise", x, include=INCLUDE)
-    params = Model().init(jax.random.key(1), x)["params"]
+    params = Model().init(random.key(1), x)["params"]
     found = hessians(model, params, [x, (2 * x,)])
     heads = Model().apply({"params": params}, x, capture_intermediates=True)[1][
         "intermediates"
@@ -53,13 +56,9 @@ def test_hessians_of_a_converted_model():
     rows = x.reshape(-1, 16)
     inner = (heads - params["heads"]["bias"]).reshape(-1, 32)
     assert set(found) == {"heads/kernel", "out/kernel"}
-    np.testing.assert_allclose(
-        found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4
-    )
+    assert_allclose(found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4)
     # biases are zeros
-    np.testing.assert_allclose(
-        found["out/kernel"], 5 * inner.T @ inner, rtol=1e-5, atol=1e-4
-    )
+    assert_allclose(found["out/kernel"], 5 * inner.T @ inner, rtol=1e-5, atol=1e-4)
 
 
 def test_hessians_of_loops_branches_and_experts():
@@ -69,20 +68,18 @@ def test_hessians_of_loops_branches_and_experts():
         x = jax.lax.cond(wide, lambda x: x @ params["branch"].T, lambda x: x, x)
         return jnp.einsum("emk,ekn->emn", jnp.stack([x, -2 * x]), params["own"])
 
-    key = jax.random.key(0)
+    key = random.key(0)
     shapes = dict(layers=(3, 8, 8), branch=(8, 8), own=(2, 8, 4))
-    params = {name: jax.random.normal(key, shape) / 3 for name, shape in shapes.items()}
+    params = {name: random.normal(key, shape) / 3 for name, shape in shapes.items()}
     low = transform(call, "tensorwise", include=INCLUDE)
-    x = jax.random.normal(jax.random.key(1), (5, 8))
+    x = normal(1, (5, 8))
     found = hessians(low, params, [(x, jnp.array(True))])
     for layer in range(3):
-        np.testing.assert_allclose(
-            found["layers"][layer], x.T @ x, rtol=1e-5, atol=1e-5
-        )
+        assert_allclose(found["layers"][layer], x.T @ x, rtol=1e-5, atol=1e-5)
         x = jnp.tanh(x @ params["layers"][layer])
-    np.testing.assert_allclose(found["branch"], x.T @ x, rtol=1e-5, atol=1e-5)
+    assert_allclose(found["branch"], x.T @ x, rtol=1e-5, atol=1e-5)
     x = x @ params["branch"].T
-    np.testing.assert_allclose(
+    assert_allclose(
         found["own"], jnp.stack([x.T @ x, 4 * x.T @ x]), rtol=1e-5, atol=1e-5
     )
 
@@ -97,7 +94,7 @@ def test_a_layer_that_multiplies_by_itself_is_named():
 
     x = jnp.ones((2, 8))
     model = convert_to_tcfp(Own(), "tensorwise", x, include=INCLUDE)
-    params = Own().init(jax.random.key(0), x)["params"]
+    params = Own().init(random.key(0), x)["params"]
     with pytest.raises(
         ValueError,
         match="no product of own/kernel is seen; write the layer in Flax's own",
@@ -113,12 +110,12 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
     def call(params, x):
         return (x @ params["first"]) @ params["second"].T
 
-    key = jax.random.key(0)
+    key = random.key(0)
     params = {
-        "first": jax.random.normal(key, (16, 8)),
-        "second": jax.random.normal(key, (4, 8)),
+        "first": random.normal(key, (16, 8)),
+        "second": random.normal(key, (4, 8)),
     }
-    x = jax.random.normal(jax.random.key(1), (32, 16)) * (1 / jnp.arange(1.0, 17.0))
+    x = normal(1, (32, 16)) * (1 / jnp.arange(1.0, 17.0))
     low = transform(call, "nvfp4", include=INCLUDE)
     weights = find_weights(low, params, x)
     moments = hessians(low, params, [x])
@@ -138,9 +135,7 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
     shapes = jax.eval_shape(lambda: params)
     run = quick(lambda x, stored: low(shapes, x, stored=stored))
     made = run(x, chosen["tcfp"])
-    np.testing.assert_allclose(
-        made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05
-    )
+    assert_allclose(made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05)
 
     def wrong(stored):
         return float(
@@ -187,7 +182,7 @@ def test_chosen_codes_keep_the_rule_that_they_follow():
         assert (exact_share(made.forward.scale) == 1) == (used == folds)
         y = quick(lambda x, made: matmul(x, made, recipe=of_rule(rule="amax")))(x, made)
         wanted = rounded @ np.asarray(made.dequantize(), np.float64)
-        np.testing.assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())
+        assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())
 
 
 def test_a_restored_checkpoint_gets_no_rule_that_it_breaks():

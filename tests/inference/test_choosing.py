@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels.operands import Fp4, Operand, Row
 from tcfp_jax.conversion.transform import transform
@@ -35,14 +36,15 @@ from tests.fp4_choices import (
     quick,
     searched,
 )
+from tests.helpers import parametrize, refused, slow_except
 
 # The scales of blocks
 # --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_except("nvfp4-square", "mxfp4-vector")
-@pytest.mark.parametrize(
-    ("format", "tile"), [("nvfp4", "vector"), ("nvfp4", "square"), ("mxfp4", "vector")]
+@slow_except("nvfp4-square", "mxfp4-vector")
+@parametrize(
+    "format, tile", [("nvfp4", "vector"), ("nvfp4", "square"), ("mxfp4", "vector")]
 )
 def test_a_search_is_never_worse_than_a_rule(format, tile):
     rules = (
@@ -72,18 +74,16 @@ def test_a_search_finds_the_best_of_all_scales_without_shrinking():
         )
         least.append(errors.min(axis=0).sum())
     part = min(least) / np.square(w).sum()
-    np.testing.assert_allclose(
-        error(found) / np.square(w).sum(), part / (1 - part), rtol=1e-3
-    )
-    np.testing.assert_allclose(
+    assert_allclose(error(found) / np.square(w).sum(), part / (1 - part), rtol=1e-3)
+    assert_allclose(
         np.sum(np.asarray(found.dequantize(), np.float64) * w),
         np.square(w).sum(),
         rtol=1e-6,
     )
 
 
-@pytest.mark.slow_except("search")
-@pytest.mark.parametrize("scales", ["rule", "search"])
+@slow_except("search")
+@parametrize("scales", ["rule", "search"])
 def test_fold_exact_scales_follow_their_rule_for_any_weight(scales):
     """Operands that name the rule keep to it, because FP8 products rely on it."""
     hard = np.array(W)
@@ -118,12 +118,9 @@ def test_a_rule_is_checked_scale_by_scale():
     check_rule(
         "w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), ""
     )
-    with pytest.raises(
-        ValueError,
-        match=rf"w has .* but only {held.mean():.1%} of its scales .* repair",
-    ):
+    with refused(rf"w has .* but only {held.mean():.1%} of its scales .* repair"):
         check_rule("w", of(every), "repair")
-    with pytest.raises(ValueError, match=r"but only 0\.0% of its scales"):
+    with refused(r"but only 0\.0% of its scales"):
         check_rule("w", of(every[~held]), "repair")
     # traced, as a template is made
     jax.eval_shape(lambda scale: check_rule("w", of(scale), ""), every)
@@ -137,7 +134,7 @@ def test_importance_moves_the_error_to_where_it_matters():
     assert error(weighted) >= error(searched(W))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "choose",
     [searched, lambda w: compensated(w, jnp.eye(w.shape[-1]))],
     ids=["search", "gptq"],
@@ -182,11 +179,11 @@ def test_gptq_is_the_published_algorithm():
     )
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "Fp4(format='nvfp4', tile='vector', rule='amax')",
     "Fp4(format='nvfp4', tile='square', rule='amax')",
 )
-@pytest.mark.parametrize(
+@parametrize(
     "scaling",
     [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="four_over_six")],
     ids=str,
@@ -197,9 +194,9 @@ def test_gptq_halves_the_loss_of_nearest_and_a_search_more(scaling):
     assert scaling != Fp4() or loss(compensated(W, H, scales="search"), H) < found
 
 
-@pytest.mark.slow_except("scaling2-search")
-@pytest.mark.parametrize("scales", ["rule", "search"])
-@pytest.mark.parametrize(
+@slow_except("scaling2-search")
+@parametrize("scales", ["rule", "search"])
+@parametrize(
     "scaling",
     [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")],
 )
@@ -226,7 +223,7 @@ def test_units_of_weights_and_of_inputs_do_not_matter(scaling, scales):
     assert np.array_equal(nothing.values, searched(W, scaling).values)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "choose", [searched, lambda w, scaling: compensated(w, H, scaling, scales="search")]
 )
 def test_tiles_far_apart_are_searched_alike(choose):
@@ -237,9 +234,7 @@ def test_tiles_far_apart_are_searched_alike(choose):
     assert np.array_equal(choose(far, Fp4("mxfp4")).values, apart)
 
 
-@pytest.mark.parametrize(
-    "choose", [searched, lambda w, scaling: compensated(w, H, scaling)]
-)
+@parametrize("choose", [searched, lambda w, scaling: compensated(w, H, scaling)])
 def test_the_smallest_weights_are_no_zeros(choose):
     # 6 * 448 scales of that would be a subnormal float32
     tiny = W * (1e-35 / jnp.abs(W).max())
@@ -257,15 +252,15 @@ RULES = {
 }
 
 
-@pytest.mark.slow_except("mxfp4", "squares", "folds")
-@pytest.mark.parametrize("scaling", RULES.values(), ids=RULES)
+@slow_except("mxfp4", "squares", "folds")
+@parametrize("scaling", RULES.values(), ids=RULES)
 def test_without_correlations_gptq_is_nearest(scaling):
     # a power of two, at the border of MX's scales
     w = W.at[0, :16].set(0).at[0, 3].set(0.0625)
     made = compensated(w, 7 * jnp.eye(K), scaling)
     expected = nearest(w, scaling)
     for each in zip(as_bytes(made), as_bytes(expected), strict=True):
-        np.testing.assert_array_equal(*each)
+        assert_array_equal(*each)
     assert (made.outer is None) == (expected.outer is None)
     assert made.outer is None or made.outer == expected.outer
 
@@ -288,7 +283,7 @@ def test_a_stack_is_its_matrices():
     ):
         assert made.shape == (2, N, K)
         assert made.outer.shape == (2,)
-        np.testing.assert_allclose(
+        assert_allclose(
             made.dequantize(),
             jnp.stack([one.dequantize() for one in expected]),
             rtol=1e-6,
@@ -301,8 +296,8 @@ def test_a_hessian_that_is_not_finite_is_loud():
     assert jnp.isfinite(compensated(W, jnp.zeros((K, K))).dequantize()).all()
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
+@parametrize(
+    "call, kind, message",
     [
         (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
         (lambda: search_scales(W[0]), ValueError, "not a matrix"),
@@ -336,12 +331,12 @@ def test_a_hessian_that_is_not_finite_is_loud():
     ],
 )
 def test_what_cannot_be_done_says_why(call, kind, message):
-    with pytest.raises(kind, match=message):
+    with refused(message, kind):
         call()
 
 
-@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
-@pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
+@parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+@parametrize("shape", [(0, 16), (4, 0)])
 def test_matrices_without_values(shape, scaling):
     found = [
         search_scales(jnp.zeros(shape), scaling),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from models.huggingface.configs import llama_config, llama_dict, read_shape
 from models.huggingface.folders import write_folder
@@ -24,6 +25,7 @@ from tcfp_jax.inference.compressed_tensors import load_compressed, save_compress
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
+from tests.helpers import parametrize
 from tests.models.record_transformers import FILE, weights_of
 
 REASON = (
@@ -91,7 +93,7 @@ def decoded(folder, name):
     )["weight"]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@parametrize("scaling", SCALINGS, ids=str)
 def test_the_package_decodes_a_weight_to_the_same_bits(tmp_path, scaling, llama):
     tensors = to_huggingface(llama, CONFIG, scaling)
     save_compressed(tmp_path, tensors, config=llama_dict(CONFIG))
@@ -115,14 +117,12 @@ def test_the_package_decodes_a_weight_to_the_same_bits(tmp_path, scaling, llama)
             numbers = np.asarray(plain.dequantize()) / np.asarray(
                 plain.scale_of_values()
             )
-            np.testing.assert_allclose(numbers * scale, exact, rtol=2**-22)
+            assert_allclose(numbers * scale, exact, rtol=2**-22)
             exact = numbers * scale
         wanted = exact.astype(ml_dtypes.bfloat16) if isinstance(scaling, Fp4) else exact
-        np.testing.assert_array_equal(bits(theirs), bits(wanted))
+        assert_array_equal(bits(theirs), bits(wanted))
         back = load_compressed(tmp_path)[0][f"{name}.weight"].forward
-        np.testing.assert_array_equal(
-            np.asarray(back.values), np.asarray(operand.values)
-        )
+        assert_array_equal(np.asarray(back.values), np.asarray(operand.values))
 
 
 def floats_of(tensor, dtype):
@@ -132,7 +132,7 @@ def floats_of(tensor, dtype):
     return tensor.forward.dequantize(dtype).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@parametrize("scaling", SCALINGS, ids=str)
 def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
     save_compressed(
         tmp_path,
@@ -154,7 +154,7 @@ def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
         from_huggingface(plain, CONFIG), TOKENS
     )
     assert float(theirs.std()) > 0.05
-    np.testing.assert_allclose(np.asarray(ours), theirs, atol=2e-6)
+    assert_allclose(np.asarray(ours), theirs, atol=2e-6)
     if isinstance(scaling, Fp4) and scaling == Fp4(scaling.format):
         # W4A16: our products read the codes of the file and activations in bfloat16.
         model = convert_to_tcfp(
@@ -164,14 +164,14 @@ def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
             include=("linear", "small"),
         )
         served = model.apply(from_huggingface(found, CONFIG), TOKENS)
-        np.testing.assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())
+        assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())
     other = Llama(CONFIG, "float32").apply({"params": llama}, TOKENS)
     if isinstance(scaling, Fp4):  # the weights are quantized indeed
         assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std()
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "gemma3_text"])
+@parametrize("form", ["bf16", "fp8", "nvfp4"])
+@parametrize("case", ["llama", "qwen3", "gemma", "gemma3_text"])
 def test_transformers_loads_exported_folders(tmp_path, case, form):
     recorded = json.loads(FILE.read_text())[case]
     (tmp_path / "config.json").write_text(json.dumps(recorded["config"]))
@@ -199,12 +199,10 @@ def test_transformers_loads_exported_folders(tmp_path, case, form):
     ours = Llama(read_shape(tmp_path / "out"), "float32").apply(
         from_huggingface(plain, config), TOKENS
     )
-    np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-4 * theirs.std())
+    assert_allclose(np.asarray(ours), theirs, atol=1e-4 * theirs.std())
 
 
-@pytest.mark.parametrize(
-    ("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")]
-)
+@parametrize("preset, format", [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")])
 def test_a_file_of_the_package_is_read(tmp_path, preset, format):
     """Its own compressor wrote it with its own scales, as llm-compressor does."""
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -244,7 +242,7 @@ def test_a_file_of_the_package_is_read(tmp_path, preset, format):
     operand = load_compressed(tmp_path)[0]["up_proj.weight"].forward
     assert operand.scaling == Fp4(format)
     theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
-    np.testing.assert_allclose(np.asarray(operand.dequantize()), theirs, rtol=2**-8)
+    assert_allclose(np.asarray(operand.dequantize()), theirs, rtol=2**-8)
     # A weight that is written again has the package's bytes.
     save_compressed(tmp_path / "again", {"up_proj.weight": operand})
     again = files.load_file(tmp_path / "again/model.safetensors")
@@ -272,7 +270,7 @@ def test_the_package_shares_the_scale_that_we_share():
     }
     ours = quantize_together({name: jnp.asarray(w) for name, w in parts.items()}, Fp4())
     both = torch.tensor(np.concatenate(list(parts.values())))
-    np.testing.assert_allclose(
+    assert_allclose(
         float(ours["q"].outer),
         1 / scales.generate_gparam(both.min(), both.max()).item(),
         rtol=2**-22,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from models.huggingface.configs import llama_config, llama_dict
 from models.huggingface.tensors import FUSED, from_huggingface, to_huggingface
@@ -25,7 +26,7 @@ from tests.exports import (
     quick,
     same_file,
 )
-from tests.helpers import same_bits, variables_of
+from tests.helpers import refused, same_bits, variables_of
 
 # Flax's norms promote bfloat16
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -77,9 +78,7 @@ def test_a_llama_goes_out_and_comes_back(tmp_path, llama, exported):
         "up",
         "value",
     ]
-    np.testing.assert_array_equal(
-        variables["params"]["head"]["kernel"], llama["head"]["kernel"]
-    )
+    assert_array_equal(variables["params"]["head"]["kernel"], llama["head"]["kernel"])
     up = variables["tcfp"]["layers"]["up"]["kernel"]
     assert up.shape == (2, 64, 96)
     # Served weights are written as they came; they are quantized already, so `scaling`
@@ -87,7 +86,7 @@ def test_a_llama_goes_out_and_comes_back(tmp_path, llama, exported):
     again = to_huggingface(variables, CONFIG, dtype=jnp.float32)
     save_compressed(tmp_path / "again", again, config=llama_dict(CONFIG))
     assert same_file(tmp_path / "again", tmp_path)
-    with pytest.raises(ValueError, match="quantized already"):
+    with refused("quantized already"):
         to_huggingface(variables, CONFIG, Fp4())
     plain = to_huggingface(llama, CONFIG, dtype=jnp.float32)
     # activations stay float here
@@ -125,12 +124,9 @@ def test_served_variables_go_out_if_families_share_a_scale(
     for name, one in layers(served).items():
         assert same_bits(tuple(expected[name]), (one.values, one.scale, one.outer))
     save_compressed(tmp_path / "served", to_huggingface(served, CONFIG))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"has outer=.* name your layers in fused= of quantize_params and"
-            r" choose_code"
-        ),
+    with refused(
+        r"has outer=.* name your layers in fused= of quantize_params and"
+        r" choose_code"
     ):
         save_compressed(tmp_path / "apart", to_huggingface(apart, CONFIG))
 
@@ -151,9 +147,7 @@ def test_served_variables_go_out_if_families_share_a_scale(
         (2, 32, 32),
     ]
     save_compressed(tmp_path / "chosen", to_huggingface(chosen, CONFIG))
-    with pytest.raises(
-        ValueError, match=r"fused has \('q', 'k'\), but the FP4 weights are"
-    ):
+    with refused(r"fused has \('q', 'k'\), but the FP4 weights are"):
         quantize_params(llama, weights, fused=[("q", "k")])
 
 
@@ -172,7 +166,7 @@ def test_a_folder_serves_in_a_converted_model(tmp_path, llama, exported, served_
             floats[name] = dequantized(tensor.forward)
     wanted = np.asarray(apply(from_huggingface(floats, CONFIG), tokens))
     # The plain model rounds number * scale * outer to bfloat16 once; W4A16 does not.
-    np.testing.assert_allclose(
+    assert_allclose(
         np.asarray(quick(model.apply)(served, tokens)), wanted, atol=0.05 * wanted.std()
     )
     low = np.asarray(apply({"params": llama}, tokens))
@@ -181,23 +175,23 @@ def test_a_folder_serves_in_a_converted_model(tmp_path, llama, exported, served_
 
 def test_what_is_no_llama_is_refused(llama):
     tensors = to_huggingface(llama, CONFIG)
-    with pytest.raises(ValueError, match="no tensors of a Llama"):
+    with refused("no tensors of a Llama"):
         from_huggingface(tensors | {"visual.weight": jnp.ones(2)}, CONFIG)
-    with pytest.raises(ValueError, match="embedding/embedding is quantized"):
+    with refused("embedding/embedding is quantized"):
         from_huggingface(tensors | {"model.embed_tokens.weight": blank(32)}, CONFIG)
-    with pytest.raises(ValueError, match="up_proj in different ways"):
+    with refused("up_proj in different ways"):
         from_huggingface(
             tensors | {"model.layers.1.mlp.up_proj.weight": blank(32)}, CONFIG
         )
     missing = {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is missing"):
+    with refused(r"layers\.1\.mlp\.up_proj\.weight is missing"):
         from_huggingface(missing, CONFIG)
     for changes in (
         dict(model_type="gpt2"),
         dict(attention_bias=True),
         dict(rope_scaling=dict(rope_type="yarn")),
     ):
-        with pytest.raises(ValueError, match=r"is not one of|computes"):
+        with refused(r"is not one of|computes"):
             llama_config(llama_dict(CONFIG) | changes)
     for name in (
         "hidden_size",
@@ -208,9 +202,9 @@ def test_what_is_no_llama_is_refused(llama):
         "rope_theta",
     ):
         for value in ([1], "64", -1):
-            with pytest.raises(ValueError, match=f"{name}=.*is not a positive number"):
+            with refused(f"{name}=.*is not a positive number"):
                 llama_config(llama_dict(CONFIG) | {name: value})
-    with pytest.raises(ValueError, match="hidden_size=None is not a positive number"):
+    with refused("hidden_size=None is not a positive number"):
         llama_config(
             {
                 name: value
@@ -222,5 +216,5 @@ def test_what_is_no_llama_is_refused(llama):
         ([], "'list' is not one of"),
         (llama_dict(CONFIG) | {"rope_scaling": [1]}, "not objects"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with refused(words):
             llama_config(found)

@@ -6,7 +6,6 @@ Layers of Flax without a twin of ours are converted, and give the bits of `contr
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
@@ -14,7 +13,7 @@ from tcfp_jax import linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp
 from tcfp_jax.products.einsum import contract
 from tests.equations import parse
-from tests.helpers import filled, nnx_model, same_bits
+from tests.helpers import filled, nnx_model, parametrize, same_bits, slow_except
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.float32)
 TOKENS = jnp.arange(6).reshape(2, 3)
@@ -80,8 +79,8 @@ def both_of(by_name, kind, arguments, options, inputs):
     return graphdef, state, params
 
 
-@pytest.mark.slow_except("without bias", "one row")
-@pytest.mark.parametrize("name", PAIRS)
+@slow_except("without bias", "one row")
+@parametrize("name", PAIRS)
 def test_equal_parameters_give_equal_bits(name):
     by_name, kind, arguments, options = PAIRS[name]
     # Flax's own two LayerNorms differ in bfloat16
@@ -106,9 +105,9 @@ def test_equal_parameters_give_equal_bits(name):
     assert same_bits(*both(params, state))
 
 
-@pytest.mark.slow_except("batch-tcfp12")
-@pytest.mark.parametrize("how", ["tcfp12", "blockwise", "bf16"])
-@pytest.mark.parametrize("name", CONVERTED)
+@slow_except("batch-tcfp12")
+@parametrize("how", ["tcfp12", "blockwise", "bf16"])
+@parametrize("name", CONVERTED)
 def test_converted_layers_have_the_bits_of_their_product(name, how):
     by_name, kind, arguments, options, equation, bias_shape = CONVERTED[name]
     graphdef, state, params = both_of(by_name, kind, arguments, options, X)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
+from numpy.testing import assert_allclose
 
 from models.nets.gpt import GPT
 from models.nets.shapes import GPTConfig
@@ -17,7 +17,7 @@ from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, s
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.layers.nnx import stored_weight
 from tcfp_jax.products import fp4_linear, pack_fp4
-from tests.helpers import nnx_model, same_bits, variables_of
+from tests.helpers import nnx_model, parametrize, refused, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
 
@@ -37,14 +37,14 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     y = jax.jit(layer.apply)(variables, X)
     stored = pack_fp4(params["kernel"]).dequantize()
     expected = X.astype(jnp.bfloat16).astype(jnp.float32) @ stored + params["bias"]
-    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    assert_allclose(y, expected, rtol=0, atol=2e-6)
+    assert_allclose(model(X), y, rtol=0, atol=1e-6)
     served = quantize_params(params, "nvfp4")
     assert set(served["params"]) == {"bias"}
     assert served["tcfp"]["kernel"].shape == (33, 6)
-    np.testing.assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
+    assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
     load_quantized(model, served)
-    np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    assert_allclose(model(X), y, rtol=0, atol=1e-6)
     assert type(export(layer)) is nn.Dense
 
 
@@ -61,13 +61,11 @@ def test_layers_round_x_as_their_recipe_says():
     many = jax.jit(
         jax.vmap(lambda x: fp4_linear(x, params["kernel"], params["bias"], recipe=how))
     )(stack)
-    np.testing.assert_allclose(
-        many, jnp.stack([model(x) for x in stack]), rtol=1e-6, atol=1e-6
-    )
+    assert_allclose(many, jnp.stack([model(x) for x in stack]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
+@parametrize(
+    "name, words",
     [("tensorwise", "not packed codes"), ("nvfp4_training", "packs no weight")],
 )
 def test_fp4_dense_refuses_recipes_that_pack_nothing(name, words):
@@ -75,7 +73,7 @@ def test_fp4_dense_refuses_recipes_that_pack_nothing(name, words):
         lambda: linen.Fp4Dense(6, recipe=name),
         lambda: nnx.Fp4Dense(33, 6, recipe=name, rngs=flax_nnx.Rngs(0)),
     ):
-        with pytest.raises(ValueError, match=f'recipe "{name}".*{words}'):
+        with refused(f'recipe "{name}".*{words}'):
             make()
     assert linen.Fp4Dense(6, recipe=recipe("mxfp4")).clone().recipe == recipe("mxfp4")
 
@@ -109,7 +107,7 @@ def test_a_model_runs_on_codes_as_on_their_dequantized_weights():
     expected = run({"params": floats}, TOKENS)
     largest = float(jnp.abs(expected).max())
     # activations are BF16
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)
+    assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)
     exact = run({"params": params}, TOKENS)
     # so the comparison tells one from the other
     assert float(jnp.abs(expected - exact).max()) > 0.02 * largest

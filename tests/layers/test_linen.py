@@ -2,16 +2,23 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from flax import linen as nn
+from jax import random
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense
-from tests.helpers import same_bits, unwatched
+from tests.helpers import (
+    normal,
+    parametrize,
+    refused,
+    same_bits,
+    slow_except,
+    unwatched,
+)
 
-X = jax.random.normal(jax.random.key(0), (4, 6, 32))
+X = normal(0, (4, 6, 32))
 RECIPES = ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
 
 
@@ -26,26 +33,26 @@ class Network(nn.Module):
         return dense(32, recipe=self.recipe, use_bias=False, name="second")(x)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "options", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}], ids=str
 )
 def test_parameters_are_those_of_dense(options):
     x = X.astype(options.get("param_dtype", X.dtype))
-    theirs = nn.Dense(16, **options).init(jax.random.key(1), x)
-    assert same_bits(TCFPDense(16, **options).init(jax.random.key(1), x), theirs)
+    theirs = nn.Dense(16, **options).init(random.key(1), x)
+    assert same_bits(TCFPDense(16, **options).init(random.key(1), x), theirs)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12_fast"])
+@parametrize("recipe", ["bf16", "tcfp12_fast"])
 def test_layer_is_matmul_plus_bias(recipe):
     layer = TCFPDense(16, recipe=recipe, bias_init=nn.initializers.normal())
-    variables = layer.init(jax.random.key(1), X)
+    variables = layer.init(random.key(1), X)
     params = variables["params"]
     expected = tcfp_jax.matmul(X, params["kernel"], recipe=recipe) + params["bias"]
     assert jnp.array_equal(layer.apply(variables, X), expected)
 
 
 def test_dtype_is_that_of_the_result_and_never_of_the_kernel():
-    variables = nn.Dense(16).init(jax.random.key(1), X)
+    variables = nn.Dense(16).init(random.key(1), X)
     layer = TCFPDense(16, dtype=jnp.bfloat16)
     y = layer.apply(variables, X)
     kernel = variables["params"]["kernel"]
@@ -53,11 +60,11 @@ def test_dtype_is_that_of_the_result_and_never_of_the_kernel():
     assert y.dtype == jnp.bfloat16 and jnp.array_equal(y, expected)  # the bias is zero
 
 
-@pytest.mark.slow_except("tcfp12_fast")
-@pytest.mark.parametrize("recipe", RECIPES[1:])
+@slow_except("tcfp12_fast")
+@parametrize("recipe", RECIPES[1:])
 def test_stored_kernel_is_used(recipe):
     network = Network(recipe)
-    params = network.init(jax.random.key(1), X)["params"]
+    params = network.init(random.key(1), X)["params"]
     tx = tcfp_jax.error_feedback(recipe)
     state = tcfp_jax.layer_state(tx.init(params))
     apply = jax.jit(network.apply)
@@ -65,7 +72,7 @@ def test_stored_kernel_is_used(recipe):
     stored = apply({"params": params, "tcfp": state}, X)
     # The same FP8 operands; each product is one program, which may sum in another order
     # beside a quantizer.
-    np.testing.assert_allclose(stored, fresh, rtol=0, atol=1e-5)
+    assert_allclose(stored, fresh, rtol=0, atol=1e-5)
     doubled = unwatched(
         tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
     )
@@ -90,7 +97,7 @@ def trainer(network, recipe, **options):
 
     @jax.numpy_dtype_promotion("standard")  # Adam raises a float to an integer power
     def run(steps=8):
-        params = network.init(jax.random.key(1), X)["params"]
+        params = network.init(random.key(1), X)["params"]
         losses = []
         opt_state = tx.init(params)
         for _ in range(steps):
@@ -104,13 +111,13 @@ def trainer(network, recipe, **options):
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("stochastic")
-@pytest.mark.parametrize("recipe", [*RECIPES, STOCHASTIC], ids=[*RECIPES, "stochastic"])
+@slow_except("stochastic")
+@parametrize("recipe", [*RECIPES, STOCHASTIC], ids=[*RECIPES, "stochastic"])
 def test_training_learns_and_repeats_bit_for_bit(recipe):
     run = trainer(
         Network(recipe),
         recipe,
-        **(dict(key=jax.random.key(3)) if recipe == STOCHASTIC else {}),
+        **(dict(key=random.key(3)) if recipe == STOCHASTIC else {}),
     )
     (losses, *state) = run()
     (again, *same_state) = run()
@@ -138,7 +145,7 @@ def test_a_parameter_named_scale_is_no_weight():
 def test_remat_changes_nothing():
     losses, *_ = trainer(Network("tcfp12_fast"), "tcfp12_fast")(3)
     with_remat, *_ = trainer(Network("tcfp12_fast", remat="yes"), "tcfp12_fast")(3)
-    np.testing.assert_allclose(losses, with_remat, rtol=1e-6)
+    assert_allclose(losses, with_remat, rtol=1e-6)
 
 
 class Stack(nn.Module):
@@ -160,27 +167,27 @@ class Stack(nn.Module):
 
 def test_scan_over_layers_reads_the_stacked_state():
     network = Stack()
-    params = network.init(jax.random.key(1), X)["params"]
+    params = network.init(random.key(1), X)["params"]
     state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
     assert state["layer"]["kernel"].stack == (3,)
     fresh = network.apply({"params": params}, X)
-    np.testing.assert_allclose(
+    assert_allclose(
         network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5
     )
 
 
 def test_stochastic_layer_takes_the_rng_stream():
     layer = TCFPDense(16, recipe=STOCHASTIC)
-    variables = layer.init(jax.random.key(1), X)
+    variables = layer.init(random.key(1), X)
 
     def run(**rngs):
         return layer.apply(variables, X, rngs=rngs)
 
     assert jnp.array_equal(run(), run())
-    assert not jnp.array_equal(run(tcfp=jax.random.key(1)), run(tcfp=jax.random.key(2)))
+    assert not jnp.array_equal(run(tcfp=random.key(1)), run(tcfp=random.key(2)))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "options",
     [
         {"precision": "highest"},
@@ -190,5 +197,5 @@ def test_stochastic_layer_takes_the_rng_stream():
     ids=lambda o: next(iter(o)),
 )
 def test_fields_that_would_be_ignored_raise(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*nn.Dense"):
-        TCFPDense(16, **options).init(jax.random.key(0), X)
+    with refused(f"{next(iter(options))}.*nn.Dense"):
+        TCFPDense(16, **options).init(random.key(0), X)

@@ -17,6 +17,7 @@ from models.nets import llama
 from models.nets.shapes import LlamaConfig
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import h200s
+from tests.helpers import parametrize, slow_except
 
 REASON = h200.missing()
 pytestmark = [
@@ -117,9 +118,9 @@ def arena(monkeypatch):
     return bytes_of
 
 
-@pytest.mark.slow_except("step-stored", "block-tcfp12_fast")
-@pytest.mark.parametrize(
-    ("part", "name"),
+@slow_except("step-stored", "block-tcfp12_fast")
+@parametrize(
+    "part, name",
     [("step", "tensorwise"), ("step", "stored"), ("block", "tcfp12_fast")],
 )
 def test_no_recipe_needs_a_larger_arena_than_bf16(arena, part, name):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax import random
 
 from models.nets.attention import causal_attention
 from models.nets.gpt import GPT, ByteEmbedding
@@ -19,7 +20,14 @@ from models.training.text import (
     load_installed,
     source_files,
 )
-from tests.helpers import same_bits, variables_of
+from tests.helpers import (
+    normal,
+    parametrize,
+    refused,
+    same_bits,
+    slow_except,
+    variables_of,
+)
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
 
@@ -91,18 +99,18 @@ def test_installed_packages_are_read_once_each(library):
     assert len(limited.train) + len(limited.heldout) <= 4000 + len(
         limited.train_files + limited.heldout_files
     )
-    with pytest.raises(FileNotFoundError, match="no training file"):
+    with refused("no training file", FileNotFoundError):
         load_installed((library / "json",))
 
 
 def test_corpus_refuses_an_empty_tree(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no training file"):
+    with refused("no training file", FileNotFoundError):
         load_corpus(tmp_path)
-    with pytest.raises(ValueError, match="byte_limit=0"):
+    with refused("byte_limit=0"):
         load_corpus(byte_limit=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@parametrize("dtype", ["float32", "bfloat16"])
 def test_gpt_gives_float32_logits(dtype):
     model = GPT(MICRO, dtype=dtype)
     tokens = jnp.zeros((2, 16), jnp.int32)
@@ -116,7 +124,7 @@ def test_gpt_is_causal():
     # In BF16: a per-tensor FP8 scale depends on every position, future ones too, though
     # only through its exponent.
     model = GPT(MICRO, recipe="bf16", dtype="float32")
-    tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
+    tokens = random.randint(random.key(1), (1, 16), 0, 256)
     variables = variables_of(model, tokens)
     apply = jax.jit(model.apply)
     changed = tokens.at[0, 10:].set(7)
@@ -128,20 +136,20 @@ def test_gpt_is_causal():
 def test_parameters_do_not_depend_on_the_recipe():
     tokens = jnp.zeros((1, 16), jnp.int32)
     trees = [
-        jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens)
+        jax.jit(GPT(MICRO, recipe=name).init)(random.key(0), tokens)
         for name in ("bf16", "tcfp12", None)
     ]
     assert all(same_bits(trees[0], tree) for tree in trees[1:])
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
+@parametrize(
+    "name, millions",
     [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))],
 )
 def test_sizes(name, millions):
     model = GPT(MODELS[name])
     shapes = jax.eval_shape(
-        model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+        model.init, random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32)
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e6
     assert millions[0] < count < millions[1]
@@ -151,9 +159,9 @@ def test_byte_embedding_is_nn_embed():
     ours = ByteEmbedding(300, 8)
     flax = nn.Embed(300, 8)
     tokens = jnp.array([[0, 255, 3, 3]])
-    variables = flax.init(jax.random.key(0), tokens)
+    variables = flax.init(random.key(0), tokens)
     assert jnp.array_equal(ours.apply(variables, tokens), flax.apply(variables, tokens))
-    query = jax.random.normal(jax.random.key(1), (2, 8))
+    query = normal(1, (2, 8))
     attended = [
         layer.apply(variables, query, method="attend") for layer in (ours, flax)
     ]
@@ -168,33 +176,28 @@ def test_byte_embedding_is_nn_embed():
 
 
 def test_models_name_what_is_wrong():
-    with pytest.raises(ValueError, match="heads=3 does not divide width=32"):
+    with refused("heads=3 does not divide width=32"):
         GPTConfig(layers=1, width=32, heads=3, context=8)
-    with pytest.raises(ValueError, match="vocabulary=100"):
+    with refused("vocabulary=100"):
         GPTConfig(layers=1, width=32, heads=2, context=8, vocabulary=100)
-    with pytest.raises(ValueError, match="attention='flash' is unknown"):
+    with refused("attention='flash' is unknown"):
         GPTConfig(layers=1, width=32, heads=2, context=8, attention="flash")
-    with pytest.raises(ValueError, match="below 1"):
+    with refused("below 1"):
         GPTConfig(layers=0, width=32, heads=2, context=8)
-    with pytest.raises(ValueError, match="model 'huge' is unknown"):
+    with refused("model 'huge' is unknown"):
         model_config("huge")
-    with pytest.raises(
-        ValueError, match="17 positions exceed the model's context of 16"
-    ):
-        GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
-    with pytest.raises(ValueError, match="dtype='float16'"):
-        GPT(MICRO, dtype="float16").init(
-            jax.random.key(0), jnp.zeros((1, 16), jnp.int32)
-        )
-    with pytest.raises(ValueError, match="names no layer"):
-        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
+    with refused("17 positions exceed the model's context of 16"):
+        GPT(MICRO).init(random.key(0), jnp.zeros((1, 17), jnp.int32))
+    with refused("dtype='float16'"):
+        GPT(MICRO, dtype="float16").init(random.key(0), jnp.zeros((1, 16), jnp.int32))
+    with refused("names no layer"):
+        MLP(features=()).init(random.key(0), jnp.ones((1, 4)))
 
 
 @pytest.mark.gpu
 def test_cudnn_attends_as_products_do():
     q, k, v = (
-        jax.random.normal(jax.random.key(i), (2, 64, 2, 64), jnp.bfloat16)
-        for i in range(3)
+        random.normal(random.key(i), (2, 64, 2, 64), jnp.bfloat16) for i in range(3)
     )
     with jax.numpy_dtype_promotion("standard"):
         fast, exact = (
@@ -204,11 +207,11 @@ def test_cudnn_attends_as_products_do():
     assert jnp.allclose(fast, exact, atol=0.03)
 
 
-@pytest.mark.slow_except("tcfp12", "tensorwise")
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
+@slow_except("tcfp12", "tensorwise")
+@parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
 def test_mlp_learns_a_separable_task(recipe):
     model = MLP(features=(32, 2), recipe=recipe, dtype=jnp.float32)
-    x = jax.random.normal(jax.random.key(0), (64, 16))
+    x = normal(0, (64, 16))
     label = jax.nn.one_hot((x[:, 0] > 0).astype(jnp.int32), 2)
     params = variables_of(model, x)
 

@@ -2,7 +2,6 @@
 folders that hold a run.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -32,7 +32,7 @@ from models.training.intact import write_json
 from models.training.options import parser_of
 from models.training.settings import Data, Float, Stored, config_of, settings_of
 from models.training.text import Corpus
-from tests.helpers import same_bits
+from tests.helpers import parametrize, refused, same_bits, slow, slow_except
 
 # Optax's Adam raises a float to an integer power
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -50,16 +50,14 @@ CONFIG = TrainConfig(
     data=Data(corpus_bytes=1_000_000),
     learning_rate=1e-2,
 )
-STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights=Stored("8bit"))
+STORED = replace(CONFIG, recipe="tcfp12_single", weights=Stored("8bit"))
 # Runs from which tests continue, by name.
 CONFIGS = {
     "uninterrupted": CONFIG,
     "stored": STORED,
-    "llama": dataclasses.replace(CONFIG, model=MICRO_LLAMA),
+    "llama": replace(CONFIG, model=MICRO_LLAMA),
     # Moments of 8 bits are most of a step's program, and "stored" has them.
-    "stored llama": dataclasses.replace(
-        STORED, model=MICRO_LLAMA, weights=Stored("float32")
-    ),
+    "stored llama": replace(STORED, model=MICRO_LLAMA, weights=Stored("float32")),
 }
 ROOT = Path(__file__).parents[2]
 
@@ -97,8 +95,8 @@ def final_state(path, config=CONFIG):
         return directory.restore(train.init(config))[0]
 
 
-@pytest.mark.slow_except("stored")
-@pytest.mark.parametrize("name", CONFIGS)
+@slow_except("stored")
+@parametrize("name", CONFIGS)
 def test_it_learns(name, whole_run):
     _, result = whole_run(name)
     assert result.train_loss[0] > 5.0
@@ -108,7 +106,7 @@ def test_it_learns(name, whole_run):
     assert result.heldout_perplexity == pytest.approx(np.exp(result.heldout_loss))
 
 
-@pytest.mark.slow  # a resumed run, which has equal bits, shows it, too
+@slow  # a resumed run, which has equal bits, shows it, too
 def test_same_config_same_bits(uninterrupted):
     _, result = uninterrupted
     again = run(CONFIG)
@@ -117,18 +115,15 @@ def test_same_config_same_bits(uninterrupted):
 
 
 def test_recipes_share_initial_weights_and_batches():
-    states = [
-        train.init(dataclasses.replace(CONFIG, recipe=name))
-        for name in ("bf16", "tcfp12")
-    ]
+    states = [train.init(replace(CONFIG, recipe=name)) for name in ("bf16", "tcfp12")]
     assert same_bits(states[0].params, states[1].params)
-    other = train.init(dataclasses.replace(CONFIG, seed=1))
+    other = train.init(replace(CONFIG, seed=1))
     assert not same_bits(states[0].params, other.params)
 
 
-@pytest.mark.slow_except("stored-between checkpoints")
-@pytest.mark.parametrize(
-    ("name", "saves"),
+@slow_except("stored-between checkpoints")
+@parametrize(
+    "name, saves",
     [
         ("uninterrupted", "between checkpoints"),
         ("uninterrupted", "inside a checkpoint"),
@@ -178,8 +173,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_ru
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.slow_except("stored")
-@pytest.mark.parametrize(
+@slow_except("stored")
+@parametrize(
     "change",
     [
         {"recipe": "bf16"},
@@ -196,8 +191,8 @@ STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 )
 def test_every_kind_of_state_is_restored(tmp_path, change):
     path = tmp_path / "run"
-    config = dataclasses.replace(CONFIG, **change)
-    state = train.init(dataclasses.replace(config, seed=5))
+    config = replace(CONFIG, **change)
+    state = train.init(replace(config, seed=5))
     digest = "digest"
     with RunDirectory(path, config, digest, resume="never") as directory:
         directory.append(1, np.ones(5))
@@ -207,25 +202,25 @@ def test_every_kind_of_state_is_restored(tmp_path, change):
     assert losses == [1.0] * 5
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert same_bits(restored, state)
-    assert read_config(path) == dataclasses.replace(config, dtype=config.compute_dtype)
+    assert read_config(path) == replace(config, dtype=config.compute_dtype)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
     out, _ = uninterrupted
     before = (out / "metrics.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match=r"holds a run .* --resume"):
+    with refused(r"holds a run .* --resume", FileExistsError):
         run(CONFIG, out=out)
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@parametrize(
+    "change, message",
     [
         ({"seed": 7}, "seed=0 in the folder but 7 now"),
         ({"recipe": "bf16"}, "recipe='tcfp12' in the folder but 'bf16' now"),
         ({"steps": 80}, "steps=60 in the folder but 80 now"),
         (
-            {"model": dataclasses.replace(MICRO, layers=2)},
+            {"model": replace(MICRO, layers=2)},
             (
                 r"another run: model\.layers=1 in the folder but 2 now; resume .*"
                 r" choose another --out$"
@@ -249,8 +244,8 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
 )
 def test_another_run_is_not_resumed(uninterrupted, change, message):
     out, _ = uninterrupted
-    with pytest.raises(ValueError, match=message):
-        run(dataclasses.replace(CONFIG, **change), out=out, resume="allowed")
+    with refused(message):
+        run(replace(CONFIG, **change), out=out, resume="allowed")
 
 
 def test_stored_weights_are_not_resumed_as_floats(stored):
@@ -258,12 +253,12 @@ def test_stored_weights_are_not_resumed_as_floats(stored):
         r"weights='stored' in the folder but 'float'"
         r" now.*tcfp_jax\.dequantize\(params\)"
     )
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         run(CONFIG, out=stored[0], resume="allowed")
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
+@parametrize(
+    "name, change",
     [
         ("nvfp4", {"tile": "square"}),
         ("nvfp4_training", {"forward_operands": "bf16"}),
@@ -272,14 +267,14 @@ def test_stored_weights_are_not_resumed_as_floats(stored):
 )
 def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
     custom = tcfp_jax.recipe(name, **change)
-    config = dataclasses.replace(CONFIG, recipe=custom, dtype="float32")
+    config = replace(CONFIG, recipe=custom, dtype="float32")
     write_json(tmp_path / "config.json", describe(config, "digest"))
     assert read_config(tmp_path) == config
 
 
-@pytest.mark.slow_except("stored-block_0/qkv/kernel")
-@pytest.mark.parametrize(
-    ("name", "kernel"),
+@slow_except("stored-block_0/qkv/kernel")
+@parametrize(
+    "name, kernel",
     [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")],
 )
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
@@ -304,20 +299,20 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
         == result.heldout_loss_bf16
     )
     if name == "stored":  # a Llama is written as a folder of Hugging Face, too
-        with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
+        with refused(r"choose a name that ends in \.npz"):
             train.export_run(out, tmp_path / "weights.safetensors")
     for unwritable, why in (
         (path / "in_a_file.npz", "cannot be made"),
         (path.parent / "f.npz", "is a folder"),
     ):
         (path.parent / "f.npz").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=why):
+        with refused(why):
             train.export_run(out, unwritable)
 
 
 def test_parts_of_a_run_without_its_config_are_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(FileExistsError, match="belongs to no run"):
+    with refused("belongs to no run", FileExistsError):
         run(CONFIG, out=tmp_path)
 
 
@@ -346,9 +341,9 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
         return steps
 
     monkeypatch.setattr(running, "make_train_step", make_train_step)
-    with pytest.raises(
+    with refused(
+        r"24 to 35 are not finite; .* below 0\.01",
         FloatingPointError,
-        match=r"steps 24 to 35 are not finite; the checkpoints .* below 0\.01",
     ):
         run(CONFIG, out=tmp_path, checkpoint_every=5, bad_steps=12)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -358,16 +353,14 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
     assert [json.loads(line)["loss"] for line in _lines(tmp_path)] == [2.0] * 22 + [
         None
     ] * 13
-    with pytest.raises(
-        FloatingPointError, match="steps 60 to 60 are not finite; start anew"
-    ):
+    with refused("steps 60 to 60 are not finite; start anew", FloatingPointError):
         run(CONFIG, bad_steps=1000)
-    with pytest.raises(ValueError, match="bad_steps=0 must be at least 1"):
+    with refused("bad_steps=0 must be at least 1"):
         run(CONFIG, bad_steps=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@parametrize(
+    "change, message",
     [
         ({"model": "huge"}, "model 'huge' is unknown"),
         ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
@@ -396,46 +389,36 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypa
     ],
 )
 def test_config_names_what_is_wrong(change, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         config_of({**settings_of(CONFIG), **change})
 
 
 def test_a_field_that_does_nothing_is_named():
-    with pytest.raises(
-        ValueError, match="with recipe 'tensorwise': no error of a weight is kept"
-    ):
+    with refused("with recipe 'tensorwise': no error of a weight is kept"):
         preset("tiny", recipe="tensorwise", error_dtype="bfloat16")
 
 
 def test_checkpoints_fall_on_calls():
-    with pytest.raises(
-        ValueError,
-        match="checkpoint_every=7 is not a multiple of steps_per_call=5; use 5",
-    ):
+    with refused("checkpoint_every=7 is not a multiple of steps_per_call=5; use 5"):
         run(CONFIG, checkpoint_every=7)
 
 
 def test_too_little_text():
-    with pytest.raises(ValueError, match="one window needs 33"):
+    with refused("one window needs 33"):
         train.evaluate(CONFIG, train.init(CONFIG), jnp.zeros(32, jnp.uint8))
     corpus = Corpus(np.zeros(90, np.uint8), np.zeros(10, np.uint8), (), ())
     for limit, repair in (
         (1000, "give more text, or shorten the sequence"),
         (100, "raise corpus_bytes .now 100., or"),
     ):
-        with pytest.raises(
-            ValueError,
-            match=f"the held-out text has 10 tokens, but one window needs 33; {repair}",
-        ):
-            check_corpus(
-                corpus, dataclasses.replace(CONFIG, data=Data(corpus_bytes=limit))
-            )
+        with refused(f"text has 10 tokens, but one window needs 33; {repair}"):
+            check_corpus(corpus, replace(CONFIG, data=Data(corpus_bytes=limit)))
 
 
 def test_jitter_perturbs_the_initial_weights():
-    bf16 = dataclasses.replace(CONFIG, recipe="bf16")
+    bf16 = replace(CONFIG, recipe="bf16")
     plain = train.init(bf16).params
-    moved = train.init(dataclasses.replace(bf16, initial_jitter=1e-6)).params
+    moved = train.init(replace(bf16, initial_jitter=1e-6)).params
     kernel = plain["embedding"]["embedding"]
     jittered = moved["embedding"]["embedding"]
     assert 0 < float(jnp.max(jnp.abs(jittered / kernel - 1))) < 1e-5
@@ -551,7 +534,7 @@ class TestCommand:
         assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
         assert not Path("new").exists()
 
-    @pytest.mark.slow
+    @slow
     def test_a_llama_reads_a_folder_and_continues_with_no_other_text(
         self, monkeypatch, capsys
     ):
@@ -593,9 +576,7 @@ class TestCommand:
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        "given", [[], ["--out", "a run"]], ids=["new folder", "named folder"]
-    )
+    @parametrize("given", [[], ["--out", "a run"]], ids=["new folder", "named folder"])
     def test_what_an_interruption_prints_continues_the_command(
         self, monkeypatch, capsys, given
     ):
@@ -664,18 +645,14 @@ class TestCommand:
         assert [config.weights for config in examples] == [Stored("8bit"), Float()]
 
 
-@pytest.mark.slow_except("stored")
-@pytest.mark.parametrize(
-    "recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"]
-)
+@slow_except("stored")
+@parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
 def test_steps_add_nothing_atomically(recipe):
     """A scatter of floats on a GPU adds in another order each time, and a resumed run
     would not be the same.
     """
-    config = (
-        STORED if recipe == "stored" else dataclasses.replace(CONFIG, recipe=recipe)
-    )
-    config = dataclasses.replace(config, dtype="bfloat16")
+    config = STORED if recipe == "stored" else replace(CONFIG, recipe=recipe)
+    config = replace(config, dtype="bfloat16")
     state = jax.eval_shape(lambda: train.init(config))
     key = train.batch_key(config)
     step = train.make_train_step(config)

@@ -2,12 +2,11 @@
 bits clip, which is counted.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from pallas_kernels.operands import Fp4
@@ -19,7 +18,7 @@ from tcfp_jax.products.fp4_training import _words_of, quantization
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.formats_oracles import QUICK
-from tests.helpers import decibels, drawn, same_bits
+from tests.helpers import decibels, drawn, parametrize, same_bits, slow_except
 
 KEY = jax.random.key(3)
 FORWARD_IN_BF16 = recipe("nvfp4_training", forward_operands="bf16")
@@ -29,14 +28,14 @@ def operands(m, k, n):
     return drawn(m, k).at[3, 7].set(20), drawn(k, n, seed=1) / 6
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@partial(jax.jit, compiler_options=QUICK)
 def rounded(x):
     """x as the product reads it, without its padding."""
     return nvfp4_arrays.quantize_values(x, -1).dequantize()[:, : x.shape[1]]
 
 
-@pytest.mark.slow_except("fp4")
-@pytest.mark.parametrize(
+@slow_except("fp4")
+@parametrize(
     "how", [recipe("nvfp4_training"), FORWARD_IN_BF16], ids=["fp4", "forward in bf16"]
 )
 def test_operands_of_fp4_training_are_read_and_nothing_changes(how):
@@ -47,14 +46,14 @@ def test_operands_of_fp4_training_are_read_and_nothing_changes(how):
         x = tcfp_jax.matmul(x, params["first"], recipe=how, key=KEY)
         return jnp.sum(tcfp_jax.matmul(x, params["last"], recipe="tensorwise") ** 2)
 
-    compiled = functools.partial(jax.jit, compiler_options=QUICK)
+    compiled = partial(jax.jit, compiler_options=QUICK)
     result, readings = compiled(monitor.value_and_grad(loss))(params, x)
     assert same_bits(result, compiled(tcfp_jax.value_and_grad(loss))(params, x))
     found = readings["first"]
     assert set(found) == set(operands_of(how))
     assert set(readings["last"]) == {"x", "w", "g"}
     for name, of in (("x", x), ("x_wgrad", x), ("w", w)):
-        np.testing.assert_allclose(found[name].amax, jnp.abs(of).max())
+        assert_allclose(found[name].amax, jnp.abs(of).max())
     exact = ("x", "w") if how == FORWARD_IN_BF16 else ()
     for name, reading in found.items():
         assert reading.snr > 50 if name in exact else 15 < reading.snr < 27
@@ -62,18 +61,18 @@ def test_operands_of_fp4_training_are_read_and_nothing_changes(how):
         return
     q = rounded(x)
     reading = found["x"]
-    np.testing.assert_allclose(reading.snr, decibels(x, q), rtol=1e-4)
+    assert_allclose(reading.snr, decibels(x, q), rtol=1e-4)
     lost = jnp.mean((x != 0) & (q == 0))
-    np.testing.assert_allclose(reading.underflow, lost, rtol=1e-5)
+    assert_allclose(reading.underflow, lost, rtol=1e-5)
     clipped = jnp.mean(jnp.abs(x) > jnp.abs(q) * 1.001)
     assert 0 < reading.saturation < clipped
 
 
-@pytest.mark.parametrize("name, which", [("x_wgrad", 0), ("w", 1)])
+@parametrize("name, which", [("x_wgrad", 0), ("w", 1)])
 def test_products_multiply_the_values_that_are_observed(name, which):
     values = operands(20, 37, 25)[which]
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=QUICK)
     def both(values):
         use = quantization(name, _words_of(KEY))
         made = nvfp4_arrays.quantize_values(values, *use)
@@ -84,11 +83,11 @@ def test_products_multiply_the_values_that_are_observed(name, which):
     assert (jnp.abs(seen.found.values.astype(jnp.float32)) <= seen.largest).all()
     # A rotation keeps the sum of squares.
     norm = jnp.linalg.norm(seen.exact)
-    np.testing.assert_allclose(norm, jnp.linalg.norm(values), rtol=1e-5)
+    assert_allclose(norm, jnp.linalg.norm(values), rtol=1e-5)
 
 
 def test_which_operands_are_quantized_anew():
-    named = functools.partial(recipe, "nvfp4_training")
+    named = partial(recipe, "nvfp4_training")
     assert operands_of(named(forward_operands="bf16")) == (
         "x",
         "w",
@@ -101,8 +100,8 @@ def test_which_operands_are_quantized_anew():
     assert operands_of(recipe("bf16")) == ("x", "w", "g")
 
 
-@pytest.mark.slow_except("nvfp4")
-@pytest.mark.parametrize(
+@slow_except("nvfp4")
+@parametrize(
     "scaling, clipped", [(Fp4("mxfp4"), 2), (Fp4("nvfp4"), 1)], ids=["mxfp4", "nvfp4"]
 )
 def test_weights_of_four_bits_clip(scaling, clipped):
@@ -115,8 +114,8 @@ def test_weights_of_four_bits_clip(scaling, clipped):
     assert float(found.saturation) == clipped / w.size
 
 
-@pytest.mark.slow_except("37")
-@pytest.mark.parametrize("k", [37, 48])
+@slow_except("37")
+@parametrize("k", [37, 48])
 def test_an_activation_in_nvfp4_is_read_as_its_product_rounds_it(k):
     x, w = operands(20, k, 25)
     how = recipe("nvfp4", activation="float4_e2m1fn")
@@ -127,4 +126,4 @@ def test_an_activation_in_nvfp4_is_read_as_its_product_rounds_it(k):
     run = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)
     _, readings = run({"w": w}, x)
     snr = readings["w"]["x"].snr
-    np.testing.assert_allclose(snr, decibels(x, rounded(x)), rtol=1e-4)
+    assert_allclose(snr, decibels(x, rounded(x)), rtol=1e-4)

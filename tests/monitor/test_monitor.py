@@ -3,6 +3,7 @@ step without them has none.
 """
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from pallas_kernels.quantize.api import quantize
@@ -25,8 +27,12 @@ from tests.helpers import (
     all_finite,
     decibels,
     drawn,
+    parametrize,
     refusals,
+    refused,
     same_bits,
+    slow,
+    slow_except,
     store_at_once,
 )
 
@@ -35,8 +41,8 @@ KEY = jax.random.key(0)
 W = drawn(2, 16, 16) / 4
 X = drawn(8, 16, seed=1).at[0, 0].set(1e-4)
 PARAMS = {"up": {"kernel": W[0]}, "down": {"kernel": W[1]}}
-multiply = functools.partial(tcfp_jax.matmul, recipe="tensorwise")
-e4m3 = functools.partial(quantize, dtype="float8_e4m3fn")
+multiply = partial(tcfp_jax.matmul, recipe="tensorwise")
+e4m3 = partial(quantize, dtype="float8_e4m3fn")
 
 
 def read_e4m3(x):
@@ -49,11 +55,11 @@ def observed(loss, *arguments):
     return jax.jit(monitor.value_and_grad(loss))(*arguments)[1]
 
 
-@pytest.mark.slow_except("tensorwise")
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "tcfp12_fast", "bf16"])
+@slow_except("tensorwise")
+@parametrize("name", ["tensorwise", "rowwise", "tcfp12_fast", "bf16"])
 def test_readings_are_those_of_the_operands(name):
     recipe = tcfp_jax.recipe(name)
-    product = functools.partial(tcfp_jax.matmul, recipe=recipe)
+    product = partial(tcfp_jax.matmul, recipe=recipe)
 
     def loss(params, x):
         hidden = jnp.tanh(product(x, params["up"]["kernel"]))
@@ -72,7 +78,7 @@ def test_readings_are_those_of_the_operands(name):
             q = np.asarray(rounded(recipe, operand, x), np.float64)
             lost = np.mean((np.asarray(x) != 0) & (q == 0))
             wanted = np.abs(x).max(), lost, 0.0, decibels(x, q)
-            np.testing.assert_allclose(
+            assert_allclose(
                 readings[path][operand], wanted, rtol=1e-3, err_msg=f"{path} {operand}"
             )
 
@@ -102,7 +108,7 @@ def test_zeros_are_known():
     assert np.isnan(read_e4m3(x.at[0, 0].set(jnp.nan)).snr)
 
 
-@pytest.mark.parametrize("binade", [-110, 125])
+@parametrize("binade", [-110, 125])
 def test_the_magnitude_of_an_operand_is_no_part_of_its_snr(binade):
     """Values near float32's largest have squares beyond it, and the inverse of their
     amax is subnormal.
@@ -119,8 +125,8 @@ def test_loops_and_branches_have_entries_of_their_own():
             return jax.nn.relu(multiply(x, w)), None
 
         x, _ = jax.lax.scan(jax.checkpoint(block), x, params["stack"])
-        yes = functools.partial(multiply, w=params["yes"])
-        no = functools.partial(multiply, w=params["no"])
+        yes = partial(multiply, w=params["yes"])
+        no = partial(multiply, w=params["no"])
         return jnp.sum(jax.lax.cond(turned, yes, no, x))
 
     params = {"stack": W, "yes": W[0], "no": W[1]}
@@ -128,7 +134,7 @@ def test_loops_and_branches_have_entries_of_their_own():
     stack = readings["stack"]
     assert stack["x"].snr.shape == (2,)
     assert all_finite(stack["g"].snr)
-    np.testing.assert_allclose(stack["w"].amax, jnp.abs(W).max((1, 2)))
+    assert_allclose(stack["w"].amax, jnp.abs(W).max((1, 2)))
     assert np.isfinite(readings["yes"]["g"].amax)
     assert np.isnan([*readings["no"]["g"], *readings["no"]["x"]]).all()
 
@@ -141,7 +147,7 @@ def test_a_weight_without_a_path_is_named_by_its_argument():
     assert list(readings) == ["argument 1"]
 
 
-@pytest.mark.slow
+@slow
 def test_vmap_puts_an_axis_in_front():
     def loss(params, x, axes):
         return jnp.sum(jax.vmap(multiply, in_axes=axes)(x, params["experts"]) ** 2)
@@ -149,8 +155,8 @@ def test_vmap_puts_an_axis_in_front():
     params = {"experts": W}
     x = jnp.stack([X, 2 * X])
     _, readings = monitor.value_and_grad(loss)(params, x, 0)
-    np.testing.assert_allclose(readings["experts"]["x"].amax, jnp.abs(x).max((1, 2)))
-    with pytest.raises(NotImplementedError, match="only axes in front"):
+    assert_allclose(readings["experts"]["x"].amax, jnp.abs(x).max((1, 2)))
+    with refused("only axes in front", NotImplementedError):
         monitor.value_and_grad(loss)(params, x.swapaxes(0, 1), (1, 0))
 
 
@@ -182,7 +188,7 @@ def model_of(kind):
     if kind == "plain":
         model = convert(Mlp(nn.Dense))
     else:
-        model = Mlp(functools.partial(TCFPDense, recipe="tcfp12_single"))
+        model = Mlp(partial(TCFPDense, recipe="tcfp12_single"))
 
     def apply(params, stored, x):
         return model.apply({"params": params, "tcfp": stored}, x)
@@ -190,9 +196,9 @@ def model_of(kind):
     return apply, PARAMS, find_weights(model, X)
 
 
-@pytest.mark.slow_except("by hand-stored")
-@pytest.mark.parametrize("weights", ["float", "stored"])
-@pytest.mark.parametrize("kind", ["by hand", "plain", "nnx"])
+@slow_except("by hand-stored")
+@parametrize("weights", ["float", "stored"])
+@parametrize("kind", ["by hand", "plain", "nnx"])
 def test_layers_of_all_kinds(kind, weights):
     apply, params, found = model_of(kind)
     stored = {}
@@ -209,7 +215,7 @@ def test_layers_of_all_kinds(kind, weights):
     floats = tcfp_jax.dequantize(params)
     for path, reading in readings.items():
         (kernel,) = jax.tree.leaves(floats[path.split("/")[0]]["kernel"])
-        np.testing.assert_allclose(reading["w"].amax, jnp.abs(kernel).max())
+        assert_allclose(reading["w"].amax, jnp.abs(kernel).max())
         for operand in ("w", "x", "g"):
             assert 25 < reading[operand].snr < 35
 
@@ -217,11 +223,11 @@ def test_layers_of_all_kinds(kind, weights):
 TRACED = jax.make_user_context()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, module",
     [
         ("tcfp12_single", fp8_weights),
-        pytest.param("nvfp4_training", fp4_training, marks=pytest.mark.slow),
+        pytest.param("nvfp4_training", fp4_training, marks=slow),
     ],
 )
 def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
@@ -323,7 +329,7 @@ def test_updates_of_weights_beside_float_parameters():
     found = monitor.update_quality(*layers, updates)["up/kernel"]
     assert float(found.moved) == 1
     assert float(found.edq) == pytest.approx(1, abs=0.01)
-    with pytest.raises(ValueError, match="pass weights=find_weights"):
+    with refused("pass weights=find_weights"):
         monitor.update_quality(*layers, jax.tree.map(lambda leaf: leaf[:8], updates))
 
 
@@ -348,7 +354,7 @@ def stale(before, after):
     return float(share)
 
 
-@pytest.mark.parametrize("name", NARROW)
+@parametrize("name", NARROW)
 def test_narrow_moments_that_rest_are_counted(name):
     params = jnp.ones((32, 128))
     if name == "any":  # fields of optax have the names of a tree
@@ -376,5 +382,5 @@ def test_moments_of_adam_beside_error_feedback_are_found():
     state = tx.init(PARAMS)
     _, after = tx.update(PARAMS, state, PARAMS)
     assert float(monitor.stale_moments(state, after)["up/kernel"]) == 0
-    with pytest.raises(ValueError, match="no second moments"):
+    with refused("no second moments"):
         monitor.stale_moments((), ())

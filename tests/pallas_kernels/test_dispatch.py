@@ -15,7 +15,7 @@ from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import api as matmul
 from pallas_kernels.operands import MatmulOptions, Operand, Tensor
 from pallas_kernels.quantize.api import quantize
-from tests.helpers import mesh_of, parametrize
+from tests.helpers import mesh_of, parametrize, refused
 
 
 def multiples_of_16(options, k):
@@ -91,7 +91,7 @@ REFUSED = [
 @parametrize("backend, error, message", REFUSED)
 def test_a_named_backend_runs_or_raises(backend, error, message):
     assert chosen(TABLE, "mosaic", 32) == "mosaic"
-    with pytest.raises(error, match=message):
+    with refused(message, error):
         dispatch("op", TABLE, backend, None, 5)
 
 

@@ -11,7 +11,7 @@ from pallas_kernels.fp4_matmul import decode, reference, rows
 from pallas_kernels.operands import Fp4
 from tests import ptx
 from tests.fp4_cases import of_every_scale
-from tests.helpers import parametrize
+from tests.helpers import parametrize, slow
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -138,7 +138,7 @@ def test_a_thread_decodes_its_part_of_wgmma(form, dtype, run_in):
 
 @parametrize(
     "m, steps, warpgroups",
-    [pytest.param(5, 8, 4, marks=pytest.mark.slow), (2, 7, 2)],
+    [pytest.param(5, 8, 4, marks=slow), (2, 7, 2)],
 )
 def test_blocks_round_rows_as_the_definition(m, steps, warpgroups, run_in, monkeypatch):
     random = np.random.default_rng(0)

@@ -1,8 +1,8 @@
 """Kernels under meshes of eight virtual devices: what moves, and that bits stay."""
 
-import dataclasses
 import itertools
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -77,7 +77,7 @@ def of_backends(call, *operands):
 def spread(put, operand, spec):
     """An operand with one scale, its values split."""
     lo = None if operand.lo is None else put(operand.lo, spec)
-    return dataclasses.replace(operand, values=put(operand.values, spec), lo=lo)
+    return replace(operand, values=put(operand.values, spec), lo=lo)
 
 
 def close(got, x, w, bias=0.0):
@@ -220,7 +220,7 @@ def test_parts_that_no_tile_divides(put):
     call = partial(dual_quantize, values, orientation="both")
     assert same_bits(*of_backends(call))
     x, w = operands()
-    x = dataclasses.replace(x, values=x.values[:32])
+    x = replace(x, values=x.values[:32])
     split = spread(put, x, P(("a", "b")))
     assert close(jax.jit(product())(split, w), x, w)
 

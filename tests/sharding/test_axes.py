@@ -2,7 +2,7 @@
 shardings as JAX types them.
 """
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 import tcfp_jax.inference
@@ -24,14 +25,23 @@ from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import conversion, formats
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.compile_for_h200 import GATHERS, compile_for, h200s, needs_plugin, on
-from tests.helpers import drawn, mesh_of, placed, same_bits, variables_of
+from tests.helpers import (
+    drawn,
+    mesh_of,
+    parametrize,
+    placed,
+    refused,
+    same_bits,
+    slow_except,
+    variables_of,
+)
 
 E4M3 = jnp.float8_e4m3fn
 SCALINGS = {"Tensor": Tensor(), "Row": Row(), "Block": Block(32, "vector")}
 X = drawn(4, 32, 64)
 W = drawn(64, 128, seed=1)
-BACKENDS = pytest.mark.parametrize("backend", ["xla", "triton"])
-quantize_both = functools.partial(quantize, dtype=E4M3, orientation="both")
+BACKENDS = parametrize("backend", ["xla", "triton"])
+quantize_both = partial(quantize, dtype=E4M3, orientation="both")
 
 
 def run(mesh, function, specs, *arguments):
@@ -55,7 +65,7 @@ def check(function, specs, *arguments, wanted=None, exact=True):
         for a, b in pairs:
             a = np.asarray(a, np.float32)
             b = np.asarray(b, np.float32)
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
+            assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
     if wanted is not None:
         with jax.set_mesh(mesh):
             got = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(explicit)]
@@ -71,23 +81,23 @@ SCALES = {
 }
 
 
-@pytest.mark.slow_except("Tensor-triton", "Block-xla")
+@slow_except("Tensor-triton", "Block-xla")
 @BACKENDS
-@pytest.mark.parametrize("scaling", SCALINGS)
+@parametrize("scaling", SCALINGS)
 def test_quantize(scaling, backend):
     of_rows, of_columns = SCALES[scaling]
     wanted = [P("a", "b", None), of_rows, P(None, "a", "b"), of_columns]
-    call = functools.partial(quantize_both, scaling=SCALINGS[scaling], backend=backend)
+    call = partial(quantize_both, scaling=SCALINGS[scaling], backend=backend)
     check(call, [P("a", "b")], X, wanted=wanted)
 
 
 PARTIAL = [P("a", None, "b"), P(None, "b")]
 
 
-@pytest.mark.slow_except("columns-Block-xla", "partial-Tensor-xla")
+@slow_except("columns-Block-xla", "partial-Tensor-xla")
 @BACKENDS
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize(
+@parametrize("scaling", SCALINGS)
+@parametrize(
     "specs, out, wanted",
     [
         ([P("a"), P("b")], None, P("a", None, "b")),
@@ -112,11 +122,11 @@ def test_operands_split_along_the_contraction_raise_as_in_jax():
 
     mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
     error = getattr(jax.errors, "ShardingTypeError", Exception)
-    with pytest.raises(error, match="specify the output sharding"):
+    with refused("specify the output sharding", error):
         run(mesh, product, PARTIAL, X, W.T)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "kinds, spec",
     [
         ((AxisType.Explicit, AxisType.Auto), P("a")),
@@ -128,9 +138,7 @@ def test_a_mesh_with_axes_of_both_kinds(kinds, spec):
     mesh = jax.make_mesh(
         (2, 2), ("a", "b"), axis_types=kinds, devices=jax.devices()[:4]
     )
-    call = functools.partial(
-        quantize_both, scaling=Block(32, "vector"), backend="triton"
-    )
+    call = partial(quantize_both, scaling=Block(32, "vector"), backend="triton")
     got = jax.device_get(run(mesh, call, [spec], X))
     assert same_bits(got, jax.device_get(jax.jit(call)(X)))
 
@@ -162,18 +170,18 @@ def step(g, hi, backend):
 
 
 OPS = {
-    "dual": (functools.partial(dual, scaling=Tensor()), P("a", "b"), W),
-    "dual in squares": (functools.partial(dual, scaling=Block(32)), P("a", "b"), W),
+    "dual": (partial(dual, scaling=Tensor()), P("a", "b"), W),
+    "dual in squares": (partial(dual, scaling=Block(32)), P("a", "b"), W),
     "adamw": (step, P("a"), W, W),
 }
 
 
-@pytest.mark.slow_except("dual-xla", "dual in squares-xla")
+@slow_except("dual-xla", "dual in squares-xla")
 @BACKENDS
-@pytest.mark.parametrize("name", OPS)
+@parametrize("name", OPS)
 def test_ops(name, backend):
     function, spec, *arguments = OPS[name]
-    call = functools.partial(function, backend=backend)
+    call = partial(function, backend=backend)
     check(call, [spec] * len(arguments), *arguments)
 
 
@@ -185,8 +193,8 @@ MADE = {
 }
 
 
-@pytest.mark.slow_except("squares", "vectors", "fp4")
-@pytest.mark.parametrize("name", MADE)
+@slow_except("squares", "vectors", "fp4")
+@parametrize("name", MADE)
 def test_dequantize(name):
     wanted = [P("a", "b")] if name in ("squares", "vectors") else None
     check(lambda w: MADE[name](w).dequantize(), [P("a", "b")], W, wanted=wanted)
@@ -202,24 +210,24 @@ def test_skip_matmul():
     check(skipping, [P("a"), P("b")], X, W.reshape(128, 64))
 
 
-@pytest.mark.parametrize("blocks", ["all", "nonzero"])
+@parametrize("blocks", ["all", "nonzero"])
 def test_a_recipe_in_blocks_lays_its_result_as_asked(blocks):
     recipe = tcfp_jax.recipe("tcfp12_blockwise", residual_blocks=blocks)
-    multiply = functools.partial(tcfp_jax.matmul, recipe=recipe)
-    product = functools.partial(multiply, out_sharding=P("b", None))
+    multiply = partial(tcfp_jax.matmul, recipe=recipe)
+    product = partial(multiply, out_sharding=P("b", None))
     x = drawn(32, 256)
     w = drawn(256, 128, seed=1)
     mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
     # K is split over devices, so that JAX asks where the result shall lie
     found = run(mesh, product, [P(None, "a"), P("a")], x, w)
     assert found.sharding.spec == P("b", None)
-    np.testing.assert_allclose(found, multiply(x, w), atol=1e-4)
+    assert_allclose(found, multiply(x, w), atol=1e-4)
 
 
-@pytest.mark.parametrize("stack", [(2,), (2, 2)], ids=str)
+@parametrize("stack", [(2,), (2, 2)], ids=str)
 def test_a_stack_is_split_over_devices(stack):
     """Under `vmap` a kernel runs for the elements that a device has."""
-    call = functools.partial(quantize_both, backend="triton")
+    call = partial(quantize_both, backend="triton")
     for _ in stack:
         call = jax.vmap(call)
     check(call, [P("a", None, "b")], drawn(*stack, 32, 64))
@@ -243,8 +251,8 @@ FORMATS = {
 }
 
 
-@pytest.mark.slow_except("gradient of a cast", "pack", "split")
-@pytest.mark.parametrize("name", FORMATS)
+@slow_except("gradient of a cast", "pack", "split")
+@parametrize("name", FORMATS)
 def test_formats(name):
     check(FORMATS[name], [P("a", "b")], W)
 
@@ -292,25 +300,25 @@ LINEN = {
 }
 
 
-@pytest.mark.slow_except("Dense")
-@pytest.mark.parametrize("name", LINEN)
+@slow_except("Dense")
+@parametrize("name", LINEN)
 def test_layers_of_linen(name):
     x = IDS if name == "Embed" else X
     check_layer(LINEN[name].apply, variables_of(LINEN[name], x), x)
 
 
 NNX = {
-    "Linear": functools.partial(tcfp_jax.nnx.TCFPLinear, 64, 128, recipe="tcfp12_fast"),
-    "LayerNorm": functools.partial(tcfp_jax.nnx.TCFPLayerNorm, 64),
-    "Embed": functools.partial(tcfp_jax.nnx.TCFPEmbed, 32, 64),
-    "converted Linear": functools.partial(nnx.Linear, 64, 128),
-    "converted LinearGeneral": functools.partial(nnx.LinearGeneral, 64, (2, 64)),
-    "converted Einsum": functools.partial(nnx.Einsum, "bsk,kn->bsn", (64, 128)),
+    "Linear": partial(tcfp_jax.nnx.TCFPLinear, 64, 128, recipe="tcfp12_fast"),
+    "LayerNorm": partial(tcfp_jax.nnx.TCFPLayerNorm, 64),
+    "Embed": partial(tcfp_jax.nnx.TCFPEmbed, 32, 64),
+    "converted Linear": partial(nnx.Linear, 64, 128),
+    "converted LinearGeneral": partial(nnx.LinearGeneral, 64, (2, 64)),
+    "converted Einsum": partial(nnx.Einsum, "bsk,kn->bsn", (64, 128)),
 }
 
 
-@pytest.mark.slow_except("Linear")
-@pytest.mark.parametrize("name", NNX)
+@slow_except("Linear")
+@parametrize("name", NNX)
 def test_layers_of_nnx(name):
     model = NNX[name](rngs=nnx.Rngs(0))
     if name.startswith("converted"):
@@ -335,9 +343,9 @@ RECIPES = {
 }
 
 
-@pytest.mark.slow_except("None-tensorwise", "triton-rowwise")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("backend", [None, "triton"])
+@slow_except("None-tensorwise", "triton-rowwise")
+@parametrize("recipe", RECIPES)
+@parametrize("backend", [None, "triton"])
 def test_recipes(recipe, backend):
     if backend == "triton" and recipe in ("bf16", "tcfp12", "tcfp12_single"):
         pytest.skip("the others have its kernels")

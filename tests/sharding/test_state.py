@@ -4,6 +4,7 @@ do not depend on the mesh.
 
 import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,12 @@ from tests.compile_for_h200 import GATHERS, compile_for, h200s, needs_plugin
 from tests.helpers import (
     filled,
     mesh_of,
+    parametrize,
     placed,
     refusals,
     same_bits,
     shapes_of,
+    slow_except,
     step_of,
 )
 
@@ -50,7 +53,7 @@ FLAT = AbstractMesh((4, 2), ("a", "b"))
 
 
 def on(mesh, specs=SPECS):
-    at = functools.partial(NamedSharding, mesh)
+    at = partial(NamedSharding, mesh)
     return jax.tree.map(at, specs, is_leaf=lambda node: isinstance(node, P))
 
 
@@ -187,7 +190,7 @@ MATRIX = shapes_of({"kernel": (512, 1024)})
 SPLIT = {"kernel": P("a", "b")}
 
 
-@pytest.mark.parametrize("name", STATES)
+@parametrize("name", STATES)
 def test_states_are_sharded_as_their_init_makes_them(name):
     tx, expected = STATES[name]
     check(SPLIT, MATRIX, tx.init, expected)
@@ -204,10 +207,10 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "shape", "spec", "matrix"), HEADS, ids=str)
+@parametrize("layout, shape, spec, matrix", HEADS, ids=str)
 def test_kernels_of_many_axes(layout, shape, spec, matrix):
     weights = {"w": Weight(BOTH, layout)}
-    store = functools.partial(stored, weights=weights)
+    store = partial(stored, weights=weights)
     params = jax.eval_shape(store, shapes_of({"w": shape}))
     shardings = state_shardings(on(FLAT, {"w": spec}), params, state_of(ADAMW))
     found = specs_of(shardings)
@@ -227,7 +230,7 @@ def test_kernels_of_many_axes(layout, shape, spec, matrix):
 # --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("logical", [False, True], ids=["mesh names", "logical names"])
+@parametrize("logical", [False, True], ids=["mesh names", "logical names"])
 def test_metadata_of_linen(logical):
     mesh = mesh_of(4, 2)
     boxed = nn.with_logical_partitioning if logical else nn.with_partitioning
@@ -306,9 +309,9 @@ def trained(kind, sizes):
     return run(grads, *run(grads, *first)), places
 
 
-@pytest.mark.slow_except("stored-(4, 2)")
+@slow_except("stored-(4, 2)")
 @pytest.mark.optimized("slow")
-@pytest.mark.parametrize(("kind", "sizes"), MESHES, ids=str)
+@parametrize("kind, sizes", MESHES, ids=str)
 def test_a_step_keeps_shardings_and_no_mesh_changes_a_bit(kind, sizes):
     after, shardings = trained(kind, sizes)
     leaves = jax.tree_util.tree_flatten_with_path(after)[0]
@@ -328,9 +331,9 @@ def shape_at(leaf, sharding):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-@pytest.mark.slow_except("stored")
+@slow_except("stored")
 @pytest.mark.optimized("slow")
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize("kind", KINDS)
 def test_a_state_restores_on_other_meshes(kind, tmp_path):
     saved, _ = trained(kind, (4, 2))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -347,8 +350,8 @@ def test_a_state_restores_on_other_meshes(kind, tmp_path):
 
 @needs_plugin
 @pytest.mark.optimized
-@pytest.mark.slow_except("stored")
-@pytest.mark.parametrize("kind", KINDS)
+@slow_except("stored")
+@parametrize("kind", KINDS)
 def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):
     mesh = h200s(4, 2)
     make, tx = kind_of(kind)
@@ -391,7 +394,7 @@ def kernel_at(mesh, *spec):
 
 
 def stored_query():
-    store = functools.partial(stored, weights=QUERY)
+    store = partial(stored, weights=QUERY)
     state_shardings(SPLIT_QUERY, jax.eval_shape(store, QUERY_FLOATS))
 
 
@@ -406,7 +409,7 @@ def cut_when_stored():
 
 def cut_by_sharding():
     shardings = on(mesh_of(8), {"up": {"kernel": P("a")}})
-    store = functools.partial(stored, weights=BLOCKWISE)
+    store = partial(stored, weights=BLOCKWISE)
     state_shardings(shardings, jax.eval_shape(store, CUT))
 
 

@@ -7,15 +7,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
 
 import tcfp_jax
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Operand
 from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on_once
-from tests.helpers import drawn, mesh_of, placed, refusals
+from tests.helpers import drawn, mesh_of, parametrize, placed, refusals
 
 E4M3 = jnp.float8_e4m3fn
 K = 32
@@ -34,8 +34,8 @@ ROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("wire, handed", ROUNDINGS)
+@parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@parametrize("wire, handed", ROUNDINGS)
 def test_sums_are_within_their_bound(wire, handed, kind):
     mesh = mesh_of(DEVICES, axis_type=kind)
     spec = P("a") if handed == "scattered" else P()
@@ -66,7 +66,7 @@ def test_sums_are_within_their_bound(wire, handed, kind):
     assert wire == "float32" or error.max() > 0  # it is rounded
 
 
-@pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise"])
+@parametrize("recipe", ["tcfp12", "tensorwise"])
 def test_a_recipe_says_it(recipe):
     mesh = mesh_of(2)
     of_rows = NamedSharding(mesh, P("a"))
@@ -87,7 +87,7 @@ def test_a_recipe_says_it(recipe):
 
     found = gradient(None)
     atol = 2.0**-7 * np.abs(found).max()
-    np.testing.assert_allclose(found, gradient("bfloat16_parts"), atol=atol)
+    assert_allclose(found, gradient("bfloat16_parts"), atol=atol)
 
 
 tensorwise = functools.partial(tcfp_jax.recipe, "tensorwise")
@@ -103,8 +103,8 @@ OPERATIONS = ("reduce-scatter", "all-to-all", "all-reduce", "all-gather")
 
 
 @needs_plugin
-@pytest.mark.parametrize(
-    ("wire", "operation", "dtype"),
+@parametrize(
+    "wire, operation, dtype",
     [
         ("float32", "reduce-scatter", "f32"),
         ("bfloat16", "reduce-scatter", "bf16"),
