@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import random
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
@@ -47,7 +47,7 @@ from models.training.settings import Data, Stored
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives
-from tests.helpers import normal, parametrize, refused, same_bits, slow
+from tests.helpers import mesh_of, normal, parametrize, refused, same_bits, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(__file__).parents[2]
@@ -512,7 +512,7 @@ def test_a_mesh_that_does_not_divide_a_run_is_refused_and_leaves_no_folder(
 
 
 def test_a_mesh_without_an_axis_is_refused():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(8, names=("fsdp",))
     with refused(
         r"has the axes \['fsdp'\].*\['data', 'tensor'\] is missing; make the"
         r" mesh by"
@@ -534,6 +534,12 @@ def test_every_parameter_has_its_place(model):
         ) or place.spec != P()
 
 
+def largest_sent(compiled):
+    """Return the size of the largest array that devices send."""
+    found = collectives(compiled.as_text())
+    return max(part.size for one in found for part in one.parts)
+
+
 def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
     table = normal(0, (512, 64))
     tokens = random.randint(random.key(1), (8, 4), 0, 512)
@@ -545,9 +551,7 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
     exact = jax.value_and_grad(loss)(
         table, lambda table: table[tokens].astype(jnp.bfloat16)
     )
-    mesh = jax.make_mesh(
-        (1, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(1, 4, 1, names=AXES)
     split = NamedSharding(mesh, P("tensor", "fsdp"))
     with jax.set_mesh(mesh):
         step = jax.jit(
@@ -566,16 +570,7 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
         got = compiled(*placed)
     assert np.allclose(exact[0], got[0], rtol=1e-5)
     assert np.allclose(exact[1], got[1], atol=1e-6)
-    sent = [
-        part
-        for collective in collectives(compiled.as_text())
-        for part in collective.parts
-    ]
-    assert (
-        max(part.size for part in sent)
-        <= tokens.size * table.shape[1]
-        < table.size // 4
-    )
+    assert largest_sent(compiled) <= tokens.size * table.shape[1] < table.size // 4
 
 
 def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
@@ -594,9 +589,7 @@ def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
         lambda params, tokens: (weights * low(params, tokens)).sum()
     )
     exact = jax.jit(step)(stored, tokens)
-    mesh = jax.make_mesh(
-        (1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(1, 2, 2, names=AXES)
     split = NamedSharding(mesh, P("tensor", "fsdp"))
     places = state_shardings({"e": split}, stored)
     with jax.set_mesh(mesh):
@@ -612,12 +605,7 @@ def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
         got = compiled(*placed)
     assert np.allclose(exact[0], got[0], rtol=1e-5)
     assert same_bits(exact[1], jax.device_get(got[1]))
-    sent = [
-        part
-        for collective in collectives(compiled.as_text())
-        for part in collective.parts
-    ]
-    assert max(part.size for part in sent) <= tokens.size * table.shape[1]
+    assert largest_sent(compiled) <= tokens.size * table.shape[1]
 
 
 def test_a_parameter_without_a_rule_is_named():

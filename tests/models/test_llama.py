@@ -4,30 +4,27 @@ import doctest
 import importlib
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax import random
 from numpy.testing import assert_allclose
 
 import tcfp_jax
 from models.nets import families, losses, sizes
-from models.nets.attention import causal_attention
 from models.nets.llama import Llama
-from models.nets.positions import rotate, rotations
 from models.nets.shapes import LlamaConfig
 from models.nets.sizes import LLAMAS
 from tcfp_jax.conversion import survey
-from tcfp_jax.linen import TCFPDense
 from tcfp_jax.losses import chunks
 from tests.helpers import (
+    assert_close,
     filled,
     parametrize,
     refused,
-    same_bits,
     slow,
     store_at_once,
     variables_of,
@@ -40,18 +37,32 @@ UNTIED = replace(
     MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products"
 )
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16))
+INPUT = jnp.asarray(TOKENS)
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 def llama(config=MICRO, dtype="float32", **changes):
     """Return (the model, variables of NumPy)."""
     model = Llama(replace(config, **changes), dtype=dtype)
-    return model, variables_of(model, jnp.asarray(TOKENS))
+    return model, variables_of(model, INPUT)
 
 
 def loss(apply, variables):
-    logits = apply(variables, jnp.asarray(TOKENS))
+    logits = apply(variables, INPUT)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 7])
+
+
+def graded(model, variables):
+    return jax.jit(jax.value_and_grad(partial(loss, model.apply)))(variables)
+
+
+def residuals(model, variables):
+    """Shapes of what the backward pass keeps."""
+
+    def backward(v):
+        return jax.vjp(partial(loss, model.apply), v)[1]
+
+    return jax.tree.leaves(jax.eval_shape(backward, variables))
 
 
 def numpy_swiglu(config, block, n):
@@ -119,50 +130,11 @@ def test_forward_pass_is_that_of_numpy(config):
     model, variables = llama(config)
     # scales of norms that are not near one
     variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)
-    logits = jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
+    logits = jax.jit(model.apply)(variables, INPUT)
     expected = numpy_llama(config, variables["params"], TOKENS)
     assert logits.dtype == jnp.float32
     assert expected.std() > 0.5
     assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
-
-
-def test_rotations_are_complex_numbers():
-    x = np.random.default_rng(1).standard_normal((2, 16, 3, 8)).astype(np.float32)
-    turned = np.asarray(rotate(jnp.asarray(x), rotations(16, 8, 500.0)))
-    angles = np.arange(16)[:, None, None] * 500.0 ** (-np.arange(4) / 4)
-    expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
-    assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=1e-5)
-    # Attention depends only on the distance of two positions.
-    q, k = (jnp.broadcast_to(jnp.asarray(x[:1, :1]), (1, 16, 3, 8)) for _ in range(2))
-    q, k = (rotate(a, rotations(16, 8, 500.0))[0, :, 0] for a in (q, k))
-    assert float(q[9] @ k[4]) == pytest.approx(float(q[7] @ k[2]), abs=1e-4)
-    assert float(q[9] @ k[4]) != pytest.approx(float(q[9] @ k[2]), abs=1e-2)
-
-
-def test_attention_of_xla_is_that_of_products():
-    rng = np.random.default_rng(2)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32)
-        for heads in (6, 2, 2)
-    )
-    assert_allclose(
-        *(causal_attention(q, k, v, how) for how in ("xla", "products")), atol=1e-5
-    )
-    assert same_bits(
-        causal_attention(q, k, v, "auto"), causal_attention(q, k, v, "xla")
-    )
-
-
-def test_it_is_causal():
-    model, variables = llama()
-    changed = TOKENS.copy()
-    changed[:, 10:] = 7
-    before, after = (
-        jax.jit(model.apply)(variables, jnp.asarray(tokens))
-        for tokens in (TOKENS, changed)
-    )
-    assert jnp.array_equal(before[:, :10], after[:, :10])
-    assert not jnp.array_equal(before[:, 10:], after[:, 10:])
 
 
 @slow
@@ -171,14 +143,8 @@ def test_remat_keeps_less_and_computes_the_same():
     found = {}
     for remat in ("block", "products", "none"):
         model, variables = llama(remat=remat)
-        backward = jax.eval_shape(
-            lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1],
-            variables,
-        )
-        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(backward))
-        found[remat] = jax.jit(
-            jax.value_and_grad(lambda v, model=model: loss(model.apply, v))
-        )(variables)
+        kept[remat] = sum(leaf.size for leaf in residuals(model, variables))
+        found[remat] = graded(model, variables)
     layer = MICRO.layers * TOKENS.size
     width = MICRO.width
     keys = MICRO.kv_heads * MICRO.head_size
@@ -189,15 +155,9 @@ def test_remat_keeps_less_and_computes_the_same():
     )
     assert kept["none"] > kept["products"]
     model, variables = llama(remat="products", loop="unrolled")
-    found["unrolled"] = jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(
-        variables
-    )
+    found["unrolled"] = graded(model, variables)
     for remat in ("products", "none", "unrolled"):
-        jax.tree.map(
-            lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-            found[remat],
-            found["block"],
-        )
+        assert_close(found[remat], found["block"], rtol=1e-4, atol=1e-6)
 
 
 def test_layers_that_write_to_the_residual_stream_start_smaller():
@@ -213,94 +173,6 @@ def test_layers_that_write_to_the_residual_stream_start_smaller():
 
 # Conversion
 # --------------------------------------------------------------------------------------
-
-
-class TwinBlock(nn.Module):
-    """The block written by hand with this project's layers."""
-
-    config: LlamaConfig
-    recipe: str
-
-    @nn.compact
-    def __call__(self, x, rotation):
-        c = self.config
-
-        def dense(name, features):
-            return TCFPDense(
-                features,
-                use_bias=False,
-                recipe=self.recipe,
-                dtype=jnp.float32,
-                name=name,
-            )
-
-        n = nn.RMSNorm(epsilon=c.norm_eps, name="attention_norm")(x)
-
-        def split(name, heads):
-            return dense(name, heads * c.head_size)(n).reshape(
-                *x.shape[:-1], heads, c.head_size
-            )
-
-        q = split("query", c.heads)
-        k = split("key", c.kv_heads)
-        v = split("value", c.kv_heads)
-        attended = jax.nn.dot_product_attention(
-            rotate(q, rotation), rotate(k, rotation), v, is_causal=True
-        )
-        x = x + dense("output", c.width)(attended.reshape(x.shape))
-        n = nn.RMSNorm(epsilon=c.norm_eps, name="mlp_norm")(x)
-        return (
-            x
-            + dense("down", c.width)(
-                nn.silu(dense("gate", c.hidden)(n)) * dense("up", c.hidden)(n)
-            ),
-            None,
-        )
-
-
-class Twin(nn.Module):
-    """The model written by hand with this project's layers."""
-
-    config: LlamaConfig
-    recipe: str
-
-    @nn.compact
-    def __call__(self, tokens):
-        c = self.config
-        embedding = nn.Embed(c.vocabulary, c.width, name="embedding")
-        layers = nn.scan(
-            TwinBlock,
-            variable_axes={"params": 0, "tcfp": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=c.layers,
-        )
-        rotation = rotations(tokens.shape[-1], c.head_size, c.rope_theta)
-        x, _ = layers(c, self.recipe, name="layers")(embedding(tokens), rotation)
-        return (
-            nn.RMSNorm(epsilon=c.norm_eps, name="final_norm")(x) @ embedding.embedding.T
-        )
-
-
-@slow
-# layers quantize at each use here
-@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
-def test_a_converted_llama_is_one_written_by_hand():
-    learner = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32")
-    exact, variables = llama()
-
-    def outputs_and_gradients(model):
-        return jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
-
-    assert same_bits(
-        *map(outputs_and_gradients, (learner.model, Twin(MICRO, "tcfp12")))
-    )
-    converted, twin, plain = (
-        jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
-        for model in (learner.model, Twin(MICRO, "tcfp12"), exact)
-    )
-    assert same_bits(converted, twin)
-    assert not same_bits(converted, plain)
 
 
 @parametrize(
@@ -325,21 +197,10 @@ def test_every_product_of_a_block_is_converted_and_the_head_is_not(config):
 def test_remat_keeps_as_little_of_a_converted_model():
     sizes = []
     for remat in ("block", "none"):
-        model = families.learner(
-            replace(MICRO, remat=remat),
-            tcfp_jax.recipe("tcfp12"),
-            "float32",
-        ).model
-
-        def backward(v, model=model):
-            return jax.vjp(lambda v: loss(model.apply, v), v)[1]
-
-        sizes.append(
-            sum(
-                leaf.size * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(jax.eval_shape(backward, llama()[1]))
-            )
-        )
+        config = replace(MICRO, remat=remat)
+        model = families.learner(config, tcfp_jax.recipe("tcfp12"), "float32").model
+        kept = residuals(model, llama()[1])
+        sizes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in kept))
     assert sizes[0] < sizes[1] / 2
 
 
@@ -503,7 +364,7 @@ def test_losses_of_a_head_are_those_of_its_logits(kept, dtype, monkeypatch):
     def plain(x, w, t):
         return jnp.mean(losses.cross_entropy(x @ w.astype(dtype), t))
 
-    args = x, w, jnp.asarray(TOKENS[:, :16])
+    args = x, w, INPUT
     found, expected = (
         jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (of_head, plain)
     )
@@ -519,7 +380,7 @@ def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(shares, TOKENS[..., None], -1)[..., 0])
     assert_allclose(
-        losses.cross_entropy(jnp.asarray(logits), jnp.asarray(TOKENS)),
+        losses.cross_entropy(jnp.asarray(logits), INPUT),
         expected,
         rtol=1e-5,
     )
@@ -527,10 +388,9 @@ def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
 
 def test_a_backward_pass_of_losses_holds_no_logits():
     model, variables = llama(UNTIED, "bfloat16", remat="block")
-    tokens = jnp.asarray(TOKENS)
 
     def of_losses(v):
-        return model.apply(v, tokens[:, :-1], tokens[:, 1:]).mean()
+        return model.apply(v, INPUT[:, :-1], INPUT[:, 1:]).mean()
 
     kept = jax.tree.leaves(
         jax.eval_shape(lambda v: jax.vjp(of_losses, v)[1], variables)
@@ -543,9 +403,7 @@ def test_a_backward_pass_of_losses_holds_no_logits():
 
     # Losses of the same parameters without it.
     def by_logits(v):
-        return losses.cross_entropy(
-            model.apply(v, tokens[:, :-1]), tokens[:, 1:]
-        ).mean()
+        return losses.cross_entropy(model.apply(v, INPUT[:, :-1]), INPUT[:, 1:]).mean()
 
     found, expected = (
         jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits)
@@ -564,9 +422,8 @@ def test_a_backward_pass_of_losses_holds_no_logits():
 def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch):
     monkeypatch.setattr(chunks, "TOKENS_AT_ONCE", 1)
     model, variables = llama(config, "bfloat16", remat="block")
-    tokens = jnp.asarray(TOKENS)
     converted = tcfp_jax.conversion.convert_to_tcfp(
-        model, "tcfp12_single", tokens, include=("linear", "small", "head")
+        model, "tcfp12_single", INPUT, include=("linear", "small", "head")
     )
     weights = tcfp_jax.conversion.find_weights(converted)
     path = ("head", "kernel") if config is UNTIED else ("embedding", "embedding")
@@ -574,11 +431,11 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch
     params = store_at_once(variables["params"], weights, key=random.key(0))
 
     def of_losses(params):
-        return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
+        return converted.apply({"params": params}, INPUT[:, :-1], INPUT[:, 1:]).mean()
 
     def by_logits(params):
         return losses.cross_entropy(
-            converted.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:]
+            converted.apply({"params": params}, INPUT[:, :-1]), INPUT[:, 1:]
         ).mean()
 
     found, expected = (

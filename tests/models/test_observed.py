@@ -11,29 +11,21 @@ import pytest
 from numpy.testing import assert_allclose
 
 import tcfp_jax
-from models.nets.shapes import GPTConfig
 from models.training import running
 from models.training.monitoring import Board, read_reports
 from models.training.parameters import export
 from models.training.plotting import color_range, matrix_of, plot_reports
 from models.training.running import run
-from models.training.settings import Data, Stored, TrainConfig
+from models.training.settings import Stored
 from models.training.state import float_parameters
 from models.training.steps import init
 from tests.helpers import parametrize, refused, same_bits, slow_except
+from tests.models.test_train import CONFIG as MICRO_RUN
+from tests.models.test_train import MICRO
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
-CONFIG = TrainConfig(
-    model=MICRO,
-    steps=20,
-    batch=4,
-    sequence=16,
-    steps_per_call=5,
-    heldout_windows=8,
-    data=Data(corpus_bytes=1_000_000),
-    learning_rate=1e-2,
-    recipe="tcfp12_fast",
+CONFIG = replace(
+    MICRO_RUN, steps=20, sequence=16, heldout_windows=8, recipe="tcfp12_fast"
 )
 # Moments of 8 bits are most of a step's program, and nothing here reads them.
 STORED = replace(CONFIG, recipe="tcfp12_single", weights=Stored("float32"))

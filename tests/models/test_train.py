@@ -78,16 +78,6 @@ def whole_run(tmp_path_factory):
     return whole
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(whole_run):
-    return whole_run("uninterrupted")
-
-
-@pytest.fixture(scope="module")
-def stored(whole_run):
-    return whole_run("stored")
-
-
 def final_state(path, config=CONFIG):
     with RunDirectory(
         path, config, train.corpus_of(config).digest, resume="allowed"
@@ -104,14 +94,6 @@ def test_it_learns(name, whole_run):
     assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
     assert result.heldout_loss_bf16 != result.heldout_loss
     assert result.heldout_perplexity == pytest.approx(np.exp(result.heldout_loss))
-
-
-@slow  # a resumed run, which has equal bits, shows it, too
-def test_same_config_same_bits(uninterrupted):
-    _, result = uninterrupted
-    again = run(CONFIG)
-    assert np.array_equal(again.train_loss, result.train_loss)
-    assert again.heldout_loss == result.heldout_loss
 
 
 def test_recipes_share_initial_weights_and_batches():
@@ -205,8 +187,8 @@ def test_every_kind_of_state_is_restored(tmp_path, change):
     assert read_config(path) == replace(config, dtype=config.compute_dtype)
 
 
-def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
-    out, _ = uninterrupted
+def test_a_folder_with_a_run_is_not_overwritten(whole_run):
+    out, _ = whole_run("uninterrupted")
     before = (out / "metrics.jsonl").read_bytes()
     with refused(r"holds a run .* --resume", FileExistsError):
         run(CONFIG, out=out)
@@ -242,19 +224,19 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         ),
     ],
 )
-def test_another_run_is_not_resumed(uninterrupted, change, message):
-    out, _ = uninterrupted
+def test_another_run_is_not_resumed(whole_run, change, message):
+    out, _ = whole_run("uninterrupted")
     with refused(message):
         run(replace(CONFIG, **change), out=out, resume="allowed")
 
 
-def test_stored_weights_are_not_resumed_as_floats(stored):
+def test_stored_weights_are_not_resumed_as_floats(whole_run):
     message = (
         r"weights='stored' in the folder but 'float'"
         r" now.*tcfp_jax\.dequantize\(params\)"
     )
     with refused(message):
-        run(CONFIG, out=stored[0], resume="allowed")
+        run(CONFIG, out=whole_run("stored")[0], resume="allowed")
 
 
 @parametrize(
@@ -316,16 +298,16 @@ def test_parts_of_a_run_without_its_config_are_an_error(tmp_path):
         run(CONFIG, out=tmp_path)
 
 
-def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, uninterrupted, capsys):
+def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, whole_run, capsys):
     out = tmp_path / "copy"
-    result = uninterrupted[1]
-    shutil.copytree(uninterrupted[0], out)
+    whole, result = whole_run("uninterrupted")
+    shutil.copytree(whole, out)
     (out / "checkpoints/60/default/manifest.ocdbt").unlink()
     resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=30)
     assert "checkpoint 60 is damaged" in capsys.readouterr().err
     assert np.array_equal(resumed.train_loss, result.train_loss)
     assert resumed.heldout_loss == result.heldout_loss
-    assert same_bits(final_state(out), final_state(uninterrupted[0]))
+    assert same_bits(final_state(out), final_state(whole))
 
 
 def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
@@ -506,7 +488,7 @@ class TestCommand:
         assert not Path("plain/compare_bf16").exists()
 
     def test_stored_weights_have_a_recipe_and_moments_of_their_own(
-        self, stored, capsys
+        self, whole_run, capsys
     ):
         assert (
             train.main(
@@ -523,7 +505,7 @@ class TestCommand:
             Path("runs/micro-tcfp12_single-stored-0/summary.json").read_text()
         )
         assert summary["config"]["moments"] == "8bit"
-        assert summary["run"]["heldout_loss"] == stored[1].heldout_loss
+        assert summary["run"]["heldout_loss"] == whole_run("stored")[1].heldout_loss
         printed = capsys.readouterr().out
         exported = np.load("weights.npz")
         assert "exported: weights.npz" in printed
