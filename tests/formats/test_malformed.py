@@ -60,7 +60,7 @@ junk = st.sampled_from(JUNK)
 FILED = [value for value in JUNK if not isinstance(value, type)]  # no file has a class
 
 
-def refused_or_read(run, *, types=()):
+def assert_refused_or_read(run, *, types=()):
     """Return the result, or None if it is refused: by a ValueError, or a documented
     TypeError, that names the rule.
     """
@@ -76,11 +76,11 @@ def refused_or_read(run, *, types=()):
 @given(st.one_of(TEXT, junk, st.just(cyclic)))
 def test_codes(code):
     for parse in (formats.number, formats.scale, formats.datatype, formats.codebook):
-        made = refused_or_read(lambda parse=parse: parse(code))
+        made = assert_refused_or_read(lambda parse=parse: parse(code))
         assert made is None or hash(made) == hash(parse(code))
-    refused_or_read(lambda: formats.datatype("e2m1f", code))
-    refused_or_read(lambda: formats.datatype("e2m1f", "e8m0", residual=code))
-    refused_or_read(lambda: formats.mxfp4e2.bits_per_value(code))
+    assert_refused_or_read(lambda: formats.datatype("e2m1f", code))
+    assert_refused_or_read(lambda: formats.datatype("e2m1f", "e8m0", residual=code))
+    assert_refused_or_read(lambda: formats.mxfp4e2.bits_per_value(code))
 
 
 OPTIONS = {
@@ -107,11 +107,11 @@ def test_options_and_arrays(function, data):
         st.dictionaries(st.sampled_from(OPTIONS[function]), junk, max_size=2)
     )
     refused_by_jax = (TypeError, OverflowError, UserWarning)
-    refused_or_read(
+    assert_refused_or_read(
         lambda: jax.eval_shape(lambda x: function(x, **options), X),
         types=refused_by_jax if {"amax", "signs"} & set(options) else (),
     )
-    refused_or_read(
+    assert_refused_or_read(
         lambda: function(data.draw(junk), **USUAL.get(function, {})),
         types=refused_by_jax,
     )
@@ -151,7 +151,7 @@ def test_packed_arrays(name, data):
         [packed_as("nvfp4"), formats.nvfp4, (4, 33), (8, 32), (-4, -32), jnp.int32],
         [lambda x: x[:-1], lambda x: x[None], lambda x: x.astype(jnp.int8), doubled],
     )
-    got = refused_or_read(lambda: jax.eval_shape(lambda: formats.unpack(broken)))
+    got = assert_refused_or_read(lambda: jax.eval_shape(lambda: formats.unpack(broken)))
     right = getattr(packed, field)
     if got is not None and getattr(broken, field) is not right:
         assert field in ("dtype", "datatype", "shape") or (field, right) == (
@@ -178,7 +178,9 @@ def test_packed_tensors(data):
         ],
     )
     for read in (tcfp_jax.dequantize_tcfp12, PackedTCFP12.dequantize):
-        got = refused_or_read(lambda read=read: jax.eval_shape(lambda: read(broken)))
+        got = assert_refused_or_read(
+            lambda read=read: jax.eval_shape(lambda: read(broken))
+        )
         if got is not None:
             assert got.shape[-1] == broken.length
 
@@ -241,15 +243,15 @@ def test_plain_dicts_of_checkpoints(recipe, data):
         right = arrays[name]
         damage += [right[..., None], right.astype(np.int8), right.astype(np.float64)]
     broken = arrays | {name: data.draw(st.sampled_from(damage))}
-    got = refused_or_read(lambda: read_back(broken, recipe))
+    got = assert_refused_or_read(lambda: read_back(broken, recipe))
     assert got is None or broken[name] is None
     for variables in (
         data.draw(st.sampled_from(FILED)),
         {"tcfp": data.draw(st.sampled_from(FILED))},
         {"tcfp": {"kernel": {"forward": data.draw(st.sampled_from(FILED))}}},
     ):
-        refused_or_read(lambda variables=variables: restored(variables, recipe))
-        refused_or_read(lambda variables=variables: unpack(variables, recipe))
+        assert_refused_or_read(lambda variables=variables: restored(variables, recipe))
+        assert_refused_or_read(lambda variables=variables: unpack(variables, recipe))
 
 
 @parametrize("byte", [0b0000_0111, 0b0001_0001, 0b1111_1111], ids=bin)

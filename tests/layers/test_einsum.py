@@ -19,20 +19,16 @@ from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 from tests.equations import parse
-from tests.helpers import mesh_of, parametrize, refused, slow_except, unwatched
+from tests.helpers import drawn, mesh_of, parametrize, refused, slow_except, unwatched
 
 QUANTIZED = sorted(name for name in NAMES if tcfp_jax.recipe(name).stored is not None)
 
 
-def close(found, expected, tolerance):
+def assert_alike(found, expected, tolerance):
     """The same shapes, and values that differ by less than this part of the largest."""
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 @slow_except("...k,nk->...n-x_shape1-shape1", "bek,nke->bne-x_shape5-shape5")
@@ -49,11 +45,11 @@ def normal(*shape, seed=0):
     ],
 )
 def test_the_product_is_the_einsum(equation, x_shape, shape):
-    x = normal(*x_shape)
-    kernel = normal(*shape, seed=1)
+    x = drawn(*x_shape)
+    kernel = drawn(*shape, seed=1)
     contraction = parse(equation, x.ndim)
     result = jax.eval_shape(lambda: jnp.einsum(equation, x, kernel)).shape
-    g = normal(*result, seed=2)
+    g = drawn(*result, seed=2)
 
     @jax.jit
     def both(x, kernel):
@@ -65,7 +61,7 @@ def test_the_product_is_the_einsum(equation, x_shape, shape):
         plain = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), x, kernel)
         return (product[0], product[1](g)), (plain[0], plain[1](g))
 
-    close(*both(x, kernel), 0.02)  # BF16 rounds each factor by up to 0.4 %
+    assert_alike(*both(x, kernel), 0.02)  # BF16 rounds each factor by up to 0.4 %
 
 
 @slow_except("(2, 48, 80)-tcfp12_blockwise", "(2, 48, 80)-tensorwise")
@@ -74,8 +70,8 @@ def test_the_product_is_the_einsum(equation, x_shape, shape):
 def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
     """A kernel `[n, k]` is stored as it is, and multiplied as `matmul` does `w.T`."""
     recipe = tcfp_jax.recipe(recipe)
-    x = normal(*shape[:-2], 16, 80)
-    w = normal(*shape, seed=1)
+    x = drawn(*shape[:-2], 16, 80)
+    w = drawn(*shape, seed=1)
     contraction = parse("...k,nk->...n" if len(shape) == 2 else "etk,enk->etn", x.ndim)
     assert contraction.layout.transposed
 
@@ -102,15 +98,17 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
         wanted, wanted_back = jax.vjp(lambda x: by_hand(x, w), x)
         return (y, back(y)), (wanted, wanted_back(y))
 
-    close(*both(x, w), 1e-6)  # the same FP8 operands; only the order of sums may differ
+    assert_alike(
+        *both(x, w), 1e-6
+    )  # the same FP8 operands; only the order of sums may differ
 
 
 @slow_except("tcfp12_blockwise")
 @parametrize("recipe", ["tcfp12", "blockwise", "tcfp12_blockwise"])
 def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
     recipe = tcfp_jax.recipe(recipe)
-    x = normal(16, 80)
-    w = normal(48, 80, seed=1)
+    x = drawn(16, 80)
+    w = drawn(48, 80, seed=1)
 
     @jax.jit
     def both(x, w):
@@ -132,14 +130,14 @@ def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
             results.append((y, back(y)))
         return results
 
-    close(*both(x, w), 1e-6)
+    assert_alike(*both(x, w), 1e-6)
 
 
 @slow_except("mxfp8", "tcfp12_blockwise")
 @parametrize("recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"])
 def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
-    table = normal(48, 32)
-    query = normal(4, 32, seed=1)
+    table = drawn(48, 32)
+    query = drawn(4, 32, seed=1)
     layer = TCFPEmbed(48, 32, recipe=recipe)
     weight = Weight(tcfp_jax.recipe(recipe), Layout((1,), (0,)))
 
@@ -156,7 +154,7 @@ def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
 
         return attend({"params": params, "tcfp": state}), attend({"params": doubled})
 
-    close(*results({"embedding": table}, {"embedding": 2 * table}), 1e-6)
+    assert_alike(*results({"embedding": table}, {"embedding": 2 * table}), 1e-6)
 
 
 # What is split: x, the kernel, and what is asked of the result; a group's later axis is
@@ -228,8 +226,8 @@ EXPLICIT = {
 @parametrize("case", EXPLICIT)
 def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
     equation, x_shape, shape, x_spec, spec, out = EXPLICIT[case]
-    x = normal(*x_shape)
-    kernel = normal(*shape, seed=1)
+    x = drawn(*x_shape)
+    kernel = drawn(*shape, seed=1)
     contraction = parse(equation, len(x_shape))
 
     def step(x, kernel, out=None):
@@ -251,7 +249,7 @@ def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
             assert tuple(found[0].sharding.spec) == tuple(out) + (None,) * (
                 found[0].ndim - len(out)
             )
-    close(found, expected, 1e-4)
+    assert_alike(found, expected, 1e-4)
 
 
 @parametrize("name", ["tcfp12", "nvfp4_training"])
@@ -261,7 +259,7 @@ def test_matrices_of_a_stack_have_random_bits_of_their_own(name):
         name, **({"remainder": "stochastic"} if name == "tcfp12" else {})
     )
     x, kernel = (
-        jnp.broadcast_to(normal(*shape, seed=i), (2, *shape))
+        jnp.broadcast_to(drawn(*shape, seed=i), (2, *shape))
         for i, shape in enumerate([(8, 32), (32, 4)])
     )
 
@@ -276,7 +274,7 @@ def test_matrices_of_a_stack_have_random_bits_of_their_own(name):
         else jax.grad(lambda x: jnp.sin(product(x)).sum())(x)
     )
     assert (found[0] != found[1]).any()
-    close(found[0], found[1], 0.5)
+    assert_alike(found[0], found[1], 0.5)
 
 
 def test_an_axis_is_split_where_the_devices_share_it_evenly():

@@ -98,7 +98,7 @@ def by_hand(params, ids, **options):
     return tcfp_jax.lookup(params["e"], ids, **options)
 
 
-def same_numbers(a, b):
+def assert_same_numbers(a, b):
     """The same bits, except that a NaN may have another sign."""
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
@@ -121,7 +121,7 @@ def looked_up(name):
 def test_rows_and_gradients_are_those_of_the_dequantized_table(name):
     low, stored, plain = looked_up(name)
     floats = tcfp_jax.dequantize(stored)
-    same_numbers(jax.jit(low)(stored, IDS), jax.jit(plain)(floats, IDS))
+    assert_same_numbers(jax.jit(low)(stored, IDS), jax.jit(plain)(floats, IDS))
     rows = plain(floats, INSIDE)
     weigh = jnp.cos(jnp.arange(rows.size).reshape(rows.shape))
 
@@ -171,7 +171,7 @@ def test_a_lookup_by_hand_is_that_of_the_float_table():
     constant = Stored.of(tcfp_jax.split(TABLE))
     for table in (stored, constant):
         rows = jax.jit(tcfp_jax.lookup)(table, IDS)
-        same_numbers(rows, take(table.dequantize(), IDS))
+        assert_same_numbers(rows, take(table.dequantize(), IDS))
 
 
 @pytest.mark.slow_except("by hand", "cast first")
@@ -328,7 +328,7 @@ def test_a_lookup_under_explicit_axes_says_where_its_rows_lie(spec, way):
         (_, rows), gradient = jax.jit(summed)(params, placed(INSIDE, mesh, "a"))
     assert rows.sharding.spec == out
     assert gradient["e"].sharding.spec == spec
-    same_numbers(jax.device_get(rows), take(stored["e"].dequantize(), INSIDE))
+    assert_same_numbers(jax.device_get(rows), take(stored["e"].dequantize(), INSIDE))
     count = np.bincount(np.ravel(INSIDE) % ROWS, minlength=ROWS)
     wanted = np.repeat(count[:, None], WIDTH, axis=1)
     np.testing.assert_array_equal(gradient["e"], wanted)
