@@ -30,13 +30,13 @@ def measured(monkeypatch, tmp_path):
     """An H200 on which the kernels were timed near one shape."""
     config = {"tile_m": 128, "tile_n": 128, "stages": 2, "cluster": 1}
     entries = [
-        dict(
-            shape=SHAPE,
-            variant=variant,
-            backend=min(times, key=times.get),
-            milliseconds=times,
-            configs={"mosaic": config},
-        )
+        {
+            "shape": SHAPE,
+            "variant": variant,
+            "backend": min(times, key=times.get),
+            "milliseconds": times,
+            "configs": {"mosaic": config},
+        }
         for variant, times in (
             ("dual fast bfloat16", {"mosaic": 1.2, "xla": 1.4}),
             ("single fast bfloat16", {"mosaic": 0.8, "xla": 0.7}),

@@ -281,7 +281,7 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     assert len({case.key for case in cases}) == len(cases) < 250
     for case in cases:
         ops.setdefault(case.key.op, []).append((case.key.shape, case.key.variant))
-    fill = dict(backend="xla", milliseconds={"xla": 1.0}, configs={})
+    fill = {"backend": "xla", "milliseconds": {"xla": 1.0}, "configs": {}}
     entries = {
         op: [dict(shape=s, variant=v, **fill) for s, v in named]
         for op, named in ops.items()

@@ -113,14 +113,14 @@ def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
 
 
 def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):
-    row = dict(
-        name="bf16",
-        seed=0,
-        heldout_loss=1.0,
-        train_loss=1.0,
-        heldout_loss_bf16=1.0,
-        library="1",
-    )
+    row = {
+        "name": "bf16",
+        "seed": 0,
+        "heldout_loss": 1.0,
+        "train_loss": 1.0,
+        "heldout_loss_bf16": 1.0,
+        "library": "1",
+    }
     header = {
         "device": "chip",
         "jax": "1",
@@ -277,14 +277,14 @@ def test_rows_of_other_processes_stay_in_the_file(tmp_path):
 
 
 def row(name, seed, base, loss, *, milliseconds=None, device=None):
-    of = dict(
-        seed=seed,
-        base=base,
-        milliseconds=milliseconds,
-        seconds=1.0,
-        device=device,
-        library=None,
-    )
+    of = {
+        "seed": seed,
+        "base": base,
+        "milliseconds": milliseconds,
+        "seconds": 1.0,
+        "device": device,
+        "library": None,
+    }
     return Row(
         name=name,
         train_loss=loss,
@@ -443,12 +443,12 @@ def test_the_rate_rises_stays_and_falls_to_zero():
             float(rate(step)) / config.learning_rate for step in steps
         ] == pytest.approx(expected, abs=1e-6)
     for message, wrong in {
-        "base_steps=150 is not a multiple of steps_per_call=20": dict(base_steps=150),
-        "the rate never falls": dict(base_steps=0, warmup_steps=100),
-        "warmup_steps=120 with base_steps=100: forks fall from the peak": dict(
-            warmup_steps=120
-        ),
-        "steps_per_call=0 must be at least 1": dict(steps_per_call=0),
+        "base_steps=150 is not a multiple of steps_per_call=20": {"base_steps": 150},
+        "the rate never falls": {"base_steps": 0, "warmup_steps": 100},
+        "warmup_steps=120 with base_steps=100: forks fall from the peak": {
+            "warmup_steps": 120
+        },
+        "steps_per_call=0 must be at least 1": {"steps_per_call": 0},
     }.items():
         with refused(message):
             replace(config, **wrong)

@@ -66,7 +66,12 @@ def test_operations_of_a_step_are_those_of_its_products():
         2 * 32 * (weights + 64 * 512) + scores
     )
     # 96 values, and a router
-    sizes = dataclasses.asdict(size) | dict(hidden=40, experts=6, chosen=2, shared=16)
+    sizes = dataclasses.asdict(size) | {
+        "hidden": 40,
+        "experts": 6,
+        "chosen": 2,
+        "shared": 16,
+    }
     of_router = 3 * 64 * 6
     assert llama.operations(MoeConfig(**sizes), (2, 32), "block") == 3 * 2 * (
         2 * 32 * (weights + of_router) + scores

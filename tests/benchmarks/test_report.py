@@ -24,8 +24,14 @@ SECTIONS = ("train_step", "train_step-recipes")  # sections of the pages in thes
 
 
 def step(part, recipe, speed, shape="32x32x48"):
-    timing = dict(median_ms=1.0, min_ms=1.0, max_ms=1.0, samples=1, timer="wall clock")
-    more = dict(compile_seconds=1.0, worst_snr_db=20.0)
+    timing = {
+        "median_ms": 1.0,
+        "min_ms": 1.0,
+        "max_ms": 1.0,
+        "samples": 1,
+        "timer": "wall clock",
+    }
+    more = {"compile_seconds": 1.0, "worst_snr_db": 20.0}
     return train_step.Row(
         **timing, part=part, shape=shape, recipe=recipe, speed_over_bf16=speed, **more
     )

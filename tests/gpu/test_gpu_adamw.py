@@ -59,8 +59,8 @@ def share_of_equal_bytes(a, b):
 def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     g, hi, lo, state = data(SHAPE, 5) if kind == "usual" else hard_data()
     g = jnp.asarray(g, dtype)
-    hard = dict(eps=0.0, new_scale=2 * SCALE)
-    more = hard if kind == "hard" else dict(gradient_scale=0.7)
+    hard = {"eps": 0.0, "new_scale": 2 * SCALE}
+    more = hard if kind == "hard" else {"gradient_scale": 0.7}
     given = (g, hi, lo, state, rates(nesterov="momentum" in options, **more), KEY)
     expected = by_definition(*given, **options)
     # the state is on the CPU

@@ -58,7 +58,7 @@ def test_zero_blocks_of_a_residual_may_be_left_out(data, part):
     w = jnp.where(jnp.repeat(jnp.repeat(is_zero, 128, 0), 128, 1), rounded, w)
     x = quantize(x, E4M3, Block(128, "vector")).rows
     w = dual_quantize(w, Block(128)).rows
-    on_mosaic = dict(out_dtype=jnp.float32, backend="mosaic")
+    on_mosaic = {"out_dtype": jnp.float32, "backend": "mosaic"}
     every = np.asarray(jax.jit(partial(matmul, **on_mosaic))(x, w))
 
     def assert_close(product):

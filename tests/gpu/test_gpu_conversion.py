@@ -76,11 +76,11 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embedding = nn.Embed(512, WIDTH, dtype=jnp.bfloat16, name="embedding")
-        axes = dict(
-            variable_axes={"params": 0, "tcfp": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
+        axes = {
+            "variable_axes": {"params": 0, "tcfp": 0},
+            "split_rngs": {"params": True},
+            "length": 2,
+        }
         x, _ = nn.scan(nn.remat(Block), **axes)(self.dense, name="blocks")(
             embedding(tokens), None
         )

@@ -251,10 +251,10 @@ def test_triton_unpacks_as_the_definition(n, k, tile, turned):
         ((1025, 512, 64), {}, r"m=1025, k=512, n=64 must be 1 to \d+,"),
         ((8, 512, 48), {}, "n=48"),
         ((8, 272, 64), {}, "k=272"),
-        ((8, 512, 64), dict(contracts="n"), "contracts='n'"),
+        ((8, 512, 64), {"contracts": "n"}, "contracts='n'"),
         (
             (8, 512, 64),
-            dict(activation="float8_e4m3fn"),
+            {"activation": "float8_e4m3fn"},
             "multiplies codes times scales",
         ),
     ],

@@ -45,7 +45,11 @@ E = 6
 @parametrize("accumulation", ["fast", "full"])
 @parametrize("form", FORMS)
 def test_exact_sums_are_exact(form, accumulation, backend):
-    options = dict(out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
+    options = {
+        "out_dtype": jnp.float32,
+        "accumulation": accumulation,
+        "backend": backend,
+    }
     products = [
         (grouped_matmul, by_groups, FORMS[form].by_groups(M, K, N, E)),
         (grouped_weight_gradient, within_groups, FORMS[form].within_groups(M, K, N)),

@@ -201,8 +201,8 @@ def test_the_residual_is_there_and_that_of_the_cpu(scaling, with_bits, backend):
     more = jax.random.bits(jax.random.key(2), w.shape) if with_bits else E
 
     def call(w, more, backend):
-        given = dict(bits=more) if with_bits else dict(error=more)
-        options = dict(scaling=scaling, orientation="both", backend=backend)
+        given = {"bits": more} if with_bits else {"error": more}
+        options = {"scaling": scaling, "orientation": "both", "backend": backend}
         return dual_quantize(w, **given, **options)
 
     got = by(backend, call, w, more)

@@ -69,7 +69,7 @@ def test_hessians_of_loops_branches_and_experts():
         return jnp.einsum("emk,ekn->emn", jnp.stack([x, -2 * x]), params["own"])
 
     key = random.key(0)
-    shapes = dict(layers=(3, 8, 8), branch=(8, 8), own=(2, 8, 4))
+    shapes = {"layers": (3, 8, 8), "branch": (8, 8), "own": (2, 8, 4)}
     params = {name: random.normal(key, shape) / 3 for name, shape in shapes.items()}
     low = transform(call, "tensorwise", include=INCLUDE)
     x = normal(1, (5, 8))
@@ -191,7 +191,11 @@ def test_a_restored_checkpoint_gets_no_rule_that_it_breaks():
     plain = {
         "tcfp": {
             "w": {
-                "forward": dict(values=made.values, scale=made.scale, outer=made.outer)
+                "forward": {
+                    "values": made.values,
+                    "scale": made.scale,
+                    "outer": made.outer,
+                }
             }
         }
     }

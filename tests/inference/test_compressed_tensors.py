@@ -222,8 +222,8 @@ def test_a_file_of_the_package_is_read(tmp_path, preset, format):
             if scale.dtype != torch.uint8
             else torch.exp2(scale.float() - 127)
         )
-    state = dict(weight=weight, weight_scale=scale) | (
-        {} if shared is None else dict(weight_global_scale=shared)
+    state = {"weight": weight, "weight_scale": scale} | (
+        {} if shared is None else {"weight_global_scale": shared}
     )
     compressor = compressors.BaseCompressor.get_value_from_registry(
         f"{format}-pack-quantized"
@@ -237,7 +237,7 @@ def test_a_file_of_the_package_is_read(tmp_path, preset, format):
         config_groups={"group_0": scheme}, format=f"{format}-pack-quantized"
     )
     (tmp_path / "config.json").write_text(
-        json.dumps(dict(quantization_config=json.loads(config.model_dump_json())))
+        json.dumps({"quantization_config": json.loads(config.model_dump_json())})
     )
     operand = load_compressed(tmp_path)[0]["up_proj.weight"].forward
     assert operand.scaling == Fp4(format)

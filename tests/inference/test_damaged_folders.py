@@ -95,11 +95,11 @@ def folder_of(path, weights=None, config=None, index=None, **files):
 def changed(**arrays):
     """The right tensors but for some; None takes one away."""
     made = TENSORS | {name.replace("__", "."): array for name, array in arrays.items()}
-    return dict(
-        weights=packed(
+    return {
+        "weights": packed(
             {name: array for name, array in made.items() if array is not None}
         )
-    )
+    }
 
 
 def scales(*numbers, dtype=np.float32):
@@ -107,7 +107,7 @@ def scales(*numbers, dtype=np.float32):
 
 
 def config(**parts):
-    return dict(config={"quantization_config": QUANTIZATION | parts})
+    return {"config": {"quantization_config": QUANTIZATION | parts}}
 
 
 ONE = packed({NORM: TENSORS[NORM]})
@@ -125,66 +125,66 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 SPREAD = framed({f"t{i}": entry(0, 8 << 20) for i in range(225)}, bytes(8 << 20))
 FOLDERS = {
     # headers
-    "tensors overlap": dict(
-        weights=framed({"x": entry(0, 40), "y": entry(24, 64)}, DATA)
-    ),
-    "tensors are the same bytes": dict(weights=SPREAD),
-    "a hole between tensors": dict(
-        weights=framed({"x": entry(0, 16), "y": entry(32, 64)}, DATA)
-    ),
-    "a hole at the start": dict(weights=framed({"x": entry(32, 64)}, DATA)),
-    "bytes behind the last tensor": dict(weights=framed({"x": entry(0, 32)}, DATA)),
-    "an offset before the first byte": dict(weights=framed({"x": entry(-1, 63)}, DATA)),
-    "offsets backward": dict(weights=framed({"x": entry(64, 0, shape=[0])}, DATA)),
-    "an offset behind the end": dict(weights=framed({"x": entry(0, 65)}, DATA)),
-    "a negative size": dict(weights=framed({"x": entry(0, 64, shape=[-64])}, DATA)),
-    "two negative sizes": dict(
-        weights=framed({"x": entry(0, 64, shape=[-8, -8])}, DATA)
-    ),
-    "sizes that overflow": dict(
-        weights=framed({"x": entry(0, 64, shape=[2**63, 2])}, DATA)
-    ),
-    "sizes that no array has": dict(
-        weights=framed({"x": entry(0, 0, shape=[0, 2**62, 8])}, b"")
-    ),
-    "too many axes": dict(weights=framed({"x": entry(0, 1, shape=[1] * 100)}, b"1")),
-    "a size of another number of bytes": dict(
-        weights=framed({"x": entry(0, 64, shape=[63])}, DATA)
-    ),
-    "a size that is a fraction": dict(
-        weights=framed({"x": entry(0, 64, shape=[64.0])}, DATA)
-    ),
-    "a tensor twice": dict(weights=framed(TWICE % (64, 64), DATA)),
-    "a tensor twice, one of them wrong": dict(weights=framed(TWICE % (9, 9), DATA)),
-    "no offsets": dict(weights=framed({"x": {"dtype": "U8", "shape": [64]}}, DATA)),
-    "an unknown dtype": dict(weights=framed({"x": entry(0, 64, "U9")}, DATA)),
-    "a dtype that NumPy lacks": dict(
-        weights=framed({"x": entry(0, 64, "F4", [128])}, DATA)
-    ),
-    "a header that is a list": dict(weights=framed([1])),
-    "a header that is deep": dict(weights=framed(DEEP)),
-    "a header that is cut": dict(weights=framed(b'{"x":')),
-    "a header that is not text": dict(weights=framed(b'{"\xff":1}')),
-    "a header longer than the file": dict(
-        weights=framed({"x": entry(0, 64)}, DATA, length=2**40)
-    ),
-    "a header of all lengths": dict(weights=b"\xff" * 64),
-    "metadata of numbers": dict(
-        weights=framed({"__metadata__": {"a": 1}, "x": entry(0, 64)}, DATA)
-    ),
-    "an empty file": dict(weights=b""),
-    "a file that is cut": dict(weights=ONE[:-1]),
-    "a file that is too long": dict(weights=ONE + b"0"),
+    "tensors overlap": {
+        "weights": framed({"x": entry(0, 40), "y": entry(24, 64)}, DATA)
+    },
+    "tensors are the same bytes": {"weights": SPREAD},
+    "a hole between tensors": {
+        "weights": framed({"x": entry(0, 16), "y": entry(32, 64)}, DATA)
+    },
+    "a hole at the start": {"weights": framed({"x": entry(32, 64)}, DATA)},
+    "bytes behind the last tensor": {"weights": framed({"x": entry(0, 32)}, DATA)},
+    "an offset before the first byte": {"weights": framed({"x": entry(-1, 63)}, DATA)},
+    "offsets backward": {"weights": framed({"x": entry(64, 0, shape=[0])}, DATA)},
+    "an offset behind the end": {"weights": framed({"x": entry(0, 65)}, DATA)},
+    "a negative size": {"weights": framed({"x": entry(0, 64, shape=[-64])}, DATA)},
+    "two negative sizes": {
+        "weights": framed({"x": entry(0, 64, shape=[-8, -8])}, DATA)
+    },
+    "sizes that overflow": {
+        "weights": framed({"x": entry(0, 64, shape=[2**63, 2])}, DATA)
+    },
+    "sizes that no array has": {
+        "weights": framed({"x": entry(0, 0, shape=[0, 2**62, 8])}, b"")
+    },
+    "too many axes": {"weights": framed({"x": entry(0, 1, shape=[1] * 100)}, b"1")},
+    "a size of another number of bytes": {
+        "weights": framed({"x": entry(0, 64, shape=[63])}, DATA)
+    },
+    "a size that is a fraction": {
+        "weights": framed({"x": entry(0, 64, shape=[64.0])}, DATA)
+    },
+    "a tensor twice": {"weights": framed(TWICE % (64, 64), DATA)},
+    "a tensor twice, one of them wrong": {"weights": framed(TWICE % (9, 9), DATA)},
+    "no offsets": {"weights": framed({"x": {"dtype": "U8", "shape": [64]}}, DATA)},
+    "an unknown dtype": {"weights": framed({"x": entry(0, 64, "U9")}, DATA)},
+    "a dtype that NumPy lacks": {
+        "weights": framed({"x": entry(0, 64, "F4", [128])}, DATA)
+    },
+    "a header that is a list": {"weights": framed([1])},
+    "a header that is deep": {"weights": framed(DEEP)},
+    "a header that is cut": {"weights": framed(b'{"x":')},
+    "a header that is not text": {"weights": framed(b'{"\xff":1}')},
+    "a header longer than the file": {
+        "weights": framed({"x": entry(0, 64)}, DATA, length=2**40)
+    },
+    "a header of all lengths": {"weights": b"\xff" * 64},
+    "metadata of numbers": {
+        "weights": framed({"__metadata__": {"a": 1}, "x": entry(0, 64)}, DATA)
+    },
+    "an empty file": {"weights": b""},
+    "a file that is cut": {"weights": ONE[:-1]},
+    "a file that is too long": {"weights": ONE + b"0"},
     # the index
-    "an index that names a parent": dict(index={NORM: "../outside.safetensors"}),
-    "an index with an absolute path": dict(index={NORM: "/tmp/outside.safetensors"}),
-    "an index that names a folder": dict(index={NORM: "."}),
-    "an index with an empty name": dict(index={NORM: ""}),
-    "an index with a zero byte": dict(index={NORM: "a\0b"}),
-    "an index with a long name": dict(index={NORM: "a" * 5000}),
-    "an index of a link to the outside": dict(index={NORM: "link.safetensors"}),
-    "an index of a link in a circle": dict(index={NORM: "circle.safetensors"}),
-    "an index of a pipe": dict(index={NORM: "pipe.safetensors"}),
+    "an index that names a parent": {"index": {NORM: "../outside.safetensors"}},
+    "an index with an absolute path": {"index": {NORM: "/tmp/outside.safetensors"}},
+    "an index that names a folder": {"index": {NORM: "."}},
+    "an index with an empty name": {"index": {NORM: ""}},
+    "an index with a zero byte": {"index": {NORM: "a\0b"}},
+    "an index with a long name": {"index": {NORM: "a" * 5000}},
+    "an index of a link to the outside": {"index": {NORM: "link.safetensors"}},
+    "an index of a link in a circle": {"index": {NORM: "circle.safetensors"}},
+    "an index of a pipe": {"index": {NORM: "pipe.safetensors"}},
     "a tensor in two shards": dict(
         index={NORM: "one.safetensors", "x": "two.safetensors"},
         **SHARDS
@@ -202,19 +202,19 @@ FOLDERS = {
     "an index beside another model": dict(
         index={NORM: "one.safetensors"}, weights=packed(TENSORS), **SHARDS
     ),
-    "an index that is a list": dict(index=b"[]"),
-    "an index without a map": dict(index=b"{}"),
-    "an index of numbers": dict(index={NORM: 3}),
-    "an empty index": dict(index={}),
-    "an index that is deep": dict(index=DEEP),
-    "an index that is not JSON": dict(index=b"{"),
+    "an index that is a list": {"index": b"[]"},
+    "an index without a map": {"index": b"{}"},
+    "an index of numbers": {"index": {NORM: 3}},
+    "an empty index": {"index": {}},
+    "an index that is deep": {"index": DEEP},
+    "an index that is not JSON": {"index": b"{"},
     # the config
-    "a config that is a list": dict(config=[]),
-    "a config that is cut": dict(config=b"{"),
-    "a config that is deep": dict(config=DEEP),
-    "a config that is not text": dict(config=b"\xff\xfe\xff"),
-    "a config without quantization": dict(config={}),
-    "a quantization_config that is a list": dict(config={"quantization_config": []}),
+    "a config that is a list": {"config": []},
+    "a config that is cut": {"config": b"{"},
+    "a config that is deep": {"config": DEEP},
+    "a config that is not text": {"config": b"\xff\xfe\xff"},
+    "a config without quantization": {"config": {}},
+    "a quantization_config that is a list": {"config": {"quantization_config": []}},
     "config_groups that are a list": config(config_groups=[1]),
     "config_groups of numbers": config(config_groups={"a": 1}),
     "a format that is a list": config(config_groups={"a": {"format": ["x"]}}),
@@ -247,15 +247,13 @@ FOLDERS = {
     "codes that are a vector": changed(b__weight_packed=np.zeros(16, np.uint8)),
     "codes that are a number": changed(b__weight_packed=np.array(1, np.uint8)),
     "FP8 that is a vector": changed(a__weight=np.ones(4, E4M3)),
-    "a rule that is not JSON": dict(
-        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "{"})
-    ),
-    "a rule that is a list": dict(
-        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": '{"b.weight": ["amax"]}'})
-    ),
-    "a rule that nobody knows": dict(
-        weights=packed(TENSORS, {"tcfp_jax.fp4_rule": "best"})
-    ),
+    "a rule that is not JSON": {"weights": packed(TENSORS, {"tcfp_jax.fp4_rule": "{"})},
+    "a rule that is a list": {
+        "weights": packed(TENSORS, {"tcfp_jax.fp4_rule": '{"b.weight": ["amax"]}'})
+    },
+    "a rule that nobody knows": {
+        "weights": packed(TENSORS, {"tcfp_jax.fp4_rule": "best"})
+    },
 }
 
 
@@ -282,7 +280,9 @@ def load_all(out):
                 results[name] = f"{type(error).__name__}: {error}"
     traced = tracemalloc.get_traced_memory()[1]
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    Path(out).write_text(json.dumps(dict(results=results, traced=traced, grown=grown)))
+    Path(out).write_text(
+        json.dumps({"results": results, "traced": traced, "grown": grown})
+    )
 
 
 @pytest.fixture(scope="module")

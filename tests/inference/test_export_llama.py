@@ -187,9 +187,9 @@ def test_what_is_no_llama_is_refused(llama):
     with refused(r"layers\.1\.mlp\.up_proj\.weight is missing"):
         from_huggingface(missing, CONFIG)
     for changes in (
-        dict(model_type="gpt2"),
-        dict(attention_bias=True),
-        dict(rope_scaling=dict(rope_type="yarn")),
+        {"model_type": "gpt2"},
+        {"attention_bias": True},
+        {"rope_scaling": {"rope_type": "yarn"}},
     ):
         with refused(r"is not one of|computes"):
             llama_config(llama_dict(CONFIG) | changes)

@@ -89,9 +89,9 @@ W = {f"{NAME}.weight": lambda: codes(32, 64)}
             TypeError,
             "square",
         ),
-        (W, dict(ignore=[NAME]), ValueError, "which is quantized"),
-        (W, dict(activations="float8"), ValueError, "FP8 weights"),
-        (W, dict(activations="int8"), ValueError, "unknown"),
+        (W, {"ignore": [NAME]}, ValueError, "which is quantized"),
+        (W, {"activations": "float8"}, ValueError, "FP8 weights"),
+        (W, {"activations": "int8"}, ValueError, "unknown"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, tensors, options, error, message):
@@ -105,10 +105,10 @@ def test_what_cannot_be_written_is_refused(tmp_path, tensors, options, error, me
 @parametrize(
     "changes, message",
     [
-        (dict(quant_method="gptq"), "gptq"),
-        (dict(config_groups={"g": {"format": "pack-quantized"}}), "pack-quantized"),
-        (dict(transform_config={"config_groups": {"u": {}}}), "rotated"),
-        (dict(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"config_groups": {"g": {"format": "pack-quantized"}}}, "pack-quantized"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "rotated"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused(tmp_path, changes, message):
@@ -217,7 +217,7 @@ def test_a_model_in_several_files_and_several_formats(tmp_path):
         )
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps(dict(weight_map=files))
+        json.dumps({"weight_map": files})
     )
     parts, _ = load_compressed(tmp_path)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, parts))

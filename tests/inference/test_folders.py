@@ -174,7 +174,7 @@ def test_a_folder_of_weights_reads_no_link_to_the_outside(tmp_path, name):
     folder = tmp_path / "model"
     saved(folder, codes(32, 64))
     files = {"model.weight": safetensors.FILE}
-    (folder / safetensors.INDEX).write_text(json.dumps(dict(weight_map=files)))
+    (folder / safetensors.INDEX).write_text(json.dumps({"weight_map": files}))
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with refused(f"{name}' lies outside of .*model"):

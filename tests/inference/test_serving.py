@@ -20,6 +20,8 @@ from tcfp_jax.recipes import recipe as tcfp_recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
 from tests.helpers import (
+    assert_near,
+    drawn,
     nnx_model,
     normal,
     parametrize,
@@ -29,7 +31,7 @@ from tests.helpers import (
     variables_of,
 )
 
-X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
+X = drawn(2, 4, 32, seed=1)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
 convert = partial(convert_to_tcfp, include=("linear", "small"))
@@ -99,12 +101,12 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     expected = apply({"params": params}, X)
     y = apply(served, X)
     tolerance = 1e-6 if storage == "recipe" else 0.05 * float(jnp.abs(expected).max())
-    assert_allclose(y, expected, rtol=0, atol=tolerance)
+    assert_near(y, expected, tolerance)
     assert same_bits(apply(saved_and_loaded(served, tmp_path, weights), X), y)
     if storage == "packed":
         assert isinstance(served["tcfp"]["heads"]["kernel"], PackedTCFP12)
         # quantized once
-        assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)
+        assert_near(apply(unpack(served, weights), X), y, 1e-6)
 
 
 class Coder(nn.Module):
@@ -147,7 +149,7 @@ def test_every_call_of_float_variables_runs_without_kernels(call):
         for variables in (served, {"params": params})
     )
     for one, other in zip(found, expected, strict=True):
-        assert_allclose(one, other, rtol=0, atol=1e-5)
+        assert_near(one, other, 1e-5)
 
 
 def test_state_of_another_model_and_unknown_shapes_raise():
@@ -213,23 +215,22 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     assert sum(size > 100 for size in floats) == 1
     y = forward(bare, TOKENS)
     tolerance = 1e-6 if storage == "recipe" else 0.1 * float(jnp.abs(expected).max())
-    assert_allclose(y, expected, rtol=0, atol=tolerance)
+    assert_near(y, expected, tolerance)
     if storage == "packed":
         load_quantized(bare, unpack(served, weights))
-        assert_allclose(forward(bare, TOKENS), y, rtol=0, atol=1e-6)
+        assert_near(forward(bare, TOKENS), y, 1e-6)
     with refused("quantized kernels only"):
         export(bare)
     # Layers that are switched off multiply by the stored weight, in the dtype of the
     # model.
-    assert_allclose(
+    assert_near(
         forward(to_bf16(bare, "heads"), TOKENS),
         expected,
-        rtol=0,
-        atol=0.1 * float(jnp.abs(expected).max()),
+        0.1 * float(jnp.abs(expected).max()),
     )
 
 
-TABLE = jnp.asarray(np.random.default_rng(2).standard_normal((48, 32)), jnp.float32)
+TABLE = drawn(48, 32, seed=2)
 NAMED = {
     "experts": {"w_up": TABLE.T, "scale": jnp.ones(3)},
     "embed": {"table": TABLE},
@@ -281,7 +282,7 @@ def test_averages_travel_with_the_weights_into_a_model_of_shapes():
     )
     load_quantized(bare, served)
     forward = flax_nnx.jit(lambda model, x: model(x))
-    assert_allclose(forward(bare, X), forward(model, X), rtol=0, atol=1e-5)
+    assert_near(forward(bare, X), forward(model, X), 1e-5)
 
 
 class HeadAlone(nn.Module):
@@ -310,7 +311,7 @@ def test_a_layer_may_lose_all_its_parameters(module, tmp_path):
     assert set(served["params"]) == set(params) - {"kernel"}
     assert not jax.tree.leaves(served["params"].get("lm_head"))
     apply = jax.jit(model.apply)
-    assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    assert_near(apply(served, X), apply({"params": params}, X), 1e-5)
 
 
 def test_bad_input():
@@ -349,7 +350,7 @@ def test_bad_input():
     params["bias"] = jnp.zeros(4)
     served = quantize_params(params, "tcfp12")
     apply = jax.jit(TCFPDense(4).apply)
-    assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    assert_near(apply(served, X), apply({"params": params}, X), 1e-5)
     with refused("nothing is packed"):
         unpack(served, "tcfp12")
     with refused("applies the variables itself", TypeError):

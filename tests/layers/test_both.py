@@ -5,7 +5,6 @@ Layers of Flax without a twin of ours are converted, and give the bits of `contr
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
@@ -13,9 +12,9 @@ from tcfp_jax import linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp
 from tcfp_jax.products.einsum import contract
 from tests.equations import parse
-from tests.helpers import filled, nnx_model, parametrize, same_bits, slow_except
+from tests.helpers import drawn, filled, nnx_model, parametrize, same_bits, slow_except
 
-X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.float32)
+X = drawn(2, 3, 4, 8, seed=1)
 TOKENS = jnp.arange(6).reshape(2, 3)
 # By name: a layer of Linen, and the class and the arguments of NNX's.
 PAIRS = {

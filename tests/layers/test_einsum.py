@@ -7,7 +7,6 @@ from flax import linen as nn
 from jax import random
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numpy.testing import assert_allclose
 
 import tcfp_jax
 from pallas_kernels.quantize.api import quantize
@@ -19,7 +18,15 @@ from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 from tests.equations import parse
-from tests.helpers import drawn, mesh_of, parametrize, refused, slow_except, unwatched
+from tests.helpers import (
+    assert_near,
+    drawn,
+    mesh_of,
+    parametrize,
+    refused,
+    slow_except,
+    unwatched,
+)
 
 QUANTIZED = sorted(name for name in NAMES if tcfp_jax.recipe(name).stored is not None)
 
@@ -28,7 +35,7 @@ def assert_alike(found, expected, tolerance):
     """The same shapes, and values that differ by less than this part of the largest."""
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
+        assert_near(a, b, tolerance * float(jnp.abs(b).max()))
 
 
 @slow_except("...k,nk->...n-x_shape1-shape1", "bek,nke->bne-x_shape5-shape5")
@@ -315,7 +322,7 @@ def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
     layer = TCFPDense(5, recipe="bf16", param_dtype=param_dtype)
     found = layer.apply(variables, x)
     assert found.dtype == wanted.dtype
-    assert_allclose(np.float32(found), np.float32(wanted), rtol=0, atol=0.05)
+    assert_near(np.float32(found), np.float32(wanted), 0.05)
 
 
 def test_features_may_be_numbers_of_numpy():

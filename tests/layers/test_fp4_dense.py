@@ -17,9 +17,17 @@ from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, s
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.layers.nnx import stored_weight
 from tcfp_jax.products import fp4_linear, pack_fp4
-from tests.helpers import nnx_model, parametrize, refused, same_bits, variables_of
+from tests.helpers import (
+    assert_near,
+    drawn,
+    nnx_model,
+    parametrize,
+    refused,
+    same_bits,
+    variables_of,
+)
 
-X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
+X = drawn(4, 33, seed=1)
 
 
 def test_fp4_dense_is_a_drop_in_of_both_frameworks():
@@ -37,14 +45,14 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     y = jax.jit(layer.apply)(variables, X)
     stored = pack_fp4(params["kernel"]).dequantize()
     expected = X.astype(jnp.bfloat16).astype(jnp.float32) @ stored + params["bias"]
-    assert_allclose(y, expected, rtol=0, atol=2e-6)
-    assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    assert_near(y, expected, 2e-6)
+    assert_near(model(X), y, 1e-6)
     served = quantize_params(params, "nvfp4")
     assert set(served["params"]) == {"bias"}
     assert served["tcfp"]["kernel"].shape == (33, 6)
-    assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
+    assert_near(layer.apply(served, X), y, 1e-6)
     load_quantized(model, served)
-    assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    assert_near(model(X), y, 1e-6)
     assert type(export(layer)) is nn.Dense
 
 
@@ -107,7 +115,7 @@ def test_a_model_runs_on_codes_as_on_their_dequantized_weights():
     expected = run({"params": floats}, TOKENS)
     largest = float(jnp.abs(expected).max())
     # activations are BF16
-    assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)
+    assert_near(logits, expected, 0.01 * largest)
     exact = run({"params": params}, TOKENS)
     # so the comparison tells one from the other
     assert float(jnp.abs(expected - exact).max()) > 0.02 * largest

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import (
+    assert_near,
     normal,
     parametrize,
     refused,
@@ -72,7 +73,7 @@ def test_stored_kernel_is_used(recipe):
     stored = apply({"params": params, "tcfp": state}, X)
     # The same FP8 operands; each product is one program, which may sum in another order
     # beside a quantizer.
-    assert_allclose(stored, fresh, rtol=0, atol=1e-5)
+    assert_near(stored, fresh, 1e-5)
     doubled = unwatched(
         tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
     )
@@ -117,7 +118,7 @@ def test_training_learns_and_repeats_bit_for_bit(recipe):
     run = trainer(
         Network(recipe),
         recipe,
-        **(dict(key=random.key(3)) if recipe == STOCHASTIC else {}),
+        **({"key": random.key(3)} if recipe == STOCHASTIC else {}),
     )
     (losses, *state) = run()
     (again, *same_state) = run()
@@ -171,9 +172,7 @@ def test_scan_over_layers_reads_the_stacked_state():
     state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
     assert state["layer"]["kernel"].stack == (3,)
     fresh = network.apply({"params": params}, X)
-    assert_allclose(
-        network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5
-    )
+    assert_near(network.apply({"params": params, "tcfp": state}, X), fresh, 1e-5)
 
 
 def test_stochastic_layer_takes_the_rng_stream():

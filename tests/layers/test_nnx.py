@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx as flax_nnx
-from numpy.testing import assert_allclose
 
 import tcfp_jax
 from tcfp_jax.conversion import (
@@ -23,9 +22,18 @@ from tcfp_jax.nnx import (
     TCFPLayerNorm,
     TCFPLinear,
 )
-from tests.helpers import MLP, nnx_model, parametrize, refused, same_bits, slow_except
+from tests.helpers import (
+    MLP,
+    assert_near,
+    drawn,
+    nnx_model,
+    parametrize,
+    refused,
+    same_bits,
+    slow_except,
+)
 
-X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
+X = drawn(2, 4, 16, seed=1)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
 
@@ -117,7 +125,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     # The layer reads what the optimizer wrote last: the weight of now, rounded.
     layer = model.blocks[0].up
     values = jax.jit(lambda stored: stored.dequantize())(held(layer))
-    assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
+    assert_near(values, layer.kernel[...], 4e-3)
     trained = pure(model)
     # a checkpoint goes both ways
     flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))
@@ -256,7 +264,7 @@ def test_blocks_keep_their_size_on_narrow_layers(block):
 
     model = nnx_model(make)
     without_state = nnx_model(make)
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 64)), jnp.float32)
+    x = drawn(4, 64, seed=2)
     fresh = forward(model, x)
     optimizer = Optimizer(model, tcfp_jax.error_feedback(recipe))
     assert same_bits(forward(model, x), fresh)

@@ -14,12 +14,12 @@ from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
 from tcfp_jax.linen import TrainState
 from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import parametrize, refused, slow_except, store_at_once
+from tests.helpers import drawn, parametrize, refused, slow_except, store_at_once
 
 # optax raises a float to an integer power
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)
-X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
+X = drawn(8, 16)
 ALL = ("linear", "small", "head")
 ADAM = optax.adam(1e-2)
 

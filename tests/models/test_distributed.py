@@ -193,18 +193,18 @@ def start_two(out, *arguments, each=((), ()), launcher="options"):
     for i, own in enumerate(each):
         told = {}
         if launcher == "SLURM":
-            told = dict(
-                SLURM_JOB_ID="7",
-                SLURM_STEP_NODELIST="localhost",
-                SLURM_NTASKS="2",
-                SLURM_PROCID=str(i),
-            )
+            told = {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": "2",
+                "SLURM_PROCID": str(i),
+            }
             # JAX derives the port from the number of the job.
-            told |= dict(
-                SLURM_LOCALID=str(i),
-                SLURM_STEP_NUM_NODES="1",
-                JAX_COORDINATOR_PORT=str(port),
-            )
+            told |= {
+                "SLURM_LOCALID": str(i),
+                "SLURM_STEP_NUM_NODES": "1",
+                "JAX_COORDINATOR_PORT": str(port),
+            }
         else:
             own = (
                 *own,
@@ -212,7 +212,7 @@ def start_two(out, *arguments, each=((), ()), launcher="options"):
                 "--processes=2",
                 f"--process={i}",
             )
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(
             subprocess.Popen(
                 [*command, *own], cwd=ROOT, env={**environment, **told}, **pipes
@@ -369,13 +369,13 @@ def test_what_one_process_lacks_ends_both(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-SLURM = dict(
-    SLURM_JOB_ID="7",
-    SLURM_STEP_NODELIST="node[1-2]",
-    SLURM_NTASKS="2",
-    SLURM_PROCID="1",
-    SLURM_LOCALID="0",
-)
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def started(monkeypatch):
         ({}, (), []),
         (dict(SLURM, SLURM_NTASKS="1"), (), []),
         # within an allocation, but not started by srun
-        (dict(SLURM_JOB_ID="7", SLURM_NTASKS="8"), (), []),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, (), []),
         (SLURM, (), [(None, None, None)]),
         (
             {

@@ -209,12 +209,12 @@ def test_sizes(name, billions, active):
 @parametrize(
     "change, message",
     [
-        (dict(chosen=6), "chosen=6 of experts=5"),
-        (dict(experts=0), "chosen=2 of experts=0"),
-        (dict(shared=-1), "shared=-1 must be zero or positive"),
-        (dict(balance=-0.1), "balance=-0.1"),
-        (dict(normalized="none"), "normalized='none' is unknown"),
-        (dict(heads=3), "kv_heads=2 does not divide heads=3"),
+        ({"chosen": 6}, "chosen=6 of experts=5"),
+        ({"experts": 0}, "chosen=2 of experts=0"),
+        ({"shared": -1}, "shared=-1 must be zero or positive"),
+        ({"balance": -0.1}, "balance=-0.1"),
+        ({"normalized": "none"}, "normalized='none' is unknown"),
+        ({"heads": 3}, "kv_heads=2 does not divide heads=3"),
     ],
 )
 def test_a_config_names_what_is_wrong(change, message):

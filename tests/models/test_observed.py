@@ -67,11 +67,11 @@ def test_colors_do_not_make_a_picture_of_noise():
     "change, message",
     [
         (
-            dict(monitor=25),
+            {"monitor": 25},
             "monitor=25 of steps=20: no step would be observed; lower monitor",
         ),
-        (dict(monitor=7), "not a multiple of steps_per_call=5.*use 5"),
-        (dict(start="base.npz", initial_jitter=0.1), "leave one of them out"),
+        ({"monitor": 7}, "not a multiple of steps_per_call=5.*use 5"),
+        ({"start": "base.npz", "initial_jitter": 0.1}, "leave one of them out"),
     ],
 )
 def test_wrong_settings_say_how_to_repair_them(change, message):
@@ -99,10 +99,10 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
 
     for change, message in (
         (
-            dict(width=64),
+            {"width": 64},
             "parameters of another model: 'block_0/attention_norm/bias' has shape",
         ),
-        (dict(layers=2), r"another model: 'block_1/.* no such array"),
+        ({"layers": 2}, r"another model: 'block_1/.* no such array"),
     ):
         with refused(message):
             init(replace(STORED, model=replace(MICRO, **change), start=str(base)))
@@ -122,7 +122,7 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
         for member in sound.namelist()[1:]:
             bomb.writestr(member, sound.read(member))
         with bomb.open(sound.namelist()[0], "w") as file:
-            header = dict(descr="<f4", fortran_order=False, shape=(2**40,))
+            header = {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
             np.lib.format.write_array_header_1_0(file, header)
     with refused(r"another model: .* shape \[1099511627776\] in the file"):
         init(replace(STORED, start=str(tmp_path / "bomb.npz")))

@@ -154,7 +154,7 @@ def test_a_learning_rate_of_zero_changes_no_value(options):
 def test_a_step_that_is_not_taken_leaves_every_bit(backend):
     g, hi, lo, state = data()
     g = g.at[5, 7].set(jnp.nan)
-    options = dict(orientation="both", backend=backend)
+    options = {"orientation": "both", "backend": backend}
     new = step(g, hi, lo, state, rates(keep=False), KEY, **options)
     assert same_bits((new.hi, new.lo, new.moments, new.columns), (hi, lo, state, hi.T))
     assert float(new.amax) == np.max(np.abs(weight(hi, lo))) * SCALE
@@ -355,39 +355,39 @@ def test_layers_of_experts_may_be_split_in_either_axis(backend):
 G = jnp.zeros(SHAPE)
 HI = jnp.zeros(SHAPE, E4M3)
 STATE = Moments.zeros(SHAPE)
-STEP = dict(g=G, hi=HI, lo=HI, moments=STATE, rates=rates(), key=KEY)
+STEP = {"g": G, "hi": HI, "lo": HI, "moments": STATE, "rates": rates(), "key": KEY}
 REFUSED = [
-    (dict(g=HI), TypeError, "no scale"),
-    (dict(g=G.astype(jnp.int32)), TypeError, "astype"),
-    (dict(g=G[:16]), ValueError, r"g has shape \[16, 256\]"),
-    (dict(hi=G), TypeError, "hi has dtype float32"),
-    (dict(lo=HI.astype(jnp.float8_e5m2)), TypeError, "lo has dtype float8_e5m2"),
+    ({"g": HI}, TypeError, "no scale"),
+    ({"g": G.astype(jnp.int32)}, TypeError, "astype"),
+    ({"g": G[:16]}, ValueError, r"g has shape \[16, 256\]"),
+    ({"hi": G}, TypeError, "hi has dtype float32"),
+    ({"lo": HI.astype(jnp.float8_e5m2)}, TypeError, "lo has dtype float8_e5m2"),
     (
-        dict(moments=STATE._replace(v=STATE.v.astype(jnp.int32))),
+        {"moments": STATE._replace(v=STATE.v.astype(jnp.int32))},
         TypeError,
         "moments.v has dtype int32",
     ),
     (
-        dict(moments=STATE._replace(m_scale=STATE.v_scale)),
+        {"moments": STATE._replace(m_scale=STATE.v_scale)},
         TypeError,
         "moments.m_scale has dtype uint8",
     ),
     (
-        dict(moments=STATE._replace(v_scale=STATE.v_scale[:, :1])),
+        {"moments": STATE._replace(v_scale=STATE.v_scale[:, :1])},
         ValueError,
         r"\[32, 2\] there",
     ),
-    (dict(rates=rates()._replace(b1=0.9)), TypeError, "rates.b1 is 0.9"),
+    ({"rates": rates()._replace(b1=0.9)}, TypeError, "rates.b1 is 0.9"),
     (
-        dict(rates=rates()._replace(keep=jnp.float32(1))),
+        {"rates": rates()._replace(keep=jnp.float32(1))},
         TypeError,
         "rates.keep .* bool scalar",
     ),
-    (dict(key=jax.random.key(0)), TypeError, "counter.keys"),
-    (dict(g=G[None], hi=HI[None], lo=HI[None]), ValueError, "jax.vmap"),
-    (dict(momentum="heavy"), ValueError, "momentum='heavy' is unknown"),
-    (dict(orientation="heavy"), ValueError, "orientation='heavy' is unknown"),
-    (dict(remainder="heavy"), ValueError, "remainder='heavy' is unknown"),
+    ({"key": jax.random.key(0)}, TypeError, "counter.keys"),
+    ({"g": G[None], "hi": HI[None], "lo": HI[None]}, ValueError, "jax.vmap"),
+    ({"momentum": "heavy"}, ValueError, "momentum='heavy' is unknown"),
+    ({"orientation": "heavy"}, ValueError, "orientation='heavy' is unknown"),
+    ({"remainder": "heavy"}, ValueError, "remainder='heavy' is unknown"),
 ]
 
 

@@ -34,7 +34,7 @@ def described(mesh, shape, *axes):
         on(blocks, jnp.uint8, *axes),
     )
     numbers = dict.fromkeys(Rates._fields, on((), jnp.float32))
-    rates = Rates(**numbers | dict(keep=on((), jnp.bool_)))
+    rates = Rates(**numbers | {"keep": on((), jnp.bool_)})
     g = on(shape, jnp.float32, *axes)
     return (weight, weight, state), g, rates, on((2,), jnp.uint32)
 

@@ -94,7 +94,11 @@ def test_the_definition_multiplies_values(scaling, contracts, activation):
     if contracts == "n":
         x = x[..., :N]
         values = values.T
-    options = dict(contracts=contracts, activation=activation, out_dtype=jnp.float32)
+    options = {
+        "contracts": contracts,
+        "activation": activation,
+        "out_dtype": jnp.float32,
+    }
     got = multiply(x, w, **options)
     # float32's sum of at most 64 addends, and two roundings of scales
     cases.assert_product(got, cases.rounded(x, activation), values, 68 * 2.0**-24)
@@ -109,18 +113,18 @@ def test_triton_unpacks_as_the_definition(n, k, tile, turned):
 
 
 REFUSED = [
-    (dict(contracts="m"), "contracts='m' is unknown; use one of"),
-    (dict(activation="int8"), "activation='int8' is unknown"),
-    (dict(w=jnp.ones((N, K))), "w has the scaling"),
-    (dict(x=jnp.ones((2, K + 2))), "must end in k=64"),
-    (dict(backend="mosaic"), "mosaic"),
-    (dict(outer=None), "has outer=None"),
+    ({"contracts": "m"}, "contracts='m' is unknown; use one of"),
+    ({"activation": "int8"}, "activation='int8' is unknown"),
+    ({"w": jnp.ones((N, K))}, "w has the scaling"),
+    ({"x": jnp.ones((2, K + 2))}, "must end in k=64"),
+    ({"backend": "mosaic"}, "mosaic"),
+    ({"outer": None}, "has outer=None"),
 ]
 
 
 @parametrize("change, message", REFUSED)
 def test_bad_input_says_what_to_do(change, message):
-    given = dict(x=X.astype(jnp.bfloat16), w=weight(Fp4())) | change
+    given = {"x": X.astype(jnp.bfloat16), "w": weight(Fp4())} | change
     if "outer" in given:
         given["w"] = replace(given["w"], outer=given.pop("outer"))
     with refused(message, (TypeError, ValueError, NotImplementedError)):
@@ -150,7 +154,7 @@ def test_devices_multiply_their_own_parts(kind, contracts, split):
     x = X.reshape(6, K)[:4].astype(jnp.bfloat16)
     if contracts == "n":
         x = x[..., :N]
-    options = dict(contracts=contracts, out_dtype=jnp.float32)
+    options = {"contracts": contracts, "out_dtype": jnp.float32}
     expected = multiply(x, w, **options)
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,))
     summed = (contracts == "k") == (split != P("a"))

@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import pallas_triton
@@ -16,7 +15,15 @@ from pallas_kernels.adamw.api import adamw
 from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.adamw import KEY, data, rates
-from tests.helpers import entry, parametrize, refused, same_bits, slow_except, stacked
+from tests.helpers import (
+    drawn,
+    entry,
+    parametrize,
+    refused,
+    same_bits,
+    slow_except,
+    stacked,
+)
 
 K, N = 16, 384
 
@@ -60,7 +67,7 @@ def test_adamw_takes_a_stack_by_parts(
 
 
 def test_a_quantizer_of_tiles_runs_its_definition(limits, monkeypatch):
-    x = jnp.float32(np.random.default_rng(0).standard_normal((K, 3 * N)))
+    x = drawn(K, 3 * N)
     expected = jax.jit(
         lambda x: (quantize(x, jnp.float8_e4m3fn, orientation="both"), dual_quantize(x))
     )(x)

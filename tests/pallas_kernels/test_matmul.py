@@ -237,31 +237,31 @@ def changed(operand, **fields):
 REFUSED = [
     (
         (ones((32, 24)), ones((32, 24))),
-        dict(backend="triton"),
+        {"backend": "triton"},
         NotImplementedError,
         "m=32, k=24 and n=32 must be multiples of 16",
     ),
     (
         (OTHER, FITS),
-        dict(backend="triton"),
+        {"backend": "triton"},
         NotImplementedError,
         "one format, not float8_e5m2 x float8_e4m3fn",
     ),
     (
         (ones((100, 128)), ones((32, 128))),
-        dict(backend="mosaic"),
+        {"backend": "mosaic"},
         NotImplementedError,
         "jax" if OLD_JAX else "m=100 must be a multiple of 128",
     ),
     (
         RAGGED,
-        dict(backend="mosaic"),
+        {"backend": "mosaic"},
         NotImplementedError,
         "jax" if OLD_JAX else "m=24 must be a multiple of",
     ),
     (
         RAGGED,
-        dict(backend="triton"),
+        {"backend": "triton"},
         NotImplementedError,
         "m=24, k=50 and n=70 must be multiples of 16, whole blocks with",
     ),
@@ -288,7 +288,7 @@ REFUSED = [
     ((FITS, FITS, jnp.ones(48)), {}, ValueError, "bias has shape"),
     (
         (FITS, FITS),
-        dict(accumulation="slow"),
+        {"accumulation": "slow"},
         ValueError,
         "accumulation='slow' is unknown",
     ),
@@ -313,7 +313,7 @@ REFUSED = [
         NotImplementedError,
         "no product combines them; quantize x with",
     ),
-    ((X, W), dict(accumulation="fast"), ValueError, 'accumulation="fast" with Block'),
+    ((X, W), {"accumulation": "fast"}, ValueError, 'accumulation="fast" with Block'),
 ]
 
 

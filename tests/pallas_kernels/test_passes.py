@@ -74,7 +74,7 @@ def test_other_shapes_are_refused(scaling):
 @parametrize("with_error", [False, True])
 def test_both_halves_are_the_reference_bit_for_bit(with_error, with_bits):
     w = values_of((256, 64), F32, 1)
-    options = dict(amax=jnp.float32(2), orientation="both")
+    options = {"amax": jnp.float32(2), "orientation": "both"}
     if with_error:
         options["error"] = values_of((256, 64), F32, 0.01)
     if with_bits:

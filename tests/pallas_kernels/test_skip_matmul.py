@@ -27,7 +27,7 @@ from tests.compile_for_h200 import (
     on_blocks,
 )
 from tests.fp8_products import E4M3, Case, ones, within
-from tests.helpers import parametrize, refused
+from tests.helpers import assert_near, parametrize, refused
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__[:2] < SMALLEST_JAX,
@@ -93,7 +93,7 @@ def test_the_product_is_that_of_all_blocks(exact, scaling):
     if scaling == Block(128):
         every = matmul(x, w, out_dtype=jnp.float32, backend="mosaic")
         bound = float(2.0**-18 * magnitude.max())
-        assert_allclose(skipping, every, rtol=0, atol=bound)
+        assert_near(skipping, every, bound)
 
 
 @needs_mosaic

@@ -149,19 +149,19 @@ def dual(w, scaling, backend):
 
 
 def step(g, hi, backend):
-    numbers = dict(
-        b1=0.9,
-        b2=0.999,
-        rate=0.1,
-        rate_g=0,
-        correction=1000,
-        eps=1e-8,
-        eps_root=0,
-        decay=1,
-        gradient_scale=1,
-        scale=1,
-        new_scale=1,
-    )
+    numbers = {
+        "b1": 0.9,
+        "b2": 0.999,
+        "rate": 0.1,
+        "rate_g": 0,
+        "correction": 1000,
+        "eps": 1e-8,
+        "eps_root": 0,
+        "decay": 1,
+        "gradient_scale": 1,
+        "scale": 1,
+        "new_scale": 1,
+    }
     rates = Rates(**jax.tree.map(jnp.float32, numbers), keep=jnp.bool_(True))
     hi = hi.astype(E4M3)
     words = jnp.stack(counter.keys(1, 2))
