@@ -110,10 +110,20 @@ def config(**parts):
     return {"config": {"quantization_config": QUANTIZATION | parts}}
 
 
+def tensors(data=None, **entries):
+    """A file with a header of these entries."""
+    return {"weights": framed(entries, DATA if data is None else data)}
+
+
+def index(name):
+    """An index that says where the norm is."""
+    return {"index": {NORM: name}}
+
+
 ONE = packed({NORM: TENSORS[NORM]})
 DATA = bytes(64)
 SHARDS = {
-    "one.safetensors": packed({NORM: TENSORS[NORM]}),
+    "one.safetensors": ONE,
     "two.safetensors": packed({"x": np.ones(2, np.uint8)}),
 }
 TWICE = (
@@ -125,42 +135,26 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 SPREAD = framed({f"t{i}": entry(0, 8 << 20) for i in range(225)}, bytes(8 << 20))
 FOLDERS = {
     # headers
-    "tensors overlap": {
-        "weights": framed({"x": entry(0, 40), "y": entry(24, 64)}, DATA)
-    },
+    "tensors overlap": tensors(x=entry(0, 40), y=entry(24, 64)),
     "tensors are the same bytes": {"weights": SPREAD},
-    "a hole between tensors": {
-        "weights": framed({"x": entry(0, 16), "y": entry(32, 64)}, DATA)
-    },
-    "a hole at the start": {"weights": framed({"x": entry(32, 64)}, DATA)},
-    "bytes behind the last tensor": {"weights": framed({"x": entry(0, 32)}, DATA)},
-    "an offset before the first byte": {"weights": framed({"x": entry(-1, 63)}, DATA)},
-    "offsets backward": {"weights": framed({"x": entry(64, 0, shape=[0])}, DATA)},
-    "an offset behind the end": {"weights": framed({"x": entry(0, 65)}, DATA)},
-    "a negative size": {"weights": framed({"x": entry(0, 64, shape=[-64])}, DATA)},
-    "two negative sizes": {
-        "weights": framed({"x": entry(0, 64, shape=[-8, -8])}, DATA)
-    },
-    "sizes that overflow": {
-        "weights": framed({"x": entry(0, 64, shape=[2**63, 2])}, DATA)
-    },
-    "sizes that no array has": {
-        "weights": framed({"x": entry(0, 0, shape=[0, 2**62, 8])}, b"")
-    },
-    "too many axes": {"weights": framed({"x": entry(0, 1, shape=[1] * 100)}, b"1")},
-    "a size of another number of bytes": {
-        "weights": framed({"x": entry(0, 64, shape=[63])}, DATA)
-    },
-    "a size that is a fraction": {
-        "weights": framed({"x": entry(0, 64, shape=[64.0])}, DATA)
-    },
+    "a hole between tensors": tensors(x=entry(0, 16), y=entry(32, 64)),
+    "a hole at the start": tensors(x=entry(32, 64)),
+    "bytes behind the last tensor": tensors(x=entry(0, 32)),
+    "an offset before the first byte": tensors(x=entry(-1, 63)),
+    "offsets backward": tensors(x=entry(64, 0, shape=[0])),
+    "an offset behind the end": tensors(x=entry(0, 65)),
+    "a negative size": tensors(x=entry(0, 64, shape=[-64])),
+    "two negative sizes": tensors(x=entry(0, 64, shape=[-8, -8])),
+    "sizes that overflow": tensors(x=entry(0, 64, shape=[2**63, 2])),
+    "sizes that no array has": tensors(x=entry(0, 0, shape=[0, 2**62, 8]), data=b""),
+    "too many axes": tensors(x=entry(0, 1, shape=[1] * 100), data=b"1"),
+    "a size of another number of bytes": tensors(x=entry(0, 64, shape=[63])),
+    "a size that is a fraction": tensors(x=entry(0, 64, shape=[64.0])),
     "a tensor twice": {"weights": framed(TWICE % (64, 64), DATA)},
     "a tensor twice, one of them wrong": {"weights": framed(TWICE % (9, 9), DATA)},
-    "no offsets": {"weights": framed({"x": {"dtype": "U8", "shape": [64]}}, DATA)},
-    "an unknown dtype": {"weights": framed({"x": entry(0, 64, "U9")}, DATA)},
-    "a dtype that NumPy lacks": {
-        "weights": framed({"x": entry(0, 64, "F4", [128])}, DATA)
-    },
+    "no offsets": tensors(x={"dtype": "U8", "shape": [64]}),
+    "an unknown dtype": tensors(x=entry(0, 64, "U9")),
+    "a dtype that NumPy lacks": tensors(x=entry(0, 64, "F4", [128])),
     "a header that is a list": {"weights": framed([1])},
     "a header that is deep": {"weights": framed(DEEP)},
     "a header that is cut": {"weights": framed(b'{"x":')},
@@ -169,22 +163,20 @@ FOLDERS = {
         "weights": framed({"x": entry(0, 64)}, DATA, length=2**40)
     },
     "a header of all lengths": {"weights": b"\xff" * 64},
-    "metadata of numbers": {
-        "weights": framed({"__metadata__": {"a": 1}, "x": entry(0, 64)}, DATA)
-    },
+    "metadata of numbers": tensors(__metadata__={"a": 1}, x=entry(0, 64)),
     "an empty file": {"weights": b""},
     "a file that is cut": {"weights": ONE[:-1]},
     "a file that is too long": {"weights": ONE + b"0"},
     # the index
-    "an index that names a parent": {"index": {NORM: "../outside.safetensors"}},
-    "an index with an absolute path": {"index": {NORM: "/tmp/outside.safetensors"}},
-    "an index that names a folder": {"index": {NORM: "."}},
-    "an index with an empty name": {"index": {NORM: ""}},
-    "an index with a zero byte": {"index": {NORM: "a\0b"}},
-    "an index with a long name": {"index": {NORM: "a" * 5000}},
-    "an index of a link to the outside": {"index": {NORM: "link.safetensors"}},
-    "an index of a link in a circle": {"index": {NORM: "circle.safetensors"}},
-    "an index of a pipe": {"index": {NORM: "pipe.safetensors"}},
+    "an index that names a parent": index("../outside.safetensors"),
+    "an index with an absolute path": index("/tmp/outside.safetensors"),
+    "an index that names a folder": index("."),
+    "an index with an empty name": index(""),
+    "an index with a zero byte": index("a\0b"),
+    "an index with a long name": index("a" * 5000),
+    "an index of a link to the outside": index("link.safetensors"),
+    "an index of a link in a circle": index("circle.safetensors"),
+    "an index of a pipe": index("pipe.safetensors"),
     "a tensor in two shards": dict(
         index={NORM: "one.safetensors", "x": "two.safetensors"},
         **SHARDS
@@ -204,7 +196,7 @@ FOLDERS = {
     ),
     "an index that is a list": {"index": b"[]"},
     "an index without a map": {"index": b"{}"},
-    "an index of numbers": {"index": {NORM: 3}},
+    "an index of numbers": index(3),
     "an empty index": {"index": {}},
     "an index that is deep": {"index": DEEP},
     "an index that is not JSON": {"index": b"{"},
