@@ -33,7 +33,7 @@ from tcfp_jax import formats
 from tcfp_jax.formats import casting
 from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4, quantize_values
 
-x = random.normal(random.key(0), (128, 128))
+x = jax.random.normal(jax.random.key(0), (128, 128))
 q, w = quantize(x, jnp.float8_e4m3fn, orientation="both").rows, dual_quantize(x).rows
 product = matmul(q, w)
 if "mosaic" in sys.argv:
@@ -54,9 +54,9 @@ jax.eval_shape(
 )
 
 params = tcfp_jax.store(
-    {"kernel": x}, tcfp_jax.recipe("tcfp12_single"), key=random.key(1)
+    {"kernel": x}, tcfp_jax.recipe("tcfp12_single"), key=jax.random.key(1)
 )
-tx = tcfp_jax.optim.adamw(1e-3, moments="8bit", key=random.key(2))
+tx = tcfp_jax.optim.adamw(1e-3, moments="8bit", key=jax.random.key(2))
 
 
 def loss(params):
