@@ -11,21 +11,28 @@ from models.nets.shapes import LlamaConfig
 from tcfp_jax.inference import folders, safetensors
 
 _NUMBERS: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-            "vocab_size",
-        ),
-        int,
-    ),
-    "rms_norm_eps": int | float,
-    "rope_theta": int | float,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "max_position_embeddings": int,
+    "vocab_size": int,
+    "rms_norm_eps": float,
+    "rope_theta": float,
 }
+# Numbers that a file need not have, of all models and of those with windows.
+_OPTIONAL: dict[str, Any] = {"head_dim": int}
+_OF_WINDOWS: dict[str, Any] = {
+    "query_pre_attn_scalar": float,
+    "sliding_window": int,
+    "sliding_window_pattern": int,
+    "_sliding_window_pattern": int,
+    "rope_local_base_freq": float,
+    "attn_logit_softcapping": float,
+    "final_logit_softcapping": float,
+}
+_LARGEST = {int: 2**31, float: 1e30}
 _GEMMA = dict(activation="gelu", norm_offset=1.0)
 # Fields of each kind of model that are alike in all its sizes.
 KINDS: dict[str, dict[str, Any]] = {
@@ -133,7 +140,7 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
     kind = (
         found.get("model_type") if isinstance(found, Mapping) else type(found).__name__
     )
-    if not isinstance(found, Mapping) or kind not in KINDS:
+    if not isinstance(found, Mapping) or str(kind) not in KINDS:
         raise ValueError(
             f"model_type={kind!r} is not one of {list(KINDS)}, the models that are"
             " known here"
@@ -144,16 +151,18 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
         **{n: v for n, v in found.items() if v is not None},
     }
     rope, local = _ropes(found)
-    held["num_key_value_heads"] = (
-        held["num_key_value_heads"] or held["num_attention_heads"]
-    )
-    held["rope_theta"] = rope.get("rope_theta") or held["rope_theta"] or 10_000.0
+    if held["num_key_value_heads"] is None:
+        held["num_key_value_heads"] = held["num_attention_heads"]
+    thetas = (rope.get("rope_theta"), held["rope_theta"], 10_000.0)
+    held["rope_theta"] = next(theta for theta in thetas if theta is not None)
     for name, number in _NUMBERS.items():  # the file may be someone else's
-        if not isinstance(held[name], number) or held[name] <= 0:
-            raise ValueError(
-                f"{name}={held[name]!r} is not a positive number; copy the model's"
-                " config.json"
-            )
+        _check_number(name, held[name], number)
+    _check_optional(held, _OPTIONAL)
+    if not isinstance(held.get("tie_word_embeddings", False), bool):
+        raise ValueError(
+            f"tie_word_embeddings={held['tie_word_embeddings']!r:.80} is neither true"
+            " nor false; copy the model's config.json"
+        )
     heads, width = held["num_attention_heads"], held["hidden_size"]
     fixed = KINDS[str(kind)]
     _check_options(held, fixed.get("activation", "silu"))
@@ -182,21 +191,45 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
+def _check_number(name: str, value: object, kind: type) -> None:
+    """Raise `ValueError` unless a value is a positive number that a model can have."""
+    kinds = int if kind is int else int | float
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or not 0 < value < _LARGEST[kind]:  # type: ignore[operator]
+        raise ValueError(
+            f"{name}={value!r:.80} is not a positive number below {_LARGEST[kind]:g};"
+            " copy the model's config.json"
+        )
+
+
+def _check_optional(held: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        if held.get(name) is not None:
+            _check_number(name, held[name], kind)
+
+
 def _ropes(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (rotations of all layers, those of layers with a window), as either
     generation of files writes them.
     """
-    ropes = [found.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    if not all(isinstance(one, Mapping) for one in ropes):
+    every = _object(found, "rope_scaling")
+    newer = _object(found, "rope_parameters")
+    if "full_attention" in newer:  # Transformers 5, models with windows
+        full = _object(newer, "full_attention")
+        return {**every, **full}, _object(newer, "sliding_attention")
+    return {**every, **newer}, {}
+
+
+def _object(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an entry that is an object, empty if it is missing."""
+    entry = found.get(name)
+    if entry is None:
+        return {}
+    if not isinstance(entry, Mapping):
         raise ValueError(
-            f"rope_scaling and rope_parameters are {ropes}, not objects; copy the"
-            " model's config.json"
+            f"{name}={entry!r:.80} is not an object; copy the model's config.json"
         )
-    if "full_attention" in ropes[1]:  # Transformers 5, models with windows
-        return {**ropes[0], **ropes[1]["full_attention"]}, dict(
-            ropes[1].get("sliding_attention") or {}
-        )
-    return {**ropes[0], **ropes[1]}, {}
+    return dict(entry)
 
 
 def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,11 +246,7 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
             " and 'llama3' alone; take another model"
         )
     for name in names:
-        if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
-            raise ValueError(
-                f"{name}={rope.get(name)!r} of {kind!r} rotations is not a positive"
-                " number; copy the file"
-            )
+        _check_number(name, rope.get(name), float)
     return {
         ours: rope[name] if ours == "rope_original" else float(rope[name])
         for name, ours in names.items()
@@ -255,24 +284,30 @@ def _with_windows(
 ) -> LlamaConfig:
     """Return a Gemma 2 or 3 with its windows, caps and scale."""
     gemma3 = config.qk_norm == "heads"
+    _check_optional(held, _OF_WINDOWS)
+    _check_optional(local, {"rope_theta": float})
     kinds = held.get("layer_types")
+    if not isinstance(kinds or [], list):
+        raise ValueError(
+            f"layer_types={kinds!r:.80} is not a list; copy the model's config.json"
+        )
     every = int(
         held.get("sliding_window_pattern") or held.get("_sliding_window_pattern") or 2
     )
     if kinds:
         every = (
-            list(kinds).index("full_attention")
+            kinds.index("full_attention")
             if "full_attention" in kinds
             else config.layers
         ) + 1
         expected = [
             "sliding_attention" if i % every else "full_attention"
-            for i in range(1, config.layers + 1)
+            for i in range(1, len(kinds) + 1)
         ]
-        if list(kinds) != expected:
+        if len(kinds) != config.layers or kinds != expected:
             raise ValueError(
-                f"layer_types={kinds} do not repeat, and windows do here; take another"
-                " model"
+                f"layer_types={kinds!r:.80} do not repeat, and windows do here; take"
+                " another model"
             )
     scale = held["query_pre_attn_scalar"] ** -0.5
     return dataclasses.replace(

@@ -208,8 +208,8 @@ def load_data(
 
 def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
     try:
-        ids = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
+        ids: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OverflowError) as error:
         raise ValueError(
             f"{path} is not an array of numbers ({error}); write one with numpy.save"
         ) from error

@@ -1,7 +1,9 @@
 """Your own text and token ids: which files are read, held out, and refused."""
 
+import io
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -172,6 +174,31 @@ def test_paths_that_are_refused(folder, tmp_path):
         load_data([str(tmp_path / "binary")])
     with pytest.raises(ValueError, match=r"image\.png is not text: not UTF-8"):
         load_data([str(folder), str(tmp_path / "binary" / "image.png")])
+
+
+NPY = io.BytesIO()
+np.save(NPY, np.arange(100, dtype=np.uint16))
+NPY = NPY.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        NPY[:40],
+        NPY[:-2],
+        NPY.replace(b"(100,)", b"(2**9)"),
+        NPY.replace(b"(100,)", b"(1e9,)"),
+        NPY.replace(b"<u2", b"|O8"),
+        b"PK\x03\x04" + bytes(40),
+        pickle.dumps([1, 2]),
+    ],
+    ids=range(8),
+)
+def test_a_file_that_holds_no_array_of_ids_is_named(tmp_path, content):
+    (tmp_path / "ids.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"ids\.npy is not an array of numbers"):
+        load_data([str(tmp_path / "ids.npy")], vocabulary=100)
 
 
 def test_devices_and_pipes_are_refused_and_nothing_behind_the_limit_is_read(tmp_path):
