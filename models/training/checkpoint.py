@@ -33,7 +33,6 @@ other files.
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
@@ -49,7 +48,7 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.nets.sizes import FAMILIES, family_of
-from models.training.described import described, recipe_of
+from models.training.described import check_same, described, recipe_of
 from models.training.intact import (
     DIGESTS_FILE,
     check_digests,
@@ -113,6 +112,7 @@ class RunDirectory:
         option: str = "--out",
     ) -> None:
         self.path = Path(path).absolute()
+        self._steps = config.steps
         wanted = describe(config, corpus_digest)
         self._lock: BufferedRandom | None = None
         # All processes look before the first one writes, and wait until it has written.
@@ -123,7 +123,15 @@ class RunDirectory:
             cleanup_tmp_directories=True,
             enable_async_checkpointing=False,
         )
-        self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
+        try:
+            self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
+        # Orbax raises bare exceptions for files that it cannot read
+        except Exception as error:
+            self._unlock()
+            raise ValueError(
+                f"{self.path / CHECKPOINTS} cannot be read ({_first_line(error)});"
+                f" repair it, or choose another {option}"
+            ) from error
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         folders.check_links(self.path)
@@ -136,7 +144,7 @@ class RunDirectory:
                 f" --resume, or choose another {option}"
             )
         else:
-            _check_same(self.path, _stored(self.path), wanted, option)
+            check_same(self.path, _stored(self.path), wanted, option)
 
     def _begin(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         if not is_first():
@@ -222,9 +230,12 @@ class RunDirectory:
         path = self._checkpoint(step)
         verified = False
         try:
+            if step > self._steps:
+                raise ValueError(f"the run ends at step {self._steps}")
             verified = check_digests(path)
             args = ocp.args.StandardRestore(initial)
-            state: TrainState = self._manager.restore(step, args=args)
+            with _without_tracebacks():
+                state: TrainState = self._manager.restore(step, args=args)
         # Tensorstore raises bare exceptions for files that it cannot read
         except Exception as error:
             damaged[step] = _first_line(error)
@@ -430,63 +441,6 @@ def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
         "text": corpus_digest,
         "device": jax.default_backend(),
     }
-
-
-def _check_same(
-    path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str
-) -> None:
-    old = flatten(stored)
-    new = flatten(json.loads(json.dumps(wanted)))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # A sample is for readers, and the name of a text does not matter if its digest is
-    # the same.
-    free = ["config.sample"]
-    if "text" not in names:
-        free += ["config.data", "config.tokenizer"]
-    names = [name for name in names if name not in free]
-    # A different name explains every difference behind it.
-    for part in ("model", "recipe"):
-        if f"config.{part}" in names:
-            names = [name for name in names if not name.startswith(f"{part}.")]
-    # A model without a name has its sizes in the config already.
-    names = [name for name in names if f"config.{name}" not in names]
-    if "config.model" in names:
-        names = [name for name in names if name != "family"]
-    if names:
-        differences = ", ".join(
-            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but"
-            f" {new.get(name)!r} now"
-            for name in names
-        )
-        repair = f"resume with the same settings or choose another {option}"
-        if "config.weights" in names:
-            repair += _CONVERSIONS[new["config.weights"]]
-        raise ValueError(f"{path} holds another run: {differences}; {repair}")
-
-
-# Advice: how to convert parameters to the kind that was asked for.
-_CONVERSIONS = {
-    "stored": (
-        " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float"
-        " ones)"
-    ),
-    "float": " (tcfp_jax.dequantize(params) makes float parameters of stored ones)",
-}
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dicts under names such as "config.model".
-
-    >>> flatten({"config": {"model": "tiny"}, "text": 1})
-    {'config.model': 'tiny', 'text': 1}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def _check_unused(path: Path, option: str) -> None:

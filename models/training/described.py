@@ -1,6 +1,8 @@
-"""A recipe in JSON, as the folder of a run holds it."""
+"""Settings of a run in JSON, as its folder holds them."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
@@ -31,3 +33,63 @@ def recipe_of(fields: dict[str, Any]) -> Recipe:
 
 def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in fields.items() if isinstance(part, dict)]
+
+
+def check_same(
+    path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str
+) -> None:
+    """Raise `ValueError` if the settings of a folder are those of another run; the
+    message names every difference.
+    """
+    old = flatten(stored)
+    new = flatten(json.loads(json.dumps(wanted)))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    # A sample is for readers, and the name of a text does not matter if its digest is
+    # the same.
+    free = ["config.sample"]
+    if "text" not in names:
+        free += ["config.data", "config.tokenizer"]
+    names = [name for name in names if name not in free]
+    # A different name explains every difference behind it.
+    for part in ("model", "recipe"):
+        if f"config.{part}" in names:
+            names = [name for name in names if not name.startswith(f"{part}.")]
+    # A model without a name has its sizes in the config already.
+    names = [name for name in names if f"config.{name}" not in names]
+    if "config.model" in names:
+        names = [name for name in names if name != "family"]
+    if names:
+        differences = ", ".join(
+            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but"
+            f" {new.get(name)!r} now"
+            for name in names
+        )
+        repair = f"resume with the same settings or choose another {option}"
+        if "config.weights" in names:
+            repair += _CONVERSIONS[new["config.weights"]]
+        raise ValueError(f"{path} holds another run: {differences}; {repair}")
+
+
+# Advice: how to convert parameters to the kind that was asked for.
+_CONVERSIONS = {
+    "stored": (
+        " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float"
+        " ones)"
+    ),
+    "float": " (tcfp_jax.dequantize(params) makes float parameters of stored ones)",
+}
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts under names such as "config.model".
+
+    >>> flatten({"config": {"model": "tiny"}, "text": 1})
+    {'config.model': 'tiny', 'text': 1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

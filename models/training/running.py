@@ -29,11 +29,11 @@ from models.training.checkpoint import (
     Resume,
     RunDirectory,
     describe,
-    flatten,
     holds_run,
     read_config,
 )
 from models.training.data import Data, load_data
+from models.training.described import flatten
 from models.training.examples import load_examples
 from models.training.fitting import fitted
 from models.training.monitoring import Board, check_board, written

@@ -436,6 +436,21 @@ def test_digests_name_files_of_their_checkpoint_alone(run, name):
         check_digests(run / "checkpoints/5")
 
 
+@pytest.mark.parametrize("content", [b"[]", b"[" * 100_000])
+def test_metadata_that_orbax_cannot_read_are_named(run, content):
+    (run / "checkpoints/5/_CHECKPOINT_METADATA").write_bytes(content)
+    for _ in range(2):  # the lock is free again
+        with pytest.raises(ValueError, match=r"run/checkpoints cannot be read \("):
+            opened(run)
+
+
+def test_a_step_beyond_the_run_is_no_checkpoint_of_it(run, capsys):
+    """One line of metrics for each of so many steps would fill the memory."""
+    (run / "checkpoints/5").rename(run / "checkpoints/1000000000000")
+    assert restored(run)[0] == 3
+    assert "damaged (the run ends at step 60)" in capsys.readouterr().err
+
+
 def test_a_full_disk_keeps_the_whole_checkpoints(run, monkeypatch):
     full = OSError(28, "No space left on device")
     message = (
