@@ -137,7 +137,7 @@ def test_ids_are_mapped_and_keep_their_order(ids):
         ([[1, 2], [3, 4]], "int32", r"holds int32 \[2, 2\]"),
         ([True], "bool", "holds bool"),
         ([None], "object", "is not an array of numbers"),
-        (None, "bytes", r"is not an array of numbers \(No data left"),
+        (None, "bytes", r"is not an array of numbers \(EOF"),
     ],
 )
 def test_ids_that_are_refused(ids, values, dtype, message):
