@@ -32,6 +32,8 @@ from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.remat import device_budget
 
 Part = Literal["block", "step"]
+# Where the optimizer updates stored weights: behind the backward pass, or in it.
+Update = Literal["behind", "backward"]
 STORED = "stored"
 RECIPE_OF = {STORED: "tcfp12_single"}
 FLAX, QWIX = "flax Fp8DirectDotGeneralOp", "qwix"
@@ -49,6 +51,7 @@ class Config(timing.Repetitions):
     recipes: dict[Part, tuple[str, ...]]
     parts: tuple[Part, ...] = ("block", "step")
     include: tuple[Any, ...] = ("linear",)  # argument of `convert_to_tcfp`
+    update: Update = "behind"  # the backward pass of stored weights, or in it
 
 
 # Blocks
@@ -149,6 +152,9 @@ def make_training(
     optimizer = _optimizer(name, weights, rate)
     rngs = {"tcfp": jax.random.key(0)} if name in EMULATED else None
 
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
+
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, tokens: Array) -> Array:
         variables = {"params": params}
@@ -179,7 +185,19 @@ def make_training(
     def state_of(params: Any) -> Any:
         return params, optimizer.init(params)
 
-    return timing.Training(init, step, gradients, state_of)
+    if name != STORED or config.update == "behind":
+        return timing.Training(init, step, gradients, state_of)
+    inside = tcfp_jax.train_step(loss_of, optimizer, clip="late")
+
+    def init_inside(key: jax.Array) -> tuple[Any, jax.Array]:
+        (params, opt_state), tokens = init(key)
+        return inside.state(params, opt_state), tokens
+
+    def step_inside(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        state, metrics = inside(state, tokens)
+        return state, metrics.loss
+
+    return timing.Training(init_inside, step_inside, gradients, inside.init)
 
 
 def make_step(config: Config, name: str) -> Candidate:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from tcfp_jax.explanation import explain
     from tcfp_jax.optim.feedback import error_feedback, layer_state
     from tcfp_jax.optim.gradients import grad, value_and_grad
+    from tcfp_jax.optim.inside import train_step
     from tcfp_jax.optim.stored import apply_updates, dequantize, store
     from tcfp_jax.products.matmul import matmul
     from tcfp_jax.recipes import Recipe, TCFPMode, recipe
@@ -59,6 +60,7 @@ __all__ = [
     "recipe",
     "split",
     "store",
+    "train_step",
     "transform",
     "value_and_grad",
 ]
@@ -97,6 +99,7 @@ _HOMES = {
     "recipe": "recipes",
     "split": "weights.quantization",
     "store": "optim.stored",
+    "train_step": "optim.inside",
     "transform": "conversion.transform",
     "value_and_grad": "optim.gradients",
 }

@@ -36,6 +36,7 @@ from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.products.grouped import grouped_matmul
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.lookup import gathered, with_gradient
 from tcfp_jax.weights.stored import Stored, constant
@@ -132,19 +133,35 @@ class Shown:
 
     def numbers(self) -> Array:
         """Return the root, or the dequantized weight if only the stored form exists."""
+        root = self.slot()
+        stored = self.values()
         # the gradient, in another dtype
-        carries = self.root is not None and self.root.dtype.name != self.dtype
-        if self.root is not None and not (carries and isinstance(self.stored, Stored)):
-            return _here(self.root).astype(self.dtype)
-        if self.stored is None or self.weight is None:
+        carries = root is not None and root.dtype.name != self.dtype
+        carries = carries or isinstance(self.stored, Deferred)
+        if root is not None and not (carries and isinstance(stored, Stored)):
+            return _here(root).astype(self.dtype)
+        if stored is None or self.weight is None:
             raise ValueError(
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form"
                 " only, but a part of it is read that has none; pass the float"
                 " parameter, or leave its layer out of quantize_params"
             )
-        matrix = self.stored.dequantize(self.dtype)
+        matrix = stored.dequantize(self.dtype)
         values = self._as_root(matrix, self.weight.layout)
-        return values if self.root is None else with_gradient(values, self.root)
+        return values if root is None else with_gradient(values, root)
+
+    def values(self) -> Stored | None:
+        """Return the stored form; an entry of a stack reads it here."""
+        return self.stored.read() if isinstance(self.stored, Deferred) else self.stored
+
+    def slot(self) -> Array | None:
+        """Return the root; that of a deferred parameter takes its gradient."""
+        deferred = self.stored
+        if self.root is not None or not isinstance(deferred, Deferred):
+            return self.root
+        if deferred.is_stack or self.weight is None:
+            return None
+        return self._as_root(deferred.matrix_slot(), self.weight.layout)
 
     def _as_root(self, matrix: Array, layout: Layout) -> Array:
         """Return values `[*stacked, first, second]` of the stored form as the root."""
@@ -166,7 +183,8 @@ class Shown:
 
         None: only the root has the numbers.
         """
-        if not isinstance(self.stored, Stored) or self.weight is None:
+        stored = self.values()
+        if not isinstance(stored, Stored) or self.weight is None:
             return None
         layout = self.weight.layout
         shape = eqn.invars[0].aval.shape
@@ -183,9 +201,7 @@ class Shown:
             params = eqn.params | dict(fill_value=outside)
             return eqn.primitive.bind(*operands, **params)
 
-        codes, slot = jax.tree.map(
-            _here, (constant(self.stored).for_dgrad(), self.root)
-        )
+        codes, slot = jax.tree.map(_here, (constant(stored).for_dgrad(), self.slot()))
         lo = None if codes.lo is None else self._as_root(codes.lo, layout)
         values = self._as_root(codes.values, layout)
         codes = dataclasses.replace(codes, values=values, lo=lo)
@@ -312,9 +328,10 @@ class Shown:
 
         def entry(parts: Parts) -> "Shown":
             root, stored = parts
-            return self.seen_as(
+            one = self.seen_as(
                 view, root=root, stored=stored, stacked=stacked, local=None
             )
+            return dataclasses.replace(one, root=one.slot())
 
         return (root, stored), entry
 
@@ -476,7 +493,7 @@ def _taken(
     how = weight.weight
     fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
     if fits and weight.stored is not None:
-        return found, weight.root, weight.stored
+        return found, weight.slot(), weight.values()
     stored = None
     if weight.local is not None:
         layout = found.contraction.layout

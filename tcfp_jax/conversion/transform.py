@@ -40,6 +40,7 @@ from tcfp_jax.conversion.views import View
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.parameter import Parameter, is_quantized, parameter_of
@@ -251,7 +252,7 @@ class Transformed:
                 " the float one before it; call tcfp_jax.store first, and make the"
                 " optimizer of the stored parameters"
             )
-        kept = {path: leaf.read() for path, leaf in trained.items()} | state
+        kept = {path: _as_read(leaf) for path, leaf in trained.items()} | state
         _check_state(kept, found.leaves)
         own = []
         for path, leaf in found.leaves.items():
@@ -296,12 +297,19 @@ class Transformed:
             )
 
         def floats(leaf: Any) -> Any:
+            if isinstance(leaf, Deferred):
+                return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.state.dtype)
             if isinstance(leaf, Parameter | Stored):
                 return parameter_of(leaf).kernel()
             return leaf
 
         params = jax.tree.map(floats, args[self.params], is_leaf=is_quantized)
         return (*args[: self.params], params, *args[self.params + 1 :])
+
+
+def _as_read(parameter: Parameter) -> Stored | Deferred:
+    """Return the values of a parameter; a stack of entries reads them by itself."""
+    return parameter if isinstance(parameter, Deferred) else parameter.read()
 
 
 def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 from tcfp_jax.optim.adam import AdamWState, adamw
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_state
 from tcfp_jax.optim.gradients import grad, value_and_grad
+from tcfp_jax.optim.inside import TrainState, train_step
 from tcfp_jax.optim.moments import LowPrecisionState, low_precision_moments
 from tcfp_jax.optim.stored import (
     apply_updates,
@@ -16,6 +17,7 @@ __all__ = [
     "AdamWState",
     "ErrorFeedbackState",
     "LowPrecisionState",
+    "TrainState",
     "adamw",
     "apply_updates",
     "dequantize",
@@ -26,5 +28,6 @@ __all__ = [
     "low_precision_moments",
     "on_stored",
     "store",
+    "train_step",
     "value_and_grad",
 ]

@@ -142,9 +142,21 @@ def adamw(
     check_choice("moments", moments, _FORMATS)
     setting = f"moments={moments!r}"
     words = encoding.checked_key("adamw", key, moments != "float32", setting)
+    settings = Settings(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        weight_decay,
+        mask,
+        nesterov,
+        moments,
+        max_norm,
+    )
 
     def init(params: PyTree) -> AdamWState:
-        tree = _Tree(params, moments, mask)
+        tree = Tree(params, moments, mask)
         # New arrays each time, because a state may be donated
         mu, mu_scale = tree.kept([leaf.zeros(0) for leaf in tree.leaves])
         nu, nu_scale = tree.kept([leaf.zeros(1) for leaf in tree.leaves])
@@ -166,19 +178,19 @@ def adamw(
                 f"the state is a {type(state).__name__}, not adamw's; pass the one that"
                 " this tx.init made"
             )
-        tree = _Tree(intact(params), moments, mask)
+        tree = Tree(intact(params), moments, mask)
         gradients = tree.gradients(grads)
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
-        lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        epsilons = (eps, eps_root)
-        scalars = Scalars.of(count, lr, b1, b2, epsilons, weight_decay, factor)
+        scalars = settings.scalars(state.count, factor)
         made = []
-        for i, (leaf, g, m, v) in enumerate(tree.with_moments(gradients, state)):
+        for i, (leaf, m, v) in enumerate(tree.with_moments(state)):
             step = WeightStep(leaf.forms, nesterov, leaf.decays)
             keys = leaf.keys(state.key, count, i)
             run = fused_step if leaf.is_fused else float_step
-            made.append(run(step, leaf.parameter, g, m, v, scalars, keys, keep))
+            made.append(
+                run(step, leaf.parameter, gradients[i], m, v, scalars, keys, keep)
+            )
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
         mu, mu_scale = tree.kept([one.m for one in made])
         nu, nu_scale = tree.kept([one.v for one in made])
@@ -186,10 +198,43 @@ def adamw(
         after = AdamWState(count, skipped, mu, nu, mu_scale, nu_scale, state.key)
         return tree.updates(made), after
 
-    return optax.GradientTransformation(init, update)
+    made = AdamW(init, update)
+    made.settings = settings
+    return made
 
 
-class _Leaf(NamedTuple):
+class Settings(NamedTuple):
+    """The arguments of `adamw`, for code that takes its steps one weight at a time."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
+    eps_root: ArrayLike
+    weight_decay: ArrayLike
+    mask: PyTree | Callable[[PyTree], PyTree]
+    nesterov: bool
+    moments: str
+    max_norm: ArrayLike | None
+
+    def scalars(self, taken: Array, factor: ArrayLike) -> Scalars:
+        """Return the numbers of a step, after so many that were taken."""
+        rate = self.learning_rate
+        lr = rate(taken) if callable(rate) else rate
+        epsilons = (self.eps, self.eps_root)
+        count = optax.safe_increment(taken)
+        return Scalars.of(
+            count, lr, self.b1, self.b2, epsilons, self.weight_decay, factor
+        )
+
+
+class AdamW(optax.GradientTransformation):
+    """optax's pair of functions, with the settings that `adamw` made them of."""
+
+    settings: Settings
+
+
+class Leaf(NamedTuple):
     """One parameter.
 
     Attributes:
@@ -252,7 +297,7 @@ class _Leaf(NamedTuple):
         return own.layout.matrix(g) if isinstance(own, Parameter) else g
 
 
-class _Tree:
+class Tree:
     """The leaves of a tree of parameters, and the way back to trees."""
 
     def __init__(self, params: PyTree, moments: str, mask: PyTree) -> None:
@@ -267,23 +312,21 @@ class _Tree:
         decays = encoding.spread(mask, params)
         forms = (_FORMATS["float32"], _FORMATS[moments])
         self.leaves = [
-            _Leaf(names, leaf, forms[small], decay)
+            Leaf(names, leaf, forms[small], decay)
             for (names, leaf), small, decay in zip(found, narrow, decays, strict=True)
         ]
 
     def gradients(self, grads: PyTree) -> list[Array]:
         """Return the gradient of each parameter, for a stored one as a matrix."""
         given = self.treedef.flatten_up_to(grads)
-        return list(map(_Leaf.gradient, self.leaves, given))
+        return list(map(Leaf.gradient, self.leaves, given))
 
-    def with_moments(
-        self, gradients: list[Array], state: AdamWState
-    ) -> list[tuple[_Leaf, Array, Moment, Moment]]:
-        """Return each parameter with its gradient and its moments."""
+    def with_moments(self, state: AdamWState) -> list[tuple[Leaf, Moment, Moment]]:
+        """Return each parameter with its moments."""
         mu = self.treedef.flatten_up_to(state.mu)
         nu = self.treedef.flatten_up_to(state.nu)
         found = []
-        for leaf, gradient, m, v in zip(self.leaves, gradients, mu, nu, strict=True):
+        for leaf, m, v in zip(self.leaves, mu, nu, strict=True):
             for form, moment in zip(leaf.forms, (m, v), strict=True):
                 if moment.dtype != ("uint8" if form == "ue5m3" else form):
                     raise ValueError(
@@ -293,7 +336,7 @@ class _Tree:
                     )
             first = encoding.found(m, leaf.names, state.mu_scale)
             second = encoding.found(v, leaf.names, state.nu_scale)
-            found.append((leaf, gradient, first, second))
+            found.append((leaf, first, second))
         return found
 
     def updates(self, made: list[Stepped]) -> PyTree:

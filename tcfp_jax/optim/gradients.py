@@ -123,14 +123,15 @@ def with_slots(
     def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
         arguments = list(args)
         for place, tree, slot in zip(places, own, slots, strict=True):
-            arguments[place] = jax.tree.map(_filled, tree, slot, is_leaf=is_parameter)
+            arguments[place] = jax.tree.map(filled, tree, slot, is_leaf=is_parameter)
         return tuple(arguments)
 
-    slots = tuple(jax.tree.map(_slot, tree, is_leaf=is_parameter) for tree in own)
+    slots = tuple(jax.tree.map(slot_of, tree, is_leaf=is_parameter) for tree in own)
     return places, slots, given
 
 
-def _slot(leaf: PyTree) -> PyTree:
+def slot_of(leaf: PyTree) -> PyTree:
+    """Return the zeros that take the gradient of a stored parameter, or a float one."""
     if not isinstance(leaf, Parameter):
         return leaf
     return jnp.zeros(
@@ -140,7 +141,8 @@ def _slot(leaf: PyTree) -> PyTree:
     )
 
 
-def _filled(leaf: PyTree, slot: PyTree) -> PyTree:
+def filled(leaf: PyTree, slot: PyTree) -> PyTree:
+    """Return a stored parameter with its slot; a float one is its slot."""
     if not isinstance(leaf, Parameter):
         return slot
     codes = _codes(leaf, slot)

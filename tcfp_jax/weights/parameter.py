@@ -90,18 +90,24 @@ class Parameter(NotAnArray):
         """Bytes of all its arrays."""
         return bytes_of(self)
 
+    @property
+    def described(self) -> Training:
+        """The state, for what it says of the kernel."""
+        return self.state
+
     @functools.cached_property
     def layout(self) -> Layout:
         """The layout of the kernel, with the axes of a stack of layers in front."""
-        own = self.state.weight.layout
+        own = self.described.weight.layout
         layers = len(self.shape) - 2 - len(own.stack)
         return own.stacked(own.ndim + layers) if layers else own
 
     @functools.cached_property
     def kernel_shape(self) -> tuple[int, ...]:
         """The shape of the kernel, with the axes of a stack of layers."""
-        layers = self.layout.ndim - len(self.state.shape)
-        return (*self.shape[:layers], *self.state.shape)
+        shape = self.described.shape
+        layers = self.layout.ndim - len(shape)
+        return (*self.shape[:layers], *shape)
 
     @property
     def slot(self) -> Array | None:
