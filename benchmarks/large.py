@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from benchmarks.llama import (
     operations,
     sized,
 )
-from benchmarks.llama_steps import STORED, quick
+from benchmarks.llama_steps import STORED, Update, quick
 from benchmarks.records import Result, cells, rows_to_resume
 from benchmarks.variants import BASELINE
 from models.huggingface.tokenizer import read_tokenizer
@@ -69,6 +69,7 @@ class Config(timing.Repetitions):
       steps: Steps with a loss before the timed ones. The rate rises all the time of a
         short run; of a longer one it rises for a fifth, and falls as a cosine.
       resume: JSON whose rows are kept.
+      update: Where stored weights are updated, behind the backward pass or in it.
     """
 
     model: LlamaConfig
@@ -77,6 +78,7 @@ class Config(timing.Repetitions):
     text_bytes: int = 2**25
     steps: int = SHORT
     resume: str | None = None
+    update: Update = "behind"
 
     @property
     def settings(self) -> dict[str, object]:
@@ -217,6 +219,7 @@ def train(config: Config, name: str, layers: int) -> Run:
             config.tokens,
             {},
             include=("linear", "small", "head"),
+            update=config.update,
         ),
         name,
         config.schedule,
@@ -303,6 +306,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the rows of the JSON file, run those it lacks",
     )
+    parser.add_argument(
+        "--update",
+        choices=get_args(Update),
+        default="behind",
+        help="stored weights behind the backward pass, or layer by layer in it",
+    )
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
 
@@ -337,12 +346,21 @@ def configure(options: argparse.Namespace) -> Config:
         rounds=2 if on_gpu else 1,
         calls=2 if on_gpu else 1,
         resume=str(options.path) if options.resume else None,
+        update=options.update,
     )
 
 
 def json_name(options: argparse.Namespace) -> str:
-    """Return the name of a run's JSON: "large", or "large-curves" of a long one."""
-    return "large-curves" if (options.steps or SHORT) > SHORT else "large"
+    """Return the name of a run's JSON.
+
+    It is "large", "large-curves" of a long run, and names the model and the values that
+    blocks keep if layers are updated in the backward pass.
+    """
+    name = "large-curves" if (options.steps or SHORT) > SHORT else "large"
+    if options.update == "behind":
+        return name
+    parts = [name, "backward", options.model, options.remat]
+    return "-".join(part for part in parts if part)
 
 
 def table(result: Result) -> str:

@@ -193,8 +193,22 @@ class Training(NamedTuple):
             given = jax.tree.map(_sharded, given, shardings)
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
         compiled, seconds = done or compile_timed(jitted, *given)
-        made = jax.jit(self.init, out_shardings=shardings)(key)
-        return Threaded(jitted, compiled, *made), seconds
+        if place is not None:
+            made = jax.jit(self.init, out_shardings=shardings)(key)
+            return Threaded(jitted, compiled, *made), seconds
+        # First the parameters, whose floats then do not meet the optimizer's state.
+        params = jax.jit(self._first_params)(key)
+        state = jax.jit(self.state_of, donate_argnums=0)(params)
+        _, *inputs = jax.jit(self._without_state)(key)
+        return Threaded(jitted, compiled, state, *inputs), seconds
+
+    def _first_params(self, key: jax.Array) -> Any:
+        state, *_ = self.init(key)
+        return state[0]
+
+    def _without_state(self, key: jax.Array) -> tuple[Any, ...]:
+        _, *inputs = self.init(key)
+        return None, *inputs
 
 
 def _sharded(leaf: jax.ShapeDtypeStruct, at: Any) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,25 @@ MODELS = {
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
 }
 
+
+def _qwen3(layers: int, width: int, heads: int, hidden: int) -> LlamaConfig:
+    return LlamaConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=8,
+        hidden=hidden,
+        context=40_960,
+        vocabulary=151_936,
+        head="untied",
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        remat="auto",
+        head_dim=128,
+        qk_norm="heads",
+    )
+
+
 LLAMAS = {
     "llama-tiny": LlamaConfig(
         layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128
@@ -48,6 +67,8 @@ LLAMAS = {
         rope_theta=500_000.0,
         remat="auto",
     ),
+    "qwen3-14b": _qwen3(40, 5120, heads=40, hidden=17_408),
+    "qwen3-32b": _qwen3(64, 5120, heads=64, hidden=25_600),
 }
 
 MOES = {

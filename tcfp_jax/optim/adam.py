@@ -217,7 +217,7 @@ class Settings(NamedTuple):
     moments: str
     max_norm: ArrayLike | None
 
-    def scalars(self, taken: Array, factor: ArrayLike) -> Scalars:
+    def scalars(self, taken: Array, factor: Array) -> Scalars:
         """Return the numbers of a step, after so many that were taken."""
         rate = self.learning_rate
         lr = rate(taken) if callable(rate) else rate

@@ -20,32 +20,24 @@ optimizers than `adamw`, and transformations before or behind it; float masters
 (`error_feedback`).
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import EllipsisType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend import core
-from jax.typing import ArrayLike
+from jax import Array
 
 from pallas_kernels.checks import check_choice
-from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree
+from tcfp_jax.optim.adam import AdamW, AdamWState, Tree
 from tcfp_jax.optim.encoding import Keys, Moment
 from tcfp_jax.optim.gradients import filled, slot_of
-from tcfp_jax.optim.steps import Scalars, Stepped, WeightStep, float_step, fused_step
-from tcfp_jax.optim.stored import all_finite
+from tcfp_jax.optim.scanned import numbers_of, updated_inside
+from tcfp_jax.optim.slots import Clip, Facts, Held, Stack, Update, Updated, clip_factor
+from tcfp_jax.optim.steps import Stepped, WeightStep
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Deferred, Home
+from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.parameter import Parameter, intact
-from tcfp_jax.weights.stored import Stored
-
-Clip = Literal["late", "matrix"]
 
 
 class TrainState(NamedTuple):
@@ -205,462 +197,135 @@ class TrainStep:
     def _run(self, state: TrainState, *inputs: PyTree) -> tuple[TrainState, Metrics]:
         settings = self.optimizer.settings
         tree = Tree(intact(state.params), settings.moments, settings.mask)
-        return _taken(self, tree, state, inputs)
+        run = _Run(self, tree, state)
+        run.begin(inputs)
+        loss, gradients, aux = run.differentiate(inputs)
+        made = run.finish(gradients)
+        after, norm = run.state(made)
+        skipped = {}
+        for leaf, one in zip(tree.leaves, made, strict=True):
+            skipped["/".join(leaf.names)] = one.skipped
+        return after, Metrics(loss, aux, norm, skipped)
 
 
-# Which stacks are updated inside
-# --------------------------------------------------------------------------------------
-
-
-class _Shapes(Home):
-    """A parameter of which a trace reads zeros; it records whether all of a stack is
-    read.
-    """
-
-    def __init__(self, parameter: Parameter) -> None:
-        self.whole = jax.eval_shape(lambda: parameter)
-        self.stacked = len(parameter.shape) > 2
-        self.is_read_whole = False
-        self._slots: dict[int, tuple[Array, Array]] = {}
-
-    def read(self, index: Array) -> Stored:
-        if index.ndim:
-            self.is_read_whole = True
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._shapes(index))
-
-    def slot(self, index: Array, zero: Array) -> Array:
-        if id(index) not in self._slots:
-            # It reads the index, which shows where in the program it stands.
-            value = index.astype(self.whole.state.gradient_dtype)
-            made = jnp.broadcast_to(value, self._shapes(index).shape)
-            self._slots[id(index)] = (index, made)
-        return self._slots[id(index)][1]
-
-    def _shapes(self, index: Array) -> Stored:
-        shapes = self.whole.stored
-        if index.ndim or not self.stacked:
-            return shapes
-        return jax.tree.map(_without_layers, shapes)
-
-
-def _numbers(shape: tuple[int, ...]) -> Array:
-    """Return the numbers of the entries: int32 `[layers]`, or 0 of what is no stack."""
-    return jnp.arange(shape[0], dtype=jnp.int32) if shape else jnp.int32(0)
-
-
-def _without_layers(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-
-def _updated_inside(
-    tree: Tree, loss_fn: Callable[..., PyTree], inputs: tuple[PyTree, ...]
-) -> list[int]:
-    """Return the numbers of the parameters that are updated inside: stacks that one
-    scan runs over, and matrices that one place outside of loops reads.
-
-    Raises:
-      ValueError: a scan runs over a stack, and something else reads it, too.
-    """
-    homes: dict[int, _Shapes] = {}
-    for number, leaf in enumerate(tree.leaves):
-        own = leaf.parameter
-        if isinstance(own, Parameter) and leaf.is_fused and own.shape[:-2] != (1,):
-            homes[number] = _Shapes(own)
-
-    def loss_of(numbers: dict[int, Array]) -> PyTree:
-        leaves = [leaf.parameter for leaf in tree.leaves]
-        for number, index in numbers.items():
-            zero = jnp.zeros(index.shape)
-            leaves[number] = Deferred(index, zero, homes[number])
-        return loss_fn(tree.treedef.unflatten(leaves), *inputs)
-
-    numbers = {}
-    for number, home in homes.items():
-        numbers[number] = _numbers(home.whole.shape[:-2][:1])
-    program = jax.make_jaxpr(loss_of)(numbers)
-    uses = {var: _Uses() for var in program.jaxpr.invars}
-    _find_uses(program.jaxpr, uses)
-    found = []
-    for (number, home), use in zip(homes.items(), uses.values(), strict=True):
-        if not home.stacked and use.others == (_SLOT,):
-            found.append(number)
-        if not use.scans:
-            continue
-        if use.scans > 1 or use.others or home.is_read_whole:
-            raise ValueError(_read_elsewhere(tree.leaves[number], use, home))
-        found.append(number)
-    return found
-
-
-_SLOT = "convert_element_type"  # the equation that `_Shapes.slot` leaves
-
-
-@dataclass
-class _Uses:
-    """How often scans run over an array, and which other equations read it."""
-
-    scans: int = 0
-    others: tuple[str, ...] = ()
-
-
-def _find_uses(jaxpr: core.Jaxpr, uses: dict[core.Var, _Uses]) -> None:
-    for eqn in jaxpr.eqns:
-        body = _body(eqn)
-        for place, var in enumerate(eqn.invars):
-            if isinstance(var, core.Literal) or var not in uses:
-                continue
-            use = uses[var]
-            name = eqn.primitive.name
-            if body is None:
-                use.others += (name,)
-                continue
-            inner = body.invars[place]
-            if name != "scan":
-                _find_uses(body, {inner: use})
-            elif inner.aval.ndim < var.aval.ndim:
-                use.scans += 1
-            else:
-                use.others += ("the carry or the constants of a scan",)
-    for var in jaxpr.outvars:
-        if not isinstance(var, core.Literal) and var in uses:
-            uses[var].others += ("the result",)
-
-
-def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Return the program that an equation runs on its own operands, or None."""
-    for value in eqn.params.values():
-        jaxpr = getattr(value, "jaxpr", value)
-        if isinstance(jaxpr, core.Jaxpr) and len(jaxpr.invars) == len(eqn.invars):
-            return jaxpr
-    return None
-
-
-def _read_elsewhere(leaf: Leaf, use: _Uses, home: _Shapes) -> str:
-    readers = list(use.others)
-    if home.is_read_whole:
-        readers.append("code that reads the whole stack")
-    if use.scans > 1:
-        readers.append(f"{use.scans} scans")
-    return (
-        f"a scan runs over the stored stack {'/'.join(leaf.names)}"
-        f" {list(leaf.parameter.shape)}, whose layers are updated inside the backward"
-        f" pass, but it is also read by {', '.join(readers)}: the update would come"
-        " before the last gradient; read it in one scan alone, or take the ordinary"
-        " step (value_and_grad, update, apply_updates)"
-    )
-
-
-# The step
-# --------------------------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Held:
-    """What the update of a stack reads and writes; references while a step runs.
+class _Run:
+    """One step, in stages; lists and dicts of parameters go by their number.
 
     Attributes:
-      parameter: the stack.
-      m: its first moments.
-      v: its second moments.
-      squares: float32 `[layers]`, the sums of squares of the gradients.
-      skipped: bool `[layers]`, whether an entry kept its value.
+      of: the step that a user has made.
+      tree: the parameters.
+      old: the state before the step.
+      updates: how each parameter is updated.
+      stacks: those that are updated inside.
+      slots: what the loss is differentiated by.
     """
 
-    parameter: Parameter
-    m: Moment
-    v: Moment
-    squares: Array
-    skipped: Array
+    def __init__(self, of: TrainStep, tree: Tree, state: TrainState) -> None:
+        settings = of.optimizer.settings
+        self.of = of
+        self.tree = tree
+        self.old = state
+        self.count = optax.safe_increment(state.opt_state.count)
+        factor = jnp.ones((), jnp.float32)
+        if state.norm is not None:
+            factor = clip_factor(state.norm, settings.max_norm)
+        scalars = settings.scalars(state.opt_state.count, factor)
+        self.facts = Facts(scalars, jax.new_ref(jnp.bool_(True)))
+        self.moments: list[tuple[Moment, Moment]] = []
+        self.updates: list[Update] = []
+        for leaf, m, v in tree.with_moments(state.opt_state):
+            step = WeightStep(leaf.forms, settings.nesterov, leaf.decays)
+            update = Update(step, leaf.is_fused, of.clip, settings.max_norm)
+            self.moments.append((m, v))
+            self.updates.append(update)
+        self.stacks: dict[int, Stack] = {}
+        self.slots: list[PyTree] = [slot_of(leaf.parameter) for leaf in tree.leaves]
 
-    @staticmethod
-    def of(parameter: Parameter, m: Moment, v: Moment) -> "_Held":
-        layers = parameter.shape[:-2][:1]
-        return _Held(parameter, m, v, jnp.zeros(layers), jnp.ones(layers, jnp.bool_))
+    def begin(self, inputs: tuple[PyTree, ...]) -> None:
+        """Move what is updated inside into references."""
+        for number in updated_inside(self.tree, self.of.loss_fn, inputs):
+            leaf = self.tree.leaves[number]
+            own = leaf.parameter
+            assert isinstance(own, Parameter), "updated_inside returns no others"
+            held = Held.of(own, *self.moments[number])
+            keys = self._keys(number)
+            update = self.updates[number]
+            self.stacks[number] = Stack(leaf, held, self.facts, update, keys)
+            self.slots[number] = jnp.zeros(held.skipped.shape)
 
+    def _keys(self, number: int) -> Keys | None:
+        words = self.old.opt_state.key
+        return self.tree.leaves[number].keys(words, self.count, number)
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Facts:
-    """What updates of a step know.
+    def differentiate(
+        self, inputs: tuple[PyTree, ...]
+    ) -> tuple[Array, list[PyTree], PyTree]:
+        """Return (the loss, gradients, aux); this updates the stacks."""
 
-    Attributes:
-      scalars: the numbers of AdamW.
-      sound: whether the loss is finite; a reference that is written before the backward
-        pass.
-    """
+        def loss_of(slots: list[PyTree]) -> tuple[Array, PyTree]:
+            leaves = []
+            for number, slot in enumerate(slots):
+                stack = self.stacks.get(number)
+                if stack is None:
+                    leaves.append(filled(self.tree.leaves[number].parameter, slot))
+                else:
+                    leaves.append(Deferred(numbers_of(slot.shape), slot, stack))
+            found = self.of.loss_fn(self.tree.treedef.unflatten(leaves), *inputs)
+            return found if self.of.has_aux else (found, None)
 
-    scalars: Scalars
-    sound: Array
-
-
-@dataclass(frozen=True)
-class _Update:
-    """How one parameter, or an entry of a stack, is updated.
-
-    Attributes:
-      step: its formats.
-      is_fused: whether the kernel updates it.
-      clip: how gradients are clipped.
-      max_norm: the limit of a norm, or None.
-    """
-
-    step: WeightStep
-    is_fused: bool
-    clip: Clip | None
-    max_norm: ArrayLike | None
-
-    def run(
-        self,
-        w: Array | Parameter,
-        g: Array,
-        m: Moment,
-        v: Moment,
-        facts: _Facts,
-        keys: Keys | None,
-    ) -> tuple[Stepped, Array, Array]:
-        """Return (the step, the sum of squares of the gradient, whether it was
-        skipped).
-        """
-        squares = jnp.zeros(())
-        scalars = facts.scalars
-        keep = facts.sound[...]
-        if self.clip is None:
-            keep = keep & all_finite([g])
-        else:
-            squares = jnp.sum(jnp.square(g.astype(jnp.float32)))
-            keep = keep & jnp.isfinite(squares)
-        if self.clip == "matrix":
-            factor = _factor(jnp.sqrt(squares), self.max_norm)
-            scalars = scalars._replace(factor=factor)
-        run = fused_step if self.is_fused else float_step
-        done = run(self.step, w, g, m, v, scalars, keys, keep)
-        return done, squares, ~keep
-
-
-def _factor(norm: Array, max_norm: ArrayLike | None) -> Array:
-    """Return the factor that scales gradients of this norm to the limit."""
-    limit = jnp.asarray(max_norm, jnp.float32)
-    return jnp.where(norm > limit, limit / norm, jnp.float32(1))
-
-
-class _Stack(Home):
-    """A stack in references while a step runs."""
-
-    def __init__(
-        self,
-        leaf: Leaf,
-        held: _Held,
-        facts: _Facts,
-        update: _Update,
-        keys: Keys,
-    ) -> None:
-        self.name = "/".join(leaf.names)
-        self.whole = jax.eval_shape(lambda: held.parameter)
-        self.stacked = held.skipped.ndim > 0
-        self.updates = 0
-        self._update = update
-        self._refs = jax.tree.map(jax.new_ref, held)
-        self._facts = facts
-        self._keys = keys
-        self._slots: dict[int, tuple[Array, Array]] = {}
-
-    def read(self, index: Array) -> Stored:
-        if index.ndim:
-            raise ValueError(f"{self.name} is read as a whole inside its step")
-        at = self._at(index)
-        values = jax.tree.map(lambda ref: ref[at], self._refs.parameter.stored)
-        return jax.tree.map(_row_major, values) if self.stacked else values
-
-    def _at(self, index: Array) -> Array | EllipsisType:
-        """Return the index into references; a parameter that is no stack has one."""
-        return index if self.stacked else ...
-
-    def slot(self, index: Array, zero: Array) -> Array:
-        # One slot for all uses in a layer, so that JAX adds their gradients.
-        if id(index) not in self._slots:
-            made = _slot(self, self._refs, self._facts, self._keys, index, zero)
-            self._slots[id(index)] = (index, made)
-        return self._slots[id(index)][1]
-
-    def zeros(self) -> Array:
-        """Return the zeros of a slot."""
-        shape = self.whole.shape[1:] if self.stacked else self.whole.shape
-        return jnp.zeros(shape, self.whole.state.gradient_dtype)
-
-    def update(
-        self, refs: _Held, facts: _Facts, keys: Keys, index: Array, g: Array
-    ) -> None:
-        """Update an entry by its gradient."""
-        self.updates += 1
-        at = self._at(index)
-        old = jax.tree.map(lambda ref: ref[at], refs)
-        own_keys = jax.tree.map(lambda words: words[at], keys)
-        done, squares, skipped = self._update.run(
-            old.parameter, g, old.m, old.v, facts, own_keys
-        )
-        new = _Held(done.update, done.m, done.v, squares, skipped)
-
-        def write(ref: Array, value: Array) -> None:
-            ref[at] = value
-
-        if not self.stacked:
-            # What follows begins when this is written, so that its gradient is gone.
-            new, facts.sound[...] = lax.optimization_barrier((new, facts.sound[...]))
-        jax.tree.map(write, refs, new)
-
-    def frozen(self) -> _Held:
-        """Return the stack after the step.
-
-        Raises:
-          ValueError: the trace of the backward pass updates an entry never, or twice.
-        """
-        self._slots.clear()
-        held = jax.tree.map(jax.freeze, self._refs)
-        if self.updates != 1:
-            raise ValueError(
-                f"a layer of {self.name} has {self.updates} gradients in the backward"
-                " pass, and is updated by one: use a weight once in a layer, or in one"
-                " rematerialized part of it; a weight without a gradient belongs into"
-                " the arguments of the loss, not into the parameters"
+        loss, pull, aux = jax.vjp(loss_of, self.slots, has_aux=True)
+        if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss is {loss.dtype}{list(jnp.shape(loss))}, not a real scalar;"
+                " return its mean"
             )
-        return held
+        # Known before the first update.
+        self.facts.sound[...] = jnp.isfinite(loss)
+        (gradients,) = pull(jnp.ones_like(loss))
+        return loss, gradients, aux
 
-
-# A rule that JAX runs as soon as the gradient of an entry is complete.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _slot(
-    stack: _Stack, refs: _Held, facts: _Facts, keys: Keys, index: Array, zero: Array
-) -> Array:
-    """Return zeros whose gradient updates an entry of a stack."""
-    return stack.zeros()
-
-
-def _slot_forward(
-    stack: _Stack, refs: _Held, facts: _Facts, keys: Keys, index: Array, zero: Array
-) -> tuple[Array, PyTree]:
-    return stack.zeros(), (refs, facts, keys, index)
-
-
-def _slot_backward(stack: _Stack, kept: PyTree, g: Array) -> tuple[PyTree, ...]:
-    refs, facts, keys, index = kept
-    stack.update(refs, facts, keys, index, g)
-    return None, None, None, None, jnp.zeros(())
-
-
-_slot.defvjp(_slot_forward, _slot_backward)
-
-
-def _row_major(x: Array) -> Array:
-    # Otherwise XLA turns whole stacks of W_hi for the forward products in front of the
-    # loop: a byte per weight.
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def _taken(
-    step: TrainStep, tree: Tree, state: TrainState, inputs: tuple[PyTree, ...]
-) -> tuple[TrainState, Metrics]:
-    """Return the state after a step, and its metrics."""
-    settings = step.optimizer.settings
-    old = state.opt_state
-    count = optax.safe_increment(old.count)
-    factor = jnp.ones((), jnp.float32)
-    if step.clip == "late":
-        factor = _factor(state.norm, settings.max_norm)
-    sound = jax.new_ref(jnp.bool_(True))
-    facts = _Facts(settings.scalars(old.count, factor), sound)
-    inside = _updated_inside(tree, step.loss_fn, inputs)
-
-    # Everything by the number of a leaf.
-    slots: list[PyTree] = []
-    stacks: dict[int, _Stack] = {}
-    updates: list[_Update] = []
-    rest: dict[int, tuple[Moment, Moment]] = {}
-    for number, (leaf, m, v) in enumerate(tree.with_moments(old)):
-        how = WeightStep(leaf.forms, settings.nesterov, leaf.decays)
-        update = _Update(how, leaf.is_fused, step.clip, settings.max_norm)
-        keys = leaf.keys(old.key, count, number)
-        updates.append(update)
-        if number in inside:
-            held = _Held.of(leaf.parameter, m, v)
-            stacks[number] = _Stack(leaf, held, facts, update, keys)
-            slots.append(jnp.zeros(held.skipped.shape))
-        else:
-            rest[number] = (m, v)
-            slots.append(slot_of(leaf.parameter))
-
-    def loss_of(slots: list[PyTree]) -> PyTree:
-        leaves = []
-        for number, (leaf, slot) in enumerate(zip(tree.leaves, slots, strict=True)):
-            if number in stacks:
-                leaves.append(Deferred(_numbers(slot.shape), slot, stacks[number]))
-            else:
-                leaves.append(filled(leaf.parameter, slot))
-        return step.loss_fn(tree.treedef.unflatten(leaves), *inputs)
-
-    loss, gradients, aux = _differentiated(loss_of, slots, sound, step.has_aux)
-
-    made: list[Stepped] = []
-    squares = jnp.zeros(())
-    skipped: dict[str, Array] = {}
-    for number, leaf in enumerate(tree.leaves):
-        if number in stacks:
-            after = stacks[number].frozen()
-            done = Stepped(after.parameter, after.m, after.v)
-            own = jnp.sum(after.squares)
-            missed = after.skipped
-        else:
-            keys = leaf.keys(old.key, count, number)
-            done, own, missed = updates[number].run(
-                leaf.parameter,
-                leaf.gradient(gradients[number]),
-                *rest[number],
-                facts,
-                keys,
+    def finish(self, gradients: list[PyTree]) -> list[Updated]:
+        """Return each parameter after the step."""
+        made = []
+        for number, leaf in enumerate(self.tree.leaves):
+            if number in self.stacks:
+                after = self.stacks[number].frozen()
+                done = Stepped(after.parameter, after.m, after.v)
+                made.append(Updated(done, jnp.sum(after.squares), after.skipped))
+                continue
+            g = leaf.gradient(gradients[number])
+            m, v = self.moments[number]
+            keys = self._keys(number)
+            made.append(
+                self.updates[number].run(leaf.parameter, g, m, v, self.facts, keys)
             )
-        made.append(done)
-        squares = squares + own
-        skipped["/".join(leaf.names)] = missed
+        return made
 
-    finite = jax.freeze(sound)
-    any_skipped = jnp.any(jnp.stack([jnp.any(missed) for missed in skipped.values()]))
-    mu, mu_scale = tree.kept([one.m for one in made])
-    nu, nu_scale = tree.kept([one.v for one in made])
-    opt_state = AdamWState(
-        jnp.where(finite, count, old.count),
-        old.skipped + any_skipped.astype(jnp.int32),
-        mu,
-        nu,
-        mu_scale,
-        nu_scale,
-        old.key,
-    )
-    norm = None if step.clip is None else jnp.sqrt(squares)
-    kept_norm = None
-    if step.clip == "late":
-        kept_norm = jnp.where(finite & jnp.isfinite(norm), norm, state.norm)
-    params = []
-    for leaf, one in zip(tree.leaves, made, strict=True):
-        whole = isinstance(one.update, Parameter)
-        params.append(
-            one.update if whole else optax.apply_updates(leaf.parameter, one.update)
+    def state(self, made: list[Updated]) -> tuple[TrainState, Array | None]:
+        """Return (the state after the step, the norm of the gradients)."""
+        old = self.old.opt_state
+        finite = jax.freeze(self.facts.sound)
+        skipped = jnp.stack([jnp.any(one.skipped) for one in made])
+        mu, mu_scale = self.tree.kept([one.step.m for one in made])
+        nu, nu_scale = self.tree.kept([one.step.v for one in made])
+        opt_state = AdamWState(
+            jnp.where(finite, self.count, old.count),
+            old.skipped + jnp.any(skipped).astype(jnp.int32),
+            mu,
+            nu,
+            mu_scale,
+            nu_scale,
+            old.key,
         )
-    after = TrainState(tree.treedef.unflatten(params), opt_state, kept_norm)
-    return after, Metrics(loss, aux, norm, skipped)
-
-
-def _differentiated(
-    loss_of: Callable[..., PyTree], slots: list[PyTree], sound: Array, has_aux: bool
-) -> tuple[Array, list[PyTree], PyTree]:
-    """Return (the loss, gradients, aux); write whether the loss is finite before the
-    backward pass.
-    """
-    loss, pull, *aux = jax.vjp(loss_of, slots, has_aux=has_aux)
-    if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"the loss is {loss.dtype}{list(jnp.shape(loss))}, not a real scalar;"
-            " return its mean"
-        )
-    sound[...] = jnp.isfinite(loss)
-    (gradients,) = pull(jnp.ones_like(loss))
-    return loss, gradients, aux[0] if aux else None
+        norm = jnp.sqrt(sum((one.squares for one in made), jnp.zeros(())))
+        kept = self.old.norm
+        if kept is not None:
+            kept = jnp.where(finite & jnp.isfinite(norm), norm, kept)
+        params = []
+        for leaf, one in zip(self.tree.leaves, made, strict=True):
+            new = one.step.update
+            if not isinstance(new, Parameter):
+                new = optax.apply_updates(leaf.parameter, new)
+            params.append(new)
+        after = TrainState(self.tree.treedef.unflatten(params), opt_state, kept)
+        return after, None if self.of.clip is None else norm

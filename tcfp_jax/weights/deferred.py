@@ -81,12 +81,12 @@ class Deferred(Parameter):
         return whole[1:] if self.home.stacked and not self.is_stack else whole
 
     @property
-    def stored(self) -> Stored:  # type: ignore[override]
+    def stored(self) -> Stored:
         """The values, which this reads."""
         return self.home.read(self.index)
 
     @property
-    def state(self) -> Training:  # type: ignore[override]
+    def state(self) -> Training:
         """The state of the whole stack, as shapes; of one entry, with its slot."""
         if self.is_stack:
             return self.described
@@ -120,4 +120,4 @@ def _entry(home: Home, children: Iterable[Array]) -> Deferred:
     return Deferred(index, zero, home)
 
 
-jax.tree_util.register_pytree_node(Deferred, _children, _entry)
+jax.tree_util.register_pytree_node(Deferred, _children, _entry)  # type: ignore[type-var]

@@ -1,0 +1,166 @@
+"""Which parameters `train_step` can update inside the backward pass.
+
+A parameter is updated once in a step, when its gradient is complete. That is the end of
+a round for a stack that one scan runs over, and the one place that reads a matrix
+outside of loops. The loss is traced once with parameters that read zeros (`_Shapes`),
+and their indices show in its program where each is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
+
+from tcfp_jax.optim.adam import Leaf, Tree
+from tcfp_jax.paths import PyTree
+from tcfp_jax.weights.deferred import Deferred, Home
+from tcfp_jax.weights.parameter import Parameter
+from tcfp_jax.weights.stored import Stored
+
+_SLOT = "convert_element_type"  # the equation that `_Shapes.slot` leaves
+
+
+class _Shapes(Home):
+    """A parameter of which a trace reads zeros; it records whether all of a stack is
+    read.
+    """
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.whole = jax.eval_shape(lambda: parameter)
+        self.stacked = len(parameter.shape) > 2
+        self.is_read_whole = False
+        self._slots: dict[int, tuple[Array, Array]] = {}
+
+    def read(self, index: Array) -> Stored:
+        if index.ndim:
+            self.is_read_whole = True
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._shapes(index))
+
+    def slot(self, index: Array, zero: Array) -> Array:
+        if id(index) not in self._slots:
+            # It reads the index, which shows where in the program it stands.
+            value = index.astype(self.whole.state.gradient_dtype)
+            made = jnp.broadcast_to(value, self._shapes(index).shape)
+            self._slots[id(index)] = (index, made)
+        return self._slots[id(index)][1]
+
+    def _shapes(self, index: Array) -> Stored:
+        shapes = self.whole.stored
+        if index.ndim or not self.stacked:
+            return shapes
+        return jax.tree.map(_without_layers, shapes)
+
+
+def numbers_of(shape: tuple[int, ...]) -> Array:
+    """Return the numbers of the entries: int32 `[layers]`, or 0 of what is no stack."""
+    return jnp.arange(shape[0], dtype=jnp.int32) if shape else jnp.int32(0)
+
+
+def _without_layers(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def updated_inside(
+    tree: Tree, loss_fn: Callable[..., PyTree], inputs: tuple[PyTree, ...]
+) -> list[int]:
+    """Return the numbers of the parameters that are updated inside: stacks that one
+    scan runs over, and matrices that one place outside of loops reads.
+
+    Raises:
+      ValueError: a scan runs over a stack, and something else reads it, too.
+    """
+    homes: dict[int, _Shapes] = {}
+    for number, leaf in enumerate(tree.leaves):
+        own = leaf.parameter
+        if isinstance(own, Parameter) and leaf.is_fused and own.shape[:-2] != (1,):
+            homes[number] = _Shapes(own)
+
+    def loss_of(numbers: dict[int, Array]) -> PyTree:
+        leaves = [leaf.parameter for leaf in tree.leaves]
+        for number, index in numbers.items():
+            zero = jnp.zeros(index.shape)
+            leaves[number] = Deferred(index, zero, homes[number])
+        return loss_fn(tree.treedef.unflatten(leaves), *inputs)
+
+    numbers = {}
+    for number, home in homes.items():
+        numbers[number] = numbers_of(home.whole.shape[:-2][:1])
+    program = jax.make_jaxpr(loss_of)(numbers)
+    uses = {var: _Uses() for var in program.jaxpr.invars}
+    _find_uses(program.jaxpr, uses)
+    found = []
+    for (number, home), use in zip(homes.items(), uses.values(), strict=True):
+        if not home.stacked and use.others == (_SLOT,):
+            found.append(number)
+        if not use.scans:
+            continue
+        if use.scans > 1 or use.others not in ((), (_SLOT,)) or home.is_read_whole:
+            raise ValueError(_read_elsewhere(tree.leaves[number], use, home))
+        found.append(number)
+    return found
+
+
+@dataclass
+class _Uses:
+    """How often scans run over an array, and which other equations read it."""
+
+    scans: int = 0
+    others: tuple[str, ...] = ()
+
+
+def _find_uses(jaxpr: core.Jaxpr, uses: dict[core.Var, _Uses]) -> None:
+    for eqn in jaxpr.eqns:
+        body = _body(eqn)
+        for place, var in enumerate(eqn.invars):
+            if isinstance(var, core.Literal) or var not in uses:
+                continue
+            use = uses[var]
+            name = eqn.primitive.name
+            if body is None:
+                use.others += (name,)
+                continue
+            inner = body.invars[place]
+            if name != "scan":
+                _find_uses(body, {inner: use})
+            elif _rank(inner) < _rank(var):
+                use.scans += 1
+                _find_uses(body, {inner: use})
+            else:
+                use.others += ("the carry or the constants of a scan",)
+    for var in jaxpr.outvars:
+        if not isinstance(var, core.Literal) and var in uses:
+            uses[var].others += ("the result",)
+
+
+def _rank(var: core.Var) -> int:
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+    """Return the program that an equation runs on its own operands, or None."""
+    for value in eqn.params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        if isinstance(jaxpr, core.Jaxpr) and len(jaxpr.invars) == len(eqn.invars):
+            return jaxpr
+    return None
+
+
+def _read_elsewhere(leaf: Leaf, use: _Uses, home: _Shapes) -> str:
+    readers = [name for name in use.others if name != _SLOT]
+    uses = use.others.count(_SLOT)
+    if uses > 1:
+        readers.append(f"{uses} parts of a layer")
+    if home.is_read_whole:
+        readers.append("code that reads the whole stack")
+    if use.scans > 1:
+        readers.append(f"{use.scans} scans")
+    return (
+        f"a scan runs over the stored stack {'/'.join(leaf.names)}"
+        f" {list(leaf.parameter.shape)}, whose layers are updated inside the backward"
+        f" pass, but it is also read by {', '.join(readers)}: the update would come"
+        " before the last gradient; read it in one place of one scan, or take the"
+        " ordinary step (value_and_grad, update, apply_updates)"
+    )

@@ -1,0 +1,242 @@
+"""`Stack`: a parameter and its moments in references while a step runs, and the rule
+that updates an entry as soon as its gradient is there.
+"""
+
+import functools
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import ArrayLike
+
+from tcfp_jax.optim.adam import Leaf
+from tcfp_jax.optim.encoding import Keys, Moment
+from tcfp_jax.optim.steps import Scalars, Stepped, WeightStep, float_step, fused_step
+from tcfp_jax.optim.stored import all_finite
+from tcfp_jax.paths import PyTree
+from tcfp_jax.weights.deferred import Home
+from tcfp_jax.weights.parameter import Parameter
+from tcfp_jax.weights.stored import Stored
+
+Clip = Literal["late", "matrix"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Held:
+    """What the update of a stack reads and writes; references while a step runs.
+
+    Attributes:
+      parameter: the stack.
+      m: its first moments.
+      v: its second moments.
+      squares: float32 `[layers]`, the sums of squares of the gradients.
+      skipped: bool `[layers]`, whether an entry kept its value.
+    """
+
+    parameter: Parameter
+    m: Moment
+    v: Moment
+    squares: Array
+    skipped: Array
+
+    @staticmethod
+    def of(parameter: Parameter, m: Moment, v: Moment) -> "Held":
+        """Return the arrays before a step."""
+        layers = parameter.shape[:-2][:1]
+        return Held(parameter, m, v, jnp.zeros(layers), jnp.ones(layers, jnp.bool_))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Facts:
+    """What updates of a step know.
+
+    Attributes:
+      scalars: the numbers of AdamW.
+      sound: whether the loss is finite; a reference that is written before the backward
+        pass.
+    """
+
+    scalars: Scalars
+    sound: jax.Ref
+
+
+class Updated(NamedTuple):
+    """A parameter, or an entry of a stack, after a step.
+
+    Attributes:
+      step: its values and moments.
+      squares: the sum of squares of its gradient, if the step clips.
+      skipped: whether it kept its value.
+    """
+
+    step: Stepped
+    squares: Array
+    skipped: Array
+
+
+@dataclass(frozen=True)
+class Update:
+    """How one parameter, or an entry of a stack, is updated.
+
+    Attributes:
+      step: its formats.
+      is_fused: whether the kernel updates it.
+      clip: how gradients are clipped.
+      max_norm: the limit of a norm, or None.
+    """
+
+    step: WeightStep
+    is_fused: bool
+    clip: Clip | None
+    max_norm: ArrayLike | None
+
+    def run(
+        self,
+        w: Array | Parameter,
+        g: Array,
+        m: Moment,
+        v: Moment,
+        facts: Facts,
+        keys: Keys | None,
+    ) -> Updated:
+        """Return the parameter after the step."""
+        squares = jnp.zeros(())
+        scalars = facts.scalars
+        keep = facts.sound[...]
+        if self.clip is None:
+            keep = keep & all_finite([g])
+        else:
+            squares = jnp.sum(jnp.square(g.astype(jnp.float32)))
+            keep = keep & jnp.isfinite(squares)
+        if self.clip == "matrix":
+            factor = clip_factor(jnp.sqrt(squares), self.max_norm)
+            scalars = scalars._replace(factor=factor)
+        run = fused_step if self.is_fused else float_step
+        done = run(self.step, w, g, m, v, scalars, keys, keep)
+        return Updated(done, squares, ~keep)
+
+
+def clip_factor(norm: Array, max_norm: ArrayLike | None) -> Array:
+    """Return the factor that scales gradients of this norm to the limit."""
+    limit = jnp.asarray(max_norm, jnp.float32)
+    return jnp.where(norm > limit, limit / norm, jnp.float32(1))
+
+
+class Stack(Home):
+    """A stack in references while a step runs."""
+
+    def __init__(
+        self,
+        leaf: Leaf,
+        held: Held,
+        facts: Facts,
+        update: Update,
+        keys: Keys | None,
+    ) -> None:
+        self.name = "/".join(leaf.names)
+        self.whole = jax.eval_shape(lambda: held.parameter)
+        self.stacked = held.skipped.ndim > 0
+        self.updates = 0
+        self._update = update
+        self._refs = jax.tree.map(jax.new_ref, held)
+        self._facts = facts
+        self._keys = keys
+        self._slots: dict[int, tuple[Array, Array]] = {}
+
+    def read(self, index: Array) -> Stored:
+        """Return the values of an entry."""
+        if index.ndim:
+            raise ValueError(f"{self.name} is read as a whole inside its step")
+        at = self._at(index)
+        values = jax.tree.map(lambda ref: ref[at], self._refs.parameter.stored)
+        return jax.tree.map(_row_major, values) if self.stacked else values
+
+    def _at(self, index: Array) -> Array | EllipsisType:
+        """Return the index into references; a parameter that is no stack has one."""
+        return index if self.stacked else ...
+
+    def slot(self, index: Array, zero: Array) -> Array:
+        """Return the zeros that take the gradient of an entry."""
+        # One slot for all uses in a layer, so that JAX adds their gradients.
+        if id(index) not in self._slots:
+            made = _slot(self, self._refs, self._facts, self._keys, index, zero)
+            self._slots[id(index)] = (index, made)
+        return self._slots[id(index)][1]
+
+    def zeros(self) -> Array:
+        """Return the zeros of a slot."""
+        shape = self.whole.shape[1:] if self.stacked else self.whole.shape
+        return jnp.zeros(shape, self.whole.state.gradient_dtype)
+
+    def update(
+        self, refs: Held, facts: Facts, keys: Keys | None, index: Array, g: Array
+    ) -> None:
+        """Update an entry by its gradient."""
+        self.updates += 1
+        at = self._at(index)
+        old = jax.tree.map(lambda ref: ref[at], refs)
+        own_keys = jax.tree.map(lambda words: words[at], keys)
+        done = self._update.run(old.parameter, g, old.m, old.v, facts, own_keys)
+        after = done.step
+        assert isinstance(after.update, Parameter), "the step of a parameter"
+        new = Held(after.update, after.m, after.v, done.squares, done.skipped)
+
+        def write(ref: Array, value: Array) -> None:
+            ref[at] = value
+
+        if not self.stacked:
+            # What follows begins when this is written, so that its gradient is gone.
+            new, facts.sound[...] = lax.optimization_barrier((new, facts.sound[...]))
+        jax.tree.map(write, refs, new)
+
+    def frozen(self) -> Held:
+        """Return the stack after the step.
+
+        Raises:
+          ValueError: the trace of the backward pass updates an entry never, or twice.
+        """
+        self._slots.clear()
+        held = jax.tree.map(jax.freeze, self._refs)
+        if self.updates != 1:
+            raise ValueError(
+                f"{self.name} gets {self.updates} gradients in the backward pass, and"
+                " is updated by one; a weight without a gradient belongs into the"
+                " inputs of the loss, not into the parameters"
+            )
+        return held
+
+
+# A rule that JAX runs as soon as the gradient of an entry is complete.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _slot(
+    stack: Stack, refs: Held, facts: Facts, keys: Keys | None, index: Array, zero: Array
+) -> Array:
+    """Return zeros whose gradient updates an entry of a stack."""
+    return stack.zeros()
+
+
+def _slot_forward(
+    stack: Stack, refs: Held, facts: Facts, keys: Keys | None, index: Array, zero: Array
+) -> tuple[Array, PyTree]:
+    return stack.zeros(), (refs, facts, keys, index)
+
+
+def _slot_backward(stack: Stack, kept: PyTree, g: Array) -> tuple[PyTree, ...]:
+    refs, facts, keys, index = kept
+    stack.update(refs, facts, keys, index, g)
+    return None, None, None, None, jnp.zeros(())
+
+
+_slot.defvjp(_slot_forward, _slot_backward)
+
+
+def _row_major(x: Array) -> Array:
+    # Otherwise XLA turns whole stacks of W_hi for the forward products in front of the
+    # loop: a byte per weight.
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -1,0 +1,290 @@
+"""The update of layers inside the backward pass: the bits of the ordinary step, and
+what it refuses.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tcfp_jax
+from tests.helpers import drawn, parametrize, same_bits, slow_except
+from tests.inside_cases import CASES, KEY, LAYERS, X, plain, product, stack, store
+
+TX = tcfp_jax.optim.adamw(1e-3, key=KEY)
+CLIPS = tcfp_jax.optim.adamw(1e-3, key=KEY, max_norm=0.01)
+
+
+def ordinary(loss, tx=TX):
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, gradients = tcfp_jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return tcfp_jax.apply_updates(params, updates), opt_state, value, gradients
+
+    return step
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+@slow_except("plain", "linen")
+@parametrize("name", CASES)
+def test_two_steps_have_the_bits_of_ordinary_ones(name):
+    case = CASES[name]()
+    before = ordinary(case.loss)
+    step = tcfp_jax.train_step(case.loss, TX)
+    params = case.params
+    opt_state = TX.init(params)
+    state = step.init(copied(params))
+    for _ in range(2):
+        params, opt_state, value, _ = before(params, opt_state, case.batch)
+        state, metrics = step(state, case.batch)
+        assert metrics.loss == value
+    assert same_bits((state.params, state.opt_state), (params, opt_state))
+    stacks = [path for path, kept in metrics.skipped.items() if kept.ndim]
+    assert stacks
+    assert set(case.inside) <= set(metrics.skipped)
+    old = jax.tree.leaves(case.params)
+    changed = [
+        not np.array_equal(one, other)
+        for one, other in zip(old, jax.tree.leaves(state.params), strict=True)
+        if one.dtype == jnp.float8_e4m3fn
+    ]
+    assert all(changed)
+
+
+def test_both_steps_go_on_where_the_other_stopped():
+    case = plain()
+    before = ordinary(case.loss)
+    step = tcfp_jax.train_step(case.loss, TX)
+    first = before(case.params, TX.init(case.params), X)
+    wanted = before(*first[:2], X)[:2]
+    state, _ = step(step.state(*copied(first[:2])), X)
+    assert same_bits((state.params, state.opt_state), wanted)
+    state, _ = step(step.init(copied(case.params)), X)
+    assert same_bits(before(state.params, state.opt_state, X)[:2], wanted)
+
+
+def poisoned(at):
+    """A loss whose gradient is NaN at a layer and below; its value is finite."""
+
+    @jax.custom_vjp
+    def spoil(x, bad):
+        return x
+
+    def backward(bad, g):
+        return jnp.where(bad, jnp.nan, g), None
+
+    spoil.defvjp(lambda x, bad: (x, bad), backward)
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, given):
+            kernel, number = given
+            return spoil(x + product(x, kernel), number == at), None
+
+        x, _ = jax.lax.scan(layer, x, (params["kernel"], jnp.arange(LAYERS)))
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def test_a_layer_without_a_finite_gradient_keeps_its_values():
+    params = store({"kernel": stack()})
+    step = tcfp_jax.train_step(poisoned(at=1), TX)
+    state, metrics = step(step.init(copied(params)), X)
+    assert metrics.skipped["kernel"].tolist() == [True, True, False]
+    assert (int(state.opt_state.skipped), int(state.opt_state.count)) == (1, 1)
+    old = params["kernel"].stored.backward.values
+    new = state.params["kernel"].stored.backward.values
+    assert [bool((one == other).all()) for one, other in zip(old, new)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not np.any(state.opt_state.nu["kernel"][:2])
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    case = plain()
+    step = tcfp_jax.train_step(lambda params, x: case.loss(params, x) * jnp.inf, TX)
+    state, metrics = step(step.init(copied(case.params)), X)
+    assert all(kept.all() for kept in metrics.skipped.values())
+    assert same_bits(state.params, case.params)
+    assert (int(state.opt_state.skipped), int(state.opt_state.count)) == (1, 0)
+
+
+def test_late_clipping_uses_the_norm_of_the_step_before():
+    case = plain()
+    step = tcfp_jax.train_step(case.loss, CLIPS, clip="late")
+    params = case.params
+    gradients = ordinary(case.loss)(params, TX.init(params), X)[3]
+    state, first = step(step.init(copied(params)), X)
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+    np.testing.assert_allclose(first.norm, norm, 1e-5)
+    assert state.norm == first.norm > 0.01
+    # The first step did not clip, and the second scales by the first norm.
+    scaled = tcfp_jax.optim.adamw(1e-3, key=KEY)
+    one = ordinary(case.loss, scaled)(params, scaled.init(params), X)
+    assert same_bits(state.params, one[0])
+    after, second = step(copied(state), X)
+    assert after.norm == second.norm
+    factor = 0.01 / first.norm
+    gradients = ordinary(case.loss)(*one[:2], X)[3]
+    smaller = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, gradients)
+    updates, _ = scaled.update(smaller, one[1], one[0])
+    wanted = tcfp_jax.dequantize(tcfp_jax.apply_updates(one[0], updates))
+    found = tcfp_jax.dequantize(after.params)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(
+            found["layers"][name]["kernel"],
+            wanted["layers"][name]["kernel"],
+            atol=2e-4,
+        )
+
+
+def test_clipping_by_matrix_limits_each_layer():
+    case = plain()
+    step = tcfp_jax.train_step(case.loss, CLIPS, clip="matrix")
+    state, metrics = step(step.init(copied(case.params)), X)
+    moments = state.opt_state.mu
+    scales = state.opt_state.mu_scale["layers"]["up"]["kernel"]
+    values = moments["layers"]["up"]["kernel"].astype(jnp.float32)
+    floats = values * jnp.repeat(scales.astype(jnp.float32), 128, axis=-1)
+    norms = jnp.sqrt(jnp.sum(floats**2, axis=(1, 2)))
+    # The first moment is a tenth of the clipped gradient.
+    np.testing.assert_allclose(norms, 0.001, rtol=0.05)
+    assert metrics.norm > 0.01
+    assert state.norm is None
+
+
+def two_scans(params, x):
+    def layer(x, kernel):
+        return product(x, kernel), None
+
+    for _ in range(2):
+        x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def also_penalized(params, x):
+    def layer(x, kernel):
+        return product(x, kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x) + jnp.sum(params["kernel"].kernel() ** 2)
+
+
+def carried(params, x):
+    def layer(carry, kernel):
+        x, every = carry
+        return (product(x, kernel), every), None
+
+    carry = (x, params["kernel"])
+    (x, _), _ = jax.lax.scan(layer, carry, params["kernel"])
+    return jnp.mean(x)
+
+
+def twice_in_a_layer(params, x):
+    def layer(x, kernel):
+        part = jax.checkpoint(lambda x, kernel: product(x, kernel))
+        return part(part(x, kernel), kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def not_a_scalar(params, x):
+    return product(x, params["kernel"].kernel()[0])[0]
+
+
+REFUSED = {
+    "another optimizer": (
+        lambda: tcfp_jax.train_step(plain().loss, optax.adam(1e-3)),
+        TypeError,
+        r"adamw, but got a GradientTransformation.*ordinary",
+    ),
+    "a chain": (
+        lambda: tcfp_jax.train_step(plain().loss, optax.chain(TX)),
+        TypeError,
+        "need all of them",
+    ),
+    "exact clipping": (
+        lambda: tcfp_jax.train_step(plain().loss, CLIPS),
+        ValueError,
+        r"max_norm=0.01\) clips by the norm of all.*late",
+    ),
+    "nothing to clip": (
+        lambda: tcfp_jax.train_step(plain().loss, TX, clip="late"),
+        ValueError,
+        "no max_norm",
+    ),
+    "an unknown clip": (
+        lambda: tcfp_jax.train_step(plain().loss, CLIPS, clip="exact"),
+        ValueError,
+        "late",
+    ),
+}
+
+
+@parametrize("name", REFUSED)
+def test_what_cannot_be_updated_inside_is_refused(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+READ_TWICE = {
+    "two scans": (two_scans, "2 scans"),
+    "a penalty": (also_penalized, "reads the whole stack"),
+    "a carry": (carried, "the carry or the constants of a scan"),
+    "two parts of a layer": (twice_in_a_layer, "2 parts of a layer"),
+}
+
+
+@parametrize("name", READ_TWICE)
+def test_a_stack_that_is_read_elsewhere_is_refused(name):
+    loss, message = READ_TWICE[name]
+    step = tcfp_jax.train_step(loss, TX)
+    state = step.init(store({"kernel": stack()}))
+    with pytest.raises(ValueError, match=message):
+        step(state, X)
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    step = tcfp_jax.train_step(not_a_scalar, TX)
+    state = step.init(store({"kernel": drawn(2, 128, 128)}))
+    with pytest.raises(TypeError, match=r"float32\[128\], not a real scalar"):
+        step(state, X)
+
+
+def test_a_weight_that_all_layers_share_is_updated_once():
+    def loss(params, x):
+        def layer(x, _):
+            return x + product(x, params["kernel"]), None
+
+        x, _ = jax.lax.scan(layer, x, length=LAYERS)
+        return jnp.mean(x**2)
+
+    params = store({"kernel": stack()[0]})
+    wanted = ordinary(loss)(params, TX.init(params), X)
+    step = tcfp_jax.train_step(loss, TX)
+    state, _ = step(step.init(copied(params)), X)
+    assert same_bits((state.params, state.opt_state), wanted[:2])
+
+
+def test_aux_and_donation():
+    case = plain()
+
+    def loss(params, x):
+        return case.loss(params, x), x.sum()
+
+    step = tcfp_jax.train_step(loss, TX, has_aux=True)
+    state = step.init(copied(case.params))
+    before = jax.tree.leaves(state.params)
+    _, metrics = step(state, X)
+    np.testing.assert_allclose(metrics.aux, X.sum(), rtol=1e-6)
+    assert all(leaf.is_deleted() for leaf in before if leaf.size > 1000)
