@@ -128,6 +128,7 @@ PUBLIC = {
     "error_feedback",
     "layer_state",
     "explain",
+    "train_step",
     "transform",
     "store",
     "dequantize",
