@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 import tcfp_jax
 from tcfp_jax import error_feedback, layer_state, transform
@@ -17,7 +18,7 @@ from tcfp_jax.conversion import find_weights, restore, survey, to_bf16
 from tcfp_jax.conversion.transform import _quantized
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
-from tests.helpers import same_bits
+from tests.helpers import mesh_of, same_bits
 
 ALL = ("linear", "small", "head")
 convert = functools.partial(transform, recipe="tensorwise", include=ALL)
@@ -155,6 +156,37 @@ AT_USE = {
         {"w": jnp.stack([W, V]), "v": jnp.stack([V, V])},
         "its weight is computed from parameters by add",
     ),
+    "one over a weight": (
+        lambda p, x: x @ (2.0 / (p["w"] + 3)),
+        {"w": W},
+        "its weight is computed from parameters by div",
+    ),
+    "padded by ones": (
+        lambda p, x: x @ jnp.pad(p["w"], ((0, 0), (0, 8)), constant_values=1.0),
+        {"w": W},
+        "its weight is computed from parameters by pad",
+    ),
+    "joined with A B": (
+        lambda p, x: x @ jnp.concatenate([p["w"], p["a"] @ p["b"]], 1),
+        {"w": W, "a": A, "b": B},
+        "its weight is computed from parameters by concatenate",
+    ),
+    "made by a loop": (
+        lambda p, x: (
+            x @ lax.scan(lambda c, w: (c, 2 * w), 0, p["w"])[1].reshape(32, 32)
+        ),
+        {"w": W.reshape(4, 8, 32)},
+        "its weight comes out of a scan",
+    ),
+    "stacks in one axis": (
+        lambda p, x: lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None),
+            x,
+            p["w"].swapaxes(0, 1).reshape(4, 32, 32),
+        )[0],
+        {"w": jnp.stack([jnp.stack([W, V])] * 2)},
+        "its weight is an entry of an axis that merges several stacks",
+    ),
     "every second row": (
         lambda p, x: x[:, ::2] @ p["w"][::2],
         {"w": W},
@@ -236,6 +268,27 @@ def test_products_that_stay_float_run_as_they_were_written(name):
     on = jax.jit(restore(off, ""))(params, X)
     assert same_bits(on[0], jax.jit(low)(params, X)[0])
     assert not same_bits(on[0], right)
+
+
+def test_a_device_quantizes_its_part_of_merged_axes():
+    mesh = mesh_of(2, names=("data",))
+    parts = PartitionSpec("data", None)
+    columns = PartitionSpec(None, "data")
+
+    def fn(p, x):
+        def body(w, x):
+            return lax.psum(x @ w, "data")
+
+        layer = jax.shard_map(
+            body, mesh=mesh, in_specs=(parts, columns), out_specs=PartitionSpec()
+        )
+        return layer(p["w"].reshape(32, 32), x)
+
+    params = {"w": W.reshape(2, 16, 32)}
+    low = convert(fn, strict=True)
+    note = "its weight is a device's part that cuts merged axes"
+    assert f"quantized at each use: {note}" in str(survey(low, params, X))
+    assert differ(loss_of(low)(params), loss_of(fn)(params)) < 0.1
 
 
 def merged(p, x):
