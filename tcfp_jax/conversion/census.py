@@ -9,7 +9,6 @@ are left alone are in it with a reason.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from tcfp_jax.conversion import evaluate as programs
 from tcfp_jax.conversion.bodies import WALKS, Body
 from tcfp_jax.conversion.evaluate import bodies_of
 from tcfp_jax.conversion.factors import (
+    NO_INPUT,
     Numbers,
     Product,
     computed_product,
@@ -30,13 +30,12 @@ from tcfp_jax.conversion.factors import (
 )
 from tcfp_jax.conversion.facts import MULTIPLIED, Fact, Facts
 from tcfp_jax.conversion.lookups import lookup_of
+from tcfp_jax.conversion.sources import Reader, is_of_jax
 from tcfp_jax.conversion.unfold import JOINS, MOVES, is_low_rank, linearity
-from tcfp_jax.conversion.views import Equation, Place, move, operand_number
+from tcfp_jax.conversion.values import activation, moved_view, size_of
+from tcfp_jax.conversion.views import Equation, Place
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
-# Among the products that a value follows: rows of a table, which the model has learned,
-# too
-_LOOKUP: Place = (-1,)
 # Function of a weight's path and a scope to the rule that opens a custom derivative
 # there, or None.
 Opens = Callable[[str, str], str | None]
@@ -53,12 +52,19 @@ class Census:
         once.
       lookups: gathers of rows of tables by place, as products that contract the axis
         that is looked up.
-      reads: by parameter, the primitives that read its numbers, other than products
-        that can be converted.
+      feeds: by place, the parameters of a product or of a lookup.
+      reads: by place, other readers of numbers of parameters.
+      alone: products of parameters alone by place.
+      constant: places of products of a parameter and constants, or other state of the
+        model.
+      merges: by place of a product, the places of those that compute its weight.
+      activations: the places of `constant` that compute no weight. A first walk finds
+        them: a recurrent net begins with such products.
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a
         table.
       inside: why nothing in the current body can be converted; "" if something can.
+      call: the call of a function of JAX around the current body, or None.
       marks: by place, the operand that is a weight, of equations that `unfold` may
         rewrite.
       linear: places of products of weights that are linear in parameters: the reason to
@@ -69,12 +75,18 @@ class Census:
     """
 
     inline: Opens
+    activations: frozenset[Place] = frozenset()
     products: dict[Place, Product] = field(default_factory=dict)
     lookups: dict[Place, Product] = field(default_factory=dict)
-    reads: dict[str, set[str]] = field(default_factory=dict)
+    feeds: dict[Place, Reader] = field(default_factory=dict)
+    reads: dict[Place, Reader] = field(default_factory=dict)
+    alone: dict[Place, Product] = field(default_factory=dict)
+    constant: set[Place] = field(default_factory=set)
+    merges: dict[Place, frozenset[Place]] = field(default_factory=dict)
     consumed: set[Place] = field(default_factory=set)
     hidden: set[Place] = field(default_factory=set)
     inside: str = ""
+    call: Equation | None = None
     marks: dict[Place, int] = field(default_factory=dict)
     linear: set[Place] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
@@ -96,8 +108,14 @@ class Census:
         >>> product.path, product.equation
         ('w', 'cb,ab->ca')
         """
+        body = (jaxpr.jaxpr, jaxpr.consts)
         found = Census(inline)
-        outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
+        outputs = found.walk(body, facts, ())
+        activations = frozenset(found.constant - found.merged)
+        if activations:
+            found = Census(inline, activations)
+            outputs = found.walk(body, facts, ())
+        found._list_products_of_parameters()
         followed = frozenset().union(*(fact.follows for fact in outputs))
         found._mark_heads(followed - found.consumed, facts)
         return found
@@ -131,19 +149,48 @@ class Census:
         return found if inline else list(map(_as_array, found))
 
     def forget(self, place: Place) -> None:
-        """Forget the marks at a place."""
-        self.marks.pop(place, None)
+        """Forget the knowledge of an earlier walk about a place."""
+        self.unmark(place)
+        self.constant.discard(place)
+        self.products.pop(place, None)
         self.lookups.pop(place, None)
+        self.reads.pop(place, None)
+        self.alone.pop(place, None)
+        self.merges.pop(place, None)
+
+    def unmark(self, place: Place) -> None:
+        """Let `unfold` leave an equation alone."""
+        self.marks.pop(place, None)
         self.linear.discard(place)
 
-    def read(self, eqn: Equation, facts: Sequence[Fact]) -> None:
+    def reader(self, eqn: Equation, paths: frozenset[str]) -> Reader:
+        """Return an equation as a reader of parameters."""
+        return Reader(paths, eqn, self.call or eqn)
+
+    def read(self, eqn: Equation, paths: frozenset[str], place: Place) -> None:
         """Note that an equation reads the numbers of parameters.
 
-        Inference has to keep their floats.
+        Training and inference have to keep their floats.
         """
-        for fact in facts:
-            if fact.path is not None:
-                self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
+        if paths:
+            self.reads[place] = self.reader(eqn, paths)
+
+    @property
+    def merged(self) -> frozenset[Place]:
+        """Places of products that compute the weight of another product."""
+        return frozenset().union(*self.merges.values())
+
+    def _list_products_of_parameters(self) -> None:
+        """List products of parameters alone, unless they compute a weight.
+
+        A penalty needs no line if other products of all its parameters have lines.
+        """
+        merged = self.merged
+        listed = [self.feeds[place].paths for place in self.products]
+        known = frozenset().union(*listed)
+        for place, product in self.alone.items():
+            if place not in merged and not self.feeds[place].paths <= known:
+                self.products[place] = product
 
     def _mark_heads(self, last: frozenset[Place], inputs: Sequence[Fact]) -> None:
         """Mark the output heads among the `last` products, which no product follows."""
@@ -195,48 +242,32 @@ def _ordinary(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Fact
 def _output(
     found: Census, eqn: Equation, inputs: Facts, number: int, place: Place
 ) -> Fact:
-    moved = _moved(eqn, inputs, number)
-    if moved is not None:
-        return moved
+    if any(fact.view for fact in inputs):
+        moved = moved_view(eqn, inputs, number)
+        if moved is not None:
+            return moved
     name = eqn.primitive.name
-    if name == "gather" and inputs[0].view is not None and inputs[1].input:
-        found.lookups[place] = lookup_of(
-            eqn, inputs[0].source, inputs[0].view, found.inside
-        )
-    else:
-        found.read(eqn, inputs)
     joined = Fact.join(inputs)
+    table = inputs[0] if inputs else joined
+    if name == "gather" and table.view is not None and inputs[1].input:
+        found.lookups[place] = lookup_of(eqn, table.source, table.view, found.inside)
+        found.feeds[place] = found.reader(eqn, table.params)
+    else:
+        found.read(eqn, joined.params, place)
     if name == "exp":
-        size = _size(eqn.outvars[0])
+        size = size_of(eqn.outvars[0])
         found.exponents |= {(product, size) for product in joined.follows}
     if joined.input:
-        return _activation(eqn, inputs, joined, number)
+        return activation(eqn, inputs, joined, number) if joined.params else joined
     uniform = ""
     if name in ("broadcast_in_dim", "reshape", "convert_element_type"):
         uniform = inputs[0].uniform
-    if not uniform and _size(eqn.outvars[number]) == 1:
+    if not uniform and size_of(eqn.outvars[number]) == 1:
         uniform = "number"
     joined = dataclasses.replace(joined, uniform=uniform)
     if joined.is_weight:
         return _computed(found, eqn, inputs, joined, place)
     return joined
-
-
-def _moved(eqn: Equation, inputs: Facts, number: int) -> Fact | None:
-    """Return the fact of an output that is a view of an operand, or None."""
-    if not any(fact.view for fact in inputs):
-        return None
-    at = operand_number(eqn, number)
-    if at is None:
-        return None
-    shown = inputs[at].view
-    if shown is None:
-        return None
-    # The start of a slice makes no difference to the view, so 0 stands for one that is
-    # not known yet.
-    starts = [0] * max(1, len(eqn.invars[0].aval.shape))
-    view = move(shown, eqn, number, starts)
-    return None if view is None else dataclasses.replace(inputs[at], view=view)
 
 
 def _computed(
@@ -261,58 +292,6 @@ def _computed(
     return dataclasses.replace(joined, why=why, linear=linear, matrix=matrix)
 
 
-def _activation(eqn: Equation, inputs: Facts, joined: Fact, number: int) -> Fact:
-    """Return the fact of a value that an input took part in.
-
-    It is an activation without parameters, or it may still be a weight, with a reason.
-    """
-    if eqn.primitive.name == "gather" and inputs[0].is_weight:
-        joined = dataclasses.replace(joined, follows=joined.follows | {_LOOKUP})
-    why = _mixed(eqn, number, inputs)
-    if why and joined.closed:
-        why = "its weight is computed from parameters and constants"
-    size = _size(eqn.outvars[number])
-    for fact, var in zip(inputs, eqn.invars, strict=True):
-        # A weight that an input changed keeps its size: it is that weight still
-        if fact.input and fact.why and fact.params and _size(var) == size:
-            why = why or joined.why
-    if not why:
-        return dataclasses.replace(joined, params=frozenset(), why="")
-    return dataclasses.replace(joined, why=why)
-
-
-def _mixed(eqn: Equation, number: int, inputs: Facts) -> str:
-    """Return why the result may still be a weight, although an input took part, or "".
-
-    Rows that are looked up in a table are activations, and so is x plus a bias. A value
-    of the size of a weight with two axes or more is still a weight: it was gathered by
-    an array of indices, or an input changed it.
-    """
-    if eqn.primitive.name in ("gather", "dynamic_slice") and inputs[0].is_weight:
-        if _is_matrix(eqn.params["slice_sizes"]):
-            return "its weight is gathered by an array of indices"
-        return ""
-    size = _size(eqn.outvars[number])
-    for fact, var in zip(inputs, eqn.invars, strict=True):
-        same_size = fact.is_weight and _size(var) == size
-        if same_size and _is_matrix(var.aval.shape) and _fills(fact, size):
-            return "its weight is mixed with an input before the product"
-    return ""
-
-
-def _is_matrix(shape: Sequence[int]) -> bool:
-    """Return whether two axes or more are longer than one."""
-    return sum(size > 1 for size in shape) >= 2
-
-
-def _fills(fact: Fact, size: int) -> bool:
-    return fact.fills(size) or fact.why == MULTIPLIED
-
-
-def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
-
-
 def _named(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     """Return the fact of an array that `checkpoint_name` names.
 
@@ -328,6 +307,7 @@ def _named(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
         return _ordinary(found, eqn, inputs, place)
     if fact.is_weight and fact.view is not None:
         found.products[place] = product_by_hand(eqn, mark, fact.source, fact.view)
+        found.feeds[place] = found.reader(eqn, fact.params)
     return [Fact(input=fact.input)]
 
 
@@ -340,8 +320,15 @@ def _call(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     # A checkpoint inside a derivative: its body is not evaluated again
     if eqn.params.get("differentiated"):
         return _opaque(found, eqn, bodies, inputs, place)
-    inline = any(fact.params for fact in inputs) and programs.is_inlined(eqn)
-    return found.walk(bodies[0], inputs, place, inline=inline)
+    around = found.call
+    inline = False
+    if any(fact.params for fact in inputs):
+        inline = programs.is_inlined(eqn)
+        if around is None and is_of_jax(bodies[0][0]):
+            found.call = eqn
+    outputs = found.walk(bodies[0], inputs, place, inline=inline)
+    found.call = around
+    return outputs
 
 
 def _custom(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
@@ -376,9 +363,10 @@ def _opaque(
         if outputs is None and len(facts) == len(eqn.outvars):
             outputs = facts
     found.inside = around
-    found.read(eqn, inputs)
+    joined = Fact.join(inputs)
+    found.read(eqn, joined.params, place)
     if outputs is None:
-        outputs = [Fact.join(inputs)] * len(eqn.outvars)
+        outputs = [joined] * len(eqn.outvars)
     return [fact.outside(eqn.primitive.name) for fact in outputs]
 
 
@@ -402,7 +390,7 @@ def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Fac
     # a body of one device's parts cannot be traced alone
     for inner in list(found.marks):
         if inner[: len(place)] == place:
-            found.forget(inner)
+            found.unmark(inner)
     return outputs
 
 
@@ -411,11 +399,14 @@ def _shard_map(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Fac
 
 
 def _product(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
-    # An earlier walk of the same body may have known less
-    found.products.pop(place, None)
     joined = Fact.join(inputs)
+    if place in found.activations:
+        for number, fact in enumerate(inputs):
+            if not fact.params:
+                inputs[number] = dataclasses.replace(fact, input=True)
+        joined = Fact.join(inputs)
     if not joined.input:
-        return [_weight_times_weight(found, eqn, inputs, joined, place)]
+        return [_product_without_input(found, eqn, inputs, joined, place)]
     contracted, batch = _numbers(eqn)
     # A sum of x times one-hot labels, in which an operand has no axis of its own, is a
     # loss: a head may precede it.
@@ -429,6 +420,9 @@ def _product(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts
     described = other_product(eqn, inputs, contracted)
     if described is not None:
         found.products[place] = described
+        found.feeds[place] = found.reader(eqn, joined.params)
+        merges = [fact.follows for fact in inputs if fact.params]
+        found.merges[place] = frozenset().union(*merges)
     return [Fact(input=True, follows=joined.follows)]
 
 
@@ -439,19 +433,29 @@ def _numbers(eqn: Equation) -> Numbers | tuple[tuple[()], tuple[()]]:
     return eqn.params["dimension_numbers"]
 
 
-def _weight_times_weight(
+def _product_without_input(
     found: Census, eqn: Equation, inputs: Facts, joined: Fact, place: Place
 ) -> Fact:
-    """Return the fact of a weight that a product computes, such as A B of LoRA."""
-    found.read(eqn, inputs)
+    """Return the fact of a product of parameters and constants.
+
+    It may compute a weight, as A B of LoRA does, or an activation.
+    """
     if not joined.params:
         return joined
+    found.read(eqn, joined.params, place)
+    found.feeds[place] = found.reader(eqn, joined.params)
     linear = ""
-    both_weights = all(fact.params for fact in inputs)
-    if both_weights and is_low_rank(eqn) and not found.inside:
-        found.marks[place] = -1
-        linear = "dot"
-    return dataclasses.replace(joined, why=MULTIPLIED, linear=linear)
+    if all(fact.params for fact in inputs):
+        product = product_of(eqn, 0, joined.source, found.inside or NO_INPUT)
+        found.alone[place] = product
+        if is_low_rank(eqn) and not found.inside:
+            found.marks[place] = -1
+            linear = "dot"
+    else:
+        found.constant.add(place)
+        found.merges[place] = joined.follows
+    follows = joined.follows | {place}
+    return dataclasses.replace(joined, why=MULTIPLIED, linear=linear, follows=follows)
 
 
 def _weight_times_input(
@@ -469,10 +473,10 @@ def _weight_times_input(
         no_view = "" if weight.view is not None else weight.why
         described = product_of(eqn, side, path, found.inside, weight.view, no_view)
     found.products[place] = described
+    found.feeds[place] = found.reader(eqn, weight.params)
+    found.merges[place] = weight.follows
     if inputs[1 - side].follows:
         found.hidden.add(place)
-    if described.reason:
-        found.read(eqn, [weight])
 
 
 def _head(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
@@ -481,7 +485,7 @@ def _head(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts:
     if weight.view is not None and any(len(axes) != 1 for axes in weight.view.axes):
         weight = weight.opaque("its table has merged axes")
     facts = _product(found, eqn, [x, weight], place)
-    found.forget(place)  # `unfold` rewrites products, and not this
+    found.unmark(place)  # `unfold` rewrites products, and not this
     if place in found.products:
         head = dataclasses.replace(found.products[place], primitive="cross_entropy")
         found.products[place] = head

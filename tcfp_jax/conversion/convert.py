@@ -145,10 +145,11 @@ def _converted_linen(
 
 
 def survey(model: object, *inputs: PyTree, options: Tree | None = None) -> Report:
-    """Return the report of every product of a parameter.
+    """Return the report of every product of a parameter, and of these parameters.
 
     Use this when you want to know which layers were converted, to which recipe, and why
-    others were left alone. `diagnose` answers before a conversion.
+    others were left alone. A line for each parameter says whether it stays float, and
+    which code reads it. `diagnose` answers before a conversion.
 
     Args:
       model: from `convert_to_tcfp` or `transform`, or a model written with this
@@ -168,6 +169,7 @@ def survey(model: object, *inputs: PyTree, options: Tree | None = None) -> Repor
     >>> print(survey(model))  # doctest: +NORMALIZE_WHITESPACE
     1 products converted, 0 skipped
     kernel                        [3, 4]               ca,ab->cb                tcfp12
+    kernel                        stored
     """
     return _examined(model, inputs, options, "survey")[0].report
 
@@ -185,7 +187,8 @@ def find_weights(
     form quantizes it at each use, and `survey` says so. An NNX model of which only
     parts were converted has the weights of its parts.
 
-    `inputs` and `options` are as in `survey`.
+    `inputs` and `options` are as in `survey`. The result also knows why other converted
+    parameters stay float; `tcfp_jax.store` says it.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.

@@ -34,7 +34,7 @@ NO_MATRIX = (
     "it is not a matrix product: nothing is contracted, or nothing is left of the"
     " weight"
 )
-_NO_INPUT = (
+NO_INPUT = (
     "no input takes part: its other operand comes from parameters or constants alone"
 )
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -367,7 +367,7 @@ def other_product(
     sides = facts[:2]
     for side, fact in enumerate(sides):
         if fact.is_weight:
-            return product_of(eqn, side, fact.source, _NO_INPUT)
+            return product_of(eqn, side, fact.source, NO_INPUT)
     for side, fact in enumerate(sides):
         if fact.why and fact.params:
             return product_of(eqn, side, fact.source, fact.why)

@@ -22,11 +22,36 @@ from tcfp_jax.conversion.policy import Policy, Record
 from tcfp_jax.conversion.unfold import unfolded
 from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree
-from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.recipes import Recipe, describe
+from tcfp_jax.weights.layout import Weight, Weights
 
 Step = Recipe | AtUse | str  # of a planned product
 Leaves = Mapping[str, Array | jax.ShapeDtypeStruct]  # parameters by path
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The storage of one parameter of a product, a line of a `Report`.
+
+    Use this to find the weights that `tcfp_jax.store` leaves float.
+
+    Attributes:
+      path: path of the parameter.
+      kind: "stored" if only products of the stored form read it; "converted only" if
+        products of it are converted, and its floats are needed; "float" if none is.
+      reason: why it stays float, with the place in the program; "" if it is stored.
+    """
+
+    path: str
+    kind: Literal["stored", "converted only", "float"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """One line of a report."""
+        if self.kind == "float":
+            return f"{self.path:40} {self.reason}"
+        note = f", {self.reason}" if self.reason else ""
+        return f"{self.path:40} {self.kind}{note}"
 
 
 @dataclass(frozen=True)
@@ -40,12 +65,14 @@ class Report:
       unmatched_rules: rules that no product matched.
       rounded: paths of parameters that are rounded to the packed format
         (`include="layer_norm"`).
+      parameters: a `Storage` for each parameter of a product.
     """
 
     converted: tuple[Record, ...]
     skipped: tuple[Record, ...]
     unmatched_rules: tuple[str, ...] = ()
     rounded: tuple[str, ...] = ()
+    parameters: tuple[Storage, ...] = ()
 
     @property
     def impossible(self) -> tuple[Record, ...]:
@@ -57,6 +84,19 @@ class Report:
             for r in self.skipped
             if r.product.reason not in ("", CLOSED) and r.rule is None
         )
+
+    @property
+    def floats(self) -> dict[str, str]:
+        """Why parameters stay float although their recipe stores weights, by path."""
+        storable = set()
+        for record in self.converted:
+            if record.recipe is not None and record.recipe.stored is not None:
+                storable.add(record.weight_path)
+        floats = {}
+        for line in self.parameters:
+            if line.kind == "converted only" and line.path in storable:
+                floats[line.path] = line.reason
+        return floats
 
     @property
     def weighed(self) -> bool:
@@ -86,6 +126,7 @@ class Report:
                 f"a softmax follows {head.path}: losses.cross_entropy saves its logits,"
                 f" {megabytes:,.3g} MB in BF16"
             )
+        lines += map(str, self.parameters)
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)
@@ -218,7 +259,7 @@ class Examined:
     judged: tuple[Record, ...]
     plan: Plan
     report: Report
-    weights: dict[str, Weight]
+    weights: Weights
     rounded: frozenset[str]
 
     @property
@@ -243,36 +284,42 @@ class Examined:
         if weights is None:
             weights = _weights_of(found, products, choices)
         steps: dict[Place, Step] = {}
-        converted: list[Record] = []
-        skipped: list[Record] = []
+        decided: dict[Place, Record] = {}
         for place, product in products.items():
             choice = dataclasses.replace(choices[place], product=product)
             weight = weights.get(product.path)
             if choice.recipe is not None and place in found.lookups:
                 if weight is not None and weight.float_reads != "lookup":
                     steps[place] = LOOKUP
-                    converted.append(choice)
+                    decided[place] = choice
                     continue
                 why = "float: other code reads the table's floats"
                 choice = dataclasses.replace(choice, recipe=None, reason=why)
             here = (choice.recipe, product.layout)
-            stored = weight is not None and (weight.recipe, weight.layout) == here
-            choice = dataclasses.replace(choice, stored=stored)
-            (skipped if choice.recipe is None else converted).append(choice)
+            fits = weight is not None and (weight.recipe, weight.layout) == here
+            decided[place] = dataclasses.replace(choice, stored=fits)
             if choice.recipe is not None and product.recipe is None:
                 steps[place] = choice.recipe
                 if product.computed:
                     steps[place] = AtUse(choice.recipe, product.side)
+        records = list(decided.values())
         gains: frozenset[str] = frozenset()
         if "layer_norm" in chosen.include:
             gains = _gains(found, traced.leaves)
         judged = (*judged, *choices.values())
         unmatched = chosen.unmatched(judged)
         unused = [repr(rule) for rule in chosen.inline if rule not in found.opened]
-        rules = (*unmatched, *unused)
-        report = Report(tuple(converted), tuple(skipped), rules, tuple(sorted(gains)))
+        report = Report(
+            tuple(record for record in records if record.recipe is not None),
+            tuple(record for record in records if record.recipe is None),
+            (*unmatched, *unused),
+            tuple(sorted(gains)),
+            _storages(found, decided, weights),
+        )
+        stored = Weights(weights)
+        stored.floats = report.floats
         plan = _plan_of(steps)
-        return Examined(traced, program, found, judged, plan, report, weights, gains)
+        return Examined(traced, program, found, judged, plan, report, stored, gains)
 
     def by(self, chosen: Policy) -> "Examined":
         """Return the decisions of another policy about the same function."""
@@ -318,10 +365,10 @@ def _weights_of(
 ) -> dict[str, Weight]:
     """Return the weights to store, each as its first converted product reads it."""
     # Products that stay float read the float weight, too.
-    float_reads = set(found.reads)
-    for place, product in (found.products | found.lookups).items():
+    float_reads = {path for reader in found.reads.values() for path in reader.paths}
+    for place in (*found.products, *found.lookups):
         if place not in choices or choices[place].recipe is None:
-            float_reads.add(product.path)
+            float_reads |= found.feeds[place].paths
     weights: dict[str, Weight] = {}
     for place, product in products.items():
         recipe = choices[place].recipe
@@ -342,13 +389,66 @@ def _weights_of(
     return weights
 
 
+def _storages(
+    found: Census, records: Mapping[Place, Record], weights: Mapping[str, Weight]
+) -> tuple[Storage, ...]:
+    """Return the storage of each parameter of the products with a record."""
+    places: dict[str, list[Place]] = {}
+    for place in records:
+        for path in sorted(found.feeds[place].paths):
+            places.setdefault(path, []).append(place)
+    lines = []
+    for path, own in places.items():
+        weight = weights.get(path)
+        kept = weight is not None and weight.float_reads == "none"
+        if kept:
+            lines.append(Storage(path, "stored"))
+            continue
+        converted = [place for place in own if records[place].recipe is not None]
+        if not converted:
+            why = f"{records[own[0]].reason}{found.feeds[own[0]].place}"
+            lines.append(Storage(path, "float", f"stays float: {why}"))
+            continue
+        why = _unstored(found, records, converted[0])
+        if weight is not None:
+            why = _reader(found, records, path, own)
+        lines.append(Storage(path, "converted only", f"stays float: {why}"))
+    return tuple(lines)
+
+
+def _unstored(found: Census, records: Mapping[Place, Record], place: Place) -> str:
+    """Return why a converted product has no stored weight."""
+    recipe = records[place].recipe
+    if recipe is not None and recipe.stored is None:
+        return f"{describe(recipe)} stores no weight"
+    return f"a part without a stored form is multiplied{found.feeds[place].place}"
+
+
+def _reader(
+    found: Census, records: Mapping[Place, Record], path: str, own: Sequence[Place]
+) -> str:
+    """Return the code that reads the floats of a weight that could be stored."""
+    for reader in found.reads.values():
+        if path in reader.paths:
+            return f"read by {reader}"
+    for place in own:
+        if records[place].recipe is None:
+            why = f"{records[place].reason}{found.feeds[place].place}"
+            return f"another product of it does: {why}"
+    places = [place for place in found.lookups if path in found.feeds[place].paths]
+    return f'its rows are looked up by {found.feeds[places[0]]}; include="embed"'
+
+
 def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
     """Return vectors that multiply an input, and the other vectors of their layers.
 
     The others are added to one.
     """
     vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
-    gains = {path for path in vectors if "mul" in found.reads.get(path, ())}
+    gains: set[str] = set()
+    for reader in found.reads.values():
+        if reader.eqn.primitive.name == "mul":
+            gains |= vectors & reader.paths
     layers = {path.rpartition("/")[0] for path in gains} - {""}
     beside = {path for path in vectors if path.rpartition("/")[0] in layers}
     return frozenset(gains | beside)

@@ -15,6 +15,7 @@ tensor (keep float parameters and `tcfp_jax.error_feedback`); norms, biases and 
 small parameters, which stay float.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.layout import Layout, Weight, Weights
 from tcfp_jax.weights.parameter import is_parameter, is_quantized, parameter_of
 from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.rewritten import Rewritten
@@ -79,6 +80,9 @@ def store(
       gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or
         more; None for the parameters' own.
 
+    A weight of the mapping whose floats other code reads stays float. One warning names
+    these weights and the code.
+
     Raises:
       TypeError: a kernel or its gradient is not real floating point, or the gradient
         has fewer than 16 bits.
@@ -108,6 +112,8 @@ def store(
         raise ValueError(
             _nothing_to_store(sorted("/".join(names) for names, _ in found), recipe)
         )
+    if isinstance(recipe, Weights):
+        _warn_of_floats(found, recipe)
     leaves: list[PyTree] = []
     for place, (names, leaf) in enumerate(found):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -352,6 +358,21 @@ def _chosen(
         if named.recipe.mode is not TCFPMode.BF16:
             chosen[place] = named
     return chosen
+
+
+def _warn_of_floats(found: list[tuple[list[str], PyTree]], weights: Weights) -> None:
+    """Say once which parameters of converted products stay float, as reports do."""
+    lines = []
+    for names, _ in found:
+        path = "/".join(names)
+        if path in weights.floats:
+            lines.append(f"\n  {path} {weights.floats[path]}")
+    if lines:
+        warnings.warn(
+            f"{len(lines)} parameters of converted products stay float:"
+            f"{''.join(lines)}",
+            stacklevel=3,
+        )
 
 
 def _nothing_to_store(

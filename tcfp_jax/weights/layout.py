@@ -16,7 +16,9 @@ its `Stored.swap()`.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from jax import Array
@@ -210,3 +212,16 @@ class Weight:
 
     def __post_init__(self) -> None:
         check_choice("float_reads", self.float_reads, ("none", "lookup"))
+
+
+class Weights(dict[str, Weight]):
+    """The weights of a model by path, from `tcfp_jax.conversion.find_weights`.
+
+    Use this as any mapping of weights.
+
+    Attributes:
+      floats: why other converted parameters stay float, by path; `tcfp_jax.store` warns
+        of them.
+    """
+
+    floats: Mapping[str, str] = MappingProxyType({})

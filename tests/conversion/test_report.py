@@ -1,0 +1,334 @@
+"""The report has a line for each parameter of a product: stored, converted only or
+float, with the reason and the place.
+"""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import tcfp_jax
+from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
+from tcfp_jax.weights.parameter import is_quantized
+from tests.helpers import same_bits, variables_of
+
+ALL = ("linear", "small", "head")
+RECIPE = "tcfp12_single"
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+
+
+X = normal(0, 4, 32)
+STEPS = normal(9, 4, 3, 32)
+P = dict(
+    w=normal(1, 32, 32), v=normal(2, 32, 32), o=normal(3, 32, 8), start=normal(4, 4, 32)
+)
+
+
+def dense(p, x):
+    return jax.nn.gelu(x @ p["w"]) @ p["o"]
+
+
+def with_penalty(p, x):
+    return jnp.mean(dense(p, x)) + 1e-4 * jnp.sum(jnp.abs(p["w"]))
+
+
+def with_norm(p, x):
+    return dense(p, x), jnp.linalg.norm(p["w"])
+
+
+def with_decayed_copy(p, x):
+    def step(w, _):
+        return 0.9 * w, None
+
+    last, _ = lax.scan(step, p["w"], length=2)
+    return dense(p, x), last
+
+
+def with_a_choice(p, x):
+    kept = lax.cond(x[0, 0] > 0, lambda: p["w"], lambda: p["v"])
+    return dense(p, x), kept + 1
+
+
+def with_orthogonality(p, x):
+    return dense(p, x), jnp.sum(p["w"].T @ p["w"])
+
+
+def rounds(p, xs, start):
+    def step(h, x):
+        h = jnp.tanh(x @ p["v"] + h @ p["w"])
+        return h, None
+
+    h, _ = lax.scan(step, start, jnp.moveaxis(xs, 1, 0))
+    return h @ p["o"]
+
+
+def unrolled(p, xs, start):
+    h = start
+    for x in jnp.moveaxis(xs, 1, 0):
+        h = jnp.tanh(x @ p["v"] + h @ p["w"])
+    return h @ p["o"]
+
+
+def scan_from_zeros(p, xs):
+    return rounds(p, xs, jnp.zeros((4, 32)))
+
+
+def unrolled_from_zeros(p, xs):
+    return unrolled(p, xs, jnp.zeros((4, 32)))
+
+
+def unrolled_from_ones(p, xs):
+    return unrolled(p, xs, jnp.ones((4, 32)))
+
+
+def unrolled_from_a_parameter(p, xs):
+    return unrolled(p, xs, p["start"])
+
+
+def scan_from_a_parameter(p, xs):
+    return rounds(p, xs, p["start"])
+
+
+def halves(p, x):
+    return dense(p, x), x[:, :16] @ p["v"][:16]
+
+
+def tied(p, x):
+    return dense(p, x), p["w"][jnp.argmax(x, axis=-1)]
+
+
+def queries(p, x):
+    return dense(p, x) + jnp.mean(jax.nn.relu(p["start"] @ p["v"]))
+
+
+def positions(p, x):
+    return dense(p, x + jnp.linspace(0, 1, 32) @ p["v"])
+
+
+def mixing(p, x):
+    mixed = p["v"] @ jnp.eye(32)[::-1]
+    return dense(p, x), x @ mixed
+
+
+HERE = r" in test_report\.py:\d+"
+NO_INPUT = "no input takes part: its other operand comes from parameters"
+# The storage of `w`, and then of other parameters: (function, input, kinds, reason).
+PROGRAMS = {
+    "plain": (dense, X, dict(w="stored", o="stored"), ""),
+    "penalty": (
+        with_penalty,
+        X,
+        dict(w="converted only", o="stored"),
+        rf"stays float: read by `abs`{HERE}$",
+    ),
+    "logged norm": (
+        with_norm,
+        X,
+        dict(w="converted only", o="stored"),
+        rf"stays float: read by `jnp\.linalg\.norm`{HERE}$",
+    ),
+    "changed by a loop": (
+        with_decayed_copy,
+        X,
+        dict(w="converted only"),
+        rf"stays float: read by `mul`{HERE}$",
+    ),
+    "chosen by a branch": (
+        with_a_choice,
+        X,
+        dict(w="converted only"),
+        rf"stays float: read by `add`{HERE}$",
+    ),
+    "penalty of a product": (
+        with_orthogonality,
+        X,
+        dict(w="converted only"),
+        rf"stays float: read by `\S+`{HERE}$",
+    ),
+    "scan from zeros": (scan_from_zeros, STEPS, dict(w="stored", v="stored"), ""),
+    "unrolled from zeros": (
+        unrolled_from_zeros,
+        STEPS,
+        dict(w="stored", v="stored"),
+        "",
+    ),
+    "unrolled from ones": (unrolled_from_ones, STEPS, dict(w="stored"), ""),
+    "scan from a parameter": (scan_from_a_parameter, STEPS, dict(w="stored"), ""),
+    "unrolled from a parameter": (
+        unrolled_from_a_parameter,
+        STEPS,
+        dict(w="converted only", v="stored"),
+        rf"stays float: read by `\S+`{HERE}$",
+    ),
+    "a part of a weight": (
+        halves,
+        X,
+        dict(v="converted only", w="stored"),
+        rf"stays float: a part without a stored form is multiplied{HERE}$",
+    ),
+    "rows that are looked up": (
+        tied,
+        X,
+        dict(w="converted only"),
+        rf'stays float: its rows are looked up by `\S+`{HERE}; include="embed"$',
+    ),
+    "latents": (
+        queries,
+        X,
+        dict(v="float", start="float", w="stored"),
+        rf"stays float: {NO_INPUT} or constants alone{HERE}$",
+    ),
+    "positions": (positions, X, dict(v="stored", w="stored"), ""),
+    "a weight times constants": (mixing, X, dict(v="float", w="stored"), "stays float"),
+}
+
+
+def kinds_of(report):
+    return {line.path: line.kind for line in report.parameters}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_parameter_has_its_line(name):
+    function, x, kinds, reason = PROGRAMS[name]
+    low = tcfp_jax.transform(function, RECIPE, include=ALL)
+    report = survey(low, P, x)
+    found = kinds_of(report)
+    assert {path: found[path] for path in kinds} == kinds
+    weights = find_weights(low, P, x)
+    for line in report.parameters:
+        assert (line.kind == "stored") == (line.reason == "")
+        assert str(line) in str(report)
+    first = next(iter(kinds))
+    line = next(line for line in report.parameters if line.path == first)
+    assert bool(reason) == bool(line.reason)
+    if reason:
+        assert re.search(reason, line.reason), line.reason
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stored = tcfp_jax.store(P, weights, key=jax.random.key(0))
+    assert {path for path in stored if is_quantized(stored[path])} == {
+        path for path, kind in found.items() if kind == "stored"
+    }
+    only = [line for line in report.parameters if line.kind == "converted only"]
+    assert len(said) == bool(only)
+    for line in only:
+        assert f"{line.path} {line.reason}" in str(said[0].message)
+
+
+def test_a_recipe_without_stored_weights_is_a_line_and_no_warning():
+    rules = {"^w$": "bf16"}
+    low = tcfp_jax.transform(dense, RECIPE, include=ALL, rules=rules)
+    assert "w converted only, stays float: bf16 stores no weight" in re.sub(
+        " +", " ", str(survey(low, P, X))
+    )
+    stored = tcfp_jax.store(P, find_weights(low, P, X), key=jax.random.key(0))
+    assert is_quantized(stored["o"])
+    assert not is_quantized(stored["w"])
+
+
+def by_hand(p, xs, start):
+    def times(x, w):
+        return tcfp_jax.matmul(x, w, recipe=RECIPE)
+
+    h = start
+    for x in jnp.moveaxis(xs, 1, 0):
+        h = jnp.tanh(times(x, p["v"]) + times(h, p["w"]))
+    return times(h, p["o"])
+
+
+@pytest.mark.parametrize(
+    "function, start",
+    [
+        (scan_from_zeros, jnp.zeros((4, 32))),
+        (unrolled_from_zeros, jnp.zeros((4, 32))),
+        (unrolled_from_ones, jnp.ones((4, 32))),
+        (scan_from_a_parameter, P["start"]),
+    ],
+)
+def test_every_round_of_a_recurrent_net_is_converted(function, start):
+    low = tcfp_jax.transform(function, RECIPE, include=ALL)
+    found = jax.jit(low)(P, STEPS)
+    right = jax.jit(by_hand)(P, STEPS, start)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+    stored = tcfp_jax.store(P, find_weights(low, P, STEPS), remainder="dropped")
+    np.testing.assert_allclose(jax.jit(low)(stored, STEPS), right, atol=2e-2)
+
+
+class NnxCell(nnx.Module):
+    """A net that keeps its activation between calls."""
+
+    def __init__(self, rngs):
+        self.i = nnx.Linear(32, 16, rngs=rngs)
+        self.h = nnx.Linear(16, 16, rngs=rngs)
+        self.state = nnx.Variable(jnp.full((4, 16), 0.5))
+
+    def __call__(self, x):
+        self.state[...] = jnp.tanh(self.i(x) + self.h(self.state[...]))
+        return self.state[...]
+
+
+class LinenCell(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        state = self.variable("memory", "state", lambda: jnp.full((4, 16), 0.5))
+        inner = nn.Dense(16, use_bias=False, name="i")(x)
+        outer = nn.Dense(16, use_bias=False, name="h")(state.value)
+        state.value = jnp.tanh(inner + outer)
+        return state.value
+
+
+def cell_by_hand(i, h, x):
+    state = jnp.full((4, 16), 0.5)
+    inner = tcfp_jax.matmul(x, i, recipe=RECIPE)
+    return jnp.tanh(inner + tcfp_jax.matmul(state, h, recipe=RECIPE))
+
+
+def test_a_product_with_a_models_state_is_converted():
+    cell = NnxCell(nnx.Rngs(0))
+    right = jax.jit(cell_by_hand)(cell.i.kernel[...], cell.h.kernel[...], X)
+    convert_to_tcfp(cell, RECIPE, X, include=ALL, strict=True)
+    assert kinds_of(survey(cell)) == {"i/kernel": "stored", "h/kernel": "stored"}
+
+    def call(model, x):
+        return model(x)
+
+    np.testing.assert_allclose(nnx.jit(call)(cell, X), right, rtol=1e-5, atol=1e-6)
+
+    variables = variables_of(LinenCell(), X)
+    variables["memory"] = {"state": jnp.full((4, 16), 0.5)}
+    model = convert_to_tcfp(LinenCell(), RECIPE, X, include=ALL, strict=True)
+    assert kinds_of(survey(model)) == {"i/kernel": "stored", "h/kernel": "stored"}
+    found, _ = jax.jit(lambda v: model.apply(v, X, mutable="memory"))(variables)
+    kernels = [variables["params"][name]["kernel"] for name in ("i", "h")]
+    right = jax.jit(cell_by_hand)(*kernels, X)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+class Spectral(nn.Module):
+    @nn.compact
+    def __call__(self, x, update_stats=True):
+        x = nn.Dense(16, name="first")(x)
+        norm = nn.SpectralNorm(nn.Dense(16, name="normed"))
+        return norm(x, update_stats=update_stats)
+
+
+def test_statistics_of_a_weight_stay_float():
+    variables = variables_of(Spectral(), X)
+    model = convert_to_tcfp(Spectral(), RECIPE, X, include=ALL)
+    report = survey(model)
+    assert kinds_of(report) == {"first/kernel": "stored", "normed/kernel": "float"}
+    assert len(report.records) == 2
+
+    def statistics(model):
+        return jax.jit(lambda v: model.apply(v, X, mutable="batch_stats")[1])(variables)
+
+    assert same_bits(statistics(model), statistics(Spectral()))
