@@ -54,12 +54,13 @@ class Census:
         that is looked up.
       feeds: by place, the parameters of a product or of a lookup.
       reads: by place, other readers of numbers of parameters.
-      alone: products of parameters alone by place.
-      constant: places of products of a parameter and constants, or other state of the
-        model.
+      alone: products by place of which no input is an operand.
+      constant: the places of those whose other operand is constant, or other state of
+        the model.
+      mixed: places of products whose results were mixed with an input.
       merges: by place of a product, the places of those that compute its weight.
-      activations: the places of `constant` that compute no weight. A first walk finds
-        them: a recurrent net begins with such products.
+      activations: the places of both `constant` and `mixed`, by a first walk. A
+        recurrent net begins with such products.
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a
         table.
@@ -82,6 +83,7 @@ class Census:
     reads: dict[Place, Reader] = field(default_factory=dict)
     alone: dict[Place, Product] = field(default_factory=dict)
     constant: set[Place] = field(default_factory=set)
+    mixed: set[Place] = field(default_factory=set)
     merges: dict[Place, frozenset[Place]] = field(default_factory=dict)
     consumed: set[Place] = field(default_factory=set)
     hidden: set[Place] = field(default_factory=set)
@@ -111,11 +113,11 @@ class Census:
         body = (jaxpr.jaxpr, jaxpr.consts)
         found = Census(inline)
         outputs = found.walk(body, facts, ())
-        activations = frozenset(found.constant - found.merged)
+        activations = frozenset(found.constant & found.mixed)
         if activations:
             found = Census(inline, activations)
             outputs = found.walk(body, facts, ())
-        found._list_products_of_parameters()
+        found._list_products_without_input()
         followed = frozenset().union(*(fact.follows for fact in outputs))
         found._mark_heads(followed - found.consumed, facts)
         return found
@@ -175,17 +177,12 @@ class Census:
         if paths:
             self.reads[place] = self.reader(eqn, paths)
 
-    @property
-    def merged(self) -> frozenset[Place]:
-        """Places of products that compute the weight of another product."""
-        return frozenset().union(*self.merges.values())
-
-    def _list_products_of_parameters(self) -> None:
-        """List products of parameters alone, unless they compute a weight.
+    def _list_products_without_input(self) -> None:
+        """List products of which no input is an operand, unless they compute a weight.
 
         A penalty needs no line if other products of all its parameters have lines.
         """
-        merged = self.merged
+        merged = frozenset().union(*self.merges.values())
         listed = [self.feeds[place].paths for place in self.products]
         known = frozenset().union(*listed)
         for place, product in self.alone.items():
@@ -258,6 +255,10 @@ def _output(
         size = size_of(eqn.outvars[0])
         found.exponents |= {(product, size) for product in joined.follows}
     if joined.input:
+        for fact in inputs:
+            # A statistic of a weight, such as its norm, is one number
+            if fact.is_weight and not fact.uniform:
+                found.mixed |= fact.follows
         return activation(eqn, inputs, joined, number) if joined.params else joined
     uniform = ""
     if name in ("broadcast_in_dim", "reshape", "convert_element_type"):
@@ -363,10 +364,10 @@ def _opaque(
         if outputs is None and len(facts) == len(eqn.outvars):
             outputs = facts
     found.inside = around
-    joined = Fact.join(inputs)
-    found.read(eqn, joined.params, place)
+    params = [fact.params for fact in inputs]
+    found.read(eqn, frozenset().union(*params), place)
     if outputs is None:
-        outputs = [joined] * len(eqn.outvars)
+        outputs = [Fact.join(inputs)] * len(eqn.outvars)
     return [fact.outside(eqn.primitive.name) for fact in outputs]
 
 
@@ -444,16 +445,15 @@ def _product_without_input(
         return joined
     found.read(eqn, joined.params, place)
     found.feeds[place] = found.reader(eqn, joined.params)
+    sides = [side for side in (0, 1) if inputs[side].params]
+    reason = found.inside or NO_INPUT
+    found.alone[place] = product_of(eqn, sides[0], joined.source, reason)
     linear = ""
-    if all(fact.params for fact in inputs):
-        product = product_of(eqn, 0, joined.source, found.inside or NO_INPUT)
-        found.alone[place] = product
-        if is_low_rank(eqn) and not found.inside:
-            found.marks[place] = -1
-            linear = "dot"
-    else:
+    if len(sides) == 1:
         found.constant.add(place)
-        found.merges[place] = joined.follows
+    elif is_low_rank(eqn) and not found.inside:
+        found.marks[place] = -1
+        linear = "dot"
     follows = joined.follows | {place}
     return dataclasses.replace(joined, why=MULTIPLIED, linear=linear, follows=follows)
 

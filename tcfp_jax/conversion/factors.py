@@ -35,7 +35,7 @@ NO_MATRIX = (
     " weight"
 )
 NO_INPUT = (
-    "no input takes part: its other operand comes from parameters or constants alone"
+    "no input takes part: its other operand comes from parameters, constants or state"
 )
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -91,7 +91,7 @@ class Report:
         storable = set()
         for record in self.converted:
             if record.recipe is not None and record.recipe.stored is not None:
-                storable.add(record.weight_path)
+                storable.add(record.product.path)
         floats = {}
         for line in self.parameters:
             if line.kind == "converted only" and line.path in storable:

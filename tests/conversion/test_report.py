@@ -185,7 +185,7 @@ PROGRAMS = {
         queries,
         X,
         dict(v="float", start="float", w="stored"),
-        rf"stays float: {NO_INPUT} or constants alone{HERE}$",
+        rf"stays float: {NO_INPUT}, constants or state{HERE}$",
     ),
     "positions": (positions, X, dict(v="stored", w="stored"), ""),
     "a weight times constants": (mixing, X, dict(v="float", w="stored"), "stays float"),
@@ -325,8 +325,12 @@ def test_statistics_of_a_weight_stay_float():
     variables = variables_of(Spectral(), X)
     model = convert_to_tcfp(Spectral(), RECIPE, X, include=ALL)
     report = survey(model)
-    assert kinds_of(report) == {"first/kernel": "stored", "normed/kernel": "float"}
+    assert kinds_of(report) == {
+        "first/kernel": "stored",
+        "normed/kernel": "converted only",
+    }
     assert len(report.records) == 2
+    assert "read by" in report.parameters[1].reason
 
     def statistics(model):
         return jax.jit(lambda v: model.apply(v, X, mutable="batch_stats")[1])(variables)
