@@ -86,19 +86,6 @@ class Report:
         )
 
     @property
-    def floats(self) -> dict[str, str]:
-        """Why parameters stay float although their recipe stores weights, by path."""
-        storable = set()
-        for record in self.converted:
-            if record.recipe is not None and record.recipe.stored is not None:
-                storable.add(record.product.path)
-        floats = {}
-        for line in self.parameters:
-            if line.kind == "converted only" and line.path in storable:
-                floats[line.path] = line.reason
-        return floats
-
-    @property
     def weighed(self) -> bool:
         """True if measured times decided about a product.
 
@@ -317,7 +304,7 @@ class Examined:
             _storages(found, decided, weights),
         )
         stored = Weights(weights)
-        stored.floats = report.floats
+        stored.floats = _floats_of(found, decided, report)
         plan = _plan_of(steps)
         return Examined(traced, program, found, judged, plan, report, stored, gains)
 
@@ -409,34 +396,57 @@ def _storages(
             why = f"{records[own[0]].reason}{found.feeds[own[0]].place}"
             lines.append(Storage(path, "float", f"stays float: {why}"))
             continue
-        why = _unstored(found, records, converted[0])
-        if weight is not None:
-            why = _reader(found, records, path, own)
+        why = _reader(found, path)
+        if not why and weight is None:
+            why = _unstored(found, records, converted[0])
+        if not why:
+            why = _other_product(found, records, path, own)
         lines.append(Storage(path, "converted only", f"stays float: {why}"))
     return tuple(lines)
 
 
-def _unstored(found: Census, records: Mapping[Place, Record], place: Place) -> str:
-    """Return why a converted product has no stored weight."""
-    recipe = records[place].recipe
-    if recipe is not None and recipe.stored is None:
-        return f"{describe(recipe)} stores no weight"
-    return f"a part without a stored form is multiplied{found.feeds[place].place}"
-
-
-def _reader(
-    found: Census, records: Mapping[Place, Record], path: str, own: Sequence[Place]
-) -> str:
-    """Return the code that reads the floats of a weight that could be stored."""
+def _reader(found: Census, path: str) -> str:
+    """Return the first code that reads the floats of a parameter, or ""."""
     for reader in found.reads.values():
         if path in reader.paths:
             return f"read by {reader}"
+    return ""
+
+
+def _unstored(found: Census, records: Mapping[Place, Record], place: Place) -> str:
+    """Return why a converted product has no stored weight."""
+    record = records[place]
+    if record.recipe is not None and record.recipe.stored is None:
+        return f"{describe(record.recipe)} stores no weight"
+    part = "a part without a stored form is multiplied"
+    return f"{record.product.computed or part}{found.feeds[place].place}"
+
+
+def _other_product(
+    found: Census, records: Mapping[Place, Record], path: str, own: Sequence[Place]
+) -> str:
+    """Return the product or the lookup that reads the floats of a stored weight."""
     for place in own:
         if records[place].recipe is None:
             why = f"{records[place].reason}{found.feeds[place].place}"
             return f"another product of it does: {why}"
     places = [place for place in found.lookups if path in found.feeds[place].paths]
     return f'its rows are looked up by {found.feeds[places[0]]}; include="embed"'
+
+
+def _floats_of(
+    found: Census, records: Mapping[Place, Record], report: Report
+) -> dict[str, str]:
+    """Return why parameters stay float although their recipe stores weights."""
+    storable: set[str] = set()
+    for place, record in records.items():
+        if record.recipe is not None and record.recipe.stored is not None:
+            storable |= found.feeds[place].paths
+    floats = {}
+    for line in report.parameters:
+        if line.kind == "converted only" and line.path in storable:
+            floats[line.path] = line.reason
+    return floats
 
 
 def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
