@@ -55,12 +55,10 @@ class Census:
       feeds: by place, the parameters of a product or of a lookup.
       reads: by place, other readers of numbers of parameters.
       alone: products by place of which no input is an operand.
-      constant: the places of those whose other operand is constant, or other state of
-        the model.
+      constant: the places of those with a constant, or with state of the model.
       mixed: places of products whose results were mixed with an input.
       merges: by place of a product, the places of those that compute its weight.
-      activations: the places of both `constant` and `mixed`, by a first walk. A
-        recurrent net begins with such products.
+      activations: the places of both `constant` and `mixed`, by a first walk.
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a
         table.
@@ -183,8 +181,7 @@ class Census:
         A penalty needs no line if other products of all its parameters have lines.
         """
         merged = frozenset().union(*self.merges.values())
-        listed = [self.feeds[place].paths for place in self.products]
-        known = frozenset().union(*listed)
+        known = frozenset().union(*(self.feeds[place].paths for place in self.products))
         for place, product in self.alone.items():
             if place not in merged and not self.feeds[place].paths <= known:
                 self.products[place] = product
@@ -282,10 +279,10 @@ def _computed(
         if linear:
             found.marks[place] = side
     # A bias that was broadcast is smaller, and so is an operand of a joint matrix
-    least = 0 if eqn.primitive.name in JOINS else _size(eqn.outvars[0])
+    least = 0 if eqn.primitive.name in JOINS else size_of(eqn.outvars[0])
     matrix = False
     for fact, var in zip(inputs, eqn.invars, strict=True):
-        size = _size(var)
+        size = size_of(var)
         matrix = matrix or (size >= least and fact.fills(size))
     why = joined.why
     if not why or (matrix and eqn.primitive.name not in MOVES):
@@ -437,9 +434,9 @@ def _numbers(eqn: Equation) -> Numbers | tuple[tuple[()], tuple[()]]:
 def _product_without_input(
     found: Census, eqn: Equation, inputs: Facts, joined: Fact, place: Place
 ) -> Fact:
-    """Return the fact of a product of parameters and constants.
+    """Return the fact of a product that computes a weight, such as A B of LoRA.
 
-    It may compute a weight, as A B of LoRA does, or an activation.
+    A product with a constant may compute an activation: the first walk cannot know.
     """
     if not joined.params:
         return joined
