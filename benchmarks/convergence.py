@@ -74,7 +74,7 @@ from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig
 from models.nets.sizes import LLAMAS, model_config, model_names
 from models.tokens import OWN
-from models.train import keep_programs
+from models.train import cache_programs
 from models.training.batches import check_corpus
 from models.training.data import IDS_SUFFIX, load_data
 from models.training.settings import preset
@@ -461,7 +461,7 @@ def configure(options: argparse.Namespace) -> Config:
         usual_bases = options.out / "bases"
     bases = options.bases or usual_bases
     if jax.default_backend() == "gpu":
-        keep_programs()
+        cache_programs()
     run = train_config(config, VARIANTS[BASELINE])
     corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)

@@ -67,7 +67,13 @@ from models.training.parameters import check_export
 from models.training.plotting import plot_losses, plot_reports
 from models.training.processes import end_after, is_first, of_first, start, together
 from models.training.progress import shown
-from models.training.running import RunResult, corpus_of, export_run, keep_programs, run
+from models.training.running import (
+    RunResult,
+    cache_programs,
+    corpus_of,
+    export_run,
+    run,
+)
 from models.training.settings import Stored, TrainConfig, config_of, preset, settings_of
 from models.training.state import TrainState
 from models.training.steps import (
@@ -85,11 +91,11 @@ __all__ = [
     "TrainConfig",
     "TrainState",
     "batch_key",
+    "cache_programs",
     "corpus_of",
     "evaluate",
     "export_run",
     "init",
-    "keep_programs",
     "make_optimizer",
     "make_train_step",
     "preset",
@@ -195,7 +201,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
-        keep_programs()
+        cache_programs()
     train = functools.partial(
         run,
         resume="allowed" if options.resume else "never",

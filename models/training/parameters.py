@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from models.training.processes import is_first, whole
+from tcfp_jax.inference import folders
 from tcfp_jax.paths import leaves
 
 
@@ -68,13 +69,12 @@ def export(path: Path, params: Any) -> None:
       ValueError: the path does not end in ".npz", or no file can be written there.
     """
     check_export(path)
-    temporary = path.with_name(f"partial-{path.name}")
     arrays: dict[str, Any] = {
         name: whole(leaf) for name, leaf in leaves(params).items()
     }
     if is_first():
-        np.savez(temporary, **arrays)
-        temporary.replace(path)
+        with folders.replacing(path.parent, path.name) as file:
+            np.savez(file, **arrays)
 
 
 def check_export(path: Path) -> None:

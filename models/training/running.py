@@ -480,7 +480,7 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
     )
 
 
-def keep_programs() -> None:
+def cache_programs() -> None:
     """Let JAX keep compiled programs in the user's own cache, and load them from it.
 
     On GPUs, compilation times candidate kernels and takes the fastest. Two processes

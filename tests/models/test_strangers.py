@@ -25,7 +25,8 @@ from models.huggingface.tokenizer import (
 from models.nets.llama import Llama
 from models.nets.shapes import LlamaConfig
 from models.tokens import OWN
-from models.training.running import keep_programs
+from models.training.parameters import export
+from models.training.running import cache_programs
 from tests.helpers import parametrize
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -59,6 +60,17 @@ def test_an_export_publishes_no_file_that_a_link_names(source, params, name):
     with pytest.raises(ValueError, match=f"'{name}' lies outside of .*model"):
         write_folder(out, params, SIZE, "bf16", None, tokenizer)
     assert not out.exists()
+
+
+def test_an_export_of_floats_follows_no_link(tmp_path, params):
+    secret = tmp_path / "secret"
+    secret.write_text("PRIVATE")
+    for name in ("new.npz", "new.npz.partial"):
+        (tmp_path / name).symlink_to(secret)
+    export(tmp_path / "new.npz", jax.tree.map(jnp.asarray, params))
+    assert secret.read_text() == "PRIVATE"
+    assert "embedding/embedding" in np.load(tmp_path / "new.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.npz", "secret"]
 
 
 @parametrize("name", [FILE, SETTINGS, TEMPLATE, GENERATION])
@@ -160,6 +172,46 @@ def test_the_walk_over_readers_sees_each_danger(tmp_path):
     ):
         path.write_text(text)
         assert len(list(dangers(path))) == 1
+
+
+# They open files of models and runs by `tcfp_jax.inference.folders` alone; the others
+# read the files that a user names.
+CAREFUL = [
+    path
+    for path in READERS
+    if path.parent.name in ("huggingface", "inference")
+    or path.stem in ("checkpoint", "described", "intact", "metrics", "monitoring")
+    or path.stem in ("running", "steps")
+]
+OPENERS = {
+    "from_file",
+    "fromfile",
+    "load",
+    "loadtxt",
+    "memmap",
+    "open",
+    "open_memmap",
+    "read_bytes",
+    "read_text",
+    "save",
+    "savez",
+    "write_bytes",
+    "write_text",
+}
+
+
+@parametrize("path", CAREFUL, ids=str)
+def test_one_module_opens_the_files_of_folders(path):
+    if path.stem == "folders" and path.parent.name == "inference":
+        return
+    called = [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    allowed = {"folders.read_bytes", "self._manager.save", "directory.save"}
+    found = {name for name in called if name.rpartition(".")[2] in OPENERS}
+    assert found - allowed == set()
 
 
 # Files that Python, JAX or Transformers would run.
@@ -264,10 +316,10 @@ def test_compiled_programs_lie_in_the_users_own_cache(tmp_path, monkeypatch, set
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", str(named))
         jax.config.update("jax_compilation_cache_dir", None)
-        keep_programs()
+        cache_programs()
         assert jax.config.jax_compilation_cache_dir == str(expected)
         assert expected.stat().st_mode & 0o777 == 0o700
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "chosen"))
-    keep_programs()
+    cache_programs()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "chosen")
     assert [getattr(jax.config, name) for name in settings[1:]] == [0.0, -1]
