@@ -6,14 +6,12 @@ stops after some seconds of computing, and which gets no more than some memory.
 """
 
 import atexit
-import base64
 import functools
 import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -35,7 +33,7 @@ Job: TypeAlias = dict[str, Any]
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and where each begins and ends in it; int64 `[tokens]`."""
+    """Ids of a text, int32 `[tokens]`, and where each begins and ends in it, int64."""
 
     ids: np.ndarray
     begins: np.ndarray
@@ -86,7 +84,7 @@ class _Process:
         """
         content = json.dumps(job).encode()
         seconds = SECONDS + SECONDS_PER_BYTE * len(content)
-        most = min(BYTES + BYTES_PER_BYTE * len(content), _hard_limit())
+        most = BYTES + BYTES_PER_BYTE * len(content)
         limits = json.dumps(dict(seconds=seconds, bytes=most)).encode()
         with self._lock:
             pipe = self._started()
@@ -177,7 +175,8 @@ def encoded(
       ValueError: the tokenizer fails, or reaches a limit.
     """
     job = dict(do="encode", texts=list(texts), marked=marked)
-    return [_unpacked(one) for one in _PROCESS.of_model(job, model)["ids"]]
+    found = _PROCESS.of_model(job, model)["ids"]
+    return [np.asarray(ids, np.uint32) for ids in found]
 
 
 def encoded_with_offsets(model: tokenizers.Tokenizer, text: str) -> Encoded:
@@ -186,10 +185,9 @@ def encoded_with_offsets(model: tokenizers.Tokenizer, text: str) -> Encoded:
     Raises:
       ValueError: the tokenizer fails, or reaches a limit.
     """
-    job = dict(do="encode with offsets", text=text, marked=False)
-    answer = _PROCESS.of_model(job, model)
-    parts = [_unpacked(answer[name]) for name in Encoded._fields]
-    return Encoded(*(part.astype(np.int64) for part in parts))
+    found = _PROCESS.of_model(dict(do="encode with offsets", text=text), model)
+    offsets = np.asarray(found["offsets"], np.int64).reshape(-1, 2)
+    return Encoded(np.asarray(found["ids"], np.int32), *offsets.T)
 
 
 def decoded(model: tokenizers.Tokenizer, ids: Sequence[int]) -> str:
@@ -206,12 +204,3 @@ def decoded(model: tokenizers.Tokenizer, ids: Sequence[int]) -> str:
 def _definition(model: tokenizers.Tokenizer) -> tuple[str, str]:
     content = model.to_str()
     return hashlib.sha256(content.encode()).hexdigest(), content
-
-
-def _unpacked(numbers: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(numbers), np.uint32)
-
-
-def _hard_limit() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard

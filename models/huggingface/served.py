@@ -4,8 +4,6 @@ A job is one JSON message, and so is its answer. The process ends with the pipe,
 the signal of a limit.
 """
 
-import array
-import base64
 import json
 import multiprocessing.connection
 import resource
@@ -42,15 +40,12 @@ def _load(job: Job) -> Job:
 def _encode(job: Job) -> Job:
     model = MODELS[job["model"]]
     found = model.encode_batch_fast(job["texts"], add_special_tokens=job["marked"])
-    return dict(ids=[_packed(one.ids) for one in found])
+    return dict(ids=[one.ids for one in found])
 
 
 def _encode_with_offsets(job: Job) -> Job:
-    model = MODELS[job["model"]]
-    found = model.encode(job["text"], add_special_tokens=job["marked"])
-    begins = [begin for begin, _ in found.offsets]
-    ends = [end for _, end in found.offsets]
-    return dict(ids=_packed(found.ids), begins=_packed(begins), ends=_packed(ends))
+    found = MODELS[job["model"]].encode(job["text"], add_special_tokens=False)
+    return dict(ids=found.ids, offsets=found.offsets)
 
 
 def _decode(job: Job) -> Job:
@@ -65,11 +60,6 @@ _DO = {
     "encode with offsets": _encode_with_offsets,
     "decode": _decode,
 }
-
-
-def _packed(numbers: list[int]) -> str:
-    """Return numbers as the bytes of an array, which are faster than a list of JSON."""
-    return base64.b64encode(array.array("I", numbers).tobytes()).decode()
 
 
 def _reason(error: BaseException) -> str:
@@ -91,7 +81,8 @@ def serve(pipe: multiprocessing.connection.Connection) -> None:
             job = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        resource.setrlimit(resource.RLIMIT_DATA, (job["bytes"], hard))
+        most = job["bytes"] if hard == resource.RLIM_INFINITY else hard
+        resource.setrlimit(resource.RLIMIT_DATA, (min(job["bytes"], most), hard))
         # Its signal ends the process, in native code, too
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         try:

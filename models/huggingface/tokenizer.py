@@ -90,8 +90,7 @@ class Tokenizer:
         Raises:
           ValueError: the tokenizer fails, or reaches a limit.
         """
-        ids = self._of_file(limits.encoded, [text], True)[0]
-        return [int(one) for one in ids]
+        return list(self._of_file(limits.encoded, [text], True)[0].tolist())
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of texts, uint32, without those before and behind.
@@ -173,7 +172,7 @@ class Tokenizer:
         if self.template is None:
             return self.encode(text)
         whole = self.rendered([{"role": "user", "content": text}], opened=True)
-        return [int(one) for one in self.encode_plain([whole])[0]]
+        return list(self.encode_plain([whole])[0].tolist())
 
 
 @functools.lru_cache(maxsize=8)
@@ -223,10 +222,11 @@ def _end(tokenizer: Tokenizer) -> int | None:
     if isinstance(named, str):
         found: int | None = tokenizer.model.token_to_id(named)
         return found
-    plain = tokenizer.encode_plain(["a"])[0].tolist()
-    marked = tokenizer.encode("a")
-    if plain and marked[-len(plain) :] != plain:
-        return marked[-1]
+    if tokenizer.model.num_special_tokens_to_add(False):
+        plain = tokenizer.encode_plain(["a"])[0].tolist()
+        marked = tokenizer.encode("a")
+        if plain and marked[-len(plain) :] != plain:
+            return marked[-1]
     return tokenizer.stops[0] if tokenizer.stops else None
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 LINES = (".jsonl", ".ndjson")
 ARRAY = ".json"
 MOST = 2**24  # bytes of a document; a long novel has a quarter of them
+MOST_OF_ARRAY = 2**28
 SNIFFED = 2**16
 
 
@@ -141,7 +142,12 @@ def _lines(path: Path, file: BufferedReader) -> Iterator[Document]:
 
 
 def _items(path: Path, file: BufferedReader) -> Iterator[Document]:
-    _, values = _parsed(str(path), file.read())
+    content = file.read(MOST_OF_ARRAY + 1)
+    if len(content) > MOST_OF_ARRAY:
+        raise ValueError(
+            f"{path}: an array has at most {MOST_OF_ARRAY:,} bytes; write JSON lines"
+        )
+    _, values = _parsed(str(path), content)
     for number, value in enumerate(values, 1):
         where = f"{path}, item {number}"
         text = json.dumps(value)

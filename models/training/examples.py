@@ -140,7 +140,7 @@ def _chat(messages: Any, tokenizer: Tokenizer) -> Example:
         counted |= (ends > begin) & (begins < end)
     counted[:1] = False
     size = sum(len(whole[begin:end].encode()) for begin, end in spans)
-    return Example(ids.astype(np.int32), counted, size)
+    return Example(ids, counted, size)
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:
