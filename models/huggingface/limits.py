@@ -104,9 +104,12 @@ class _Process:
     def of_model(self, job: Job, model: tokenizers.Tokenizer) -> Job:
         """Return the answer to a job of a tokenizer."""
         name, content = _definition(model)
+        # Its JSON leaves this out
+        splits = model.encode_special_tokens
+        name += str(splits)
         with self._lock:
             if name not in self.loaded:
-                self.run(dict(do="load", model=name, content=content))
+                self.run(dict(do="load", model=name, content=content, splits=splits))
                 self.loaded.add(name)
             return self.run({**job, "model": name})
 

@@ -33,7 +33,9 @@ def _rendered(job: Job, variables: Job) -> Job:
 
 
 def _load(job: Job) -> Job:
-    MODELS[job["model"]] = tokenizers.Tokenizer.from_str(job["content"])
+    model = tokenizers.Tokenizer.from_str(job["content"])
+    model.encode_special_tokens = job["splits"]
+    MODELS[job["model"]] = model
     return {}
 
 

@@ -83,22 +83,18 @@ def complete(
     texts: list[str] = []
     for value in named.values():
         texts += value if isinstance(value, list) else [value]
-    known = {repr(token) for token in model.get_added_tokens_decoder().values()}
-    held = {token.content for token in model.get_added_tokens_decoder().values()}
     added: list[tokenizers.AddedToken] = []
     table = _checked(ADDED, settings.get(ADDED) or {}, dict)
     for place in sorted(table, key=int):
         entry = _checked(ADDED, table[place], dict)
         properties = {name: entry[name] for name in PROPERTIES if name in entry}
         token = tokenizers.AddedToken(_text(ADDED, entry), **properties)
-        if repr(token) not in known:
-            token.special = token.special or token.content in texts
-            added.append(token)
-    held |= {token.content for token in added}
-    for text in dict.fromkeys(texts):
-        if text not in held:
-            added.append(tokenizers.AddedToken(text, special=True))
+        token.special = token.special or token.content in texts
+        added.append(token)
     model.add_tokens(added)
+    held = {token.content for token in model.get_added_tokens_decoder().values()}
+    missing = [text for text in dict.fromkeys(texts) if text not in held]
+    model.add_special_tokens(missing)
     model.encode_special_tokens = bool(settings.get("split_special_tokens"))
     if str(settings.get("tokenizer_class")).removesuffix("Fast") in MARKING:
         _write_marks(model, settings, named)

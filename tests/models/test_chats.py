@@ -137,6 +137,33 @@ def test_special_tokens_in_every_form_are_read(folder, settings):
     assert set(ours.specials) <= known
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(tokenizer_class="LlamaTokenizer"),
+        dict(tokenizer_class="LlamaTokenizerFast", add_eos_token=True),
+        dict(tokenizer_class="GemmaTokenizer", add_bos_token=False),
+        dict(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True),
+        dict(tokenizer_class="PreTrainedTokenizerFast", split_special_tokens=True),
+        dict(added_tokens_decoder={"392": END | dict(rstrip=True, lstrip=True)}),
+        dict(added_tokens_decoder={"395": END | dict(content="<new>")}),
+        dict(added_tokens_decoder={"7": END | dict(content="Say", special=False)}),
+        dict(pad_token="ana", extra_special_tokens={"image_token": "<image>"}),
+    ],
+)
+def test_settings_change_ids_as_in_transformers(folder, tmp_path, settings):
+    marks = dict(bos_token="<s>", eos_token="</s>", unk_token=None, pad_token=None)
+    kind = dict(tokenizer_class="PreTrainedTokenizerFast")
+    ours = folder(tokenizer_config=marks | kind | settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    known = theirs.special_tokens_map
+    assert ours.specials == {name: value for name, value in known.items() if value}
+    for text in ("Say banana </s>  yes<image>", "<new> <end>", "bananaSay "):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        plain = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode_plain([text])[0].tolist() == plain
+
+
 def behind(token):
     """Return the part of a tokenizer.json that puts a token behind each text."""
     text = dict(Sequence=dict(id="A", type_id=0))

@@ -383,6 +383,18 @@ def test_answers_are_found_by_their_place(tokenizer_folder, thought, opening, tu
     assert spans == list(zip(headers, ends, strict=True))
 
 
+def test_a_mark_at_the_end_of_a_conversation_is_learned(tokenizer_folder):
+    template = (
+        "{% for m in messages %} {{ m.role }}: {{ m.content }}{% endfor %}{% if"
+        " add_generation_prompt %} assistant:{% else %}<|im_end|>{% endif %}"
+    )
+    tokenizer = dataclasses.replace(
+        read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
+    )
+    whole, spans = answers(chat("Hi", "Yes", "And?", "No")["messages"], tokenizer)
+    assert [whole[begin:end] for begin, end in spans] == [" Yes", " No<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -394,81 +406,6 @@ def test_answers_are_found_by_their_place(tokenizer_folder, thought, opening, tu
             "{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}",
             "no token",
         ),
-    ],
-)
-def test_a_template_that_drops_an_answer_is_refused(
-    tokenizer_folder, template, message
-):
-    tokenizer = dataclasses.replace(
-        read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
-    )
-    with pytest.raises(ValueError, match=message):
-        example(chat("Hi", "Yes", "And?", "No"), tokenizer)
-
-
-def test_an_example_is_shown_in_color(tokenizer_folder):
-    tokenizer = read_tokenizer(tokenizer_folder / "tokenizer.json")
-    rows = packed([example(chat("Hi\x1b[0m", "Yes"), tokenizer)], 60)
-    assert in_color(rows, tokenizer) == (
-        "<|im_start|>user\nHi�[0m<|im_end|>\n<|im_start|>assistant\n\x1b[32m<think>\n\n"
-        "</think>\n\nYes<|im_end|>\n\x1b[0m"
-    )
-
-
-def test_a_run_keeps_the_day_of_its_beginning(tmp_path, tokenizer_folder):
-    """Templates that write the date would else change the text every day."""
-    folder = made(tmp_path / "model", tokenizer_folder)
-    template = CHAT.replace("<|im_start|>", "{{ strftime_now('%d %b %Y') }}", 1)
-    (folder / "chat_template.jinja").write_text(template)
-    (tmp_path / "chats.jsonl").write_text(json.dumps(LINES[0]) + "\n")
-    given = dict(data=(str(tmp_path / "chats.jsonl"),), sequence=48)
-    today = datetime.date.today()
-    assert preset(str(folder), **given).data.date in {
-        str(today),
-        str(datetime.date.today()),
-    }
-    config = preset(str(folder), **given, date="2024-07-26")
-    assert config_of(settings_of(config)) == config
-    text = config.data.read_tokenizer().rendered(LINES[0]["messages"])
-    assert text.startswith("26 Jul 2024")
-    with pytest.raises(ValueError, match="date='July' is not a day"):
-        preset(str(folder), **given, date="July")
-
-
-@pytest.mark.parametrize("thought", ["", THOUGHT])
-@pytest.mark.parametrize("opening", ["", "<think>\n"])
-@pytest.mark.parametrize(
-    "turns",
-    [
-        ("Say banana", "banana"),
-        ("positive or negative", "negative", "Now A or B", "B"),
-        ("Ready?", "end", "Is it the im_end", "im_end", "Well", "<"),
-        ("Say nothing", "", "And now", "\n", "Hm", ""),
-    ],
-)
-def test_answers_are_found_by_their_place(tokenizer_folder, thought, opening, turns):
-    """The words of an answer are in its question, or in the mark behind it."""
-    template = CHAT.replace(THOUGHT, thought)
-    template = template.replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
-    tokenizer = dataclasses.replace(
-        read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
-    )
-    whole, spans = answers(chat(*turns)["messages"], tokenizer)
-    headers = [one.end() for one in re.finditer(r"<\|im_start\|>assistant\n", whole)]
-    ends = [whole.index("<|im_end|>\n", begin) + 11 for begin in headers]
-    if thought:  # the words that ask are not learned
-        headers[-1] += len(opening)
-    assert spans == list(zip(headers, ends, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages[-1].content }}", "drops or changes the content of message 1"),
-        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "of message 1"),
-        ("{% for m in messages[:3] %}{{ m.content }}{% endfor %}", "of message 3"),
-        ("{{ raise_exception('no') }}", "refuses the conversation: no"),
-        ("{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}", "no token"),
     ],
 )
 def test_a_template_that_drops_an_answer_is_refused(
