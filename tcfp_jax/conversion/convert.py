@@ -10,6 +10,7 @@ give `find_weights(model)` to `tcfp_jax.error_feedback`, or make stored paramete
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, TypeVar, overload
@@ -121,7 +122,8 @@ def convert_to_tcfp(
         found = nnx_models.examine(model, chosen, *sample)
         chosen, found = _settled(model, found, chosen, strict=strict)
         records = found.report.converted
-        held = [record.weight_path for record in records]
+        joined = [record.weight_path.split(" + ") for record in records]
+        held = list(itertools.chain(*joined))
         draws = any(record.recipe and record.recipe.draws for record in records)
     keys = nnx.stream_of(model, rngs, draws=draws)
     nnx_models.convert(model, chosen, held, sample, keys)

@@ -82,8 +82,10 @@ class Record:
 
     @property
     def path(self) -> str:
-        """Path of the layer, without the parameter's own name."""
-        return self.product.path.rpartition("/")[0]
+        """Path of the layer, or paths of layers, without the parameters' own names."""
+        sources = self.product.path.split(" + ")
+        layers = [source.rpartition("/")[0] for source in sources]
+        return " + ".join(dict.fromkeys(layers))
 
     def __str__(self) -> str:
         """One line of a report."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tcfp_jax
 from tcfp_jax import error_feedback, layer_state, transform
@@ -87,6 +87,11 @@ REWRITTEN = {
         },
         ["ca,ab->cb"] + ["cda,ab->cdb"] + ["da,abc->dbc"] * 2 + ["dab,abc->dc"] * 2,
     ),
+    "padded and transposed": (
+        lambda p, x: x @ jnp.pad(p["w"], ((2, 1), (0, 4))).T,
+        {"w": normal(13, 28)},
+        ["cb,ab->ca"],
+    ),
     "LoRA times x from the left": (
         lambda p, x: jnp.einsum("cde,tc->det", p["w"] + p["a"] @ p["b"], x),
         {"w": normal(32, 4, 8), "a": normal(32, 4, 2), "b": normal(2, 8)},
@@ -157,8 +162,8 @@ AT_USE = {
         "its weight is computed from parameters by add",
     ),
     "one over a weight": (
-        lambda p, x: x @ (2.0 / (p["w"] + 3)),
-        {"w": W},
+        lambda p, x: x @ (2.0 / p["w"]),
+        {"w": W + 3},
         "its weight is computed from parameters by div",
     ),
     "padded by ones": (
@@ -186,6 +191,11 @@ AT_USE = {
         )[0],
         {"w": jnp.stack([jnp.stack([W, V])] * 2)},
         "its weight is an entry of an axis that merges several stacks",
+    ),
+    "from the left": (
+        lambda p, x: (p["w"] + p["v"]) @ x.T,
+        {"w": W, "v": V},
+        "its weight is computed from parameters by add",
     ),
     "every second row": (
         lambda p, x: x[:, ::2] @ p["w"][::2],
@@ -289,6 +299,29 @@ def test_a_device_quantizes_its_part_of_merged_axes():
     note = "its weight is a device's part that cuts merged axes"
     assert f"quantized at each use: {note}" in str(survey(low, params, X))
     assert differ(loss_of(low)(params), loss_of(fn)(params)) < 0.1
+
+
+def test_a_merged_weight_with_a_sharding_is_not_split():
+    """The product of x and A has another shape than the one that has the sharding."""
+    mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
+
+    def fn(p, x):
+        w = p["w"] + p["a"] @ p["b"]
+        return jnp.einsum("tk,kn->tn", x, w, out_sharding=PartitionSpec("a", "b"))
+
+    with jax.set_mesh(mesh):
+
+        def put(array, *spec):
+            return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+        params = {"w": put(W, None, "b"), "a": put(A), "b": put(B, None, "b")}
+        x = put(X, "a", None)
+        low = convert(fn, strict=True)
+        assert "quantized at each use" in str(survey(low, params, x))
+        found = jax.jit(low)(params, x)
+        wanted = jax.jit(fn)(params, x)
+    assert found.sharding.spec == PartitionSpec("a", "b")
+    assert differ(found, wanted) < 0.05
 
 
 def merged(p, x):
