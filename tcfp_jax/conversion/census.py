@@ -55,7 +55,8 @@ class Census:
       feeds: by place, the parameters of a product or of a lookup.
       reads: by place, other readers of numbers of parameters.
       alone: products by place of which no input is an operand.
-      constant: the places of those with a constant, or with state of the model.
+      constant: the places of those with a constant, or with state of the model, also if
+        that holds in a loop's first round only.
       mixed: places of products whose results were mixed with an input.
       merges: by place of a product, the places of those that compute its weight.
       activations: the places of both `constant` and `mixed`, by a first walk.
@@ -151,7 +152,6 @@ class Census:
     def forget(self, place: Place) -> None:
         """Forget the knowledge of an earlier walk about a place."""
         self.unmark(place)
-        self.constant.discard(place)
         self.products.pop(place, None)
         self.lookups.pop(place, None)
         self.reads.pop(place, None)

@@ -9,186 +9,104 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
-from jax import lax
 
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
 from tcfp_jax.weights.parameter import is_quantized
+from tests.conversion import programs
 from tests.helpers import same_bits, variables_of
 
 ALL = ("linear", "small", "head")
 RECIPE = "tcfp12_single"
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
-
-
-X = normal(0, 4, 32)
-STEPS = normal(9, 4, 3, 32)
-P = dict(
-    w=normal(1, 32, 32), v=normal(2, 32, 32), o=normal(3, 32, 8), start=normal(4, 4, 32)
-)
-
-
-def dense(p, x):
-    return jax.nn.gelu(x @ p["w"]) @ p["o"]
-
-
-def with_penalty(p, x):
-    return jnp.mean(dense(p, x)) + 1e-4 * jnp.sum(jnp.abs(p["w"]))
-
-
-def with_norm(p, x):
-    return dense(p, x), jnp.linalg.norm(p["w"])
-
-
-def with_decayed_copy(p, x):
-    def step(w, _):
-        return 0.9 * w, None
-
-    last, _ = lax.scan(step, p["w"], length=2)
-    return dense(p, x), last
-
-
-def with_a_choice(p, x):
-    kept = lax.cond(x[0, 0] > 0, lambda: p["w"], lambda: p["v"])
-    return dense(p, x), kept + 1
-
-
-def with_orthogonality(p, x):
-    return dense(p, x), jnp.sum(p["w"].T @ p["w"])
-
-
-def rounds(p, xs, start):
-    def step(h, x):
-        h = jnp.tanh(x @ p["v"] + h @ p["w"])
-        return h, None
-
-    h, _ = lax.scan(step, start, jnp.moveaxis(xs, 1, 0))
-    return h @ p["o"]
-
-
-def unrolled(p, xs, start):
-    h = start
-    for x in jnp.moveaxis(xs, 1, 0):
-        h = jnp.tanh(x @ p["v"] + h @ p["w"])
-    return h @ p["o"]
-
-
-def scan_from_zeros(p, xs):
-    return rounds(p, xs, jnp.zeros((4, 32)))
-
-
-def unrolled_from_zeros(p, xs):
-    return unrolled(p, xs, jnp.zeros((4, 32)))
-
-
-def unrolled_from_ones(p, xs):
-    return unrolled(p, xs, jnp.ones((4, 32)))
-
-
-def unrolled_from_a_parameter(p, xs):
-    return unrolled(p, xs, p["start"])
-
-
-def scan_from_a_parameter(p, xs):
-    return rounds(p, xs, p["start"])
-
-
-def halves(p, x):
-    return dense(p, x), x[:, :16] @ p["v"][:16]
-
-
-def tied(p, x):
-    return dense(p, x), p["w"][jnp.argmax(x, axis=-1)]
-
-
-def queries(p, x):
-    return dense(p, x) + jnp.mean(jax.nn.relu(p["start"] @ p["v"]))
-
-
-def positions(p, x):
-    return dense(p, x + jnp.linspace(0, 1, 32) @ p["v"])
-
-
-def mixing(p, x):
-    mixed = p["v"] @ jnp.eye(32)[::-1]
-    return dense(p, x), x @ mixed
-
-
-HERE = r" in test_report\.py:\d+"
+X = programs.X
+STEPS = programs.STEPS
+P = programs.P
+HERE = r" in programs\.py:\d+"
 NO_INPUT = "no input takes part: its other operand comes from parameters"
 # The storage of `w`, and then of other parameters: (function, input, kinds, reason).
 PROGRAMS = {
-    "plain": (dense, X, dict(w="stored", o="stored"), ""),
+    "plain": (programs.dense, X, dict(w="stored", o="stored"), ""),
     "penalty": (
-        with_penalty,
+        programs.with_penalty,
         X,
         dict(w="converted only", o="stored"),
         rf"stays float: read by `abs`{HERE}$",
     ),
     "logged norm": (
-        with_norm,
+        programs.with_norm,
         X,
         dict(w="converted only", o="stored"),
         rf"stays float: read by `jnp\.linalg\.norm`{HERE}$",
     ),
     "changed by a loop": (
-        with_decayed_copy,
+        programs.with_decayed_copy,
         X,
         dict(w="converted only"),
         rf"stays float: read by `mul`{HERE}$",
     ),
     "chosen by a branch": (
-        with_a_choice,
+        programs.with_a_choice,
         X,
         dict(w="converted only"),
         rf"stays float: read by `add`{HERE}$",
     ),
     "penalty of a product": (
-        with_orthogonality,
+        programs.with_orthogonality,
         X,
         dict(w="converted only"),
         rf"stays float: read by `\S+`{HERE}$",
     ),
-    "scan from zeros": (scan_from_zeros, STEPS, dict(w="stored", v="stored"), ""),
-    "unrolled from zeros": (
-        unrolled_from_zeros,
+    "scan from zeros": (
+        programs.scan_from_zeros,
         STEPS,
         dict(w="stored", v="stored"),
         "",
     ),
-    "unrolled from ones": (unrolled_from_ones, STEPS, dict(w="stored"), ""),
-    "scan from a parameter": (scan_from_a_parameter, STEPS, dict(w="stored"), ""),
+    "unrolled from zeros": (
+        programs.unrolled_from_zeros,
+        STEPS,
+        dict(w="stored", v="stored"),
+        "",
+    ),
+    "unrolled from ones": (programs.unrolled_from_ones, STEPS, dict(w="stored"), ""),
+    "scan from a parameter": (
+        programs.scan_from_a_parameter,
+        STEPS,
+        dict(w="stored"),
+        "",
+    ),
     "unrolled from a parameter": (
-        unrolled_from_a_parameter,
+        programs.unrolled_from_a_parameter,
         STEPS,
         dict(w="converted only", v="stored"),
         rf"stays float: read by `\S+`{HERE}$",
     ),
     "a part of a weight": (
-        halves,
+        programs.halves,
         X,
         dict(v="converted only", w="stored"),
         rf"stays float: a part without a stored form is multiplied{HERE}$",
     ),
     "rows that are looked up": (
-        tied,
+        programs.tied,
         X,
         dict(w="converted only"),
         rf'stays float: its rows are looked up by `\S+`{HERE}; include="embed"$',
     ),
     "latents": (
-        queries,
+        programs.queries,
         X,
         dict(v="float", start="float", w="stored"),
         rf"stays float: {NO_INPUT}, constants or state{HERE}$",
     ),
-    "positions": (positions, X, dict(v="stored", w="stored"), ""),
-    "a weight times constants": (mixing, X, dict(v="float", w="stored"), "stays float"),
+    "positions": (programs.positions, X, dict(v="stored", w="stored"), ""),
+    "a weight times constants": (
+        programs.mixing,
+        X,
+        dict(v="float", w="stored"),
+        "stays float",
+    ),
 }
 
 
@@ -226,7 +144,7 @@ def test_each_parameter_has_its_line(name):
 
 def test_a_recipe_without_stored_weights_is_a_line_and_no_warning():
     rules = {"^w$": "bf16"}
-    low = tcfp_jax.transform(dense, RECIPE, include=ALL, rules=rules)
+    low = tcfp_jax.transform(programs.dense, RECIPE, include=ALL, rules=rules)
     assert "w converted only, stays float: bf16 stores no weight" in re.sub(
         " +", " ", str(survey(low, P, X))
     )
@@ -248,10 +166,10 @@ def by_hand(p, xs, start):
 @pytest.mark.parametrize(
     "function, start",
     [
-        (scan_from_zeros, jnp.zeros((4, 32))),
-        (unrolled_from_zeros, jnp.zeros((4, 32))),
-        (unrolled_from_ones, jnp.ones((4, 32))),
-        (scan_from_a_parameter, P["start"]),
+        (programs.scan_from_zeros, jnp.zeros((4, 32))),
+        (programs.unrolled_from_zeros, jnp.zeros((4, 32))),
+        (programs.unrolled_from_ones, jnp.ones((4, 32))),
+        (programs.scan_from_a_parameter, P["start"]),
     ],
 )
 def test_every_round_of_a_recurrent_net_is_converted(function, start):
@@ -263,29 +181,6 @@ def test_every_round_of_a_recurrent_net_is_converted(function, start):
     np.testing.assert_allclose(jax.jit(low)(stored, STEPS), right, atol=2e-2)
 
 
-class NnxCell(nnx.Module):
-    """A net that keeps its activation between calls."""
-
-    def __init__(self, rngs):
-        self.i = nnx.Linear(32, 16, rngs=rngs)
-        self.h = nnx.Linear(16, 16, rngs=rngs)
-        self.state = nnx.Variable(jnp.full((4, 16), 0.5))
-
-    def __call__(self, x):
-        self.state[...] = jnp.tanh(self.i(x) + self.h(self.state[...]))
-        return self.state[...]
-
-
-class LinenCell(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        state = self.variable("memory", "state", lambda: jnp.full((4, 16), 0.5))
-        inner = nn.Dense(16, use_bias=False, name="i")(x)
-        outer = nn.Dense(16, use_bias=False, name="h")(state.value)
-        state.value = jnp.tanh(inner + outer)
-        return state.value
-
-
 def cell_by_hand(i, h, x):
     state = jnp.full((4, 16), 0.5)
     inner = tcfp_jax.matmul(x, i, recipe=RECIPE)
@@ -293,7 +188,7 @@ def cell_by_hand(i, h, x):
 
 
 def test_a_product_with_a_models_state_is_converted():
-    cell = NnxCell(nnx.Rngs(0))
+    cell = programs.NnxCell(nnx.Rngs(0))
     right = jax.jit(cell_by_hand)(cell.i.kernel[...], cell.h.kernel[...], X)
     convert_to_tcfp(cell, RECIPE, X, include=ALL, strict=True)
     assert kinds_of(survey(cell)) == {"i/kernel": "stored", "h/kernel": "stored"}
@@ -303,9 +198,9 @@ def test_a_product_with_a_models_state_is_converted():
 
     np.testing.assert_allclose(nnx.jit(call)(cell, X), right, rtol=1e-5, atol=1e-6)
 
-    variables = variables_of(LinenCell(), X)
+    variables = variables_of(programs.LinenCell(), X)
     variables["memory"] = {"state": jnp.full((4, 16), 0.5)}
-    model = convert_to_tcfp(LinenCell(), RECIPE, X, include=ALL, strict=True)
+    model = convert_to_tcfp(programs.LinenCell(), RECIPE, X, include=ALL, strict=True)
     assert kinds_of(survey(model)) == {"i/kernel": "stored", "h/kernel": "stored"}
     found, _ = jax.jit(lambda v: model.apply(v, X, mutable="memory"))(variables)
     kernels = [variables["params"][name]["kernel"] for name in ("i", "h")]
@@ -313,17 +208,9 @@ def test_a_product_with_a_models_state_is_converted():
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
 
 
-class Spectral(nn.Module):
-    @nn.compact
-    def __call__(self, x, update_stats=True):
-        x = nn.Dense(16, name="first")(x)
-        norm = nn.SpectralNorm(nn.Dense(16, name="normed"))
-        return norm(x, update_stats=update_stats)
-
-
 def test_statistics_of_a_weight_stay_float():
-    variables = variables_of(Spectral(), X)
-    model = convert_to_tcfp(Spectral(), RECIPE, X, include=ALL)
+    variables = variables_of(programs.Spectral(), X)
+    model = convert_to_tcfp(programs.Spectral(), RECIPE, X, include=ALL)
     report = survey(model)
     assert kinds_of(report) == {
         "first/kernel": "stored",
@@ -335,4 +222,4 @@ def test_statistics_of_a_weight_stay_float():
     def statistics(model):
         return jax.jit(lambda v: model.apply(v, X, mutable="batch_stats")[1])(variables)
 
-    assert same_bits(statistics(model), statistics(Spectral()))
+    assert same_bits(statistics(model), statistics(programs.Spectral()))

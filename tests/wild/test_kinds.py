@@ -1,0 +1,132 @@
+"""Another count of parameters finds what reports say: stored, converted only or float.
+
+The programs are the subjects of tests/wild and small ones in which a weight is read in
+each other way. They are traced, and none is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import tcfp_jax
+from tcfp_jax.conversion import find_weights, survey
+from tests.conversion import programs
+from tests.wild.kinds import kinds
+from tests.wild.low import ALL, RECIPE, convert
+from tests.wild.made import WIDTH, Made, Subject, floats, linen_made, nnx_made, pure
+from tests.wild.subjects import SUBJECTS
+
+FUNCTIONS = {
+    function.__name__: (function, inputs)
+    for function, inputs in [
+        (programs.dense, programs.X),
+        (programs.with_penalty, programs.X),
+        (programs.with_norm, programs.X),
+        (programs.with_decayed_copy, programs.X),
+        (programs.with_a_choice, programs.X),
+        (programs.with_orthogonality, programs.X),
+        (programs.halves, programs.X),
+        (programs.tied, programs.X),
+        (programs.queries, programs.X),
+        (programs.positions, programs.X),
+        (programs.mixing, programs.X),
+        (programs.scan_from_zeros, programs.STEPS),
+        (programs.scan_from_a_parameter, programs.STEPS),
+        (programs.unrolled_from_zeros, programs.STEPS),
+        (programs.unrolled_from_ones, programs.STEPS),
+        (programs.unrolled_from_a_parameter, programs.STEPS),
+        (programs.scaled, programs.X),
+        (programs.activated, programs.X),
+        (programs.layers, programs.X),
+    ]
+}
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, cell: type, rngs: nnx.Rngs) -> None:
+        self.rnn = nnx.RNN(cell(WIDTH, 16, rngs=rngs))
+        self.out = nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.rnn(x))
+
+
+def modules() -> dict[str, tuple[str, Callable[[], Made]]]:
+    """Return recurrent nets, and modules with state, by name."""
+    sequence = floats(2, 4, WIDTH)
+    x = floats(4, WIDTH)
+    found: dict[str, tuple[str, Callable[[], Made]]] = {}
+    for cell in (nn.SimpleCell, nn.GRUCell, nn.LSTMCell, nn.OptimizedLSTMCell):
+        found[f"linen {cell.__name__}"] = (
+            "linen",
+            lambda cell=cell: linen_made(nn.RNN(cell(16)), sequence),
+        )
+    for cell in (nnx.SimpleCell, nnx.GRUCell, nnx.LSTMCell, nnx.OptimizedLSTMCell):
+        found[f"nnx {cell.__name__}"] = (
+            "nnx",
+            lambda cell=cell: nnx_made(lambda rngs: NnxNet(cell, rngs), sequence),
+        )
+    changes = dict(mutable=["memory", "batch_stats"])
+    for module in (programs.LinenCell(), programs.Spectral()):
+        found[f"linen {type(module).__name__}"] = (
+            "linen",
+            lambda module=module: linen_made(module, x, apply_options=changes),
+        )
+    found["nnx cell with state"] = ("nnx", lambda: nnx_made(programs.NnxCell, x))
+    return found
+
+
+MODULES = modules()
+
+
+def differences(found: dict[str, str], counted: dict[str, str]) -> dict[str, Any]:
+    """Return the parameters that a report and the count judge in different ways."""
+    return {
+        path: (found.get(path), counted.get(path))
+        for path in sorted({*found, *counted})
+        if found.get(path) != counted.get(path)
+    }
+
+
+def lines_of(report: Any) -> dict[str, str]:
+    return {line.path: line.kind for line in report.parameters}
+
+
+def check(subject: Subject) -> None:
+    for package in subject.packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    made = subject.make()
+    with made.context():
+        fn, params, inputs = pure(made, subject.kind)
+        counted = kinds(fn, params, *inputs)
+        assert differences(lines_of(convert(subject, made).report), counted) == {}
+
+
+def test_there_are_forty_programs():
+    always = [subject for subject in SUBJECTS if not subject.packages]
+    assert len({*FUNCTIONS, *MODULES, *map(str, always)}) >= 40
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_report_of_a_function_is_what_another_count_finds(name):
+    function, x = FUNCTIONS[name]
+    low = tcfp_jax.transform(function, RECIPE, include=ALL)
+    report = survey(low, programs.P, x)
+    assert differences(lines_of(report), kinds(function, programs.P, x)) == {}
+    weights = find_weights(low, programs.P, x)
+    kept = {path for path, one in weights.items() if one.float_reads == "none"}
+    assert kept == {line.path for line in report.parameters if line.kind == "stored"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_report_of_a_module_is_what_another_count_finds(name):
+    kind, make = MODULES[name]
+    check(Subject(name, kind, make, (0, 0)))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_the_report_of_a_subject_is_what_another_count_finds(subject):
+    check(subject)
