@@ -142,7 +142,7 @@ def test_each_parameter_has_its_line(name):
         assert f"{line.path} {line.reason}" in str(said[0].message)
 
 
-def test_a_recipe_without_stored_weights_is_a_line_and_no_warning():
+def test_a_recipe_without_stored_weights_is_a_line_alone():
     rules = {"^w$": "bf16"}
     low = tcfp_jax.transform(programs.dense, RECIPE, include=ALL, rules=rules)
     assert "w converted only, stays float: bf16 stores no weight" in re.sub(
