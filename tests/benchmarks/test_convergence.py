@@ -30,7 +30,7 @@ from tcfp_jax.linen import TCFPDense
 from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import decibels, parametrize, refused, slow, slow_except
+from tests.helpers import decibels, drawn, parametrize, refused, slow, slow_except
 
 NAMES_OF_SMOKE = (BASELINE, RERUN, OTHER_BATCHES, "stored")
 FORK, SCRATCH = "convergence-fork", "convergence"
@@ -277,22 +277,8 @@ def test_rows_of_other_processes_stay_in_the_file(tmp_path):
 
 
 def row(name, seed, base, loss, *, milliseconds=None, device=None):
-    of = {
-        "seed": seed,
-        "base": base,
-        "milliseconds": milliseconds,
-        "seconds": 1.0,
-        "device": device,
-        "library": None,
-    }
-    return Row(
-        name=name,
-        train_loss=loss,
-        heldout_loss=loss,
-        heldout_loss_bf16=loss,
-        bytes_per_weight=None,
-        **of,
-    )
+    losses = (loss, loss, loss)
+    return Row(name, seed, base, *losses, None, milliseconds, 1.0, None, device)
 
 
 def test_ratios_are_of_one_base():
@@ -499,11 +485,9 @@ def test_committed_files_are_read_and_their_commands_name_them():
 
 
 def test_fake_quantization_rounds_weights_and_activations_alone():
-    rng = np.random.default_rng(0)
-    x, w, g = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        for shape in ((64, 32), (32, 32), (64, 32))
-    )
+    x = drawn(64, 32)
+    w = drawn(32, 32, seed=1)
+    g = drawn(64, 32, seed=2)
     params = {"params": {"kernel": w, "bias": jnp.ones(32)}}
 
     def q(v):

@@ -18,12 +18,13 @@ import tcfp_jax.inference
 import tcfp_jax.linen
 import tcfp_jax.nnx
 from pallas_kernels import counter
-from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.adamw.api import Moments, adamw
 from pallas_kernels.matmul.api import matmul, skip_matmul
 from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import conversion, formats
 from tcfp_jax.weights.fp4_packing import quantize_fp4
+from tests.adamw import rates
 from tests.compile_for_h200 import GATHERS, compile_for, h200s, needs_plugin, on
 from tests.helpers import (
     drawn,
@@ -149,24 +150,10 @@ def dual(w, scaling, backend):
 
 
 def step(g, hi, backend):
-    numbers = {
-        "b1": 0.9,
-        "b2": 0.999,
-        "rate": 0.1,
-        "rate_g": 0,
-        "correction": 1000,
-        "eps": 1e-8,
-        "eps_root": 0,
-        "decay": 1,
-        "gradient_scale": 1,
-        "scale": 1,
-        "new_scale": 1,
-    }
-    rates = Rates(**jax.tree.map(jnp.float32, numbers), keep=jnp.bool_(True))
     hi = hi.astype(E4M3)
     words = jnp.stack(counter.keys(1, 2))
     moments = Moments.zeros(hi.shape)
-    return adamw(g, hi, hi * 0, moments, rates, words, backend=backend)
+    return adamw(g, hi, hi * 0, moments, rates(), words, backend=backend)
 
 
 OPS = {

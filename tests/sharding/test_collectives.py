@@ -15,19 +15,18 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from models.nets.llama import Block, Llama
+from benchmarks import llama_steps
+from models.nets.llama import Block
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.matmul.api import matmul
-from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.weights.stored import Stored
 from tests.collectives import OPERATIONS, Collective, collectives
 from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on, on_once
-from tests.helpers import parametrize, refused, step_of
+from tests.helpers import parametrize, refused
 
 # All differ from each other and from the tokens of a batch or a part of it, so a shape
 # identifies an array.
@@ -123,64 +122,27 @@ def split_batch(mesh):
 
 
 def training_step(name, remat):
-    """(the step, the function that makes its state)."""
-    model = Llama(
-        LlamaConfig(
-            layers=LAYERS,
-            width=WIDTH,
-            heads=8,
-            kv_heads=4,
-            hidden=HIDDEN,
-            context=POSITIONS,
-            vocabulary=VOCABULARY,
-            head="untied",
-            attention="products",
-            remat=remat,
-        )
+    """(the step, the function that makes its state and tokens)."""
+    size = LlamaConfig(
+        layers=LAYERS,
+        width=WIDTH,
+        heads=8,
+        kv_heads=4,
+        hidden=HIDDEN,
+        context=POSITIONS,
+        vocabulary=VOCABULARY,
+        head="untied",
+        attention="products",
+        remat=remat,
     )
-    converted = model
-    weights = None
-    feedback = []
-    if name != "bf16":
-        options = {}
-        if remat == "block" and name in ("tensorwise", "tcfp12_fast"):
-            options = {"copies": "one"}
-        known = "tcfp12_single" if name == "stored" else name
-        recipe = tcfp_jax.recipe(known, **options)
-        tokens = jax.ShapeDtypeStruct((BATCH, POSITIONS), jnp.int32)
-        converted = convert_to_tcfp(model, recipe, tokens, include=("linear", "small"))
-        weights = find_weights(converted)
-        feedback = [tcfp_jax.error_feedback(weights)]
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4), *feedback)
-    if name == "stored":
-        tx = tcfp_jax.optim.adamw(
-            1e-4, moments="8bit", max_norm=1.0, key=jax.random.key(0)
-        )
-
-    @tcfp_jax.value_and_grad
-    def gradients(params, opt_state, tokens):
-        variables = {"params": params}
-        if weights is not None:
-            variables["tcfp"] = tcfp_jax.layer_state(opt_state)
-        return converted.apply(variables, tokens[:, :-1], tokens[:, 1:]).mean()
-
-    def step(state, tokens):
-        loss, dparams = gradients(*state, tokens)
-        return step_of(tx)(dparams, *state), loss
-
-    def init(key):
-        def floats():
-            return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-
-        if name != "stored":
-            params = floats()
-        else:
-            params = tcfp_jax.store(
-                floats, weights, key=key, gradient_dtype=jnp.bfloat16
-            )
-        return params, tx.init(params)
-
-    return step, init
+    if remat == "block" and name in ("tensorwise", "tcfp12_fast"):
+        name = tcfp_jax.recipe(name, copies="one")
+    tokens = (BATCH, POSITIONS)
+    config = llama_steps.Config(
+        size, size, tokens, tokens, {}, include=("linear", "small")
+    )
+    training = llama_steps.make_training(config, name)
+    return training.step, training.init
 
 
 @functools.lru_cache(maxsize=4)
@@ -190,7 +152,7 @@ def travels(name: str, remat: str, mesh_name: str) -> list[Collective]:
     mesh = h200s(*MESHES[mesh_name])
     step, init = training_step(name, remat)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(init, jax.random.key(0))
+        shapes, _ = jax.eval_shape(init, jax.random.key(0))
 
     def place(path, leaf):
         return on(mesh, leaf.shape, leaf.dtype, *spec_of(path, leaf.shape, mesh.shape))
