@@ -100,7 +100,7 @@ def test_every_run_of_a_card_is_a_command(name):
     assert dataclasses.is_dataclass(chosen.config(options))
 
 
-def test_a_card_makes_what_is_missing_in_shares_and_keeps_nothing_of_a_failure(
+def test_a_card_runs_its_share_and_keeps_nothing_of_a_failure(
     tmp_path, monkeypatch, capsys
 ):
     ran = []

@@ -112,7 +112,7 @@ def test_forks_resume_and_stop_at_their_budget(smoke, tmp_path, capsys):
     assert convergence.rows_there(nothing) == []
 
 
-def test_a_caption_names_the_devices_of_rows_and_the_flags_of_a_run(tmp_path):
+def test_a_caption_names_the_devices_and_flags_of_a_run(tmp_path):
     row = {
         "name": "bf16",
         "seed": 0,

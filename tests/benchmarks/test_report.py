@@ -114,7 +114,7 @@ def test_a_page_has_every_section_and_no_other(root, capsys):
     assert "no section train_step-recipes" in capsys.readouterr().err
 
 
-def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsys):
+def test_captions_say_how_old_numbers_are_and_no_check_asks(root, capsys):
     page = root / "docs" / "measurements.md"
     assert page.read_text().count(records.AGE) == 2
     # The same numbers, measured with the library of today.

@@ -290,7 +290,7 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path, monkeypatch):
 @parametrize(
     "lost, by", [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "silent"]
 )
-def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(
+def test_a_lost_process_ends_the_other_and_leaves_a_checkpoint(
     tmp_path, monkeypatch, lost, by
 ):
     """A process is lost within a save: a killed one closes its connections, a silent
@@ -499,7 +499,7 @@ def test_meshes_that_are_none(text, message):
         ),
     ],
 )
-def test_a_mesh_that_does_not_divide_a_run_is_refused_and_leaves_no_folder(
+def test_a_mesh_that_does_not_divide_a_run_leaves_no_folder(
     tmp_path, sizes, change, message
 ):
     with refused(message):

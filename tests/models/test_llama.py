@@ -181,7 +181,7 @@ def test_layers_that_write_to_the_residual_stream_start_smaller():
     [MICRO, replace(UNTIED, remat="products")],
     ids=["tied", "untied"],
 )
-def test_every_product_of_a_block_is_converted_and_the_head_is_not(config):
+def test_every_product_but_the_head_is_converted(config):
     learner = families.learner(config, tcfp_jax.recipe("tcfp12"), "bfloat16")
     report = survey(learner.model)
     assert [record.weight_path for record in report.converted] == [
@@ -281,7 +281,7 @@ def test_a_model_names_what_is_wrong():
         sizes.model_config("tiny", 500)
 
 
-def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
+def test_the_module_knows_of_low_precision_only_fp8_copies():
     source = importlib.import_module("models.nets.llama")
     known = [
         name

@@ -128,7 +128,7 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(
 
 
 @slow
-def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does():
+def test_a_step_keeps_stages_and_has_the_bits_of_the_unsplit():
     model = pipeline(2, recipe="tcfp12_single")
     unsplit = families.learner(TINY, model.recipe, "float32").model
     tx = tcfp_jax.optim.adamw(1e-2, moments="8bit", key=jax.random.key(1))

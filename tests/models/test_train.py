@@ -468,7 +468,7 @@ class TestCommand:
         assert train.main(["--resume", "--out", str(out), "--seed", "3"]) == 2
         assert "seed=0 in the folder but 3 now" in capsys.readouterr().err
 
-    def test_the_baseline_has_no_baseline_by_default_and_needs_no_matplotlib(
+    def test_the_baseline_has_no_baseline_and_needs_no_matplotlib(
         self, monkeypatch, capsys
     ):
         arguments = [*self.ARGUMENTS, "--recipe", "bf16", "--out", "plain"]
