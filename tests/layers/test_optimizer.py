@@ -14,7 +14,7 @@ from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
 from tcfp_jax.linen import TrainState
 from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import drawn, parametrize, refused, slow_except, store_at_once
+from tests.helpers import MLP, drawn, parametrize, refused, slow_except, store_at_once
 
 # optax raises a float to an integer power
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -30,15 +30,14 @@ class Dense(nn.Module):
         return nn.Dense(16, name="down")(nn.relu(nn.Dense(32, name="up")(x)))
 
 
-class Counted(nnx.Module):
+class Counted(MLP):
     def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
+        super().__init__(rngs)
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, x):
         self.calls[...] += 1
-        return self.down(nnx.relu(self.up(x)))
+        return super().__call__(x)
 
 
 def loss(model, x):
