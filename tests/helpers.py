@@ -14,12 +14,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 import tcfp_jax
+from pallas_kernels.hopper import plan
 from pallas_kernels.operands import Block, Row, Tensor
 from tcfp_jax.weights.stored import Stored
 
 parametrize = pytest.mark.parametrize
 slow = pytest.mark.slow
 slow_except = pytest.mark.slow_except
+OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
+needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 
 
 def refused(match, error=ValueError):

@@ -9,11 +9,10 @@ import pytest
 
 from pallas_kernels import pallas_triton
 from pallas_kernels.adamw.api import Moments, Rates, adamw
-from pallas_kernels.hopper import plan
 from pallas_kernels.moments import E4M3
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
-from tests.helpers import parametrize
+from tests.helpers import OLD_JAX, parametrize
 
 pytestmark = [
     pytest.mark.optimized,
@@ -56,7 +55,7 @@ def test_a_step_is_one_kernel_in_place(engine, shape, orientation, monkeypatch):
     There is no copy of donated arrays, of a stack neither, and no loop over it.
     """
     if engine == "mosaic":
-        if jax.__version_info__[:2] < plan.SMALLEST_JAX:
+        if OLD_JAX:
             pytest.skip("Mosaic's FP8 needs jax 0.11")
         monkeypatch.setattr(pallas_triton, "missing", lambda: "Pallas-Triton is gone")
     mesh = h200.h200s(1)

@@ -19,10 +19,8 @@ from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import add_product, matmul
 from pallas_kernels.operands import Block, MatmulOptions, Operand, Row, Tensor
 from tests.fp8_products import E4M3, E5M2, drawn, ones, within
-from tests.helpers import parametrize, refused, slow_except
+from tests.helpers import OLD_JAX, needs_mosaic, parametrize, refused, slow_except
 
-OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
-needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 BACKENDS = ["xla", "triton", pytest.param("mosaic", marks=needs_mosaic)]
 in_float32 = partial(matmul, out_dtype=jnp.float32)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import plan
 from pallas_kernels.operands import Block, Quantization, Row, Tensor
 from pallas_kernels.quantize import mosaic
 from pallas_kernels.quantize.api import dual_quantize, quantize
@@ -20,14 +19,12 @@ from tcfp_jax.formats.cast_kernel import Cast
 from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
-from tests.helpers import parametrize, refused, same_bits, slow
+from tests.helpers import OLD_JAX, needs_mosaic, parametrize, refused, same_bits, slow
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 BF16 = "bfloat16"
 F32 = "float32"
 SHAPE = (4096, 8192)
-OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
-needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 needs jax 0.11")
 needs_h200 = pytest.mark.skipif(
     OLD_JAX or h200.missing() is not None, reason=str(h200.missing())
 )

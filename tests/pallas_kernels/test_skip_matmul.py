@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from pallas_kernels.hopper.plan import SMALLEST_JAX, Problem, candidates
+from pallas_kernels.hopper.plan import Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import matmul, skip_matmul
 from pallas_kernels.operands import Block, MatmulOptions
@@ -27,12 +27,8 @@ from tests.compile_for_h200 import (
     on_blocks,
 )
 from tests.fp8_products import E4M3, Case, ones, within
-from tests.helpers import assert_near, parametrize, refused
+from tests.helpers import assert_near, needs_mosaic, parametrize, refused
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__[:2] < SMALLEST_JAX,
-    reason="Mosaic's FP8 products need jax 0.11",
-)
 # Which blocks of 128 x 128 FP8 represents exactly: rows are n-tiles, columns k-blocks.
 EXACT = {
     "half": [[1, 0, 0, 1], [0, 1, 1, 0]],
