@@ -128,13 +128,13 @@ def test_twenty_bits_of_b_change_averages_little(b):
 
 
 def test_a_change_of_scale_by_binades_changes_no_weight():
-    g, hi, lo, state = data()
+    start = data()
     options = reference.AdamWOptions(momentum="nesterov")
-    expected = exact_weight(g, hi, lo, state, rates(nesterov=True), options)
+    expected = exact_weight(*start, rates(nesterov=True), options)
     for factor in (0.25, 0.5, 2, 8):
         given = rates(nesterov=True, new_scale=SCALE * factor)
-        assert np.array_equal(exact_weight(g, hi, lo, state, given, options), expected)
-        new = step(g, hi, lo, state, given, KEY, momentum="nesterov")
+        assert np.array_equal(exact_weight(*start, given, options), expected)
+        new = step(*start, given, KEY, momentum="nesterov")
         scale = SCALE * factor
         fits = np.abs(expected) <= 448 * scale
         bound = np.abs(expected) * 2.0**-7 + scale * 2.0**-9
@@ -183,13 +183,13 @@ def test_lo_keeps_the_mean_of_the_weight():
 
     A step far below lo's grid moves the weight by its mean.
     """
-    g, hi, lo, state = data()
+    start = data()
     given = rates(lr=1e-5, decay=0.0)
-    exact = exact_weight(g, hi, lo, state, given, reference.AdamWOptions()) / SCALE
+    exact = exact_weight(*start, given, reference.AdamWOptions()) / SCALE
     draws = 512
 
     def values(i):
-        new = adamw(g, hi, lo, state, given, jnp.stack(counter.keys(8, i)))
+        new = adamw(*start, given, jnp.stack(counter.keys(8, i)))
         return new.hi.astype(jnp.float32) + new.lo.astype(jnp.float32) - exact
 
     keys = jnp.arange(draws, dtype=jnp.uint32)
@@ -316,10 +316,10 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
 @parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_every_mesh_has_the_same_bits_and_moves_one_number(spec, backend):
     shape = (128, 1024)  # whole tiles for each of eight devices
-    g, hi, lo, state = data(shape, 3)
-    expected = step(g, hi, lo, state, rates(), KEY, orientation="both", backend="xla")
+    start = data(shape, 3)
+    expected = step(*start, rates(), KEY, orientation="both", backend="xla")
     spread = NamedSharding(mesh_of(2, 2), spec)
-    operands = jax.device_put((g, hi, lo, state), spread)
+    operands = jax.device_put(start, spread)
     call = jax.jit(partial(adamw, orientation="both", backend=backend))
     compiled = call.lower(*operands, rates(), KEY).compile()
     got = compiled(*operands, rates(), KEY)
