@@ -177,11 +177,11 @@ def copy(state: Any, g: Array, step: Array, scale: Array) -> Any:
 
 # Options of each step by name; "look" is what it checks in the gradient first.
 OURS: dict[str, dict[str, Any]] = {
-    "fused": dict(look="nothing"),
-    "fused, with the transposed copy of hi": dict(look="nothing", orientation="both"),
-    "fused, after a look for NaN": dict(look="NaN"),
-    "fused, clipped": dict(look="clipped"),
-    "the same by XLA": dict(look="nothing", backend="xla"),
+    "fused": {"look": "nothing"},
+    "fused, with the transposed copy of hi": {"look": "nothing", "orientation": "both"},
+    "fused, after a look for NaN": {"look": "NaN"},
+    "fused, clipped": {"look": "clipped"},
+    "the same by XLA": {"look": "nothing", "backend": "xla"},
 }
 
 

@@ -147,15 +147,15 @@ def _weights(
     k, n = shape
     first = jax.random.normal(jax.random.key(0), (n, k), jnp.bfloat16)
     found = {BASELINE: cold_copies(first, config.cold_bytes)}
-    of_scaling: dict[Fp4, list[Any]] = {}
+
+    @functools.cache
+    def packed(scaling: Fp4) -> list[Any]:
+        pack = jax.jit(partial(quantize_fp4, scaling=scaling))
+        return cold_copies(pack(first), config.cold_bytes)
+
     for name, kind in KINDS.items():
-        if not any(kind.runs(part, m) for m in rows):
-            continue
-        scaling = kind.scaling
-        if scaling not in of_scaling:
-            pack = jax.jit(partial(quantize_fp4, scaling=scaling))
-            of_scaling[scaling] = cold_copies(pack(first), config.cold_bytes)
-        found[name] = of_scaling[scaling]
+        if any(kind.runs(part, m) for m in rows):
+            found[name] = packed(kind.scaling)
     return found
 
 

@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks import convergence_tables, memory
 from benchmarks.card import RUNS
@@ -257,13 +256,11 @@ def measured(results: Path = RESULTS) -> str:
             # A variant of a recipe has a name that is not a recipe's.
             is_recipe = row["recipe"] in NAMES and row["recipe"] != BASELINE
             if row["part"] == "mlp" and is_recipe:
-                of_device.setdefault(row["recipe"], []).append(_measured_row(row))
+                shape = [int(size) for size in row["shape"].split("x")]
+                speed = round(row["speed_over_bf16"], 4)
+                measured_row = {"shape": shape, "speed_over_bf16": speed}
+                of_device.setdefault(row["recipe"], []).append(measured_row)
     return json.dumps(found, indent=1) + "\n"
-
-
-def _measured_row(row: Mapping[str, Any]) -> dict[str, object]:
-    shape = [int(size) for size in row["shape"].split("x")]
-    return {"shape": shape, "speed_over_bf16": round(row["speed_over_bf16"], 4)}
 
 
 # The command
