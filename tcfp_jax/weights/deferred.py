@@ -104,6 +104,10 @@ class Deferred(Parameter):
         """Return the zeros `[*stack, k, n]` that take the gradient."""
         return self.home.slot(self.index, self.zero)
 
+    def read(self) -> Stored:
+        """Return the values as products read them."""
+        return self.stored
+
     def intact(self) -> Parameter:
         """Return the parameter with its arrays; `train_step` has looked at the
         codes.
