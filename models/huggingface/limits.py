@@ -127,9 +127,11 @@ class _Process:
         if self._pipe is not None:
             return self._pipe
         ours, theirs = multiprocessing.Pipe()
+        # -P: a module of the folder in which a command starts may be a stranger's
+        command = [sys.executable, "-P", "-m", f"{__package__}.served"]
         with theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.served", str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,

@@ -29,14 +29,14 @@ class Answers(jinja2.ext.Extension):
 
     Attributes:
       written: Number of characters that a rendering has written.
-      spans: Where answers begin and end in its text.
+      found: Where answers begin in its text, and their text.
     """
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
         self.written = 0
-        self.spans: Spans = []
+        self.found: list[tuple[int, str]] = []
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """Return a call of `_noted` on the body of the tag."""
@@ -47,7 +47,7 @@ class Answers(jinja2.ext.Extension):
 
     def _noted(self, caller: Callable[[], str]) -> str:
         text = caller()
-        self.spans.append((self.written, self.written + len(text)))
+        self.found.append((self.written, text))
         return text
 
 
@@ -62,21 +62,27 @@ def render(
       date: Day of `strftime_now`, such as "2026-11-28"; None is now.
 
     Raises:
-      ValueError: the text is longer than `MOST_TEXT`.
+      ValueError: the text is longer than `MOST_TEXT`, or nobody can tell where its
+        answers are.
       Exception: whatever the template raises.
     """
     compiled = _compiled(template, date)
     answers = compiled.environment.extensions[Answers.identifier]
     assert isinstance(answers, Answers)
     answers.written = 0
-    answers.spans = []
+    answers.found = []
     parts: list[str] = []
     for part in compiled.generate(**variables):
         parts.append(part)
         answers.written += len(part)
         if answers.written > MOST_TEXT:
             raise ValueError(f"its text is longer than {MOST_TEXT:,} characters")
-    return "".join(parts), answers.spans
+    text = "".join(parts)
+    for begin, answer in answers.found:
+        # A macro or {% set %} writes later, and perhaps somewhere else
+        if not text.startswith(answer, begin):
+            raise ValueError("its tags {% generation %} are not at the top level")
+    return text, [(begin, begin + len(answer)) for begin, answer in answers.found]
 
 
 @functools.lru_cache(maxsize=8)

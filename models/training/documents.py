@@ -9,6 +9,7 @@ does. So conversations are never learned as plain text, with their JSON.
 import codecs
 import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -19,6 +20,9 @@ ARRAY = ".json"
 MOST = 2**24  # bytes of a document; a long novel has a quarter of them
 MOST_OF_ARRAY = 2**28
 SNIFFED = 2**16
+# Entries that make an object a document, here or for other trainers.
+KINDS = {"messages": list, "conversations": list, "text": str}
+CHATS = ("messages", "conversations")
 
 
 class Document(NamedTuple):
@@ -74,12 +78,12 @@ def _is_documents(path: Path) -> bool:
     if not name.endswith(ARRAY):
         return name.endswith(LINES)
     with path.open("rb") as file:
-        return holds_documents(file.read(SNIFFED), ("messages", "text"))
+        return holds_documents(file.read(SNIFFED), tuple(KINDS))
 
 
-def holds_documents(begin: bytes, keys: Sequence[str] = ("messages",)) -> bool:
+def holds_documents(begin: bytes, keys: Sequence[str] = CHATS) -> bool:
     """Return whether a file, of which this is the beginning, is JSON whose first object
-    has one of the keys.
+    is a document by one of the keys.
 
     >>> holds_documents(b'[{"messages": []}, {'), holds_documents(b'"messages"')
     (True, False)
@@ -92,8 +96,8 @@ def holds_documents(begin: bytes, keys: Sequence[str] = ("messages",)) -> bool:
     try:
         first, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # cut, or damaged
-        return any(f'"{key}"' in text for key in keys)
-    return any(key in first for key in keys)
+        return any(re.search(rf'"{key}"\s*:\s*\[', text) for key in CHATS)
+    return any(isinstance(first.get(key), KINDS[key]) for key in keys)
 
 
 def check_paths(data: Sequence[str]) -> None:

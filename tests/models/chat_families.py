@@ -408,6 +408,17 @@ def byte_level():
     return model.to_str()
 
 
+def splits():
+    """Return the words of Llama 3 and Qwen: digits apart, and marks with line ends."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, letters])
+
+
 @functools.cache
 def sentence_pieces(prefix):
     """Return a BPE as of sentencepiece, as JSON: spaces are letters, and characters
@@ -457,6 +468,7 @@ def conversations(family, count, seed=0):
         "\n",
         "3",
         "｜",
+        "e\u0301\u200b\u0085 ",
         "<think>\nyes\n</think>\n\nyes",
     ]
     found = []

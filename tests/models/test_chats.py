@@ -18,6 +18,7 @@ from tests.models.chat_families import (
     byte_level,
     conversations,
     sentence_pieces,
+    splits,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -30,10 +31,14 @@ def family(request, tmp_path_factory):
     name = request.param
     one = FAMILIES[name]
     folder = tmp_path_factory.mktemp("family")
-    content = byte_level()
+    model = tokenizers.Tokenizer.from_str(byte_level())
     if one.pieces:
         content = sentence_pieces("llama" in name or "mi" in name)
-    model = tokenizers.Tokenizer.from_str(content)
+        model = tokenizers.Tokenizer.from_str(content)
+    elif name not in ("olmo 2", "deepseek"):
+        model.pre_tokenizer = splits()
+    if "qwen" in name:
+        model.normalizer = tokenizers.normalizers.NFC()
     model.add_special_tokens([*one.tokens.values()])
     theirs = getattr(transformers, one.kind)(tokenizer_object=model, **one.tokens)
     strips = name == "phi 3"
@@ -249,6 +254,43 @@ def test_damaged_settings_are_named(folder, files, message):
         folder(**files)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools is not none %}tools {{ tools }}{% endif %}TURNS",
+        "{% if not tools is none %}{{ tools | tojson }}{% endif %}TURNS",
+        "{% if documents != none or documents is undefined %}documents{% endif %}TURNS",
+        "{{ strftime_now('%Y')[:2] }}{% if strftime_now is defined %}TURNS{% endif %}",
+        "{{ messages | tojson }}{{ messages | tojson(ensure_ascii=True) }}",
+        "{{ messages | tojson(indent=2, sort_keys=True) }}{{ [1] | tojson(False, 3) }}",
+        "{{ {'a': [1, 2]} | tojson(separators=(',', ':')) }}",
+        "{% set generation = messages | length %}{{ generation }}TURNS",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n"
+        "  {%- if loop.first %}{% continue %}{% endif %} x {% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
+        "{{ bos_token }}{{ sep_token }}{{ additional_special_tokens | join('-') }}",
+        "{{ image_token }}{% if add_generation_prompt is defined %}TURNS{% endif %}",
+        "   {% if true %}  \n a {% endif %}\n{# note #}\n\n{{ eos_token }}\n",
+        "{{ (messages | selectattr('role', 'equalto', 'user') | list) | length }}TURNS",
+    ],
+)
+def test_templates_see_the_variables_of_transformers(folder, tmp_path, template):
+    marks = dict(bos_token="<s>", eos_token="</s>", tokenizer_class="GPT2Tokenizer")
+    ours = folder(
+        tokenizer_config=marks
+        | dict(
+            additional_special_tokens=["<end>", "<s>"],
+            extra_special_tokens={"image_token": "<image>"},
+        ),
+        chat_template=template.replace("TURNS", OWN_TURNS),
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    turns = [*HI, dict(role="assistant", content='Hé, <b>"2 & 3"</b>?', extra=[1.5])]
+    assert ours.rendered(turns) == theirs.apply_chat_template(turns, tokenize=False)
+    opened = theirs.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
+    assert ours.rendered(HI, opened=True) == opened
+
+
 ESCAPES = [
     "{{ ''.__class__ }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -289,6 +331,10 @@ LOOPS = (
         ("{{ ('a' * 10**10) | length }}", "too much memory|status -"),
         ("{{ 10 ** (10 ** 10) }}", "stopped after"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        (
+            "{% macro f() %}a{% generation %}b{% endgeneration %}{% endmacro %}{{ f() }}",
+            "are not at the top level",
+        ),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ raise_exception('No \n\x1b[31msystem') }}", r"No   \[31msystem"),
         ("{% if %}", "Expected an expression"),

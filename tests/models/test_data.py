@@ -319,6 +319,6 @@ def test_documents_need_a_tokenizer_and_other_json_is_text(tmp_path):
     with pytest.raises(ValueError, match=r"chats\.jsonl holds documents for a token"):
         load_data([str(tmp_path)])
     (tmp_path / "chats.jsonl").rename(tmp_path / "package.json")
-    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / "package.json").write_text('{"name": "x", "messages": {"en": "y"}}')
     (tmp_path / "code.py").write_text("import json\n")
     assert len(load_data([str(tmp_path)]).train) > 20
