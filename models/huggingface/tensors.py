@@ -12,6 +12,7 @@ layers. Rotary positions turn the same pairs in both. Gemma's files hold the sca
 norm less 1. `models.huggingface.configs` reads the configuration.
 """
 
+import functools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from jax.typing import DTypeLike
 
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
+from tcfp_jax.inference.merging import quantize_merged, round_merged
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
 from tcfp_jax.weights.stored import Stored
@@ -75,6 +77,7 @@ def to_huggingface(
     config: LlamaConfig,
     scaling: Scaling | None = None,
     dtype: DTypeLike = jnp.bfloat16,
+    adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the tensors of a Llama by Transformers' names.
 
@@ -84,6 +87,9 @@ def to_huggingface(
       config: Size of the model.
       scaling: Quantizes the float matrices of the layers, q with k and v, gate with up.
       dtype: Dtype of tensors that stay float.
+      adapters: First matrices `[layers, k, r]` of adapters that were added to the
+        matrices of the layers, by layer; None for no adapters. Rounding to nearest
+        would lose the change by the adapters (`tcfp_jax.inference.merging`).
 
     Returns:
       NumPy arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
@@ -114,7 +120,7 @@ def to_huggingface(
             raise ValueError(
                 f"scaling={scaling}, but {group} are quantized already; leave it out"
             )
-        matrices |= floats if scaling is None else quantize_together(floats, scaling)
+        matrices |= _rounded(floats, scaling, adapters)
     named = {f"{theirs}.weight": matrices[ours] for ours, theirs in PROJECTIONS.items()}
     for (ours, kind), theirs in vectors(config).items():
         offset = config.norm_offset if kind == "scale" else 0
@@ -131,6 +137,23 @@ def to_huggingface(
         if not isinstance(tensor, Operand):
             tensors[name] = np.asarray(tensor).astype(dtype)
     return tensors
+
+
+def _rounded(
+    floats: Mapping[str, Any],
+    scaling: Scaling | None,
+    adapters: Mapping[str, Any] | None,
+) -> Mapping[str, Any]:
+    """Return the matrices of a group, quantized if there is a scaling."""
+    if adapters is None:
+        return floats if scaling is None else quantize_together(floats, scaling)
+    directions = jnp.concatenate([adapters[name] for name in floats], -1)
+    if scaling is None:
+        return {name: round_merged(w, directions) for name, w in floats.items()}
+    quantize = functools.partial(
+        quantize_merged, directions=directions, scaling=scaling
+    )
+    return quantize_together(floats, scaling, quantize)
 
 
 def _stack(weight: Operand) -> Operand:

@@ -115,3 +115,15 @@ def merged(params: Any, quantized: Any) -> Any:
             leaf = leaf + SCALE * adapter["a"] @ adapter["b"]
         put(found, path.split("/"), leaf)
     return found
+
+
+def first_matrices(params: Any) -> dict[str, Any] | None:
+    """Return A of each adapter of the layers, by the layer it belongs to; None without
+    adapters.
+    """
+    found = {}
+    for path, leaf in entries(params).items():
+        layer, _, name = path.rpartition("/")
+        if name == "a" and layer.endswith(SUFFIX):
+            found[layer.rpartition("/")[2].removesuffix(SUFFIX)] = leaf
+    return found or None

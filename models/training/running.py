@@ -21,6 +21,7 @@ from tqdm import tqdm
 import tcfp_jax
 from models.huggingface.configs import is_folder
 from models.huggingface.folders import Form, check_folder, write_folder
+from models.nets.adapters import first_matrices
 from models.nets.meshes import check_mesh, everywhere, make_mesh
 from models.nets.shapes import LlamaConfig
 from models.training.batches import check_corpus
@@ -226,7 +227,9 @@ def export_run(
         if config.start is not None and is_folder(config.start):
             source = Path(config.start)
         shape = dataclasses.replace(size, lora=0)
-        write_folder(path, params, shape, form, source, config.data.tokenizer)
+        tokenizer = config.data.tokenizer
+        adapters = first_matrices(state.params)
+        write_folder(path, params, shape, form, source, tokenizer, adapters)
 
 
 def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:

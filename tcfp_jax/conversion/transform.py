@@ -39,6 +39,7 @@ from tcfp_jax.conversion.shown import SHAPES, Shown
 from tcfp_jax.conversion.views import View
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import Args, Function, PyTree, Tree
+from tcfp_jax.products.matmul import forward_mode_explained
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.freshness import current
@@ -195,7 +196,8 @@ class Transformed:
             found.check_converted(self.name)
         if self.strict:
             found.report.check_strict()
-        return self._run(found, args, kwargs, stored, product_key)
+        with forward_mode_explained(f"{self.name}, which is converted"):
+            return self._run(found, args, kwargs, stored, product_key)
 
     def examine(self, *args: PyTree, **kwargs: PyTree) -> Examined:
         """Return the function's program and the decisions about it.

@@ -133,9 +133,9 @@ def to_bytes(codes: Array, bits: int) -> Array:
         return lax.bitcast_convert_type(whole, jnp.uint8).reshape(-1)
     width = _piece(bits)
     if width < bits:
-        single = (pieces[:, None] >> jnp.arange(bits, dtype=jnp.uint32)) & 1
+        single = (pieces[:, None] >> _places(bits, 1)) & 1
         pieces = single.reshape(-1)
-    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
+    places = _places(8, width)
     pieces = jnp.pad(pieces, (0, -pieces.size % places.size))
     return _joined(pieces.reshape(-1, places.size), places).astype(jnp.uint8)
 
@@ -147,12 +147,17 @@ def from_bytes(data: Array, bits: int, count: int) -> Array:
         groups = data if bits == 8 else data.reshape(count, bits // 8)
         return lax.bitcast_convert_type(groups, _WHOLE[bits]).astype(jnp.uint32)
     width = _piece(bits)
-    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
-    pieces = (data[:, None].astype(jnp.uint32) >> places) & jnp.uint32((1 << width) - 1)
+    moved = data[:, None].astype(jnp.uint32) >> _places(8, width)
+    pieces = moved & jnp.uint32((1 << width) - 1)
     pieces = pieces.reshape(-1)[: count * bits // width]
     if width == bits:
         return pieces
-    return _joined(pieces.reshape(count, bits), jnp.arange(bits, dtype=jnp.uint32))
+    return _joined(pieces.reshape(count, bits), _places(bits, 1))
+
+
+def _places(bits: int, width: int) -> Array:
+    """Return the places of pieces of a width in a row of bits, `[1, pieces]`."""
+    return jnp.arange(0, bits, width, dtype=jnp.uint32)[None]
 
 
 def _joined(pieces: Array, places: Array) -> Array:

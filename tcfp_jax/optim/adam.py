@@ -27,7 +27,15 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim import encoding
 from tcfp_jax.optim.encoding import Format, Keys, Moment, Scales
-from tcfp_jax.optim.steps import Scalars, Stepped, WeightStep, float_step, fused_step
+from tcfp_jax.optim.numbers import check_numbers, usable
+from tcfp_jax.optim.steps import (
+    Scalars,
+    Stepped,
+    WeightStep,
+    float_step,
+    fused_step,
+    has_bound,
+)
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.weights.parameter import (
@@ -54,8 +62,8 @@ class AdamWState(NamedTuple):
 
     Attributes:
       count: number of steps that were taken, int32.
-      skipped: number of steps that were skipped because of a NaN, an inf or a gradient
-        of 2**63 or more, int32.
+      skipped: number of steps that were skipped because of a NaN, an inf, a gradient
+        of 2**63 or more, or a number of the optimizer out of range, int32.
       mu: first moments, a tree that mirrors the parameters; a stored weight's has the
         shape of its matrix.
       nu: second moments, likewise.
@@ -107,30 +115,32 @@ def adamw(
     with fewer than 4096 values or two axes keep float32 moments.
 
     In `optax.inject_hyperparams` pass `static_args=("key", "mask")` and
-    `hyperparam_dtype=jnp.float32`.
+    `hyperparam_dtype=jnp.float32`. A step is skipped and counted if a number that only
+    the program knows, such as a schedule's, is out of range.
 
     Args:
-      learning_rate: a number, or a schedule of the count of steps that were taken.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root.
-      eps_root: added under the root.
-      weight_decay: decoupled decay, multiplied by the learning rate.
+      learning_rate: a finite number, or a schedule of the count of steps that were
+        taken.
+      b1: decay of the first moment, at least 0 and below 1.
+      b2: decay of the second moment, at least 0 and below 1.
+      eps: added to the root, not negative.
+      eps_root: added under the root, not negative.
+      weight_decay: decoupled decay, multiplied by the learning rate, not negative.
       mask: parameters that decay: a tree of bools, or a function of the parameters that
         returns one and sees shapes instead of stored weights. None means all.
       nesterov: as in optax.
       moments: "8bit" (m in E4M3, v in "ue5m3", a scale for each 128 values) and
         "bfloat16" round stochastically; "float32" does not round.
-      max_norm: limit of the gradients' global norm, to which larger ones are scaled. A
-        step whose norm is not finite is skipped. The order of the sum depends on the
-        mesh, so clipped steps agree between meshes only up to rounding.
+      max_norm: limit of the gradients' global norm, above 0, to which larger ones are
+        scaled. A step whose norm is not finite is skipped. The order of the sum depends
+        on the mesh, so clipped steps agree between meshes only up to rounding.
       key: JAX random key, needed for "8bit" and "bfloat16". It becomes part of the
         state.
 
     Raises:
-      ValueError: an unknown `moments`; a key that is missing, or that would not be
-        used; a mesh that cuts blocks of moments; `update` without parameters, or with a
-        gradient of another shape than its parameter.
+      ValueError: an unknown `moments`; a number out of range; a key that is missing, or
+        that would not be used; a mesh that cuts blocks of moments; `update` without
+        parameters, or with a gradient of another shape than its parameter.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = adamw(0.1, moments="float32")
@@ -154,6 +164,8 @@ def adamw(
         moments,
         max_norm,
     )
+    rate = None if callable(learning_rate) else learning_rate
+    check_numbers(learning_rate=rate, **settings.numbers)
 
     def init(params: PyTree) -> AdamWState:
         tree = Tree(params, moments, mask)
@@ -183,9 +195,10 @@ def adamw(
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
         scalars = settings.scalars(state.count, factor)
+        keep &= settings.are_usable(scalars)
         made = []
         for i, (leaf, m, v) in enumerate(tree.with_moments(state)):
-            step = WeightStep(leaf.forms, nesterov, leaf.decays)
+            step = settings.step_of(leaf)
             keys = leaf.keys(state.key, count, i)
             run = fused_step if leaf.is_fused else float_step
             made.append(
@@ -216,6 +229,27 @@ class Settings(NamedTuple):
     nesterov: bool
     moments: str
     max_norm: ArrayLike | None
+
+    @property
+    def numbers(self) -> dict[str, ArrayLike | None]:
+        """The numbers that are not scheduled, by the names of their rules."""
+        return dict(
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            eps_root=self.eps_root,
+            weight_decay=self.weight_decay,
+            max_norm=self.max_norm,
+        )
+
+    def are_usable(self, scalars: Scalars) -> Array:
+        """Return whether the numbers of a step are in their ranges."""
+        return usable(learning_rate=scalars.learning_rate, **self.numbers)
+
+    def step_of(self, leaf: "Leaf") -> WeightStep:
+        """Return the static part of a parameter's step."""
+        is_bounded = has_bound(self.b1, self.b2)
+        return WeightStep(leaf.forms, self.nesterov, leaf.decays, is_bounded)
 
     def scalars(self, taken: Array, factor: Array) -> Scalars:
         """Return the numbers of a step, after so many that were taken."""

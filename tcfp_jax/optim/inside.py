@@ -34,7 +34,7 @@ from tcfp_jax.optim.encoding import Keys, Moment
 from tcfp_jax.optim.gradients import filled, slot_of
 from tcfp_jax.optim.scanned import numbers_of, updated_inside
 from tcfp_jax.optim.slots import Clip, Facts, Held, Stack, Update, Updated, clip_factor
-from tcfp_jax.optim.steps import Stepped, WeightStep
+from tcfp_jax.optim.steps import Stepped
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.parameter import Parameter, intact
@@ -234,7 +234,7 @@ class _Run:
         self.moments: list[tuple[Moment, Moment]] = []
         self.updates: list[Update] = []
         for leaf, m, v in tree.with_moments(state.opt_state):
-            step = WeightStep(leaf.forms, settings.nesterov, leaf.decays)
+            step = settings.step_of(leaf)
             update = Update(step, leaf.is_fused, of.clip, settings.max_norm)
             self.moments.append((m, v))
             self.updates.append(update)
@@ -279,8 +279,9 @@ class _Run:
                 f"the loss is {loss.dtype}{list(jnp.shape(loss))}, not a real scalar;"
                 " return its mean"
             )
+        usable = self.of.optimizer.settings.are_usable(self.facts.scalars)
         # Known before the first update.
-        self.facts.sound[...] = jnp.isfinite(loss)
+        self.facts.sound[...] = jnp.isfinite(loss) & usable
         (gradients,) = pull(jnp.ones_like(loss))
         return loss, gradients, aux
 

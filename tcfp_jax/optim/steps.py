@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from pallas_kernels import counter, numerics
@@ -96,11 +97,34 @@ class WeightStep(NamedTuple):
     """Static part of a parameter's step.
 
     It is hashable, so that parameters of one shape share a traced function.
+
+    Attributes:
+      forms: the formats of the first and the second moment.
+      nesterov: as in optax.
+      decays: whether the weights decay.
+      is_bounded: the result of `has_bound`.
     """
 
     forms: tuple[Format, Format]
     nesterov: bool
     decays: bool
+    is_bounded: bool
+
+
+def has_bound(b1: ArrayLike, b2: ArrayLike) -> bool:
+    """Return whether both decays are known and Adam's update has a useful bound.
+
+    >>> has_bound(0.9, 0.999), has_bound(0.9, 0.0)
+    (True, False)
+    """
+    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
+        return False
+    return bool(_converges(np.asarray(b1), np.asarray(b2)))
+
+
+def _converges(b1: Array | np.ndarray, b2: Array | np.ndarray) -> Array:
+    """Return whether old gradients count much less in m than in v (`_bound`)."""
+    return b1 * b1 <= (1 - 2.0**-10) * b2
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -143,7 +167,7 @@ def fused_step(
     state = w.state
     old = w.rows
     copy = w.stored.forward
-    scale = _next_scale(step, s, old, state.amax)
+    scale = _next_scale(old, state.amax, _reach(step, w, g, m, v, s))
     scale = jnp.where(keep, scale, old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)
     one: Callable[..., Any] = functools.partial(
@@ -173,27 +197,44 @@ def fused_step(
     return Stepped(written, first, Blocks(done.moments.v, done.moments.v_scale))
 
 
-def _next_scale(step: WeightStep, s: Scalars, old: Operand, amax: Array) -> Array:
+def _next_scale(old: Operand, amax: Array, reach: Array) -> Array:
     """Return the scale of the new values.
 
     The pass writes values before it has seen them all, so their scale must cover the
-    largest that it can write.
+    largest that it can write, which is `reach`.
     """
     scale = next_scale(old.scale, amax)
-    reach = jnp.minimum(_reach(step, s, amax), jnp.finfo(jnp.float32).max / 2)
+    reach = jnp.minimum(reach, jnp.finfo(jnp.float32).max / 2)
     largest = numerics.largest(old.dtype)
     cover = numerics.pow2_cover(reach, largest)
     return jnp.where(reach > largest * scale, cover, scale)
 
 
-def _reach(step: WeightStep, s: Scalars, amax: Array) -> Array:
-    """Return a bound of |w| after the step.
+def _reach(
+    step: WeightStep, w: Parameter, g: Array, m: Blocks, v: Blocks, s: Scalars
+) -> Array:
+    """Return a bound of |w| after the step, or the largest |w| if there is no bound."""
+    bound = functools.partial(_bound, step, s, w.state.amax)
+    if step.is_bounded:
+        return bound()
+
+    def largest() -> Array:
+        values = w.stored.dequantize()
+        change, _, _ = _wanted(step, values, g, decode(m), decode(v), s)
+        return numerics.amax(values + change, axis=(-2, -1))
+
+    # One more pass over the weight, for decays that hardly anybody uses
+    return lax.cond(_converges(s.b1, s.b2), bound, largest)
+
+
+def _bound(step: WeightStep, s: Scalars, amax: Array) -> Array:
+    """Return a bound of |w| after the step, if `_converges`.
 
     It is `|decay| amax + lr U`, where U bounds Adam's update. With `m = sum_i c_i g_i`
     and `v = (1 - b2) sum_i b2**i g_i**2`, by age i of the gradient, Cauchy and Schwarz
     give `|m| / sqrt(v) <= sqrt(sum_i c_i**2 / ((1 - b2) b2**i))`: 7.3 for 0.9 and 0.999
-    after many steps. The sum converges for b1**2 < b2, and is cut for other b. Moments
-    in 8 bits exceed it by less than the factor of two of `W_lo`.
+    after many steps. Moments in 8 bits exceed it by less than the factor of two of
+    `W_lo`.
     """
     of_m: ArrayLike = 1 / s.bias1
     of_g: ArrayLike = 0.0
@@ -201,8 +242,9 @@ def _reach(step: WeightStep, s: Scalars, amax: Array) -> Array:
         of_m = s.b1 / s.next_bias1
         of_g = s.rest1 / s.bias1
     newest = s.rest1 * of_m + of_g
-    ratio = s.b1 * s.b1 / s.b2
-    older = ratio / jnp.maximum(1 - ratio, 2.0**-10)
+    # Both decays may be 0
+    ratio = s.b1 * s.b1 / jnp.maximum(s.b2, jnp.finfo(jnp.float32).tiny)
+    older = ratio / (1 - ratio)
     energy = newest * newest + jnp.square(s.rest1 * of_m) * older
     bound = jnp.sqrt(s.bias2 / s.rest2 * energy)
     return jnp.abs(_decay(step, s)) * amax + jnp.abs(s.learning_rate) * bound

@@ -28,6 +28,7 @@ from jax.interpreters import partial_eval
 from jax.typing import ArrayLike, DTypeLike
 
 from tcfp_jax.formats.casting import check_key
+from tcfp_jax.optim.numbers import check_numbers
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -222,8 +223,13 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
 
     Use it for averages of parameters (EMA). Stored weights are averaged as floats and
     rounded as `old` rounds; with `remainder="stochastic"` the mean follows steps far
-    below the grid. For an exact average keep floats instead:
+    below the grid. `step_size` is from 0 to 1, and 1 copies other leaves bit for bit.
+    Leaves that are not floats, such as counts, are those of `new`. For an exact average
+    keep floats instead:
     `optax.incremental_update(dequantize(params), average, step_size)`.
+
+    Raises:
+      ValueError: `step_size` is out of range, or the trees differ.
 
     >>> def of(x):
     ...     params = {"kernel": jnp.full((2, 2), x)}
@@ -232,12 +238,37 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     >>> dequantize(incremental_update(new, old, 0.5))["kernel"].tolist()
     [[1.5, 1.5], [1.5, 1.5]]
     """
+    check_numbers(step_size=step_size)
     share = jnp.asarray(step_size, jnp.float32)
+    found, treedef = named_leaves(old, _is_whole)
+    averages = []
+    for (names, leaf), wanted in zip(
+        found, treedef.flatten_up_to(dequantize(new)), strict=True
+    ):
+        if leaf is None:
+            averages.append(None)
+        elif is_quantized(leaf):
+            change = wanted.astype(jnp.float32) - dequantize(leaf).astype(jnp.float32)
+            averages.append(_updated("/".join(names), leaf, share * change))
+        else:
+            averages.append(_average(jnp.asarray(wanted), jnp.asarray(leaf), share))
+    return treedef.unflatten(averages)
 
-    def change(a: Array, b: Array) -> Array:
-        return share * (a.astype(jnp.float32) - b.astype(jnp.float32))
 
-    return apply_updates(old, jax.tree.map(change, dequantize(new), dequantize(old)))
+def _average(new: Array, old: Array, share: Array) -> Array:
+    """Return the average of a leaf that is not stored, in its own dtype.
+
+    A share of 1 or 0, and two equal values, are copied: `0 * inf` is NaN.
+    """
+    mean = new
+    if jnp.issubdtype(old.dtype, jnp.inexact):
+        narrow = jnp.finfo(old.dtype).bits < 32
+        wide = jnp.float32 if narrow else old.dtype
+        part = share.astype(wide)
+        mean = part * new.astype(wide) + (1 - part) * old.astype(wide)
+        mean = jnp.where(new == old, old, mean.astype(old.dtype))
+    mean = jnp.where(share == 0, old, mean.astype(old.dtype))
+    return jnp.where(share == 1, new.astype(old.dtype), mean)
 
 
 def on_stored(

@@ -279,6 +279,14 @@ def test_clipping(moments):
     assert int(state.skipped) == 1
 
 
+def test_a_step_whose_norm_overflows_is_skipped_and_counted():
+    """Each square is finite, and their sum is not."""
+    large = jax.tree.map(lambda g: jnp.full_like(g, 1e18), GRADS)
+    after, state = stepped(adamw(1e-2, max_norm=1.0), STORED, 1, large)
+    assert same_bits(after, STORED)
+    assert int(state.skipped) == 1
+
+
 def test_clipping_of_float_parameters_is_that_of_optax():
     norm = float(optax.tree.norm(GRADS)) / 8
     clip = optax.clip_by_global_norm(norm)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import tcfp_jax
+from pallas_kernels import counter
 from pallas_kernels.operands import Block
 from tcfp_jax import monitor, optim
+from tcfp_jax.optim.encoding import encode
 from tests.helpers import decibels, drawn, step_of
 from tests.optim.zoo import GRADS, KEY, PARAMS, RECIPE, kernel_of, stepped, stored_of
 
@@ -50,8 +52,10 @@ def jump(count):
         (0.0, 2, dict(learning_rate=0.5)),
         (1e-3, 1, dict(learning_rate=10.0, weight_decay=50.0)),
         (1e-4, 2, dict(learning_rate=jump, b1=0.9, b2=0.81)),
+        (1e-4, 1, dict(learning_rate=-1.0)),
+        (1.0, 1, dict(learning_rate=0.1, weight_decay=400.0)),
     ],
-    ids=["rate", "nesterov", "zeros", "decay", "jump"],
+    ids=["rate", "nesterov", "zeros", "decay", "jump", "negative", "turned"],
 )
 @pytest.mark.parametrize(
     "stack", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["matrix", "stack"]
@@ -68,6 +72,23 @@ def test_an_update_beyond_the_scale_of_its_weight_is_not_clipped(
     # first step.
     bound = 2.0**-7 if steps == 1 else 2.0**-3
     assert np.max(np.abs(ours - exact)) <= largest * bound
+
+
+def test_a_step_of_older_gradients_alone_is_not_clipped():
+    """m / sqrt(v) may be 2.3 with these decays, and 0.32 by the newest gradient."""
+    tx = optim.adamw(1.0, b1=0.99, b2=0.999, weight_decay=0.0, key=KEY)
+    params = stored_of({"kernel": jnp.full((32, 128), 1e-4)}, remainder="dropped")
+    state = tx.init(params)
+    moments = {}
+    for name, form, value in (("mu", "float8_e4m3fn", 1.0), ("nu", "ue5m3", 0.1901)):
+        keys = counter.keys(jnp.uint32(0))
+        made = encode(form, jnp.full((32, 128), value), keys)
+        moments[name] = {"kernel": made.values}
+        moments[f"{name}_scale"] = {"kernel": made.scale}
+    state = state._replace(count=jnp.int32(100_000), **moments)
+    zeros = {"kernel": jnp.zeros((32, 128))}
+    after, _ = step_of(tx)(zeros, params, state)
+    np.testing.assert_allclose(kernel_of(after), -0.99 / 0.1899**0.5, rtol=0.07)
 
 
 def test_a_weight_without_updates_keeps_its_values():

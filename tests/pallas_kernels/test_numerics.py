@@ -107,6 +107,16 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     assert np.mean(relative) ** 2 <= 16 * 0.25 / got.size
 
 
+@every_format
+@parametrize("bits", [0, 1 << 8, 2**32 - 1])
+def test_stochastic_rounding_keeps_every_value_of_the_format(dtype, bits):
+    codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype]).astype(np.float32)
+    values = jnp.asarray(codes[np.isfinite(codes)])
+    random = jnp.full(values.shape, bits, jnp.uint32)
+    rounded = numerics.stochastic_round_to(values, dtype, random)
+    assert np.array_equal(rounded, values)
+
+
 @slow_except("(64, 64)-float16", "(128, 4, 32)-bfloat16")
 @parametrize("dtype", ["float32", "bfloat16", "float16"])
 @parametrize("shape", [(3,), (64, 64), (128, 4, 32)], ids=str)

@@ -183,6 +183,11 @@ def test_forward_mode_says_to_use_reverse_mode():
     use = r"forward-mode differentiation .* use jax\.grad, jax\.vjp or jax\.jacrev"
     with pytest.raises(TypeError, match=use):
         jax.jvp(product, (X,), (X,))
+    converted = tcfp_jax.transform(
+        lambda params: X @ params["w"], "tensorwise", include=("linear", "small")
+    )
+    with pytest.raises(TypeError, match=use):
+        jax.jvp(converted, ({"w": W},), ({"w": W},))
     with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
         jax.jvp(jax.jit(product), (X,), (X,))
 

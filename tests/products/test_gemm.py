@@ -250,6 +250,19 @@ def test_gradients_are_exported_with_the_number_of_rows_open(name):
         assert_near(got, expected, 1e-5 * float(jnp.abs(expected).max()))
 
 
+def test_fp4_training_is_exported_with_the_number_of_rows_open():
+    @jax.jit
+    def gradients(x, g, key):
+        product = partial(tcfp_jax.matmul, recipe="nvfp4_training", key=key)
+        return jax.vjp(product, x, W)[1](g)
+
+    key = jax.random.key(0)
+    open_rows = exported(gradients, any_rows(K), any_rows(N), key)
+    few = (X[:3], G[:3], key)
+    for got, expected in zip(open_rows.call(*few), gradients(*few), strict=True):
+        assert_near(got, expected, 1e-5 * float(jnp.abs(expected).max()))
+
+
 @slow_except("auto-tcfp12_fast", "explicit-tcfp12_fast", "explicit-bf16")
 @every_kind
 @kinds_of_axes
