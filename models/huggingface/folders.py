@@ -88,7 +88,7 @@ def write_folder(
     form: Form,
     source: Path | None,
     tokenizer: str | None,
-    adapters: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model as a folder that Transformers and vLLM read.
 
@@ -102,7 +102,7 @@ def write_folder(
         describes a Llama.
       tokenizer: A `tokenizer.json`, which is copied with the files that belong to it.
         Those of another tokenizer, which the folder may hold, are deleted.
-      adapters: As in `to_huggingface`.
+      changes: As in `to_huggingface`.
 
     Raises:
       OSError: a file cannot be written, such as on a full disk.
@@ -119,7 +119,7 @@ def write_folder(
         found.pop(name, None)
     found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
     tensors = to_huggingface(
-        jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16, adapters
+        jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16, changes
     )
     folder.mkdir(parents=True, exist_ok=True)
     if form == "bf16":

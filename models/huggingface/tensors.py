@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
-from tcfp_jax.inference.merging import quantize_merged, round_merged
+from tcfp_jax.inference.merging import keep_changes, to_bfloat16
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
 from tcfp_jax.weights.stored import Stored
@@ -77,7 +77,7 @@ def to_huggingface(
     config: LlamaConfig,
     scaling: Scaling | None = None,
     dtype: DTypeLike = jnp.bfloat16,
-    adapters: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the tensors of a Llama by Transformers' names.
 
@@ -87,9 +87,9 @@ def to_huggingface(
       config: Size of the model.
       scaling: Quantizes the float matrices of the layers, q with k and v, gate with up.
       dtype: Dtype of tensors that stay float.
-      adapters: First matrices `[layers, k, r]` of adapters that were added to the
-        matrices of the layers, by layer; None for no adapters. Rounding to nearest
-        would lose the change by the adapters (`tcfp_jax.inference.merging`).
+      changes: The part `[layers, k, n]` of each matrix of the layers that adapters
+        added; None without adapters. Rounding to nearest would lose it
+        (`tcfp_jax.inference.merging`).
 
     Returns:
       NumPy arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
@@ -120,7 +120,7 @@ def to_huggingface(
             raise ValueError(
                 f"scaling={scaling}, but {group} are quantized already; leave it out"
             )
-        matrices |= _rounded(floats, scaling, adapters)
+        matrices |= _rounded(floats, scaling, changes)
     named = {f"{theirs}.weight": matrices[ours] for ours, theirs in PROJECTIONS.items()}
     for (ours, kind), theirs in vectors(config).items():
         offset = config.norm_offset if kind == "scale" else 0
@@ -142,18 +142,21 @@ def to_huggingface(
 def _rounded(
     floats: Mapping[str, Any],
     scaling: Scaling | None,
-    adapters: Mapping[str, Any] | None,
+    changes: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     """Return the matrices of a group, quantized if there is a scaling."""
-    if adapters is None:
-        return floats if scaling is None else quantize_together(floats, scaling)
-    directions = jnp.concatenate([adapters[name] for name in floats], -1)
-    if scaling is None:
-        return {name: round_merged(w, directions) for name, w in floats.items()}
-    quantize = functools.partial(
-        quantize_merged, directions=directions, scaling=scaling
-    )
-    return quantize_together(floats, scaling, quantize)
+    quantize: Any = to_bfloat16
+    if scaling is not None:
+        quantize = functools.partial(quantize_together, scaling=scaling)
+    if changes is None:
+        return floats if scaling is None else quantize(floats)
+    of_group = {name: jnp.swapaxes(changes[name], -1, -2) for name in floats}
+    made = []
+    # One layer after another, because the search holds several copies of the weights
+    for layer in range(next(iter(floats.values())).shape[0]):
+        w, change = jax.tree.map(operator.itemgetter(layer), (dict(floats), of_group))
+        made.append(jax.device_get(keep_changes(quantize, w, change)))
+    return jax.tree.map(lambda *layers: np.stack(layers), *made)
 
 
 def _stack(weight: Operand) -> Operand:

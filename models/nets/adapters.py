@@ -117,13 +117,15 @@ def merged(params: Any, quantized: Any) -> Any:
     return found
 
 
-def first_matrices(params: Any) -> dict[str, Any] | None:
-    """Return A of each adapter of the layers, by the layer it belongs to; None without
+def changes_of(params: Any) -> dict[str, Any] | None:
+    """Return what adapters add to the matrices of the layers, by layer; None without
     adapters.
     """
     found = {}
-    for path, leaf in entries(params).items():
+    for path, a in entries(params).items():
         layer, _, name = path.rpartition("/")
         if name == "a" and layer.endswith(SUFFIX):
-            found[layer.rpartition("/")[2].removesuffix(SUFFIX)] = leaf
+            b = find(params, f"{layer}/b".split("/"))
+            own = layer.rpartition("/")[2].removesuffix(SUFFIX)
+            found[own] = SCALE * a @ b
     return found or None

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import tcfp_jax
 from models.huggingface.configs import is_folder
 from models.huggingface.folders import Form, check_folder, write_folder
-from models.nets.adapters import first_matrices
+from models.nets.adapters import changes_of
 from models.nets.meshes import check_mesh, everywhere, make_mesh
 from models.nets.shapes import LlamaConfig
 from models.training.batches import check_corpus
@@ -228,8 +228,8 @@ def export_run(
             source = Path(config.start)
         shape = dataclasses.replace(size, lora=0)
         tokenizer = config.data.tokenizer
-        adapters = first_matrices(state.params)
-        write_folder(path, params, shape, form, source, tokenizer, adapters)
+        changes = changes_of(state.params)
+        write_folder(path, params, shape, form, source, tokenizer, changes)
 
 
 def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:

@@ -425,7 +425,9 @@ def _largest(parts: list[Array], axes: tuple[int, ...]) -> Array:
 
 def _outer(parts: list[Array]) -> Array:
     """Return the scale of a tensor from the bits of magnitudes, none infinite."""
-    amax = jnp.max(functools.reduce(jnp.maximum, parts))
+    tops = functools.reduce(jnp.maximum, parts)
+    # jnp.max compares the sizes of axes with 0, and `jax.export` may not know them
+    amax = lax.reduce_max(tops, axes=range(tops.ndim))
     return scale_rules.choose_outer(amax, LARGEST, _E4M3, number("float32"), "max")
 
 

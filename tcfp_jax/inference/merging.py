@@ -1,148 +1,92 @@
-"""`quantize_merged`: weights with merged adapters, rounded so that the adapters' change
-stays.
+"""`keep_changes`: weights with merged adapters, rounded so that the change survives.
 
 A frozen weight lies on the grid of its format. Adapters move it by less than half a
-step, so rounding to nearest gives the frozen weight back. Here the columns of W + A B
-are rounded one after another, and each makes up for the errors of earlier ones in the
-directions A that the adapters read:
+step, so rounding `W + C` to nearest gives W back. Here the change is stretched first:
 
-    minimize over q_j, ..., q_k:  |Aᵀ (q - w)|² + 0.1 |q - w|²
-    P_j = (0.1 I + sum of A_l A_lᵀ over l >= j)⁻¹
-    c = 0
-    for j = 1 .. k:
-        q_j = nearest(w_j - A_jᵀ P_j c)
-        c = c + (q_j - w_j) A_j
+    rounded = Q(W + s C)
+    s: the number for which <rounded - Q(W), C> = <C, C>
 
-`<q - w, A B>` is `<Aᵀ (q - w), B>`, so the change keeps its length, and its products
-with the inputs that adapters read. This is GPTQ with the Hessian A Aᵀ + 0.1 I, in r
-operations per weight instead of k. It needs no data.
+The values round to the next number whose change is the largest part of a step, as many
+as make up for the rest. If W lies between the numbers of the grid, s is near 1.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import numerics
-from pallas_kernels.fp4 import pack
-from pallas_kernels.operands import Fp4, Operand, Scaling
-from pallas_kernels.quantize.api import quantize
-from tcfp_jax.formats.encoding import encode
-from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.nvfp4_arrays import nearest
-from tcfp_jax.weights.fp4_packing import quantize_fp4
+from pallas_kernels.operands import Operand
 
-# Weight of errors outside of the directions, relative to those inside. The loss of a
-# small model is flat from 0.03 to 0.3.
-_OUTSIDE = 0.1
+Weights: TypeAlias = Mapping[str, Array]
+Rounded: TypeAlias = Mapping[str, Operand | Array]
+_LEAST, _MOST = -1.0, 15.0  # log2 of s
+_STEPS = 16  # halve the distance of the two to 2**-12
 
 
-def quantize_merged(w: Array, directions: Array, scaling: Scaling) -> Operand:
-    """Quantize weights so that their products with some directions stay exact.
+def to_bfloat16(weights: Weights) -> dict[str, Array]:
+    """Return bfloat16 numbers in float32, for `keep_changes`."""
+    return {name: lax.reduce_precision(w, 8, 7) for name, w in weights.items()}
 
-    Use this for frozen weights with merged adapters, as `quantize` of
-    `quantize_together`. The scales are those of the scaling's rule.
+
+@functools.partial(jax.jit, static_argnums=0)
+def keep_changes(
+    quantize: Callable[[Weights], Rounded], weights: Weights, changes: Weights
+) -> Rounded:
+    """Quantize weights so that their small changes survive.
+
+    Use this for frozen weights with merged adapters. Each change has its own s, and
+    keeps its length along itself.
 
     Args:
-      w: real floats `[..., n, k]`, contracted along k.
-      directions: `[..., k, r]`, such as the first matrices of adapters; r is much
-        smaller than k.
-      scaling: `Fp4(...)` in vectors, or an FP8 scaling of `pallas_kernels.operands`.
+      quantize: makes operands, or rounded arrays, of the weights, such as
+        `functools.partial(quantize_together, scaling=scaling)`; it is hashed.
+      weights: real floats by name, the frozen weights plus their changes.
+      changes: the changes, in the shapes of the weights.
 
-    Raises:
-      TypeError, ValueError: as `quantize_fp4`, or `quantize` of `pallas_kernels`.
-
-    >>> w = jnp.full((1, 64), 6.0).at[0, 1:].set(1.1)
-    >>> ones = jnp.ones((64, 1))
-    >>> made = quantize_merged(w, ones, Fp4("nvfp4"))
-    >>> round(float((made.dequantize() @ ones)[0, 0]), 1), round(float(w.sum()), 1)
-    (75.5, 75.3)
-    """
-    one = functools.partial(_quantized, scaling)
-    for _ in range(w.ndim - 2):
-        one = jax.vmap(one)
-    return jax.jit(one)(w, directions)
-
-
-def round_merged(w: Array, directions: Array) -> Array:
-    """Round weights to bfloat16 numbers, as `quantize_merged`; the result is float32.
-
-    >>> round_merged(jnp.full((1, 2), 1.001), jnp.ones((2, 1))).tolist()
-    [[1.0, 1.0]]
+    >>> frozen = jnp.ones((64, 64))
+    >>> change = jnp.linspace(0.0, 1e-3, 4096).reshape(64, 64)
+    >>> def kept(rounded):
+    ...     return jnp.vdot(rounded["w"] - frozen, change) / jnp.vdot(change, change)
+    >>> weights = {"w": frozen + change}
+    >>> round(float(kept(to_bfloat16(weights))), 1)
+    0.0
+    >>> round(float(kept(keep_changes(to_bfloat16, weights, {"w": change}))), 1)
+    1.0
     """
 
-    def one(w: Array, directions: Array) -> Array:
-        return _compensated(w, directions, jnp.ones_like(w), _to_bfloat16)
+    frozen = {
+        name: w.astype(jnp.float32) - changes[name] for name, w in weights.items()
+    }
 
-    for _ in range(w.ndim - 2):
-        one = jax.vmap(one)
-    return jax.jit(one)(w, directions)
+    def of(exponents: Weights) -> Rounded:
+        stretched = {}
+        for name, w in frozen.items():
+            stretched[name] = w + jnp.exp2(exponents[name]) * changes[name]
+        return quantize(stretched)
 
+    wanted = {
+        name: _values(one) + changes[name] for name, one in quantize(frozen).items()
+    }
 
-def _quantized(scaling: Scaling, w: Array, directions: Array) -> Operand:
-    w = w.astype(jnp.float32)
-    if not isinstance(scaling, Fp4):
-        by_rule = quantize(w, jnp.float8_e4m3fn, scaling).rows
-        numbers = _compensated(w, directions, by_rule.scale_of_values(), _to_e4m3)
-        return dataclasses.replace(by_rule, values=numbers.astype(by_rule.dtype))
-    by_rule = quantize_fp4(w, scaling)
-    numbers = _compensated(w, directions, by_rule.scale_of_values(), _to_e2m1)
-    codes = encode(numbers, number("e2m1f")).astype(jnp.uint8)
-    return dataclasses.replace(by_rule, values=pack(codes))
+    def halve(_: int, bounds: tuple[Weights, Weights]) -> tuple[Weights, Weights]:
+        low, high = bounds
+        middle = {name: (low[name] + high[name]) / 2 for name in low}
+        short = {}
+        for name, one in of(middle).items():
+            missing = wanted[name] - _values(one)
+            short[name] = jnp.vdot(missing, changes[name]) > 0
+        lower = {n: jnp.where(short[n], middle[n], low[n]) for n in low}
+        upper = {n: jnp.where(short[n], high[n], middle[n]) for n in low}
+        return lower, upper
 
-
-def _to_e2m1(x: Array, scale: Array) -> Array:
-    return jnp.copysign(nearest(jnp.abs(x), scale), x)
-
-
-def _to_e4m3(x: Array, scale: Array) -> Array:
-    return numerics.round_to(x / scale, jnp.float8_e4m3fn)
-
-
-def _to_bfloat16(x: Array, scale: Array) -> Array:
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-def _compensated(
-    w: Array,
-    directions: Array,
-    scale: Array,
-    nearest_to: Callable[[Array, Array], Array],
-) -> Array:
-    """Return the numbers of a matrix `[n, k]` in units of its scales."""
-    a = directions.astype(jnp.float32)
-    size = jnp.sqrt(jnp.mean(jnp.square(a)) * a.shape[1])
-    a = a / jnp.where(size > 0, size, 1)
-
-    def column(left: Array, one: tuple[Array, ...]) -> tuple[Array, Array]:
-        mine, own_scale, direction, gain = one
-        number = nearest_to(mine - left @ gain, own_scale)
-        error = number * own_scale - mine
-        # A NaN is in its own block alone
-        error = jnp.where(jnp.isfinite(error), error, 0)
-        return left + error[:, None] * direction, number
-
-    scale = jnp.broadcast_to(scale, w.shape)
-    start = jnp.zeros((w.shape[0], a.shape[1]))
-    columns = (w.T, scale.T, a, _gains(a))
-    _, numbers = lax.scan(column, start, columns)
-    return numbers.T
+    low = dict.fromkeys(weights, jnp.float32(_LEAST))
+    high = dict.fromkeys(weights, jnp.float32(_MOST))
+    low, high = lax.fori_loop(0, _STEPS, halve, (low, high))
+    return of(high)
 
 
-def _gains(a: Array) -> Array:
-    """Return P_j A_j of each column j, `[k, r]`.
-
-    P_j follows from P_(j + 1) by the formula of Sherman and Morrison.
-    """
-
-    def step(inverse: Array, one: Array) -> tuple[Array, Array]:
-        turned = inverse @ one
-        gain = turned / (1 + one @ turned)
-        return inverse - gain[:, None] * turned, gain
-
-    start = jnp.eye(a.shape[1]) / _OUTSIDE
-    _, gains = lax.scan(step, start, a, reverse=True)
-    return gains
+def _values(one: Operand | Array) -> Array:
+    return one.dequantize() if isinstance(one, Operand) else one

@@ -18,6 +18,8 @@ is quantized in each step and not trained there (`jax.lax.dot_general` on operan
 `tcfp_jax.quantize`).
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -113,16 +115,23 @@ def matmul(
         _check_odd(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the
     # same product many times.
-    try:
+    with forward_mode_explained(f'a product with "{describe(recipe)}"'):
         return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+
+
+@contextlib.contextmanager
+def forward_mode_explained(name: str) -> Iterator[None]:
+    """Raise JAX's error about forward mode inside of it with a remedy."""
+    try:
+        yield
     except TypeError as error:
-        if "forward-mode" not in str(error):
+        if "can't apply forward-mode" not in str(error):
             raise
         raise TypeError(
-            "forward-mode differentiation (jax.jvp, jax.jacfwd) of a product with"
-            f' "{describe(recipe)}": its derivative is a rule for reverse mode; use'
-            ' jax.grad, jax.vjp or jax.jacrev, or recipe("bf16") in the functions that'
-            " are differentiated forward"
+            f"forward-mode differentiation (jax.jvp, jax.jacfwd) of {name}: its"
+            " derivative is a rule for reverse mode; use jax.grad, jax.vjp or"
+            ' jax.jacrev, or recipe("bf16") in the functions that are differentiated'
+            " forward"
         ) from error
 
 
