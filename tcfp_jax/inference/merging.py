@@ -56,7 +56,6 @@ def keep_changes(
     >>> round(float(kept(keep_changes(to_bfloat16, weights, {"w": change}))), 1)
     1.0
     """
-
     frozen = {
         name: w.astype(jnp.float32) - changes[name] for name, w in weights.items()
     }

@@ -62,7 +62,9 @@ test_other_bad_numbers_are_refused = refusals(
     {
         ValueError: {
             r"b1 has shape \[2\], but it is one number": lambda: made(b1=np.zeros(2)),
-            r"eps=1e\+39 must be 0 or more and, in float32, finite": lambda: made(eps=1e39),
+            r"eps=1e\+39 must be 0 or more and, in float32, finite": lambda: made(
+                eps=1e39
+            ),
             "step_size=1.1 must be from 0 to 1": lambda: average(1.1),
             "step_size=nan must be from 0 to 1": lambda: average(NAN),
             "step_size=-0.1 must be from 0 to 1": lambda: average(-0.1),
@@ -146,7 +148,7 @@ def decayed(tx_of):
 
 @pytest.mark.parametrize("b1, b2", DECAYS)
 def test_decays_without_a_bound_lose_no_stored_weight(b1, b2):
-    """A bound of the step that divides by b2 would be infinite, and so would a scale."""
+    """A bound that divides by b2 would be infinite, and so would the scale."""
     params = stored_of(KERNEL, remainder="dropped")
     floats = tcfp_jax.dequantize(params)
     exact = decayed(optax.adamw)(floats, b1, b2)["kernel"]
