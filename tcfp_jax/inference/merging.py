@@ -3,13 +3,14 @@
 A frozen weight lies on the grid of its format. Adapters move it by less than half a
 step, so rounding `W + C` to nearest gives W back. Here the change is stretched first:
 
-    rounded = Q(W + s C)
+    rounded = Q(W + s C)       with the scales of Q(W + C)
     s: the number for which <rounded - Q(W), C> = <C, C>
 
 The values round to the next number whose change is the largest part of a step, as many
 as make up for the rest. If W lies between the numbers of the grid, s is near 1.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -18,7 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import numerics
+from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Operand
+from tcfp_jax.formats.encoding import encode
+from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_arrays import nearest
 
 Weights: TypeAlias = Mapping[str, Array]
 Rounded: TypeAlias = Mapping[str, Operand | Array]
@@ -56,36 +62,51 @@ def keep_changes(
     >>> round(float(kept(keep_changes(to_bfloat16, weights, {"w": change}))), 1)
     1.0
     """
-    frozen = {
-        name: w.astype(jnp.float32) - changes[name] for name, w in weights.items()
-    }
+    made = {}
+    for name, by_rule in quantize(weights).items():
+        made[name] = _kept(by_rule, weights[name].astype(jnp.float32), changes[name])
+    return made
 
-    def of(exponents: Weights) -> Rounded:
-        stretched = {}
-        for name, w in frozen.items():
-            stretched[name] = w + jnp.exp2(exponents[name]) * changes[name]
-        return quantize(stretched)
 
-    wanted = {
-        name: _values(one) + changes[name] for name, one in quantize(frozen).items()
-    }
+def _kept(by_rule: Operand | Array, w: Array, change: Array) -> Operand | Array:
+    """Return a weight with the change stretched, and the scales of the rule."""
+    frozen = w - change
+    wanted = _values(by_rule, _numbers(by_rule, frozen)) + change
 
-    def halve(_: int, bounds: tuple[Weights, Weights]) -> tuple[Weights, Weights]:
+    def numbers(exponent: Array) -> Array:
+        return _numbers(by_rule, frozen + jnp.exp2(exponent) * change)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = {name: (low[name] + high[name]) / 2 for name in low}
-        short = {}
-        for name, one in of(middle).items():
-            missing = wanted[name] - _values(one)
-            short[name] = jnp.vdot(missing, changes[name]) > 0
-        lower = {n: jnp.where(short[n], middle[n], low[n]) for n in low}
-        upper = {n: jnp.where(short[n], high[n], middle[n]) for n in low}
-        return lower, upper
+        middle = (low + high) / 2
+        missing = wanted - _values(by_rule, numbers(middle))
+        # A NaN is in its own block alone
+        missing = jnp.where(jnp.isfinite(missing), missing, 0)
+        is_short = jnp.vdot(missing, change) > 0
+        return jnp.where(is_short, middle, low), jnp.where(is_short, high, middle)
 
-    low = dict.fromkeys(weights, jnp.float32(_LEAST))
-    high = dict.fromkeys(weights, jnp.float32(_MOST))
-    low, high = lax.fori_loop(0, _STEPS, halve, (low, high))
-    return of(high)
+    bounds = (jnp.float32(_LEAST), jnp.float32(_MOST))
+    _, exponent = lax.fori_loop(0, _STEPS, halve, bounds)
+    found = numbers(exponent)
+    if not isinstance(by_rule, Operand):
+        return found
+    if by_rule.scaling.packed:
+        found = pack(encode(found, number("e2m1f")).astype(jnp.uint8))
+    return dataclasses.replace(by_rule, values=found.astype(by_rule.values.dtype))
 
 
-def _values(one: Operand | Array) -> Array:
-    return one.dequantize() if isinstance(one, Operand) else one
+def _numbers(like: Operand | Array, x: Array) -> Array:
+    """Return the nearest numbers of the format to x, in units of the scales."""
+    if not isinstance(like, Operand):
+        return lax.reduce_precision(x, 8, 7)
+    scale = like.scale_of_values()
+    if not like.scaling.packed:
+        return numerics.round_to(x / scale, like.dtype)
+    found = jnp.copysign(nearest(jnp.abs(x), scale), x)
+    return jnp.where(scale > 0, found, 0)
+
+
+def _values(like: Operand | Array, numbers: Array) -> Array:
+    if not isinstance(like, Operand):
+        return numbers
+    return numbers * like.scale_of_values()

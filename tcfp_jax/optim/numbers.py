@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +14,33 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+_Known: TypeAlias = Array | np.ndarray  # one number, or whether it holds
+
 
 class _Rule(NamedTuple):
     """A condition of a float32 number, and its words."""
 
     words: str
-    holds: Callable[[Array | np.ndarray], Array]
+    holds: Callable[[_Known], _Known]
 
 
-def _is_finite(x: Array | np.ndarray) -> Array:
+def _is_finite(x: _Known) -> _Known:
     return (x > -np.inf) & (x < np.inf)
 
 
-def _is_decay(x: Array | np.ndarray) -> Array:
+def _is_decay(x: _Known) -> _Known:
     return (x >= 0) & (x < 1)
 
 
-def _is_size(x: Array | np.ndarray) -> Array:
+def _is_size(x: _Known) -> _Known:
     return (x >= 0) & (x < np.inf)
 
 
-def _is_limit(x: Array | np.ndarray) -> Array:
+def _is_limit(x: _Known) -> _Known:
     return x > 0
 
 
-def _is_share(x: Array | np.ndarray) -> Array:
+def _is_share(x: _Known) -> _Known:
     return (x >= 0) & (x <= 1)
 
 

@@ -122,7 +122,7 @@ def has_bound(b1: ArrayLike, b2: ArrayLike) -> bool:
     return bool(_converges(np.asarray(b1), np.asarray(b2)))
 
 
-def _converges(b1: Array | np.ndarray, b2: Array | np.ndarray) -> Array:
+def _converges(b1: Array | np.ndarray, b2: Array | np.ndarray) -> Array | np.ndarray:
     """Return whether old gradients count much less in m than in v (`_bound`)."""
     return b1 * b1 <= (1 - 2.0**-10) * b2
 

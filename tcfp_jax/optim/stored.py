@@ -241,7 +241,7 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     check_numbers(step_size=step_size)
     share = jnp.asarray(step_size, jnp.float32)
     found, treedef = named_leaves(old, _is_whole)
-    averages = []
+    averages: list[PyTree] = []
     for (names, leaf), wanted in zip(
         found, treedef.flatten_up_to(dequantize(new)), strict=True
     ):
