@@ -309,6 +309,22 @@ def _clip_finite(x: Array, limit: float) -> Array:
     return jnp.where(jnp.abs(x) < jnp.inf, clipped, _nan_like(x))
 
 
+def dequantized(values: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """Return float32 `values * scale` in a float dtype; a result of a finite value that
+    lies beyond the range becomes the largest.
+
+    FP8 rounds the last values of a dtype up to a number beyond it, such as 65,504 of
+    float16 to 65,536.
+
+    >>> dequantized(jnp.float32([256, -1]), jnp.float32(256), jnp.float16).tolist()
+    [65504.0, -256.0]
+    """
+    largest = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
+    product = values * scale
+    clipped = jnp.clip(product, -largest, largest)
+    return jnp.where(jnp.isinf(values), product, clipped).astype(dtype)
+
+
 def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
     """Return `x` in an FP8 format, rounded to nearest even, saturating.
 
@@ -353,14 +369,17 @@ def spacing(x: Array, dtype: DTypeLike) -> Array:
 
 
 def scaled_by_both(x: Array, a: Array, b: Array) -> Array:
-    """Return `x * a * b` for two positive scales, the smaller one first.
+    """Return `x * a * b` for two positive scales; a large `a` comes last.
 
     `a * b` may be 0 and `x * a` inf although the result is neither.
 
     >>> float(scaled_by_both(jnp.float32(2e9), jnp.float32(1e34), jnp.float32(1e-34)))
     2000000000.0
     """
-    return x * jnp.minimum(a, b) * jnp.maximum(a, b)
+    is_large = a > 2.0**64  # x, a sum of products of codes, is below 2**64
+    first = jnp.where(is_large, b, a)
+    last = jnp.where(is_large, a, b)
+    return x * first * last
 
 
 def round_to(x: Array, dtype: DTypeLike) -> Array:

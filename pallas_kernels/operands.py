@@ -173,8 +173,8 @@ class Operand:
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Return `(values + lo) * scale` in float32, cast to `dtype`.
 
-        The sum is exact. With `Fp4` it is `number * (scale * outer)`, in the order of
-        the format library.
+        The sum is exact, and a result beyond the range of `dtype` is the largest. With
+        `Fp4` it is `number * (scale * outer)`, in the order of the format library.
 
         >>> ones = jnp.ones(2, jnp.float8_e4m3fn)
         >>> Operand(ones, jnp.float32(0.5)).dequantize().tolist()
@@ -195,7 +195,7 @@ class Operand:
         scale = self.scale_of_values()
         if scale.shape == total.shape:
             scale = moved(scale, entries_of(total))
-        return (total * scale).astype(dtype)
+        return numerics.dequantized(total, scale, dtype)
 
 
 class Quantized(NamedTuple):

@@ -27,6 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.typing import DTypeLike
 
+from pallas_kernels import numerics
 from pallas_kernels.derivatives import not_differentiated
 from pallas_kernels.operands import Row, check_real
 from pallas_kernels.quantize.api import quantize
@@ -316,4 +317,5 @@ def _unpack(values: Array, scale: Array, dtype: DTypeLike) -> Array:
     # Without the barrier of `Operand.dequantize`, so that XLA reads a slice of a stack
     # where it is. If XLA cancels both casts in a loop-free program, as
     # `prevent_cse=False` allows, the value is exact.
-    return (values.astype(jnp.float32) * scale[..., None]).astype(dtype)
+    wide = values.astype(jnp.float32)
+    return numerics.dequantized(wide, scale[..., None], dtype)

@@ -180,6 +180,16 @@ def test_it_composes():
     assert float(tangent) == pytest.approx(float(exact), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_copies_of_the_largest_values_are_finite(dtype):
+    x = jnp.full((2, 4), jnp.finfo(dtype).max, dtype)
+    product = jax.checkpoint(
+        lambda x, y: jnp.sum(checkpoint_in_fp8(x, "x") * y), policy=save("x")
+    )
+    _, copy = jax.grad(product, (0, 1))(x, jnp.zeros_like(x))
+    assert (copy == x).all()
+
+
 def test_second_derivatives_are_exact_or_refused():
     def second(policy):
         def cube(x):

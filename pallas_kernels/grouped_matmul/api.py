@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, dispatch
@@ -138,33 +138,35 @@ def grouped_weight_gradient(
     )
 
 
-def check_sizes(group_sizes: Array, m: int, groups: int | None = None) -> Array:
+def check_sizes(group_sizes: ArrayLike, m: int, groups: int | None = None) -> Array:
     """Return sizes of groups of m rows as int32.
 
     Raises:
       TypeError: sizes are not integers.
       ValueError: they are not one for each group, or concrete and wrong.
     """
-    group_sizes = jnp.asarray(group_sizes)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+    sizes = jnp.asarray(group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(
-            f"group_sizes has dtype {group_sizes.dtype}; sizes are integers, use"
+            f"group_sizes has dtype {sizes.dtype}; sizes are integers, use"
             " .astype(jnp.int32)"
         )
-    if group_sizes.ndim != 1 or groups not in (None, len(group_sizes)):
+    if sizes.ndim != 1 or groups not in (None, len(sizes)):
         raise ValueError(
-            f"group_sizes has shape {list(group_sizes.shape)}, not one size for each of"
+            f"group_sizes has shape {list(sizes.shape)}, not one size for each of"
             f" {groups} groups"
         )
-    if not isinstance(group_sizes, jax.core.Tracer):
-        sizes = np.asarray(group_sizes, np.int64)
-        if np.any(sizes < 0) or sizes.sum() > m:
+    if not isinstance(sizes, jax.core.Tracer):
+        # As they were given, in integers without an end: JAX cuts 64 bits to 32.
+        given = np.asarray(group_sizes).tolist()
+        if min(given, default=0) < 0 or sum(given) > m:
             raise ValueError(
-                f"group_sizes {sizes[:8].tolist()} have the sum {sizes.sum()}, but x"
-                f" has {m} rows; sizes are zero or more and add up to at most the"
-                " number of rows"
+                f"group_sizes {given[:8]} have the sum {sum(given)}, but x has {m}"
+                " rows; sizes are zero or more and add up to at most the number of rows"
             )
-    return group_sizes.astype(jnp.int32)
+    # A size of 64 bits that int32 cannot hold stays wrong.
+    is_wrong = (sizes < 0) | (sizes > m)
+    return jnp.where(is_wrong, -1, sizes.astype(jnp.int32))
 
 
 def _check(x: Operand | Array, w: Operand | Array, accumulation: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels import numerics
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, note
 from pallas_kernels.matmul import mosaic, reference, triton
@@ -274,4 +275,5 @@ def scale_rows(
     out_dtype: DTypeLike,
 ) -> Array:
     """Scale the product `[..., n]` of the values of operands with a scale per row."""
-    return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)
+    wide = unscaled.astype(jnp.float32)
+    return numerics.scaled_by_both(wide, of_x[..., None], of_w).astype(out_dtype)

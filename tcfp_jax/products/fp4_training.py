@@ -41,6 +41,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.counter import bits_of, keys
+from pallas_kernels.numerics import scaled_by_both
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import (
@@ -219,7 +220,8 @@ def _multiply(
     """Return the product of dequantized operands over an axis of each, summed in
     float32.
     """
-    return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
+    total = _dot(a.values, b.values, *axes)
+    return scaled_by_both(total, a.outer, b.outer).astype(dtype)
 
 
 def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:

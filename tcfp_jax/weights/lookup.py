@@ -67,6 +67,9 @@ def lookup(
             f"ids have dtype {ids.dtype}; a lookup takes integers, use"
             " ids.astype(jnp.int32)"
         )
+    if ids.dtype.itemsize < 4:
+        # JAX compares ids with the number of rows in the dtype of the ids.
+        ids = ids.astype(jnp.int32)
     values, slot, dtype = _opened(table)
     if len(table.shape) != 2 or not isinstance(values.scaling, Tensor):
         raise ValueError(

@@ -166,6 +166,13 @@ def test_gradients_of_a_frequent_row_are_added_in_float32(way):
     assert same_bits(found, jnp.zeros((ROWS, WIDTH), jnp.bfloat16).at[5].set(1000))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+def test_ids_may_be_of_fewer_bits_than_the_rows_need(dtype):
+    table = Stored.of(tcfp_jax.split(jnp.arange(300.0)[:, None]))
+    ids = jnp.array([100, 3, 127], dtype)
+    assert tcfp_jax.lookup(table, ids)[:, 0].tolist() == [100, 3, 127]
+
+
 def test_a_lookup_by_hand_is_that_of_the_float_table():
     stored = stored_table()["e"]
     constant = Stored.of(tcfp_jax.split(TABLE))

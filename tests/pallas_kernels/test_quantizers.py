@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.operands import SCALE_DTYPE, Block, Row, Tensor
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Row, Tensor
 from pallas_kernels.quantize import triton_rows
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.quantize.computed import quantize_computed
@@ -112,6 +112,26 @@ def test_nan_spreads_within_its_scale(scaling, bad, backend):
     is_nan = np.isnan(np.float32(q.rows.values))
     assert np.array_equal(is_nan, expected)
     assert np.isnan(np.float32(q.columns.values)).sum() == expected.sum()
+
+
+@scalings(Tensor(), Row(), Block(32, "vector"), Block(32, "square"))
+@parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_rounding_makes_no_inf_of_the_largest_value(scaling, dtype):
+    largest = jnp.finfo(dtype).max
+    x = jnp.full((64, 64), largest, dtype).at[::2].multiply(-1)
+    made = [quantize(x, E4M3, scaling), quantize(x, E5M2, scaling)]
+    if not isinstance(scaling, Row) and scaling != Block(32, "vector"):
+        made.append(dual_quantize(x, scaling))
+    for q in made:
+        assert np.array_equal(q.rows.dequantize(dtype), x)
+
+
+def test_an_inf_of_e5m2_stays_one():
+    values = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1], E5M2)
+    wide = Operand(values, jnp.float32(2)).dequantize(jnp.float16)
+    assert np.array_equal(
+        np.float32(wide), [np.inf, -np.inf, np.nan, 2], equal_nan=True
+    )
 
 
 # Powers of two scale exactly, so what LLVM fuses can change no bit: one size of

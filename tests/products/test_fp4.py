@@ -335,3 +335,12 @@ def test_error_feedback_brings_the_mean_to_the_weight():
         state = step({"kernel": jnp.zeros_like(W)}, state, params)[1]
     once = np.abs(packed_by(W, RECIPES["nvfp4"]).dequantize() - W).mean()
     assert np.abs(total / 16 - W).mean() < once / 4
+
+
+@parametrize("exponent, ends_in_inf", [(100, False), (120, True)])
+def test_nvfp4_multiplies_sums_by_its_outer_scale_at_the_end(exponent, ends_in_inf):
+    x = jnp.full((1, 32), 2.0**exponent)
+    w = jnp.full((32, 16), 2.0**-20)
+    y = fp4_matmul(x, w)
+    exact = 32 * 2.0 ** (exponent - 20)
+    assert_allclose(y, np.inf if ends_in_inf else exact, rtol=1e-3)

@@ -166,6 +166,14 @@ def test_a_weight_that_is_not_finite_is_that_of_its_own_rows(name, bad):
             assert_array_equal(has_bad, group == expert)
 
 
+@parametrize("dtype, first", [("int64", 2**32), ("int64", -(2**32)), ("uint64", 2**63)])
+def test_sizes_that_only_64_bits_hold_make_nan(dtype, first):
+    with jax.enable_x64(True):
+        sizes = jnp.asarray(np.array([first, 9, 9, 9], dtype))
+        y = jax.jit(partial(grouped_matmul, recipe="bf16"))(X, W, sizes)
+    assert np.isnan(y).all()
+
+
 def parameter(w, name, layout):
     weight = Weight(tcfp_jax.recipe(name), Layout(*layout))
     return store_at_once({"w": w}, {"w": weight}, key=jax.random.key(1))
@@ -268,6 +276,10 @@ def sizes(*given):
     return dict(group_sizes=jnp.array(given))
 
 
+def long_sizes(*given):
+    return dict(group_sizes=np.array(given))
+
+
 @parametrize(
     "change, error, message",
     [
@@ -279,6 +291,8 @@ def sizes(*given):
         (dict(w=None), ValueError, "no weight"),
         (sizes(9, 9, 9, 11), ValueError, "the sum 38, but x has 37 rows"),
         (sizes(9, -9, 9, 9), ValueError, "zero or more"),
+        (long_sizes(2**32 + 9, 0, 9, 9), ValueError, "the sum 4294967323"),
+        (long_sizes(2**62, 2**62, 2**62, 2**62), ValueError, "but x has 37 rows"),
         (sizes(1.0, 1.0, 1.0, 1.0), TypeError, "integers"),
         (sizes(9, 9), ValueError, "each of 4 groups"),
         (dict(x=jnp.ones((M, K), int)), TypeError, "real floats"),

@@ -314,6 +314,28 @@ def test_bad_input(call, words):
         call()
 
 
+ENDS = ["bf16", "tensorwise", "rowwise", "blockwise", "nvfp4_training"]
+
+
+@parametrize("name", ENDS)
+@parametrize("of_x, of_w", [(115, -20), (-20, 115), (100, 0)])
+def test_large_operands_have_the_product_of_small_ones(name, of_x, of_w):
+    small = tcfp_jax.matmul(X, W, recipe=name)
+    # X has values of more than 2**11.
+    large = tcfp_jax.matmul(X * 2.0**of_x, W * 2.0**of_w, recipe=name)
+    assert_allclose(large, small * 2.0 ** (of_x + of_w), rtol=0.03, atol=0)
+
+
+@parametrize("name", ["tensorwise", "tcfp12"])
+def test_one_scale_needs_a_product_of_magnitudes_of_2_to_the_minus_108(name):
+    def product(exponent):
+        one = jnp.full((32, 32), 2.0**exponent)
+        return np.unique(tcfp_jax.matmul(one, one, recipe=name))
+
+    assert_allclose(product(-54), 32 * 2.0**-108)
+    assert product(-60) == 0
+
+
 @parametrize("name", ["blockwise", "rowwise"])
 def test_a_nan_stays_in_what_it_shares_a_scale_with(name):
     y = tcfp_jax.matmul(X.at[3, 40].set(jnp.nan), W, recipe=RECIPES[name])
