@@ -339,13 +339,16 @@ def _summary(
 
 
 def _numbers(result: RunResult) -> dict[str, float | str | None]:
+    last = float(result.train_loss[-1])
     return {
         "heldout_loss": _finite(result.heldout_loss),
-        "heldout_bits_per_byte": _bits(result, result.heldout_loss),
+        "heldout_bits_per_byte": _finite(result.heldout_bits_per_byte),
         "heldout_perplexity": _finite(result.heldout_perplexity),
         "heldout_loss_bf16": _finite(result.heldout_loss_bf16),
-        "last_train_loss": _finite(float(result.train_loss[-1])),
-        "last_train_bits_per_byte": _bits(result, float(result.train_loss[-1])),
+        "last_train_loss": _finite(last),
+        "last_train_bits_per_byte": _finite(
+            bits_per_byte(last, result.bytes_per_token)
+        ),
         "bytes_per_token": result.bytes_per_token,
         "tokens_per_second": _finite(result.tokens_per_second),
         "remat": result.remat,
@@ -353,13 +356,9 @@ def _numbers(result: RunResult) -> dict[str, float | str | None]:
     }
 
 
-def _bits(result: RunResult, loss: float) -> float | None:
-    bits = bits_per_byte(loss, result.bytes_per_token)
-    return None if bits is None else _finite(bits)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
+def _finite(value: float | None) -> float | None:
+    """Return a number or None, since JSON has no NaN."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
@@ -371,7 +370,6 @@ def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
     ]
     if baseline:
         lines.append(_row("bf16 (baseline)", baseline))
-    if baseline:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
         lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")
     return "\n".join(lines)

@@ -222,11 +222,11 @@ def test_gradients_beyond_one_keep_their_size(recipe):
     assert decibels(wide_x.T @ g, found[1]) > least
 
 
-@pytest.mark.slow_except("8-blockwise", "1-bf16")
+@pytest.mark.slow_except("6-blockwise", "1-bf16")
 @pytest.mark.parametrize(
     "recipe", ["bf16", "tensorwise", "tcfp12_single", "blockwise", "nvfp4"]
 )
-@pytest.mark.parametrize("chunk", [T, 8, 1])
+@pytest.mark.parametrize("chunk", [T, 6, 1])  # of 6, the last one is filled up
 def test_chunks_change_nothing_but_the_scale_of_x(recipe, chunk):
     x = jnp.clip(X, -1, 1).at[:, 0].set(1.0)  # every chunk has the same largest value
     whole, wanted = run(x, W, TARGETS, recipe=recipe)
@@ -334,11 +334,11 @@ def test_rare_ids_are_pushed_down(recipe):
 
 def test_weights_have_a_gradient():
     def loss(weights):
-        return cross_entropy(X, W, TARGETS, weights=weights)[0]
+        return 2 * cross_entropy(X, W, TARGETS, weights=weights)[0]
 
     gradient = jax.jit(jax.grad(loss))
     by_token = cross_entropy(X, W, TARGETS)[1]
-    wanted = (by_token - loss(WEIGHTS)) / WEIGHTS.sum()
+    wanted = (2 * by_token - loss(WEIGHTS)) / WEIGHTS.sum()
     assert_close(gradient(WEIGHTS), wanted, 1e-4, 1e-6)
     # A weight of 0 leaves its token out, whose loss is not computed.
     found = gradient(WEIGHTS.at[2].set(0.0))
@@ -406,7 +406,7 @@ def test_losses_of_ignored_tokens_alone_have_a_gradient_of_zero(of):
     assert_close(jax.grad(loss, of)(*args), jnp.zeros_like(args[of]), 0)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30, 1e38, 3e38])
+@pytest.mark.parametrize("scale", [1e-30, 1e30, 1e38, -3e38])
 def test_any_scale_of_the_weights_gives_the_same_mean(scale):
     def loss(x, w, factor):
         return cross_entropy(x, w, TARGETS, weights=factor * (WEIGHTS / 2))

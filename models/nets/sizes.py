@@ -6,35 +6,33 @@ from typing import Any
 
 from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 
+_TINY: dict[str, Any] = dict(layers=2, width=128, heads=4, context=128)
 MODELS = {
-    "tiny": GPTConfig(layers=2, width=128, heads=4, context=128),
+    "tiny": GPTConfig(**_TINY),
     "small": GPTConfig(layers=4, width=256, heads=8, context=256),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
 }
 
-
-def _qwen3(layers: int, width: int, heads: int, hidden: int) -> LlamaConfig:
-    return LlamaConfig(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=8,
-        hidden=hidden,
-        context=40_960,
-        vocabulary=151_936,
-        head="untied",
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
-        remat="auto",
-        head_dim=128,
-        qk_norm="heads",
-    )
-
-
+_LLAMA3: dict[str, Any] = dict(
+    heads=32,
+    kv_heads=8,
+    context=8192,
+    vocabulary=128_256,
+    rope_theta=500_000.0,
+    remat="auto",
+)
+_QWEN3: dict[str, Any] = dict(
+    context=40_960,
+    vocabulary=151_936,
+    head="untied",
+    rope_theta=1_000_000.0,
+    norm_eps=1e-6,
+    remat="auto",
+    head_dim=128,
+    qk_norm="heads",
+)
 LLAMAS = {
-    "llama-tiny": LlamaConfig(
-        layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128
-    ),
+    "llama-tiny": LlamaConfig(**_TINY, kv_heads=2, hidden=384),
     "llama-124m": LlamaConfig(
         layers=12,
         width=768,
@@ -44,43 +42,21 @@ LLAMAS = {
         context=1024,
         vocabulary=50304,
     ),
-    "llama-1b": LlamaConfig(
-        layers=16,
-        width=2048,
-        heads=32,
-        kv_heads=8,
-        hidden=8192,
-        context=8192,
-        vocabulary=128_256,
-        rope_theta=500_000.0,
-        remat="auto",
-    ),
+    "llama-1b": LlamaConfig(**_LLAMA3, layers=16, width=2048, hidden=8192),
     "llama-8b": LlamaConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        hidden=14_336,
-        context=8192,
-        vocabulary=128_256,
-        head="untied",
-        rope_theta=500_000.0,
-        remat="auto",
+        **_LLAMA3, layers=32, width=4096, hidden=14_336, head="untied"
     ),
-    "qwen3-14b": _qwen3(40, 5120, heads=40, hidden=17_408),
-    "qwen3-32b": _qwen3(64, 5120, heads=64, hidden=25_600),
+    "qwen3-14b": LlamaConfig(
+        **_QWEN3, layers=40, width=5120, heads=40, kv_heads=8, hidden=17_408
+    ),
+    "qwen3-32b": LlamaConfig(
+        **_QWEN3, layers=64, width=5120, heads=64, kv_heads=8, hidden=25_600
+    ),
 }
 
 MOES = {
     "moe-tiny": MoeConfig(
-        layers=2,
-        width=128,
-        heads=4,
-        kv_heads=2,
-        hidden=128,
-        context=128,
-        qk_norm="heads",
-        normalized="chosen",
+        **_TINY, kv_heads=2, hidden=128, qk_norm="heads", normalized="chosen"
     ),
     "moe-109m": MoeConfig(
         layers=8,
@@ -108,19 +84,12 @@ MOES = {
         chosen=8,
     ),
     "qwen3-30b-a3b": MoeConfig(
+        **_QWEN3,
         layers=48,
         width=2048,
         heads=32,
         kv_heads=4,
         hidden=768,
-        context=40_960,
-        vocabulary=151_936,
-        head="untied",
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
-        remat="auto",
-        head_dim=128,
-        qk_norm="heads",
         experts=128,
         chosen=8,
         normalized="chosen",

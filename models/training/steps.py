@@ -331,9 +331,19 @@ def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFu
     # The key reaches `init` through the state; `update` takes it from there, so any
     # seed serves here.
     steps = make_steps(config, make_optimizer(config), count)
+    return _jitted(steps, 2, config, mesh)
+
+
+def _jitted(
+    steps: Callable[..., Any], results: int, config: TrainConfig, mesh: Mesh | None
+) -> Any:
+    """Return a program of steps that reuses the memory of the state, its first result;
+    each device has the whole of the others.
+    """
     if mesh is None:
         return jax.jit(steps, donate_argnums=0)
-    places = (state_places(config, mesh), NamedSharding(mesh, P()))
+    others = [NamedSharding(mesh, P())] * (results - 1)
+    places = (state_places(config, mesh), *others)
     return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
 
 
@@ -343,20 +353,14 @@ def make_steps(
     """Return the function that `make_train_step` jits, with an optimizer of your
     own.
     """
-    loss_of = loss_function(config)
+    differentiate = tcfp_jax.value_and_grad(loss_function(config))
 
     def one_step(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        batch = windows(config, state.step, text, key)
-        quantized = tcfp_jax.layer_state(state.opt_state)
-        bits = product_key(config, state, key)
-        loss, gradients = tcfp_jax.value_and_grad(loss_of)(
-            state.params, quantized, batch, bits
-        )
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = tcfp_jax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.step + 1), loss
+        loss, gradients = differentiate(*_operands(config, state, text, key))
+        state, _ = _updated(optimizer, state, gradients)
+        return state, loss
 
     def train_step(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -366,6 +370,24 @@ def make_steps(
         )
 
     return train_step
+
+
+def _operands(
+    config: TrainConfig, state: TrainState, text: jax.Array, key: jax.Array
+) -> tuple[Any, ...]:
+    """Return the arguments of `loss_function` at a step."""
+    quantized = tcfp_jax.layer_state(state.opt_state)
+    batch = windows(config, state.step, text, key)
+    return state.params, quantized, batch, product_key(config, state, key)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: Any
+) -> tuple[TrainState, Any]:
+    """Return the next state, and the updates of its parameters."""
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    params = tcfp_jax.apply_updates(state.params, updates)
+    return TrainState(params, opt_state, state.step + 1), updates
 
 
 def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
@@ -433,7 +455,7 @@ def make_monitored_step(
 
 @functools.lru_cache(maxsize=16)
 def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
-    loss_of = loss_function(config)
+    differentiate = monitor.value_and_grad(loss_function(config))
     optimizer = make_optimizer(config)
     before = make_steps(config, optimizer, count - 1)
     stores = isinstance(config.weights, Stored)
@@ -444,26 +466,19 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
     def last(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Report]:
-        quantized = tcfp_jax.layer_state(state.opt_state)
-        batch = windows(config, state.step, text, key)
-        bits = product_key(config, state, key)
-        differentiate = monitor.value_and_grad(loss_of)
-        (loss, gradients), readings = differentiate(
-            state.params, quantized, batch, bits
-        )
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = tcfp_jax.apply_updates(state.params, updates)
+        operands = _operands(config, state, text, key)
+        (loss, gradients), readings = differentiate(*operands)
+        after, updates = _updated(optimizer, state, gradients)
+        old, quantized, *_ = operands
+        new = after.params
         if stores:
-            old = state.params
-            new = params
             updates = monitor.float_updates(exact, gradients, state.opt_state, old)
         else:
             old = quantized
-            new = tcfp_jax.layer_state(opt_state)
+            new = tcfp_jax.layer_state(after.opt_state)
         found = monitor.update_quality(old, new, updates, layouts(config))
-        stale = monitor.stale_moments(state.opt_state, opt_state)
-        report = merged_report(readings, found, stale)
-        return TrainState(params, opt_state, state.step + 1), loss, report
+        stale = monitor.stale_moments(state.opt_state, after.opt_state)
+        return after, loss, merged_report(readings, found, stale)
 
     def steps(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -474,8 +489,4 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
         state, loss, report = last(state, text, key)
         return state, jnp.concatenate([losses, loss[None]]), report
 
-    if mesh is None:
-        return jax.jit(steps, donate_argnums=0)
-    whole = NamedSharding(mesh, P())
-    places = (state_places(config, mesh), whole, whole)
-    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
+    return _jitted(steps, 3, config, mesh)

@@ -90,8 +90,8 @@ def tokens_of(asked: Loss, products: Array, targets: Array, weights: Array) -> T
     losses = total - (1 - smoothing) * _capped(asked, picked)
     if smoothing:
         losses = losses - smoothing * jnp.mean(logits, axis=-1)
-    if asked.z_loss:  # 0 times the square of a huge logit would be NaN
-        losses = losses + asked.z_loss * total * total
+    # In this order the square of a huge logit does not overflow.
+    losses = losses + asked.z_loss * total * total
     losses = jnp.where(weights == 0, 0.0, losses)
     return Tokens(targets, weights, losses, total, picked)
 
