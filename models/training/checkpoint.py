@@ -123,14 +123,16 @@ class RunDirectory:
             cleanup_tmp_directories=True,
             enable_async_checkpointing=False,
         )
+        folder = self.path / CHECKPOINTS
         try:
-            self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
+            with _without_tracebacks():
+                self._manager = ocp.CheckpointManager(folder, options=kept)
         # Orbax raises bare exceptions for files that it cannot read
         except Exception as error:
             self._unlock()
             raise ValueError(
-                f"{self.path / CHECKPOINTS} cannot be read ({_first_line(error)});"
-                f" repair it, or choose another {option}"
+                f"{folder} cannot be read ({_first_line(error)}); repair it, or choose"
+                f" another {option}"
             ) from error
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -170,7 +171,7 @@ def test_without_a_whole_checkpoint_the_repair_is_named(run):
     assert restored(run) == (0, [])
 
 
-def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run, capsys):
+def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run, capsys, caplog):
     for step in (3, 5):
         (run / f"checkpoints/{step}/{DIGESTS_FILE}").unlink()
     assert restored(run)[0] == 5
@@ -180,7 +181,10 @@ def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run, capsys):
     )
     for path in files_of(run / "checkpoints/5"):
         path.write_bytes(b"")
+    caplog.clear()
     assert restored(run)[0] == 3
+    assert [record for record in caplog.records if record.name == "absl"] == []
+    assert not logging.getLogger("absl").disabled
 
 
 def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
@@ -229,6 +233,16 @@ LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)
         (
             ["[" * 100_000, *LINES[1:4], '{"step": 5, "loss": 5.0, "monitor": 3}'],
             [None, 2, 3, 4, None],
+        ),
+        (
+            [
+                '{"step": 1, "loss": ' + "9" * 400 + "}",
+                '{"step": 2, "loss": NaN}',
+                '{"step": 3, "loss": true}',
+                '{"step": 4, "loss": 1e400}',
+                LINES[4],
+            ],
+            [None, None, None, None, 5],
         ),
         ([], [None] * 5),
     ],
