@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.huggingface.configs import is_folder, llama_dict
 from models.huggingface.tensors import from_huggingface, to_huggingface
@@ -56,6 +57,11 @@ def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
             raise ValueError(
                 f"{folder} has {name!r} of shape {shape}, and its config.json and"
                 f" tokenizer ask for {asked}; copy all files of one model"
+            )
+        if not np.isfinite(found[name]).all():
+            raise ValueError(
+                f"{folder} has values in {name!r} that are not finite; copy the file"
+                " again"
             )
     return params
 

@@ -58,6 +58,8 @@ _UNREAD = (
     ".rotary_emb.inv_freq",
 )
 
+_FLOATS = [np.dtype(one) for one in ("float64", "float32", "float16", jnp.bfloat16)]
+
 
 def vectors(config: LlamaConfig) -> dict[tuple[str, str], str]:
     """Return Transformers' names of the norms and biases of a layer, by layer and
@@ -198,6 +200,11 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
             )
         left.remove(name)
         found = tensors[name]
+        if not isinstance(found, Stored) and found.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {found.dtype}, which is none of the floats that weights"
+                " have here; take the original"
+            )
         return found if isinstance(found, Stored) else np.asarray(found, np.float32)
 
     def hold(names: list[str], value: Any) -> None:

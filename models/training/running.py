@@ -496,7 +496,15 @@ def cache_programs() -> None:
         if not caches.is_absolute():
             caches = Path.home() / ".cache"
         folder = caches / "tcfp_jax"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            print(
+                f"compiled programs are not kept ({error}), so a resumed run may differ"
+                " in the last bit; name a folder in JAX_COMPILATION_CACHE_DIR",
+                file=sys.stderr,
+            )
+            return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -102,3 +103,19 @@ def test_a_llama_is_described_and_others_copy_their_config():
 def test_models_that_compute_otherwise_are_refused(case, changes, message):
     with pytest.raises(ValueError, match=message):
         llama_config(RECORDED[case]["config"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (np.int32, "is int32, which is none of the floats"),
+        (ml_dtypes.float8_e4m3fn, "is float8_e4m3fn, which is none of the floats"),
+    ],
+)
+def test_weights_that_are_no_floats_are_not_read_as_floats(dtype, message):
+    recorded = RECORDED["llama"]
+    arrays = weights_of(recorded["shapes"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    arrays[name] = arrays[name].astype(dtype)
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        from_huggingface(arrays, llama_config(recorded["config"]))

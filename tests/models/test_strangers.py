@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.huggingface.configs import read_shape
-from models.huggingface.folders import check_folder, write_folder
+from models.huggingface.folders import check_folder, read_folder, write_folder
 from models.huggingface.tokenizer import (
     COMPANIONS,
     FILE,
@@ -27,7 +27,7 @@ from models.nets.shapes import LlamaConfig
 from models.tokens import OWN
 from models.training.parameters import export
 from models.training.running import cache_programs
-from tests.helpers import parametrize
+from tests.helpers import parametrize, refused
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SIZE = LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, context=32)
@@ -71,6 +71,15 @@ def test_an_export_of_floats_follows_no_link(tmp_path, params):
     assert secret.read_text() == "PRIVATE"
     assert "embedding/embedding" in np.load(tmp_path / "new.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.npz", "secret"]
+
+
+@parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(source, params, value):
+    damaged = jax.tree.map(np.copy, params)
+    damaged["layers"]["up"]["kernel"][0, 3, 5] = value
+    write_folder(source, damaged, SIZE, "bf16", None, None)
+    with refused(r"model has values in 'layers/up/kernel' that are not finite"):
+        read_folder(source, params, SIZE)
 
 
 @parametrize("name", [FILE, SETTINGS, TEMPLATE, GENERATION])
@@ -306,7 +315,9 @@ def settings():
         jax.config.update(name, value)
 
 
-def test_compiled_programs_lie_in_the_users_own_cache(tmp_path, monkeypatch, settings):
+def test_compiled_programs_lie_in_the_users_own_cache(
+    tmp_path, monkeypatch, settings, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for named, expected in (
@@ -319,6 +330,12 @@ def test_compiled_programs_lie_in_the_users_own_cache(tmp_path, monkeypatch, set
         cache_programs()
         assert jax.config.jax_compilation_cache_dir == str(expected)
         assert expected.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    cache_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "compiled programs are not kept (" in capsys.readouterr().err
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "chosen"))
     cache_programs()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "chosen")
