@@ -24,7 +24,7 @@ import tokenizers
 
 # Limits of a job, and what each byte of its text adds. Tokenizers encode a megabyte in
 # a second, and take a hundred bytes for each byte of text.
-SECONDS = 10.0
+SECONDS = 5.0
 SECONDS_PER_BYTE = 1e-5
 BYTES = 2**31
 BYTES_PER_BYTE = 128

@@ -89,7 +89,6 @@ def complete(
         entry = _checked(ADDED, table[place], dict)
         properties = {name: entry[name] for name in PROPERTIES if name in entry}
         token = tokenizers.AddedToken(_text(ADDED, entry), **properties)
-        token.special = token.special or token.content in texts
         added.append(token)
     model.add_tokens(added)
     held = {token.content for token in model.get_added_tokens_decoder().values()}

@@ -35,6 +35,7 @@ from tcfp_jax.inference.compressed_tensors import load_compressed
 from tcfp_jax.weights.stored import Stored
 from tests.models.record_transformers import FILE, weights_of
 
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RECORDED = json.loads(FILE.read_text())
 # An empty thought stands before the last answer alone, as in Qwen3.
@@ -78,12 +79,12 @@ def tokenizer_folder(tmp_path_factory):
         show_progress=False,
     )
     model.train_from_iterator([json.dumps(line) for line in LINES], trainer)
-    model.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(
-        json.dumps(dict(eos_token_id=[0, 2]))
-    )
-    settings = dict(eos_token={"content": "<|im_end|>"}, chat_template=CHAT)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    # Its files are those of real folders
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<|im_end|>", chat_template=CHAT
+    ).save_pretrained(folder)
+    stops = dict(eos_token_id=[0, 2])
+    (folder / "generation_config.json").write_text(json.dumps(stops))
     return folder
 
 
@@ -395,17 +396,26 @@ def test_a_mark_at_the_end_of_a_conversation_is_learned(tokenizer_folder):
     assert [whole[begin:end] for begin, end in spans] == [" Yes", " No<|im_end|>"]
 
 
+EACH = "{% for m in messages %}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{{ messages[-1].content }}", "drops or changes the content of message 1"),
-        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "of message 1"),
+        (EACH + "{{ m.content * 2 }}{% endfor %}", "of message 1"),
         ("{% for m in messages[:3] %}{{ m.content }}{% endfor %}", "of message 3"),
-        ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+        (EACH + "{{ m.content if not loop.last }}{% endfor %}", "of message 1"),
         (
-            "{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}",
-            "no token",
+            EACH + "{% if m.content %}{{ m.content }}<end>{% endif %}{% endfor %}",
+            "of message 5",
         ),
+        (
+            "{{ messages[1].content | length }}" + EACH + "{{ m.content }}{% endfor %}",
+            "message 1",
+        ),
+        ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+        (EACH + "{% generation %}{% endgeneration %}{% endfor %}", "no token"),
     ],
 )
 def test_a_template_that_drops_an_answer_is_refused(
@@ -415,7 +425,7 @@ def test_a_template_that_drops_an_answer_is_refused(
         read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
     )
     with pytest.raises(ValueError, match=message):
-        example(chat("Hi", "Yes", "And?", "No"), tokenizer)
+        example(chat("Hi", "Yes", "And?", "No", "Well", ""), tokenizer)
 
 
 def test_an_example_is_shown_in_color(tokenizer_folder):
