@@ -417,10 +417,11 @@ def _precision(eqn: Equation) -> str:
     """Return the precision that an author asked for beyond the default, or ""."""
     asked = eqn.params.get("precision")
     both = asked if isinstance(asked, tuple | list) else (asked,)
-    names = [getattr(one, "name", one) for one in both]
-    if all(name is None or str(name).upper() == "DEFAULT" for name in names):
-        return ""
-    return str(names[0])
+    for one in both:
+        name = str(getattr(one, "name", one))
+        if name.upper() not in ("NONE", "DEFAULT"):
+            return name
+    return ""
 
 
 def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product:

@@ -365,6 +365,7 @@ def test_activations_times_constants_are_no_products():
     for fn in (
         lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)),
         lambda p, x: (x @ x.T) * p["w"][:4, :4],
+        lambda p, x: (x * ROTATIONS) @ x.T + p["w"][:4, :4],
     ):
         report = convert(fn).examine({"w": W}, X).report
         assert not report.converted
@@ -416,6 +417,32 @@ def test_strict_takes_the_constants_of_a_model():
     low = convert(rotate, strict=True)
     assert np.isfinite(low({"w": W}, X)).all()
     assert "closes over" in str(survey(low, {"w": W}, X))
+
+
+@pytest.mark.parametrize(
+    "precision, reason",
+    [
+        ("highest", "precision='HIGHEST'"),
+        (("default", "high"), "precision='HIGH'"),
+        (("default", "default"), ""),
+    ],
+)
+def test_a_precision_of_either_operand_is_kept(precision, reason):
+    low = convert(lambda p, x: (jnp.dot(x, p["w"], precision=precision), x @ p["v"]))
+    report = survey(low, {"w": W, "v": W}, X)
+    assert [record.reason.split(",")[0] for record in report.skipped] == (
+        [reason] if reason else []
+    )
+
+
+def test_columns_of_an_indexed_layer_are_a_part_of_it():
+    def fn(p, x):
+        return lax.fori_loop(0, 3, lambda i, y: y + x @ p["w"][i, :, 8:24], x[:, :16])
+
+    params = {"w": jnp.moveaxis(STACK, 1, 0)}
+    low = convert(fn, strict=True)
+    assert "a part of a parameter" in str(survey(low, params, X))
+    close(step_of(low)(params), step_of(fn)(params), 0.2)
 
 
 def test_a_survey_says_why_a_call_raises():
@@ -518,6 +545,23 @@ def test_products_of_one_x_quantize_it_once(recipe, others):
     ]
     # of x, and of the input of "down"
     assert [part.size for part in amaxes] == [1] * others
+
+
+def test_products_of_one_x_have_the_dtype_they_ask_for():
+    """Wider than x: then the two quantize it alone."""
+
+    def fn(p, x):
+        narrow = x.astype(jnp.bfloat16)
+        product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        weights = [w.astype(jnp.bfloat16) for w in p]
+        return [product(narrow, w) for w in weights]
+
+    params = [W, normal(32, 32, seed=2)]
+    results = jax.jit(convert(fn, recipe="tensorwise"))(params, X)
+    for y, exact in zip(results, fn(params, X), strict=True):
+        assert y.dtype == jnp.float32
+        assert (y != y.astype(jnp.bfloat16).astype(jnp.float32)).any()
+        close(y, exact, 0.1)
 
 
 def columns_then_rows(p, x):
