@@ -18,6 +18,7 @@ import tcfp_jax.linen
 from tcfp_jax import error_feedback, layer_state, transform
 from tcfp_jax.conversion import diagnose, export, find_weights, restore, survey, to_bf16
 from tcfp_jax.inference import quantize_params
+from tcfp_jax.weights.quantization import quantize_weight
 from tests.collectives import collectives
 from tests.helpers import mesh_of, same_bits
 
@@ -445,6 +446,21 @@ def test_columns_of_an_indexed_layer_are_a_part_of_it():
     close(step_of(low)(params), step_of(fn)(params), 0.2)
 
 
+def test_some_columns_that_a_gather_takes_are_computed():
+    whole_layers = lax.GatherDimensionNumbers((0, 1), (0,), (0,))
+
+    def fn(p, x):
+        def add(i, y):
+            return y + x @ lax.gather(p["w"], i[None], whole_layers, (1, 32, 16))
+
+        return lax.fori_loop(0, 3, add, x[:, :16])
+
+    params = {"w": jnp.moveaxis(STACK, 1, 0)}
+    low = convert(fn, strict=True)
+    assert "computed from parameters by gather" in str(survey(low, params, X))
+    close(step_of(low)(params), step_of(fn)(params), 0.2)
+
+
 def test_a_survey_says_why_a_call_raises():
     convolution, params, _ = LEFT["convolution"]
     assert "nothing is converted, and a call raises" in str(
@@ -711,6 +727,9 @@ def test_state_of_other_parameters_is_not_multiplied():
         ValueError, match="the state holds 'z', but the parameters have only a, b, c"
     ):
         low(params, X, stored={**kept, "z": kept["a"]})
+    layers = jax.vmap(lambda w: quantize_weight(w, low.policy.recipe)[0])(STACK)
+    with pytest.raises(ValueError, match=r"for each of the stack \[32\]"):
+        low(params, X, stored=kept | {"a": layers})
     with pytest.raises(ValueError, match="'a' is a shape without values"):
         low({**params, "a": jax.ShapeDtypeStruct((32, 32), "float32")}, X)
 
