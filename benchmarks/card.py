@@ -121,7 +121,7 @@ def wanted(
     >>> wanted(Path("/nowhere"), "head,gemm,adamw", (1, 2), 1)
     ['head', 'adamw']
     """
-    names = [*chosen_of("only", only, tuple(RUNS))]
+    names = list(chosen_of("only", only, tuple(RUNS)))
     if only is None:
         names = [name for name in names if not is_current(results / f"{name}.json")]
     names = [name for name in names if RUNS[name].gpus <= gpus]

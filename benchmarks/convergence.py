@@ -82,9 +82,6 @@ from models.training.steps import count_parameters, evaluate
 from models.training.text import Corpus, load_installed
 from models.training.tokenized import tokenized
 
-PROTOCOLS = ("fork", "scratch")
-_USUAL_STEPS = {"fork": Config.steps, "scratch": 1000}
-
 
 def measure_text(
     config: Config, name: str, base: Base, corpus: Corpus, deadline: float = math.inf
@@ -277,7 +274,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--protocol",
-        choices=PROTOCOLS,
+        choices=tuple(USUAL_MODEL),
         required=True,
         help="forks of a BF16 run, or runs from scratch",
     )
@@ -421,7 +418,7 @@ def _asked(options: argparse.Namespace, model: str) -> Config:
     own: dict[str, Any] = {
         "batch": usual.batch,
         "learning_rate": usual.learning_rate,
-        "steps": _USUAL_STEPS[options.protocol],
+        "steps": Config.steps if forks else 1000,
     }
     if isinstance(size, LlamaConfig) and options.tokens == "bpe" and not forks:
         own |= whole_run(size)

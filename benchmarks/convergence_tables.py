@@ -188,11 +188,6 @@ def standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def noise_floor(rows: list[Row], name: str = RERUN) -> float:
-    """Return the largest distance from 1 of BF16's own other run; 0 without one."""
-    return max((abs(value - 1) for value in ratios(rows, name).values()), default=0.0)
-
-
 # Pages
 # --------------------------------------------------------------------------------------
 
@@ -280,7 +275,8 @@ def _described(result: Result, rows: list[Row]) -> str:
     if losses:
         said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
     if any(row.name == RERUN for row in rows):
-        noise = noise_floor(rows)
+        reruns = ratios(rows, RERUN).values()
+        noise = max((abs(ratio - 1) for ratio in reruns), default=0.0)
         said.append(
             "Other variants are compared with the mean of BF16's run and its rerun,"
             f" which differ by up to {noise:.4f}."

@@ -6,11 +6,10 @@ writes among committed numbers.
 """
 
 import argparse
-import contextlib
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,6 @@ from models.training.progress import shown
 NO_FP8 = (
     "\na CPU has no FP8 units and multiplies in float32: ratios here mean nothing."
     " --smoke shows that it runs"
-)
-SMOKE = (
-    "tiny sizes, few steps and one seed, in about ten seconds: its numbers mean nothing"
 )
 
 
@@ -71,7 +67,11 @@ class Benchmark:
         )
         written = f"write benchmarks/results/<device>/{self.name}.json"
         parser.add_argument("--json", action="store_true", help=written)
-        parser.add_argument("--smoke", action="store_true", help=SMOKE)
+        parser.add_argument(
+            "--smoke",
+            action="store_true",
+            help="ten seconds of tiny sizes, whose numbers mean nothing",
+        )
         parser.add_argument(
             "--out",
             type=Path,
@@ -106,8 +106,11 @@ class Benchmark:
         if "--smoke" in sys.argv:
             compile_quickly()
         options = self.parse(None)
-        with in_one_line():
+        try:
             config, path = self.configured(options)
+        except (ValueError, FileNotFoundError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
         self._measured(config, path)
 
     def _measured(self, config: Any, path: Path | None) -> list[Any]:
@@ -149,16 +152,6 @@ def _title(name: str, header: Header) -> str:
         f" {header.python}, commit {header.commit or 'unknown'}, library"
         f" {header.library}, {header.date}{warning}"
     )
-
-
-@contextlib.contextmanager
-def in_one_line() -> Iterator[None]:
-    """End the process with status 2 and one line if a request cannot be met."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:

@@ -74,7 +74,6 @@ USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {
 # operands, which keep less, below 0.
 LEAST_SNR_DB: dict[Part, float] = {"block": 11.0, "step": 5.0}
 INCLUDES = ("linear", "measured", "measured,head")
-SMOKE_OPTIONS = {"recipes": "tensorwise", "parts": "block"}
 # Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of
 # operands.
 PEAK_TFLOPS = 989.0
@@ -291,7 +290,7 @@ BENCHMARK = Benchmark(
     measure,
     table,
     options=add_options,
-    smoke=SMOKE_OPTIONS,
+    smoke={"recipes": "tensorwise", "parts": "block"},
 )
 
 if __name__ == "__main__":

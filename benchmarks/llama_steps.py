@@ -152,24 +152,21 @@ def make_training(
     optimizer = _optimizer(name, weights, rate)
     rngs = {"tcfp": jax.random.key(0)} if name in EMULATED else None
 
-    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
+    def loss_of(params: Any, tokens: Array, *quantized: Any) -> Array:
+        variables = {"params": params}
+        if quantized:
+            (variables["tcfp"],) = quantized
+        losses: Array = converted.apply(
+            variables, tokens[:, :-1], tokens[:, 1:], rngs=rngs
+        )
+        return losses.mean()
 
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, tokens: Array) -> Array:
-        variables = {"params": params}
-        if weights is not None:
-            variables["tcfp"] = tcfp_jax.layer_state(opt_state)
-        losses = converted.apply(variables, tokens[:, :-1], tokens[:, 1:], rngs=rngs)
-        return losses.mean()
+        quantized = () if weights is None else (tcfp_jax.layer_state(opt_state),)
+        return loss_of(params, tokens, *quantized)
 
-    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
-        loss, dparams = gradients(*state, tokens)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(dparams, state[1], state[0])
-            return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
-
-    def init(key: Array) -> tuple[Any, Array]:
+    def draw(key: Array) -> tuple[Any, Array]:
         def floats() -> Any:
             return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
 
@@ -179,25 +176,24 @@ def make_training(
             )
         else:
             params = floats()
-        tokens = jax.random.randint(key, (batch, positions + 1), 0, size.vocabulary)
-        return state_of(params), tokens
+        return params, jax.random.randint(
+            key, (batch, positions + 1), 0, size.vocabulary
+        )
 
-    def state_of(params: Any) -> Any:
-        return params, optimizer.init(params)
-
+    behind = timing.training_of(gradients, optimizer, draw)
     if name != STORED or config.update == "behind":
-        return timing.Training(init, step, gradients, state_of)
+        return behind
     inside = tcfp_jax.train_step(loss_of, optimizer, clip="late")
 
-    def init_inside(key: jax.Array) -> tuple[Any, jax.Array]:
-        (params, opt_state), tokens = init(key)
+    def init(key: Array) -> tuple[Any, Array]:
+        (params, opt_state), tokens = behind.init(key)
         return inside.state(params, opt_state), tokens
 
-    def step_inside(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
         state, metrics = inside(state, tokens)
         return state, metrics.loss
 
-    return timing.Training(init_inside, step_inside, gradients, inside.init)
+    return timing.Training(init, step, gradients, inside.init)
 
 
 def make_step(config: Config, name: str) -> Candidate:

@@ -256,7 +256,6 @@ def write_result(
         "config": asdict(config),
         "rows": [asdict(row) for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     text = json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
     partial.write_text(text, encoding="utf-8")

@@ -103,7 +103,10 @@ def render_section(name: str, results: Path = RESULTS) -> str:
             f" one of {SECTIONS}"
         )
     result = read_result(name, results)
-    command = _command_of(name, result)
+    data = () if result is None else result.config.get("data") or ()
+    command = convergence_tables.command_of(name, data)
+    if name in RUNS:
+        command = f"python -m benchmarks.{RUNS[name].arguments} --json"
     if result is None:
         return f"*No numbers yet: `{command}` writes them.*\n"
     picture = ""
@@ -113,13 +116,6 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     return f"{table}\n{picture}\n*`{command}`: {result.origin}.*\n"
 
 
-def _command_of(name: str, result: Result | None) -> str:
-    if name in RUNS:
-        return f"python -m benchmarks.{RUNS[name].arguments} --json"
-    data = () if result is None else result.config.get("data") or ()
-    return convergence_tables.command_of(name, data)
-
-
 def choose(results: Path = RESULTS) -> str:
     """Return README's table: speed, bytes per weight and loss, one line per recipe."""
     timed = read_result("large-8-layers", results)
@@ -127,7 +123,8 @@ def choose(results: Path = RESULTS) -> str:
     forked = read_result(FORKS, results)
     speeds = {} if timed is None else _speeds(timed)
     sizes = {} if counted is None else _bytes_per_weight(counted)
-    losses = {} if forked is None else _losses(forked)
+    losses = {} if forked is None else convergence_tables.ratios_of(forked)
+    losses[STORED] = losses.get(RECOMMENDED, "–")
     titles = [
         "recipe",
         "speedup over BF16",
@@ -173,12 +170,6 @@ def _bytes_per_weight(counted: Result) -> Mapping[str, str]:
         for name, row in counted.by("name").items()
     }
     return {**sizes, STORED: sizes.get(memory.STORED, "–")}
-
-
-def _losses(forked: Result) -> Mapping[str, str]:
-    """Return losses by recipe; those of `tcfp12_single` are of stored weights."""
-    found = convergence_tables.ratios_of(forked)
-    return {**found, STORED: found.get(RECOMMENDED, "–"), BASELINE: "0"}
 
 
 def overview(results: Path = RESULTS) -> str:
@@ -323,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report",
-        description=(__doc__ or "").split("\n\n")[0],
+        description=__doc__.split("\n\n")[0],
     )
     parser.add_argument(
         "--check",

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+import tcfp_jax
+
 # name: (jitted function, arguments)
 Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 Timer = Literal["CUPTI kernel time", "wall clock"]
@@ -190,29 +192,45 @@ class Training(NamedTuple):
         if place is not None:
             shardings = place(given)
             results = shardings[0], None
-            given = jax.tree.map(_sharded, given, shardings)
+            given = jax.tree.map(
+                lambda leaf, at: leaf.update(sharding=at), given, shardings
+            )
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
         compiled, seconds = done or compile_timed(jitted, *given)
         if place is not None:
             made = jax.jit(self.init, out_shardings=shardings)(key)
             return Threaded(jitted, compiled, *made), seconds
         # First the parameters, whose floats then do not meet the optimizer's state.
-        params = jax.jit(self._first_params)(key)
+        params = jax.jit(lambda key: self.init(key)[0][0])(key)
         state = jax.jit(self.state_of, donate_argnums=0)(params)
-        _, *inputs = jax.jit(self._without_state)(key)
+        inputs = jax.jit(lambda key: self.init(key)[1:])(key)
         return Threaded(jitted, compiled, state, *inputs), seconds
 
-    def _first_params(self, key: jax.Array) -> Any:
-        state, *_ = self.init(key)
-        return state[0]
 
-    def _without_state(self, key: jax.Array) -> tuple[Any, ...]:
-        _, *inputs = self.init(key)
-        return None, *inputs
+def training_of(
+    gradients: Callable[..., tuple[Array, Any]],
+    optimizer: Any,
+    draw: Callable[[Array], tuple[Any, ...]],
+) -> Training:
+    """Return the step of an optimizer behind a backward pass.
 
+    `draw` is `key -> (params, *inputs)`.
+    """
 
-def _sharded(leaf: jax.ShapeDtypeStruct, at: Any) -> jax.ShapeDtypeStruct:
-    return leaf.update(sharding=at)
+    def state_of(params: Any) -> Any:
+        return params, optimizer.init(params)
+
+    def init(key: Array) -> tuple[Any, ...]:
+        params, *inputs = draw(key)
+        return state_of(params), *inputs
+
+    def step(state: Any, *inputs: Array) -> tuple[Any, Array]:
+        loss, dparams = gradients(*state, *inputs)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(dparams, state[1], state[0])
+            return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
+
+    return Training(init, step, gradients, state_of)
 
 
 def threaded(
@@ -375,17 +393,13 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
     if "optimizer" in scopes:
         return "optimizer"
     if "quantize" in scopes and not any(
-        _values(sizes) > _SMALL for sizes in _WIDE.findall(types)
+        math.prod(map(int, sizes.split(","))) > _SMALL for sizes in _WIDE.findall(types)
     ):
         return "quantization"
     # XLA's own products have the names of their instructions, perhaps with a transpose
     # at the end.
     is_product = scopes.endswith("dot_general") or kernel.startswith("gemm_fusion")
     return "products" if is_product else "norms and activations"
-
-
-def _values(sizes: str) -> int:
-    return math.prod(map(int, sizes.split(",")))
 
 
 def milliseconds_by_kind(

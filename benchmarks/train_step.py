@@ -72,8 +72,6 @@ def _recipe_of(name: str) -> Recipe:
 
 
 VARIANTS = {name: _recipe_of(name) for name in (*USUAL, *OTHERS)}
-SMOKE_OPTIONS = {"recipes": "stored", "parts": "mlp,optimizer step"}
-CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
 # E5M2 rounds Gaussian values at 25 dB, and a step chains a few such products. Rounding
 # moves values across relu's kink, where their gradients change completely: 14 dB are
 # left. A wrong scale or operand gives less than 7.
@@ -186,12 +184,7 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
         y: Any = model.apply({"params": params, "tcfp": quantized}, x)
         return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
 
-    def step(state: Any, x: Array, target: Array) -> tuple[Any, Array]:
-        loss, dparams = gradients(*state, x, target)
-        updates, opt_state = optimizer.update(dparams, state[1], state[0])
-        return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
-
-    def init(key: Array) -> tuple[Any, Array, Array]:
+    def drawn(key: Array) -> tuple[Any, Array, Array]:
         params, x, target = draw(shape, key)
         if kept.weights == "stored":
             params = tcfp_jax.store(
@@ -200,12 +193,9 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
                 key=key,
                 gradient_dtype=kept.gradient_dtype,
             )
-        return state_of(params), x, target
+        return params, x, target
 
-    def state_of(params: Any) -> Any:
-        return params, optimizer.init(params)
-
-    return timing.Training(init, step, gradients, state_of)
+    return timing.training_of(gradients, optimizer, drawn)
 
 
 def make_optimizer_step(
@@ -341,9 +331,9 @@ def configure(options: argparse.Namespace) -> Config:
     Raises:
       ValueError: a recipe, part or shape is unknown.
     """
-    usual = (MIDDLE,) if jax.default_backend() == "gpu" else CPU_SHAPES
-    asked = options.shapes or (SMOKE_SHAPE if options.smoke else None)
-    shapes = tuple(map(GemmShape.parse, asked.split(","))) if asked else usual
+    usual = str(MIDDLE) if jax.default_backend() == "gpu" else "256x128x512"
+    asked = options.shapes or ("64x32x64" if options.smoke else usual)
+    shapes = tuple(map(GemmShape.parse, asked.split(",")))
     wanted = options.recipes or ",".join(USUAL)
     recipes = BASELINE, *chosen_of("recipes", wanted, tuple(VARIANTS))
     few = {"rounds": 2, "calls": 2} if options.smoke else {}
@@ -383,7 +373,7 @@ BENCHMARK = Benchmark(
     measure,
     table,
     options=add_options,
-    smoke=SMOKE_OPTIONS,
+    smoke={"recipes": "stored", "parts": "mlp,optimizer step"},
 )
 
 if __name__ == "__main__":

@@ -32,12 +32,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.tuning import Entry
 
-REPETITIONS = Repetitions(rounds=3, calls=4)
 Cases = Literal["all", "missing", "grid"]
-CASES = (
-    "those not yet timed; those that include='measured' interpolates between, small"
-    " models' among them"
-)
 
 
 def run(
@@ -73,9 +68,12 @@ def run(
 
 
 def _wanted(only: str, cases: Cases) -> Iterator[Case]:
+    entries = tuning.load().get(device_kind(), {})
     for case in _listed(only, cases):
-        asked = only in f"{case.key.op} {case.key.variant}"
-        if asked and not (cases == "missing" and _is_timed(case)):
+        op, variant, shape = case.key
+        known = [(entry.variant, entry.shape) for entry in entries.get(op, ())]
+        is_timed = cases == "missing" and (variant, shape) in known
+        if only in f"{op} {variant}" and not is_timed:
             yield case
 
 
@@ -87,12 +85,6 @@ def _listed(only: str, cases: Cases) -> Iterator[Case]:
     if not only.startswith("grouped"):  # other cases take seconds to list
         yield from tune_cases.quantizers()
         yield from tune_cases.products()
-
-
-def _is_timed(case: Case) -> bool:
-    entries = tuning.load().get(device_kind(), {}).get(case.key.op, ())
-    known = {(entry.variant, entry.shape) for entry in entries}
-    return (case.key.variant, case.key.shape) in known
 
 
 def _name(case: Case) -> str:
@@ -139,7 +131,7 @@ def time_case(case: Case) -> Entry:
         named[str(i)] = (
             donating(function, *arguments) if donates else (function, arguments)
         )
-    times = list(REPETITIONS.interleaved(named).values())
+    times = list(Repetitions(rounds=3, calls=4).interleaved(named).values())
     entry = _entry(case, times)
     if first != "xla":
         rule = times[0].median_ms
@@ -182,12 +174,17 @@ def write(op: str, entry: Entry) -> None:
 def main(arguments: list[str] | None = None) -> list[Entry]:
     """Run the command, and return what was timed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument(
         "--only", default="", help="cases whose op and variant contain this text"
     )
-    parser.add_argument("--cases", choices=get_args(Cases), default="all", help=CASES)
+    parser.add_argument(
+        "--cases",
+        choices=get_args(Cases),
+        default="all",
+        help="those not yet timed, or those that include='measured' reads",
+    )
     parser.add_argument(
         "--budget-seconds",
         type=float,

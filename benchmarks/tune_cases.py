@@ -46,7 +46,6 @@ from pallas_kernels.operands import (
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Key
 
-INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
 Shape = tuple[int, int]
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
@@ -129,22 +128,22 @@ def product_case(
     for backend, config in ways:
         call = partial(form.multiply, backend=backend, config=config)
         candidates.append((backend, jax.jit(call), config))
+
+    def drawing() -> Any:
+        # A true residual: an H200 at its power limit is 11 % faster if the second half
+        # is zero.
+        return form.quantize(*random_operands(shape), backend="xla")
+
     key = form.key(shape)._replace(shape=dataclasses.astuple(shape))
-    return Case(key, partial(_pair, shape, form), candidates, form.agree)
-
-
-def _pair(shape: GemmShape, form: Form) -> Any:
-    # A true residual: an H200 at its power limit is 11 % faster if the second half is
-    # zero.
-    return form.quantize(*random_operands(shape), backend="xla")
+    return Case(key, drawing, candidates, form.agree)
 
 
 def _guesses(shape: GemmShape, form: Form) -> list[Any]:
     most = 4 if isinstance(form.scaling, Block) else 8
-    return [
-        replace(guess, inner=inner)
-        for guess, inner in itertools.product(form.candidates(shape)[:most], INNER)
-    ]
+    guesses: list[Any] = []
+    for guess in form.candidates(shape)[:most]:
+        guesses += [replace(guess, inner="m"), replace(guess, inner="n")]
+    return guesses
 
 
 # Products of experts
@@ -333,8 +332,10 @@ _LARGE_WEIGHT = (4096, 16384)
 def grid() -> Iterator[Case]:
     """Yield the parts of layers of the named recipes, and BF16's products."""
     for shape in (*GRID, *H200_SHAPES, *map(_turned, H200_SHAPES)):
-        yield _bf16_case(shape)
-        yield _bf16_wgrad_case(_of_wgrad(shape))
+        yield _bf16("bfloat16", shape, (shape.m, shape.k), jnp.matmul)
+        gradient = _of_wgrad(shape)  # x.T @ g in float32
+        x = gradient.k, gradient.m
+        yield _bf16("float32", gradient, x, _transposed_product)
     for shape in GRID:
         gradient = _of_wgrad(shape)
         yield product_case(shape, Form(1, "fast"), ())
@@ -354,18 +355,13 @@ def _as_chosen(shape: GemmShape, form: Form) -> Case:
     return product_case(shape, form, form.chosen(shape))
 
 
-def _bf16_case(shape: GemmShape) -> Case:
-    """Return the product of a layer in JAX, `x @ w`."""
-    key = Key("dot_general", "bfloat16", dataclasses.astuple(shape))
-    sides = (shape.m, shape.k), (shape.k, shape.n)
-    return _by_xla(key, jnp.matmul, *((side, "bfloat16") for side in sides))
-
-
-def _bf16_wgrad_case(shape: GemmShape) -> Case:
-    """Return the weight gradient of a layer in JAX, `x.T @ g` in float32."""
-    key = Key("dot_general", "float32", dataclasses.astuple(shape))
-    sides = (shape.k, shape.m), (shape.k, shape.n)
-    return _by_xla(key, _transposed_product, *((side, "bfloat16") for side in sides))
+def _bf16(
+    variant: str, shape: GemmShape, x: Shape, function: Callable[..., Any]
+) -> Case:
+    """Return the product of JAX of x and `[k, n]`, both BF16."""
+    key = Key("dot_general", variant, dataclasses.astuple(shape))
+    sides = x, (shape.k, shape.n)
+    return _by_xla(key, function, *((side, "bfloat16") for side in sides))
 
 
 def _transposed_product(x: Array, g: Array) -> Array:
