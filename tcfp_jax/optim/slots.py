@@ -114,9 +114,11 @@ class Update:
         else:
             squares = jnp.sum(jnp.square(g.astype(jnp.float32)))
             keep = keep & jnp.isfinite(squares)
-        if self.clip == "matrix":
-            factor = clip_factor(jnp.sqrt(squares), self.max_norm)
-            scalars = scalars._replace(factor=factor)
+        if self.clip is not None:
+            # The norm of all gradients is at least that of this one, so exact clipping
+            # would not scale it by more.
+            own = clip_factor(jnp.sqrt(squares), self.max_norm)
+            scalars = scalars._replace(factor=jnp.minimum(scalars.factor, own))
         run = fused_step if self.is_fused else float_step
         done = run(self.step, w, g, m, v, scalars, keys, keep)
         return Updated(done, squares, ~keep)
