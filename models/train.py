@@ -59,6 +59,7 @@ from models.huggingface.folders import check_folder
 from models.nets.meshes import make_mesh, parse_mesh
 from models.nets.sizes import family_of
 from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_config
+from models.training.compiled import cache_programs
 from models.training.examples import COUNTED, DOCUMENTS, in_color
 from models.training.intact import write_json
 from models.training.monitoring import read_reports
@@ -67,13 +68,7 @@ from models.training.parameters import check_export
 from models.training.plotting import plot_losses, plot_reports
 from models.training.processes import end_after, is_first, of_first, start, together
 from models.training.progress import shown
-from models.training.running import (
-    RunResult,
-    cache_programs,
-    corpus_of,
-    export_run,
-    run,
-)
+from models.training.running import RunResult, corpus_of, export_run, run
 from models.training.settings import Stored, TrainConfig, config_of, preset, settings_of
 from models.training.state import TrainState
 from models.training.steps import (

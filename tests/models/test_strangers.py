@@ -25,8 +25,8 @@ from models.huggingface.tokenizer import (
 from models.nets.llama import Llama
 from models.nets.shapes import LlamaConfig
 from models.tokens import OWN
+from models.training.compiled import cache_programs
 from models.training.parameters import export
-from models.training.running import cache_programs
 from tests.helpers import parametrize, refused
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
