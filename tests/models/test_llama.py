@@ -424,7 +424,7 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch
     monkeypatch.setattr(chunks, "TOKENS_AT_ONCE", 1)
     model, variables = llama(config, "bfloat16", remat="block")
     converted = tcfp_jax.conversion.convert_to_tcfp(
-        model, "tcfp12_single", INPUT, include=("linear", "small", "head")
+        model, "tcfp12_single", INPUT, include=("linear", "small", "head", "embed")
     )
     weights = tcfp_jax.conversion.find_weights(converted)
     path = ("head", "kernel") if config is UNTIED else ("embedding", "embedding")
