@@ -224,6 +224,8 @@ def test_an_end_that_one_file_names_is_the_end(folder, files, end, stops):
         made = example({"text": "Say"}, ours)
         assert ours.decode(made.ids) == "Say" + end
         assert made.ids[-1] == ours.end
+        # nothing predicts the first token
+        assert made.counted.tolist() == [False] + [True] * (len(made.ids) - 1)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,27 @@ def test_templates_see_the_variables_of_transformers(folder, tmp_path, template)
     assert ours.rendered(HI, opened=True) == opened
 
 
+TEMPLATES = dict(tool_use="tools", default=OWN_TURNS)
+
+
+@pytest.mark.parametrize(
+    "several",
+    [TEMPLATES, [dict(name=name, template=one) for name, one in TEMPLATES.items()]],
+)
+def test_of_several_templates_the_default_one_is_used(folder, several):
+    ours = folder(tokenizer_config=dict(chat_template=several))
+    assert ours.rendered(HI) == "<user>Hi\n"
+    ours = folder(tokenizer_config=dict(chat_template={"tool_use": "tools"}))
+    with pytest.raises(ValueError, match="has no chat template"):
+        ours.rendered(HI)
+
+
+def test_the_first_token_of_a_chat_does_not_count(folder):
+    ours = folder(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    made = example({"messages": [dict(role="assistant", content="Say it")]}, ours)
+    assert made.counted.tolist() == [False] + [True] * (len(made.ids) - 1)
+
+
 ESCAPES = [
     "{{ ''.__class__ }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -332,7 +355,8 @@ LOOPS = (
         ("{{ 10 ** (10 ** 10) }}", "stopped after"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         (
-            "{% macro f() %}a{% generation %}b{% endgeneration %}{% endmacro %}{{ f() }}",
+            "{% macro f() %}a{% generation %}b{% endgeneration %}{% endmacro %}"
+            "{{ f() }}",
             "are not at the top level",
         ),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
