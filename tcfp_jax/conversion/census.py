@@ -58,7 +58,6 @@ class Census:
       constant: the places of those with a constant, or with state of the model, also if
         that holds in a loop's first round only.
       mixed: places of products whose results were mixed with an input.
-      merges: by place of a product, the places of those that compute its weight.
       activations: the places of both `constant` and `mixed`, by a first walk.
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a
@@ -83,7 +82,6 @@ class Census:
     alone: dict[Place, Product] = field(default_factory=dict)
     constant: set[Place] = field(default_factory=set)
     mixed: set[Place] = field(default_factory=set)
-    merges: dict[Place, frozenset[Place]] = field(default_factory=dict)
     consumed: set[Place] = field(default_factory=set)
     hidden: set[Place] = field(default_factory=set)
     inside: str = ""
@@ -156,7 +154,6 @@ class Census:
         self.lookups.pop(place, None)
         self.reads.pop(place, None)
         self.alone.pop(place, None)
-        self.merges.pop(place, None)
 
     def unmark(self, place: Place) -> None:
         """Let `unfold` leave an equation alone."""
@@ -176,14 +173,14 @@ class Census:
             self.reads[place] = self.reader(eqn, paths)
 
     def _list_products_without_input(self) -> None:
-        """List products of which no input is an operand, unless they compute a weight.
+        """List products of which no input is an operand.
 
-        A penalty needs no line if other products of all its parameters have lines.
+        Such a product needs no line if other products of all its parameters have lines:
+        it may compute their weight, or a penalty.
         """
-        merged = frozenset().union(*self.merges.values())
         known = frozenset().union(*(self.feeds[place].paths for place in self.products))
         for place, product in self.alone.items():
-            if place not in merged and not self.feeds[place].paths <= known:
+            if not self.feeds[place].paths <= known:
                 self.products[place] = product
 
     def _mark_heads(self, last: frozenset[Place], inputs: Sequence[Fact]) -> None:
@@ -419,8 +416,6 @@ def _product(found: Census, eqn: Equation, inputs: Facts, place: Place) -> Facts
     if described is not None:
         found.products[place] = described
         found.feeds[place] = found.reader(eqn, joined.params)
-        merges = [fact.follows for fact in inputs if fact.params]
-        found.merges[place] = frozenset().union(*merges)
     return [Fact(input=True, follows=joined.follows)]
 
 
@@ -471,7 +466,6 @@ def _weight_times_input(
         described = product_of(eqn, side, path, found.inside, weight.view, no_view)
     found.products[place] = described
     found.feeds[place] = found.reader(eqn, weight.params)
-    found.merges[place] = weight.follows
     if inputs[1 - side].follows:
         found.hidden.add(place)
 

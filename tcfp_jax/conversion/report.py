@@ -431,7 +431,8 @@ def _other_product(
             why = f"{records[place].reason}{found.feeds[place].place}"
             return f"another product of it does: {why}"
     places = [place for place in found.lookups if path in found.feeds[place].paths]
-    return f'its rows are looked up by {found.feeds[places[0]]}; include="embed"'
+    reader = found.feeds[places[0]]
+    return f'its rows are looked up by {reader}; include="embed" stores them'
 
 
 def _floats_of(

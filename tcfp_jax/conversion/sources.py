@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import flax
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax, nn
 
 from tcfp_jax.conversion.views import Equation
 
@@ -24,13 +26,13 @@ _FRAMEWORKS = (
 )
 _PYTHON = sysconfig.get_path("stdlib")
 _THIRD_PARTY = ("site-packages", "dist-packages")
-# Public names of the modules in which JAX and optax define their functions.
+# The modules whose functions JAX and optax define in these folders.
 _MODULES = {
-    "jax/_src/numpy/linalg": "jnp.linalg",
-    "jax/_src/numpy/": "jnp",
-    "jax/_src/lax/": "lax",
-    "jax/_src/nn/": "jax.nn",
-    "/optax/": "optax",
+    "jax/_src/numpy/linalg": ("jnp.linalg", jnp.linalg),
+    "jax/_src/numpy/": ("jnp", jnp),
+    "jax/_src/lax/": ("lax", lax),
+    "jax/_src/nn/": ("jax.nn", nn),
+    "/optax/": ("optax", optax),
 }
 
 
@@ -123,11 +125,9 @@ def _name_of(eqn: Equation) -> str:
 
 def _public(name: str, file: str) -> str:
     """Return a function's name as users write it; "" if it is not one of theirs."""
-    if name.startswith("_") or not name.isidentifier():
-        return ""
-    for folder, module in _MODULES.items():
-        if folder in file:
-            return f"{module}.{name}"
+    for folder, (prefix, module) in _MODULES.items():
+        if folder in file and hasattr(module, name) and not name.startswith("_"):
+            return f"{prefix}.{name}"
     return ""
 
 

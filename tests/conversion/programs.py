@@ -48,6 +48,10 @@ def with_orthogonality(p, x):
     return dense(p, x), jnp.sum(p["w"].T @ p["w"])
 
 
+def with_gram_matrix(p, x):
+    return dense(p, x), p["w"].T @ p["w"]
+
+
 def rounds(p, xs, start):
     def step(h, x):
         h = jnp.tanh(x @ p["v"] + h @ p["w"])
@@ -115,6 +119,87 @@ def activated(p, x):
 
 def layers(p, x):
     return dense(p, x) + jnp.sum(x @ p["stack"][0] @ p["stack"][1])
+
+
+def state_alone(p, x):
+    return dense(p, x), jnp.ones((4, 32)) @ p["v"]
+
+
+def nested(p, xs):
+    def inner(h, _):
+        return jnp.tanh(h @ p["w"]), None
+
+    def outer(h, x):
+        h, _ = lax.scan(inner, h, None, length=2)
+        return h + x @ p["v"], h
+
+    h, _ = lax.scan(outer, jnp.zeros((4, 32)), jnp.moveaxis(xs, 1, 0))
+    return h @ p["o"]
+
+
+def while_from_zeros(p, x):
+    def goes_on(carry):
+        return carry[0] < 3
+
+    def step(carry):
+        return carry[0] + 1, jnp.tanh(carry[1] @ p["w"] + x)
+
+    return lax.while_loop(goes_on, step, (0, jnp.zeros((4, 32))))
+
+
+def gated(p, xs):
+    h = c = jnp.zeros((4, 32))
+    for x in jnp.moveaxis(xs, 1, 0):
+        gate = jax.nn.sigmoid(x @ p["v"] + h @ p["w"])
+        c = gate * c + gate
+        h = gate * jnp.tanh(c)
+    return h @ p["o"]
+
+
+def memory(p, x):
+    keys = jnp.linspace(0, 1, 160).reshape(5, 32) @ p["v"]
+    return jax.nn.softmax((x @ p["w"]) @ keys.T)
+
+
+@jax.custom_vjp
+def own_product(x, w):
+    return x @ w
+
+
+def forward(x, w):
+    return x @ w, (x, w)
+
+
+def backward(kept, g):
+    x, w = kept
+    return g @ w.T, x.T @ g
+
+
+own_product.defvjp(forward, backward)
+
+
+def own_derivative(p, x):
+    return dense(p, own_product(x, p["v"]))
+
+
+def penalties(p, x):
+    squares = [jnp.sum(w**2) for w in jax.tree.leaves(p)]
+    return jnp.sum(dense(p, x)) + sum(squares)
+
+
+def logged_in_a_scan(p, x):
+    def step(h, w):
+        return jnp.tanh(h @ w), jnp.sum(w)
+
+    return lax.scan(step, x, p["stack"])
+
+
+def averaged(p, x):
+    return dense(p, x), 0.9 * p["w"]
+
+
+def branches(p, x):
+    return lax.cond(x[0, 0] > 0, lambda: x @ p["w"], lambda: x @ p["v"])
 
 
 class NnxCell(nnx.Module):

@@ -92,7 +92,7 @@ PROGRAMS = {
         programs.tied,
         X,
         dict(w="converted only"),
-        rf'stays float: its rows are looked up by `\S+`{HERE}; include="embed"$',
+        rf'stays float: its rows are looked up by `\S+`{HERE}; include="embed"',
     ),
     "latents": (
         programs.queries,
@@ -140,6 +140,13 @@ def test_each_parameter_has_its_line(name):
     assert len(said) == bool(only)
     for line in only:
         assert f"{line.path} {line.reason}" in str(said[0].message)
+
+
+@pytest.mark.parametrize("function", [programs.state_alone, programs.queries])
+def test_strict_raises_for_a_product_without_an_input(function):
+    low = tcfp_jax.transform(function, RECIPE, include=ALL, strict=True)
+    with pytest.raises(ValueError, match=rf"(?s)1 products.*{NO_INPUT}"):
+        jax.eval_shape(low, P, X)
 
 
 def test_a_recipe_without_stored_weights_is_a_line_alone():
@@ -217,7 +224,8 @@ def test_statistics_of_a_weight_stay_float():
         "normed/kernel": "converted only",
     }
     assert len(report.records) == 2
-    assert "read by" in report.parameters[1].reason
+    # the line of the module's author, not one of Flax
+    assert re.search(rf"read by `\S+`{HERE}$", report.parameters[1].reason)
 
     def statistics(model):
         return jax.jit(lambda v: model.apply(v, X, mutable="batch_stats")[1])(variables)

@@ -297,12 +297,10 @@ def kinds(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[str, Kind]:
         own = frozenset([name.removesuffix("/value")])
         given.append(Flow(own, view=own, whole_axes=(True,) * leaf.ndim))
     given += [Flow(of_input=True)] * (len(places) - len(given))
-    walk = Walk()
-    walk.body(closed.jaxpr, given, (), False)
+    walk = _walked(closed.jaxpr, given, frozenset())
     activations = frozenset(walk.constant & walk.mixed)
     if activations:
-        walk = Walk(activations)
-        walk.body(closed.jaxpr, given, (), False)
+        walk = _walked(closed.jaxpr, given, activations)
     found = {}
     for path in walk.fed:
         found[path] = "float"
@@ -311,6 +309,13 @@ def kinds(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[str, Kind]:
         if path in walk.served - walk.read:
             found[path] = "stored"
     return found
+
+
+def _walked(jaxpr: Any, given: Flows, activations: frozenset[tuple[int, ...]]) -> Walk:
+    walk = Walk(activations)
+    outputs = walk.body(jaxpr, given, (), False)
+    walk.needs_floats([flow for flow in outputs if flow.linear])
+    return walk
 
 
 def _joined(flows: Sequence[Flow]) -> Flow:

@@ -28,6 +28,7 @@ FUNCTIONS = {
         (programs.with_decayed_copy, programs.X),
         (programs.with_a_choice, programs.X),
         (programs.with_orthogonality, programs.X),
+        (programs.with_gram_matrix, programs.X),
         (programs.halves, programs.X),
         (programs.tied, programs.X),
         (programs.queries, programs.X),
@@ -41,6 +42,16 @@ FUNCTIONS = {
         (programs.scaled, programs.X),
         (programs.activated, programs.X),
         (programs.layers, programs.X),
+        (programs.state_alone, programs.X),
+        (programs.nested, programs.STEPS),
+        (programs.while_from_zeros, programs.X),
+        (programs.gated, programs.STEPS),
+        (programs.memory, programs.X),
+        (programs.own_derivative, programs.X),
+        (programs.penalties, programs.X),
+        (programs.logged_in_a_scan, programs.X),
+        (programs.averaged, programs.X),
+        (programs.branches, programs.X),
     ]
 }
 
