@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_weight_gradient
-from pallas_kernels.operands import Block, Operand, Row, Tensor
+from pallas_kernels.grouped_matmul.reference import rows_inside
+from pallas_kernels.operands import Block, MatmulOptions, Operand, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.grouped import BF16, E4M3, E5M2, by_groups, float64_of, within_groups
 from tests.helpers import parametrize, slow_except
@@ -91,12 +93,25 @@ def test_products_of_groups(kind):
         check(got, within_groups, *exact[2:], sizes)
 
 
-@parametrize("sizes", [[40, 0, 0, 0], [30, -1, 2, 0], [2**31 - 1, 2**31 - 1, 39, 0]])
+@parametrize("sizes", [[40, 0, 0, 0], [30, -1, 2, 0], [1, 2**31 - 1, 2**31 - 1, 38]])
 def test_wrong_sizes_make_nan_in_a_compiled_program(sizes):
     (x, w, columns, g), _ = operands("dual")
     sizes = jnp.array(sizes, jnp.int32)
     assert jnp.isnan(jax.jit(grouped_matmul)(x, w, sizes)).all()
     assert jnp.isnan(jax.jit(grouped_weight_gradient)(columns, g, sizes)).all()
+
+
+# Sums of 1, -2**31, -1 and 37: the last one is a sound number of rows.
+OVERFLOWING = [1, 2**31 - 1, 2**31 - 1, 38]
+
+
+def test_a_sum_of_sizes_that_overflows_is_wrong():
+    (x, w, columns, g), _ = operands("dual")
+    sizes = jnp.array(OVERFLOWING, jnp.int32)
+    options = MatmulOptions()
+    assert jnp.isnan(reference.DEFINITION.run(options, x, w, sizes)).all()
+    assert jnp.isnan(reference.GRADIENT.run(options, columns, g, sizes)).all()
+    assert rows_inside(sizes, M).all()
 
 
 def test_rows_behind_the_groups_are_zero_next_to_nan():

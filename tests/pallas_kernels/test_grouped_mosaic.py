@@ -63,7 +63,9 @@ def test_tiles_cover_each_group_and_nothing_else(sizes, tile):
     assert np.transpose(facts)[: len(expected)].tolist() == [*map(list, expected)]
 
 
-@parametrize("sizes", [[3, -1, 2], [10, 0, 1], [2**31 - 1, 2**31 - 1, 39], [0, 11, 0]])
+@parametrize(
+    "sizes", [[3, -1, 2], [10, 0, 1], [1, 2**31 - 1, 2**31 - 1, 11], [0, 11, 0]]
+)
 def test_wrong_sizes_begin_behind_the_rows(sizes):
     starts, _ = tiles.list_groups(jnp.array(sizes, jnp.int32), 10, 4)
     assert int(starts[-1]) > 10
@@ -132,6 +134,18 @@ def test_rows_behind_the_groups_are_zero_next_to_nan():
     y = grouped_matmul(x, w, jnp.array([5, 0]), backend="mosaic")
     assert (y[:5] == 64).all()
     assert not y[5:].any()
+
+
+@needs_mosaic
+@parametrize("form", ["tensor", "rows", "squares"])
+def test_a_scale_of_nan_stays_out_of_the_rows_behind_the_groups(form):
+    x, w = FORMS[form].by_groups(M, 128, 128, 6)
+    # The last group has no rows, and its weight is the nearest of the rows behind it.
+    w = replace(w, scale=w.scale.at[5].set(jnp.nan))
+    sizes = jnp.array(SIZES[2])
+    assert SIZES[2][5] == 0
+    y = grouped_matmul(x, w, sizes, backend="mosaic")
+    assert_array_equal(np.float32(y), by_groups(x, w, SIZES[2]))
 
 
 @needs_mosaic

@@ -263,9 +263,14 @@ def test_the_monitor_reads_its_operands():
     assert 25 < float(of_w["w"].snr) < 40
 
 
-def test_nothing_to_multiply():
-    assert not grouped_matmul(X[:, :0], W[:, :0], SIZES, recipe="tcfp12").any()
-    assert grouped_matmul(X[:0], W, jnp.zeros(E, int), recipe="tcfp12").shape == (0, N)
+@parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_nothing_to_multiply(dtype):
+    x = X.astype(dtype)
+    y = grouped_matmul(x[:, :0], W[:, :0], SIZES, recipe="tcfp12")
+    assert (y.shape, y.dtype) == ((M, N), dtype)
+    assert not y.any()
+    of_no_rows = grouped_matmul(x[:0], W, jnp.zeros(E, int), recipe="tcfp12")
+    assert (of_no_rows.shape, of_no_rows.dtype) == ((0, N), dtype)
 
 
 CODES = W.astype(jnp.float8_e4m3fn)
