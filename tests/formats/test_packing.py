@@ -126,6 +126,14 @@ EVERY_PART = (
 )
 
 
+@parametrize("name", ["mxfp4e2", "nvfp4", "nf4", "e3m2fnuz", "uint4_ffc", "e4m3fn"])
+def test_packing_promotes_no_ranks(name):
+    x = normal(1, (8, 64))
+    expected = cast(x, name)
+    with jax.numpy_rank_promotion("raise"):
+        assert same_bits(unpack(pack(x, name)), expected)
+
+
 @parametrize("shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40), (64, 128)])
 @parametrize("name", EVERY_PART.split())
 def test_bytes_of_any_shape_are_those_counted(name, shape):
