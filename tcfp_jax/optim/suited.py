@@ -51,6 +51,8 @@ def suited(
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)
     wanted = (AdamWState, OnStoredState) if stored else ErrorFeedbackState
     if _has(state, lambda node: isinstance(node, wanted)):
+        if stored:
+            _check_init(tx, params)
         return tx
     if stored:
         return _on_stored(tx)
@@ -59,6 +61,19 @@ def suited(
     if trained and not trained & set(kernels):
         return tx  # biases or adapters alone have nothing to feed back to
     return _fed_back(tx, tuple(kernels.items()))
+
+
+def _check_init(tx: _Transformation, params: PyTree) -> None:
+    """Raise a ValueError if a part of the chain promotes dtypes of stored weights."""
+    try:
+        jax.eval_shape(tx.init, params)
+    except jax.dtypes.TypePromotionError as error:
+        raise ValueError(
+            "a transformation next to tcfp_jax.optim.adamw does arithmetic on stored"
+            " weights, as optax.contrib.reduce_on_plateau does; write"
+            " on_stored(optax.chain(optax.adamw(...), ...)), or change the learning"
+            f" rate by optax.inject_hyperparams ({error})"
+        ) from error
 
 
 def _has(tree: PyTree, is_wanted: Callable[[object], bool]) -> bool:

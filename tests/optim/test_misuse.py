@@ -140,6 +140,17 @@ def test_an_average_of_small_kernels_shows_after_few_steps(remainder):
         averaged(old)
 
 
+def test_a_chain_that_promotes_stored_weights_says_the_remedy():
+    plateau = optax.contrib.reduce_on_plateau()
+    chain = optax.chain(optim.adamw(1e-2, key=KEY), plateau)
+    with pytest.raises(ValueError, match=r"on_stored\(optax.chain\(optax.adamw"):
+        suited(chain, stored(), dict)
+    remedy = optim.on_stored(optax.chain(optax.adamw(1e-2), plateau))
+    tx = suited(remedy, stored(), dict)
+    _, state = tx.update(floats(), tx.init(stored()), stored(), value=1.0)
+    assert int(state.skipped) == 0
+
+
 def test_a_small_kernel_shows_a_largest_value_without_its_residual():
     """It is 5.7 % smaller, and rounding moves it by 0.8 % at most."""
     params = stored_of(
