@@ -177,10 +177,27 @@ class Policy:
         return "measured" in self.include and is_timed(device_kind())
 
     def _rule(self, product: Product) -> tuple[int | None, Recipe | str | None]:
-        """Return the number of the rule that decides, and its recipe."""
+        """Return the number of the rule that decides, and its recipe.
+
+        A weight that is computed from several parameters stays float if a rule leaves
+        one of them alone.
+        """
+        decided: tuple[int | None, Recipe | str | None] = (None, None)
+        for path in dict.fromkeys([product.path, *product.path.split(" + ")]):
+            number, chosen = self._first_rule(path, product)
+            if number is not None and chosen is None:
+                return number, None
+            if decided[0] is None:
+                decided = number, chosen
+        return decided
+
+    def _first_rule(
+        self, path: str, product: Product
+    ) -> tuple[int | None, Recipe | str | None]:
+        """Return the first rule that matches one parameter of a product."""
         for number, rule in enumerate(self.rules):
             if not callable(rule):
-                if _matches(rule[0], product.path, product.scope):
+                if _matches(rule[0], path, product.scope):
                     return number, rule[1]
                 continue
             chosen = rule(product.path, product)

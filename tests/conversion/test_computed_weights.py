@@ -16,6 +16,7 @@ import tcfp_jax
 from tcfp_jax import error_feedback, layer_state, transform
 from tcfp_jax.conversion import find_weights, restore, survey, to_bf16
 from tcfp_jax.conversion.transform import _quantized
+from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
@@ -280,6 +281,20 @@ def test_products_that_stay_float_run_as_they_were_written(name):
     assert not same_bits(on[0], right)
 
 
+def test_a_head_with_its_loss_quantizes_a_computed_table():
+    def loss(p, x):
+        table = p["w"] + p["v"]
+        return cross_entropy(jnp.tanh(x @ p["u"]), table, jnp.arange(8))[0]
+
+    params = {"w": W, "v": V, "u": V}
+    low = convert(loss, strict=True)
+    table = survey(low, params, X).converted[1]
+    assert table.product.computed and table.product.primitive == "cross_entropy"
+    found, wanted = (jax.jit(jax.value_and_grad(f))(params, X) for f in (low, loss))
+    assert differ(found, wanted) < 0.1
+    assert not same_bits(found[0], wanted[0])
+
+
 def test_a_device_quantizes_its_part_of_merged_axes():
     mesh = mesh_of(2, names=("data",))
     parts = PartitionSpec("data", None)
@@ -338,6 +353,7 @@ LORA = {"w": W, "a": A, "b": B}
         ({"^a$": None}, ["b", "w"]),
         ({"^w$": None}, []),
         ({"^w$": None, "^a$": None, "^b$": None}, []),
+        ({"^b$": "rowwise", "^w$": None}, []),
         ({"": "bf16"}, ["a", "b", "w"]),
     ],
 )
