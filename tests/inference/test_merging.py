@@ -1,10 +1,9 @@
 """Frozen weights with merged adapters: the adapters' change survives quantization."""
 
-import functools
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import tcfp_jax
 from pallas_kernels.operands import Fp4, Operand, Row
@@ -12,12 +11,12 @@ from pallas_kernels.quantize.api import quantize
 from tcfp_jax.inference.merging import keep_changes, to_bfloat16
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
-from tests.helpers import drawn
+from tests.helpers import drawn, parametrize
 from tests.optim.zoo import KEY, RECIPE
 
 SHAPE = (384, 512)
-FP8 = functools.partial(quantize_together, scaling=Row())
-NVFP4 = functools.partial(quantize_together, scaling=Fp4("nvfp4"))
+FP8 = partial(quantize_together, scaling=Row())
+NVFP4 = partial(quantize_together, scaling=Fp4("nvfp4"))
 FORMS = {"bf16": to_bfloat16, "fp8": FP8, "nvfp4": NVFP4}
 
 
@@ -43,7 +42,7 @@ def share(after, before, change):
     return np.vdot(kept, change) / np.vdot(change, change)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "of, form, size, nearest",
     [
         ("nvfp4", "nvfp4", 1e-3, 0.05),
@@ -78,8 +77,8 @@ def test_the_change_by_adapters_survives_an_export(of, form, size, nearest):
     assert lost < most[form] * np.linalg.norm(merged["gate"])
 
 
-@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-@pytest.mark.parametrize("size", [0.014, 0.05])
+@parametrize("form", ["fp8", "nvfp4"])
+@parametrize("size", [0.014, 0.05])
 def test_training_of_stored_weights_survives_an_export(form, size):
     """They lie between the numbers of the grid, so rounding to nearest keeps it."""
     w = drawn(*SHAPE)
