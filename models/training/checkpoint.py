@@ -51,6 +51,7 @@ from models.nets.sizes import FAMILIES, family_of
 from models.training.described import check_same, described, recipe_of
 from models.training.intact import (
     DIGESTS_FILE,
+    LOCK_FILE,
     check_digests,
     digest_of,
     digest_of_text,
@@ -80,6 +81,20 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 DAMAGED = "damaged"
 METRICS = "metrics"  # name of their digest in the notes of a checkpoint
+# All that a run reads and writes in its folder, which may hold other things, too.
+ENTRIES = (
+    CONFIG_FILE,
+    METRICS_FILE,
+    CHECKPOINTS,
+    DAMAGED,
+    LOCK_FILE,
+    "compare_bf16",
+    "loss.png",
+    "monitor.png",
+    "samples.jsonl",
+    "summary.json",
+    "tensorboard",
+)
 KEPT_CHECKPOINTS = 2
 
 
@@ -136,7 +151,7 @@ class RunDirectory:
             ) from error
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
-        folders.check_links(self.path)
+        folders.check_links(self.path, ENTRIES)
         if not holds_run(self.path):
             _check_unused(self.path, option)
         elif resume == "never":

@@ -209,10 +209,14 @@ def end_after(error: BaseException, advice: str) -> NoReturn:
 
     JAX would wait for all processes at the end, and the others would wait for this one.
     """
-    traceback.print_exception(error)
+    cause = type(error).__name__
+    if isinstance(error, OSError):  # such as a full disk, which a sentence explains
+        cause = str(error)
+    else:
+        traceback.print_exception(error)
     print(
         f"error: process {jax.process_index()} of {jax.process_count()} cannot go on"
-        f" ({type(error).__name__}), as it failed itself or another process was lost;"
+        f" ({cause}), as it failed itself or another process was lost;"
         f" {advice}",
         file=sys.stderr,
     )

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedRandom, BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -170,17 +170,25 @@ def extended(folder: Path, name: str) -> BufferedRandom:
     return path.open("a+b")
 
 
-def check_links(folder: Path) -> None:
-    """Raise a `ValueError` that names the first entry below a folder by which programs
-    would reach beyond it.
+def check_links(folder: Path, names: Sequence[str]) -> None:
+    """Raise a `ValueError` that names the first entry of a folder, or below it, by
+    which programs would reach beyond the folder.
 
-    Use this before a library opens files of the folder itself.
+    Use this before a library opens files of the folder itself. Only the named entries
+    and all below them are checked.
     """
-    for parent, folders, files in os.walk(folder):
-        for name in sorted([*folders, *files]):
-            path = Path(parent, name)
-            mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode):
-                within(folder, str(path.relative_to(folder)))
-            elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise ValueError(f"{path} is a device or a pipe; delete it")
+    root = folder.resolve()
+    left = [root / name for name in names]
+    seen: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path in seen or not os.path.lexists(path):
+            continue
+        seen.add(path)
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            left.append(within(folder, os.path.relpath(path, root)))
+        elif stat.S_ISDIR(mode):
+            left += path.iterdir()
+        elif not stat.S_ISREG(mode):
+            raise ValueError(f"{path} is a device or a pipe; delete it")

@@ -5,9 +5,11 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ import pytest
 import tcfp_jax
 from models import train
 from models.nets.shapes import GPTConfig
-from models.training.checkpoint import RunDirectory, describe, read_config
+from models.training import running
+from models.training.checkpoint import ENTRIES, RunDirectory, describe, read_config
 from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
@@ -25,6 +28,7 @@ from models.training.intact import (
     check_digests,
     write_json,
 )
+from models.training.processes import end_after
 from models.training.settings import TrainConfig
 from models.training.state import TrainState
 
@@ -399,14 +403,12 @@ def test_every_flipped_bit_of_the_metrics_is_seen(run, capsys):
             assert is_repaired or "changed since checkpoint 5 was written" in said
 
 
-ENTRIES = [
+LINKED = [
     LOCK_FILE,
     "config.json",
-    "config.json.partial",
     "metrics.jsonl",
-    "metrics.jsonl.partial",
     "samples.jsonl",
-    "summary.json.partial",
+    "summary.json",
     "loss.png",
     "checkpoints",
     "checkpoints/5/default",
@@ -418,7 +420,7 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize("target", ["secret", "missing", "/dev/null"])
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", LINKED)
 def test_a_link_of_a_run_reaches_no_other_file(run, name, target):
     secret = run.parent / "secret"
     secret.write_text("PRIVATE")
@@ -497,3 +499,33 @@ def test_an_error_of_the_disk_is_a_sentence_with_the_command(
     assert "error: [Errno 28] No space left on device: 'metrics.jsonl'; repair" in said
     assert "the last whole checkpoint is kept; continue with: python -m models" in said
     assert "--resume" in said
+
+
+def test_other_links_of_a_run_are_left_alone(run):
+    (run.parent / "secret").write_text("PRIVATE")
+    for name in ("config.json.partial", "metrics.jsonl.partial", "data"):
+        (run / name).symlink_to(run.parent / "secret")
+    assert restored(run)[0] == 5
+    assert (run.parent / "secret").read_text() == "PRIVATE"
+    assert (run / "data").is_symlink()
+
+
+def test_all_entries_that_a_run_writes_are_checked():
+    written = set(re.findall(r'out / "([\w.]+)"', Path(train.__file__).read_text()))
+    assert written == {"loss.png", "monitor.png", "summary.json"}
+    written |= {running.SAMPLES_FILE, running.BOARD, train.BASELINE_FOLDER}
+    assert written <= set(ENTRIES)
+
+
+def test_an_error_of_the_disk_ends_several_processes_with_a_sentence(
+    monkeypatch, capsys
+):
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        end_after(OSError(28, "No space left on device"), "continue")
+    said = capsys.readouterr().err
+    assert "cannot go on ([Errno 28] No space left on device), as" in said
+    assert "Traceback" not in said
