@@ -29,7 +29,7 @@ from tcfp_jax.layers import linen, nnx
 from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.layout import Weights
 
 _Model = TypeVar("_Model")
 
@@ -178,7 +178,7 @@ def survey(model: object, *inputs: PyTree, options: Tree | None = None) -> Repor
 
 def find_weights(
     model: object, *inputs: PyTree, options: Tree | None = None
-) -> dict[str, Weight]:
+) -> Weights:
     """Return the weights of a converted model by parameter path.
 
     Use this for `tcfp_jax.error_feedback`, which keeps them in the optimizer's state,
@@ -209,7 +209,7 @@ def find_weights(
             return _weights_of_parts(model, parts)
     found, _ = _examined(model, inputs, options, "find_weights")
     if not found.weights:
-        return {}
+        return found.weights
     conversion: object = linen_models.conversion_of(model)
     if isinstance(model, flax_nnx.Module):
         conversion = nnx_modules.conversion_of(model)
@@ -220,7 +220,7 @@ def find_weights(
 
 def _weights_of_parts(
     model: flax_nnx.Module, parts: dict[str, flax_nnx.Module]
-) -> dict[str, Weight]:
+) -> Weights:
     for path in _own_layers(model):
         if not any(nnx_modules.is_below(path, part) for part in parts):
             raise ValueError(
@@ -228,10 +228,15 @@ def _weights_of_parts(
                 f" {sorted(parts)}; convert the whole {type(model).__name__} instead of"
                 " parts of it"
             )
-    weights = {}
+    weights = Weights()
+    floats = {}
     for path, part in parts.items():
-        for name, weight in find_weights(part).items():
+        own = find_weights(part)
+        for name, weight in own.items():
             weights[paths.join(path, name)] = weight
+        for name, why in own.floats.items():
+            floats[paths.join(path, name)] = why
+    weights.floats = floats
     return weights
 
 

@@ -109,12 +109,15 @@ def store(
             " anew"
         )
     chosen = _chosen(found, recipe)
+    names_of_all = sorted("/".join(names) for names, _ in found)
+    floats = _floats_of(names_of_all, recipe)
     if not chosen:
-        raise ValueError(
-            _nothing_to_store(sorted("/".join(names) for names, _ in found), recipe)
-        )
-    if isinstance(recipe, Weights):
-        _warn_of_floats(found, recipe)
+        why = _nothing_to_store(names_of_all, recipe)
+        if floats:
+            why = f"no weight to store: {floats}\nkeep float parameters and error_feedback"
+        raise ValueError(why)
+    if floats:
+        warnings.warn(floats, stacklevel=2)
     leaves: list[PyTree] = []
     for place, (names, leaf) in enumerate(found):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -391,19 +394,16 @@ def _chosen(
     return chosen
 
 
-def _warn_of_floats(found: list[tuple[list[str], PyTree]], weights: Weights) -> None:
-    """Say once which parameters of converted products stay float, as reports do."""
-    lines = []
-    for names, _ in found:
-        path = "/".join(names)
-        if path in weights.floats:
-            lines.append(f"\n  {path} {weights.floats[path]}")
-    if lines:
-        warnings.warn(
-            f"{len(lines)} parameters of converted products stay float:"
-            f"{''.join(lines)}",
-            stacklevel=3,
-        )
+def _floats_of(names: list[str], weights: object) -> str:
+    """Return which parameters stay float, in the words of a report; "" if none do."""
+    if not isinstance(weights, Weights):
+        return ""
+    lines = [
+        f"\n  {name} {weights.floats[name]}" for name in names if name in weights.floats
+    ]
+    if not lines:
+        return ""
+    return f"{len(lines)} parameters of converted products stay float:{''.join(lines)}"
 
 
 def _nothing_to_store(

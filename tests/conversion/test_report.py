@@ -160,6 +160,42 @@ def test_a_recipe_without_stored_weights_is_a_line_alone():
     assert not is_quantized(stored["w"])
 
 
+def test_store_names_the_reason_if_every_weight_stays_float():
+    low = tcfp_jax.transform(programs.penalties, RECIPE, include=ALL)
+    reason = r"(?s)2 parameters.*stay float:.*o stays float: read by.*w stays float"
+    with pytest.raises(ValueError, match=rf"{reason}.*error_feedback"):
+        tcfp_jax.store(P, find_weights(low, P, X), key=jax.random.key(0))
+
+
+class Parts(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(32, 32, rngs=rngs)
+        self.head = Penalized(rngs)
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+
+class Penalized(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x), jnp.linalg.norm(self.dense.kernel[...])
+
+
+def test_weights_of_parts_keep_the_reasons():
+    model = Parts(nnx.Rngs(0))
+    convert_to_tcfp(model.body, RECIPE, X, include=ALL)
+    convert_to_tcfp(model.head, RECIPE, X, include=ALL)
+    weights = find_weights(model)
+    assert sorted(weights) == ["body/kernel", "head/dense/kernel"]
+    assert list(weights.floats) == ["head/dense/kernel"]
+    params = nnx.state(model, nnx.Param)
+    with pytest.warns(match=r"head/dense/kernel stays float: read by `jnp\.linalg"):
+        tcfp_jax.store(params, weights, key=jax.random.key(0))
+
+
 def by_hand(p, xs, start):
     def times(x, w):
         return tcfp_jax.matmul(x, w, recipe=RECIPE)
