@@ -174,9 +174,9 @@ def _prepared(
     x, w, quantized, sizes = varying_alike((x, w, quantized, sizes))
     if recipe.forward == recipe.dgrad == recipe.wgrad == "bf16":
         return _product(recipe, x, w, quantized, sizes)
-    # A scale covers the rows behind the last group, too. Both masks cost no pass: XLA
-    # fuses them with the operations that make x and the gradient, whose rows the second
-    # mask clears in the backward pass.
+    # A scale covers the rows behind the last group, too. XLA fuses both masks with the
+    # operations that make x and the gradient, whose rows the second mask clears in the
+    # backward pass. They cost at most one more write of each.
     is_inside = rows_inside(sizes, x.shape[0])[:, None]
     y = _product(recipe, jnp.where(is_inside, x, 0), w, quantized, sizes)
     return jnp.where(is_inside, y, 0)
