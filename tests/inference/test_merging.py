@@ -65,8 +65,10 @@ def test_the_change_by_adapters_survives_an_export(of, form, size, nearest):
     merged = {name: w + changes[name] for name, w in before.items()}
     plain = FORMS[form](before)
     made = keep_changes(FORMS[form], merged, changes)
+    # Rounding to other scales than those of the frozen weight is noise of its own
+    slack = 0.1 if "nvfp4" in (of, form) else 0.02
     for name, change in changes.items():
-        assert 0.9 < share(made[name], plain[name], change) < 1.1, name
+        assert abs(share(made[name], plain[name], change) - 1) < slack, name
     if form == "nvfp4":
         assert made["gate"].outer == made["up"].outer
     lost = np.linalg.norm(values(made["gate"]) - merged["gate"])

@@ -171,6 +171,7 @@ def tree(*values, dtype="float32"):
     "new, old, step_size, wanted",
     [
         (tree(-INF, NAN, 1e38), tree(-INF, 1.0, -3e38), 1.0, tree(-INF, NAN, 1e38)),
+        (tree(2.0, 3.0), tree(INF, NAN), 1.0, tree(2.0, 3.0)),
         (tree(1.0, INF), tree(-INF, NAN), 0.0, tree(-INF, NAN)),
         (tree(-INF, 2.0, 3e38), tree(-INF, INF, -3e38), 0.5, tree(-INF, INF, 0.0)),
         (

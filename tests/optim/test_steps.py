@@ -54,8 +54,9 @@ def jump(count):
         (1e-4, 2, dict(learning_rate=jump, b1=0.9, b2=0.81)),
         (1e-4, 1, dict(learning_rate=-1.0)),
         (1.0, 1, dict(learning_rate=0.1, weight_decay=400.0)),
+        (1e-4, 1, dict(learning_rate=1.0, b1=0.9, b2=0.0)),
     ],
-    ids=["rate", "nesterov", "zeros", "decay", "jump", "negative", "turned"],
+    ids=["rate", "nesterov", "zeros", "decay", "jump", "negative", "turned", "one g"],
 )
 @pytest.mark.parametrize(
     "stack", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["matrix", "stack"]
