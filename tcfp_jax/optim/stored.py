@@ -114,7 +114,8 @@ def store(
     if not chosen:
         why = _nothing_to_store(names_of_all, recipe)
         if floats:
-            why = f"no weight to store: {floats}\nkeep float parameters and error_feedback"
+            repair = "keep float parameters and error_feedback"
+            why = f"no weight to store: {floats}\n{repair}"
         raise ValueError(why)
     if floats:
         warnings.warn(floats, stacklevel=2)
