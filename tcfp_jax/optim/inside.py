@@ -64,7 +64,8 @@ class Metrics(NamedTuple):
       norm: the global norm of the gradients; None unless the step clips.
       skipped: for each parameter by its path, whether it kept its value because its
         gradient was not finite; bool `[layers]` for a stack that is updated inside.
-        All are True if the loss is not finite.
+        All are True if the loss is not finite, or a number of the optimizer is out of
+        range.
     """
 
     loss: Array
@@ -104,7 +105,8 @@ def train_step(
       on arrays it is jitted and takes the state's buffers (do not use the old state
       again). Inside your own `jax.jit` donate the state, or both states exist.
 
-    A loss that is not finite changes nothing. A layer with a gradient that is not
+    A loss that is not finite changes nothing, nor does a number of the optimizer that
+    is out of range. A layer with a gradient that is not
     finite keeps its weights and moments, and `Metrics.skipped` names it; other layers
     are updated. The ordinary step skips all layers then. `opt_state.skipped` counts
     both kinds of steps.

@@ -117,6 +117,16 @@ def test_a_loss_that_is_not_finite_changes_nothing():
     assert (int(state.opt_state.skipped), int(state.opt_state.count)) == (1, 0)
 
 
+def test_a_rate_that_is_not_finite_changes_nothing():
+    case = plain()
+    tx = tcfp_jax.optim.adamw(lambda count: 1 / count, key=KEY)
+    step = tcfp_jax.train_step(case.loss, tx)
+    state, metrics = step(step.init(copied(case.params)), X)
+    assert all(kept.all() for kept in metrics.skipped.values())
+    assert same_bits(state.params, case.params)
+    assert (int(state.opt_state.skipped), int(state.opt_state.count)) == (1, 0)
+
+
 def norms_of(moments, scales):
     """Norms of the matrices of a stack of first moments."""
     values = moments.astype(jnp.float32)
