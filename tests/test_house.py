@@ -143,6 +143,7 @@ PUBLIC = {
 PLUMBING = {
     "pallas_kernels.checks",
     "pallas_kernels.specs",
+    "pallas_kernels.derivatives",
     "pallas_kernels.explicit",
     "pallas_kernels.dispatch",
     "pallas_kernels.partition",
