@@ -106,10 +106,9 @@ def train_step(
       again). Inside your own `jax.jit` donate the state, or both states exist.
 
     A loss that is not finite changes nothing, nor does a number of the optimizer that
-    is out of range. A layer with a gradient that is not
-    finite keeps its weights and moments, and `Metrics.skipped` names it; other layers
-    are updated. The ordinary step skips all layers then. `opt_state.skipped` counts
-    both kinds of steps.
+    is out of range. A layer with a gradient that is not finite keeps its weights and
+    moments, and `Metrics.skipped` names it; other layers are updated. The ordinary step
+    skips all layers then. `opt_state.skipped` counts both kinds of steps.
 
     Raises:
       TypeError: another optimizer than `adamw`, or a loss that is not a real scalar.

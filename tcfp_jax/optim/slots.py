@@ -58,8 +58,8 @@ class Facts:
 
     Attributes:
       scalars: the numbers of AdamW.
-      sound: whether the loss is finite and the numbers are in range; a reference that is
-        written before the backward pass.
+      sound: whether the loss is finite and the numbers are in range; a reference that
+        is written before the backward pass.
     """
 
     scalars: Scalars
