@@ -91,8 +91,11 @@ def _batched(
     operands: Sequence[Array], axes: Sequence[int | None], *, message: str
 ) -> tuple[Array, int]:
     made, *tangents = operands
-    sizes = {x.shape[i] for x, i in zip(operands, axes, strict=True) if i is not None}
-    made = batching.bdim_at_front(made, axes[0], sizes.pop())
+    size = 0
+    for operand, axis in zip(operands, axes, strict=True):
+        if axis is not None:
+            size = operand.shape[axis]
+    made = batching.bdim_at_front(made, axes[0], size)
     return _tangent.bind(made, *tangents, message=message), 0
 
 
