@@ -96,8 +96,8 @@ def train_step(
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
       optimizer: `tcfp_jax.optim.adamw(...)`. Its `max_norm` needs `clip`, because the
         norm of all gradients is known after the last layer alone.
-      clip: "matrix" limits the norm of each matrix of a layer to `max_norm`. "late" also
-        scales all gradients by the global norm of the step before.
+      clip: "matrix" limits the norm of each matrix of a layer to `max_norm`. "late"
+        also scales all of them by the global norm of the step before.
       has_aux: whether `loss_fn` returns a pair.
 
     Returns:
