@@ -52,6 +52,7 @@ from models.training.tokenized import tokenized
 TEXT = "Python files of site-packages and of the standard library"
 # Steps before the timing; of a longer run the last steps, and the largest rate
 SHORT, LAST, PEAK = 20, 30, 1e-4
+RATE = 4e-5  # the largest of a short run
 # Largest relative difference of two first losses, which are both near the logarithm of
 # the vocabulary, of models with the same layers and with others.
 FIRST_LOSS, OTHER_DEPTH = 0.01, 0.04
@@ -70,6 +71,7 @@ class Config(timing.Repetitions):
         short run; of a longer one it rises for a fifth, and falls as a cosine.
       resume: JSON whose rows are kept.
       update: Where stored weights are updated, behind the backward pass or in it.
+      rate: The largest learning rate of a short run.
     """
 
     model: LlamaConfig
@@ -79,6 +81,7 @@ class Config(timing.Repetitions):
     steps: int = SHORT
     resume: str | None = None
     update: Update = "behind"
+    rate: float = RATE
 
     @property
     def settings(self) -> dict[str, object]:
@@ -94,7 +97,7 @@ class Config(timing.Repetitions):
         A first update of full size would raise the loss of a model this wide to 27.
         """
         if self.steps <= SHORT:
-            return optax.linear_schedule(0.0, 4e-5, self.steps)
+            return optax.linear_schedule(0.0, self.rate, self.steps)
         return optax.warmup_cosine_decay_schedule(
             0.0, PEAK, self.steps // 5, self.steps
         )
@@ -312,6 +315,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="behind",
         help="stored weights behind the backward pass, or layer by layer in it",
     )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=RATE,
+        help=f"the largest learning rate of a short run (default: {RATE})",
+    )
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
 
@@ -347,6 +356,7 @@ def configure(options: argparse.Namespace) -> Config:
         calls=2 if on_gpu else 1,
         resume=str(options.path) if options.resume else None,
         update=options.update,
+        rate=options.rate,
     )
 
 

@@ -11,7 +11,13 @@ from models.huggingface.folders import Form
 from models.nets.meshes import AXES
 from models.nets.sizes import model_names
 from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.settings import BAD_STEPS, Included, MomentFormat, Weights
+from models.training.settings import (
+    BAD_STEPS,
+    Included,
+    MomentFormat,
+    Update,
+    Weights,
+)
 from tcfp_jax.recipes import NAMES
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
@@ -165,6 +171,14 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         help=(
             "AdamW's moments of stored weights (default: 8bit; float weights have"
             " float32)"
+        ),
+    )
+    precision.add_argument(
+        "--update",
+        choices=get_args(Update),
+        help=(
+            "stored weights behind the backward pass (default), or layer by layer in"
+            " it, without memory for the gradients of the other layers"
         ),
     )
     precision.add_argument(
@@ -337,6 +351,7 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
         "include",
         "weights",
         "moments",
+        "update",
         "data",
         "vocabulary",
         "tokenizer",

@@ -30,6 +30,7 @@ ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
 Included = Literal["every", "layers", "measured"]
 MomentFormat = Literal["8bit", "bfloat16", "float32"]
+Update = Literal["behind", "backward"]
 BAD_STEPS = 20
 
 
@@ -63,15 +64,20 @@ class Stored:
 
     Attributes:
       moments: Format of AdamW's moments.
+      update: When layers are updated: "behind" the backward pass, or inside it
+        ("backward", `tcfp_jax.train_step`), so that the gradients of one matrix exist
+        at a time. Gradients are then clipped matrix by matrix.
 
     Raises:
-      ValueError: the format is unknown.
+      ValueError: a name is unknown.
     """
 
     moments: MomentFormat = "8bit"
+    update: Update = "behind"
 
     def __post_init__(self) -> None:
         check_choice("moments", self.moments, get_args(MomentFormat))
+        check_choice("update", self.update, get_args(Update))
 
 
 @dataclass(frozen=True)
@@ -283,6 +289,7 @@ def trained_form(
     moments: MomentFormat = "float32",
     error_dtype: ErrorDtype = "float32",
     lora: int = 0,
+    update: Update = "behind",
 ) -> Trained:
     """Return the form of the weights that settings of the command line name.
 
@@ -290,7 +297,7 @@ def trained_form(
       ValueError: a setting is for another form.
 
     >>> trained_form("stored", "bfloat16")
-    Stored(moments='bfloat16')
+    Stored(moments='bfloat16', update='behind')
     """
     check_choice("weights", weights, get_args(Weights))
     if lora and weights == "stored":
@@ -309,9 +316,14 @@ def trained_form(
             " stochastically and have no error buffers; leave error_dtype, or use"
             " weights='float'"
         )
+    if weights != "stored" and update != "behind":
+        raise ValueError(
+            f"update={update!r} with weights={weights!r}: layers are updated inside the"
+            " backward pass if they are stored; use weights='stored', or leave update"
+        )
     if lora:
         return Adapters(lora)
-    return Stored(moments) if weights == "stored" else Float(error_dtype)
+    return Stored(moments, update) if weights == "stored" else Float(error_dtype)
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
@@ -323,11 +335,12 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     fields = {**vars(config), **vars(config.data)}
     fields["data"] = fields.pop("paths")
     fields |= dict(weights="float", moments="float32", error_dtype="float32", lora=0)
+    fields["update"] = "behind"
     match config.weights:
         case Float(error_dtype):
             fields["error_dtype"] = error_dtype
-        case Stored(moments):
-            fields |= dict(weights="stored", moments=moments)
+        case Stored(moments, update):
+            fields |= dict(weights="stored", moments=moments, update=update)
         case Adapters(rank):
             fields["lora"] = rank
     return fields
@@ -344,7 +357,9 @@ def config_of(settings: Mapping[str, Any]) -> TrainConfig:
     def taken(*names: str) -> dict[str, Any]:
         return {name: fields.pop(name) for name in names if name in fields}
 
-    weights = trained_form(**taken("weights", "moments", "error_dtype", "lora"))
+    weights = trained_form(
+        **taken("weights", "moments", "error_dtype", "lora", "update")
+    )
     paths = fields.pop("data", ())
     data = Data(paths, **taken("vocabulary", "tokenizer", "corpus_bytes", "date"))
     return TrainConfig(**fields, weights=weights, data=data)
@@ -406,8 +421,10 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
 
     >>> preset("small", recipe="bf16").steps
     1000
-    >>> preset().weights, preset().recipe, preset(recipe="tensorwise").weights
-    (Stored(moments='8bit'), 'tcfp12_single', Float(error_dtype='float32'))
+    >>> preset().weights, preset().recipe
+    (Stored(moments='8bit', update='behind'), 'tcfp12_single')
+    >>> preset(recipe="tensorwise").weights
+    Float(error_dtype='float32')
     """
     if model not in model_names() and is_folder(model):
         given = _of_folder(Path(model), overrides)

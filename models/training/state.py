@@ -66,7 +66,7 @@ def optimizer_of(
         mask=_is_matrix,
     )
     match config.weights:
-        case Stored(moments):
+        case Stored(moments, _):
             draws = moments != "float32"
             return optim.adamw(
                 **options,

@@ -353,7 +353,16 @@ def make_steps(
     """Return the function that `make_train_step` jits, with an optimizer of your
     own.
     """
-    differentiate = tcfp_jax.value_and_grad(loss_function(config))
+    loss_of = loss_function(config)
+    differentiate = tcfp_jax.value_and_grad(loss_of)
+
+    def step_inside(
+        state: TrainState, text: jax.Array, key: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        params, *operands = _operands(config, state, text, key)
+        step = tcfp_jax.train_step(loss_of, optimizer, clip="matrix")
+        after, metrics = step(step.state(params, state.opt_state), *operands)
+        return TrainState(after.params, after.opt_state, state.step + 1), metrics.loss
 
     def one_step(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -365,11 +374,23 @@ def make_steps(
     def train_step(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
+        step = one_step
+        if _updates_inside(config):
+            step = step_inside
+            # A loop of one round would hold the state twice.
+            if count == 1:
+                state, loss = step(state, text, key)
+                return state, loss[None]
         return jax.lax.scan(
-            lambda carry, _: one_step(carry, text, key), state, length=count
+            lambda carry, _: step(carry, text, key), state, length=count
         )
 
     return train_step
+
+
+def _updates_inside(config: TrainConfig) -> bool:
+    weights = config.weights
+    return isinstance(weights, Stored) and weights.update == "backward"
 
 
 def _operands(
