@@ -77,8 +77,9 @@ from models.tokens import OWN
 from models.train import cache_programs
 from models.training.batches import check_corpus
 from models.training.data import IDS_SUFFIX, load_data
+from models.training.evaluation import evaluate
 from models.training.settings import preset
-from models.training.steps import count_parameters, evaluate
+from models.training.steps import count_parameters
 from models.training.text import Corpus, load_installed
 from models.training.tokenized import tokenized
 

@@ -60,6 +60,7 @@ from models.nets.meshes import make_mesh, parse_mesh
 from models.nets.sizes import family_of
 from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_config
 from models.training.compiled import cache_programs
+from models.training.evaluation import evaluate
 from models.training.examples import COUNTED, DOCUMENTS, in_color
 from models.training.intact import write_json
 from models.training.monitoring import read_reports
@@ -74,7 +75,6 @@ from models.training.state import TrainState
 from models.training.steps import (
     batch_key,
     count_parameters,
-    evaluate,
     init,
     make_optimizer,
     make_train_step,

@@ -34,6 +34,7 @@ from models.training.checkpoint import (
 )
 from models.training.data import Data, load_data
 from models.training.described import flatten
+from models.training.evaluation import evaluate
 from models.training.examples import load_examples
 from models.training.fitting import fitted
 from models.training.monitoring import Board, check_board, written
@@ -46,7 +47,6 @@ from models.training.state import TrainState, float_parameters
 from models.training.steps import (
     batch_key,
     check_placement,
-    evaluate,
     init,
     make_monitored_step,
     make_train_step,

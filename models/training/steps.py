@@ -1,5 +1,5 @@
-"""Training of a language model as pure functions: initial state, a jitted train step,
-held-out evaluation.
+"""Training of a language model as pure functions: initial state and a jitted train
+step.
 
 A run is a function of its `TrainConfig`. Initial weights come from `seed`, and the
 windows of step t from `fold_in(seed, t)`, which the jitted step computes on the device.
@@ -18,11 +18,10 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -35,12 +34,8 @@ from models.nets.families import Learner, learner
 from models.nets.meshes import OnMesh, parameter_shardings
 from models.nets.shapes import LlamaConfig
 from models.training.batches import (
-    check_text,
-    heldout_offsets,
-    heldout_windows,
     window_losses,
     windows,
-    windows_at,
 )
 from models.training.monitoring import Report, merged_report
 from models.training.parameters import read_parameters
@@ -51,7 +46,6 @@ from models.training.state import (
     ROUNDING,
     WEIGHTS,
     TrainState,
-    float_parameters,
     jittered,
     optimizer_of,
     product_key,
@@ -119,41 +113,6 @@ def batch_key(config: TrainConfig) -> jax.Array:
     step.
     """
     return jax.random.fold_in(jax.random.key(config.seed), BATCHES)
-
-
-def evaluate(
-    config: TrainConfig,
-    state: TrainState,
-    heldout: jax.Array,
-    products: Literal["trained", "bf16"] = "trained",
-    mesh: Mesh | None = None,
-) -> float:
-    """Return the mean loss in nats per token over `config.heldout_windows` evenly
-    spaced windows of `heldout`.
-
-    With `products="trained"` layers multiply as in training, with the same quantized
-    weights. "bf16" multiplies float32 parameters in BF16, which leaves out the error of
-    FP8 products. Losses are float32; they are summed in float32 within a window and in
-    float64 over windows.
-
-    Raises:
-      ValueError: the text is shorter than one window.
-    """
-    check_text("held-out", heldout, config)
-    offsets = heldout_offsets(config, heldout)
-    params = state.params
-    quantized = tcfp_jax.layer_state(state.opt_state)
-    if products == "bf16":
-        # A separate program dequantizes, so that all kinds of weights share one program
-        # of the evaluation.
-        config = config.in_bf16
-        params = float_parameters(params, quantized)
-        quantized = {}
-    evaluated = _evaluate_function(program(config), mesh)
-    found = evaluated(params, quantized, jnp.asarray(heldout), offsets)
-    windows = np.asarray(found, np.float64).reshape(-1, 2)
-    losses, counted = windows[: heldout_windows(config, heldout)].T
-    return float(losses.sum() / counted.sum() if heldout.ndim > 1 else losses.mean())
 
 
 def make_optimizer(
@@ -437,29 +396,6 @@ def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
     """
     weights = _learner(config).weights
     return weights if isinstance(weights, Mapping) else None
-
-
-@functools.lru_cache(maxsize=16)
-def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
-    model = _learner(config).model
-
-    def losses(
-        params: Any, quantized: Any, text: jax.Array, offsets: jax.Array
-    ) -> jax.Array:
-        def of_batch(offsets: jax.Array) -> jax.Array:
-            windows = windows_at(text, offsets, config)
-            losses, counted = window_losses(model, params, quantized, windows)
-            if counted is None:
-                found = [losses.mean(axis=-1), jnp.ones(len(losses))]
-            else:
-                number = counted.sum(axis=-1, dtype=jnp.float32)
-                found = [losses.sum(axis=-1), number]
-            return jnp.stack(found, axis=-1)
-
-        return jax.lax.map(of_batch, offsets)
-
-    whole = None if mesh is None else NamedSharding(mesh, P())
-    return OnMesh(jax.jit(losses, out_shardings=whole), mesh)
 
 
 def make_monitored_step(

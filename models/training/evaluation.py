@@ -1,0 +1,81 @@
+"""Held-out evaluation of a run."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from models.nets.meshes import OnMesh
+from models.training.batches import (
+    check_text,
+    heldout_offsets,
+    heldout_windows,
+    window_losses,
+    windows_at,
+)
+from models.training.settings import TrainConfig
+from models.training.state import TrainState, float_parameters
+from models.training.steps import model_of, program
+
+
+def evaluate(
+    config: TrainConfig,
+    state: TrainState,
+    heldout: jax.Array,
+    products: Literal["trained", "bf16"] = "trained",
+    mesh: Mesh | None = None,
+) -> float:
+    """Return the mean loss in nats per token over `config.heldout_windows` evenly
+    spaced windows of `heldout`.
+
+    With `products="trained"` layers multiply as in training, with the same quantized
+    weights. "bf16" multiplies float32 parameters in BF16, which leaves out the error of
+    FP8 products. Losses are float32; they are summed in float32 within a window and in
+    float64 over windows.
+
+    Raises:
+      ValueError: the text is shorter than one window.
+    """
+    check_text("held-out", heldout, config)
+    offsets = heldout_offsets(config, heldout)
+    params = state.params
+    quantized = tcfp_jax.layer_state(state.opt_state)
+    if products == "bf16":
+        # A separate program dequantizes, so that all kinds of weights share one program
+        # of the evaluation.
+        config = config.in_bf16
+        params = float_parameters(params, quantized)
+        quantized = {}
+    evaluated = _evaluate_function(program(config), mesh)
+    found = evaluated(params, quantized, jnp.asarray(heldout), offsets)
+    windows = np.asarray(found, np.float64).reshape(-1, 2)
+    losses, counted = windows[: heldout_windows(config, heldout)].T
+    return float(losses.sum() / counted.sum() if heldout.ndim > 1 else losses.mean())
+
+
+@functools.lru_cache(maxsize=16)
+def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
+    model = model_of(config)
+
+    def losses(
+        params: Any, quantized: Any, text: jax.Array, offsets: jax.Array
+    ) -> jax.Array:
+        def of_batch(offsets: jax.Array) -> jax.Array:
+            windows = windows_at(text, offsets, config)
+            losses, counted = window_losses(model, params, quantized, windows)
+            if counted is None:
+                found = [losses.mean(axis=-1), jnp.ones(len(losses))]
+            else:
+                number = counted.sum(axis=-1, dtype=jnp.float32)
+                found = [losses.sum(axis=-1), number]
+            return jnp.stack(found, axis=-1)
+
+        return jax.lax.map(of_batch, offsets)
+
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    return OnMesh(jax.jit(losses, out_shardings=whole), mesh)
