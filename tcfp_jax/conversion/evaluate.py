@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, Sharding
 from pallas_kernels.operands import Fp4, Quantized, Row
 from pallas_kernels.specs import has_explicit_axes
 from tcfp_jax.conversion.bodies import RUNS, Body, Plan, RandomKey
-from tcfp_jax.conversion.shown import Shown, Values, bare, multiply, multiply_head
+from tcfp_jax.conversion.shown import Shown, Values, bare
+from tcfp_jax.conversion.shown_products import multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.annotations import head_of
 from tcfp_jax.products.fp8_weights import quantize_operand
