@@ -45,6 +45,12 @@ class Run:
 # computation hides it.
 _OF_SEVERAL = "--xla_gpu_enable_pipelined_reduce_scatter=false"
 
+# The stacks of a scan begin without zeros, and are copied beside other work.
+_OF_LOOPS = (
+    "--xla_gpu_enable_dus_accumulator_zero_init_elimination=true"
+    " --xla_gpu_experimental_enable_selective_memcpy_overlap=true"
+)
+
 
 # By the name of the JSON. What a page needs most comes first.
 RUNS = {
@@ -57,6 +63,17 @@ RUNS = {
         "large --model llama-1b --recipes stored,tensorwise,rowwise,tcfp12_fast", 230
     ),
     "large-olmoe": Run("large --model olmoe-1b-7b --bf16-layers 8", 120),
+    "large-backward-qwen3-14b-block": Run(
+        "large --model qwen3-14b --remat block --update backward --bf16-layers 4"
+        " --rate 1e-5",
+        180,
+        flags=_OF_LOOPS,
+    ),
+    "large-backward-llama-8b-block": Run(
+        "large --model llama-8b --remat block --update backward --bf16-layers 8",
+        140,
+        flags=_OF_LOOPS,
+    ),
     # One recipe next to BF16: the states of more leave no memory for a step.
     "llama-1b": Run("llama --parts step --recipes stored", 80),
     "llama-1b-unrolled": Run(

@@ -47,6 +47,8 @@ DECIDING = (
     "large-curves",
     "large-olmoe",
     "large-1b",
+    "large-backward-qwen3-14b-block",
+    "large-backward-llama-8b-block",
     "llama",
     "llama-124m",
     "fsdp-llama",
