@@ -165,10 +165,32 @@ def nnx_model():
     return Case(low, store(params, weights), X, inside)
 
 
+def groups():
+    """A scan in a scan, and a head that is also read without a gradient."""
+
+    def floats(params, x):
+        def layer(x, kernel):
+            return x + jnp.tanh(x @ kernel), None
+
+        @jax.checkpoint
+        def group(x, kernels):
+            return jax.lax.scan(layer, x, kernels)[0], None
+
+        x, _ = jax.lax.scan(group, x, params["kernel"])
+        fixed = jax.lax.stop_gradient(params["head"])
+        return jnp.mean((x @ params["head"]) ** 2) + jnp.mean(x @ fixed)
+
+    params = {"kernel": jnp.stack([stack(1, 2), stack(2, 2)]), "head": stack(3)[0]}
+    low = tcfp_jax.transform(floats, RECIPE, include=("linear", "small"))
+    weights = find_weights(low, params, X)
+    return Case(low, store(params, weights), X, ("kernel",))
+
+
 CASES = {
     "plain": plain,
     "linen": linen,
     "nnx": nnx_model,
+    "groups": groups,
     "untied": lambda: network(LLAMAS, "llama-tiny", remat="block", head="untied"),
     "tied, nothing recomputed": lambda: network(LLAMAS, "llama-tiny"),
     "experts": lambda: network(MOES, "moe-tiny", remat="block"),

@@ -264,7 +264,7 @@ class Shown:
         """
         name = eqn.primitive.name
         if name == "stop_gradient":
-            root = jax.tree.map(lax.stop_gradient, self.root)
+            root = jax.tree.map(lax.stop_gradient, self.slot())
             return self.seen_as(self.view, root=root)
         if name in ("pvary", "pcast"):
             bind = functools.partial(eqn.primitive.bind, **eqn.params)
@@ -302,6 +302,13 @@ class Shown:
         """
         (atom,) = self.axes[axis]
         lost = self.view.origin[atom]
+        # Only the first axis of a stack has entries that are read later.
+        deferred = self.stored
+        if isinstance(deferred, Deferred) and not (
+            deferred.is_stack and self.stacked[:1] == (lost,)
+        ):
+            read = dataclasses.replace(self, root=self.slot(), stored=self.values())
+            return read.leading(axis)
         alone = self.view.origin.count(lost) == 1
         stored = None
         if self.stored is not None and alone and lost in self.stacked:

@@ -75,7 +75,7 @@ def updated_inside(
     homes: dict[int, _Shapes] = {}
     for number, leaf in enumerate(tree.leaves):
         own = leaf.parameter
-        if isinstance(own, Parameter) and leaf.is_fused and own.shape[:-2] != (1,):
+        if isinstance(own, Parameter) and leaf.is_fused and 1 not in own.shape[:-2]:
             homes[number] = _Shapes(own)
 
     def loss_of(numbers: dict[int, Array]) -> PyTree:
