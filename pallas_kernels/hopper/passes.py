@@ -77,13 +77,15 @@ def _memory(one: Pass, matrices: Sequence[Array]) -> dict[str, object]:
     # Warps exchange the maxima of squares and columns; a row lies in one warp.
     sides = [size if axis is None else 1 for axis in one.body.axes if axis != 1]
     sides += [size for output in one.outputs if output.zero_with is not None]
+    tops = []
+    for side in sides:
+        numbers = ROWS // size * columns // side
+        tops.append(plgpu.SMEM((4, numbers), jnp.int32))
     return dict(
         tiles=[plgpu.SMEM((ROWS, columns), matrix.dtype) for matrix in matrices],
         codes=codes,
         memory=turned,
-        tops=[
-            plgpu.SMEM((4, ROWS // size * columns // side), jnp.int32) for side in sides
-        ],
+        tops=tops,
         filled=plgpu.Barrier(num_arrivals=len(matrices)),
     )
 
@@ -209,7 +211,10 @@ class _Tile:
             few: list[Array] = []
             measured = []
             for output, x in zip(self.one.outputs, values, strict=True):
-                (matrices if output.is_matrix else few).append(x)
+                if output.is_matrix:
+                    matrices.append(x)
+                else:
+                    few.append(x)
                 if output.zero_with is not None:
                     wide = values[output.zero_with].astype(jnp.float32)
                     measured.append(_magnitude(wide))
@@ -242,7 +247,10 @@ class _Tile:
         for axis in body.axes:
             tops = self._largest(axis, bits)
             steps = self.steps // len(tops)
-            known.append([top for top in tops for _ in range(steps)])
+            of_steps: list[Array] = []
+            for top in tops:
+                of_steps += [top] * steps
+            known.append(of_steps)
         return list(zip(*known, strict=True))
 
     def _largest(self, axis: Axis, bits: Sequence[Array]) -> list[Array]:
