@@ -214,7 +214,7 @@ def test_what_is_no_llama_is_refused(llama):
         )
     for found, words in (
         ([], "'list' is not one of"),
-        (llama_dict(CONFIG) | {"rope_scaling": [1]}, "not objects"),
+        (llama_dict(CONFIG) | {"rope_scaling": [1]}, "is not an object"),
     ):
         with refused(words):
             llama_config(found)

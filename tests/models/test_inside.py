@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.nets.meshes import everywhere, make_mesh, parse_mesh
 from models.nets.shapes import LlamaConfig
 from models.training.settings import Stored, TrainConfig, config_of, settings_of
 from models.training.steps import batch_key, init, make_train_step
@@ -51,6 +52,18 @@ def test_a_run_has_the_bits_of_an_ordinary_one(count):
         found.append((state, losses))
     assert found[0][1] == found[1][1]
     assert same_bits(found[0][0], found[1][0])
+
+
+@pytest.mark.slow
+def test_a_mesh_has_the_losses_of_one_device():
+    config = replace(INSIDE, batch=8, model=replace(SIZE, width=256, hidden=256))
+    found = []
+    for mesh in (None, make_mesh(parse_mesh("data=4,fsdp=2"))):
+        step = make_train_step(config, 2, mesh)
+        text = everywhere(TEXT, mesh)
+        _, losses = step(init(config, mesh), text, batch_key(config))
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def test_settings_of_a_run_come_back():

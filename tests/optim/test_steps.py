@@ -112,7 +112,10 @@ def grown(moments):
     def run(params, decay, steps):
         # a larger rate would ask for larger scales
         key = None if moments == "float32" else KEY
-        tx = optim.adamw(1e-3, weight_decay=1e3 * decay, moments=moments, key=key)
+        # Weights grow by a negative rate, because a decay is not negative.
+        rate = 1e-3 * jnp.sign(decay)
+        decays = 1e3 * jnp.abs(decay)
+        tx = optim.adamw(rate, weight_decay=decays, moments=moments, key=key)
         zeros = {"kernel": jnp.zeros_like(KERNEL)}
 
         def one(_, carry):
