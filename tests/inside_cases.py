@@ -90,7 +90,7 @@ def network(sizes, name, **changes):
     tokens = np.random.default_rng(0).permutation(size.vocabulary)[:66].reshape(2, 33)
     tokens = jnp.asarray(tokens)
     params = model.init(KEY, tokens[:, :-1])["params"]
-    stacks = ("layers/mlp/up/kernel",) if sizes is LLAMAS else ()
+    stacks = ("layers/up/kernel",) if sizes is LLAMAS else ()
     return Case(_loss_of(model), store(params, weights), tokens, stacks)
 
 
