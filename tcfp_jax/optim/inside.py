@@ -11,8 +11,9 @@ place, because the state is donated.
     state = step.init(params)
     state, metrics = step(state, batch)
 
-Stacks of stored weights that one scan runs over are updated inside; tables, heads,
-norms, and layers that no scan runs over are updated behind the backward pass, once.
+Inside are updated stacks of stored weights that one scan runs over, and stored matrices
+that one place outside of loops reads, such as a head. Everything else is updated behind
+the backward pass: norms, biases, small weights, and weights that several places read.
 
 Left out: gradients as a result (use `value_and_grad`); accumulation over microbatches,
 which needs all gradients (use larger batches and recomputation, or FSDP); other
@@ -85,7 +86,8 @@ def train_step(
 
     Use it instead of `value_and_grad`, `update` and `apply_updates` if the gradients of
     all weights do not fit: it holds those of one matrix, not two bytes per weight.
-    Without clipping it has the bits of the ordinary step.
+    Without clipping it computes what the ordinary step computes, from the same random
+    bits; XLA may add a few sums in another order or precision.
 
     The model scans over its layers (`nn.scan`, `nnx.scan`, `jax.lax.scan`), as a
     converted model or with layers of this library. Recompute each layer

@@ -114,7 +114,6 @@ class Update:
         else:
             squares = jnp.sum(jnp.square(g.astype(jnp.float32)))
             keep = keep & jnp.isfinite(squares)
-        if self.clip is not None:
             # The norm of all gradients is at least that of this one, so exact clipping
             # would not scale it by more.
             own = clip_factor(jnp.sqrt(squares), self.max_norm)

@@ -7,7 +7,7 @@ so the stack lives in references of JAX, and the tree of parameters holds a `Def
 in its place: the numbers of the layers, which any scan cuts as it cuts arrays. An entry
 reads its values where a product asks for them.
 
-Left out: what the references hold and what is written (`tcfp_jax.optim.inside`).
+Left out: what the references hold and what is written (`tcfp_jax.optim.slots`).
 """
 
 from collections.abc import Iterable
