@@ -1,22 +1,24 @@
 """Products with FP4 weights next to BF16's, with cold weights.
 
     python -m benchmarks.fp4 --json
+    python -m benchmarks.fp4 --json --shapes 2944x2944,4096x14336 --rows 16,256,2048
 
 They have few rows as in decoding, many rows, or are input gradients. A call multiplies
-x by copies of the weight in turn. Together they take more than `COLD_BYTES`, several
-times the L2 cache of an H200, so that every product reads its weight from memory; the
-BF16 baseline does the same. Times are per product. "W4A16" multiplies codes times
-scales by BF16 activations, exactly. "W4A8" multiplies by E4M3 activations with a scale
-for each row, which is found within the time. With the rule "fold_exact" it runs on FP8
-tensor cores, by XLA, which unpacks the weight, or by the kernel that decodes it in
-registers. Every product is checked against the float64 product of dequantized operands
-before it is timed.
+copies of x by copies of the weight. The weights together take more than `COLD_BYTES`,
+several times the L2 cache of an H200, so that every product reads its weight from
+memory; the BF16 baseline does the same. Times are per product. "W4A16" multiplies codes
+times scales by BF16 activations, exactly. "W4A8" multiplies by E4M3 activations with a
+scale for each row. With the rule "fold_exact" it runs on FP8 tensor cores, by XLA,
+which unpacks the weight, or by the kernel that decodes it in registers. "W4A4"
+multiplies by NVFP4 activations, which are exact in BF16. X is quantized within the
+time, once for each product. Every product is checked against the float64 product of
+dequantized weights before it is timed.
 """
 
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -31,16 +33,17 @@ from benchmarks.harness import Benchmark
 from benchmarks.products import compare
 from benchmarks.records import Result, cells
 from benchmarks.variants import BASELINE
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import Backend, recording
 from pallas_kernels.fp4_matmul.api import fp4_matmul
-from pallas_kernels.fp4_matmul.mosaic import limits
 from pallas_kernels.operands import Fp4
+from tcfp_jax import products, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 COLD_BYTES = 240_000_000
-# An E4M3 activation with a scale for each row keeps about 31 dB of x.
-LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0}
+# An E4M3 activation with a scale for each row keeps about 31 dB of x, and NVFP4 20.
+LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0, "W4A4": 18.0}
 CHECKED_ROWS = 64
+DECODED_ROWS = 256  # the most that the part "decode" has
 Part = Literal["decode", "prefill", "dgrad"]
 
 
@@ -68,6 +71,8 @@ class Row(timing.Timing):
       weight_bits: bits a value of the weight's arrays.
       terabytes_per_second: rate at which the weight's bytes are read.
       snr_db: against the float64 product of the dequantized weight; None for BF16.
+      pearson: correlation with the float64 product of x and the weight before any of
+        them is quantized; None for BF16.
       copies: weights that a call reads in turn.
     """
 
@@ -81,6 +86,7 @@ class Row(timing.Timing):
     weight_bits: float
     terabytes_per_second: float
     snr_db: float | None
+    pearson: float | None
     copies: int
 
 
@@ -98,26 +104,17 @@ class Kind:
     backend: Backend | None = None
 
     def runs(self, part: Part, m: int) -> bool:
-        """Return whether it is measured.
+        """Return whether it is measured if its backend can run.
 
-        XLA's E4M3 product is for many rows, and a named kernel for rows that it takes.
+        XLA's E4M3 product is for many rows, a named kernel for GPUs, and x in NVFP4 for
+        the forward product.
         """
-        if self.backend == "mosaic":
-            return self.decodes(part, m)
-        if part == "dgrad":
-            return self.scaling.format == "nvfp4"
-        return self.activation == "bfloat16" or m > 256
-
-    def ran(self, part: Part, m: int) -> Backend:
-        """Return the backend that multiplies."""
-        return self.backend or ("mosaic" if self.decodes(part, m) else "xla")
-
-    def decodes(self, part: Part, m: int) -> bool:
-        """Return whether the Hopper kernel takes m rows."""
-        if part == "dgrad" or jax.default_backend() != "gpu":
+        if self.backend == "mosaic" and jax.default_backend() != "gpu":
             return False
-        most = limits(self.activation).most_rows
-        return most is None or m <= most
+        if part == "dgrad":
+            is_fp4 = self.activation == "float4_e2m1fn"
+            return self.scaling.format == "nvfp4" and not is_fp4
+        return self.backend != "xla" or m >= 256
 
 
 KINDS: dict[str, Kind] = {
@@ -127,6 +124,7 @@ KINDS: dict[str, Kind] = {
     "W4A8 nvfp4 fold-exact, kernel": Kind(
         Fp4(rule="fold_exact"), "float8_e4m3fn", "mosaic"
     ),
+    "W4A4 nvfp4": Kind(Fp4(), "float4_e2m1fn"),
 }
 
 
@@ -170,13 +168,17 @@ def _bytes(w: Any) -> int:
 
 
 def _dequantized(weights: dict[str, list[Any]], name: str) -> np.ndarray:
-    return np.asarray(weights[name][0].dequantize(), np.float64)
+    w = weights[name][0]
+    return np.asarray(w if name == BASELINE else w.dequantize(), np.float64)
 
 
 def _multiply(part: Part, name: str, x: Array, w: Any) -> Array:
     if name == BASELINE:
         return x @ (w if part == "dgrad" else w.T)
     kind = KINDS[name]
+    if kind.activation == "float4_e2m1fn":
+        both = recipe("nvfp4", scaling=kind.scaling, activation=kind.activation)
+        return products.fp4_matmul(x, w, recipe=both)
     return fp4_matmul(
         x,
         w,
@@ -186,8 +188,12 @@ def _multiply(part: Part, name: str, x: Array, w: Any) -> Array:
     )
 
 
-def _by_each(part: Part, name: str, x: Array, copies: list[Any]) -> list[Array]:
-    return [_multiply(part, name, x, w) for w in copies]
+def _by_each(
+    part: Part, name: str, activations: list[Array], copies: list[Any]
+) -> list[Array]:
+    # XLA would quantize one x once for all of them.
+    pairs = zip(activations, copies, strict=True)
+    return [_multiply(part, name, x, w) for x, w in pairs]
 
 
 def _products(
@@ -200,21 +206,31 @@ def _products(
     m, k, n = sizes
     contracted = n if part == "dgrad" else k
     x = jax.random.normal(jax.random.key(1), (m, contracted), jnp.bfloat16)
-    snr: dict[str, float | None] = {BASELINE: None}
+    exact = _in_float64(x, wide(BASELINE), part)
+    accuracy: dict[str, tuple[float | None, float | None]] = {BASELINE: (None, None)}
+    backends: dict[str, Backend] = {BASELINE: "xla"}
     candidates: Any = {}
     for name, copies in weights.items():
         if name != BASELINE and not KINDS[name].runs(part, m):
             continue
         call = jax.jit(partial(_by_each, part, name))
-        candidates[name] = call, (x, copies)
+        arguments = ([jnp.copy(x) for _ in copies], copies)
         if name != BASELINE:
-            snr[name] = _checked(name, call(x, copies)[-1], x, wide(name), part)
+            backend = _backend_of(part, name, x, copies[0])
+            if backend is None:
+                continue
+            backends[name] = backend
+            y = call(*arguments)[-1]
+            snr = _checked(name, y, _in_float64(x, wide(name), part))
+            accuracy[name] = snr, _pearson(exact, y)
+        candidates[name] = call, arguments
     timed = config.interleaved(candidates)
     bf16 = timed[BASELINE].median_ms / len(weights[BASELINE])
     for name, taken in timed.items():
         count = len(weights[name])
         milliseconds = taken.median_ms / count
         nbytes = _bytes(weights[name][0])
+        snr_db, pearson = accuracy[name]
         yield Row(
             median_ms=milliseconds,
             min_ms=taken.min_ms / count,
@@ -226,19 +242,39 @@ def _products(
             m=m,
             k=k,
             n=n,
-            backend="xla" if name == BASELINE else KINDS[name].ran(part, m),
+            backend=backends[name],
             speed_over_bf16=bf16 / milliseconds,
             weight_bits=8 * nbytes / (n * k),
             terabytes_per_second=nbytes / milliseconds / 1e9,
-            snr_db=snr[name],
+            snr_db=snr_db,
+            pearson=pearson,
             copies=count,
         )
 
 
-def _checked(name: str, y: Array, x: Array, w: np.ndarray, part: Part) -> float:
-    """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
+def _backend_of(part: Part, name: str, x: Array, w: Any) -> Backend | None:
+    """Return the backend that multiplies; None if the named one cannot."""
+    with recording() as calls:
+        jax.eval_shape(partial(_multiply, part, name), x, w)
+    (product,) = (call for call in calls if call.op == "fp4_matmul")
+    return None if product.chosen is None else product.chosen.backend
+
+
+def _in_float64(x: Array, w: np.ndarray, part: Part) -> np.ndarray:
+    """Return some rows of the product of arrays in float64."""
     some = np.asarray(x[:CHECKED_ROWS], np.float64)
-    snr, _ = compare(some @ (w if part == "dgrad" else w.T), y[:CHECKED_ROWS])
+    return np.asarray(some @ (w if part == "dgrad" else w.T))
+
+
+def _pearson(exact: np.ndarray, y: Array) -> float:
+    """Return the correlation of some rows of y with the exact ones."""
+    found = np.asarray(y[:CHECKED_ROWS], np.float64)
+    return float(np.corrcoef(exact.reshape(-1), found.reshape(-1))[0, 1])
+
+
+def _checked(name: str, y: Array, expected: np.ndarray) -> float:
+    """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
+    snr, _ = compare(expected, y[:CHECKED_ROWS])
     least = LEAST_SNR_DB[name.split()[0]]
     if snr < least:
         raise ArithmeticError(
@@ -251,8 +287,23 @@ def _checked(name: str, y: Array, x: Array, w: np.ndarray, part: Part) -> float:
 # --------------------------------------------------------------------------------------
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add shapes and rows."""
+    parser.add_argument(
+        "--shapes",
+        help="KxN of forward products, such as 4096x14336, instead of the usual cases",
+    )
+    parser.add_argument("--rows", help="of x for each of --shapes, such as 16,256,2048")
+
+
 def configure(options: argparse.Namespace) -> Config:
-    """Return the shapes of a Llama on a GPU, and tiny ones elsewhere."""
+    """Return the shapes of a Llama on a GPU, those asked for, or tiny ones.
+
+    Raises:
+      ValueError: only one of --shapes and --rows, or no positive sizes in them.
+    """
+    if options.shapes or options.rows:
+        return Config(_asked(options), rounds=3, calls=4)
     if jax.default_backend() == "gpu" and not options.smoke:
         large = (8192, 28672)
         return Config(
@@ -276,6 +327,38 @@ def configure(options: argparse.Namespace) -> Config:
     return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
 
 
+def _asked(options: argparse.Namespace) -> tuple[Any, ...]:
+    """Return the cases of --shapes and --rows."""
+    if not (options.shapes and options.rows):
+        raise ValueError("--shapes and --rows go together, such as 4096x14336 and 16")
+    rows = _sizes("rows", options.rows, ",")
+    cases = []
+    for shape in options.shapes.split(","):
+        sizes = _sizes("shapes", shape, "x")
+        if len(sizes) != 2:
+            raise ValueError(f"--shapes has {shape!r}, which is not KxN")
+        for part, chosen in _by_part(rows).items():
+            cases.append((part, sizes, chosen))
+    return tuple(cases)
+
+
+def _by_part(rows: Sequence[int]) -> dict[Part, tuple[int, ...]]:
+    """Return the numbers of rows as in decoding, and larger ones."""
+    found: dict[Part, tuple[int, ...]] = {
+        "decode": tuple(m for m in rows if m <= DECODED_ROWS),
+        "prefill": tuple(m for m in rows if m > DECODED_ROWS),
+    }
+    return {part: chosen for part, chosen in found.items() if chosen}
+
+
+def _sizes(option: str, text: str, separator: str) -> tuple[int, ...]:
+    """Return the positive integers of an option."""
+    words = text.split(separator)
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"--{option} has {text!r}, which are not positive integers")
+    return tuple(map(int, words))
+
+
 def table(result: Result) -> str:
     """Return a table with a line for each product."""
     columns = {
@@ -290,11 +373,13 @@ def table(result: Result) -> str:
         "bits per weight": "{weight_bits:.2f}",
         "dB": "{snr_db:.0f}",
     }
+    if any("pearson" in row for row in result.rows):  # older files lack it
+        columns["Pearson"] = "{pearson:.4f}"
     rows = [{**row, "microseconds": 1e3 * row["median_ms"]} for row in result.rows]
     return cells(rows, columns)
 
 
-BENCHMARK = Benchmark("fp4", __doc__, configure, measure, table)
+BENCHMARK = Benchmark("fp4", __doc__, configure, measure, table, options=add_options)
 
 if __name__ == "__main__":
     BENCHMARK.command()

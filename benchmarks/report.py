@@ -59,6 +59,7 @@ DECIDING = (
     "gemm",
     "grouped-large",
     "fp4",
+    "fp4-activations",
 )
 PAGES = {
     Path("README.md"): (CHOOSE,),

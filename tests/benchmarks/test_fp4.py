@@ -3,17 +3,17 @@ checked products.
 """
 
 from benchmarks import fp4, records
+from benchmarks.fp4 import BENCHMARK
 from benchmarks.harness import benchmark
 from pallas_kernels.operands import Fp4
-from tests.helpers import refused, slow
+from tests.helpers import parametrize, refused, slow
 
 
 @slow
 def test_a_smoke_run_checks_and_times_every_product(tmp_path):
     rows = benchmark("fp4").run(["--smoke", "--out", str(tmp_path)])
-    assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + [
-        "dgrad"
-    ] * 3
+    parts = ["decode"] * 4 + ["prefill"] * 4 + ["dgrad"] * 2
+    assert [row.part for row in rows] == parts
     for row in rows:
         scaling = fp4.KINDS[row.kind].scaling if row.kind in fp4.KINDS else None
         # A matrix of this size notices its one float32.
@@ -21,7 +21,7 @@ def test_a_smoke_run_checks_and_times_every_product(tmp_path):
         assert row.weight_bits == (
             16 if scaling is None else scaling.bits((row.n, row.k)) + extra
         )
-        assert (row.snr_db is None) == (row.kind == "bf16")
+        assert (row.snr_db is None) == (row.pearson is None) == (row.kind == "bf16")
         assert row.copies > 1
     assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(
         records.read_result("fp4", tmp_path)
@@ -33,3 +33,29 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     cases = (("decode", (64, 32), (2,)),)
     with refused(r"less than 500\.0 dB; nothing is timed", ArithmeticError):
         list(fp4.measure(fp4.Config(cases, cold_bytes=10_000, rounds=1, calls=2)))
+
+
+def test_asked_shapes_are_split_by_the_part_that_reads_them():
+    options = BENCHMARK.parse(["--shapes", "64x32,32x64", "--rows", "2,256,512"])
+    assert fp4.configure(options).cases == (
+        ("decode", (64, 32), (2, 256)),
+        ("prefill", (64, 32), (512,)),
+        ("decode", (32, 64), (2, 256)),
+        ("prefill", (32, 64), (512,)),
+    )
+
+
+@parametrize(
+    ("arguments", "reason"),
+    [
+        (["--shapes", "64x32"], "go together"),
+        (["--rows", "2"], "go together"),
+        (["--shapes", "64", "--rows", "2"], "'64', which is not KxN"),
+        (["--shapes", "64x0", "--rows", "2"], "'64x0', which are not positive"),
+        (["--shapes", "64x32", "--rows", "2,-1"], "'2,-1', which are not positive"),
+    ],
+    ids=["no rows", "no shapes", "one size", "a zero", "a sign"],
+)
+def test_bad_shapes_are_refused(arguments, reason):
+    with refused(reason):
+        fp4.configure(BENCHMARK.parse(arguments))

@@ -196,7 +196,9 @@ def test_the_table_to_choose_by_is_of_whole_models():
 def test_every_table_with_numbers_is_printed(capsys):
     assert report.main(["--full"]) == 0
     printed = re.findall(r"^## (\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert set(report.DECIDING) < set(printed) <= set(report.SECTIONS)
+    measured = {name for name in report.SECTIONS if records.read_result(name)}
+    assert set(printed) == measured
+    assert len(measured & set(report.DECIDING)) > len(report.DECIDING) / 2
 
 
 def test_the_overview_compares_whole_models_alone():
