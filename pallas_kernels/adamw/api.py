@@ -1,5 +1,6 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,22 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import mosaic, reference, triton
 from pallas_kernels.adamw.reference import AdamWOptions, Moments, Rates, Step
-from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.dispatch import Backend, Implementation, dispatch, judge
 from pallas_kernels.operands import SCALE_DTYPE, check_real
 from pallas_kernels.specs import entries_of, has_explicit_axes
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
 
-__all__ = ["IMPLEMENTATIONS", "AdamWOptions", "Moments", "Rates", "Step", "adamw"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AdamWOptions",
+    "Moments",
+    "Rates",
+    "Step",
+    "adamw",
+    "adamw_entry",
+]
 
 
 def _by_reference(
@@ -141,6 +150,56 @@ def adamw(
     return dispatch(
         "adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key
     )
+
+
+def adamw_entry(
+    entry: Array,
+    g: "Float[jax.Array, '*stack k n']",
+    hi: jax.Ref,
+    lo: jax.Ref,
+    moments: Moments,
+    rates: Rates,
+    key: Array,
+    **options: str,
+) -> tuple[Array | None, Array]:
+    """Take the step of `adamw` on one entry of stacks of weights in references.
+
+    Use it in a loop over layers: Mosaic's kernel reads and writes the entry where it
+    is, so that nothing copies it out of the stack and back. Otherwise the entry is
+    read, takes its step by `adamw`, and is written.
+
+    Args:
+      entry: the number of the entry, int32.
+      g: the gradient of the entry, a matrix or a stack of matrices.
+      hi, lo, moments: references to `[layers, *stack, k, n]`, and to the numbers of
+        their blocks.
+      rates: those of each matrix `[*stack]`.
+      key: uint32 `[*stack, 2]`.
+      options: as in `adamw`.
+
+    Returns:
+      (columns, amax) of the entry, as in `Step`.
+    """
+    chosen = AdamWOptions(**options)  # type: ignore[arg-type]
+    operands = (chosen, entry, g, hi, lo, moments, rates, key)
+    (verdict,) = judge((mosaic.OF_ENTRIES,), None, *operands)
+    if verdict.reason is None:
+        found: tuple[Array | None, Array] = dispatch(
+            "adamw", (mosaic.OF_ENTRIES,), None, *operands
+        )
+        return found
+    one: Callable[..., Step] = partial(adamw, **options)
+    for _ in g.shape[:-2]:
+        one = jax.vmap(one)
+    places = (hi, lo, moments)
+    old = jax.tree.map(lambda ref: ref[entry], places)
+    after = one(g, *old, rates, key)
+
+    def write(ref: jax.Ref, new: Array) -> None:
+        ref[entry] = new
+
+    jax.tree.map(write, places, (after.hi, after.lo, after.moments))
+    return after.columns, after.amax
 
 
 def _check_arrays(g: Array, hi: Array, lo: Array, moments: Moments) -> None:

@@ -6,6 +6,8 @@ device's part of a stack `[l, k, n]`:
 * `columns` is n of the whole weight.
 * `words` is the array of `Numbers.words`.
 * `places` are the global rows and columns of the part, if there are several devices.
+* `state` may be references to stacks of stacks `[L, l, k, n]` or `[L, k, n]`, of which
+  one entry takes the step. Its number is the last word of the operand then.
 
 It returns the new state, the bits of the largest magnitudes of tiles, and with
 `orientation="both"` the transpose of the new hi.
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
@@ -35,6 +38,7 @@ Kernel: TypeAlias = Callable[..., list[Array]]
 Ref: TypeAlias = Any  # reference to memory
 ROWS = 16  # rows of a tile; a shard has a multiple of them
 STATE = 6  # hi, lo, m, m_scale, v, v_scale
+WORDS = len(Coefficients._fields) + 4  # of `Numbers`
 
 
 class Numbers(NamedTuple):
@@ -103,6 +107,34 @@ def launch(
     # Bits of floats that are not negative are ordered like the floats.
     amax = numerics.from_bits(jnp.max(tops))
     return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
+
+
+def launch_entry(
+    kernel: Kernel,
+    options: AdamWOptions,
+    entry: Array,
+    g: Array,
+    hi: Ref,
+    lo: Ref,
+    state: Moments,
+    rates: Rates,
+    key: Array,
+) -> tuple[Array | None, Array]:
+    """Take the step of an entry of stacks by a kernel, see `api.adamw_entry`."""
+    *stack, k, n = g.shape
+    words = Numbers.words
+    for _ in stack:
+        words = jax.vmap(words)
+    numbers = words(rates, key)
+    count = jnp.full((*stack, 1), entry, jnp.uint32)
+    numbers = jnp.concatenate([numbers, count], axis=-1)
+    places = (hi, lo, state.m, state.m_scale, state.v, state.v_scale)
+    matrices = g.reshape(-1, k, n)
+    rows = numbers.reshape(len(matrices), -1)
+    tops, *columns = kernel(options, n, rows, matrices, *places)
+    amax = numerics.from_bits(jnp.max(tops, axis=(-2, -1)))
+    turned = columns[0].reshape(*stack, n, k) if columns else None
+    return turned, amax.reshape(stack)
 
 
 @cache

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.adamw.launch import ROWS, launch
+from pallas_kernels.adamw.launch import ROWS, Ref, launch, launch_entry
 from pallas_kernels.adamw.reference import AdamWOptions, Step
 from pallas_kernels.dispatch import Implementation, device_kind
 from pallas_kernels.hopper import plan
@@ -24,7 +24,7 @@ def _reject(options: AdamWOptions, g: Array, hi: Array, *arrays: object) -> str 
         # JAX cannot partition a function with references, by which the state is
         # replaced where it lies.
         return 'several devices; use backend="triton" or "xla"'
-    k, n = hi.shape
+    k, n = hi.shape[-2:]
     rows = 2 * ROWS
     if k % rows or n % BLOCK:
         return (
@@ -45,4 +45,21 @@ def _adamw(options: AdamWOptions, *operands: Any) -> Step:
     return launch(mosaic_kernel.call, options, *operands)
 
 
+def _reject_entry(
+    options: AdamWOptions, entry: Array, g: Array, hi: Ref, *arrays: object
+) -> str | None:
+    """Return the reason why this kernel cannot take the step of an entry, or None."""
+    if g.ndim > 3:
+        return f"an entry g{list(g.shape)} is no matrix, nor a stack of matrices"
+    return _reject(options, g, hi)
+
+
+def _adamw_entry(options: AdamWOptions, *operands: Any) -> tuple[Array | None, Array]:
+    """Take the step of an entry, see `api.adamw_entry`."""
+    from pallas_kernels.adamw import mosaic_kernel
+
+    return launch_entry(mosaic_kernel.call_entry, options, *operands)
+
+
 KERNEL = Implementation("mosaic", _adamw, _reject)
+OF_ENTRIES = Implementation("mosaic", _adamw_entry, _reject_entry)

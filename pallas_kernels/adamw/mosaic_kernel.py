@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import counter, numerics
 from pallas_kernels.adamw import launch, reference
 from pallas_kernels.adamw.arithmetic import Instructions
-from pallas_kernels.adamw.launch import STATE, Numbers
+from pallas_kernels.adamw.launch import STATE, WORDS, Numbers
 from pallas_kernels.adamw.reference import AdamWOptions, State
 from pallas_kernels.hopper.registers import Ref, Registers, write_back
 from pallas_kernels.moments import BLOCK, E4M3
@@ -35,6 +35,24 @@ _REGISTERS = Registers((_WARPS, BLOCK))  # of a turn
 def call(options: AdamWOptions, columns: int, *operands: Array) -> list[Array]:
     """Run the kernel on a stack of matrices, see `launch`."""
     words, gradient, *state = varying(operands, *operands)
+    # References, so that the state is replaced where it lies if its buffers are
+    # donated.
+    places = [jax.new_ref(x) for x in state]
+    new = _run(options, words, gradient, places)
+    return varying([*map(jax.freeze, places), *new], *operands)
+
+
+def call_entry(
+    options: AdamWOptions, columns: int, words: Array, gradient: Array, *places: Ref
+) -> list[Array]:
+    """Run the kernel on an entry of stacks in references, see `launch`."""
+    return _run(options, words, gradient, places)
+
+
+def _run(
+    options: AdamWOptions, words: Array, gradient: Array, places: Sequence[Ref]
+) -> list[Array]:
+    """Run the kernel; `places` are those of all matrices, or of their entries."""
     l, k, n = gradient.shape
     results = [ShapeDtypeStruct((l, k // _TURNS, n // BLOCK), jnp.int32)]
     memory = []
@@ -43,13 +61,10 @@ def call(options: AdamWOptions, columns: int, *operands: Array) -> list[Array]:
         memory.append(_REGISTERS.turned(ROWS, BLOCK, E4M3))
     tiles = [
         plgpu.SMEM((ROWS, BLOCK), x.dtype)
-        for x in (gradient, *state)
-        if x.shape == gradient.shape
+        for x in (gradient, *places)
+        if x.shape[-2:] == (k, n)
     ]
-    # References, so that the state is replaced where it lies if its buffers are
-    # donated.
-    places = [jax.new_ref(x) for x in state]
-    new = plgpu.kernel(
+    new: list[Array] = plgpu.kernel(
         partial(_kernel, options),
         out_type=results,
         grid=(l * (k // ROWS) * (n // BLOCK),),
@@ -65,7 +80,7 @@ def call(options: AdamWOptions, columns: int, *operands: Array) -> list[Array]:
             lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(words, gradient, *places)
-    return varying([*map(jax.freeze, places), *new], *operands)
+    return new
 
 
 class _Place(NamedTuple):
@@ -115,13 +130,14 @@ def _kernel(
     """Compute a block: copy it, update its rows in turns, and copy it back."""
     tops, *columns = refs[STATE:]
     place = _Place.of_block(lax.axis_index("block"), gradient.shape)
-    parts = []
+    parts = [gradient.at[place.entry, place.rows, place.columns]]
     scale_parts = []
-    for x in (gradient, *refs[:STATE]):
-        if x.shape == gradient.shape:
-            parts.append(x.at[place.entry, place.rows, place.columns])
+    for x in refs[:STATE]:
+        stack = _in_stack(place, words, x)
+        if x.shape[-1] == gradient.shape[-1]:
+            parts.append(x.at[*stack, place.rows, place.columns])
         else:
-            scale_parts.append(x.at[place.entry, place.rows, place.column])
+            scale_parts.append(x.at[*stack, place.rows, place.column])
     for part, tile in zip(parts, tiles, strict=True):
         plgpu.copy_gmem_to_smem(part, tile, filled)
     # A warp that read a number from the GPU's memory in each turn would wait behind the
@@ -149,6 +165,14 @@ def _kernel(
         for tile, ref in zip(memory, columns, strict=True)
     ]
     write_back(list(zip(tiles[1:], parts[1:], strict=True)), transposes)
+
+
+def _in_stack(place: _Place, words: Ref, x: Ref) -> tuple[Array, ...]:
+    """Return the place of a block's matrix in the stack of an array of the state."""
+    if words.shape[-1] == WORDS:
+        return (place.entry,)
+    entry = words[place.entry, WORDS].astype(jnp.int32)
+    return (entry,) if x.ndim == 3 else (entry, place.entry)
 
 
 @dataclass(frozen=True)

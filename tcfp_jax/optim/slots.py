@@ -3,7 +3,7 @@ that updates an entry as soon as its gradient is there.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,14 @@ from jax.typing import ArrayLike
 
 from tcfp_jax.optim.adam import Leaf
 from tcfp_jax.optim.encoding import Keys, Moment
-from tcfp_jax.optim.steps import Scalars, Stepped, WeightStep, float_step, fused_step
+from tcfp_jax.optim.steps import (
+    Scalars,
+    Stepped,
+    WeightStep,
+    entry_step,
+    float_step,
+    fused_step,
+)
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Home
@@ -96,6 +103,12 @@ class Update:
     clip: Clip | None
     max_norm: ArrayLike | None
 
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether an entry takes its step where it is."""
+        # A step without a bound reads the values before it writes them.
+        return self.is_fused and self.step.is_bounded
+
     def run(
         self,
         w: Array | Parameter,
@@ -104,8 +117,9 @@ class Update:
         v: Moment,
         facts: Facts,
         keys: Keys | None,
+        entry: Array | None = None,
     ) -> Updated:
-        """Return the parameter after the step."""
+        """Return the parameter after the step, see `fused_step` of an entry."""
         squares = jnp.zeros(())
         scalars = facts.scalars
         keep = facts.sound[...]
@@ -118,8 +132,11 @@ class Update:
             # would not scale it by more.
             own = clip_factor(jnp.sqrt(squares), self.max_norm)
             scalars = scalars._replace(factor=jnp.minimum(scalars.factor, own))
-        run = fused_step if self.is_fused else float_step
-        done = run(self.step, w, g, m, v, scalars, keys, keep)
+        given = (self.step, w, g, m, v, scalars, keys, keep)
+        if entry is not None:
+            done = entry_step(*given, entry)
+        else:
+            done = fused_step(*given) if self.is_fused else float_step(*given)
         return Updated(done, squares, ~keep)
 
 
@@ -181,15 +198,19 @@ class Stack(Home):
         """Update an entry by its gradient."""
         self.updates += 1
         at = self._at(index)
+        entry = index if self.stacked and self._update.steps_in_place else None
         old = jax.tree.map(lambda ref: ref[at], refs)
+        if entry is not None:
+            old = _with_places(old, refs)
         own_keys = jax.tree.map(lambda words: words[at], keys)
-        done = self._update.run(old.parameter, g, old.m, old.v, facts, own_keys)
+        done = self._update.run(old.parameter, g, old.m, old.v, facts, own_keys, entry)
         after = done.step
         assert isinstance(after.update, Parameter), "the step of a parameter"
         new = Held(after.update, after.m, after.v, done.squares, done.skipped)
 
-        def write(ref: Array, value: Array) -> None:
-            ref[at] = value
+        def write(ref: jax.Ref, value: jax.Ref | Array) -> None:
+            if value is not ref:
+                ref[at] = value
 
         if not self.stacked:
             # What follows begins when this is written, so that its gradient is gone.
@@ -211,6 +232,15 @@ class Stack(Home):
                 " inputs of the loss, not into the parameters"
             )
         return held
+
+
+def _with_places(old: Held, refs: Held) -> Held:
+    """Return the values of an entry, with the codes and moments in references."""
+    rows = refs.parameter.rows
+    own = old.parameter
+    placed = replace(own.rows, values=rows.values, lo=rows.lo)
+    stored = replace(own.stored, backward=placed)
+    return replace(old, parameter=replace(own, stored=stored), m=refs.m, v=refs.v)
 
 
 # A rule that JAX runs as soon as the gradient of an entry is complete.

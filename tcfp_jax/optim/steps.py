@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from pallas_kernels import counter, numerics
-from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.adamw.api import Moments, Rates, Step, adamw, adamw_entry
 from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.operands import Operand
 from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
@@ -164,37 +164,65 @@ def fused_step(
     keep: Array,
 ) -> Stepped:
     """Return the step of a stored weight by the kernel, as `float_step`."""
+    return entry_step(step, w, g, m, v, s, keys, keep, None)
+
+
+def entry_step(
+    step: WeightStep,
+    w: Parameter,
+    g: Array,
+    m: Blocks,
+    v: Blocks,
+    s: Scalars,
+    keys: Keys,
+    keep: Array,
+    entry: Array | None,
+) -> Stepped:
+    """Return `fused_step`, of an entry of stacks if its number is given.
+
+    The codes and the moments are references to whole stacks then. They hold the entry
+    after its step, and the result has the same references. Everything else is that of
+    the entry.
+    """
     state = w.state
     old = w.rows
     copy = w.stored.forward
     scale = _next_scale(old, state.amax, _reach(step, w, g, m, v, s))
     scale = jnp.where(keep, scale, old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)
-    one: Callable[..., Any] = functools.partial(
-        adamw,
+    options = dict(
         momentum="nesterov" if step.nesterov else "classic",
         orientation="rows" if copy is None else "both",
         remainder="stochastic" if state.remainder == "stochastic" else "nearest",
     )
-    for _ in w.stored.stack:
-        one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
     moments = Moments(m.values, m.scale, v.values, v.scale)
     words = jnp.stack(keys, axis=-1)
-    done = one(g, old.values, old.residual, moments, rates, words)
+    given = (g, old.values, old.residual, moments)
+    if entry is None:
+        one: Callable[..., Any] = functools.partial(adamw, **options)
+        for _ in w.stored.stack:
+            one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
+        done = one(*given, rates, words)
+        written = (done.hi, done.lo)
+    else:
+        rates = jax.tree.map(lambda x: jnp.broadcast_to(x, scale.shape), rates)
+        columns, amax = adamw_entry(entry, *given, rates, words, **options)
+        done = Step(old.values, old.residual, columns, moments, amax)
+        written = (done.hi[entry], done.lo[entry])
     rows = Operand(done.hi, scale, done.lo)
     columns = None
     if copy is not None:
-        lo = None if copy.lo is None else jnp.swapaxes(done.lo, -1, -2)
+        lo = None if copy.lo is None else jnp.swapaxes(written[1], -1, -2)
         columns = Operand(done.columns, scale, lo)
     state = dataclasses.replace(
         state,
         amax=jnp.where(keep, done.amax, state.amax),
         rounding=_either(keep, state.next_rounding(), state.rounding),
-        sample=state.sampled(rows),
+        sample=state.sampled(Operand(written[0], scale, written[1])),
     )
-    written = Parameter(Stored(columns, rows), state)
+    new = Parameter(Stored(columns, rows), state)
     first = Blocks(done.moments.m, done.moments.m_scale)
-    return Stepped(written, first, Blocks(done.moments.v, done.moments.v_scale))
+    return Stepped(new, first, Blocks(done.moments.v, done.moments.v_scale))
 
 
 def _next_scale(old: Operand, amax: Array, reach: Array) -> Array:
