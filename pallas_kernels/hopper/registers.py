@@ -293,10 +293,7 @@ class Registers:
                 turns = ir.MemRefType(source.type).shape[0] // self.shape[0]
                 _, turn = _split(lane, turns)
                 row = arith.addi(arith.muli(turn, _index(self.shape[0])), warp)
-                byte = memref.load(source, [row])
-                # A scale in E8M0 of an array that is no array of bytes
-                if byte.type != _dtype_of(target):
-                    byte = arith.bitcast(_dtype_of(target), byte)
+                byte = arith.bitcast(_dtype_of(target), memref.load(source, [row]))
                 memref.store(byte, target, [row])
 
         self._inline(copy, [], [*sources, *targets])
