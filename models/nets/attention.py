@@ -1,10 +1,17 @@
-"""Causal attention of all models."""
+"""Causal attention of all models, and the keys and values that it keeps for later
+tokens.
+"""
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+CACHE = "cache"  # collection of keys and values
+Start = int | jax.Array | None
 
 
 def causal_attention(
@@ -16,6 +23,7 @@ def causal_attention(
     mask: jax.Array | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    start: Start = None,
 ) -> jax.Array:
     """Return `softmax(q kᵀ / sqrt(d) + causal mask) v`; q is
     `[batch, positions, heads, d]`, k and v have `kv_heads`.
@@ -38,8 +46,12 @@ def causal_attention(
       scale: Factor of the scores instead of `1 / sqrt(d)`.
       cap: Largest magnitude of a score, by tanh. Only "products" has it, which then
         replaces the others.
+      start: Position of the first query, if there are more keys than queries. Only
+        "products" has it, too.
     """
-    if cap is not None:
+    queries = q.shape[1]
+    keys = k.shape[1]
+    if cap is not None or keys != queries:
         how = "products"
     if how == "auto":
         flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
@@ -49,6 +61,25 @@ def causal_attention(
             q, k, v, mask=mask, scale=scale, is_causal=True, implementation=how
         )
         return attended if how == "cudnn" else checkpoint_name(attended, "attended")
+    seen = jnp.tril(jnp.ones((queries, keys), bool))
+    if keys != queries:
+        seen = jnp.arange(keys) <= start + jnp.arange(queries)[:, None]
+    if mask is not None:
+        seen = seen & mask
+    return checkpoint_name(_by_products(q, k, v, seen, scale, cap), "attended")
+
+
+def _by_products(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    scale: float | None,
+    cap: float | None,
+) -> jax.Array:
+    """Return attention over the keys that each query sees, bools
+    `[..., queries, keys]`.
+    """
     # Without groups there must be no axis of size 1 for them, with which XLA would add
     # in another order.
     g = "" if k.shape[2] == q.shape[2] else "g"
@@ -61,9 +92,42 @@ def causal_attention(
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if mask is not None:
-        causal = causal & (mask[:, :, None] if g else mask)
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    if g and seen.ndim > 2:
+        seen = seen[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     attended = jnp.einsum(f"bh{g}qk,bkhd->bqh{g}d", weights.astype(v.dtype), v)
-    return checkpoint_name(attended.reshape(q.shape), "attended")
+    return attended.reshape(q.shape)
+
+
+def kept(
+    module: nn.Module, key: jax.Array, value: jax.Array, start: Start
+) -> tuple[jax.Array, jax.Array]:
+    """Return the keys and values of all positions so far, which stay in the collection
+    "cache" of a block.
+
+    Without a cache, these positions become one. Otherwise they are written into it, so
+    it must have room for them.
+
+    Args:
+      module: The block.
+      key: Keys of some positions, `[batch, positions, kv_heads, d]`.
+      value: Their values.
+      start: The first of these positions; None keeps nothing.
+    """
+    if start is None:
+        return key, value
+    arrays = dict(key=key, value=value)
+    for name, new in arrays.items():
+        if module.has_variable(CACHE, name):
+            old = module.get_variable(CACHE, name)
+            arrays[name] = lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+        module.put_variable(CACHE, name, arrays[name])
+    return arrays["key"], arrays["value"]
+
+
+def kept_positions(module: nn.Module, new: int) -> int:
+    """Return the number of positions in the cache of a model, or of the new ones that
+    make it.
+    """
+    arrays = jax.tree.leaves(module.variables.get(CACHE, {}))
+    return arrays[0].shape[-3] if arrays else new

@@ -20,8 +20,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
-from models.nets.attention import causal_attention
+from models.nets.attention import Start, causal_attention, kept
 from models.nets.losses import cross_entropy
 from models.nets.meshes import split_batch
 from models.nets.shapes import BYTES, ComputeDtype, GPTConfig
@@ -61,7 +62,7 @@ class Block(nn.Module):
     dtype: ComputeDtype
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, start: Start = None) -> jax.Array:
         """Apply causal attention and the MLP, each around a residual connection."""
         config = self.config
         width = config.width
@@ -73,7 +74,9 @@ class Block(nn.Module):
             3,
             axis=2,
         )
-        attended = causal_attention(q, k, v, config.attention).reshape(x.shape)
+        k, v = kept(self, k, v, start)
+        attended = causal_attention(q, k, v, config.attention, start=start)
+        attended = attended.reshape(x.shape)
         x = x + self._dense("projection", width, scaled="residual")(attended)
         hidden = self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x))
         # Recomputed in the backward pass, which takes one pass over memory; a kept tanh
@@ -106,7 +109,8 @@ class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
     With `targets`, integers `[batch, positions]`, the result is the cross-entropy of
-    each, float32 `[batch, positions]`.
+    each, float32 `[batch, positions]`. With `start`, the position of the first token,
+    keys and values stay in the collection "cache", which must be mutable.
 
     Attributes:
       config: The size.
@@ -123,7 +127,10 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, targets: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        targets: jax.Array | None = None,
+        start: Start = None,
     ) -> jax.Array:
         """Predict the byte after each position, or return the loss of the
         prediction.
@@ -146,11 +153,14 @@ class GPT(nn.Module):
         positions = self.param(
             "positions", normal, (config.context, config.width), jnp.float32
         )
-        x = split_batch(embedding(tokens)) + positions[: tokens.shape[-1]].astype(
-            self.dtype
-        )
+        if start is None:
+            placed = positions[: tokens.shape[-1]]
+        else:
+            placed = lax.dynamic_slice_in_dim(positions, start, tokens.shape[-1])
+        x = split_batch(embedding(tokens)) + placed.astype(self.dtype)
         for layer in range(config.layers):
-            x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
+            block = Block(config, self.recipe, self.dtype, name=f"block_{layer}")
+            x = block(x, start)
         logits = embedding.attend(_normalize("final_norm", x))
         return logits if targets is None else cross_entropy(logits, targets)
 

@@ -29,7 +29,13 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from models.nets.adapters import Adapter
-from models.nets.attention import causal_attention
+from models.nets.attention import (
+    CACHE,
+    Start,
+    causal_attention,
+    kept,
+    kept_positions,
+)
 from models.nets.keeping import policy
 from models.nets.losses import IGNORED, capped, head_losses
 from models.nets.meshes import looked_up, split_batch
@@ -64,6 +70,7 @@ class Block(nn.Module):
         rotation: jax.Array,
         mask: jax.Array | None = None,
         kind: jax.Array | None = None,
+        start: Start = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Apply causal attention and the MLP, each around a residual connection; also
         return the MLP's penalty.
@@ -73,16 +80,17 @@ class Block(nn.Module):
           rotation: Of each position, `models.nets.positions.rotations`.
           mask: Tokens that a token sees, besides causality; see `causal_attention`.
           kind: Index into a leading axis of rotation and mask; None if they have none.
+          start: Position of the first token, with which keys and values are kept.
         """
         if kind is not None and mask is not None:
             rotation = rotation[kind]
             mask = mask[kind]
-        x = self._attend(split_batch(x), rotation, mask)
+        x = self._attend(split_batch(x), rotation, mask, start)
         y, penalty = self._mlp(self._norm("mlp_norm")(x))
         return x + self._after("mlp_post_norm", y), penalty
 
     def _attend(
-        self, x: jax.Array, rotation: jax.Array, mask: jax.Array | None
+        self, x: jax.Array, rotation: jax.Array, mask: jax.Array | None, start: Start
     ) -> jax.Array:
         config = self.config
         normed = self._norm("attention_norm")(x)
@@ -92,6 +100,7 @@ class Block(nn.Module):
         query = rotate(self._normed_heads("query", query), rotation)
         key = rotate(self._normed_heads("key", key), rotation)
         value = value.reshape(*x.shape[:-1], config.kv_heads, config.head_size)
+        key, value = kept(self, key, value, start)
         attended = causal_attention(
             checkpoint_name(query, "query"),
             checkpoint_name(key, "key"),
@@ -100,6 +109,7 @@ class Block(nn.Module):
             mask=mask,
             scale=config.attention_scale,
             cap=config.attention_cap,
+            start=start,
         )
         attended = attended.reshape(*x.shape[:-1], config.heads * config.head_size)
         output = self._dense("output", config.width, scaled="residual")(attended)
@@ -197,7 +207,8 @@ class Llama(nn.Module):
     each, float32 `[batch, positions]`, of which the mean can be differentiated. Logits
     in BF16 then exist together only if blocks keep all their products, too. With
     `documents`, integers `[batch, positions]`, a token sees its own document alone, and
-    targets of `IGNORED` have no loss.
+    targets of `IGNORED` have no loss. With `start`, the position of the first token,
+    keys and values stay in the collection "cache", which must be mutable.
 
     Attributes:
       config: The size, and how it runs.
@@ -217,6 +228,7 @@ class Llama(nn.Module):
         tokens: jax.Array,
         targets: jax.Array | None = None,
         documents: jax.Array | None = None,
+        start: Start = None,
     ) -> jax.Array:
         """Predict the token after each position, or return the loss of the
         prediction.
@@ -239,9 +251,9 @@ class Llama(nn.Module):
         x = looked_up(embedding.embedding, tokens, dtype)
         if config.embedding_scale != 1:
             x = x * jnp.asarray(config.embedding_scale, dtype)
-        x, penalties = layers_of(config, self.dtype, self.block)(
-            x, *places(config, positions, documents)
-        )
+        keys = kept_positions(self, positions)
+        placed = places(config, positions, documents, start, keys)
+        x, penalties = layers_of(config, self.dtype, self.block)(x, *placed)
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
             matrix = embedding.embedding.T
@@ -271,23 +283,31 @@ def only_gradient(penalty: jax.Array) -> jax.Array:
 
 
 def places(
-    config: LlamaConfig, positions: int, documents: jax.Array | None = None
-) -> tuple[jax.Array, ...]:
+    config: LlamaConfig,
+    positions: int,
+    documents: jax.Array | None,
+    start: Start,
+    keys: int,
+) -> tuple[Any, ...]:
     """Return the arguments of `Block` next to x.
 
-    They are rotations, a mask if one is needed, and kinds of layers. Positions start
-    again at each document, and a token sees its own document alone. If layers have a
-    window, rotations and masks have a leading axis: all positions, or the window. Kinds
-    `[layers]` are indices of it.
+    They are rotations, a mask and kinds of layers if they are needed, and `start`.
+    Positions start again at each document, and a token sees its own document alone. If
+    layers have a window, rotations and masks have a leading axis: all positions, or the
+    window. Kinds `[layers]` are indices of it.
 
     Args:
       config: Size of the model.
       positions: Length of the sequences.
       documents: Number of the document of each token, `[batch, positions]`; None is a
         single one.
+      start: Position of the first token; None is 0.
+      keys: Number of positions that tokens may see.
     """
     placed: int | jax.Array = positions
     mask = None
+    if start is not None:
+        placed = start + jnp.arange(positions)
     if documents is not None:
         placed, mask = document_places(documents)
     stretch = Stretch(
@@ -295,18 +315,20 @@ def places(
     )
     rotation = rotations(placed, config.head_size, config.rope_theta, stretch)
     if config.window is None:
-        return (rotation,) if mask is None else (rotation, mask)
+        return rotation, mask, None, start
     local = rotation
     if config.local_theta is not None:
         local = rotations(placed, config.head_size, config.local_theta)
-    near = jnp.arange(positions)[:, None] - jnp.arange(positions) < config.window
+    own = jnp.arange(positions) if start is None else placed
+    near = own[:, None] - jnp.arange(keys) < config.window
     if mask is None:
-        mask = jnp.ones((1, 1, positions, positions), bool)
+        mask = jnp.ones((1, 1, positions, keys), bool)
     kinds = np.arange(1, config.layers + 1) % config.global_every != 0
     return (
         jnp.stack([rotation, local]),
         jnp.stack([mask, mask & near]),
         jnp.asarray(kinds, jnp.int32),
+        start,
     )
 
 
@@ -318,10 +340,12 @@ def layers_of(
     """
     layers = nn.scan(
         _rematerialised(config, block),
-        variable_axes={"params": 0, "intermediates": 0},
+        variable_axes={"params": 0, "intermediates": 0, CACHE: 0},
         split_rngs={"params": True},
         in_axes=(
-            nn.broadcast if config.window is None else (nn.broadcast, nn.broadcast, 0)
+            nn.broadcast
+            if config.window is None
+            else (nn.broadcast, nn.broadcast, 0, nn.broadcast)
         ),
         length=config.layers,
         unroll=config.layers if config.loop == "unrolled" else 1,

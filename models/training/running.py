@@ -416,7 +416,7 @@ def _sample(
     """Continue the prompt of the run, print the text, and append it to the folder."""
     if config.sample is None:
         return
-    text = continued(
+    text, rate = continued(
         model_of(config),
         {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)},
         config.sample,
@@ -424,8 +424,8 @@ def _sample(
         tokenizer=config.data.read_tokenizer(),
     )
     if is_first():
-        tqdm.write(f"step {step}: {config.sample!r} -> {text!r}")
-        entry = dict(step=step, prompt=config.sample, text=text)
+        tqdm.write(f"step {step}: {config.sample!r} -> {text!r} ({rate:,.0f} tokens/s)")
+        entry = dict(step=step, prompt=config.sample, text=text, tokens_per_second=rate)
         directory.extend(SAMPLES_FILE, json.dumps(entry) + "\n")
 
 
