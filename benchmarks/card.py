@@ -110,8 +110,14 @@ RUNS = {
         "stored,stored both,stored bfloat16,stored both bfloat16'",
         250,
     ),
+    "train_step-original": Run(
+        "train_step --shapes 8192x1024x4096,8192x2048x8192,8192x4096x16384"
+        " --parts 'optimizer step'"
+        " --recipes 'tcfp12,tcfp12 stochastic,tcfp12_fast,stored'",
+        85,
+    ),
     "quality": Run("quality", 60),
-    "gemm": Run("gemm", 60),
+    "gemm": Run("gemm", 70),
     "grouped": Run(
         "grouped --shapes 'olmoe w13,olmoe w2' --recipes"
         " tcfp12_single,tcfp12_single_both",

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks import convergence_tables, memory
+from benchmarks import convergence_tables, memory, original
 from benchmarks.card import RUNS
 from benchmarks.drawing import FROM_SCRATCH, PICTURES, digest_of, read_source, save
 from benchmarks.harness import benchmark
@@ -37,6 +37,7 @@ from tcfp_jax.recipes import NAMES
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
 OVERVIEW = "overview"
+ORIGINAL = "original"  # the tables of PyTorch TCFP
 FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
 LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, FROM_SCRATCH)
 SECTIONS = (*RUNS, *LEARNED)
@@ -63,7 +64,7 @@ DECIDING = (
 )
 PAGES = {
     Path("README.md"): (CHOOSE,),
-    Path("docs/measurements.md"): (OVERVIEW, *DECIDING),
+    Path("docs/measurements.md"): (OVERVIEW, ORIGINAL, *DECIDING),
 }
 PLOTS = Path("docs/plots")
 MEASURED = Path("tcfp_jax/conversion/measured.json")
@@ -100,10 +101,12 @@ def render_section(name: str, results: Path = RESULTS) -> str:
         return choose(results)
     if name == OVERVIEW:
         return overview(results)
+    if name == ORIGINAL:
+        return original.table(results)
     if name not in SECTIONS:
         raise ValueError(
-            f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or"
-            f" one of {SECTIONS}"
+            f"a page has a section {name!r} that no benchmark fills; use {CHOOSE},"
+            f" {OVERVIEW}, {ORIGINAL} or one of {SECTIONS}"
         )
     result = read_result(name, results)
     data = () if result is None else result.config.get("data") or ()

@@ -11,7 +11,8 @@ A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Part
   donates its state to the next one. Only this part includes the quantization of
   weights, once a step. "stored" is `tcfp12_single` with `W_hi + W_lo` as the only copy
   of a weight and 8-bit moments in `tcfp_jax.optim.adamw`. "both" keeps W_hi in both
-  orientations, and "bfloat16" has weight gradients in bfloat16.
+  orientations, and "bfloat16" has weight gradients in bfloat16. "tcfp12 stochastic"
+  rounds W_lo at random and keeps no error.
 
 Outputs are compared with BF16's before the timing. The ratio is BF16's median divided
 by the recipe's.
@@ -39,6 +40,7 @@ from models.nets.mlp import MLP
 from models.training.settings import MomentFormat, Weights
 from models.training.state import float_parameters
 from tcfp_jax.recipes import Recipe, recipe
+from tcfp_jax.remat import step_bytes
 
 Part = Literal["mlp", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -62,12 +64,22 @@ KEPT = {
     "stored both bfloat16": Kept("stored", "8bit", "bfloat16"),
 }
 USUAL = (BASELINE, "tensorwise", "tcfp12", "tcfp12_fast", *KEPT)
-OTHERS = ("tcfp12_single", "blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")
+STOCHASTIC = "tcfp12 stochastic"
+OTHERS = (
+    "tcfp12_single",
+    "blockwise",
+    "tcfp12_blockwise",
+    "mxfp8",
+    "rowwise",
+    STOCHASTIC,
+)
 
 
 def _recipe_of(name: str) -> Recipe:
     if name in KEPT:
         return recipe("tcfp12_single", copies="both" if "both" in name else "one")
+    if name == STOCHASTIC:
+        return recipe("tcfp12", remainder="stochastic")
     return recipe(name)
 
 
@@ -93,7 +105,8 @@ class Row(timing.Timing):
 
     `compile_seconds` includes tracing. XLA tries a product's algorithms once in a
     process, so later recipes compile faster. `worst_snr_db` is of all outputs against
-    BF16's, None for BF16.
+    BF16's, None for BF16. `state_bytes` are those that outlive an optimizer step, and
+    `step_bytes` those that its compiled program needs with its state and inputs.
     """
 
     part: Part
@@ -102,6 +115,8 @@ class Row(timing.Timing):
     compile_seconds: float
     speed_over_bf16: float
     worst_snr_db: float | None
+    state_bytes: int | None = None
+    step_bytes: int | None = None
 
 
 class Candidate(NamedTuple):
@@ -156,7 +171,7 @@ def make_gradients(shape: GemmShape, chosen: Recipe) -> Candidate:
     @jax.jit
     def prepare(key: Array) -> tuple[Any, ...]:
         params, x, g = draw(shape, key)
-        quantized = tcfp_jax.error_feedback(chosen).init(params)
+        quantized = _error_feedback(chosen).init(params)
         return params, {"tcfp": tcfp_jax.layer_state(quantized)}, x, g
 
     args = prepare(jax.random.key(0))
@@ -165,12 +180,17 @@ def make_gradients(shape: GemmShape, chosen: Recipe) -> Candidate:
     return Candidate(compiled, args, compiled, seconds, partial(compiled, *args))
 
 
+def _error_feedback(chosen: Recipe) -> optax.GradientTransformation:
+    key = jax.random.key(0) if chosen.stochastic else None
+    return tcfp_jax.error_feedback(chosen, key=key)
+
+
 def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
     """Return AdamW with `error_feedback` at the end, or AdamW of stored weights."""
     if kept.weights == "stored":
         key = jax.random.key(0)
         return tcfp_jax.optim.adamw(1e-4, moments=kept.moments, key=key)
-    return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
+    return optax.chain(optax.adamw(1e-4), _error_feedback(chosen))
 
 
 def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Training:
@@ -310,7 +330,19 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> Iterator[Row]:
             speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=one.compile_seconds,
             worst_snr_db=worst[name],
+            **_bytes_of(part, one),
         )
+
+
+def _bytes_of(part: Part, one: Candidate) -> dict[str, int]:
+    """Return the bytes of an optimizer step; there are none of other parts."""
+    if part != OPTIMIZER:
+        return {}
+    leaves = jax.tree.leaves(one.function.state)
+    return {
+        "state_bytes": sum(leaf.nbytes for leaf in leaves),
+        "step_bytes": step_bytes(one.compiled),
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

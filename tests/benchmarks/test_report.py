@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from benchmarks import drawing, records, report, train_step
+from benchmarks import drawing, gemm, original, records, report, train_step
 from tests.helpers import parametrize, refused
 
 HEADER = {
@@ -199,6 +199,48 @@ def test_every_table_with_numbers_is_printed(capsys):
     measured = {name for name in report.SECTIONS if records.read_result(name)}
     assert set(printed) == measured
     assert len(measured & set(report.DECIDING)) > len(report.DECIDING) / 2
+
+
+def test_the_originals_table_has_the_fastest_product_and_bytes_of_steps(tmp_path):
+    clock = {"min_ms": 1.0, "max_ms": 1.0, "samples": 1, "timer": "wall clock"}
+
+    def product(kind, milliseconds, speed, shape=str(gemm.CUBE)):
+        more = {"tflops": 1.0, "part_of_peak": None, "bound_used": 0.5}
+        return gemm.Row(
+            **clock,
+            **more,
+            median_ms=milliseconds,
+            shape=shape,
+            kind=kind,
+            accumulation="fast",
+            backend="xla",
+            speed_over_bf16=speed,
+        )
+
+    products = [
+        product("bf16", 2.0, 1.0),
+        product("fp8 dual", 1.0, 2.0),
+        product("fp8 dual", 4.0, 0.5),
+        product("fp8 single", 0.25, 8.0, shape="1x1x1"),
+    ]
+    write(tmp_path, "gemm", products)
+    steps = [
+        dataclasses.replace(
+            step("optimizer step", name, 1.5), state_bytes=2 * 10**9, step_bytes=10**10
+        )
+        for name in ("bf16", train_step.STOCHASTIC)
+    ]
+    write(tmp_path, "train_step-original", steps)
+    lines = original.table(tmp_path / "results").splitlines()[2:5]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells == [
+        ["one product, 4096 × 4096 × 4096", "chip"]
+        + ["2.000 · **1.00**", "1.000 · **2.00**", "–", "–", "–"],
+        ["MLP 32 → 48 → 32, a step", "chip"]
+        + ["1.000 · **1.50**", "–", "1.000 · **1.50**", "–", "–"],
+        ["MLP 32 → 48 → 32, memory of the step", "chip"]
+        + ["2.000 · 10.000", "–", "2.000 · 10.000", "–", "–"],
+    ]
 
 
 def test_the_overview_compares_whole_models_alone():
