@@ -59,7 +59,7 @@ NOTE = (
 def table(results: Path = RESULTS) -> str:
     """Return the table, with a line for each measurement that has JSON."""
     titles = ["", "card", *(column.title for column in COLUMNS)]
-    lines = []
+    lines: list[list[str]] = []
     product = read_result("gemm", results)
     if product is not None:
         lines += _products(product)

@@ -309,15 +309,16 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> Iterator[Row]:
       ArithmeticError: an output is wrong.
     """
     made: dict[str, Candidate] = {}
+    is_step = part == OPTIMIZER
     for name in config.recipes:
-        if part == OPTIMIZER:
+        if is_step:
             made[name] = make_optimizer_step(shape, VARIANTS[name], KEPT.get(name))
         elif name not in KEPT:
             made[name] = make_gradients(shape, VARIANTS[name])
     worst = compare_outputs({name: one.outputs for name, one in made.items()})
     timed = config.interleaved({name: one[:2] for name, one in made.items()})
     for name, one in made.items():
-        if part == OPTIMIZER and not math.isfinite(one.function()):
+        if is_step and not math.isfinite(one.function()):
             raise ArithmeticError(
                 f"{name}: the loss is not finite after the timed steps, so their time"
                 " means nothing"
@@ -330,19 +331,13 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> Iterator[Row]:
             speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=one.compile_seconds,
             worst_snr_db=worst[name],
-            **_bytes_of(part, one),
+            state_bytes=_state_bytes(one.function) if is_step else None,
+            step_bytes=step_bytes(one.compiled) if is_step else None,
         )
 
 
-def _bytes_of(part: Part, one: Candidate) -> dict[str, int]:
-    """Return the bytes of an optimizer step; there are none of other parts."""
-    if part != OPTIMIZER:
-        return {}
-    leaves = jax.tree.leaves(one.function.state)
-    return {
-        "state_bytes": sum(leaf.nbytes for leaf in leaves),
-        "step_bytes": step_bytes(one.compiled),
-    }
+def _state_bytes(step: timing.Threaded) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(step.state))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
