@@ -30,6 +30,7 @@ from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.api import Moments, Rates, Step, adamw
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantize.api import dual_quantize
+from tcfp_jax.weights.stored import bytes_of
 
 LEARNING_RATE, B1, B2, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.9, 0.95, 0.1, 1.0
 BASELINE = "optax.adamw, float32"
@@ -204,7 +205,7 @@ class Way:
 def ways(config: Config) -> tuple[dict[tuple[str, str], Way], Array]:
     """Return every way by name and gradient, and the scale of the weight."""
     state, scale, g = jax.jit(make_state, static_argnums=0)(config.shape)
-    of_state = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    of_state = 2 * bytes_of(state)
     found: dict[tuple[str, str], Way] = {}
     for dtype in config.gradients:
         gradient = g.astype(dtype)

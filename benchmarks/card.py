@@ -131,7 +131,7 @@ RUNS = {
     "quantizers": Run("quantizers", 200),
     "adamw": Run("adamw", 20),
     "fp4": Run("fp4", 140),
-    "fp4-activations": Run("fp4 --shapes 2944x2944,4096x14336 --rows 16,256,2048", 80),
+    "fp4-activations": Run("fp4 --cases activations", 80),
 }
 
 

@@ -1,7 +1,7 @@
 """Products with FP4 weights next to BF16's, with cold weights.
 
     python -m benchmarks.fp4 --json
-    python -m benchmarks.fp4 --json --shapes 2944x2944,4096x14336 --rows 16,256,2048
+    python -m benchmarks.fp4 --json --cases activations
 
 They have few rows as in decoding, many rows, or are input gradients. A call multiplies
 copies of x by copies of the weight. The weights together take more than `COLD_BYTES`,
@@ -18,10 +18,10 @@ dequantized weights before it is timed.
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,12 @@ from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4
 from tcfp_jax import products, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
+from tcfp_jax.weights.stored import bytes_of
 
 COLD_BYTES = 240_000_000
 # An E4M3 activation with a scale for each row keeps about 31 dB of x, and NVFP4 20.
 LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0, "W4A4": 18.0}
 CHECKED_ROWS = 64
-DECODED_ROWS = 256  # the most that the part "decode" has
 Part = Literal["decode", "prefill", "dgrad"]
 
 
@@ -106,11 +106,8 @@ class Kind:
     def runs(self, part: Part, m: int) -> bool:
         """Return whether it is measured if its backend can run.
 
-        XLA's E4M3 product is for many rows, a named kernel for GPUs, and x in NVFP4 for
-        the forward product.
+        XLA's E4M3 product is for many rows, and x in NVFP4 for the forward product.
         """
-        if self.backend == "mosaic" and jax.default_backend() != "gpu":
-            return False
         if part == "dgrad":
             is_fp4 = self.activation == "float4_e2m1fn"
             return self.scaling.format == "nvfp4" and not is_fp4
@@ -159,17 +156,21 @@ def _weights(
 
 def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
     """Return the weight and copies of it, together at least `cold_bytes`."""
-    more = math.ceil(cold_bytes / _bytes(w)) - 1
+    more = math.ceil(cold_bytes / bytes_of(w)) - 1
     return [w, *(jax.tree.map(jnp.copy, w) for _ in range(more))]
-
-
-def _bytes(w: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(w))
 
 
 def _dequantized(weights: dict[str, list[Any]], name: str) -> np.ndarray:
     w = weights[name][0]
     return np.asarray(w if name == BASELINE else w.dequantize(), np.float64)
+
+
+class _Checked(NamedTuple):
+    """The backend of a product, and its accuracy; none of BF16."""
+
+    backend: Backend
+    snr_db: float | None = None
+    pearson: float | None = None
 
 
 def _multiply(part: Part, name: str, x: Array, w: Any) -> Array:
@@ -207,8 +208,7 @@ def _products(
     contracted = n if part == "dgrad" else k
     x = jax.random.normal(jax.random.key(1), (m, contracted), jnp.bfloat16)
     exact = _in_float64(x, wide(BASELINE), part)
-    accuracy: dict[str, tuple[float | None, float | None]] = {BASELINE: (None, None)}
-    backends: dict[str, Backend] = {BASELINE: "xla"}
+    checked: dict[str, _Checked] = {BASELINE: _Checked("xla")}
     candidates: Any = {}
     for name, copies in weights.items():
         if name != BASELINE and not KINDS[name].runs(part, m):
@@ -219,18 +219,17 @@ def _products(
             backend = _backend_of(part, name, x, copies[0])
             if backend is None:
                 continue
-            backends[name] = backend
-            y = call(*arguments)[-1]
-            snr = _checked(name, y, _in_float64(x, wide(name), part))
-            accuracy[name] = snr, _pearson(exact, y)
+            y = call(*arguments)[-1][:CHECKED_ROWS].astype(jnp.float32)
+            snr = _snr(name, y, _in_float64(x, wide(name), part))
+            pearson = float(np.corrcoef(exact.ravel(), y.ravel())[0, 1])
+            checked[name] = _Checked(backend, snr, pearson)
         candidates[name] = call, arguments
     timed = config.interleaved(candidates)
     bf16 = timed[BASELINE].median_ms / len(weights[BASELINE])
     for name, taken in timed.items():
         count = len(weights[name])
         milliseconds = taken.median_ms / count
-        nbytes = _bytes(weights[name][0])
-        snr_db, pearson = accuracy[name]
+        nbytes = bytes_of(weights[name][0])
         yield Row(
             median_ms=milliseconds,
             min_ms=taken.min_ms / count,
@@ -242,13 +241,11 @@ def _products(
             m=m,
             k=k,
             n=n,
-            backend=backends[name],
             speed_over_bf16=bf16 / milliseconds,
             weight_bits=8 * nbytes / (n * k),
             terabytes_per_second=nbytes / milliseconds / 1e9,
-            snr_db=snr_db,
-            pearson=pearson,
             copies=count,
+            **checked[name]._asdict(),
         )
 
 
@@ -266,15 +263,9 @@ def _in_float64(x: Array, w: np.ndarray, part: Part) -> np.ndarray:
     return np.asarray(some @ (w if part == "dgrad" else w.T))
 
 
-def _pearson(exact: np.ndarray, y: Array) -> float:
-    """Return the correlation of some rows of y with the exact ones."""
-    found = np.asarray(y[:CHECKED_ROWS], np.float64)
-    return float(np.corrcoef(exact.reshape(-1), found.reshape(-1))[0, 1])
-
-
-def _checked(name: str, y: Array, expected: np.ndarray) -> float:
+def _snr(name: str, y: Array, expected: np.ndarray) -> float:
     """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
-    snr, _ = compare(expected, y[:CHECKED_ROWS])
+    snr, _ = compare(expected, y)
     least = LEAST_SNR_DB[name.split()[0]]
     if snr < least:
         raise ArithmeticError(
@@ -287,37 +278,33 @@ def _checked(name: str, y: Array, expected: np.ndarray) -> float:
 # --------------------------------------------------------------------------------------
 
 
+LARGE = (8192, 28672)
+SQUARE = (2944, 2944)  # no multiple of 256, which the kernels need
+CASES: dict[str, Any] = {
+    "usual": (
+        ("decode", LARGE, (1, 16, 64, 128, 256)),
+        ("decode", (28672, 8192), (16,)),
+        ("decode", (8192, 8192), (1, 16)),
+        ("decode", (4096, 14336), (16,)),
+        ("prefill", LARGE, (512, 2048)),
+        ("dgrad", LARGE, (4096,)),
+    ),
+    "activations": (
+        ("prefill", SQUARE, (16, 256, 2048)),
+        ("prefill", (4096, 14336), (16, 256, 2048)),
+    ),
+}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add shapes and rows."""
-    parser.add_argument(
-        "--shapes",
-        help="KxN of forward products, such as 4096x14336, instead of the usual cases",
-    )
-    parser.add_argument("--rows", help="of x for each of --shapes, such as 16,256,2048")
+    """Add the cases."""
+    parser.add_argument("--cases", choices=CASES, default="usual", help="on a GPU")
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Return the shapes of a Llama on a GPU, those asked for, or tiny ones.
-
-    Raises:
-      ValueError: only one of --shapes and --rows, or no positive sizes in them.
-    """
-    if options.shapes or options.rows:
-        return Config(_asked(options), rounds=3, calls=4)
+    """Return the shapes that were asked for on a GPU, and tiny ones elsewhere."""
     if jax.default_backend() == "gpu" and not options.smoke:
-        large = (8192, 28672)
-        return Config(
-            (
-                ("decode", large, (1, 16, 64, 128, 256)),
-                ("decode", (28672, 8192), (16,)),
-                ("decode", (8192, 8192), (1, 16)),
-                ("decode", (4096, 14336), (16,)),
-                ("prefill", large, (512, 2048)),
-                ("dgrad", large, (4096,)),
-            ),
-            rounds=3,
-            calls=4,
-        )
+        return Config(CASES[options.cases], rounds=3, calls=4)
     tiny = (64, 32)
     cases: Any = (
         ("decode", tiny, (2,)),
@@ -325,38 +312,6 @@ def configure(options: argparse.Namespace) -> Config:
         ("dgrad", tiny, (8,)),
     )
     return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
-
-
-def _asked(options: argparse.Namespace) -> tuple[Any, ...]:
-    """Return the cases of --shapes and --rows."""
-    if not (options.shapes and options.rows):
-        raise ValueError("--shapes and --rows go together, such as 4096x14336 and 16")
-    rows = _sizes("rows", options.rows, ",")
-    cases = []
-    for shape in options.shapes.split(","):
-        sizes = _sizes("shapes", shape, "x")
-        if len(sizes) != 2:
-            raise ValueError(f"--shapes has {shape!r}, which is not KxN")
-        for part, chosen in _by_part(rows).items():
-            cases.append((part, sizes, chosen))
-    return tuple(cases)
-
-
-def _by_part(rows: Sequence[int]) -> dict[Part, tuple[int, ...]]:
-    """Return the numbers of rows as in decoding, and larger ones."""
-    found: dict[Part, tuple[int, ...]] = {
-        "decode": tuple(m for m in rows if m <= DECODED_ROWS),
-        "prefill": tuple(m for m in rows if m > DECODED_ROWS),
-    }
-    return {part: chosen for part, chosen in found.items() if chosen}
-
-
-def _sizes(option: str, text: str, separator: str) -> tuple[int, ...]:
-    """Return the positive integers of an option."""
-    words = text.split(separator)
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"--{option} has {text!r}, which are not positive integers")
-    return tuple(map(int, words))
 
 
 def table(result: Result) -> str:

@@ -33,7 +33,6 @@ from pallas_kernels.dispatch import BACKENDS, Backend
 from pallas_kernels.operands import Accumulation
 
 KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
-BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
 CUBE = GemmShape(4096, 4096, 4096)  # its FP8 operands fit into the L2 cache
 # Dense tensor-core rates of an H100 or H200, NVIDIA's data sheets.
 PEAK_TFLOPS = {"bf16": 989.5, "fp8": 1979.0}
@@ -146,7 +145,7 @@ def describe(row: dict[str, Any]) -> str:
         return "BF16"
     return (
         f"{row['kind'].replace('fp8', 'FP8')}, {row['accumulation']} accumulation,"
-        f" {BACKEND_NAMES[row['backend']]}"
+        f" `{row['backend']}`"
     )
 
 

@@ -48,6 +48,7 @@ from models.nets.sizes import LLAMAS, MOES
 from models.tokens import OWN
 from models.training.text import load_installed
 from models.training.tokenized import tokenized
+from tcfp_jax.remat import step_bytes
 
 TEXT = "Python files of site-packages and of the standard library"
 # Steps before the timing; of a longer run the last steps, and the largest rate
@@ -238,17 +239,14 @@ def train(config: Config, name: str, layers: int) -> Run:
         step.inputs = (windows,)
         losses.append(step())
     timed = config.by_wall_clock({name: (step, ())})[name]
-    memory = step.compiled.memory_analysis()
-    arena = memory.temp_size_in_bytes
-    arguments = memory.argument_size_in_bytes - memory.alias_size_in_bytes
     words = f"{len(text.train) / 1e6:.1f} million tokens, digest {text.digest[:12]}"
     kept: Any = settings.step
     return Run(
         **vars(timed),
         remat=kept.remat,
         compile_seconds=compile_seconds,
-        arena_bytes=arena,
-        step_bytes=arguments + memory.output_size_in_bytes + arena,
+        arena_bytes=step.compiled.memory_analysis().temp_size_in_bytes,
+        step_bytes=step_bytes(step.compiled),
         peak_bytes=timing.peak_bytes(),
         losses=tuple(map(float, losses)),
         text=f"{TEXT} ({words})",

@@ -30,6 +30,7 @@ from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 from models.training.fitting import fit, is_open
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.remat import device_budget
+from tcfp_jax.weights.stored import bytes_of
 
 Part = Literal["block", "step"]
 # Where the optimizer updates stored weights: behind the backward pass, or in it.
@@ -315,4 +316,4 @@ def next_to_each_other(config: Config, names: Sequence[str]) -> dict[str, Config
 def _bytes_of_state(config: Config, name: str) -> int:
     init = make_training(config, name).init
     state, *_ = jax.eval_shape(init, jax.random.key(0))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return bytes_of(state)

@@ -40,6 +40,7 @@ from models.training.settings import (
 )
 from models.training.state import TrainState
 from tcfp_jax.recipes import Recipe, recipe
+from tcfp_jax.weights.stored import bytes_of
 
 PARTS = ("parameters", "moments", "weights", "errors", "other")
 
@@ -169,7 +170,7 @@ def count_state(
         state = jax.eval_shape(lambda: init(train_config(setting, config)))
     parts = _parts(state)
     total = sum(parts.values())
-    if total != sum(map(_bytes, jax.tree.leaves(state))):
+    if total != bytes_of(state):
         raise ArithmeticError(
             f"the parts of the state have {total} bytes, and the state has others"
         )
@@ -201,7 +202,7 @@ def _parts(
     parts = dict.fromkeys(PARTS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if of(path):
-            parts[_part_of(jax.tree_util.keystr(path))] += _bytes(leaf)
+            parts[_part_of(jax.tree_util.keystr(path))] += bytes_of(leaf)
     return parts
 
 
@@ -224,10 +225,6 @@ def _part_of(path: str) -> str:
         if field in path:
             return part
     return "other"
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:

@@ -6,8 +6,8 @@
 Both commands write its JSON, and `benchmarks.report` the table.
 """
 
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import convergence_tables
@@ -24,24 +24,14 @@ from benchmarks.records import (
 from benchmarks.train_step import STOCHASTIC
 from benchmarks.variants import BASELINE
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table, and the names of its numbers in each JSON."""
-
-    title: str
-    step: str
-    product: str | None = None
-    learned: str | None = None
-
-
-COLUMNS = (
-    Column("BF16", BASELINE, "bf16", BASELINE),
-    Column("`tcfp12`, error feedback", "tcfp12", "fp8 dual", "flags_tcfp12"),
-    Column("`tcfp12`, SRR", STOCHASTIC, None, "flags_srr"),
-    Column("`tcfp12_fast`", "tcfp12_fast"),
-    Column("stored", "stored", "fp8 single"),
-)
+# The names of a column's numbers in the JSON of products, steps and learning.
+COLUMNS = {
+    "BF16": ("bf16", BASELINE, BASELINE),
+    "`tcfp12`, error feedback": ("fp8 dual", "tcfp12", "flags_tcfp12"),
+    "`tcfp12`, SRR": ("", STOCHASTIC, "flags_srr"),
+    "`tcfp12_fast`": ("", "tcfp12_fast", ""),
+    "stored": ("fp8 single", "stored", ""),
+}
 TIME = "{median_ms:.3f} · **{speed_over_bf16:.2f}**"
 MEMORY = "{state_gigabytes:.3f} · {step_gigabytes:.3f}"
 NOTE = (
@@ -58,7 +48,6 @@ NOTE = (
 
 def table(results: Path = RESULTS) -> str:
     """Return the table, with a line for each measurement that has JSON."""
-    titles = ["", "card", *(column.title for column in COLUMNS)]
     lines: list[list[str]] = []
     product = read_result("gemm", results)
     if product is not None:
@@ -68,23 +57,20 @@ def table(results: Path = RESULTS) -> str:
         lines += _steps(steps)
     learned = read_result("convergence-flags", results)
     if learned is not None:
-        lines.append(_learned(learned))
-    return f"{markdown_table(titles, lines)}\n\n{NOTE}\n"
+        found = convergence_tables.ratios_of(learned)
+        cells = [found.get(name, "–") for _, _, name in COLUMNS.values()]
+        lines.append(["GPT, perplexity", learned.card, *cells])
+    return f"{markdown_table(['', 'card', *COLUMNS], lines)}\n\n{NOTE}\n"
 
 
 def _products(result: Result) -> Iterator[list[str]]:
     """Yield the line of the product, unless the file is older than its shape."""
-    fastest: dict[str, dict[str, object]] = {}
-    for row in sorted(result.rows, key=_speed):
-        if row["shape"] == str(CUBE):
-            fastest[row["kind"]] = row
+    rows = [row for row in result.rows if row["shape"] == str(CUBE)]
+    rows.sort(key=operator.itemgetter("speed_over_bf16"))
+    fastest = {row["kind"]: row for row in rows}
     if fastest:
-        cells = [shown(fastest.get(str(one.product)), TIME) for one in COLUMNS]
+        cells = [shown(fastest.get(kind), TIME) for kind, _, _ in COLUMNS.values()]
         yield [f"one product, {times(str(CUBE))}", result.card, *cells]
-
-
-def _speed(row: dict[str, float]) -> float:
-    return row["speed_over_bf16"]
 
 
 def _steps(result: Result) -> Iterator[list[str]]:
@@ -93,12 +79,6 @@ def _steps(result: Result) -> Iterator[list[str]]:
     for what, form in (("a step", TIME), ("memory of the step", MEMORY)):
         for text in result.distinct("shape"):
             shape = GemmShape.parse(text)
-            cells = [shown(rows.get((text, one.step)), form) for one in COLUMNS]
             mlp = f"MLP {shape.k} → {shape.n} → {shape.k}"
+            cells = [shown(rows.get((text, of)), form) for _, of, _ in COLUMNS.values()]
             yield [f"{mlp}, {what}", result.card, *cells]
-
-
-def _learned(result: Result) -> list[str]:
-    found = convergence_tables.ratios_of(result)
-    cells = [found.get(str(one.learned), "–") for one in COLUMNS]
-    return ["GPT, perplexity", result.card, *cells]

@@ -270,7 +270,7 @@ def table(result: Result) -> str:
     rows = result.by("name", "backend", "amax", "shape")
     lines = []
     for name, backend in result.distinct("name", "backend"):
-        line = [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
+        line = [f"{name}, `{backend}`"]
         for shape in shapes:
             rates = [
                 shown(

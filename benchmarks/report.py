@@ -105,8 +105,8 @@ def render_section(name: str, results: Path = RESULTS) -> str:
         return original.table(results)
     if name not in SECTIONS:
         raise ValueError(
-            f"a page has a section {name!r} that no benchmark fills; use {CHOOSE},"
-            f" {OVERVIEW}, {ORIGINAL} or one of {SECTIONS}"
+            f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or"
+            f" one of {SECTIONS}"
         )
     result = read_result(name, results)
     data = () if result is None else result.config.get("data") or ()

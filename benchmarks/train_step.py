@@ -41,6 +41,7 @@ from models.training.settings import MomentFormat, Weights
 from models.training.state import float_parameters
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import step_bytes
+from tcfp_jax.weights.stored import bytes_of
 
 Part = Literal["mlp", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -106,7 +107,7 @@ class Row(timing.Timing):
     `compile_seconds` includes tracing. XLA tries a product's algorithms once in a
     process, so later recipes compile faster. `worst_snr_db` is of all outputs against
     BF16's, None for BF16. `state_bytes` are those that outlive an optimizer step, and
-    `step_bytes` those that its compiled program needs with its state and inputs.
+    `step_bytes` those that the compiled program needs with its arguments.
     """
 
     part: Part
@@ -331,13 +332,9 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> Iterator[Row]:
             speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=one.compile_seconds,
             worst_snr_db=worst[name],
-            state_bytes=_state_bytes(one.function) if is_step else None,
-            step_bytes=step_bytes(one.compiled) if is_step else None,
+            state_bytes=bytes_of(one.function.state) if is_step else None,
+            step_bytes=step_bytes(one.compiled),
         )
-
-
-def _state_bytes(step: timing.Threaded) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(step.state))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,10 +3,9 @@ checked products.
 """
 
 from benchmarks import fp4, records
-from benchmarks.fp4 import BENCHMARK
 from benchmarks.harness import benchmark
 from pallas_kernels.operands import Fp4
-from tests.helpers import parametrize, refused, slow
+from tests.helpers import refused, slow
 
 
 @slow
@@ -33,29 +32,3 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     cases = (("decode", (64, 32), (2,)),)
     with refused(r"less than 500\.0 dB; nothing is timed", ArithmeticError):
         list(fp4.measure(fp4.Config(cases, cold_bytes=10_000, rounds=1, calls=2)))
-
-
-def test_asked_shapes_are_split_by_the_part_that_reads_them():
-    options = BENCHMARK.parse(["--shapes", "64x32,32x64", "--rows", "2,256,512"])
-    assert fp4.configure(options).cases == (
-        ("decode", (64, 32), (2, 256)),
-        ("prefill", (64, 32), (512,)),
-        ("decode", (32, 64), (2, 256)),
-        ("prefill", (32, 64), (512,)),
-    )
-
-
-@parametrize(
-    ("arguments", "reason"),
-    [
-        (["--shapes", "64x32"], "go together"),
-        (["--rows", "2"], "go together"),
-        (["--shapes", "64", "--rows", "2"], "'64', which is not KxN"),
-        (["--shapes", "64x0", "--rows", "2"], "'64x0', which are not positive"),
-        (["--shapes", "64x32", "--rows", "2,-1"], "'2,-1', which are not positive"),
-    ],
-    ids=["no rows", "no shapes", "one size", "a zero", "a sign"],
-)
-def test_bad_shapes_are_refused(arguments, reason):
-    with refused(reason):
-        fp4.configure(BENCHMARK.parse(arguments))
