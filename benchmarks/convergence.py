@@ -4,9 +4,11 @@
     python -m benchmarks.convergence --protocol fork --json --resume
     python -m benchmarks.convergence --protocol scratch --json
     python -m benchmarks.convergence --protocol scratch --json --variants flags
+    python -m benchmarks.convergence --protocol fork --json --variants clipping
 
 The second goes on where the last call stopped, for example by its `--budget-seconds`.
-The third trains a small GPT, and the last is the PyTorch original's comparison.
+The third trains a small GPT, and the fourth is the PyTorch original's comparison. The
+last is a study: forks of stored weights, compared with exact clipping.
 
 fork: a base trains in BF16 with float32 weights and AdamW, at a constant rate after a
 warm-up. Each fork continues from its weights and moments with the same batches, and a
@@ -23,7 +25,6 @@ trained again, together with BF16's fork.
 """
 
 import argparse
-import functools
 import itertools
 import math
 import re
@@ -55,6 +56,7 @@ from benchmarks.forks import (
     folder_of,
     last_tenth,
     start_fork,
+    study_of,
     train_base,
     train_config,
     whole_run,
@@ -62,10 +64,11 @@ from benchmarks.forks import (
 from benchmarks.harness import Benchmark, positive
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.records import ROOT, origin_of_row, rows_to_resume
+from benchmarks.texts import corpus_of, on_device
 from benchmarks.variants import (
     BASELINE,
     GROUPS,
-    RERUN,
+    STUDIES,
     VARIANTS,
     chosen_of,
     fake_quantized,
@@ -76,12 +79,11 @@ from models.nets.sizes import LLAMAS, model_config, model_names
 from models.tokens import OWN
 from models.train import cache_programs
 from models.training.batches import check_corpus
-from models.training.data import IDS_SUFFIX, load_data
+from models.training.data import IDS_SUFFIX
 from models.training.evaluation import evaluate
 from models.training.settings import preset
 from models.training.steps import count_parameters
-from models.training.text import Corpus, load_installed
-from models.training.tokenized import tokenized
+from models.training.text import Corpus
 
 
 def measure_text(
@@ -96,7 +98,7 @@ def measure_text(
     with nn.intercept_methods(fake_quantized):
         state = start_fork(config, variant, base.state, jax.random.key(base.seed))
         size = bytes_of_kernels(state)
-        text = _on_device(config.data, config.text_bytes, config.tokens)
+        text = on_device(config.data, config.text_bytes, config.tokens)
         run = train_config(config, variant, base.seed)
         heldout = jnp.asarray(corpus.heldout)
         kept = config
@@ -148,7 +150,7 @@ def measure(config: Config) -> Iterator[Row]:
     """
     budget = _Budget(time.perf_counter() + config.budget_seconds)
     yield from rows_there(config)
-    corpus = _corpus(config.data, config.text_bytes, config.tokens)
+    corpus = corpus_of(config.data, config.text_bytes, config.tokens)
     together = [config.variants]
     if not config.base_steps:
         together = [(name,) for name in config.variants]
@@ -184,14 +186,15 @@ def _of_seed(
     if not mine or not wanted or budget.is_spent():
         budget.left += len(wanted)
         return
-    text = _on_device(config.data, config.text_bytes, config.tokens)
-    base = train_base(config, seed, text, corpus.digest, VARIANTS[BASELINE])
+    text = on_device(config.data, config.text_bytes, config.tokens)
+    study = study_of(config)
+    base = train_base(config, seed, text, corpus.digest, VARIANTS[study.baseline])
     if config.base_steps:
         # A base that was trained again needs the baseline of its own, and its noise
         # floor.
-        again = [BASELINE]
-        if RERUN in {*config.variants, *(row.name for row in kept)}:
-            again.append(RERUN)
+        again = [study.baseline]
+        if study.rerun in {*config.variants, *(row.name for row in kept)}:
+            again.append(study.rerun)
         there = {*wanted, *(row.name for row in kept if row.base == base.name)}
         wanted[:0] = [name for name in again if name not in there]
     for name in wanted:
@@ -241,31 +244,6 @@ def rows_there(config: Config) -> list[Row]:
     return [*map(read_row, rows_to_resume(Path(config.resume), config.settings))]
 
 
-@functools.lru_cache(maxsize=2)
-def _corpus(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> Corpus:
-    if data[:1] and data[0].endswith(IDS_SUFFIX):
-        return _encoded(data, byte_limit)
-    if data:
-        text = load_data(data, byte_limit=byte_limit)
-    else:
-        text = load_installed(byte_limit=byte_limit)
-    return text if tokens == "bytes" else tokenized(text, read_tokenizer(OWN))
-
-
-def _encoded(data: tuple[str, ...], byte_limit: int) -> Corpus:
-    """Return ids that `models.tokens --encode` wrote, with the bytes of a token."""
-    tokenizer = read_tokenizer(OWN)
-    corpus = load_data(data, vocabulary=tokenizer.size, byte_limit=byte_limit)
-    some = corpus.heldout[: 2**20].tolist()
-    size = len(tokenizer.decode(some).encode())
-    return replace(corpus, bytes_per_token=size / max(1, len(some)))
-
-
-@functools.lru_cache(maxsize=1)
-def _on_device(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> jax.Array:
-    return jnp.asarray(_corpus(data, byte_limit, tokens).train)
-
-
 # The command
 # --------------------------------------------------------------------------------------
 
@@ -283,7 +261,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--variants",
         help=f"groups of {', '.join(GROUPS)}, and names of {', '.join(VARIANTS)};"
         f" {BASELINE} is always one (default: default, or whole of a Llama from"
-        " scratch)",
+        f" scratch); or one study of {', '.join(STUDIES)}",
     )
     add(
         "--model",
@@ -315,6 +293,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help="of a fork, or of a run (default: 300 or 1000)",
     )
+    add("--base-steps", type=positive, help="of a base (default: 1000)")
     add(
         "--budget-seconds",
         type=float,
@@ -389,6 +368,11 @@ def _check(options: argparse.Namespace, model: str, names: Sequence[str]) -> Non
             f"--tokens bpe with --model {model}, which reads bytes; use one of"
             f" {list(LLAMAS)} or 6x640"
         )
+    if options.protocol == "scratch" and options.variants in STUDIES:
+        raise ValueError(
+            f"--variants {options.variants} with --protocol scratch: a study compares"
+            " forks; use --protocol fork"
+        )
     if not isinstance(size, GPTConfig) and "fake_quantization" in names:
         raise ValueError(
             f"--variants fake_quantization of --model {model}, which has no TCFPDense;"
@@ -433,7 +417,7 @@ def _asked(options: argparse.Namespace, model: str) -> Config:
         size,
         sequence=min(Config.sequence, size.context),
         text_bytes=2**40 if options.data else Config.text_bytes,
-        base_steps=Config.base_steps if forks else 0,
+        base_steps=(options.base_steps or Config.base_steps) if forks else 0,
         **own,
     )
 
@@ -451,17 +435,19 @@ def configure(options: argparse.Namespace) -> Config:
         usual = "stored"
     elif options.tokens == "bpe" and not forks:
         usual = "whole"
-    names = chosen_of(options.variants or usual)
+    chosen = options.variants or usual
+    study = chosen if chosen in STUDIES else ""
+    names = STUDIES[study].names if study else chosen_of(chosen)
     _check(options, model, names)
     config = _smoke(forks) if options.smoke else _asked(options, model)
-    usual_bases = ROOT / "runs" / "convergence" / model
+    usual_bases = ROOT / "runs" / "convergence" / f"{model}{study and f'-{study}'}"
     if options.smoke:
         usual_bases = options.out / "bases"
     bases = options.bases or usual_bases
     if jax.default_backend() == "gpu":
         cache_programs()
     run = train_config(config, VARIANTS[BASELINE])
-    corpus = _corpus(tuple(options.data), config.text_bytes, options.tokens)
+    corpus = corpus_of(tuple(options.data), config.text_bytes, options.tokens)
     check_corpus(corpus, run)
     read = (len(corpus.train) + len(corpus.heldout)) * (corpus.bytes_per_token or 1.0)
     return replace(
@@ -474,6 +460,7 @@ def configure(options: argparse.Namespace) -> Config:
         bytes_per_token=corpus.bytes_per_token,
         parameters=count_parameters(run),
         variants=names,
+        study=study,
         seeds=(0,) if options.smoke else tuple(range(options.seeds)),
         bases=str(bases),
         budget_seconds=options.budget_seconds,

@@ -1,4 +1,6 @@
-"""Perplexity ratios of `benchmarks.convergence` to BF16: summaries and tables."""
+"""Perplexity ratios of `benchmarks.convergence` to BF16, or to the baseline of a study:
+summaries and tables.
+"""
 
 import argparse
 import math
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Result, markdown_table
-from benchmarks.variants import BASELINE, RERUN, VARIANTS
+from benchmarks.variants import OF_BF16, STUDIES, VARIANTS, Study
 
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 
@@ -103,16 +105,24 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
     return math.exp(loss - baseline)
 
 
-def baselines(rows: list[Row], name: str, of: str) -> dict[str, float]:
+def study_of(result: Result) -> Study:
+    """Return the comparison that a result is of."""
+    study = result.config.get("study")
+    return STUDIES[study] if study else OF_BF16
+
+
+def baselines(
+    rows: list[Row], name: str, of: str, study: Study = OF_BF16
+) -> dict[str, float]:
     """Return the loss by base that a variant is compared with.
 
-    It is the mean of BF16's run and its rerun if there is one, because chance in a
-    single baseline would move every variant of its base alike. These two are compared
-    with BF16's run alone.
+    It is the mean of the baseline's run and its rerun if there is one, because chance
+    in a single baseline would move every variant of its base alike. These two are
+    compared with the baseline's run alone.
     """
-    own = {row.base: getattr(row, of) for row in rows if row.name == BASELINE}
-    again = {row.base: getattr(row, of) for row in rows if row.name == RERUN}
-    if name in (BASELINE, RERUN):
+    own = {row.base: getattr(row, of) for row in rows if row.name == study.baseline}
+    again = {row.base: getattr(row, of) for row in rows if row.name == study.rerun}
+    if name in (study.baseline, study.rerun):
         return own
     found = dict(own)
     for base, loss in own.items():
@@ -123,13 +133,17 @@ def baselines(rows: list[Row], name: str, of: str) -> dict[str, float]:
 
 
 def ratios(
-    rows: list[Row], name: str, of: str = "heldout_loss", over: str | None = None
+    rows: list[Row],
+    name: str,
+    of: str = "heldout_loss",
+    over: str | None = None,
+    study: Study = OF_BF16,
 ) -> dict[str, float]:
     """Return the ratio of a variant by base, for bases with a baseline.
 
     `of` and `over` are the losses of the variant and of the baseline.
     """
-    baseline = baselines(rows, name, over or of)
+    baseline = baselines(rows, name, over or of, study)
     chosen = [row for row in rows if row.name == name and row.base in baseline]
     return {
         row.base: perplexity_ratio(getattr(row, of), baseline[row.base])
@@ -137,28 +151,32 @@ def ratios(
     }
 
 
-def timed_on(rows: list[Row]) -> str | None:
-    """Return the device of most BF16 rows; other devices' times do not compare."""
-    return statistics.mode(
-        [row.device for row in rows if row.name == BASELINE] or [None]
-    )
+def timed_on(rows: list[Row], study: Study = OF_BF16) -> str | None:
+    """Return the device of most rows of the baseline; other devices' times do not
+    compare.
+    """
+    found = [row.device for row in rows if row.name == study.baseline]
+    return statistics.mode(found or [None])
 
 
-def summarize(rows: list[Row]) -> list[Summary]:
+def summarize(rows: list[Row], study: Study = OF_BF16) -> list[Summary]:
     """Return a summary of every variant that shares a base with the baseline."""
-    found = (_summary(rows, name) for name in VARIANTS)
+    names = VARIANTS if study == OF_BF16 else study.names
+    found = (_summary(rows, name, study) for name in names)
     return [summary for summary in found if summary is not None]
 
 
-def _summary(rows: list[Row], name: str) -> Summary | None:
-    found = ratios(rows, name)
+def _summary(rows: list[Row], name: str, study: Study) -> Summary | None:
+    found = ratios(rows, name, study=study)
     if not found:
         return None
     held = list(found.values())
-    in_bf16 = ratios(rows, name, "heldout_loss_bf16", over="heldout_loss")
-    in_training = ratios(rows, name, "train_loss")
+    # Products in BF16 are those of BF16's own training alone.
+    over = "heldout_loss" if study == OF_BF16 else None
+    in_bf16 = ratios(rows, name, "heldout_loss_bf16", over, study)
+    in_training = ratios(rows, name, "train_loss", study=study)
     paired = [row for row in rows if row.name == name and row.base in found]
-    device = timed_on(rows)
+    device = timed_on(rows, study)
     times = [
         row.milliseconds
         for row in paired
@@ -195,7 +213,9 @@ def standard_error(values: list[float]) -> float:
 def ratios_of(result: Result) -> dict[str, str]:
     """Return the ratio on text, or nats per token of ids, with its standard error."""
     show = _scale_of(result)
-    return {one.name: _ratio(one, show) for one in summarize(rows_of(result))}
+    study = study_of(result)
+    found = summarize(rows_of(result), study)
+    return {one.name: _ratio(one, show, study) for one in found}
 
 
 def table(result: Result) -> str:
@@ -211,7 +231,8 @@ def table(result: Result) -> str:
         "in training",
         "ms",
     ]
-    lines = [_line(summary, show) for summary in summarize(rows)]
+    study = study_of(result)
+    lines = [_line(summary, show, study) for summary in summarize(rows, study)]
     return f"{markdown_table(titles, lines)}\n\n{_described(result, rows)}"
 
 
@@ -229,17 +250,18 @@ class _Scale:
 
 
 def _scale_of(result: Result) -> _Scale:
+    of = study_of(result).possessive
     if result.config.get("tokens") == "bpe":
-        return _Scale("loss above BF16's, nats per token", in_nats=True)
-    return _Scale("perplexity divided by BF16's", in_nats=False)
+        return _Scale(f"loss above {of}, nats per token", in_nats=True)
+    return _Scale(f"perplexity divided by {of}", in_nats=False)
 
 
-def _line(summary: Summary, show: _Scale) -> list[str]:
+def _line(summary: Summary, show: _Scale, study: Study) -> list[str]:
     spread = f"{show(summary.min_ratio)} to {show(summary.max_ratio)}"
     return [
         f"`{summary.name}`: {VARIANTS[summary.name].meaning}",
         _number(summary.bytes_per_weight, 2),
-        _ratio(summary, show),
+        _ratio(summary, show, study),
         f"{spread}, {summary.pairs}",
         show(summary.mean_ratio_bf16),
         show(summary.mean_ratio_train),
@@ -251,8 +273,8 @@ def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _ratio(summary: Summary, show: _Scale) -> str:
-    if summary.name == BASELINE:
+def _ratio(summary: Summary, show: _Scale, study: Study) -> str:
+    if summary.name == study.baseline:
         return "0" if show.in_nats else "1"
     if not math.isfinite(summary.mean_ratio):
         return "diverged"
@@ -265,29 +287,32 @@ def _ratio(summary: Summary, show: _Scale) -> str:
 def _described(result: Result, rows: list[Row]) -> str:
     """Return sentences on the run; files of older versions lack some settings."""
     config = result.config
-    losses = [row.heldout_loss for row in rows if row.name == BASELINE]
-    said = [f"Model `{config['model']}`: {_protocol(config)}."]
+    study = study_of(result)
+    losses = [row.heldout_loss for row in rows if row.name == study.baseline]
+    said = [f"Model `{config['model']}`: {_protocol(config, study)}."]
     if "batch" in config:
         said.append(f"A step has {config['batch']} × {config['sequence']} tokens.")
     if "text_read" in config:
         size = f"{config['text_read'] / 1e6:,.0f} MB"
         said.append(f"The text has {size} (digest {config['text']}).")
     if losses:
-        said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
-    if any(row.name == RERUN for row in rows):
-        reruns = ratios(rows, RERUN).values()
+        mean = f"{statistics.fmean(losses):.4f}"
+        said.append(f"{study.possessive} runs end at {mean} nats (mean).")
+    if any(row.name == study.rerun for row in rows):
+        reruns = ratios(rows, study.rerun, study=study).values()
         noise = max((abs(ratio - 1) for ratio in reruns), default=0.0)
         said.append(
-            "Other variants are compared with the mean of BF16's run and its rerun,"
-            f" which differ by up to {noise:.4f}."
+            f"Other variants are compared with the mean of {study.possessive} run and"
+            f" its rerun, which differ by up to {noise:.4f}."
         )
     return " ".join([*said, "± is a standard error over bases or seeds."])
 
 
-def _protocol(config: dict[str, Any]) -> str:
+def _protocol(config: dict[str, Any], study: Study) -> str:
     if config.get("base_steps"):
+        way = "in BF16" if study == OF_BF16 else f"of `{study.baseline}`"
         return (
-            f"{config['base_steps']} steps in BF16 at a constant rate, then"
+            f"{config['base_steps']} steps {way} at a constant rate, then"
             f" {config['steps']} to a rate of zero"
         )
     return f"{config['steps']} steps from scratch, to a rate of zero"
@@ -296,13 +321,15 @@ def _protocol(config: dict[str, Any]) -> str:
 # Names of files
 # --------------------------------------------------------------------------------------
 
+_OWN_FILE = ("flags", *STUDIES)
 USUAL_MODEL = {"fork": "12x768", "scratch": "small"}
 
 
 def json_name(options: argparse.Namespace) -> str:
     """Return the name of a run's JSON: "convergence", with its parts behind it.
 
-    The parts are "fork", the flags, "bpe", and a model that is not the usual one.
+    The parts are "fork", the flags or a study, "bpe", and a model that is not the usual
+    one.
 
     >>> chosen = dict(protocol="fork", model="llama-124m", smoke=False, variants=None)
     >>> json_name(argparse.Namespace(**chosen, tokens="bpe"))
@@ -311,8 +338,8 @@ def json_name(options: argparse.Namespace) -> str:
     parts = ["convergence"]
     if options.protocol == "fork":
         parts.append("fork")
-    if options.variants == "flags":
-        parts.append("flags")
+    if options.variants in _OWN_FILE:
+        parts.append(options.variants)
     if options.tokens == "bpe":
         parts.append("bpe")
     usual = (None, USUAL_MODEL[options.protocol])
@@ -332,11 +359,11 @@ def command_of(name: str, data: Sequence[str] = ()) -> str:
     _, *parts = name.split("-")
     protocol = "fork" if "fork" in parts else "scratch"
     words = ["python -m benchmarks.convergence --protocol", protocol]
-    model = "-".join(part for part in parts if part not in ("fork", "flags", "bpe"))
+    known = ("fork", "bpe", *_OWN_FILE)
+    model = "-".join(part for part in parts if part not in known)
     if model:
         words += ["--model", model]
-    if "flags" in parts:
-        words.append("--variants flags")
+    words += [f"--variants {part}" for part in parts if part in _OWN_FILE]
     if "bpe" in parts:
         words.append("--tokens bpe")
     if data:

@@ -1,7 +1,7 @@
-"""The training behind `benchmarks.convergence`: a BF16 base, and forks of it.
+"""The training behind `benchmarks.convergence`: a base, and forks of it.
 
-A base is a BF16 run of `base_steps` steps. A fork starts from its weights and Adam
-moments. A run from scratch is a fork of a base without steps: initial weights and
+A base is a run of `base_steps` steps, in BF16 or as a study says. A fork starts from
+its weights and Adam moments. A run from scratch is a fork of a base without steps: initial weights and
 moments of zero. So both protocols share this code.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,23 @@ import optax
 from jax import Array
 
 import tcfp_jax
-from benchmarks.variants import BASELINE, Variant
+from benchmarks.variants import BASELINE, OF_BF16, STUDIES, Study, Variant
 from models.nets.shapes import LlamaConfig, ModelConfig
+from models.training.batches import windows
 from models.training.checkpoint import RunDirectory
 from models.training.intact import lock
-from models.training.settings import Data, TrainConfig, trained_form
+from models.training.settings import Data, TrainConfig, Update, trained_form
 from models.training.state import TrainState, jittered
 from models.training.steps import (
     StepFunction,
     batch_key,
     init,
     layouts,
+    loss_function,
     make_optimizer,
     make_steps,
 )
+from tcfp_jax import optim
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import encoding as narrow
 from tcfp_jax.paths import path_names
@@ -56,7 +59,7 @@ class Config:
         of width 768.
       batch, sequence: Windows in a step, and tokens in a window.
       learning_rate, warmup_steps: Peak of the rate, and steps until it is reached.
-      base_steps: BF16 steps at the peak rate before runs fork; 0 for runs from scratch.
+      base_steps: Steps of the base at the peak rate before runs fork; 0 for runs from scratch.
       steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to
         zero after the warm-up.
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
@@ -67,6 +70,7 @@ class Config:
       jax: Version of JAX.
       parameters: Number of parameters of the model.
       tokens: "bytes", or the ids of `models.tokens.OWN`.
+      study: Name of the study whose baseline trains the bases; "" is BF16.
       bytes_per_token: Bytes of held-out text for each token.
       data: Files and folders of text; empty means the Python sources that are installed
         here.
@@ -94,6 +98,7 @@ class Config:
     text: str = ""
     jax: str = jax.__version__
     tokens: Tokens = "bytes"
+    study: str = ""
     bytes_per_token: float | None = field(default=None, compare=False)
     text_read: int = field(default=0, compare=False)
     tokens_read: int = field(default=0, compare=False)
@@ -139,18 +144,27 @@ class Config:
             for field in dataclasses.fields(self)
             if field.compare
         }
-        if self.tokens == "bytes":  # as in files from before there were tokenizers
+        # As in files from before there were tokenizers and studies
+        if self.tokens == "bytes":
             del chosen["tokens"]
+        if not self.study:
+            del chosen["study"]
         return {**chosen, "size": dataclasses.asdict(self.size)}
+
+
+def study_of(config: Config) -> Study:
+    """Return the comparison that a run is of."""
+    return STUDIES[config.study] if config.study else OF_BF16
 
 
 def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig:
     """Return the run of a variant, base and fork, except for its schedule of rates."""
+    update: Update = "behind" if variant.clip == "exact" else "backward"
     return TrainConfig(
         model=config.size,
         recipe=variant.recipe,
         include=variant.include,
-        weights=trained_form(variant.weights, variant.moments),
+        weights=trained_form(variant.weights, variant.moments, update=update),
         seed=seed,
         batch=config.batch,
         sequence=config.sequence,
@@ -202,16 +216,47 @@ def schedule_of(config: Config) -> optax.Schedule:
 def steps_of(config: Config, variant: Variant) -> StepFunction:
     """Return the jitted steps of one dispatch, which all bases and seeds share."""
     run = train_config(config, variant)
-    steps = make_steps(
-        run, make_optimizer(run, schedule_of(config)), config.steps_per_call
-    )
+    make = _late_steps if variant.clip == "late" else make_steps
+    steps = make(run, make_optimizer(run, schedule_of(config)), config.steps_per_call)
     return jax.jit(steps, donate_argnums=0)
+
+
+class LateState(NamedTuple):
+    """A `TrainState` with the norm of the last gradients, by which a run clips late."""
+
+    params: Any
+    opt_state: Any
+    step: Array
+    norm: Array
+
+
+def _late_steps(
+    run: TrainConfig, optimizer: optax.GradientTransformation, count: int
+) -> Any:
+    """Return `make_steps` for a `LateState`."""
+    step = tcfp_jax.train_step(loss_function(run), optimizer, clip="late")
+
+    def one_step(state: LateState, text: Array, key: Array) -> tuple[LateState, Array]:
+        before = optim.TrainState(state.params, state.opt_state, state.norm)
+        after, metrics = step(before, {}, windows(run, state.step, text, key))
+        params, opt_state, norm = after
+        return LateState(params, opt_state, state.step + 1, norm), metrics.loss
+
+    def steps(state: LateState, text: Array, key: Array) -> tuple[LateState, Array]:
+        return jax.lax.scan(
+            lambda carry, _: one_step(carry, text, key), state, length=count
+        )
+
+    return steps
 
 
 def start_fork(
     config: Config, variant: Variant, base: TrainState, key: Array
 ) -> TrainState:
-    """Return a base's weights and moments, stored as the variant stores them."""
+    """Return a base's weights and moments, stored as the variant stores them.
+
+    A base that is not BF16's is stored so already.
+    """
     return _start(config, dataclasses.replace(variant, batches="same"))(base, key)
 
 
@@ -221,28 +266,33 @@ def _start(config: Config, variant: Variant) -> Any:
     # The optimizer is made before the trace: it holds a key, and outlives the trace.
     optimizer = make_optimizer(run, schedule_of(config))
 
-    @jax.jit
-    def start(base: TrainState, key: Array) -> TrainState:
-        params = base.params
-        if variant.perturbation:
-            params = jittered(params, key, variant.perturbation)
+    def converted(base: TrainState, key: Array) -> TrainState:
         if variant.weights == "float":
             # The last state of the chain is that of the quantized weights.
-            fresh: Any = optimizer.init(params)
-            state = TrainState(params, (*base.opt_state[:-1], fresh[-1]), base.step)
-        else:
-            stored = tcfp_jax.store(
-                params,
-                layouts(run) or variant.recipe,
-                key=key if variant.remainder == "stochastic" else None,
-                remainder=variant.remainder,
-                gradient_dtype=variant.gradient_dtype,
-            )
-            opt_state: Any = optimizer.init(stored)
-            continued = _continued(
-                opt_state, base.opt_state, jax.random.fold_in(key, 1)
-            )
-            state = TrainState(stored, continued, base.step)
+            fresh: Any = optimizer.init(base.params)
+            chain = (*base.opt_state[:-1], fresh[-1])
+            return TrainState(base.params, chain, base.step)
+        stored = tcfp_jax.store(
+            base.params,
+            layouts(run) or variant.recipe,
+            key=key if variant.remainder == "stochastic" else None,
+            remainder=variant.remainder,
+            gradient_dtype=variant.gradient_dtype,
+        )
+        opt_state: Any = optimizer.init(stored)
+        continued = _continued(opt_state, base.opt_state, jax.random.fold_in(key, 1))
+        return TrainState(stored, continued, base.step)
+
+    @jax.jit
+    def start(base: TrainState, key: Array) -> TrainState:
+        state: Any = base
+        if variant.perturbation:
+            moved = jittered(base.params, key, variant.perturbation)
+            state = base._replace(params=moved)
+        if study_of(config).baseline == BASELINE:
+            state = converted(state, key)
+        if variant.clip == "late":
+            state = LateState(*state, jnp.zeros(()))
         # Copies: jit hands on what it does not change, and the steps of a fork would
         # donate arrays of the base.
         return jax.tree.map(jnp.copy, state)

@@ -39,7 +39,16 @@ CHOOSE = "choose"
 OVERVIEW = "overview"
 ORIGINAL = "original"  # the tables of PyTorch TCFP
 FORKS = "convergence-fork-bpe-llama-124m"  # losses of README's table
-LEARNED = ("convergence-flags", "convergence-fork-llama-124m", FORKS, FROM_SCRATCH)
+CLIPPING = "convergence-fork-clipping-bpe-llama-124m"
+HEAD = "convergence-fork-head-bpe-6x640"
+LEARNED = (
+    "convergence-flags",
+    "convergence-fork-llama-124m",
+    FORKS,
+    CLIPPING,
+    HEAD,
+    FROM_SCRATCH,
+)
 SECTIONS = (*RUNS, *LEARNED)
 # Tables that a user decides by; `--full` prints the others, too.
 DECIDING = (
@@ -55,6 +64,8 @@ DECIDING = (
     "fsdp-llama",
     "memory-llama-8b",
     FORKS,
+    CLIPPING,
+    HEAD,
     FROM_SCRATCH,
     "train_step",
     "gemm",

@@ -3,7 +3,8 @@
 A name of `tcfp_jax.recipes.NAMES` is that recipe with float32 weights. "stored" is
 `tcfp12_single` with `W_hi + W_lo` as the only copy, 8-bit moments and E4M3 gradients. A
 suffix names the difference. "flags" are the layers of the PyTorch original
-(`Recipe.from_flags`), which it compares on a TinyGPT.
+(`Recipe.from_flags`), which it compares on a TinyGPT. A `Study` compares variants with
+another one than BF16.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ EMULATED = ("nvfp4_training",)
 # BF16's numbers from another recipe than BF16's: `fake_quantized` knows its layers by
 # it.
 FAKE_RECIPE = recipe("bf16", backend="xla")
+Clip = Literal["exact", "late", "matrix"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Variant:
       gradient_dtype: Dtype of the gradients of stored weights.
       include: "every" stores tables and multiplies the head in FP8, too, where weights
         are stored; "layers" does not.
-      perturbation: Relative deviation of noise on the weights before the first step.
+      clip: Clipping by the norm of all gradients ("exact"), or inside the backward pass
+        as `tcfp_jax.train_step` does it.
+      perturbation: Relative deviation of noise on the float parameters before the first
+        step.
       batches: "same" as the baseline's of the same seed, or "other".
       meaning: Description in words.
     """
@@ -52,6 +57,7 @@ class Variant:
     remainder: Literal["stochastic", "feedback"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     include: Included = "every"
+    clip: Clip = "exact"
     perturbation: float = 0.0
     batches: Literal["same", "other"] = "same"
     meaning: str = field(default="", compare=False, repr=False)
@@ -117,6 +123,30 @@ _STORED = {
         "an FP8 error instead of random bits", remainder="feedback"
     ),
 }
+
+
+def _recommended(meaning: str, **own: Any) -> Variant:
+    """Return stored weights as the guide stores them, with a difference."""
+    return _stored(meaning, gradient_dtype="bfloat16", **own)
+
+
+_STUDIED = {
+    "stored_rerun": _recommended(
+        f"norms perturbed by {RERUN_JITTER:g}", perturbation=RERUN_JITTER
+    ),
+    "stored_late_clip": _recommended(
+        'updated inside the backward pass, `clip="late"`', clip="late"
+    ),
+    "stored_matrix_clip": _recommended(
+        'updated inside the backward pass, `clip="matrix"`', clip="matrix"
+    ),
+    "stored_exact_head": _recommended("head in BF16", include="bf16_head"),
+    "stored_exact_head_rerun": _recommended(
+        f"the same, norms perturbed by {RERUN_JITTER:g}",
+        include="bf16_head",
+        perturbation=RERUN_JITTER,
+    ),
+}
 _OPTIONS = {
     "tcfp12_no_feedback": _of("tcfp12", "without error feedback", remainder="dropped"),
     "tcfp12_fast_no_feedback": _of(
@@ -159,6 +189,7 @@ VARIANTS: dict[str, Variant] = {
     **_NOISE,
     **_NAMED,
     **_STORED,
+    **_STUDIED,
     **_OPTIONS,
     **FLAGS,
 }
@@ -206,6 +237,46 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *EMULATED,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Study:
+    """Forks that are compared with another variant than BF16.
+
+    Attributes:
+      baseline: The variant that trains the bases, and that others are compared with.
+      rerun: The same from perturbed weights.
+      others: The variants in question.
+      possessive: The baseline's losses in the titles of a table.
+    """
+
+    baseline: str
+    rerun: str
+    others: tuple[str, ...]
+    possessive: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of its variants."""
+        return (self.baseline, self.rerun, *self.others)
+
+
+# Each has a JSON of its own.
+STUDIES = {
+    "clipping": Study(
+        RECOMMENDED,
+        "stored_rerun",
+        ("stored_late_clip", "stored_matrix_clip"),
+        "exact clipping's",
+    ),
+    "head": Study(
+        "stored_exact_head",
+        "stored_exact_head_rerun",
+        (RECOMMENDED,),
+        "the BF16 head's",
+    ),
+}
+OF_BF16 = Study(BASELINE, RERUN, (), "BF16's")
 
 
 def chosen_of(text: str) -> tuple[str, ...]:

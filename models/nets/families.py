@@ -26,9 +26,10 @@ from models.nets.shapes import ComputeDtype, Copies, GPTConfig, ModelConfig, Moe
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 
-Tables = Literal["float", "stored"]
+Tables = Literal["float", "stored", "exact"]
 # Every layer takes the recipe that the caller chose, at any size; the head stays in
 # BF16.
 INCLUDE: tuple[Include, ...] = ("linear", "small")
@@ -40,6 +41,8 @@ RULES = {"^embedding": None}
 # A router computes in float32: its choices are not continuous. Adapters are too thin to
 # gain.
 EXACT = {"router": None, "_adapter": None}
+# The parameters that a head multiplies; a tied one multiplies the embedding.
+HEADS = "^(embedding|head)"
 
 
 def copies_of(recipe: Recipe) -> Copies:
@@ -47,6 +50,22 @@ def copies_of(recipe: Recipe) -> Copies:
     gradients read FP8 activations.
     """
     return "exact" if recipe.wgrad == "bf16" else "fp8"
+
+
+def exact(recipe: Recipe) -> Recipe:
+    """Return the recipe that multiplies the same stored weights in BF16.
+
+    >>> exact(named_recipe("tcfp12_single")).forward
+    'bf16'
+    """
+    return named_recipe(
+        recipe,
+        forward="bf16",
+        dgrad="bf16",
+        wgrad="bf16",
+        forward_weight="hi+lo",
+        dgrad_weight="hi+lo",
+    )
 
 
 class Learner(NamedTuple):
@@ -84,20 +103,26 @@ def learner(
       tokens: Batch and positions of a step, to convert only layers that gain there
         (`include="measured"`); None converts every layer except a Llama's head.
       tables: "stored" makes a Llama's embedding and head weights like others: they are
-        stored with the rest, and the head's product takes the recipe.
+        stored with the rest, and the head's product takes the recipe. "exact" stores
+        them, too, and the head multiplies them in BF16.
 
     Raises:
       ValueError: no layer can be converted, for another reason than measured times.
     """
     if isinstance(config, GPTConfig) and tokens is None:
         return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
-    stores = tables == "stored" and not isinstance(config, GPTConfig)
+    stores = tables != "float" and not isinstance(config, GPTConfig)
     include: tuple[Include, ...] = INCLUDE if tokens is None else ("measured",)
+    rules: dict[str, Recipe | None] = {**EXACT}
+    if not stores and tokens is not None:
+        rules |= RULES
+    if stores and tables == "exact":
+        rules[HEADS] = exact(recipe)
     model = convert_to_tcfp(
         plain_model(config, dtype),
         recipe,
         jax.ShapeDtypeStruct(tokens or (1, config.context), jnp.int32),
         include=(*include, *TABLES) if stores else include,
-        rules=EXACT if stores or tokens is None else EXACT | RULES,
+        rules=rules,
     )
     return Learner(model, find_weights(model))

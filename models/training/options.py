@@ -161,8 +161,8 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         "--include",
         choices=get_args(Included),
         help=(
-            "layers with the recipe: every one (default), those measured to be faster,"
-            " or all but table and head"
+            "layers with the recipe: every one (default), all but the stored head's"
+            " product, those measured to be faster, or all but table and head"
         ),
     )
     precision.add_argument(

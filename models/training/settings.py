@@ -28,7 +28,7 @@ from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
-Included = Literal["every", "layers", "measured"]
+Included = Literal["every", "bf16_head", "layers", "measured"]
 MomentFormat = Literal["8bit", "bfloat16", "float32"]
 Update = Literal["behind", "backward"]
 BAD_STEPS = 20
@@ -107,7 +107,8 @@ class TrainConfig:
       include: "every" layer takes the recipe, or only the layers that measured times
         say are faster than BF16 on this device at `batch` times `sequence` tokens
         (`convert_to_tcfp(include="measured")`). "layers" leaves tables and heads float
-        where "every" would store them.
+        where "every" would store them. "bf16_head" stores them as "every" does, and the
+        head multiplies in BF16.
       remat: Values that each block of a Llama keeps for its backward pass, as in
         `LlamaConfig`; None is the model's. "auto" keeps as much as fits, and is decided
         before the first step.

@@ -113,14 +113,16 @@ _merged = jax.jit(merged)
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
-    """Return float parameters times `1 + size * normal`.
+    """Return float parameters times `1 + size * normal`; stored ones are unchanged.
 
     Use this to see how far differences of rounding grow.
     """
     treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
 
-    def moved(leaf: jax.Array, key: jax.Array) -> jax.Array:
+    def moved(leaf: Any, key: jax.Array) -> Any:
+        if is_quantized(leaf):
+            return leaf
         return leaf * (1 + size * jax.random.normal(key, leaf.shape, leaf.dtype))
 
     return treedef.unflatten(map(moved, leaves, jax.random.split(key, len(leaves))))

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from models.huggingface.folders import read_folder
 from models.nets.adapters import frozen
-from models.nets.families import Learner, learner
+from models.nets.families import Learner, Tables, learner
 from models.nets.meshes import OnMesh, parameter_shardings
 from models.nets.shapes import LlamaConfig
 from models.training.batches import (
@@ -150,13 +150,15 @@ def program(config: TrainConfig) -> TrainConfig:
 
 def _learner(config: TrainConfig) -> Learner:
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    stores = isinstance(config.weights, Stored) and config.include != "layers"
+    tables: Tables = "float"
+    if isinstance(config.weights, Stored) and config.include != "layers":
+        tables = "exact" if config.include == "bf16_head" else "stored"
     return learner(
         config.size,
         tcfp_jax.recipe(config.recipe),
         config.compute_dtype,
         tokens,
-        "stored" if stores else "float",
+        tables,
     )
 
 
