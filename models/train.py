@@ -347,6 +347,7 @@ def _numbers(result: RunResult) -> dict[str, float | str | None]:
         "bytes_per_token": result.bytes_per_token,
         "tokens_per_second": _finite(result.tokens_per_second),
         "remat": result.remat,
+        "update": result.update,
         "state_bytes": result.state_bytes,
     }
 

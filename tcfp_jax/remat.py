@@ -54,12 +54,15 @@ class Fit(NamedTuple, Generic[T]):
         once more.
       needed: Bytes of one device that it needs, see `step_bytes`.
       budget: Bytes that it may need.
+      tried: Pairs of each level that was compiled and the bytes that it needs; None if
+        its compiler ran out of memory.
     """
 
     level: T
     compiled: jax.stages.Compiled
     needed: int
     budget: int
+    tried: tuple[tuple[T, int | None], ...] = ()
 
 
 def save_what_fits(
@@ -104,11 +107,13 @@ def save_what_fits(
         )
     budget = device_budget() if budget is None else budget
     found = None
+    tried: list[tuple[T, int | None]] = []
     first = 0
     last = at = len(levels) - 1
     while first <= last:
         compiled = _compiled(make_step(levels[at]))
         needed = None if compiled is None else step_bytes(compiled)
+        tried.append((levels[at], needed))
         if compiled is not None and needed is not None and needed <= budget:
             found = Fit(levels[at], compiled, needed, budget)
             first = at + 1
@@ -125,7 +130,7 @@ def save_what_fits(
             f" {budget:,} ({budget / 1e9:.2f} GB); shorten the batch, store the weights"
             " (tcfp_jax.store), split the state over more devices, or raise the budget"
         )
-    return found
+    return found._replace(tried=tuple(tried))
 
 
 def _compiled(step: jax.stages.Lowered) -> jax.stages.Compiled | None:

@@ -70,7 +70,7 @@ from models.training.metrics import (
     repaired,
 )
 from models.training.processes import is_first, together
-from models.training.settings import TrainConfig, config_of, settings_of
+from models.training.settings import TrainConfig, Update, config_of, settings_of
 from models.training.state import TrainState
 from tcfp_jax.inference import folders
 from tcfp_jax.recipes import Recipe
@@ -173,12 +173,14 @@ class RunDirectory:
             self._look(wanted, resume, option)
             if not holds_run(self.path):
                 write_sealed(self.path / CONFIG_FILE, wanted)
-            elif not is_sealed(self.path, CONFIG_FILE):
+                return
+            if not is_sealed(self.path, CONFIG_FILE):
                 print(
                     f"{self.path / CONFIG_FILE} has no digest, so damage to it may go"
                     " unseen",
                     file=sys.stderr,
                 )
+            self._follow_update(wanted["config"]["update"])
         except BaseException as error:
             self._unlock()
             if not isinstance(error, OSError) or isinstance(error, FileExistsError):
@@ -187,6 +189,20 @@ class RunDirectory:
                 f"{self.path} cannot hold a run, as nothing can be written there"
                 f" ({error}); choose another {option}"
             ) from error
+
+    def _follow_update(self, update: Update) -> None:
+        """Note that the run goes on with another `update` than it had until here."""
+        content = _stored(self.path)
+        before = content["config"].get("update", "behind")
+        if update == before:
+            return
+        content["config"]["update"] = update
+        write_sealed(self.path / CONFIG_FILE, content)
+        print(
+            f"{self.path} had update={before!r} and goes on with {update!r}, which"
+            " clips gradients in another way",
+            file=sys.stderr,
+        )
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -44,9 +44,9 @@ def check_same(
     old = flatten(stored)
     new = flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # A sample is for readers, and the name of a text does not matter if its digest is
-    # the same.
-    free = ["config.sample"]
+    # A sample is for readers, each kind of update goes on with the other's state, and
+    # the name of a text does not matter if its digest is the same.
+    free = ["config.sample", "config.update"]
     if "text" not in names:
         free += ["config.data", "config.tokenizer"]
     names = [name for name in names if name not in free]

@@ -1,18 +1,31 @@
-"""Choice of the values that a run keeps for its backward pass: with remat="auto", as
-many as fit.
+"""Choices by the bytes of compiled steps: with remat="auto" a run keeps as many values
+for its backward pass as fit, and with update="auto" it has the ordinary step if that
+fits.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from models.nets.families import copies_of
+from models.nets.meshes import everywhere
 from models.nets.shapes import LlamaConfig, ModelConfig, remat_levels
+from models.training.checkpoint import holds_run, read_config
 from models.training.processes import gather
-from models.training.settings import TrainConfig
+from models.training.progress import shown
+from models.training.settings import TrainConfig, Update
+from models.training.steps import lowered_step
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
+
+CLIPPING = (
+    "update inside the backward pass: each matrix is clipped by its own norm, not by"
+    " the norm of all gradients"
+)
 
 
 def is_open(size: ModelConfig) -> bool:
@@ -41,14 +54,18 @@ def fit(
     """
     if budget is None:
         try:
-            budget = device_budget()
+            budget = _budget_of_all()
         except NotImplementedError as error:
             raise ValueError(
                 f'remat="auto" without a budget: {error} (--memory GB), or choose the'
                 ' values, such as remat="block"'
             ) from error
-        budget = min(map(int, gather(str(budget))))  # all processes must choose alike
     return save_what_fits(lower, remat_levels(copies_of(how)), budget)
+
+
+def _budget_of_all() -> int:
+    """Return the least budget of all processes, because they must choose alike."""
+    return min(map(int, gather(str(device_budget()))))
 
 
 def fitted(
@@ -78,3 +95,69 @@ def fitted(
         f" of {found.budget / 1e9:.3g} GB"
     )
     return replace(config, remat=found.level), line
+
+
+def with_update(
+    config: TrainConfig,
+    lower: Callable[[TrainConfig], jax.stages.Lowered],
+    budget: int | None = None,
+) -> tuple[TrainConfig, str]:
+    """Return a run with "behind" or "backward" instead of update="auto", and a line
+    that says why.
+
+    It is the ordinary step if that fits the device, with the fewest values that
+    remat="auto" may keep. Only the ordinary step clips by the norm of all gradients.
+
+    Args:
+      config: The run.
+      lower: Function of a run that returns its lowered train step.
+      budget: As in `fit`. A device that reports no memory gets the ordinary step.
+
+    Raises:
+      ValueError: neither step fits.
+    """
+    if config.monitor:
+        why = "steps that --monitor observes need the gradients of all weights"
+        return config.updated("behind"), f"update: behind ({why})"
+    if budget is None:
+        try:
+            budget = _budget_of_all()
+        except NotImplementedError as error:
+            return config.updated("behind"), f"update: behind ({error}; --memory GB)"
+    least = replace(config, remat="block") if is_open(config.size) else config
+    # The one that needs least comes first.
+    updates: tuple[Update, ...] = ("backward", "behind")
+    found = save_what_fits(lambda one: lower(least.updated(one)), updates, budget)
+    why = f"the step needs {found.needed / 1e9:.3g} of {budget / 1e9:.3g} GB"
+    if found.level == "backward":
+        ordinary = dict(found.tried)["behind"]
+        needs = "more than its compiler got"
+        if ordinary is not None:
+            needs = f"{ordinary / 1e9:.3g} GB"
+        why += f", behind the backward pass {needs}"
+    return config.updated(found.level), f"update: {found.level} ({why})"
+
+
+def decided(
+    config: TrainConfig,
+    text: np.ndarray,
+    out: Path | None,
+    mesh: Mesh | None,
+    memory: int | None,
+    telling: bool,
+) -> TrainConfig:
+    """Return a run with a choice instead of update="auto": that of its folder `out`, or
+    that of `with_update`, whose line is printed if this process is `telling`.
+    """
+    if config.update != "auto":
+        return config
+    if out is not None and holds_run(out):
+        return config.updated(read_config(out).update)
+    with shown(lambda: "choosing the update", telling):
+        there = everywhere(text, mesh)
+        config, line = with_update(
+            config, lambda one: lowered_step(one, mesh, there), memory
+        )
+    if telling:
+        print(line, flush=True)
+    return config

@@ -177,8 +177,11 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         "--update",
         choices=get_args(Update),
         help=(
-            "stored weights behind the backward pass (default), or layer by layer in"
-            " it, without memory for the gradients of the other layers"
+            "stored weights behind the backward pass, or layer by layer in it"
+            " (backward), without memory for the gradients of the other layers. Then"
+            " each matrix is clipped by its own norm, not by the norm of all gradients,"
+            " so it is clipped less. auto is behind if that step fits the device, else"
+            " backward, and prints its choice (default: auto; on CPUs behind)"
         ),
     )
     precision.add_argument(
@@ -226,8 +229,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         default=None,
         metavar="GB",
         help=(
-            "of a device that a step may need, for --remat auto (default: 95 %% of what"
-            " JAX may allocate)"
+            "of a device that a step may need, for --remat auto and --update auto"
+            " (default: 95 %% of what JAX may allocate)"
         ),
     )
     _add_folder(named["folder"])

@@ -36,13 +36,14 @@ from models.training.data import Data, load_data
 from models.training.described import flatten
 from models.training.evaluation import evaluate
 from models.training.examples import load_examples
-from models.training.fitting import fitted
+from models.training.fitting import CLIPPING, decided, fitted
+from models.training.flags import described
 from models.training.monitoring import Board, check_board, written
 from models.training.parameters import export
 from models.training.processes import check_same, is_first, together, whole
 from models.training.progress import repeated, shown
 from models.training.sampling import continued
-from models.training.settings import BAD_STEPS, TrainConfig
+from models.training.settings import BAD_STEPS, TrainConfig, Update
 from models.training.state import TrainState, float_parameters
 from models.training.steps import (
     batch_key,
@@ -77,6 +78,7 @@ class RunResult:
         products.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
         None in other models.
+      update: When weights were updated, as in `Stored`; "auto" is decided.
       tokens_per_second: Tokens that this process trained on in a second, compilation
         included; NaN without a step.
       state_bytes: Size of the parameters and of the optimizer's state, which are on the
@@ -92,6 +94,7 @@ class RunResult:
     tokens_per_second: float
     state_bytes: int
     remat: str | None = None
+    update: Update = "behind"
     reports: dict[int, Any] = field(default_factory=dict)
     bytes_per_token: float | None = None
 
@@ -132,8 +135,8 @@ def run(
         continues from the same bits on another mesh.
       bad_steps: Steps in a row without a finite loss after which the run stops. No
         checkpoint is written after such a step, so the last good one stays.
-      memory: Bytes of a device that a step may need, for remat="auto"; None is 95 % of
-        those that JAX may allocate.
+      memory: Bytes of a device that a step may need, for remat="auto" and
+        update="auto"; None is 95 % of those that JAX may allocate.
       tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which
         needs tensorboardX.
 
@@ -186,6 +189,8 @@ def run(
                 " name one"
             )
         check_board()
+    telling = progress == "bar"
+    config = decided(config, corpus.train, out, mesh, memory, telling and is_first())
     if out is None:
         return _train(
             config, corpus, None, every, bad_steps, progress, mesh, memory=memory
@@ -321,8 +326,11 @@ def _train(
             return step.lower(state, text, key)
 
         config, line = fitted(config, lower, memory)
-    if line is not None and telling:
-        print(line, flush=True)
+    if telling:
+        lines = [line, described()]
+        if config.update == "backward":
+            lines.append(CLIPPING)
+        print(*filter(None, lines), sep="\n", flush=True)
     reports: dict[int, Any] = {}
     with _bar(config, begin, progress) as bar, repeated(bar.refresh):
 
@@ -399,6 +407,7 @@ def _result(
         tokens_per_second=rate,
         state_bytes=sum(leaf.nbytes for leaf in arrays),
         remat=getattr(config.size, "remat", None),
+        update=config.update,
         reports=reports,
         bytes_per_token=corpus.bytes_per_token,
     )

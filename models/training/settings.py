@@ -30,7 +30,7 @@ ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
 Included = Literal["every", "bf16_head", "layers", "measured"]
 MomentFormat = Literal["8bit", "bfloat16", "float32"]
-Update = Literal["behind", "backward"]
+Update = Literal["auto", "behind", "backward"]
 BAD_STEPS = 20
 
 
@@ -66,7 +66,9 @@ class Stored:
       moments: Format of AdamW's moments.
       update: When layers are updated: "behind" the backward pass, or inside it
         ("backward", `tcfp_jax.train_step`), so that the gradients of one matrix exist
-        at a time. Gradients are then clipped matrix by matrix.
+        at a time. Each matrix is then clipped by its own norm, not by the norm of all.
+        "auto" is "behind" if its step fits the device, and is decided before the first
+        step of a run (`models.training.fitting`).
 
     Raises:
       ValueError: a name is unknown.
@@ -230,6 +232,12 @@ class TrainConfig:
             )
         if isinstance(self.weights, Adapters):
             self._check_adapters(self.weights)
+        if self.monitor and self.update == "backward":
+            raise ValueError(
+                f"monitor={self.monitor} with update='backward': an observed step needs"
+                " the gradients of all weights, which would not exist; use"
+                " update='behind', or leave monitor"
+            )
         if isinstance(self.weights, Stored) and not isinstance(
             tcfp_jax.recipe(self.recipe).weight, Dual
         ):
@@ -250,6 +258,16 @@ class TrainConfig:
                 f"lora={adapters.rank} with include='measured': frozen weights are"
                 " quantized once and do not train; leave it"
             )
+
+    @property
+    def update(self) -> Update:
+        """When weights are updated; all but stored ones behind the backward pass."""
+        return self.weights.update if isinstance(self.weights, Stored) else "behind"
+
+    def updated(self, update: Update) -> "TrainConfig":
+        """Return the same run with another `update`; its weights must be stored."""
+        assert isinstance(self.weights, Stored), self.weights
+        return replace(self, weights=replace(self.weights, update=update))
 
     @property
     def compute_dtype(self) -> ComputeDtype:
@@ -438,6 +456,9 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     defaults: dict[str, Any] = {}
     if given.get("weights") == "stored":
         defaults |= dict(recipe="tcfp12_single", moments="8bit")
+        # A CPU does not tell how much memory there is.
+        if jax.default_backend() != "cpu":
+            defaults["update"] = "auto"
     if given.get("data"):
         defaults["corpus_bytes"] = 2**63 - 1
     tokenizer = given.get("tokenizer")

@@ -37,6 +37,7 @@ from models.training.batches import (
     window_losses,
     windows,
 )
+from models.training.flags import step_flags
 from models.training.monitoring import Report, merged_report
 from models.training.parameters import read_parameters
 from models.training.settings import Adapters, Data, Stored, TrainConfig
@@ -106,6 +107,23 @@ def make_train_step(
     return _step_function(
         program(config), config.steps_per_call if count is None else count, mesh
     )
+
+
+def lowered_step(
+    config: TrainConfig, mesh: Mesh | None, text: jax.Array
+) -> jax.stages.Lowered:
+    """Return the lowered steps of the first dispatch, before there is a state.
+
+    The run's own call finds the compiled program.
+    """
+    if mesh is None:
+        state = _shapes(_initialize, program(config))
+    else:
+        state = state_shapes(config, mesh)
+    count = min(config.steps_per_call, config.steps)
+    step: Any = make_train_step(config, count, mesh)
+    lowered: jax.stages.Lowered = step.lower(state, text, batch_key(config))
+    return lowered
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
@@ -301,11 +319,12 @@ def _jitted(
     """Return a program of steps that reuses the memory of the state, its first result;
     each device has the whole of the others.
     """
+    options: Any = dict(donate_argnums=0, compiler_options=step_flags() or None)
     if mesh is None:
-        return jax.jit(steps, donate_argnums=0)
+        return jax.jit(steps, **options)
     others = [NamedSharding(mesh, P())] * (results - 1)
     places = (state_places(config, mesh), *others)
-    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
+    return OnMesh(jax.jit(steps, **options, out_shardings=places), mesh)
 
 
 def make_steps(
@@ -314,6 +333,11 @@ def make_steps(
     """Return the function that `make_train_step` jits, with an optimizer of your
     own.
     """
+    if config.update == "auto":
+        raise ValueError(
+            "update='auto' is decided before steps are made; use"
+            " models.training.fitting.with_update, or name 'behind' or 'backward'"
+        )
     loss_of = loss_function(config)
     differentiate = tcfp_jax.value_and_grad(loss_of)
 
@@ -336,7 +360,7 @@ def make_steps(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         step = one_step
-        if _updates_inside(config):
+        if config.update == "backward":
             step = step_inside
             # A loop of one round would hold the state twice.
             if count == 1:
@@ -347,11 +371,6 @@ def make_steps(
         )
 
     return train_step
-
-
-def _updates_inside(config: TrainConfig) -> bool:
-    weights = config.weights
-    return isinstance(weights, Stored) and weights.update == "backward"
 
 
 def _operands(

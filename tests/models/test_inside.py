@@ -1,5 +1,6 @@
 """Runs that update layers inside the backward pass."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -9,8 +10,18 @@ import pytest
 
 from models.nets.meshes import everywhere, make_mesh, parse_mesh
 from models.nets.shapes import LlamaConfig
-from models.training.settings import Stored, TrainConfig, config_of, settings_of
-from models.training.steps import batch_key, init, make_train_step
+from models.training import flags, running
+from models.training.checkpoint import read_config
+from models.training.fitting import with_update
+from models.training.settings import (
+    Data,
+    Stored,
+    TrainConfig,
+    config_of,
+    settings_of,
+)
+from models.training.steps import batch_key, init, lowered_step, make_train_step
+from tcfp_jax.remat import step_bytes
 from tests.helpers import same_bits
 
 SIZE = LlamaConfig(
@@ -79,6 +90,157 @@ def test_float_weights_are_not_updated_inside():
 
 
 def test_each_kind_of_run_goes_on_with_the_others_state():
-    state, _ = make_train_step(RUN, 1)(init(RUN), TEXT, batch_key(RUN))
-    shapes = jax.tree.structure(init(INSIDE))
-    assert jax.tree.structure(state) == shapes
+    found = []
+    for configs in ((RUN, RUN, RUN), (RUN, INSIDE, RUN)):
+        state = init(RUN)
+        for config in configs:
+            state, _ = make_train_step(config, 1)(state, TEXT, batch_key(config))
+        found.append(state)
+    assert same_bits(*found)
+
+
+def copies(**counts):
+    """Steps that need 16 bytes for each copy, instead of those of a run."""
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def lower(config):
+        count = counts[config.update]
+        return jax.jit(lambda x: jnp.tile(x, count)).lower(x)
+
+    return lower
+
+
+AUTO = RUN.updated("auto")
+
+
+def test_auto_is_the_ordinary_step_if_it_fits():
+    lower = copies(behind=9, backward=3)
+    config, line = with_update(AUTO, lower, 160)
+    assert config == RUN
+    assert line == "update: behind (the step needs 1.6e-07 of 1.6e-07 GB)"
+    config, line = with_update(AUTO, lower, 159)
+    assert config == INSIDE
+    assert line == (
+        "update: backward (the step needs 6.4e-08 of 1.59e-07 GB, behind the backward"
+        " pass 1.6e-07 GB)"
+    )
+    with pytest.raises(ValueError, match=r"no level fits.*'backward', needs 64 bytes"):
+        with_update(AUTO, lower, 63)
+
+
+def test_auto_is_the_ordinary_step_if_memory_is_unknown_or_steps_are_observed():
+    config, line = with_update(AUTO, copies(behind=9, backward=3))
+    assert config == RUN
+    assert re.search(r"behind \(.* does not report its memory.*--memory GB", line)
+    observed = replace(AUTO, monitor=10, steps=10)
+    config, line = with_update(observed, copies(behind=9, backward=3), 100)
+    assert config.update == "behind"
+    assert "--monitor" in line
+
+
+def test_auto_asks_for_the_values_that_keep_least():
+    open_ = replace(AUTO, model=replace(SIZE, remat="auto"))
+    asked = []
+
+    def lower(config):
+        asked.append((config.update, config.size.remat))
+        return copies(behind=9, backward=3)(config)
+
+    config, _ = with_update(open_, lower, 100)
+    assert asked == [("behind", "block"), ("backward", "block")]
+    assert (config.update, config.size.remat) == ("backward", "auto")
+
+
+@pytest.mark.slow  # quicker tests have the choice
+def test_a_run_chooses_by_the_bytes_of_its_steps_and_finds_them_compiled(capsys):
+    config = replace(
+        RUN,
+        model=replace(SIZE, layers=8),
+        data=Data(corpus_bytes=1_000_000),
+        steps_per_call=2,
+        steps=2,
+        heldout_windows=4,
+    )
+    text = everywhere(running.corpus_of(config).train, None)
+    needed = {}
+    for update in ("behind", "backward"):
+        lowered = lowered_step(config.updated(update), None, text)
+        needed[update] = step_bytes(lowered.compile())
+    assert needed["backward"] < needed["behind"]
+    compiled = []
+
+    def count(name, seconds, **more):
+        if "backend_compile" in name:
+            compiled.append(more.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    for update in needed:
+        result = running.run(
+            config.updated("auto"), memory=needed[update], progress="bar"
+        )
+        assert result.update == update
+        assert f"update: {update} (the step needs" in capsys.readouterr().out
+    assert "jit(train_step)" not in compiled
+
+
+def test_steps_of_auto_are_refused_and_so_are_observed_ones_inside():
+    with pytest.raises(ValueError, match="update='auto' is decided before"):
+        make_train_step(AUTO, 1)
+    with pytest.raises(ValueError, match="monitor=10 with update='backward'"):
+        replace(INSIDE, monitor=10, steps=10)
+
+
+def stopped_after(calls, monkeypatch):
+    """Let runs end by Ctrl-C after some calls of their steps."""
+    made = running.make_train_step
+    left = [calls]
+
+    def make(*arguments):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return made(*arguments)
+
+    monkeypatch.setattr(running, "make_train_step", make)
+
+
+@pytest.mark.slow  # a quicker test has the states
+def test_a_run_resumes_with_the_other_update(tmp_path, monkeypatch, capsys):
+    settings = dict(steps_per_call=1, heldout_windows=4)
+    config = replace(RUN, **settings, data=Data(corpus_bytes=1_000_000))
+    whole = running.run(config)
+    folder = tmp_path / "run"
+    for update in ("behind", "backward"):
+        with monkeypatch.context() as patch:
+            stopped_after(1, patch)
+            with pytest.raises(KeyboardInterrupt):
+                running.run(
+                    config.updated(update),
+                    out=folder,
+                    resume="allowed",
+                    checkpoint_every=1,
+                )
+        assert read_config(folder).update == update
+    assert "had update='behind' and goes on with 'backward'" in capsys.readouterr().err
+    # "auto" is the choice of the folder.
+    resumed = running.run(config.updated("auto"), out=folder, resume="allowed")
+    assert resumed.update == "backward"
+    assert np.array_equal(resumed.train_loss, whole.train_loss)
+    assert resumed.heldout_loss == whole.heldout_loss
+
+
+def test_flags_are_left_out_if_the_library_or_the_user_does_not_want_them(monkeypatch):
+    assert flags.step_flags() == {}
+    assert not flags.is_known("xla_gpu_no_such_flag")
+    first, second = flags.OF_LOOPS
+    known = [flags.is_known(name) for name in flags.OF_LOOPS]
+    assert known == [True, jax.__version_info__ >= (0, 11)]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        patch.setenv("XLA_FLAGS", f"--{second}=false")
+        flags.step_flags.cache_clear()
+        assert flags.step_flags() == {first: True}
+        assert flags.described() == (
+            f"XLA: steps have --{first}=true; XLA_FLAGS with other values win"
+        )
+    flags.step_flags.cache_clear()
