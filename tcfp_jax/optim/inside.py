@@ -30,6 +30,7 @@ import optax
 from jax import Array
 
 from pallas_kernels.checks import check_choice
+from pallas_kernels.derivatives import not_differentiated
 from tcfp_jax.optim.adam import AdamW, AdamWState, Tree
 from tcfp_jax.optim.encoding import Keys, Moment
 from tcfp_jax.optim.gradients import filled, slot_of
@@ -39,6 +40,11 @@ from tcfp_jax.optim.steps import Stepped
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.parameter import Parameter, intact
+
+_NO_GRADIENT = (
+    "a gradient through train_step is asked for, but it is a whole step of training and"
+    " has none: differentiate its loss function by tcfp_jax.value_and_grad"
+)
 
 
 class TrainState(NamedTuple):
@@ -105,7 +111,9 @@ def train_step(
     Returns:
       A function `(state, *inputs)` to (state, `Metrics`), with a method `init`. Called
       on arrays it is jitted and takes the state's buffers (do not use the old state
-      again). Inside your own `jax.jit` donate the state, or both states exist.
+      again). Inside your own `jax.jit` donate the state. Otherwise the old state stays
+      next to the new one, four more bytes per weight with moments in 8 bits. JAX does
+      not tell whether it is donated, so nothing warns.
 
     A loss that is not finite changes nothing, nor does a number of the optimizer that
     is out of range. A layer with a gradient that is not finite keeps its weights and
@@ -113,7 +121,8 @@ def train_step(
     skips all layers then. `opt_state.skipped` counts both kinds of steps.
 
     Raises:
-      TypeError: another optimizer than `adamw`, or a loss that is not a real scalar.
+      TypeError: another optimizer than `adamw`, a loss that is not a real scalar, or a
+        gradient through the step.
       ValueError: `max_norm` without `clip`, or `clip` without `max_norm`; a stack of
         layers that a scan runs over is read elsewhere, too.
 
@@ -140,9 +149,11 @@ def train_step(
         raise TypeError(
             f"train_step updates layers inside the backward pass by"
             f" tcfp_jax.optim.adamw, but got a {type(optimizer).__name__}:"
-            " transformations of all gradients need all of them; pass"
-            " adamw(...) alone, with its own mask= and max_norm=, or take the ordinary"
-            " step (value_and_grad, update, apply_updates)"
+            " transformations of all gradients need all of them. So do accumulation"
+            " over microbatches (use a larger batch with more recomputation, or FSDP)"
+            " and error_feedback, which keeps float weights. Pass adamw(...) alone, with"
+            " its own mask= and max_norm=, or take the ordinary step (value_and_grad,"
+            " update, apply_updates)"
         )
     limit = optimizer.settings.max_norm
     if clip is not None:
@@ -193,9 +204,10 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """Return the state after one more step, and its metrics."""
         arrays = jax.tree.leaves((state, inputs))
-        if any(isinstance(array, jax.core.Tracer) for array in arrays):
-            return self._run(state, *inputs)
-        return self._jitted(state, *inputs)
+        if not any(map(_is_traced, arrays)):
+            return self._jitted(state, *inputs)
+        state, inputs = jax.tree.map(_without_gradient, (state, inputs))
+        return self._run(state, *inputs)
 
     def _run(self, state: TrainState, *inputs: PyTree) -> tuple[TrainState, Metrics]:
         settings = self.optimizer.settings
@@ -209,6 +221,27 @@ class TrainStep:
         for leaf, one in zip(tree.leaves, made, strict=True):
             skipped["/".join(leaf.names)] = one.skipped
         return after, Metrics(loss, aux, norm, skipped)
+
+
+def _is_traced(leaf: PyTree) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def _without_gradient(leaf: PyTree) -> PyTree:
+    return not_differentiated(_NO_GRADIENT, leaf) if _is_traced(leaf) else leaf
+
+
+def _check_loss(loss: PyTree) -> None:
+    """Raise `TypeError` unless the loss is a real scalar."""
+    is_scalar = isinstance(loss, Array) and not loss.shape
+    if is_scalar and jnp.issubdtype(loss.dtype, jnp.floating):
+        return
+    parts = jax.tree.leaves(loss)
+    found = [f"{jnp.result_type(part)}{list(jnp.shape(part))}" for part in parts]
+    raise TypeError(
+        f"the loss is {', '.join(found)}, not a real scalar; return its mean, or the"
+        " weighted sum of several losses; has_aux=True is for (loss, aux)"
+    )
 
 
 class _Run:
@@ -274,14 +307,11 @@ class _Run:
                 else:
                     leaves.append(Deferred(numbers_of(slot.shape), slot, stack))
             found = self.of.loss_fn(self.tree.treedef.unflatten(leaves), *inputs)
-            return found if self.of.has_aux else (found, None)
+            loss, aux = found if self.of.has_aux else (found, None)
+            _check_loss(loss)
+            return loss, aux
 
         loss, pull, aux = jax.vjp(loss_of, self.slots, has_aux=True)
-        if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(
-                f"the loss is {loss.dtype}{list(jnp.shape(loss))}, not a real scalar;"
-                " return its mean"
-            )
         usable = self.of.optimizer.settings.are_usable(self.facts.scalars)
         # Known before the first update.
         self.facts.sound[...] = jnp.isfinite(loss) & usable

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import tcfp_jax
+from tcfp_jax.remat import step_bytes
 from tests.helpers import drawn, parametrize, same_bits, slow_except
 from tests.inside_cases import CASES, KEY, LAYERS, X, plain, product, stack, store
 
@@ -231,6 +232,19 @@ REFUSED = {
         TypeError,
         "need all of them",
     ),
+    "accumulation": (
+        lambda: tcfp_jax.train_step(plain().loss, optax.MultiSteps(TX, 4)),
+        TypeError,
+        r"a MultiSteps: .*accumulation over microbatches \(use a larger batch .*FSDP",
+    ),
+    "float masters": (
+        lambda: tcfp_jax.train_step(
+            plain().loss,
+            optax.chain(optax.adam(1e-3), tcfp_jax.error_feedback("tcfp12")),
+        ),
+        TypeError,
+        r"error_feedback, which keeps float weights.*ordinary step \(value_and_grad",
+    ),
     "exact clipping": (
         lambda: tcfp_jax.train_step(plain().loss, CLIPS),
         ValueError,
@@ -273,11 +287,32 @@ def test_a_stack_that_is_read_elsewhere_is_refused(name):
         step(state, X)
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
-    step = tcfp_jax.train_step(not_a_scalar, TX)
+def several(params, x):
+    y = product(x, params["kernel"].kernel()[0])
+    return y.mean(), (y**2).mean()
+
+
+@parametrize(
+    "loss, found",
+    [(not_a_scalar, r"float32\[128\]"), (several, r"float32\[\], float32\[\]")],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss, found):
+    step = tcfp_jax.train_step(loss, TX)
     state = step.init(store({"kernel": drawn(2, 128, 128)}))
-    with pytest.raises(TypeError, match=r"float32\[128\], not a real scalar"):
+    with pytest.raises(TypeError, match=f"{found}, not a real scalar.*several losses"):
         step(state, X)
+
+
+def test_a_gradient_through_a_step_is_refused():
+    step = tcfp_jax.train_step(plain().loss, TX)
+    state = jax.eval_shape(lambda: step.init(plain().params))
+
+    def loss_after(x, state):
+        return step(state, x)[1].loss
+
+    for of in (loss_after, jax.jit(loss_after)):
+        with pytest.raises(TypeError, match=r"a gradient through train_step.*has none"):
+            jax.eval_shape(jax.grad(of), X, state)
 
 
 def test_a_weight_that_all_layers_share_is_updated_once():
@@ -293,6 +328,23 @@ def test_a_weight_that_all_layers_share_is_updated_once():
     step = tcfp_jax.train_step(loss, TX)
     state, _ = step(step.init(copied(params)), X)
     assert same_bits((state.params, state.opt_state), wanted[:2])
+
+
+@pytest.mark.slow  # compiles twice; a quicker test has the buffers of a step
+def test_a_state_that_is_not_donated_exists_twice():
+    case = plain()
+    step = tcfp_jax.train_step(case.loss, TX)
+    state = step.init(copied(case.params))
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    programs = []
+    for options in ({}, {"donate_argnums": 0}):
+        made = jax.jit(step, **options).lower(state, case.batch).compile()
+        programs.append((step_bytes(made), made.memory_analysis()))
+    (twice, apart), (once, in_place) = programs
+    assert apart.alias_size_in_bytes == 0
+    assert in_place.alias_size_in_bytes >= 0.99 * whole
+    # The temporary memory of both programs differs a little.
+    assert twice >= once + 0.8 * whole
 
 
 def test_aux_and_donation():
