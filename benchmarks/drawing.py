@@ -13,6 +13,7 @@ from benchmarks import large, memory
 from benchmarks.convergence_tables import Row, rows_of
 from benchmarks.records import RESULTS, Result, read_result
 from benchmarks.variants import BASELINE
+from models.extras import require
 
 INK = "#808080"
 BLUE = "#3b82c4"
@@ -196,6 +197,7 @@ def _sources(name: str, results: Path) -> list[Result]:
 def save(name: str, path: Path, results: Path = RESULTS) -> None:
     """Write a plot with the digest of its JSON files, unless one of them is missing."""
     # Imported here: it costs a second, which tables need not pay.
+    require("bench", "matplotlib")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -122,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         ValueError,
         FileExistsError,
         FileNotFoundError,
+        ImportError,
         NotImplementedError,
     ) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -167,7 +168,7 @@ def _choose_folder(options: argparse.Namespace) -> Path:
                 " with --out"
             )
         return started[-1].parent
-    config = preset(getattr(options, "model", "tiny"), **given_settings(options))
+    config = _new_config(options)
     name = f"{Path(_name(config)).name}-{config.recipe}"
     if isinstance(config.weights, Stored):
         name += "-stored"
@@ -175,10 +176,21 @@ def _choose_folder(options: argparse.Namespace) -> Path:
     return next(folder for folder in folders if not folder.exists())
 
 
+def _new_config(options: argparse.Namespace) -> TrainConfig:
+    model = getattr(options, "model", "tiny")
+    config = preset(model, **given_settings(options))
+    if _folder_of(config) is not None and not config.data.paths:
+        raise ValueError(
+            f"--model {model} without --data: name the text to train on, such as --data"
+            " chats.jsonl"
+        )
+    return config
+
+
 def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
-    given = given_settings(options)
     if not (options.resume and holds_run(out)):
-        return preset(getattr(options, "model", "tiny"), **given)
+        return _new_config(options)
+    given = given_settings(options)
     if hasattr(options, "model") and not is_folder(options.model):
         given["model"] = options.model
     return config_of({**settings_of(read_config(out)), **given})
@@ -188,10 +200,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     """Train, compare, print and write the results."""
     alone = config.recipe == "bf16" or _folder_of(config) is not None
     compare = getattr(options, "compare", "none" if alone else "bf16")
-    if options.export is not None and options.export.suffix == ".npz":
-        check_export(options.export)
-    elif options.export is not None:
-        check_folder(options.export, config.size, config.start, config.data.tokenizer)
+    _check_target(options, config)
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
@@ -224,7 +233,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         curves["bf16 (baseline)"] = baseline.train_loss
     if options.export is not None:
         with shown(lambda: f"writing {options.export}", is_first()):
-            export_run(out, options.export, mesh, options.format)
+            export_run(out, options.export, mesh, options.format or "bf16")
     if not is_first():
         return
     write_json(out / "summary.json", _summary(config, result, baseline))
@@ -248,10 +257,26 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
             written.append("monitor.png")
     except ImportError as error:  # after hours of training
         print(
-            f"no plot: {error}; the numbers are in metrics.jsonl; to draw them, pip"
-            " install matplotlib and --resume"
+            f"no plot: {error}; the numbers are in metrics.jsonl, and --resume draws"
+            " them"
         )
     print("written:", ", ".join(str(out / each) for each in written))
+
+
+def _check_target(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise `ValueError` if nothing can be written to the path of --export."""
+    path = options.export
+    writes_folder = path is not None and path.suffix != ".npz"
+    if options.format is not None and not writes_folder:
+        raise ValueError(
+            f"--format {options.format} is for the weights of a folder, and --export"
+            f" {'is missing' if path is None else f'names {path}'}; add --export"
+            " FOLDER, or leave --format"
+        )
+    if writes_folder:
+        check_folder(path, config.size, config.start, config.data.tokenizer)
+    elif path is not None:
+        check_export(path)
 
 
 def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:

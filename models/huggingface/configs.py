@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.nets.shapes import LlamaConfig
+from models.nets.sizes import model_names
 from tcfp_jax.inference import folders, safetensors
 
 _NUMBERS: dict[str, Any] = {
@@ -328,6 +329,27 @@ def _with_windows(
 def is_folder(path: str | Path) -> bool:
     """Return whether a path is a folder of a model."""
     return (Path(path) / safetensors.CONFIG).is_file()
+
+
+def check_is_folder(path: str) -> None:
+    """Raise `FileNotFoundError` if a path is not a folder of a model; the message says
+    why.
+    """
+    found = Path(path)
+    if is_folder(found):
+        return
+    if found.is_dir():
+        lacks = "is empty" if not any(found.iterdir()) else "has no config.json"
+        raise FileNotFoundError(
+            f"the folder {path} {lacks}; copy all files of the model: config.json,"
+            " *.safetensors and tokenizer.json"
+        )
+    if found.exists():
+        raise FileNotFoundError(f"{path} is a file; name the folder of the model")
+    raise FileNotFoundError(
+        f"model {path!r} is unknown: there is no such folder (looked from {Path.cwd()})"
+        f" and no size of this name; correct the path, or use one of {model_names()}"
+    )
 
 
 def read_shape(folder: Path) -> LlamaConfig:

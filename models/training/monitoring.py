@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.extras import require
 from tcfp_jax import monitor
 from tcfp_jax.inference import folders
 
@@ -106,7 +107,7 @@ class Board:
         TensorBoard hides the earlier files.
 
     Raises:
-      ValueError: tensorboardX is not installed.
+      ImportError: tensorboardX is not installed.
     """
 
     def __init__(self, folder: Path | None, metrics: Path | None = None) -> None:
@@ -140,18 +141,13 @@ def check_board() -> None:
     """Raise if TensorBoard's files cannot be written.
 
     Raises:
-      ValueError: tensorboardX is not installed.
+      ImportError: tensorboardX is not installed.
     """
     _writer_class()
 
 
 def _writer_class() -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "TensorBoard's files are written by tensorboardX, which is not installed;"
-            " pip install -e '.[monitor]' in the checkout, or leave --tensorboard out:"
-            " metrics.jsonl has the same numbers"
-        ) from error
+    require("monitor", "tensorboardX")
+    from tensorboardX import SummaryWriter
+
     return SummaryWriter

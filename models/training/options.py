@@ -274,7 +274,7 @@ def _add_folder(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
         choices=get_args(Form),
-        default="bf16",
+        default=None,
         help="of the weights in that folder (default: bf16)",
     )
     group.add_argument(

@@ -6,19 +6,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from models.extras import require
 from tcfp_jax.monitor import OPERANDS
 
 _ABSENT = object()
 
 
 def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> None:
-    """Write a plot of training losses (nats per byte, by step): each curve faint, with
+    """Write a plot of training losses (nats per token, by step): each curve faint, with
     its running mean on top.
 
     Two curves usually coincide, so a second panel shows the first minus the second.
     Both saw the same batches, whose effect cancels in the difference.
     """
     # Imported here, because it takes a second that training without a plot can save.
+    require("train", "matplotlib")
     from matplotlib.figure import Figure
 
     heights = [3, 2] if len(curves) == 2 else [1]
@@ -30,7 +32,7 @@ def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> Non
     for index, (name, losses) in enumerate(curves.items()):
         style = "-" if index == 0 else "--"
         _draw(axes, losses, color=f"C{index}", style=style, label=name)
-    axes.set(ylabel="training loss (nats per byte)", title=title)
+    axes.set(ylabel="training loss (nats per token)", title=title)
     axes.legend()
     if len(curves) == 2:
         first, second = curves
@@ -124,6 +126,7 @@ def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
             "no step was observed: the run is shorter than monitor says; observe more"
             " often"
         )
+    require("train", "matplotlib")
     from matplotlib.figure import Figure
 
     seen: set[str] = set()

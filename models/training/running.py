@@ -141,10 +141,11 @@ def run(
         needs tensorboardX.
 
     Raises:
-      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder or no
-        tensorboardX; the text is too short or not readable; `out` holds another run, or
-        another process writes it; the mesh does not divide what it splits; processes
-        have different settings; or `config.start` is a checkpoint of another model.
+      ImportError: TensorBoard's files are asked for without tensorboardX.
+      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder; the
+        text is too short or not readable; `out` holds another run, or another process
+        writes it; the mesh does not divide what it splits; processes have different
+        settings; or `config.start` is a checkpoint of another model.
       FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at
         the end.
       FileExistsError: `out` holds a run and `resume` is "never".
@@ -485,7 +486,8 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
         disable=progress == "none" or not is_first(),
         mininterval=0.5 if sys.stderr.isatty() else 10.0,
         bar_format=(
-            "{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {elapsed}"
-            " gone, {remaining} left"
+            # A postfix brings its own comma
+            "{desc}: {percentage:3.0f}%|{bar:24}| {rate_fmt}{postfix}, {elapsed} gone,"
+            " {remaining} left"
         ),
     )

@@ -74,7 +74,7 @@ def continued(
     stops = jnp.asarray(ends, jnp.int32)
     written = _first(model)(variables, tokens, begin)
     extend = _rest(model)
-    # With a limit that is reached it runs no round, so that its compilation is not timed.
+    # A reached limit allows no round: it compiles, which is then not timed.
     written = jax.block_until_ready(extend(variables, written, begin, stops))
     started = time.perf_counter()
     written = jax.block_until_ready(extend(variables, written, limit, stops))

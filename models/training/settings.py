@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import jax
 
 import tcfp_jax
-from models.huggingface.configs import is_folder, read_shape
+from models.huggingface.configs import check_is_folder, read_shape
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
 from models.nets.sizes import model_config, model_names
@@ -206,9 +206,10 @@ class TrainConfig:
                 " peak learning rate"
             )
         if self.sequence > context:
+            named = self.model if isinstance(self.model, str) else self.start
             raise ValueError(
-                f"sequence={self.sequence} exceeds the context of model {self.model!r},"
-                f" {context}; shorten it"
+                f"sequence={self.sequence} exceeds the context of model"
+                f" {named or type(self.model).__name__}, {context}; shorten it"
             )
         check_choice("dtype", self.dtype, ("auto", *get_args(ComputeDtype)))
         check_choice("include", self.include, get_args(Included))
@@ -420,9 +421,15 @@ def _of_folder(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     if overrides.get("lora"):  # matrices that begin at zero need larger steps
         fields |= dict(recipe="tensorwise", learning_rate=2e-4)
     tokenizer = folder / "tokenizer.json"
-    holds_ids = any(path.endswith(IDS_SUFFIX) for path in overrides.get("data", ()))
+    data = overrides.get("data", ())
+    holds_ids = any(path.endswith(IDS_SUFFIX) for path in data)
     if tokenizer.is_file() and not holds_ids:
         fields["tokenizer"] = str(tokenizer)
+    elif "tokenizer" not in overrides and document_files(data):
+        raise FileNotFoundError(
+            f"{tokenizer} is missing, and {data[0]} holds documents for a tokenizer;"
+            " copy all files of the model, or name another tokenizer"
+        )
     return fields
 
 
@@ -435,6 +442,7 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     taken.
 
     Raises:
+      FileNotFoundError: the model is neither a size nor a folder of a model.
       ValueError: as `config_of`, or `error_dtype` is given for a recipe that keeps no
         errors.
 
@@ -445,11 +453,11 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     >>> preset(recipe="tensorwise").weights
     Float(error_dtype='float32')
     """
-    if model not in model_names() and is_folder(model):
-        given = _of_folder(Path(model), overrides)
-    else:
-        model_config(model)
+    if model in model_names():
         given = {"model": model, **_PRESETS.get(model, {})}
+    else:
+        check_is_folder(model)
+        given = _of_folder(Path(model), overrides)
     given |= overrides
     if not {"weights", "recipe", "error_dtype", "lora"} & given.keys():
         given["weights"] = "stored"

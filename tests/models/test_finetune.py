@@ -543,13 +543,38 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path, tokenizer_folder, data, 
     for more, message in (
         (["--export", str(folder)], "is the folder that the run starts from"),
         (["--lora", "2", "--weights", "stored"], "frozen weights are quantized once"),
-        (["--sequence", "65"], "exceeds the context"),
+        (["--sequence", "65"], f"exceeds the context of model {folder}, 64; shorten"),
+        (["--format", "fp8"], "--export is missing; add --export FOLDER"),
+        (["--format", "fp8", "--export", "a.npz"], "--export names a.npz; add"),
     ):
         assert train.main([*command, *more]) == 2
         assert message in capsys.readouterr().err
+    assert train.main(["--model", str(folder)]) == 2
+    assert "without --data: name the text to train on" in capsys.readouterr().err
     (folder / "part-1.safetensors").unlink()
     assert train.main(command) == 2
     assert "part-1.safetensors is missing" in capsys.readouterr().err
-    assert train.main(["--model", str(tmp_path / "nothing")]) == 2
-    assert "is unknown" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert train.main(command) == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing", "there is no such folder"),
+        ("empty", "is empty; copy all files of the model: config.json"),
+        ("other", "has no config.json; copy all files"),
+        ("other/notes.txt", "is a file; name the folder"),
+    ],
+)
+def test_a_path_that_is_no_model_is_named(tmp_path, capsys, name, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("text")
+    path = tmp_path / name
+    assert train.main(["--model", str(path), "--data", "chats.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert message in error

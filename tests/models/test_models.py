@@ -1,5 +1,6 @@
 """The corpus and the models: input, results, and errors."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import random
+from matplotlib.figure import Figure
 
 from models.nets.attention import causal_attention
 from models.nets.gpt import GPT, ByteEmbedding
 from models.nets.mlp import MLP
 from models.nets.shapes import GPTConfig
 from models.nets.sizes import MODELS, model_config
+from models.training import running
 from models.training.plotting import plot_losses
+from models.training.settings import preset
 from models.training.text import (
     SEPARATOR,
     is_heldout,
@@ -234,10 +238,28 @@ def test_mlp_learns_a_separable_task(recipe):
     assert losses[-1] < losses[0] / 3
 
 
-def test_plot_is_a_png(tmp_path):
+def test_plot_is_a_png(tmp_path, monkeypatch):
+    labels = []
+    save = Figure.savefig
+
+    def savefig(figure, path, **options):
+        labels.append(figure.axes[0].get_ylabel())
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     plot_losses(
         tmp_path / "loss.png",
         {"a": np.linspace(5, 2, 120), "b": np.linspace(5, 3, 120)},
         title="losses",
     )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert labels == ["training loss (nats per token)"]
+
+
+def test_the_bar_has_no_empty_field(capsys):
+    with running._bar(preset(), 0, "bar") as bar:
+        bar.set_postfix_str("step 10, loss 3.466")
+        bar.update(20480)
+    for drawn in capsys.readouterr().err.split("\r"):
+        assert not re.search(r"\| *,|, *,", drawn)
+    assert re.search(r"\| .*tok/s, step 10, loss 3\.466, \d\d:\d\d gone", drawn)

@@ -1,5 +1,6 @@
 """Runs that are observed, and runs that start from a checkpoint of floats."""
 
+import importlib.machinery
 import json
 import sys
 import types
@@ -177,9 +178,10 @@ class FakeWriter:
 
 
 def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
-    monkeypatch.setitem(
-        sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter)
-    )
+    fake = types.ModuleType("tensorboardX")
+    fake.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
+    fake.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
     # a killed run lost lines that its writer held back
     done = tmp_path / "metrics.jsonl"
     done.write_text(
@@ -208,7 +210,7 @@ def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
 
 def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with refused(r"pip install -e '\.\[monitor\]'"):
+    with refused(r"pip install -e '\.\[monitor\]'", ImportError):
         run(CONFIG, out=tmp_path / "run", tensorboard="on")
     with refused("without out"):
         run(CONFIG, tensorboard="on")
