@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import counter, moments
-from pallas_kernels.adamw.api import Moments, Rates
+from pallas_kernels.adamw.api import Moments, Rates, adamw, adamw_entry
 from pallas_kernels.moments import E4M3
 
 SHAPE = (32, 256)
@@ -82,3 +82,36 @@ def rates(
 def weight(hi, lo):
     """The values of a weight in units of its scale, in float64."""
     return np.asarray(hi, np.float64) + np.asarray(lo, np.float64)
+
+
+def entries(*stack, shape=SHAPE, layers=3):
+    """Arguments of `step_entry` and of `step_alone`: stacks of different matrices."""
+    count = layers * int(np.prod(stack))
+    matrices = [data(shape, seed) for seed in range(count)]
+
+    def stacked(*arrays):
+        return jnp.stack(arrays).reshape(layers, *stack, *arrays[0].shape)
+
+    g, hi, lo, state = jax.tree.map(stacked, *matrices)
+    many = jax.tree.map(lambda x: jnp.full(stack, x), rates())
+    keys = jnp.arange(2 * int(np.prod(stack)), dtype=jnp.uint32).reshape(*stack, 2)
+    return g[1], (hi, lo, state), many, keys
+
+
+def step_entry(g, old, given, keys, entry, **options):
+    """(the stacks after the step of one entry, its columns and amax)."""
+    places = jax.tree.map(jax.new_ref, old)
+    found = adamw_entry(entry, g, *places, given, keys, **options)
+    return jax.tree.map(jax.freeze, places), found
+
+
+def step_alone(g, old, given, keys, entry, **options):
+    """The same by a step of the entry alone."""
+    one = functools.partial(adamw, **options)
+    for _ in g.shape[:-2]:
+        one = jax.vmap(one)
+    own = jax.tree.map(lambda x: x[entry], old)
+    new = one(g, *own, given, keys)
+    after = (new.hi, new.lo, new.moments)
+    whole = jax.tree.map(lambda x, y: x.at[entry].set(y), old, after)
+    return whole, (new.columns, new.amax)

@@ -10,7 +10,17 @@ import pytest
 import tcfp_jax
 from pallas_kernels import counter, moments
 from pallas_kernels.adamw.api import adamw
-from tests.adamw import KEY, OPTIONS, SCALE, data, encode, rates
+from tests.adamw import (
+    KEY,
+    OPTIONS,
+    SCALE,
+    data,
+    encode,
+    entries,
+    rates,
+    step_alone,
+    step_entry,
+)
 from tests.helpers import entry, on_cpu, parametrize, same_bits, stacked
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +81,17 @@ def test_every_bit_is_the_definitions(engine, kind, options, dtype):
     shares = jax.tree.map(share_of_equal_bytes, got, expected)
     assert set(jax.tree.leaves(shares)) == {1.0}, shares
     assert np.mean(np.float32(got.lo) != 0) > 0.5
+
+
+@parametrize("options", OPTIONS, ids=str)
+@parametrize("stack", [(), (2,)], ids=str)
+def test_an_entry_of_stacks_takes_its_step_in_place(stack, options):
+    given = *entries(*stack, shape=SHAPE), jnp.int32(2)
+    by_entry = jax.jit(partial(step_entry, **options)).lower(*given).compile()
+    assert "mosaic_gpu" in by_entry.as_text()
+    assert "triton" not in by_entry.as_text()
+    alone = jax.jit(partial(step_alone, backend="triton", **options))
+    assert same_bits(by_entry(*given), alone(*given))
 
 
 @parametrize("orientation", ["rows", "both"])

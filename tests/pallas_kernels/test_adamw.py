@@ -18,7 +18,18 @@ from pallas_kernels.adamw import mosaic, reference
 from pallas_kernels.adamw.api import IMPLEMENTATIONS, Moments, adamw
 from pallas_kernels.adamw.arithmetic import Portable
 from pallas_kernels.moments import E4M3
-from tests.adamw import KEY, OPTIONS, SCALE, SHAPE, data, rates, weight
+from tests.adamw import (
+    KEY,
+    OPTIONS,
+    SCALE,
+    SHAPE,
+    data,
+    entries,
+    rates,
+    step_alone,
+    step_entry,
+    weight,
+)
 from tests.collectives import GATHERS
 from tests.helpers import (
     OLD_JAX,
@@ -308,6 +319,14 @@ def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
     nested = jax.jit(twice)(*jax.tree.map(lambda x: x[None], stack))
     expected = by_definition(*parts[2], rates(), KEY)
     assert same_bits(entry(nested, 0, 2), expected)
+
+
+@parametrize("stack", [(), (2,)], ids=str)
+def test_an_entry_of_stacks_takes_the_step_of_its_matrices(stack):
+    given = entries(*stack)
+    at = jnp.int32(2)
+    expected = jax.jit(step_alone)(*given, at)
+    assert same_bits(jax.jit(step_entry)(*given, at), expected)
 
 
 @slow_except("P('a', 'b')-xla", "P('a', 'b')-triton")

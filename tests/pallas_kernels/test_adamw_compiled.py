@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import pallas_triton
-from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.adamw.api import Moments, Rates, adamw, adamw_entry
 from pallas_kernels.moments import E4M3
 from pallas_kernels.operands import SCALE_DTYPE
 from tests import compile_for_h200 as h200
@@ -68,6 +68,33 @@ def test_a_step_is_one_kernel_in_place(engine, shape, orientation, monkeypatch):
     fusions = [line for line in entry.splitlines() if " fusion(" in line]
     assert not any(f"[{np.prod(shape) // 128},128]" in line for line in fusions)
     assert len(fusions) <= 4
+
+
+@parametrize("experts", [(), (4,)], ids=str)
+def test_a_loop_steps_entries_of_stacks_where_they_are(experts):
+    if OLD_JAX:
+        pytest.skip("Mosaic's FP8 needs jax 0.11")
+    mesh = h200.h200s(1)
+    layers, k, n = 3, 1024, 2048
+    old, g, given, _ = described(mesh, (layers, *experts, k, n))
+    given = jax.tree.map(lambda x: h200.on(mesh, experts, x.dtype), given)
+    keys = h200.on(mesh, (layers, *experts, 2), jnp.uint32)
+
+    def train(old, g, given, keys):
+        places = jax.tree.map(jax.new_ref, old)
+
+        def layer(i, amax):
+            _, found = adamw_entry(i, g[i], *places, given, keys[i])
+            return jnp.maximum(amax, jnp.max(found))
+
+        amax = jax.lax.fori_loop(0, layers, layer, jnp.float32(0))
+        return jax.tree.map(jax.freeze, places), amax
+
+    compiled = h200.compile_for(mesh, train, old, g, given, keys, donate_argnums=0)
+    assert compiled.targets == [TARGETS["mosaic"]]
+    assert not compiled.results("dynamic-update-slice")
+    # The slice of the gradient in float32, which other programs compute in the loop
+    assert compiled.temporary_bytes < 1.1 * 4 * k * n * np.prod(experts, dtype=int)
 
 
 def test_under_a_mesh_each_device_steps_its_part():
