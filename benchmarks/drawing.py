@@ -170,6 +170,12 @@ PICTURES = {
         ("large-curves",),
         draw_curves,
     ),
+    "large-curves-llama-1b": Picture(
+        "Curves: the losses of Llama-3.2-1B with stored weights and in BF16 over 1,000"
+        " steps, on the same batches",
+        ("large-curves-llama-1b",),
+        draw_curves,
+    ),
     FROM_SCRATCH: Picture(
         "Curves: training losses of a Llama of 6x640 from scratch by recipe, and their"
         " distances from BF16's",

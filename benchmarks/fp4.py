@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +70,10 @@ class Row(timing.Timing):
       speed_over_bf16: BF16's median over this one.
       weight_bits: bits a value of the weight's arrays.
       terabytes_per_second: rate at which the weight's bytes are read.
+      copies: weights that a call reads in turn.
       snr_db: against the float64 product of the dequantized weight; None for BF16.
       pearson: correlation with the float64 product of x and the weight before any of
         them is quantized; None for BF16.
-      copies: weights that a call reads in turn.
     """
 
     part: Part
@@ -85,9 +85,9 @@ class Row(timing.Timing):
     speed_over_bf16: float
     weight_bits: float
     terabytes_per_second: float
-    snr_db: float | None
-    pearson: float | None
     copies: int
+    snr_db: float | None = None
+    pearson: float | None = None
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,6 @@ def _dequantized(weights: dict[str, list[Any]], name: str) -> np.ndarray:
     return np.asarray(w if name == BASELINE else w.dequantize(), np.float64)
 
 
-class _Checked(NamedTuple):
-    """The backend of a product, and its accuracy; none of BF16."""
-
-    backend: Backend
-    snr_db: float | None = None
-    pearson: float | None = None
-
-
 def _multiply(part: Part, name: str, x: Array, w: Any) -> Array:
     if name == BASELINE:
         return x @ (w if part == "dgrad" else w.T)
@@ -208,7 +200,7 @@ def _products(
     contracted = n if part == "dgrad" else k
     x = jax.random.normal(jax.random.key(1), (m, contracted), jnp.bfloat16)
     exact = _in_float64(x, wide(BASELINE), part)
-    checked: dict[str, _Checked] = {BASELINE: _Checked("xla")}
+    checked: dict[str, Any] = {BASELINE: {"backend": "xla"}}
     candidates: Any = {}
     for name, copies in weights.items():
         if name != BASELINE and not KINDS[name].runs(part, m):
@@ -222,7 +214,7 @@ def _products(
             y = call(*arguments)[-1][:CHECKED_ROWS].astype(jnp.float32)
             snr = _snr(name, y, _in_float64(x, wide(name), part))
             pearson = float(np.corrcoef(exact.ravel(), y.ravel())[0, 1])
-            checked[name] = _Checked(backend, snr, pearson)
+            checked[name] = dict(backend=backend, snr_db=snr, pearson=pearson)
         candidates[name] = call, arguments
     timed = config.interleaved(candidates)
     bf16 = timed[BASELINE].median_ms / len(weights[BASELINE])
@@ -245,7 +237,7 @@ def _products(
             weight_bits=8 * nbytes / (n * k),
             terabytes_per_second=nbytes / milliseconds / 1e9,
             copies=count,
-            **checked[name]._asdict(),
+            **checked[name],
         )
 
 
@@ -279,7 +271,6 @@ def _snr(name: str, y: Array, expected: np.ndarray) -> float:
 
 
 LARGE = (8192, 28672)
-SQUARE = (2944, 2944)  # no multiple of 256, which the kernels need
 CASES: dict[str, Any] = {
     "usual": (
         ("decode", LARGE, (1, 16, 64, 128, 256)),
@@ -290,8 +281,14 @@ CASES: dict[str, Any] = {
         ("dgrad", LARGE, (4096,)),
     ),
     "activations": (
-        ("prefill", SQUARE, (16, 256, 2048)),
+        # 2944 is no multiple of 256, which the kernels need.
+        ("prefill", (2944, 2944), (16, 256, 2048)),
         ("prefill", (4096, 14336), (16, 256, 2048)),
+    ),
+    "tiny": (
+        ("decode", (64, 32), (2,)),
+        ("prefill", (64, 32), (8,)),
+        ("dgrad", (64, 32), (8,)),
     ),
 }
 
@@ -305,13 +302,7 @@ def configure(options: argparse.Namespace) -> Config:
     """Return the shapes that were asked for on a GPU, and tiny ones elsewhere."""
     if jax.default_backend() == "gpu" and not options.smoke:
         return Config(CASES[options.cases], rounds=3, calls=4)
-    tiny = (64, 32)
-    cases: Any = (
-        ("decode", tiny, (2,)),
-        ("prefill", tiny, (8,)),
-        ("dgrad", tiny, (8,)),
-    )
-    return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
+    return Config(CASES["tiny"], cold_bytes=10_000, rounds=1, calls=2)
 
 
 def table(result: Result) -> str:

@@ -5,8 +5,10 @@
     python -m benchmarks.large --json --model llama-1b --recipes stored,tensorwise
     python -m benchmarks.large --json --layers 8 --steps 300 --recipes bf16
     python -m benchmarks.large --json --layers 8 --steps 300 --resume
+    python -m benchmarks.large --json --model llama-1b --steps 1000 --batch 2
 
-The last two make curves, one candidate in a call; `--resume` keeps BF16's row.
+The last three make curves, one candidate in a call with `--recipes bf16` and then
+`--resume`, which keeps BF16's row.
 
 "stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32
 masters and `optax.adamw`, and so have other recipes, with error feedback. Every recipe
@@ -146,11 +148,6 @@ class Row(Run):
     mfu: float
     layer_speed_over_bf16: float
 
-    @property
-    def layer_speed(self) -> float:
-        """Layers in a millisecond."""
-        return self.layers / self.median_ms
-
 
 def measure(config: Config) -> Iterator[Row]:
     """Measure the candidates in sequence.
@@ -181,7 +178,8 @@ def _kept(config: Config) -> list[Row]:
     rows = []
     for row in rows_to_resume(Path(config.resume), config.settings):
         known = {name: row[name] for name in names}
-        rows.append(Row(**{**known, "losses": tuple(row["losses"])}))
+        known["losses"] = tuple(row["losses"])
+        rows.append(Row(**known))
     return rows
 
 
@@ -208,7 +206,7 @@ def _row(config: Config, name: str, layers: int, run: Run, bf16: Row | None) -> 
         tokens_per_second=count / seconds,
         model_tflops=tflops,
         mfu=tflops / PEAK_TFLOPS,
-        layer_speed_over_bf16=1.0 if bf16 is None else speed / bf16.layer_speed,
+        layer_speed_over_bf16=speed * bf16.median_ms / bf16.layers if bf16 else 1.0,
     )
 
 
@@ -319,6 +317,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=RATE,
         help=f"the largest learning rate of a short run (default: {RATE})",
     )
+    parser.add_argument(
+        "--batch", type=positive, default=4, help="sequences of a step on a GPU"
+    )
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
     parser.add_argument("--bf16-layers", type=int, help="(default: as many)")
 
@@ -347,7 +348,7 @@ def configure(options: argparse.Namespace) -> Config:
     return Config(
         model,
         tuple(layers.items()),
-        (4, min(4096, model.context)) if on_gpu else (1, 32),
+        (options.batch, min(4096, model.context)) if on_gpu else (1, 32),
         text_bytes=2**25 if on_gpu else 2**18,
         steps=options.steps or (2 if options.smoke else SHORT),
         rounds=2 if on_gpu else 1,
@@ -361,14 +362,15 @@ def configure(options: argparse.Namespace) -> Config:
 def json_name(options: argparse.Namespace) -> str:
     """Return the name of a run's JSON.
 
-    It is "large", "large-curves" of a long run, and names the model and the values that
-    blocks keep if layers are updated in the backward pass.
+    It is "large", or "large-curves" of a long run with its model. It names the model and
+    the values that blocks keep if layers are updated in the backward pass.
     """
-    name = "large-curves" if (options.steps or SHORT) > SHORT else "large"
-    if options.update == "behind":
-        return name
-    parts = [name, "backward", options.model, options.remat]
-    return "-".join(part for part in parts if part)
+    parts = ["large"]
+    if (options.steps or SHORT) > SHORT:
+        parts += ["curves", options.model]
+    if options.update != "behind":
+        parts += ["backward", options.model, options.remat]
+    return "-".join(filter(None, parts))
 
 
 def table(result: Result) -> str:

@@ -315,5 +315,4 @@ def next_to_each_other(config: Config, names: Sequence[str]) -> dict[str, Config
 
 def _bytes_of_state(config: Config, name: str) -> int:
     init = make_training(config, name).init
-    state, *_ = jax.eval_shape(init, jax.random.key(0))
-    return bytes_of(state)
+    return bytes_of(jax.eval_shape(init, jax.random.key(0))[0])

@@ -29,11 +29,9 @@ COLUMNS = {
     "BF16": ("bf16", BASELINE, BASELINE),
     "`tcfp12`, error feedback": ("fp8 dual", "tcfp12", "flags_tcfp12"),
     "`tcfp12`, SRR": ("", STOCHASTIC, "flags_srr"),
-    "`tcfp12_fast`": ("", "tcfp12_fast", ""),
     "stored": ("fp8 single", "stored", ""),
 }
 TIME = "{median_ms:.3f} · **{speed_over_bf16:.2f}**"
-MEMORY = "{state_gigabytes:.3f} · {step_gigabytes:.3f}"
 NOTE = (
     "Times are milliseconds with **the speedup over BF16 in the same run**. The product"
     " has operands that were quantized beforehand, and the fastest accumulation and"
@@ -49,17 +47,10 @@ NOTE = (
 def table(results: Path = RESULTS) -> str:
     """Return the table, with a line for each measurement that has JSON."""
     lines: list[list[str]] = []
-    product = read_result("gemm", results)
-    if product is not None:
-        lines += _products(product)
-    steps = read_result("train_step-original", results)
-    if steps is not None:
-        lines += _steps(steps)
-    learned = read_result("convergence-flags", results)
-    if learned is not None:
-        found = convergence_tables.ratios_of(learned)
-        cells = [found.get(name, "–") for _, _, name in COLUMNS.values()]
-        lines.append(["GPT, perplexity", learned.card, *cells])
+    for name, lines_of in LINES.items():
+        found = read_result(name, results)
+        if found is not None:
+            lines += lines_of(found)
     return f"{markdown_table(['', 'card', *COLUMNS], lines)}\n\n{NOTE}\n"
 
 
@@ -76,9 +67,24 @@ def _products(result: Result) -> Iterator[list[str]]:
 def _steps(result: Result) -> Iterator[list[str]]:
     """Yield the times of all MLPs, and then their memory."""
     rows = result.by("shape", "recipe")
-    for what, form in (("a step", TIME), ("memory of the step", MEMORY)):
+    memory = "{state_gigabytes:.3f} · {step_gigabytes:.3f}"
+    for what, form in (("a step", TIME), ("memory of the step", memory)):
         for text in result.distinct("shape"):
             shape = GemmShape.parse(text)
             mlp = f"MLP {shape.k} → {shape.n} → {shape.k}"
             cells = [shown(rows.get((text, of)), form) for _, of, _ in COLUMNS.values()]
             yield [f"{mlp}, {what}", result.card, *cells]
+
+
+def _learned(result: Result) -> Iterator[list[str]]:
+    found = convergence_tables.ratios_of(result)
+    cells = [found.get(name, "–") for _, _, name in COLUMNS.values()]
+    yield ["GPT, perplexity", result.card, *cells]
+
+
+# The functions of the lines of each JSON
+LINES = {
+    "gemm": _products,
+    "train_step-original": _steps,
+    "convergence-flags": _learned,
+}

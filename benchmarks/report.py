@@ -55,6 +55,7 @@ DECIDING = (
     "large",
     "large-8-layers",
     "large-curves",
+    "large-curves-llama-1b",
     "large-olmoe",
     "large-1b",
     "large-backward-qwen3-14b-block",
