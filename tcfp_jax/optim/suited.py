@@ -22,6 +22,7 @@ from tcfp_jax.weights.parameter import is_quantized
 
 _Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 _State: TypeAlias = tuple[PyTree, ErrorFeedbackState]
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 def suited(
@@ -32,10 +33,11 @@ def suited(
     """Return the transformation for these parameters.
 
     It goes through `on_stored` if they are stored, otherwise it gets error feedback.
-    One that trains stored weights itself (`tcfp_jax.optim.adamw`), keeps
-    `error_feedback` already, or trains no kernel does not change. `weights` returns the
-    mapping of `find_weights`; it is called for float parameters only. Equal arguments
-    give the same transformation, so two train states of one `tx` have one structure.
+    One that trains stored weights itself (`tcfp_jax.optim.adamw`, but not inside
+    `optax.MultiSteps`), keeps `error_feedback` already, or trains no kernel does not
+    change. `weights` returns the mapping of `find_weights`; it is called for float
+    parameters only. Equal arguments give the same transformation, so two train states
+    of one `tx` have one structure.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.optim.stored import store
@@ -49,13 +51,13 @@ def suited(
     # The state tells which transformations the chain has. All of them take floats, and
     # not all take stored weights.
     state = jax.eval_shape(lambda params: tx.init(dequantize(params)), params)
-    wanted = (AdamWState, OnStoredState) if stored else ErrorFeedbackState
-    if _has(state, lambda node: isinstance(node, wanted)):
-        if stored:
-            _check_init(tx, params)
-        return tx
     if stored:
+        if _rewrites(state) and not _has(state, _takes_floats):
+            _check_init(tx, params, state)
+            return tx
         return _on_stored(tx)
+    if _has(state, lambda node: isinstance(node, ErrorFeedbackState)):
+        return tx
     kernels = weights()
     trained = set(leaves(params))
     if trained and not trained & set(kernels):
@@ -63,11 +65,30 @@ def suited(
     return _fed_back(tx, tuple(kernels.items()))
 
 
-def _check_init(tx: _Transformation, params: PyTree) -> None:
+def _rewrites(state: object) -> bool:
+    """Return whether a state is of a chain that trains stored weights itself."""
+    return _has(state, lambda node: isinstance(node, (AdamWState, OnStoredState)))
+
+
+def _takes_floats(node: object) -> bool:
+    """Return whether a state is of a transformation whose updates must be like the
+    parameters, and that has a chain inside which trains stored weights itself.
+    """
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    return isinstance(node, kinds) and _rewrites(tuple(node))
+
+
+def _check_init(tx: _Transformation, params: PyTree, state: PyTree) -> None:
     """Raise a ValueError if a part of the chain promotes dtypes of stored weights."""
     try:
         jax.eval_shape(tx.init, params)
     except jax.dtypes.TypePromotionError as error:
+        if _has(state, lambda node: isinstance(node, _INJECTED)):
+            raise ValueError(
+                "optax.inject_hyperparams gives its numbers the dtype of the first"
+                " parameter, which is FP8 here; write optax.inject_hyperparams(adamw,"
+                ' static_args=("key", "mask"), hyperparam_dtype=jnp.float32)(...)'
+            ) from error
         raise ValueError(
             "a transformation next to tcfp_jax.optim.adamw does arithmetic on stored"
             " weights, as optax.contrib.reduce_on_plateau does; write"

@@ -1,5 +1,7 @@
 """`tcfp_jax.nnx.Optimizer` and `TrainState`, for stored and for fed-back weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +122,58 @@ def test_gradients_are_those_of_the_floats():
         loss, argnums=nnx.DiffState(0, nnx.PathContains("down")), has_aux=True
     )(model, X)[1]
     assert set(some) == {"down"}
+
+
+OURS = functools.partial(tcfp_jax.optim.adamw, weight_decay=0.0, key=KEY)
+INJECT = functools.partial(optax.inject_hyperparams, OURS)
+AROUND = {
+    "steps": optax.MultiSteps(OURS(1e-2), 2),
+    "finite": optax.apply_if_finite(OURS(1e-2), 3),
+    "stored": optax.MultiSteps(tcfp_jax.optim.on_stored(ADAM), 2),
+}
+
+
+@slow_except("steps-nnx")
+@parametrize("framework", ["nnx", "linen"])
+@parametrize("name", AROUND)
+def test_adamw_trains_inside_what_takes_floats(name, framework):
+    model, _ = stored()
+    if framework == "nnx":
+        losses = steps(model, Optimizer(model, AROUND[name]), 6)
+    else:
+        linen = convert_to_tcfp(Dense(), "tcfp12_single", X, include=ALL)
+        params = jax.jit(Dense().init)(KEY, X)["params"]
+        params = store_at_once(params, find_weights(linen), key=KEY)
+        state = TrainState.create(apply_fn=linen.apply, params=params, tx=AROUND[name])
+        losses = []
+        for _ in range(6):
+            state, value = step_of_linen(state)
+            losses.append(float(value))
+    if name != "finite":
+        assert losses[0] == losses[1] != losses[2]
+    assert losses[-1] < losses[0]
+
+
+@jax.jit
+def step_of_linen(state):
+    def of(params):
+        return jnp.mean((state.apply_fn({"params": params}, X) - X) ** 2)
+
+    value, gradients = tcfp_jax.value_and_grad(of)(state.params)
+    return state.apply_gradients(grads=gradients), value
+
+
+@parametrize(
+    "tx",
+    [
+        INJECT(static_args=("key", "mask"))(learning_rate=1e-2),
+        INJECT()(learning_rate=1e-2),
+    ],
+)
+def test_injected_numbers_need_a_dtype(tx):
+    model, _ = stored()
+    with refused(r'static_args=\("key", "mask"\), hyperparam_dtype=jnp\.float32'):
+        Optimizer(model, tx)
 
 
 def test_accumulation_quantizes_when_weights_change():
