@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from tcfp_jax.losses import cross_entropy
+from tcfp_jax.losses import Chunks, cross_entropy
+from tests.collectives import collectives
 from tests.helpers import assert_close, mesh_of, placed
 from tests.loss_cases import TARGETS, K, W, X, mean_of
 
@@ -48,14 +49,19 @@ def test_transformations(recipe):
     close(dw, sum(dw for _, dw in alone))
 
 
-@pytest.mark.slow_except("both-tensorwise")
-@pytest.mark.parametrize("name", ["bf16", "tensorwise"])
+@pytest.mark.slow_except("both-tensorwise", "named-tensorwise")
+@pytest.mark.parametrize("name", ["bf16", "tensorwise", "rowwise"])
 @pytest.mark.parametrize(
-    "of_x, of_w",
-    [(P("a"), P()), (P(), P(None, "b")), (P("a"), P(None, "b"))],
-    ids=["tokens", "vocabulary", "both"],
+    "of_x, of_w, axes",
+    [
+        (P("a"), P(), ()),
+        (P(), P(None, "b"), ()),
+        (P("a"), P(None, "b"), ()),
+        (P("a"), P("a", "b"), ("a",)),
+    ],
+    ids=["tokens", "vocabulary", "both", "named"],
 )
-def test_devices_share_tokens_and_vocabulary(name, of_x, of_w):
+def test_devices_share_tokens_and_vocabulary(name, of_x, of_w, axes):
     mesh = mesh_of(4, 2)
     x = jnp.tile(X[:16], (2, 1)).reshape(8, 4, K)
     w = W[:, :48]
@@ -64,12 +70,23 @@ def test_devices_share_tokens_and_vocabulary(name, of_x, of_w):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def step(x, w, targets):
-        return cross_entropy(x, w, targets, recipe=name, chunk=16)
+        return cross_entropy(x, w, targets, recipe=name, chunk=Chunks(16, axes))
 
-    wanted = step(x, w, targets)
+    with jax.set_mesh(mesh_of(1)):
+        wanted = step(x, w, targets)
     with jax.set_mesh(mesh):
         tokens = placed((x, targets), mesh, *of_x)
-        found = step(tokens[0], placed(w, mesh, *of_w), tokens[1])
+        given = tokens[0], placed(w, mesh, *of_w), tokens[1]
+        found = step(*given)
+        if axes:
+            # The loop over chunks sends no kernel and no gradient of it.
+            large = [
+                part
+                for sent in collectives(step.lower(*given).compile().as_text())
+                for part in sent.parts
+                if sent.times > 1 and part.size * mesh.size >= w.size
+            ]
+            assert not large
     # Orders of float32 sums differ, and a gradient on the edge between two codes may
     # take the other one.
     part = 1e-6 if name == "bf16" else 2.0**-4 / 32
@@ -97,6 +114,13 @@ def test_explicit_axes_are_refused():
     x = placed(X[:20], mesh, "a")
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes"):
         cross_entropy(x, W, TARGETS[:20])
+
+
+def test_axes_of_tokens_are_those_of_the_mesh():
+    with jax.set_mesh(mesh_of(2)), pytest.raises(ValueError, match=r"axes \['a'\]"):
+        cross_entropy(X, W, TARGETS, chunk=Chunks(axes=("a", "data")))
+    with pytest.raises(ValueError, match=r"under jax\.set_mesh"):
+        cross_entropy(X, W, TARGETS, chunk=Chunks(axes=("a",)))
 
 
 def test_the_number_of_tokens_may_stay_open_in_an_export():

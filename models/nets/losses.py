@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from models.nets.meshes import batch_axes
 from tcfp_jax import losses
 
 IGNORED = -100  # target of a token without a loss, as in Transformers
@@ -68,7 +69,8 @@ def head_losses(
             capped((x @ matrix.astype(x.dtype)).astype(jnp.float32), cap), targets
         )
         return found if ignore is None else jnp.where(targets == ignore, 0.0, found)
-    chunk = targets.size if kept == "logits" else None
+    at_once = targets.size if kept == "logits" else None
+    chunks = losses.Chunks(at_once, batch_axes())
     return losses.cross_entropy(
-        x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunk
+        x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunks
     )[1]

@@ -158,6 +158,15 @@ def split_batch(x: jax.Array) -> jax.Array:
     return _constrained(x, P(("data", "fsdp"), *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
+def batch_axes() -> tuple[str, ...]:
+    """Return the axes of the current mesh of `make_mesh` over which XLA splits a
+    batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = mesh.axis_types == (AxisType.Auto,) * len(AXES)
+    return AXES[:2] if mesh.axis_names == AXES and automatic else ()
+
+
 def looked_up(table: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return rows of a table `[rows, width]` as `[*tokens, width]`, with the batch
     split by the current mesh.

@@ -21,6 +21,6 @@ single losses with another gradient than the mean's: pass `weights`.
 """
 
 from tcfp_jax.losses.head import cross_entropy, loss_of
-from tcfp_jax.losses.logits import Loss
+from tcfp_jax.losses.logits import Chunks, Loss
 
-__all__ = ["Loss", "cross_entropy", "loss_of"]
+__all__ = ["Chunks", "Loss", "cross_entropy", "loss_of"]

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.operands import Row, Tensor
 from pallas_kernels.specs import varying
 from tcfp_jax.losses.logits import (
     Loss,
@@ -17,7 +19,14 @@ from tcfp_jax.losses.logits import (
     quantized_gradients,
     tokens_of,
 )
-from tcfp_jax.products.fp8_weights import Asked, Read, columns_of, quantize_operand
+from tcfp_jax.products.fp8_weights import (
+    Asked,
+    Read,
+    Saved,
+    columns_of,
+    quantize_operand,
+    weight_gradient,
+)
 from tcfp_jax.products.matmul import RULES
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
@@ -28,17 +37,25 @@ from tcfp_jax.weights.stored import Stored
 TOKENS_AT_ONCE = 4096
 
 
+def _automatic() -> dict[str, int]:
+    """Return the sizes of the axes of the current mesh that XLA may split arrays
+    over.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+        if kind == AxisType.Auto
+    }
+
+
 def _devices() -> int:
     """Return the number of devices over which XLA may split the tokens and the
     vocabulary.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = [
-        mesh.shape[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types)
-        if kind == AxisType.Auto
-    ]
-    return math.prod(automatic) if mesh.axis_names else jax.device_count()
+    if not jax.sharding.get_abstract_mesh().axis_names:
+        return jax.device_count()
+    return math.prod(_automatic().values())
 
 
 def by_chunks(
@@ -59,7 +76,7 @@ def by_chunks(
     # gradient or a scale.
     x = jnp.where((weights == 0)[:, None], jnp.zeros((), x.dtype), x)
     tokens = x.shape[0]
-    limit = asked.chunk or TOKENS_AT_ONCE * _devices()
+    limit = asked.chunks.tokens or TOKENS_AT_ONCE * _devices()
     # `jax.export` may leave the number open
     count = -(-tokens // limit) if isinstance(tokens, int) else 1
     size = -(-tokens // count)
@@ -73,6 +90,9 @@ def by_chunks(
 
     # Outside of the loop, for products that read floats.
     read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
+    parts = _parts(asked, size)
+    if parts:
+        read, quantized = _gathered((read, quantized), x.shape[-1])
 
     def of_chunk(dw: Array | None, given: tuple[Array, ...]) -> tuple[Any, Any]:
         losses, dx, dw = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
@@ -80,7 +100,9 @@ def by_chunks(
 
     dw = None
     if "w" in wanted and w is not None:
-        dw = varying(jnp.zeros(w.shape, jnp.float32), x)
+        dw = varying(jnp.zeros((*parts, *w.shape), jnp.float32), x)
+        if parts:
+            dw = _split(dw, P(asked.chunks.axes, *[P.UNCONSTRAINED] * w.ndim))
     dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, weights))))
 
     def joined(chunks: Array) -> Array:
@@ -91,7 +113,50 @@ def by_chunks(
         dx = joined(dx)
     if dw is not None and w is not None:
         dw = _kept(dw, w)
+        if parts:
+            # In this dtype, which `jnp.sum` would widen.
+            dw = lax.reduce(dw, jnp.zeros((), dw.dtype), lax.add, (0,))
     return joined(losses), dx, dw
+
+
+def _parts(asked: Loss, size: int) -> tuple[int, ...]:
+    """Return (the number of devices that split a chunk of so many tokens,), or () if
+    XLA sums the kernel's gradient over them in each chunk.
+
+    Raises:
+      ValueError: an axis of tokens is not an automatic one of the current mesh.
+    """
+    sizes = _automatic()
+    if not sizes.keys() >= {*asked.chunks.axes}:
+        raise ValueError(
+            f"chunk={asked.chunks}, but the current mesh has the automatic axes"
+            f" {list(sizes)}; call it under jax.set_mesh(mesh), or name no axes"
+        )
+    count = math.prod(sizes[name] for name in asked.chunks.axes)
+    recipe = asked.recipe
+    # `jax.export` may leave the number open.
+    is_cut = count > 1 and isinstance(size, int) and size % count == 0
+    # Blocks of tokens share a scale.
+    is_alike = isinstance(recipe.scaling, Tensor | Row) and recipe.dgrad != "bf16"
+    can_wait = recipe.wire is None and (is_alike or recipe.wgrad == "bf16")
+    return (count,) if is_cut and can_wait else ()
+
+
+def _gathered(weight: Any, k: int) -> Any:
+    """Return a weight, floats or stored, whose axis of size k is whole."""
+
+    def whole(leaf: Array) -> Array:
+        if leaf.ndim != 2:
+            return leaf
+        spec: list[Any] = [P.UNCONSTRAINED] * 2
+        spec[leaf.shape.index(k)] = None
+        return _split(leaf, P(*spec))
+
+    return jax.tree.map(whole, weight)
+
+
+def _split(x: Array, spec: P) -> Array:
+    return lax.with_sharding_constraint(x, spec)
 
 
 def _kept(g: Array, like: Array) -> Array:
@@ -140,8 +205,37 @@ def _chunk(
         w_type = jax.core.ShapedArray(total_dw.shape, jnp.float32)
         saved = replace(saved, x=_read_by_wgrad(recipe, balanced), w_type=w_type)
     g = g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32)
-    dx, dw, *_ = rule.backward(Asked(recipe), saved, g, g_q, total_dw)
+    if total_dw is None or total_dw.ndim == 2:
+        dx, dw, *_ = rule.backward(Asked(recipe), saved, g, g_q, total_dw)
+    else:
+        dx, *_ = rule.backward(Asked(recipe), replace(saved, w_type=None), g, g_q)
+        columns = columns_of(g, g_q, recipe.wgrad)
+        dw = _added_in_parts(recipe, saved, columns, total_dw)
     return tokens.losses, _kept(dx * balance[:, None], x) if wants_dx else None, dw
+
+
+def _added_in_parts(
+    recipe: Recipe, saved: Saved, columns: Read, totals: Array
+) -> Array:
+    """Return sums `[parts, k, vocabulary]` plus the weight gradients of each part of
+    the tokens.
+    """
+    parts = totals.shape[0]
+
+    def cut(read: Read) -> tuple[Read, Any]:
+        """Return an operand whose tokens are cut, and its new axis."""
+        if isinstance(read, Array):  # [tokens, columns]
+            return read.reshape(parts, -1, read.shape[1]), 0
+        values = read.values  # [columns, tokens]
+        values = values.reshape(values.shape[0], parts, -1)
+        return replace(read, values=values), replace(read, values=1, scale=None)
+
+    def added(x: Read, columns: Read, total: Array) -> Array | None:
+        return weight_gradient(recipe, replace(saved, x=x), columns, total)
+
+    x, x_axis = cut(saved.x)
+    columns, columns_axis = cut(columns)
+    return jax.vmap(added, (x_axis, columns_axis, 0))(x, columns, totals)
 
 
 def _read_by_wgrad(recipe: Recipe, x: Array) -> Read:

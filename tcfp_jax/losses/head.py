@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels import numerics
 from pallas_kernels.specs import sharding_of, varying_alike
 from tcfp_jax.losses.chunks import by_chunks
-from tcfp_jax.losses.logits import Loss
+from tcfp_jax.losses.logits import Chunks, Loss
 from tcfp_jax.products.annotations import differentiated_once, head
 from tcfp_jax.products.fp8_weights import rounded
 from tcfp_jax.products.matmul import operands_of, weight_of
@@ -40,7 +40,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
-    chunk: int | None = None,
+    chunk: int | Chunks | None = None,
 ) -> "tuple[Float[jax.Array, ''], Float[jax.Array, '*tokens']]":
     """Return (the weighted mean of the losses, the loss of every token) of a head.
 
@@ -65,7 +65,8 @@ def cross_entropy(
       z_loss: factor of the squared logsumexp, which keeps logits small (1e-4 in PaLM).
       soft_cap: largest magnitude of a logit, as in Gemma 2.
       chunk: tokens whose logits exist at a time; None takes
-        `chunks.TOKENS_AT_ONCE` for each device.
+        `chunks.TOKENS_AT_ONCE` for each device. `Chunks` also names the axes of a mesh
+        that split the tokens.
 
     Returns:
       float32 `[]`, NaN if all weights are zero, and float32 `[...]`. The forward pass
@@ -77,8 +78,8 @@ def cross_entropy(
     Raises:
       TypeError: x or kernel is not real floating point, weights are complex, targets or
         `ignore` are not integers, or rounding is differentiated twice.
-      ValueError: shapes do not fit, an option is out of range, or another function of
-        the losses is differentiated.
+      ValueError: shapes do not fit, an option is out of range, an axis of tokens is
+        not of the mesh, or another function of the losses is differentiated.
       NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
 
     Over a mesh with automatic axes, tokens and the vocabulary may be split. Inside
@@ -93,7 +94,8 @@ def cross_entropy(
     """
     recipe = named_recipe(recipe)
     w, quantized = weight_of(kernel, None)
-    asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
+    chunks = chunk if isinstance(chunk, Chunks) else Chunks(chunk)
+    asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunks)
     targets, weights = _checked(np.shape(x), targets, weights)
     if weights is None:
         weights = jnp.ones(targets.shape)

@@ -31,6 +31,24 @@ _LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """How `cross_entropy` cuts tokens, if devices split them.
+
+    Attributes:
+      tokens: tokens whose logits exist at a time; None is the default.
+      axes: axes of the current mesh that split the tokens. Devices then gather the
+        kernel once and send their part of its gradient once, in its dtype. Without them
+        XLA does both for every chunk, and sends float32.
+
+    >>> Chunks(axes=("data", "fsdp")).tokens is None
+    True
+    """
+
+    tokens: int | None = None
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Loss:
     """The static options of a `cross_entropy`.
 
@@ -42,11 +60,11 @@ class Loss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     soft_cap: float | None = None
-    chunk: int | None = None
+    chunks: Chunks = Chunks()
 
     def __post_init__(self) -> None:
         cap = 1.0 if self.soft_cap is None else self.soft_cap
-        chunk = 1 if self.chunk is None else self.chunk
+        chunk = 1 if self.chunks.tokens is None else self.chunks.tokens
         is_chunk = isinstance(chunk, int | np.integer) and chunk > 0
         for name, is_fine, range in (
             ("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1"),
@@ -55,7 +73,8 @@ class Loss:
             ("chunk", is_chunk, "positive, or None"),
         ):
             if not is_fine:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {range}")
+                value = chunk if name == "chunk" else getattr(self, name)
+                raise ValueError(f"{name}={value!r} must be {range}")
 
 
 class Tokens(NamedTuple):

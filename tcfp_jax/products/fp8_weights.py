@@ -180,7 +180,8 @@ class Rule:
                 g_quantized = quantize_operand(g, recipe.gradient, recipe)
         with jax.named_scope("dgrad"):
             dx = self.dgrad(recipe, saved, g, g_quantized)
-        return dx, weight_gradient(recipe, saved, g, g_quantized, total), None, None
+        columns = columns_of(g, g_quantized, recipe.wgrad)
+        return dx, weight_gradient(recipe, saved, columns, total), None, None
 
 
 def rounded(recipe: Recipe, x: Array) -> Array:
@@ -239,11 +240,10 @@ def columns_of(x: Array, quantized: Quantized | None, how: Arithmetic) -> Read:
 def weight_gradient(
     recipe: Recipe,
     saved: Saved,
-    g: Array,
-    g_quantized: Quantized | None,
+    columns: Read,
     total: Array | None,
 ) -> Array | None:
-    """Return the gradient of w, added to `total`.
+    """Return the gradient of w, added to `total`; `columns` is g as wgrad reads it.
 
     A frozen weight, such as one for inference or under LoRA adapters, has none, and
     costs no product.
@@ -254,7 +254,6 @@ def weight_gradient(
     sharding = sharding_of(saved.w_type)
     with jax.named_scope("wgrad"):
         x = saved.x
-        columns = columns_of(g, g_quantized, recipe.wgrad)
         if isinstance(x, Operand) and isinstance(columns, Operand):
             if total is not None and recipe.wire is None:
                 accumulation = _accumulation(recipe.wgrad)
@@ -273,7 +272,7 @@ def weight_gradient(
         elif recipe.wire is not None:
             dw = bf16.weight_gradient(x, columns, dtype, sharding, recipe.wire)
         else:
-            tokens = tuple(range(g.ndim - 1))
+            tokens = tuple(range(columns.ndim - 1))
             dw = bf16.dot(x, columns, tokens, tokens, dtype, sharding)
     return dw if total is None else total + dw
 
