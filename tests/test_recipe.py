@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import tcfp_jax
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
@@ -53,7 +54,7 @@ def test_names():
     "flags, expected",
     [
         ({}, recipe("tcfp12", wgrad="full")),
-        ({"use_tensor_cores": False}, recipe("tcfp12", forward="bf16", dgrad="bf16")),
+        ({"use_tensor_cores": False}, recipe("bf16", storage="packed")),
         ({"delayed_scaling": True}, recipe("tcfp12", wgrad="full", amax="delayed")),
         ({"use_cuda_ext": False}, recipe("tcfp12", wgrad="full", backend="xla")),
         (
@@ -65,6 +66,7 @@ def test_names():
             recipe("tcfp12", wgrad="full", remainder="dropped"),
         ),
         ({"hp_grad_weight": True}, recipe("tcfp12")),
+        ({"srr": True}, recipe("tcfp12", wgrad="full", remainder="stochastic")),
         (
             {"srr": True, "error_feedback": False},
             recipe("tcfp12", wgrad="full", remainder="stochastic"),
@@ -78,9 +80,39 @@ def test_flags_of_the_original(flags, expected):
     assert Recipe.from_flags(**flags) == expected
 
 
+@parametrize(
+    "flags, ignored, expected",
+    [
+        (
+            {"delayed_scaling": True, "scale_block_size": 64},
+            "delayed_scaling is ignored with scale_block_size=64",
+            recipe("tcfp12_blockwise", block=64),
+        ),
+        (
+            {"delayed_scaling": True, "srr": True},
+            "delayed_scaling is ignored with srr=True",
+            recipe("tcfp12", wgrad="full", remainder="stochastic"),
+        ),
+        (
+            {"use_tensor_cores": False, "abd": True},
+            "abd is ignored with use_tensor_cores=False",
+            recipe("bf16", storage="packed"),
+        ),
+    ],
+    ids=str,
+)
+def test_flags_that_the_original_ignores_are_ignored(flags, ignored, expected):
+    with pytest.warns(UserWarning, match=ignored) as warned:
+        assert Recipe.from_flags(**flags) == expected
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+
+
 def test_flags_that_contradict_raise():
-    with refused("srr"):
-        Recipe.from_flags(srr=True)
+    with refused("srr=True with error_feedback=True"):
+        Recipe.from_flags(srr=True, error_feedback=True)
+    with refused("delayed"):
+        recipe("tcfp12", amax="delayed", block=64)
     with refused("block=48 is not supported"):
         Recipe.from_flags(scale_block_size=48)
     for wrong in ("false", 1, None, []):
@@ -166,6 +198,13 @@ BROKEN = [
         "would bias stochastic rounding",
     ),
     ("tcfp12", {"residual_blocks": "nonzero"}, "only a W_lo in blocks"),
+    ("tcfp12", {"sparse_threshold": 1e-6}, "only a W_lo in blocks"),
+    (
+        "tcfp12_blockwise",
+        {"sparse_threshold": 1e-6, "residual_blocks": "all"},
+        "only products that skip blocks of zeros drop small ones",
+    ),
+    ("tcfp12", {"storage": "packed"}, "products round a float weight"),
 ]
 
 
@@ -177,7 +216,7 @@ def test_contradictions_raise_when_built(name, overrides, words):
 
 def test_there_are_few_rules():
     sources = [inspect.getsource(rules) for rules in definition.RULES]
-    assert sum(source.count("yield (") for source in sources) <= 13
+    assert sum(source.count("yield (") for source in sources) <= 14
 
 
 @parametrize(
@@ -200,6 +239,9 @@ def test_there_are_few_rules():
         ("tcfp12", {"weight": "dual"}, "weight='dual' is unknown"),
         ("tcfp12", {"scaling": "row"}, "scaling='row' is unknown"),
         ("fp7", {}, "recipe 'fp7' is unknown"),
+        ("tcfp12", {"storage": "nf4"}, "storage='nf4' is unknown"),
+        ("tcfp12_blockwise", {"sparse_threshold": -1.0}, "a magnitude of weights"),
+        ("tcfp12_blockwise", {"sparse_threshold": "1e-6"}, "a magnitude of weights"),
     ],
     ids=str,
 )
@@ -244,6 +286,11 @@ FLIPS = {
     # On a CPU both run in interpreters, which a program shows as the loop over tiles.
     "quantize_backend": ("tcfp12", {"quantize_backend": "triton"}),
     "backend": ("tcfp12", {"backend": "triton"}),
+    "storage": ("bf16", {"storage": "packed"}),
+    "weight.sparse_threshold": (
+        recipe("tcfp12_blockwise", residual_blocks="nonzero"),
+        {"sparse_threshold": 1e-3},
+    ),
 }
 
 
@@ -254,7 +301,7 @@ def computation(r):
     params = {"kernel": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
 
     def step(x, params, state, key):
-        stored = tcfp_jax.layer_state(state)["kernel"]
+        stored = tcfp_jax.layer_state(state).get("kernel")
         y, vjp = jax.vjp(
             lambda x, w: tcfp_jax.matmul(x, w, recipe=r, quantized=stored),
             x,

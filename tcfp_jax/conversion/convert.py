@@ -27,7 +27,7 @@ from tcfp_jax.conversion.report import Examined, Report
 from tcfp_jax.conversion.transform import AWAITED, Transformed
 from tcfp_jax.layers import linen, nnx
 from tcfp_jax.paths import Args, Function, PyTree, Tree
-from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weights
 
@@ -36,8 +36,9 @@ _Model = TypeVar("_Model")
 
 def convert_to_tcfp(
     model: _Model,
-    recipe: Recipe | str,
+    recipe: Recipe | str | None = None,
     *inputs: PyTree,
+    mode: TCFPMode | None = None,
     rules: Rules = None,
     include: Iterable[Include] | Include | None = None,
     strict: bool = False,
@@ -55,10 +56,11 @@ def convert_to_tcfp(
     Args:
       model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`. A
         converted one is converted anew.
-      recipe: a `Recipe` or the name of one.
+      recipe: a `Recipe`, the name of one, or a `TCFPMode`. None is "tcfp12".
       inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`. With
         them, or with `options`, the model is traced now, so that errors come now and
         `survey(model)` and `find_weights(model)` need no inputs.
+      mode: the recipe, as PyTorch TCFP names it, for calls without `inputs`.
       rules: as in `transform`; a path is a parameter's, such as "block_0/mlp/kernel".
       include: as in `transform`; None is "measured" with sample arguments, and "linear"
         without. "measured" weighs each product once, at the rows that the sample
@@ -75,7 +77,7 @@ def convert_to_tcfp(
     Raises:
       TypeError: not a Flax module, an argument that the model's call does not have, or
         `rngs` of another type.
-      ValueError: a bound model, `rngs` of a Linen model, an unknown recipe or group, a
+      ValueError: both `recipe` and `mode`, a bound model, `rngs` of a Linen model, an unknown recipe or group, a
         rule that is not a regex, "measured" without sample arguments, nothing to
         convert (without sample arguments: when the model is called; if measured times
         advise against it, it runs unchanged), or a product that `strict` forbids. Then
@@ -87,6 +89,14 @@ def convert_to_tcfp(
     >>> isinstance(model, nn.Dense)
     True
     """
+    if recipe is not None and mode is not None:
+        raise ValueError(
+            f"recipe={recipe!r} and mode={mode!r}: both say how products are computed;"
+            " pass the recipe (or mode) as the second argument, and sample inputs after"
+            " it"
+        )
+    if recipe is None:
+        recipe = TCFPMode.TCFP12 if mode is None else mode
     options = dict(options or {})
     sampled = bool(inputs or options)
     if include is None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 from jax import Array
 
-from pallas_kernels.operands import Fp4
+from pallas_kernels.operands import Fp4, Tensor
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.factors import GROUPED
@@ -27,10 +28,12 @@ from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
 from tcfp_jax.paths import Function, PyTree
+from tcfp_jax.products.matmul import floats_read
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.small_blocks import skipped_share, without_small_blocks
 
 # Speed over jitted BF16 of an MLP's whole forward and backward pass, by device, recipe
 # and shape [m, k, n]: part "mlp" of `python -m benchmarks.train_step`, written by
@@ -41,6 +44,7 @@ MEASURED = Path(__file__).with_name("measured.json")
 _DEVICE, _CARD = "NVIDIA H100 80GB HBM3", "NVIDIA H100"
 _BYTES = ("bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
 _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
+_ROWS = 128  # at least as many of its rows, if blocks or rows have scales
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class Line:
       exact: share of the blocks of an NVFP4 weight that FP8 tensor cores multiply
         without rounding, because their scales are in range and have few digits
         (`tcfp_jax.formats.exact_share`). The rule "fold_exact" makes it 1.
+      skipped: share of the blocks of `W_lo` that products skip, for recipes with
+        `residual_blocks="nonzero"`: zeros, and blocks up to `sparse_threshold`, without
+        which `snr_db` is.
     """
 
     path: str
@@ -82,6 +89,7 @@ class Line:
     speed_up: float | None = None
     extrapolated: bool = False
     exact: float | None = None
+    skipped: float | None = None
 
     def __str__(self) -> str:
         """One line of the table."""
@@ -96,6 +104,8 @@ class Line:
         text += "  yes" if self.eligible else f"  no: {self.reason}"
         if self.exact is not None:
             text += f" (E4M3 holds {self.exact:.1%} of its blocks)"
+        if self.skipped is not None:
+            text += f" (products skip {self.skipped:.1%} of W_lo's blocks)"
         return text
 
 
@@ -286,9 +296,10 @@ def _line(record: Record, usual: Policy, kernel: Array | None) -> Line:
         return line
     choice = usual.choose(product)
     stored, error = _state_bytes(record, recipe)
-    snr = exact = speed = None
+    speed = None
+    rounded = _Rounded()
     if kernel is not None and recipe.fp4 is None:
-        snr, exact = _rounded(kernel, record, recipe)
+        rounded = _rounded(kernel, record, recipe)
     operations = 2.0 * product.rows * product.k * product.n
     if product.primitive != GROUPED:
         speed = _predict(recipe, operations)
@@ -299,10 +310,11 @@ def _line(record: Record, usual: Policy, kernel: Array | None) -> Line:
         reason=choice.reason,
         bytes_stored=stored,
         bytes_with_error=stored + error,
-        snr_db=snr,
+        snr_db=rounded.snr_db,
         speed_up=speed,
         extrapolated=bool(points) and operations < points[0][0],
-        exact=exact,
+        exact=rounded.exact,
+        skipped=rounded.skipped,
     )
 
 
@@ -323,52 +335,70 @@ def _bytes_of(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _rounded(
-    kernel: Array, record: Record, recipe: Recipe
-) -> tuple[float, float | None]:
-    """Return the signal over rounding noise of a kernel in dB, and its `Line.exact`.
+class _Rounded(NamedTuple):
+    """The numbers of a `Line` that come from a kernel's values."""
 
-    They are taken from a part of the kernel: its first values as one tensor, and for
-    FP4 whole rows of the first matrix `[n, k]`, which hold whole blocks.
+    snr_db: float | None = None
+    exact: float | None = None
+    skipped: float | None = None
+
+
+def _rounded(kernel: Array, record: Record, recipe: Recipe) -> _Rounded:
+    """Return the signal over rounding noise of a kernel, and its shares of blocks.
+
+    They are taken from a part of the kernel: its first values if these share one
+    scale, otherwise whole rows of the first matrix `[n, k]`, which hold whole blocks.
     """
     w = jnp.asarray(kernel)
     layout = record.product.layout
-    if isinstance(recipe.scaling, Fp4) and layout is not None:
+    is_one = isinstance(recipe.scaling, Tensor) and recipe.storage == "float"
+    if not is_one and layout is not None:
         for axis in layout.stack:
             w = jax.lax.slice_in_dim(w, 0, 1, axis=axis)
         matrix = layout.matrix(w).reshape(layout.matrix_shape(w.shape)[-2:])
         w = matrix if layout.transposed else matrix.T
         rows = _SAMPLE // max(1, w.shape[-1])
-        w = w[: max(recipe.scaling.block, rows)]
+        w = w[: max(_ROWS, rows)]
     else:
         w = w.reshape(-1)[:_SAMPLE][None]
-    signal, noise, exact = _powers(w, recipe=recipe)
-    snr = math.inf
-    if signal and noise:
-        snr = 10 * math.log10(float(signal) / float(noise))
-    return snr, None if exact is None else float(exact)
+    found = _powers(w, recipe=recipe)
+    signal = float(found.pop("signal"))
+    noise = float(found.pop("noise"))
+    snr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+    return _Rounded(snr, **{name: float(share) for name, share in found.items()})
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _powers(w: Array, *, recipe: Recipe) -> tuple[Array, Array, Array | None]:
-    """Return the powers of signal and noise, and the share of exact blocks in E4M3.
+def _powers(w: Array, *, recipe: Recipe) -> dict[str, Array]:
+    """Return the powers of signal and noise of `[n, k]`.
 
-    Only NVFP4 has such a share.
+    NVFP4 has "exact", the share of exact blocks in E4M3, too, and a residual with
+    blocks to skip has "skipped".
     """
     w = w.astype(jnp.float32)
-    exact = None
-    if recipe.stored is None:
+    shares = {}
+    form = recipe.stored
+    if form is None:
+        read = floats_read(recipe, w.T)
+        assert read is not None, "there is a weight"
         # Round by arithmetic: XLA on a GPU deletes a cast to bfloat16 and back.
-        rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+        rounded = jax.lax.reduce_precision(read.T, exponent_bits=8, mantissa_bits=7)
     elif isinstance(recipe.scaling, Fp4):
         codes = quantize_weight(w, recipe, contracts="last")[0].for_dgrad()
         # packed codes of an odd k have a zero at their end
         rounded = codes.dequantize()[:, : w.shape[1]]
         if recipe.scaling.format == "nvfp4":
-            exact = exact_share(codes.scale)
+            shares["exact"] = exact_share(codes.scale)
     else:
         if recipe.stochastic:
             recipe = named_recipe(recipe, remainder="dropped")
-        rounded = quantize_weight(w, recipe)[0].dequantize()
+        stored = quantize_weight(w.T, recipe)[0]
+        rounded = stored.dequantize().T
+        if form.blocks == "nonzero":
+            operand = without_small_blocks(
+                stored.for_forward().settled(), form.sparse_threshold
+            )
+            rounded = operand.dequantize()
+            shares["skipped"] = skipped_share(operand)
     error = w - rounded
-    return jnp.sum(w * w), jnp.sum(error * error), exact
+    return shares | {"signal": jnp.sum(w * w), "noise": jnp.sum(error * error)}

@@ -27,7 +27,7 @@ from tcfp_jax.products.grouped import unsupported
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 
-Include = Literal["linear", "head", "small", "measured", "layer_norm", "embed"]
+Include = Literal["linear", "head", "small", "measured", "norm", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
 Rules = Mapping[str, Recipe | str | None] | Iterable[Rule] | None
 
@@ -391,6 +391,8 @@ def policy(
         )
     if "measured" in groups:
         groups.add("linear")
+    if "norm" in groups:
+        groups.add("layer_norm")
     chosen: list[Rule] = []
     inline: list[str] = []
     for rule in map(_checked, pairs):

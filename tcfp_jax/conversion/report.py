@@ -64,7 +64,7 @@ class Report:
       converted, skipped: a `Record` for each product.
       unmatched_rules: rules that no product matched.
       rounded: paths of parameters that are rounded to the packed format
-        (`include="layer_norm"`).
+        (`include="norm"`).
       parameters: a `Storage` for each parameter of a product.
     """
 

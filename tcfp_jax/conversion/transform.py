@@ -416,8 +416,8 @@ def transform(
         call's own rows and at any size; a shape, recipe or device that was not timed
         goes by size. "embed", tables whose rows are looked up: they are stored like
         kernels, and where a stored form exists, rows are its dequantized rows; a float
-        table without one is looked up as it is. "layer_norm", gains and their biases,
-        rounded to the packed format.
+        table without one is looked up as it is. "norm" (or "layer_norm"), gains and
+        their biases, rounded to the packed format.
       strict: raise if a product has no low-precision form and no rule leaves it alone,
         or if a rule matches nothing.
 

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from tcfp_jax.formats.casting import cast
-from tcfp_jax.formats.catalog import CATALOG
-from tcfp_jax.formats.datatypes import DataType, datatype
+from tcfp_jax.formats.catalog import CATALOG, named
+from tcfp_jax.formats.datatypes import DataType
 
 _SHAPE = (128, 1024)
 TABLE: tuple[str, ...] = (  # the rows of docs/formats.md, by bits per value
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
     elif options.name is not None:
         try:
-            made = _named(options.name)
+            made = named(options.name)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
@@ -152,14 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for made in CATALOG.values():
             print(_describe(made), flush=True)
     return 0
-
-
-def _named(name: str) -> DataType:
-    """Return the datatype of a name of the catalog, or of codes joined by "_"."""
-    if name in CATALOG:
-        return CATALOG[name]
-    number, _, scale = name.partition("_")
-    return datatype(number, scale or None)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2 have -0 and no NaN (`f
 
 import difflib
 
-from tcfp_jax.formats.datatypes import DataType, datatype
-
-CATALOG: dict[str, DataType] = {}
+from tcfp_jax.formats.datatypes import CATALOG, DataType, datatype
 
 
 def _add(
@@ -150,6 +148,10 @@ def _add_tiled() -> None:
         uint4_f12i432 uint4       e5m6_int4_t32
         int4_b32      int4        bfloat16_t32
         int4_f32      int4        e5m3_t32
+        int8_b16      int8        bfloat16_t16
+        int8_b32      int8        bfloat16_t32
+        int8_f16      int8        e5m3_t16
+        int8_f32      int8        e5m3_t32
         e1m6b1_e32    e1m6b1fnuz  e8m0_t32
         e1m2b1_e32    e1m2b1fnuz  e8m0_t32
         e1m2b1_f32    e1m2b1fnuz  e5m3_t32
@@ -181,26 +183,27 @@ def _add_tiled() -> None:
     )
 
 
-def named(datatype: DataType | str) -> DataType:
-    """Return a datatype, or the one of the catalog that has this name.
+def named(given: DataType | str) -> DataType:
+    """Return a datatype, or the one that `datatype` makes of this text.
 
     Raises:
-      ValueError: the catalog has no such name.
+      ValueError: neither a name of the catalog, nor codes of a number and a scale.
 
-    >>> named("mxfp4e2").bits_per_value()
-    4.25
+    >>> named("mxfp4e2").bits_per_value(), named("e2m1f_e8m0_t16").bits_per_value()
+    (4.25, 4.5)
     """
-    if not isinstance(datatype, str):
-        return datatype
-    if datatype not in CATALOG:
-        near = difflib.get_close_matches(datatype.lower(), CATALOG, n=3, cutoff=0.5)
+    if not isinstance(given, str):
+        return given
+    try:
+        return datatype(given)
+    except ValueError as error:
+        near = difflib.get_close_matches(given.lower(), CATALOG, n=3, cutoff=0.5)
+        hint = f"; did you mean one of {near}?" if near else "."
         raise ValueError(
-            f"the catalog has no datatype {datatype!r}"
-            + (f"; did you mean one of {near}?" if near else ".")
-            + " `python -m tcfp_jax.formats` lists it, and formats.datatype(number,"
-            " scale) makes others"
-        )
-    return CATALOG[datatype]
+            f"the catalog has no datatype {given!r}{hint} `python -m"
+            " tcfp_jax.formats` lists it, and formats.datatype(number, scale) makes"
+            f" others. As codes: {error}"
+        ) from error
 
 
 _add_unscaled()

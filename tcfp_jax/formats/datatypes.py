@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -109,6 +110,15 @@ class DataType:
         return {name: bits for name, bits in found.items() if bits}
 
 
+# The datatypes that have names, which `tcfp_jax.formats.catalog` adds.
+CATALOG: dict[str, DataType] = {}
+
+# A number's code, and a scale's behind an underscore. Some numbers have one, too.
+_JOINED = re.compile(
+    r"((?:torch\.)?float[468]_[^_]+(?:_x2)?|icb[^_]*_[^_]+|[^_]+)(?:_(.+))?"
+)
+
+
 def _sizes(shape: Sequence[int]) -> Shape:
     sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
@@ -132,7 +142,9 @@ def datatype(
     such as `formats.mxfp4e2`.
 
     Args:
-      number: the code or spec of a number, or a codebook or its code.
+      number: the code or spec of a number, or a codebook or its code. Alone, it may
+        also be a name of the catalog, or the codes of a number and a scale, joined by
+        an underscore.
       scale: the code or spec of a scale; None leaves the number unscaled.
       name: a name for people; the default joins the codes by an underscore.
       residual: the datatype of the remainder, which is stored too and added:
@@ -144,7 +156,15 @@ def datatype(
 
     >>> datatype("e4m3fn").name, datatype("e2m1f", "e8m0_t32").name
     ('e4m3fn', 'e2m1f_e8m0_t32')
+    >>> datatype("e2m1f_e8m0_t32") == datatype("mxfp4e2")
+    True
     """
+    if isinstance(number, str) and scale is None:
+        if number in CATALOG and name is None and residual is None:
+            return CATALOG[number]
+        joined = _JOINED.fullmatch(number)
+        if joined:
+            number, scale = joined.groups()
     spec = _number(number)
     shared = parse_scale(scale) if isinstance(scale, str) else scale
     if shared is not None and not isinstance(shared, ScaleSpec):

@@ -14,7 +14,7 @@ There are neither arrays nor casts here. Grammar of codes:
         bfloat (e8)
     binary8pP
         IEEE P3109 with precision P in 1..7
-    a jax or numpy dtype, or its name
+    a jax, numpy or torch dtype, or its name, such as "torch.float8_e5m2fnuz"
 
 The bias defaults to 2**(X-1) - 1, also after `fnuz`. The name of a *dtype* has the bias
 of the dtype, so `float8_e4m3fnuz` is `e4m3b8fnuz`. The suffix names the codes that are
@@ -43,8 +43,8 @@ from tcfp_jax.formats.float_bits import Grid
 
 GRAMMAR = (
     "eXmY[bZ][f|fn|fnuz|inuz] (X 1 to 8, Y 0 to 23), eXm0, intK and uintK (K 2 to 32),"
-    " floatN (9 to 32), bfloatN (10 to 32), binary8pP (P 1 to 7), or a jax or numpy"
-    " dtype"
+    " floatN (9 to 32), bfloatN (10 to 32), binary8pP (P 1 to 7), or a jax, numpy or"
+    " torch dtype"
 )
 
 _DTYPE_CODES = {
@@ -63,6 +63,8 @@ _DTYPE_CODES = {
     "float6_e3m2fn": "e3m2f",
     "float4_e2m1fn": "e2m1f",
 }
+# Names that only torch has.
+_TORCH_DTYPES = {"float": "float32", "float4_e2m1fn_x2": "float4_e2m1fn"}
 _CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 for _bits in (2, 4, 8, 16, 32):
     _CODE_DTYPES[f"int{_bits}"] = f"int{_bits}"
@@ -275,8 +277,8 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
     the code itself.
 
     Args:
-      code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec,
-        which is returned.
+      code: a code such as "e4m3fn", a jax, numpy or torch dtype or its name, or a
+        NumberSpec, which is returned.
 
     Raises:
       ValueError: the code is outside the grammar, or describes a number that float32
@@ -291,7 +293,12 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
     """
     if isinstance(code, NumberSpec):
         return code
-    name = code.lower() if isinstance(code, str) else _dtype_name(code)
+    name = str(code).lower()
+    if name.startswith("torch."):  # a torch.dtype prints so, and torch is not needed
+        name = name.removeprefix("torch.")
+        name = _TORCH_DTYPES.get(name, name)
+    elif not isinstance(code, str):
+        name = _dtype_name(code)
     return _parse(_DTYPE_CODES.get(name, name), name)
 
 

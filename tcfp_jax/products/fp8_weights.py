@@ -37,6 +37,7 @@ from tcfp_jax.products.annotations import (
     site,
 )
 from tcfp_jax.recipes import Arithmetic, Halves, Recipe
+from tcfp_jax.weights.small_blocks import without_small_blocks
 from tcfp_jax.weights.stored import Stored
 
 # An operand as its product reads it: BF16 values, or FP8 with scales.
@@ -295,7 +296,7 @@ def multiply(
         # Its kernel reads values that are contracted along their last axis.
         return skip_matmul(
             a,
-            b.settled(),
+            without_small_blocks(b.settled(), form.sparse_threshold),
             out_dtype=out_dtype,
             out_sharding=out_sharding,
             backend=recipe.backend,

@@ -39,7 +39,7 @@ from tcfp_jax.products.fp8_weights import (
     quantize_operand,
     read_weight,
 )
-from tcfp_jax.products.matmul import check_input, form_read, weight_of
+from tcfp_jax.products.matmul import check_input, floats_read, form_read, weight_of
 from tcfp_jax.recipes import Arithmetic, Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -171,6 +171,7 @@ def _prepared(
     key: Array | None,
 ) -> Array:
     quantized = form_read(recipe, w, quantized, key)
+    w = floats_read(recipe, w)
     x, w, quantized, sizes = varying_alike((x, w, quantized, sizes))
     if recipe.forward == recipe.dgrad == recipe.wgrad == "bf16":
         return _product(recipe, x, w, quantized, sizes)

@@ -45,6 +45,7 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored, constant
+from tcfp_jax.weights.tcfp12 import fake_quantize
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
@@ -222,7 +223,21 @@ def operands_of(
     if w is not None:
         check_input("w", w)
     _check_shapes(x.shape, w, quantized)
-    return varying_alike((x, w, form_read(recipe, w, quantized, key)))
+    quantized = form_read(recipe, w, quantized, key)
+    return varying_alike((x, floats_read(recipe, w), quantized))
+
+
+def floats_read(recipe: Recipe, w: Array | None) -> Array | None:
+    """Return a float weight `[*stack, k, n]` as products read it without a stored form.
+
+    With `storage="packed"` it is rounded to the packed format, in blocks along k, with
+    the straight-through gradient.
+    """
+    if w is None or not w.size or recipe.storage == "float":
+        return w
+    with jax.named_scope("quantize_w"):
+        rounded = fake_quantize(w.swapaxes(-1, -2), residual="nf4")
+    return checkpoint_name(rounded.swapaxes(-1, -2), WEIGHT_NAME)
 
 
 def form_read(

@@ -2,6 +2,9 @@
 
 import enum
 import functools
+import math
+import numbers
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -27,10 +30,12 @@ Copies = Literal["one", "both"]
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
-class TCFPMode(enum.Enum):
+class TCFPMode(enum.StrEnum):
     """The form of weights: BF16, packed FP4 codes, one FP8 tensor, or TCFP-12's two.
 
-    Use this to ask which kind of recipe you hold, by `Recipe.mode`.
+    Use this to ask which kind of recipe you hold, by `Recipe.mode`. Every function that
+    takes a recipe takes a mode, too: BF16 and TCFP12 are recipes of that name, FP8 is
+    "tensorwise" and FP4 is "nvfp4".
 
     >>> from tcfp_jax.recipes import recipe
     >>> recipe("tcfp12").mode, recipe("nvfp4").mode
@@ -72,6 +77,7 @@ class Single(_Checked):
     forward: ClassVar[Halves] = "hi"
     dgrad: ClassVar[Halves] = "hi"
     blocks: ClassVar[Literal["all", "nonzero"]] = "all"
+    sparse_threshold: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class Dual(_Checked):
         original's ABD: one FP8 product less.
       blocks: "nonzero" skips blocks of `W_lo` that are all zeros. Use it for weights
         that FP8 holds mostly exactly.
+      sparse_threshold: with "nonzero", FP8 products also skip blocks of `W_lo` whose
+        largest magnitude is at most this. The stored weight keeps them.
     """
 
     dtype: Float8 = "float8_e4m3fn"
@@ -97,6 +105,22 @@ class Dual(_Checked):
     forward: Halves = "hi+lo"
     dgrad: Halves = "hi+lo"
     blocks: Literal["all", "nonzero"] = "all"
+    sparse_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold = self.sparse_threshold
+        is_number = isinstance(threshold, numbers.Real)
+        if not is_number or not 0 <= threshold < math.inf:
+            raise ValueError(
+                f"sparse_threshold={threshold!r} is a magnitude of weights; use 0 or a"
+                " positive, finite number"
+            )
+        if threshold and self.blocks == "all":
+            raise ValueError(
+                f'sparse_threshold={threshold} with blocks="all": only products that'
+                ' skip blocks of zeros drop small ones; use blocks="nonzero"'
+            )
 
 
 @dataclass(frozen=True)
@@ -147,6 +171,9 @@ class Recipe(_Checked):
         takes the fastest that was measured.
       wire: the dtype in which devices add weight gradients, see `pallas_kernels.wire`.
         None is the gradient's own.
+      storage: "packed" is for BF16 products: they read the float weight rounded to the
+        packed TCFP-12 format (12.5 bits, a residual of NF4, blocks along k), and the
+        gradient is straight-through. It simulates that format, and saves no time.
 
     Raises:
       ValueError: a field has an unknown value, or two fields contradict each other.
@@ -168,6 +195,7 @@ class Recipe(_Checked):
     backend: Backend | None = None
     quantize_backend: Backend | None = None
     wire: Wire | None = None
+    storage: Literal["float", "packed"] = "float"
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Single | Dual | Fp4Training | None):
@@ -246,7 +274,7 @@ class Recipe(_Checked):
         scale_block_size: int | None = None,
         use_fused_kernel: bool = False,
         use_cuda_ext: bool = True,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
         hp_grad_weight: bool = False,
         srr: bool = False,
         abd: bool = False,
@@ -254,7 +282,8 @@ class Recipe(_Checked):
         """Return the recipe of the nine flags of the PyTorch TCFP's layers.
 
         Use this to move a script from there; the migration guide has the table. Use
-        `recipe` in new code.
+        `recipe` in new code. `error_feedback=None` is True, unless `srr` replaces it.
+        Flags that the original ignores next to others are ignored here, with a warning.
 
         Raises:
           ValueError: flags contradict each other or are not bools, or
@@ -264,7 +293,9 @@ class Recipe(_Checked):
         'hi'
         """
         for name, flag in list(locals().items()):
-            if name not in ("cls", "scale_block_size") and not isinstance(flag, bool):
+            may_be_none = name == "error_feedback" and flag is None
+            is_flag = name not in ("cls", "scale_block_size")
+            if is_flag and not may_be_none and not isinstance(flag, bool):
                 # "false" of a file of settings would be true.
                 raise ValueError(
                     f"{name}={flag!r} is a {type(flag).__name__}; use True or False"
@@ -274,27 +305,45 @@ class Recipe(_Checked):
                 "srr=True with error_feedback=True: stochastic rounding is unbiased and"
                 " keeps no error buffer; set error_feedback=False or srr=False"
             )
-        # Partial sums are promoted to float32 where blocks are scaled, so block
-        # products accumulate in full.
-        forward: Arithmetic = "fast" if scale_block_size is None else "full"
-        wgrad: Arithmetic = "bf16" if hp_grad_weight else "full"
-        dgrad: Arithmetic = "full"
+        blocks = None if scale_block_size is None else Block(scale_block_size)
         if not use_tensor_cores:
-            forward = dgrad = wgrad = "bf16"
-        remainder: Remainder = "feedback" if error_feedback else "dropped"
+            for name, is_given in (
+                ("delayed_scaling", delayed_scaling),
+                ("scale_block_size", blocks is not None),
+                ("abd", abd),
+                ("srr", srr),
+            ):
+                if is_given:
+                    _warn_of_flag(name, "use_tensor_cores=False")
+            return cls(None, forward="bf16", dgrad="bf16", storage="packed")
+        if delayed_scaling and (blocks is not None or srr):
+            other = "srr=True" if srr else f"scale_block_size={scale_block_size}"
+            _warn_of_flag("delayed_scaling", other)
+            delayed_scaling = False
+        remainder: Remainder = "dropped" if error_feedback is False else "feedback"
         backend: Backend | None = "triton" if use_fused_kernel else "xla"
         return cls(
             weight=Dual(
                 remainder="stochastic" if srr else remainder,
                 dgrad="hi" if abd else "hi+lo",
             ),
-            scaling=Tensor() if scale_block_size is None else Block(scale_block_size),
-            forward=forward,
-            dgrad=dgrad,
-            wgrad=wgrad,
+            scaling=blocks or Tensor(),
+            # Partial sums are promoted to float32 where blocks are scaled, so block
+            # products accumulate in full.
+            forward="full" if blocks else "fast",
+            dgrad="full",
+            wgrad="bf16" if hp_grad_weight else "full",
             amax="delayed" if delayed_scaling else "fresh",
             backend=None if use_cuda_ext else backend,
         )
+
+
+def _warn_of_flag(name: str, other: str) -> None:
+    """Warn that a flag of `from_flags` has no effect next to another one."""
+    warnings.warn(
+        f"{name} is ignored with {other}, as in PyTorch TCFP; drop one of them",
+        stacklevel=3,
+    )
 
 
 def _fp8_products(r: Recipe) -> list[str]:
@@ -369,6 +418,11 @@ def _contradictions_of_products(r: Recipe) -> Iterator[str]:
             f"weight={r.weight} stores nothing in FP8, but"
             f" {', '.join(in_fp8) or 'amax or scaling'} asks for it; use"
             ' weight=Single() or Dual(), or recipe("bf16") without overrides'
+        )
+    if r.storage == "packed" and r.weight is not None:
+        yield (
+            f'storage="packed" with weight={r.weight}: products round a float weight to'
+            ' the packed format; use recipe("bf16", storage="packed"), or leave storage'
         )
     x_and_g_in_bf16 = "bf16" in (r.forward, r.dgrad)
     if r.wgrad != "bf16" and x_and_g_in_bf16 and not r.scaling.packed:

@@ -12,6 +12,7 @@ from tcfp_jax.recipes.definition import (
     Fp4Training,
     Recipe,
     Single,
+    TCFPMode,
 )
 
 Name = Literal[
@@ -57,6 +58,9 @@ _NAMED: dict[str, Recipe] = {
     "nvfp4_training": _all("bf16", weight=Fp4Training()),
 }
 
+# The recipes of modes that are no names of recipes.
+_OF_MODE = {TCFPMode.FP8: "tensorwise", TCFPMode.FP4: "nvfp4"}
+
 # Overrides that are not fields of `Recipe`: they stand for a field of `weight` or of
 # `scaling`.
 _OF_WEIGHT = {
@@ -65,6 +69,7 @@ _OF_WEIGHT = {
     "forward_weight": "forward",
     "dgrad_weight": "dgrad",
     "residual_blocks": "blocks",
+    "sparse_threshold": "sparse_threshold",
     "forward_operands": "forward_operands",
 }
 _OF_SCALING = {name: name for name in ("block", "tile", "scale", "rule")}
@@ -98,10 +103,11 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
       `tcfp_jax.conversion.last_blocks`.
 
     Args:
-      name: one of these, or a `Recipe`.
+      name: one of these, a `Recipe`, or a `TCFPMode`.
       overrides: fields of `Recipe`, or short forms of nested fields. `block`, `tile`,
         `scale` and `rule` (of FP4's scales) belong to the scaling; `weight_dtype`,
-        `remainder`, `forward_weight`, `dgrad_weight`, `residual_blocks` and
+        `remainder`, `forward_weight`, `dgrad_weight`, `residual_blocks`,
+        `sparse_threshold` (with which `residual_blocks` is "nonzero") and
         `forward_operands` to the weight. With a weight of four bits `activation=` also
         sets `forward`: "bf16" for "bfloat16", otherwise "full". `block=` turns "fast"
         products into "full", as block products accumulate in full.
@@ -114,6 +120,8 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     >>> recipe("tcfp12", wgrad="full", block=64).scaling
     Block(size=64, tile='square')
     """
+    if isinstance(name, TCFPMode):
+        name = _OF_MODE.get(name, name.value)
     if isinstance(name, Recipe):
         base = name
     elif isinstance(name, str) and name in _NAMED:
@@ -132,6 +140,8 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
         if key not in known:
             names = [*known, *_OF_WEIGHT, *_OF_SCALING]
             raise TypeError(f"a recipe has no {key!r}; use some of {names}")
+    if "sparse_threshold" in of_weight:
+        of_weight.setdefault("blocks", "nonzero")
     if of_weight:
         fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
     scaling = fields.get("scaling", base.scaling)

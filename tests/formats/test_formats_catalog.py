@@ -194,15 +194,15 @@ of = NUMBERS.__getitem__
 def scaled(name, letters, tile):
     """The codes of a name such as `int8_fc`."""
     shared = [LETTERS[letter] for letter in letters]
-    if letters == "f" and tile == "32":
+    if letters == "f" and tile in ("16", "32"):
         shared = ["e5m3"]
     if tile is not None:
-        shared.append({"c": "t0", "32": "t32"}[tile])
+        shared.append("t0" if tile == "c" else f"t{tile}")
     return NUMBERS.get(name, name), "_".join(shared)
 
 
 RULES = [
-    (r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", scaled),
+    (r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|16|32)?", scaled),
     (
         r"mx(bf|fp)(\d)(t16)?(s16|s)?",
         lambda kind, bits, t16, square: (
@@ -276,6 +276,7 @@ TENSORCAST = """
     bfp16 uint4_ff32 uint4_fi32 uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32
     e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32 e3m2_f32 e2m3_f32 e4m3_f32 mx9 mx6 mx4
     e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2
+    int8_f32 int8_f16 int8_b16 int8_b32
 """
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import quantizers, records
-from tcfp_jax.formats import CATALOG, __main__
-from tests.helpers import parametrize
+from tcfp_jax.formats import CATALOG, __main__, cast, datatype
+from tests.helpers import parametrize, same_bits
 
 DOCS = records.ROOT / "docs" / "formats.md"
 
@@ -28,6 +28,33 @@ def test_one_datatype(capsys, name, status, said):
     assert __main__.main([name]) == status
     output = capsys.readouterr()
     assert said in (output.err if status else output.out)
+
+
+@parametrize(
+    "text, number, scale",
+    [
+        ("e2m2f_e8m0_t16", "e2m2f", "e8m0_t16"),
+        ("mxfp4e2", "e2m1f", "e8m0_t32"),
+        ("nf4", "nf4", "float32_t64"),
+        ("e4m3fn", "e4m3fn", None),
+        ("float8_e4m3fn_e8m0_t32", "e4m3fn", "e8m0_t32"),
+        ("icb44fi_e2m3fnuz_e8m0_t32s8", "icb44fi_e2m3fnuz", "e8m0_t32s8"),
+        ("torch.float8_e5m2_float32", "e5m2", "float32"),
+    ],
+)
+def test_one_text_means_the_same_everywhere(capsys, text, number, scale):
+    made = datatype(number, scale)
+    assert datatype(text) == made
+    x = jnp.linspace(-3.0, 3.0, 64)
+    assert same_bits(cast(x, text), cast(x, made))
+    assert __main__.main([text]) == 0
+    content = number if scale is None else f"{number}_{scale}"
+    assert f"in all {content}\n" in capsys.readouterr().out
+
+
+def test_a_text_without_a_meaning_names_what_is_near():
+    with pytest.raises(ValueError, match=r"did you mean.*mxfp.*As codes: 'mxfp5'"):
+        cast(jnp.ones(4), "mxfp5")
 
 
 def test_a_reader_may_have_enough():

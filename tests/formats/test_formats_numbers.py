@@ -53,7 +53,30 @@ def test_number_line_is_every_code(name):
     assert spec.has_negative_zero == bool(np.any((values == 0) & np.signbit(values)))
 
 
+class TorchDtype:
+    """A stand-in for torch.dtype, which prints as its name."""
+
+    def __str__(self):
+        return "torch.float8_e4m3fnuz"
+
+
+def test_a_dtype_of_torch():
+    assert number(TorchDtype()) == number("float8_e4m3fnuz")
+    with pytest.raises(ValueError, match=r"'float64'.*too wide"):
+        number("torch.float64")
+
+
 SAME = """
+    torch.float8_e5m2fnuz e5m2b16fnuz
+    torch.float8_e4m3fnuz e4m3b8fnuz
+    torch.float8_e4m3fn e4m3fn
+    torch.float8_e5m2 e5m2
+    torch.float8_e8m0fnu e8m0
+    torch.float4_e2m1fn_x2 e2m1f
+    torch.float32 e8m23
+    torch.float e8m23
+    torch.float16 e5m10
+    torch.bfloat16 e8m7
     float8_e5m2fnuz e5m2b16fnuz
     float32 e8m23
     bfloat16 e8m7
