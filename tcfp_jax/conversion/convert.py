@@ -26,6 +26,7 @@ from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Report
 from tcfp_jax.conversion.transform import AWAITED, Transformed
 from tcfp_jax.layers import linen, nnx
+from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -292,7 +293,7 @@ def export(model: Any) -> Any:
     """Return the original model or function, with its parameters as they are now.
 
     Use this to save or hand on a model without this library. An NNX model changes in
-    place. Use `to_bf16` instead to switch layers off for a while.
+    place, and its stored parameters become float. Use `to_bf16` instead to switch layers off for a while.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
@@ -317,6 +318,7 @@ def export(model: Any) -> Any:
     by_hand = [module for module in modules if isinstance(module, nnx.OWN)]
     if not nnx_modules.strip(model) + len(by_hand):
         raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
+    flax_nnx.update(model, dequantize(flax_nnx.state(model, flax_nnx.Param)))
     for layer in by_hand:
         kinds = type(layer).__mro__
         base = next(kind for kind in kinds if kind.__module__.startswith("flax."))

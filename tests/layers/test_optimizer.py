@@ -12,11 +12,19 @@ from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 
 import tcfp_jax
-from tcfp_jax.conversion import convert_to_tcfp, detach, find_weights
+from tcfp_jax.conversion import convert_to_tcfp, detach, export, find_weights
 from tcfp_jax.linen import TrainState
 from tcfp_jax.nnx import Optimizer, TCFPLinear, value_and_grad
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import MLP, drawn, parametrize, refused, slow_except, store_at_once
+from tests.helpers import (
+    MLP,
+    drawn,
+    parametrize,
+    refused,
+    same_bits,
+    slow_except,
+    store_at_once,
+)
 
 # optax raises a float to an integer power
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -122,6 +130,18 @@ def test_gradients_are_those_of_the_floats():
         loss, argnums=nnx.DiffState(0, nnx.PathContains("down")), has_aux=True
     )(model, X)[1]
     assert set(some) == {"down"}
+
+
+def test_a_stored_model_exports_as_a_plain_one():
+    model, _ = stored()
+    wanted = tcfp_jax.dequantize(nnx.state(model, nnx.Param))
+    assert export(model) is model
+    plain = Counted(nnx.Rngs(0))
+    assert nnx.graphdef(model) == nnx.graphdef(plain)
+    found = nnx.state(model, nnx.Param)
+    nnx.update(plain, wanted)
+    assert same_bits(found, nnx.state(plain, nnx.Param))
+    assert jnp.array_equal(model(X), plain(X))
 
 
 OURS = functools.partial(tcfp_jax.optim.adamw, weight_decay=0.0, key=KEY)
