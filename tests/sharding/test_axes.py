@@ -197,9 +197,13 @@ def test_skip_matmul():
     check(skipping, [P("a"), P("b")], X, W.reshape(128, 64))
 
 
-@parametrize("blocks", ["all", "nonzero"])
-def test_a_recipe_in_blocks_lays_its_result_as_asked(blocks):
-    recipe = tcfp_jax.recipe("tcfp12_blockwise", residual_blocks=blocks)
+@parametrize(
+    "changes",
+    [{}, {"residual_blocks": "nonzero"}, {"sparse_threshold": 2.0**-5}],
+    ids=str,
+)
+def test_a_recipe_in_blocks_lays_its_result_as_asked(changes):
+    recipe = tcfp_jax.recipe("tcfp12_blockwise", **changes)
     multiply = partial(tcfp_jax.matmul, recipe=recipe)
     product = partial(multiply, out_sharding=P("b", None))
     x = drawn(32, 256)
