@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from models.training.steps import (
 from tcfp_jax import optim
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import encoding as narrow
+from tcfp_jax.optim.slots import Clip
 from tcfp_jax.paths import path_names
 
 _OTHER = 1_000_003  # added to a seed for other batches
@@ -216,33 +217,31 @@ def schedule_of(config: Config) -> optax.Schedule:
 def steps_of(config: Config, variant: Variant) -> StepFunction:
     """Return the jitted steps of one dispatch, which all bases and seeds share."""
     run = train_config(config, variant)
-    make = _late_steps if variant.clip == "late" else make_steps
-    steps = make(run, make_optimizer(run, schedule_of(config)), config.steps_per_call)
+    optimizer = make_optimizer(run, schedule_of(config))
+    if variant.clip == "exact":
+        steps = make_steps(run, optimizer, config.steps_per_call)
+    else:
+        steps = _steps_inside(run, optimizer, config.steps_per_call, variant.clip)
     return jax.jit(steps, donate_argnums=0)
 
 
-class LateState(NamedTuple):
-    """A `TrainState` with the norm of the last gradients, by which a run clips late."""
+def _steps_inside(
+    run: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    count: int,
+    clip: Clip,
+) -> StepFunction:
+    """Return `make_steps` of updates inside the backward pass."""
+    step = tcfp_jax.train_step(loss_function(run), optimizer, clip=clip)
 
-    params: Any
-    opt_state: Any
-    step: Array
-    norm: Array
-
-
-def _late_steps(
-    run: TrainConfig, optimizer: optax.GradientTransformation, count: int
-) -> Any:
-    """Return `make_steps` for a `LateState`."""
-    step = tcfp_jax.train_step(loss_function(run), optimizer, clip="late")
-
-    def one_step(state: LateState, text: Array, key: Array) -> tuple[LateState, Array]:
-        before = optim.TrainState(state.params, state.opt_state, state.norm)
+    def one_step(
+        state: TrainState, text: Array, key: Array
+    ) -> tuple[TrainState, Array]:
+        before = optim.TrainState(state.params, state.opt_state)
         after, metrics = step(before, {}, windows(run, state.step, text, key))
-        params, opt_state, norm = after
-        return LateState(params, opt_state, state.step + 1, norm), metrics.loss
+        return TrainState(*after, state.step + 1), metrics.loss
 
-    def steps(state: LateState, text: Array, key: Array) -> tuple[LateState, Array]:
+    def steps(state: TrainState, text: Array, key: Array) -> tuple[TrainState, Array]:
         return jax.lax.scan(
             lambda carry, _: one_step(carry, text, key), state, length=count
         )
@@ -291,8 +290,6 @@ def _start(config: Config, variant: Variant) -> Any:
             state = base._replace(params=moved)
         if study_of(config).baseline == BASELINE:
             state = converted(state, key)
-        if variant.clip == "late":
-            state = LateState(*state, jnp.zeros(()))
         # Copies: jit hands on what it does not change, and the steps of a fork would
         # donate arrays of the base.
         return jax.tree.map(jnp.copy, state)

@@ -23,8 +23,8 @@ from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
 
 CLIPPING = (
-    "update inside the backward pass: each matrix is clipped by its own norm, not by"
-    " the norm of all gradients"
+    "update inside the backward pass: each matrix is clipped to its part of the limit,"
+    " not by the norm of all gradients"
 )
 
 

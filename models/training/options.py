@@ -179,8 +179,8 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         help=(
             "stored weights behind the backward pass, or layer by layer in it"
             " (backward), without memory for the gradients of the other layers. Then"
-            " each matrix is clipped by its own norm, not by the norm of all gradients,"
-            " so it is clipped less. auto is behind if that step fits the device, else"
+            " each matrix is clipped to its part of the limit, not by the norm of all"
+            " gradients. auto is behind if that step fits the device, else"
             " backward, and prints its choice (default: auto; on CPUs behind)"
         ),
     )

@@ -66,7 +66,7 @@ class Stored:
       moments: Format of AdamW's moments.
       update: When layers are updated: "behind" the backward pass, or inside it
         ("backward", `tcfp_jax.train_step`), so that the gradients of one matrix exist
-        at a time. Each matrix is then clipped by its own norm, not by the norm of all.
+        at a time. Each matrix is then clipped to its part of the limit.
         "auto" is "behind" if its step fits the device, and is decided before the first
         step of a run (`models.training.fitting`).
 

@@ -345,7 +345,7 @@ def make_steps(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         params, *operands = _operands(config, state, text, key)
-        step = tcfp_jax.train_step(loss_of, optimizer, clip="matrix")
+        step = tcfp_jax.train_step(loss_of, optimizer, clip="late")
         after, metrics = step(step.state(params, state.opt_state), *operands)
         return TrainState(after.params, after.opt_state, state.step + 1), metrics.loss
 

@@ -188,7 +188,8 @@ def adamw_entry(
             "adamw", (mosaic.OF_ENTRIES,), None, *operands
         )
         return found
-    one: Callable[..., Step] = partial(adamw, **options)
+    by_name: dict[str, Any] = options
+    one: Callable[..., Step] = partial(adamw, **by_name)
     for _ in g.shape[:-2]:
         one = jax.vmap(one)
     places = (hi, lo, moments)

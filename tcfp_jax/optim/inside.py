@@ -21,7 +21,7 @@ optimizers than `adamw`, and transformations before or behind it; float masters
 (`error_feedback`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,10 +32,10 @@ from jax import Array
 from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import not_differentiated
 from tcfp_jax.optim.adam import AdamW, AdamWState, Tree
-from tcfp_jax.optim.encoding import Keys, Moment
+from tcfp_jax.optim.encoding import Keys, Moment, decode
 from tcfp_jax.optim.gradients import filled, slot_of
 from tcfp_jax.optim.scanned import numbers_of, updated_inside
-from tcfp_jax.optim.slots import Clip, Facts, Held, Stack, Update, Updated, clip_factor
+from tcfp_jax.optim.slots import Clip, Facts, Held, Own, Stack, Update, Updated
 from tcfp_jax.optim.steps import Stepped
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Deferred
@@ -54,12 +54,10 @@ class TrainState(NamedTuple):
       params: the parameters.
       opt_state: the state of `adamw`. It and the parameters are those of an ordinary
         step, so each kind of step goes on where the other stopped.
-      norm: float32, the global norm of the last gradients; None unless clip="late".
     """
 
     params: PyTree
     opt_state: AdamWState
-    norm: Array | None = None
 
 
 class Metrics(NamedTuple):
@@ -104,8 +102,11 @@ def train_step(
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
       optimizer: `tcfp_jax.optim.adamw(...)`. Its `max_norm` needs `clip`, because the
         norm of all gradients is known after the last layer alone.
-      clip: "matrix" limits the norm of each matrix of a layer to `max_norm`. "late"
-        also scales all of them by the global norm of the step before.
+      clip: "late" limits the norm of each matrix of a layer to its part of `max_norm`.
+        Parts go by the second moments, the mean squares of the gradients of the steps
+        before: `max_norm sqrt(sum v / sum of all v)`, so the norm of all gradients is
+        at most `max_norm`. "matrix" limits each to `max_norm` itself, which hardly ever
+        clips.
       has_aux: whether `loss_fn` returns a pair.
 
     Returns:
@@ -151,9 +152,9 @@ def train_step(
             f" tcfp_jax.optim.adamw, but got a {type(optimizer).__name__}:"
             " transformations of all gradients need all of them. So do accumulation"
             " over microbatches (use a larger batch with more recomputation, or FSDP)"
-            " and error_feedback, which keeps float weights. Pass adamw(...) alone, with"
-            " its own mask= and max_norm=, or take the ordinary step (value_and_grad,"
-            " update, apply_updates)"
+            " and error_feedback, which keeps float weights. Pass adamw(...) alone,"
+            " with its own mask= and max_norm=, or take the ordinary step"
+            " (value_and_grad, update, apply_updates)"
         )
     limit = optimizer.settings.max_norm
     if clip is not None:
@@ -161,8 +162,8 @@ def train_step(
     if limit is not None and clip is None:
         raise ValueError(
             f"adamw(max_norm={limit}) clips by the norm of all gradients, which is not"
-            ' known before the first update: pass clip="late" (the norm of the step'
-            ' before) or clip="matrix" (the norm of each matrix), or take the ordinary'
+            ' known before the first update: pass clip="late" (each matrix has its part'
+            ' of max_norm) or clip="matrix" (each has max_norm), or take the ordinary'
             " step"
         )
     if limit is None and clip is not None:
@@ -196,8 +197,7 @@ class TrainStep:
 
     def state(self, params: PyTree, opt_state: AdamWState) -> TrainState:
         """Return the state that goes on after an ordinary step."""
-        norm = jnp.zeros((), jnp.float32) if self.clip == "late" else None
-        return TrainState(params, opt_state, norm)
+        return TrainState(params, opt_state)
 
     def __call__(
         self, state: TrainState, *inputs: PyTree
@@ -252,6 +252,7 @@ class _Run:
       tree: the parameters.
       old: the state before the step.
       updates: how each parameter is updated.
+      own: what each update knows besides, from `begin` on.
       stacks: those that are updated inside.
       slots: what the loss is differentiated by.
     """
@@ -263,35 +264,57 @@ class _Run:
         self.old = state
         self.count = optax.safe_increment(state.opt_state.count)
         factor = jnp.ones((), jnp.float32)
-        if state.norm is not None:
-            factor = clip_factor(state.norm, settings.max_norm)
         scalars = settings.scalars(state.opt_state.count, factor)
         self.facts = Facts(scalars, jax.new_ref(jnp.bool_(True)))
         self.moments: list[tuple[Moment, Moment]] = []
         self.updates: list[Update] = []
         for leaf, m, v in tree.with_moments(state.opt_state):
             step = settings.step_of(leaf)
-            update = Update(step, leaf.is_fused, of.clip, settings.max_norm)
             self.moments.append((m, v))
-            self.updates.append(update)
+            self.updates.append(Update(step, leaf.is_fused))
+        self.own: list[Own] = []
         self.stacks: dict[int, Stack] = {}
         self.slots: list[PyTree] = [slot_of(leaf.parameter) for leaf in tree.leaves]
 
     def begin(self, inputs: tuple[PyTree, ...]) -> None:
         """Move what is updated inside into references."""
+        held = {}
         for number in updated_inside(self.tree, self.of.loss_fn, inputs):
-            leaf = self.tree.leaves[number]
-            own = leaf.parameter
-            assert isinstance(own, Parameter), "updated_inside returns no others"
-            held = Held.of(own, *self.moments[number])
-            keys = self._keys(number)
-            update = self.updates[number]
-            self.stacks[number] = Stack(leaf, held, self.facts, update, keys)
-            self.slots[number] = jnp.zeros(held.skipped.shape)
+            parameter = self.tree.leaves[number].parameter
+            assert isinstance(parameter, Parameter), "updated_inside returns no others"
+            held[number] = Held.of(parameter, *self.moments[number])
+        layers = []
+        for number in range(len(self.tree.leaves)):
+            layers.append(held[number].skipped.shape if number in held else ())
+        limits = self._limits(layers)
+        for number, leaf in enumerate(self.tree.leaves):
+            own = Own(self._keys(number), limits[number])
+            self.own.append(own)
+            if number in held:
+                self.stacks[number] = Stack(
+                    leaf, held[number], self.facts, self.updates[number], own
+                )
+                self.slots[number] = jnp.zeros(layers[number])
 
     def _keys(self, number: int) -> Keys | None:
         words = self.old.opt_state.key
         return self.tree.leaves[number].keys(words, self.count, number)
+
+    def _limits(self, layers: list[tuple[int, ...]]) -> Sequence[Array | None]:
+        """Return the largest norm of each gradient, of a stack those of its layers."""
+        if self.of.clip is None:
+            return [None] * len(layers)
+        limit = jnp.asarray(self.of.optimizer.settings.max_norm, jnp.float32)
+        if self.of.clip == "matrix":
+            return [jnp.broadcast_to(limit, shape) for shape in layers]
+        energies = []
+        for (_, v), shape in zip(self.moments, layers, strict=True):
+            values = decode(v)
+            energies.append(jnp.sum(values, axis=range(len(shape), values.ndim)))
+        total = sum(map(jnp.sum, energies), jnp.zeros(()))
+        # Before its first gradient nothing is known of a parameter.
+        shares = [jnp.where(x > 0, x / total, 1) for x in energies]
+        return [limit * jnp.sqrt(share) for share in shares]
 
     def differentiate(
         self, inputs: tuple[PyTree, ...]
@@ -329,9 +352,9 @@ class _Run:
                 continue
             g = leaf.gradient(gradients[number])
             m, v = self.moments[number]
-            keys = self._keys(number)
+            own = self.own[number]
             made.append(
-                self.updates[number].run(leaf.parameter, g, m, v, self.facts, keys)
+                self.updates[number].run(leaf.parameter, g, m, v, self.facts, own)
             )
         return made
 
@@ -352,14 +375,11 @@ class _Run:
             old.key,
         )
         norm = jnp.sqrt(sum((one.squares for one in made), jnp.zeros(())))
-        kept = self.old.norm
-        if kept is not None:
-            kept = jnp.where(finite & jnp.isfinite(norm), norm, kept)
         params = []
         for leaf, one in zip(self.tree.leaves, made, strict=True):
             new = one.step.update
             if not isinstance(new, Parameter):
                 new = optax.apply_updates(leaf.parameter, new)
             params.append(new)
-        after = TrainState(self.tree.treedef.unflatten(params), opt_state, kept)
+        after = TrainState(self.tree.treedef.unflatten(params), opt_state)
         return after, None if self.of.clip is None else norm

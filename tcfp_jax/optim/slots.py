@@ -3,6 +3,7 @@ that updates an entry as soon as its gradient is there.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Literal, NamedTuple
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.typing import ArrayLike
 
 from tcfp_jax.optim.adam import Leaf
 from tcfp_jax.optim.encoding import Keys, Moment
@@ -87,6 +87,18 @@ class Updated(NamedTuple):
     skipped: Array
 
 
+class Own(NamedTuple):
+    """What the update of one parameter knows; `[layers]` for a stack.
+
+    Attributes:
+      keys: of its random bits.
+      limit: float32, the largest norm of its gradient; None if the step does not clip.
+    """
+
+    keys: Keys | None
+    limit: Array | None
+
+
 @dataclass(frozen=True)
 class Update:
     """How one parameter, or an entry of a stack, is updated.
@@ -94,14 +106,10 @@ class Update:
     Attributes:
       step: its formats.
       is_fused: whether the kernel updates it.
-      clip: how gradients are clipped.
-      max_norm: the limit of a norm, or None.
     """
 
     step: WeightStep
     is_fused: bool
-    clip: Clip | None
-    max_norm: ArrayLike | None
 
     @property
     def steps_in_place(self) -> bool:
@@ -116,33 +124,29 @@ class Update:
         m: Moment,
         v: Moment,
         facts: Facts,
-        keys: Keys | None,
+        own: Own,
         entry: Array | None = None,
     ) -> Updated:
-        """Return the parameter after the step, see `fused_step` of an entry."""
+        """Return the parameter after the step, see `entry_step` of an entry."""
         squares = jnp.zeros(())
         scalars = facts.scalars
         keep = facts.sound[...]
-        if self.clip is None:
+        if own.limit is None:
             keep = keep & all_finite([g])
         else:
             squares = jnp.sum(jnp.square(g.astype(jnp.float32)))
             keep = keep & jnp.isfinite(squares)
-            # The norm of all gradients is at least that of this one, so exact clipping
-            # would not scale it by more.
-            own = clip_factor(jnp.sqrt(squares), self.max_norm)
-            scalars = scalars._replace(factor=jnp.minimum(scalars.factor, own))
-        given = (self.step, w, g, m, v, scalars, keys, keep)
+            factor = clip_factor(jnp.sqrt(squares), own.limit)
+            scalars = scalars._replace(factor=factor)
+        run: Callable[..., Stepped] = fused_step if self.is_fused else float_step
         if entry is not None:
-            done = entry_step(*given, entry)
-        else:
-            done = fused_step(*given) if self.is_fused else float_step(*given)
+            run = functools.partial(entry_step, entry=entry)
+        done = run(self.step, w, g, m, v, scalars, own.keys, keep)
         return Updated(done, squares, ~keep)
 
 
-def clip_factor(norm: Array, max_norm: ArrayLike | None) -> Array:
-    """Return the factor that scales gradients of this norm to the limit."""
-    limit = jnp.asarray(max_norm, jnp.float32)
+def clip_factor(norm: Array, limit: Array) -> Array:
+    """Return the factor that scales a gradient of this norm to the limit."""
     return jnp.where(norm > limit, limit / norm, jnp.float32(1))
 
 
@@ -155,7 +159,7 @@ class Stack(Home):
         held: Held,
         facts: Facts,
         update: Update,
-        keys: Keys | None,
+        own: Own,
     ) -> None:
         self.name = "/".join(leaf.names)
         self.whole = jax.eval_shape(lambda: held.parameter)
@@ -164,7 +168,7 @@ class Stack(Home):
         self._update = update
         self._refs = jax.tree.map(jax.new_ref, held)
         self._facts = facts
-        self._keys = keys
+        self._own = own
         self._slots: dict[int, tuple[Array, Array]] = {}
 
     def read(self, index: Array) -> Stored:
@@ -183,7 +187,7 @@ class Stack(Home):
         """Return the zeros that take the gradient of an entry."""
         # One slot for all uses in a layer, so that JAX adds their gradients.
         if id(index) not in self._slots:
-            made = _slot(self, self._refs, self._facts, self._keys, index, zero)
+            made = _slot(self, self._refs, self._facts, self._own, index, zero)
             self._slots[id(index)] = (index, made)
         return self._slots[id(index)][1]
 
@@ -193,7 +197,7 @@ class Stack(Home):
         return jnp.zeros(shape, self.whole.state.gradient_dtype)
 
     def update(
-        self, refs: Held, facts: Facts, keys: Keys | None, index: Array, g: Array
+        self, refs: Held, facts: Facts, own: Own, index: Array, g: Array
     ) -> None:
         """Update an entry by its gradient."""
         self.updates += 1
@@ -202,8 +206,8 @@ class Stack(Home):
         old = jax.tree.map(lambda ref: ref[at], refs)
         if entry is not None:
             old = _with_places(old, refs)
-        own_keys = jax.tree.map(lambda words: words[at], keys)
-        done = self._update.run(old.parameter, g, old.m, old.v, facts, own_keys, entry)
+        own = jax.tree.map(lambda x: x[at], own)
+        done = self._update.run(old.parameter, g, old.m, old.v, facts, own, entry)
         after = done.step
         assert isinstance(after.update, Parameter), "the step of a parameter"
         new = Held(after.update, after.m, after.v, done.squares, done.skipped)
@@ -246,21 +250,21 @@ def _with_places(old: Held, refs: Held) -> Held:
 # A rule that JAX runs as soon as the gradient of an entry is complete.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _slot(
-    stack: Stack, refs: Held, facts: Facts, keys: Keys | None, index: Array, zero: Array
+    stack: Stack, refs: Held, facts: Facts, own: Own, index: Array, zero: Array
 ) -> Array:
     """Return zeros whose gradient updates an entry of a stack."""
     return stack.zeros()
 
 
 def _slot_forward(
-    stack: Stack, refs: Held, facts: Facts, keys: Keys | None, index: Array, zero: Array
+    stack: Stack, refs: Held, facts: Facts, own: Own, index: Array, zero: Array
 ) -> tuple[Array, PyTree]:
-    return stack.zeros(), (refs, facts, keys, index)
+    return stack.zeros(), (refs, facts, own, index)
 
 
 def _slot_backward(stack: Stack, kept: PyTree, g: Array) -> tuple[PyTree, ...]:
-    refs, facts, keys, index = kept
-    stack.update(refs, facts, keys, index, g)
+    refs, facts, own, index = kept
+    stack.update(refs, facts, own, index, g)
     return None, None, None, None, jnp.zeros(())
 
 

@@ -190,7 +190,7 @@ def entry_step(
     scale = _next_scale(old, state.amax, _reach(step, w, g, m, v, s))
     scale = jnp.where(keep, scale, old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)
-    options = dict(
+    options: dict[str, Any] = dict(
         momentum="nesterov" if step.nesterov else "classic",
         orientation="rows" if copy is None else "both",
         remainder="stochastic" if state.remainder == "stochastic" else "nearest",
@@ -205,9 +205,10 @@ def entry_step(
         done = one(*given, rates, words)
         written = (done.hi, done.lo)
     else:
+        of_entry: Callable[..., Any] = functools.partial(adamw_entry, entry, **options)
         rates = jax.tree.map(lambda x: jnp.broadcast_to(x, scale.shape), rates)
-        columns, amax = adamw_entry(entry, *given, rates, words, **options)
-        done = Step(old.values, old.residual, columns, moments, amax)
+        turned, amax = of_entry(*given, rates, words)
+        done = Step(old.values, old.residual, turned, moments, amax)
         written = (done.hi[entry], done.lo[entry])
     rows = Operand(done.hi, scale, done.lo)
     columns = None

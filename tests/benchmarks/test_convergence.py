@@ -425,7 +425,7 @@ def test_a_llama_forks_with_every_layer():
     )
 
 
-# Stored bases need no other form; a late norm is one more array
+# Stored bases need no other form.
 @parametrize("name", ["stored_late_clip", "stored_matrix_clip", "stored_exact_head"])
 def test_a_study_forks_the_state_of_its_own_base(name):
     stack = LlamaConfig(layers=2, width=32, heads=2, kv_heads=2, hidden=48, context=8)
@@ -442,10 +442,9 @@ def test_a_study_forks_the_state_of_its_own_base(name):
 
     text = jax.ShapeDtypeStruct((100,), jnp.int32)
     start, (after, losses) = jax.eval_shape(train, base, random.key(0), text)
-    assert jax.tree.map(jnp.shape, start[:3]) == jax.tree.map(jnp.shape, tuple(base))
+    assert jax.tree.map(jnp.shape, start) == jax.tree.map(jnp.shape, base)
     assert jax.tree.structure(start) == jax.tree.structure(after)
     assert losses.shape == (2,)
-    assert hasattr(after, "norm") == (name == "stored_late_clip")
 
 
 @slow
