@@ -5,27 +5,15 @@ fits.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from models.nets.families import copies_of
-from models.nets.meshes import everywhere
 from models.nets.shapes import LlamaConfig, ModelConfig, remat_levels
-from models.training.checkpoint import holds_run, read_config
 from models.training.processes import gather
-from models.training.progress import shown
 from models.training.settings import TrainConfig, Update
-from models.training.steps import lowered_step
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
-
-CLIPPING = (
-    "update inside the backward pass: each matrix is clipped to its part of the limit,"
-    " not by the norm of all gradients"
-)
 
 
 def is_open(size: ModelConfig) -> bool:
@@ -136,28 +124,3 @@ def with_update(
             needs = f"{ordinary / 1e9:.3g} GB"
         why += f", behind the backward pass {needs}"
     return config.updated(found.level), f"update: {found.level} ({why})"
-
-
-def decided(
-    config: TrainConfig,
-    text: np.ndarray,
-    out: Path | None,
-    mesh: Mesh | None,
-    memory: int | None,
-    telling: bool,
-) -> TrainConfig:
-    """Return a run with a choice instead of update="auto": that of its folder `out`, or
-    that of `with_update`, whose line is printed if this process is `telling`.
-    """
-    if config.update != "auto":
-        return config
-    if out is not None and holds_run(out):
-        return config.updated(read_config(out).update)
-    with shown(lambda: "choosing the update", telling):
-        there = everywhere(text, mesh)
-        config, line = with_update(
-            config, lambda one: lowered_step(one, mesh, there), memory
-        )
-    if telling:
-        print(line, flush=True)
-    return config

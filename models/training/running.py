@@ -33,10 +33,11 @@ from models.training.checkpoint import (
     read_config,
 )
 from models.training.data import Data, load_data
+from models.training.deciding import CLIPPING, decided
 from models.training.described import flatten
 from models.training.evaluation import evaluate
 from models.training.examples import load_examples
-from models.training.fitting import CLIPPING, decided, fitted
+from models.training.fitting import fitted
 from models.training.flags import described
 from models.training.monitoring import Board, check_board, written
 from models.training.parameters import export

@@ -1,0 +1,43 @@
+"""The choice of a run with update="auto", made once: before its folder is written."""
+
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from models.nets.meshes import everywhere
+from models.training.checkpoint import holds_run, read_config
+from models.training.fitting import with_update
+from models.training.progress import shown
+from models.training.settings import TrainConfig
+from models.training.steps import lowered_step
+
+CLIPPING = (
+    "update inside the backward pass: each matrix is clipped to its part of the limit,"
+    " not by the norm of all gradients"
+)
+
+
+def decided(
+    config: TrainConfig,
+    text: np.ndarray,
+    out: Path | None,
+    mesh: Mesh | None,
+    memory: int | None,
+    telling: bool,
+) -> TrainConfig:
+    """Return a run with a choice instead of update="auto": that of its folder `out`, or
+    that of `with_update`, whose line is printed if this process is `telling`.
+    """
+    if config.update != "auto":
+        return config
+    if out is not None and holds_run(out):
+        return config.updated(read_config(out).update)
+    with shown(lambda: "choosing the update", telling):
+        there = everywhere(text, mesh)
+        config, line = with_update(
+            config, lambda one: lowered_step(one, mesh, there), memory
+        )
+    if telling:
+        print(line, flush=True)
+    return config
