@@ -31,8 +31,10 @@ from pallas_kernels import pallas_triton, tuning
 from pallas_kernels.checks import check_choice
 from pallas_kernels.tuning import Key
 
-Backend = Literal["xla", "triton", "mosaic"]
-BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+Backend = Literal["xla", "triton", "mosaic", "cudnn"]
+BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "cudnn", "xla")
+# Devices that are only described have no capability.
+_BLACKWELL = ("B200", "B300")
 T = TypeVar("T")
 
 
@@ -215,6 +217,25 @@ def lacks_fp8(*call: object) -> str | None:
     if "NVIDIA" in kind and not 0 < _compute_capability() < 8.9:
         return None
     return f"{kind} has no instructions for FP8"
+
+
+def lacks_block_scales() -> str | None:
+    """Return why that device does not multiply blocks with their scales, or None.
+
+    NVIDIA GPUs do from Blackwell on, compute capability 10. A CPU multiplies numbers
+    that it scales itself, with jax 0.12 or newer.
+    """
+    kind = device_kind()
+    if kind == "cpu":
+        if jax.__version_info__ >= (0, 12):
+            return None
+        return f"jax {jax.__version__} has no scaled_matmul of a CPU; use jax 0.12"
+    if _compute_capability() >= 10 or any(name in kind for name in _BLACKWELL):
+        return None
+    return (
+        f"{kind} has no tensor cores that read the scales of blocks; use"
+        ' backend="xla", or a Blackwell GPU'
+    )
 
 
 class _Device(Protocol):

@@ -1,8 +1,9 @@
-"""Compiling for H200s on a machine without a GPU.
+"""Compiling for H200s, and for B200s, on a machine without a GPU.
 
 The CUDA plugin needs a description of the device, and ptxas.
 `data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`:
-`*.gpu_target_config.pbtxt`). Nothing is autotuned this way, so what XLA would choose
+`*.gpu_target_config.pbtxt`). `data/b200.txtpb` has the values that XLA publishes of a
+B200 (`xla/backends/gpu/target_config/specs`), with the H200's libraries. Nothing is autotuned this way, so what XLA would choose
 between Triton and cuBLASLt on the device does not show.
 """
 
@@ -25,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand
 from tests.collectives import GATHERS as GATHERS
 
-TARGET = Path(__file__).parent / "data" / "h200.txtpb"
+TARGETS = Path(__file__).parent / "data"
 PTXAS = shutil.which("ptxas") or ""
 # XLA compiles each fusion once more by itself to choose how it is emitted. Without a
 # device nothing is timed, it keeps the first choice, and half of the time is lost: 30 s
@@ -87,15 +88,15 @@ def largest_stack(capfd) -> int:
 
 
 @functools.lru_cache(maxsize=4)
-def h200s(*shape: int) -> Mesh:
-    """A mesh of H200s that are not there, with axes named a, b, ..."""
+def h200s(*shape: int, target: str = "h200") -> Mesh:
+    """A mesh of H200s that are not there, with axes named a, b, ...; or of others."""
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.setdefault("MOSAIC_GPU_CUDA_ROOT", "/usr/local/cuda")
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.devices()  # finds the plugin
     devices = topologies.get_topology_desc(
         platform="cuda",
-        target_config=TARGET.read_text(encoding="utf-8"),
+        target_config=(TARGETS / f"{target}.txtpb").read_text(encoding="utf-8"),
         topology=f"1x1x{math.prod(shape)}",
     )
     return topologies.make_mesh(

@@ -13,19 +13,20 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.explicit import under_own_mesh
-from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
+from pallas_kernels.fp4_matmul import cudnn, mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.reference import ActivationFormat, Fp4Options
 from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
 
 IMPLEMENTATIONS = (
     mosaic.KERNEL,
+    cudnn.KERNEL,
     Implementation("xla", unpacked.fp4_matmul, key=reference.key),
 )
 
 
 def fp4_matmul(
-    x: Array,
+    x: Array | Operand,
     w: Operand,
     *,
     contracts: Literal["k", "n"] = "k",
@@ -43,26 +44,30 @@ def fp4_matmul(
         contracts "n"   out[..., k] = outer * sum_n x[..., n] (code[n, k] scale[n, k])
 
     Args:
-      x: real floats, `[..., k]` or `[..., n]`.
+      x: real floats, `[..., k]` or `[..., n]`; for activation "float4_e2m1fn" an
+        operand of codes `[m, k]` with the format of w.
       w: an operand with `Fp4` scaling, as `tcfp_jax.products.pack_fp4` makes it.
       contracts: the axis of w that is summed over: "k" for the forward product, "n" for
         its input gradient.
       activation: the format to which x is rounded: "bfloat16" (W4A16; products are
         exact and their sums float32) or "float8_e4m3fn" (W4A8) with a float32 scale for
         each row, max |x| / 448. If the weight has the rule "fold_exact", W4A8 runs on
-        FP8 tensor cores, whose sums keep about 14 bits.
-      out_dtype: a real float; None is the dtype of x.
+        FP8 tensor cores, whose sums keep about 14 bits. "float4_e2m1fn" (W4A4) is the
+        format of an x of codes, whose numbers are exact in bfloat16.
+      out_dtype: a real float; None is the dtype of x, and float32 for codes.
       out_sharding: sharding of the result under an explicit mesh, as in
         `lax.dot_general`.
       backend: "mosaic" decodes weights in registers on Hopper, for at most 512 rows in
-        W4A16, and for any number in W4A8 of a fold-exact weight.
+        W4A16, and for any number in W4A8 of a fold-exact weight. "cudnn" multiplies
+        codes by codes on Blackwell.
 
     Returns:
       `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN
         that read its block.
 
     Raises:
-      TypeError: x is not real floating point, or w is not an FP4 operand.
+      TypeError: x is not real floating point, nor an FP4 operand in W4A4, or w is not
+        an FP4 operand.
       ValueError: the contracted sizes differ, scales do not fit, or a word is unknown.
       NotImplementedError: the named backend cannot run.
 
@@ -72,17 +77,33 @@ def fp4_matmul(
     >>> fp4_matmul(jnp.full((2, 32), 0.5), w).tolist()
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    check_real("x", x)
-    _check(x, w, contracts, activation)
-    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    _check_activation(x, activation)
+    _check(x, w, contracts)
+    if out_dtype is None:
+        out_dtype = jnp.float32 if isinstance(x, Operand) else x.dtype
+    dtype = jnp.dtype(out_dtype)
     options = Fp4Options(dtype, activation, contracts, out_sharding)
     run = partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options)
     return under_own_mesh(run)(x, w)
 
 
-def _check(x: Array, w: Operand, contracts: str, activation: str) -> None:
-    check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
+def _check_activation(x: Array | Operand, activation: str) -> None:
+    """Raise unless x has the form that its format needs."""
     check_choice("activation", activation, get_args(ActivationFormat))
+    has_codes = isinstance(x, Operand) and isinstance(x.scaling, Fp4)
+    if has_codes != (activation == "float4_e2m1fn"):
+        found = x.scaling if isinstance(x, Operand) else "floats"
+        raise TypeError(
+            f"x has {found}, but activation={activation!r}: float4_e2m1fn is for an"
+            " operand with Fp4 scaling, and the others are for floats; use"
+            " quantize_fp4(x), or another activation"
+        )
+    if not isinstance(x, Operand):
+        check_real("x", x)
+
+
+def _check(x: Array | Operand, w: Operand, contracts: str) -> None:
+    check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
         found = w.scaling if isinstance(w, Operand) else type(w).__name__
         raise TypeError(
@@ -96,7 +117,7 @@ def _check(x: Array, w: Operand, contracts: str, activation: str) -> None:
         )
     n, k = w.shape
     size = k if contracts == "k" else n
-    if x.ndim < 1 or x.shape[-1] != size:
+    if len(x.shape) < 1 or x.shape[-1] != size:
         raise ValueError(
             f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose"
             " or reshape one"

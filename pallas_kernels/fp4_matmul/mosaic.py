@@ -102,6 +102,8 @@ def _reject(options: Fp4Options, x: Array, w: Operand) -> str | None:
             f'contracts={options.contracts!r} for backend="mosaic", which multiplies'
             ' along "k"; use backend="xla"'
         )
+    if options.activation == "float4_e2m1fn":
+        return 'x of codes for backend="mosaic", which reads floats; use backend="xla"'
     scaling = scaling_of(w)
     if options.activation != "bfloat16" and scaling.rule != "fold_exact":
         return (

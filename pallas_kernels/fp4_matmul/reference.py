@@ -8,6 +8,7 @@ rounded to bfloat16, or to E4M3 with a scale for each row. Tensor cores multiply
 bfloat16 exactly and add in float32.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,7 +24,7 @@ from pallas_kernels.quantize.reference import quantize
 from pallas_kernels.specs import Sharding
 from pallas_kernels.tuning import Key
 
-ActivationFormat = Literal["bfloat16", "float8_e4m3fn"]
+ActivationFormat = Literal["bfloat16", "float8_e4m3fn", "float4_e2m1fn"]
 # X in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
 ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
 # Codes times scales are stored in E4M3 times this factor, which brings the largest one,
@@ -174,10 +175,10 @@ def _in_bf16(options: Fp4Options, x: Array, w: Operand) -> Array:
     return out if w.outer is None else out * w.outer
 
 
-def key(options: Fp4Options, x: Array, w: Operand) -> Key:
+def key(options: Fp4Options, x: Array | Operand, w: Operand) -> Key:
     """Return the name of a product in `tuned.json`."""
     n, k = w.shape
     scaling = scaling_of(w)
-    rows = x.size // max(1, x.shape[-1])
+    rows = math.prod(x.shape[:-1])
     how = f"{scaling.format} {scaling.tile} {options.activation} {options.contracts}"
     return Key("fp4_matmul", f"{how} {jnp.dtype(options.out_dtype)}", (rows, k, n))

@@ -6,6 +6,8 @@ E4M3 activations are multiplied on FP8 tensor cores. Then `unpack` writes the E4
 weight in the orientation that the product reads.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -25,12 +27,17 @@ UNPACK_IMPLEMENTATIONS = (
 )
 
 
-def fp4_matmul(options: Fp4Options, x: Array, w: Operand) -> Array:
+def fp4_matmul(options: Fp4Options, x: Array | Operand, w: Operand) -> Array:
     """Return the product, see `api.fp4_matmul`.
 
     Under a mesh with explicit axes each device multiplies its part, because blocks cut
-    axes.
+    axes. The numbers of codes are exact in bfloat16.
     """
+    if isinstance(x, Operand):
+        float32 = jnp.dtype(jnp.float32)
+        wide = replace(options, activation="bfloat16", out_dtype=float32)
+        out = fp4_matmul(wide, reference.decode(x), w)
+        return (out if x.outer is None else out * x.outer).astype(options.out_dtype)
     if not has_explicit_axes():
         return multiply(options, x, w)
     if options.activation == "bfloat16":

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.checks import check_choice
 from pallas_kernels.dispatch import Backend, Implementation, dispatch, note
-from pallas_kernels.matmul import mosaic, reference, triton
+from pallas_kernels.matmul import cudnn, mosaic, reference, triton
 from pallas_kernels.operands import (
     Accumulation,
     Block,
@@ -49,12 +49,11 @@ SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
     ("triton", "full"): 2.0**-13,
 }
 
-_TABLE = (
-    mosaic.KERNEL,
-    triton.KERNEL,
-    Implementation("xla", reference.matmul, key=reference.key),
-)
-IMPLEMENTATIONS = {Tensor: _TABLE, Block: _TABLE}
+_XLA = Implementation("xla", reference.matmul, key=reference.key)
+IMPLEMENTATIONS = {
+    Tensor: (mosaic.KERNEL, triton.KERNEL, _XLA),
+    Block: (mosaic.KERNEL, triton.KERNEL, cudnn.KERNEL, _XLA),
+}
 
 
 def matmul(
@@ -189,9 +188,7 @@ def skip_matmul(
         )
     options = MatmulOptions(jnp.dtype(out_dtype), "full", out_sharding)
     # Zeros add nothing, so the definition is the one of `matmul`.
-    return dispatch(
-        "skip_matmul", (_TABLE[0], _TABLE[-1]), backend, options, x, w, None
-    )
+    return dispatch("skip_matmul", (mosaic.KERNEL, _XLA), backend, options, x, w, None)
 
 
 def add_product(

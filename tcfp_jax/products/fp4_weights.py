@@ -30,6 +30,7 @@ from pallas_kernels.specs import (
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.products.fp8_weights import Asked, Rule, Saved
 from tcfp_jax.recipes import Arithmetic, Recipe
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 
@@ -39,7 +40,10 @@ def _forward(
     # Only wgrad reads an FP8 x: codes are decoded to exact BF16 numbers.
     recipe = asked.recipe
     codes = _codes(weight)
-    if recipe.forward == "full" and recipe.activation == "float4_e2m1fn":
+    has_fp4_x = recipe.forward == "full" and recipe.activation == "float4_e2m1fn"
+    if has_fp4_x and recipe.backend == "cudnn":
+        return _of_codes(asked, x, codes)
+    if has_fp4_x:
         rounded_x = _in_nvfp4(x)
         # `along` fills k with zeros up to whole blocks, and codes of an odd k up to a
         # whole byte.
@@ -60,6 +64,20 @@ def _forward(
         out_sharding=asked.out_sharding,
         backend=recipe.backend,
     )
+
+
+def _of_codes(asked: Asked, x: Array, w: Operand) -> Array:
+    """Return the product of x in codes, which tensor cores of four bits read."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = fp4_matmul(
+        quantize_fp4(jnp.pad(rows, [(0, 0), (0, w.shape[-1] - rows.shape[-1])])),
+        w,
+        activation="float4_e2m1fn",
+        out_dtype=x.dtype,
+        out_sharding=asked.out_sharding,
+        backend=asked.recipe.backend,
+    )
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _dgrad(
