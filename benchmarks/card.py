@@ -94,6 +94,15 @@ RUNS = {
     "fsdp-llama": Run(
         "fsdp --parts llama --recipes tensorwise,stored", 200, gpus=2, flags=_OF_SEVERAL
     ),
+    # BF16 has no room on one GPU.
+    "fsdp-llama-8b": Run(
+        "fsdp --parts llama --model llama-8b --recipes 'stored,stored update=backward'"
+        " --alone 'stored update=backward' --remat attended+gate_fp8+up_fp8"
+        " --float-remat attended",
+        200,
+        gpus=2,
+        flags=f"{_OF_SEVERAL} {_OF_LOOPS}",
+    ),
     "fsdp-olmoe": Run(
         "fsdp --parts olmoe --recipes stored", 170, gpus=2, flags=_OF_SEVERAL
     ),

@@ -2,97 +2,100 @@
 
     python -m benchmarks.fsdp --json
     python -m benchmarks.fsdp --json --parts mlp --recipes tensorwise,stored
+    python -m benchmarks.fsdp --json --parts llama --model llama-8b --alone stored
 
 * *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in
   `benchmarks.llama`; *olmoe* is one of four layers of OLMoE-1B-7B, whose experts are
   split, so that no weight of theirs travels; all with AdamW. Every GPU has as many
-  tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
+  tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs. `--alone`
+  says which candidates run on one GPU, for a model whose others do not fit there.
 * Every matrix is split along one axis, the same in every recipe: the first one in the
   MLP, and as in `models.train --mesh` in the Llama. `tcfp_jax.sharding.state_shardings`
   places the state. XLA gathers a weight before it is read and scatters the sums of its
   gradients. Gradients travel in float32, unless a name says otherwise; "stored" has
-  bfloat16.
+  bfloat16. "stored update=backward" is `tcfp_jax.train_step`.
 
 Times are wall clock, over steps that depend on each other, because kernels of several
-GPUs and communication overlap. Before the timing, gradients are compared with BF16's on
-the same GPUs, and the first loss of a Llama on several GPUs.
+GPUs and communication overlap. Candidates of the MLP are timed in turn, after their
+gradients are compared with BF16's on the same GPUs. Every other candidate has a process
+of its own with all memory, and its first loss is compared with BF16's. `--resume` keeps
+the rows of the JSON file, so that a long run can be cut into slices.
 """
 
 import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
-from benchmarks import llama_steps, timing, train_step
+from benchmarks import timing
+from benchmarks.fsdp_steps import (
+    INSIDE,
+    NARROW,
+    PARTS,
+    RECIPES,
+    Config,
+    Part,
+    make_training,
+    placed,
+    size_of,
+)
 from benchmarks.harness import Benchmark, chosen_of
+from benchmarks.llama import add_sizes, sized
 from benchmarks.llama_steps import STORED, quick
 from benchmarks.products import GemmShape
-from benchmarks.records import Result, cells
-from benchmarks.train_step import Kept, compare_outputs
+from benchmarks.records import Result, cells, rows_to_resume
+from benchmarks.train_step import check_outputs, compare_outputs
 from benchmarks.variants import BASELINE
-from models.nets.meshes import AXES, BATCH, parameter_shardings
-from models.nets.shapes import LlamaConfig, MoeConfig
+from models.nets.meshes import AXES
 from models.nets.sizes import LLAMAS, MOES
-from tcfp_jax.recipes import Recipe, recipe
-from tcfp_jax.sharding import state_shardings
 
-Part = Literal["mlp", "llama", "olmoe"]
-PARTS: tuple[Part, ...] = get_args(Part)
-AXIS = "fsdp"
 SMOKE_OPTIONS = {"recipes": STORED, "parts": "mlp"}
-NARROW = " wire=bfloat16"
 LEAST_SNR_DB = 5.0  # as of the steps of `benchmarks.llama`
-RECIPES = (
-    BASELINE,
-    "tensorwise",
-    "tensorwise" + NARROW,
-    "tcfp12_fast",
-    "tcfp12_fast" + NARROW,
-    STORED,
-)
+NONE = "none"
 
 
 @dataclass(frozen=True)
-class Config(timing.Repetitions):
-    """Settings of a run.
+class Run(timing.Timing):
+    """Measurements of one candidate on some devices.
 
     Attributes:
-      mlp: Tokens, d and d_ff of one device.
-      llama, olmoe: Sizes of the models.
-      llama_tokens: Sequences and positions of one device.
-      devices: Numbers of devices; 1 is the comparison.
+      compile_seconds: Seconds of tracing, lowering and compiling.
+      arena_bytes: Temporary memory of a device, besides arguments and results.
+      state_bytes: Parameters and optimizer state on the first device.
+      peak_bytes: Peak of the first device's allocator; None if none is reported, or
+        several candidates share a process.
+      loss: The first loss, in nats per token; None of an MLP.
+      remat: Values that a block keeps for its backward pass; None of an MLP.
     """
 
-    mlp: GemmShape
-    llama: LlamaConfig
-    olmoe: MoeConfig
-    llama_tokens: tuple[int, int]
-    recipes: tuple[str, ...]
-    parts: tuple[Part, ...] = PARTS
-    devices: tuple[int, ...] = (1, 2)
+    compile_seconds: float
+    arena_bytes: int
+    state_bytes: int
+    peak_bytes: int | None = None
+    loss: float | None = None
+    remat: str | None = None
 
 
-@dataclass(frozen=True)
-class Row(timing.Timing):
+@dataclass(frozen=True, kw_only=True)
+class Row(Run):
     """One candidate on some devices.
 
     Attributes:
       part, recipe, devices, tokens: The candidate, and the tokens of all devices in a
         step.
       tokens_per_second: Rate of the median.
-      speed_over_bf16: BF16's median divided by this one, on as many devices.
-      over_one_gpu: Tokens a second, divided by the same candidate's on one device.
+      speed_over_bf16: BF16's median divided by this one, on as many devices; None if
+        BF16 did not run there.
+      over_one_gpu: Tokens a second, divided by the same candidate's on one device; None
+        if it did not run there.
       worst_snr_db: Lowest SNR of loss and gradients against BF16's; None for BF16.
-      compile_seconds: Seconds of tracing, lowering and compiling.
-      arena_bytes: Temporary memory of a device, besides arguments and results.
-      state_bytes: Parameters and optimizer state on the first device.
     """
 
     part: Part
@@ -100,122 +103,189 @@ class Row(timing.Timing):
     devices: int
     tokens: int
     tokens_per_second: float
-    speed_over_bf16: float
+    speed_over_bf16: float | None
     over_one_gpu: float | None
     worst_snr_db: float | None
-    compile_seconds: float
-    arena_bytes: int
-    state_bytes: int
 
 
-def make_training(
-    part: Part, name: str, config: Config, devices: int
-) -> tuple[timing.Training, int]:
-    """Return (the step of a candidate, its tokens): as many tokens on every device."""
-    if part == "mlp":
-        shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
-        return train_step.make_training(shape, *_mlp_of(name)), shape.m
-    sequences, positions = config.llama_tokens
-    tokens = devices * sequences, positions
-    size = config.llama if part == "llama" else config.olmoe
-    few = llama_steps.Config(
-        size, size, tokens, tokens, {}, include=("linear", "small")
-    )
-    return llama_steps.make_training(few, name), math.prod(tokens)
-
-
-def _mlp_of(name: str) -> tuple[Recipe, Kept]:
-    """Return recipe and state of a candidate of the MLP."""
-    if name == STORED:
-        kept = Kept("stored", moments="8bit", gradient_dtype="bfloat16")
-        return recipe("tcfp12_single"), kept
-    chosen = recipe(name.removesuffix(NARROW))
-    if name.endswith(NARROW):
-        chosen = recipe(chosen, wire="bfloat16")
-    return chosen, Kept()
-
-
-def placed(mesh: Mesh, floats: Any, state_of: Callable[[Any], Any], given: Any) -> Any:
-    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`.
-
-    `floats` are BF16's parameters.
-    """
-    (params, _), *inputs = given
-    at = functools.partial(NamedSharding, mesh)
-    if "embedding" in floats:
-        split = parameter_shardings(floats, mesh)
-    else:
-        split = jax.tree.map(lambda _: at(P(AXIS)), floats)
-    state = state_shardings(split, params, state_of)
-    return state, *(at(BATCH) for _ in inputs)
+# Measuring
+# --------------------------------------------------------------------------------------
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Measure every part on every number of devices."""
-    for part in config.parts:
-        alone: dict[str, float] = {}
-        for devices in config.devices:
-            for row in measure_part(part, config, devices):
-                if devices == 1:
-                    alone[row.recipe] = row.tokens_per_second
-                base = alone[row.recipe.removesuffix(NARROW)]
-                over = row.tokens_per_second / base
-                yield dataclasses.replace(row, over_one_gpu=over)
-
-
-def measure_part(part: Part, config: Config, devices: int) -> Iterator[Row]:
-    """Check and time the candidates of a part on some devices.
+    """Measure every part on every number of devices.
 
     Raises:
-      ArithmeticError: gradients are wrong.
+      ArithmeticError: gradients or the first loss are wrong.
     """
-    mesh = jax.make_mesh(
+    rows = _kept(config)
+    yield from rows
+    for part in config.parts:
+        before = [row for row in rows if row.part == part]
+        measure_part = _in_turn if part == "mlp" else _one_by_one
+        for devices in config.devices:
+            for row in measure_part(part, config, devices, before):
+                before.append(row)
+                yield row
+
+
+def _kept(config: Config) -> list[Row]:
+    """Return the rows of the file of a run that is resumed; an MLP is measured again,
+    because its gradients are compared in one process.
+    """
+    if config.resume is None:
+        return []
+    names = [field.name for field in dataclasses.fields(Row)]
+    found = []
+    for row in rows_to_resume(Path(config.resume), config.settings):
+        if row["part"] != "mlp":
+            known = {name: row[name] for name in names}
+            found.append(Row(**known))
+    return found
+
+
+def _names(part: Part, config: Config, devices: int) -> list[str]:
+    """Return the candidates of a part on some devices."""
+    is_reference = devices == 1 < max(config.devices)
+    names = config.alone if is_reference else config.recipes
+    left_out = NARROW
+    if part == "mlp":
+        left_out = NARROW if devices == 1 else INSIDE
+        names = tuple(name for name in names if not name.endswith(INSIDE))
+    return [name for name in names if not name.endswith(left_out)]
+
+
+def _in_turn(
+    part: Part, config: Config, devices: int, before: list[Row]
+) -> Iterator[Row]:
+    """Measure the candidates of a part in turn in this process."""
+    mesh = _mesh(devices)
+    made = {}
+    outputs = {}
+    with jax.set_mesh(mesh):
+        for name in _names(part, config, devices):
+            training = make_training(part, name, config, devices)
+            made[name] = _compiled(part, training, config, mesh)
+            outputs[name] = functools.partial(_gradients, training, made[name][0])
+        worst = compare_outputs(outputs, LEAST_SNR_DB)
+        timed = config.by_wall_clock(
+            {name: (step, ()) for name, (step, _) in made.items()}
+        )
+    rows = list(before)
+    for name, (step, seconds) in made.items():
+        run = Run(**vars(timed[name]), **_memory(step), compile_seconds=seconds)
+        rows.append(_row(part, name, config, devices, run, worst[name], rows))
+        yield rows[-1]
+
+
+def _one_by_one(
+    part: Part, config: Config, devices: int, before: list[Row]
+) -> Iterator[Row]:
+    """Measure each candidate of a part in a process of its own.
+
+    A router chooses other experts for some tokens in FP8, so that gradients are not
+    alike; those of a Llama are compared by `benchmarks.llama`.
+    """
+    rows = list(before)
+    for name in _names(part, config, devices):
+        here = {row.recipe: row for row in rows if row.devices == devices}
+        if name in here:
+            continue
+        call = (part, config, devices, name)
+        if timing.has_peaks():
+            (run,) = timing.measure_alone(measure_one, [call], "whole")
+        else:
+            run = measure_one(*call)
+        worst = None
+        if name != BASELINE:
+            # Without BF16 the loss has to be finite.
+            reference = here.get(BASELINE, run).loss
+            worst = check_outputs(name, reference, run.loss, LEAST_SNR_DB)
+        rows.append(_row(part, name, config, devices, run, worst, rows))
+        yield rows[-1]
+
+
+def measure_one(part: Part, config: Config, devices: int, name: str) -> Run:
+    """Return the run of one candidate, for a process of its own."""
+    mesh = _mesh(devices)
+    with jax.set_mesh(mesh):
+        training = make_training(part, name, config, devices)
+        step, seconds = _compiled(part, training, config, mesh)
+        loss = float(step())
+        timed = config.by_wall_clock({name: (step, ())})[name]
+    return Run(
+        **vars(timed),
+        **_memory(step),
+        compile_seconds=seconds,
+        peak_bytes=timing.peak_bytes(),
+        loss=loss,
+        remat=size_of(part, name, config).remat,
+    )
+
+
+def _mesh(devices: int) -> Mesh:
+    return jax.make_mesh(
         (1, devices, 1),
         AXES,
         axis_types=(AxisType.Auto,) * 3,
         devices=jax.devices()[:devices],
     )
-    bf16, tokens = make_training(part, BASELINE, config, devices)
+
+
+def _compiled(
+    part: Part, training: timing.Training, config: Config, mesh: Mesh
+) -> tuple[timing.Threaded, float]:
+    """Return (the compiled step with its state, seconds of compiling)."""
+    bf16 = make_training(part, BASELINE, config, mesh.size)
     (floats, _), *_ = jax.eval_shape(bf16.init, jax.random.key(0))
-    made: dict[str, tuple[timing.Threaded, float]] = {}
-    outputs = {}
-    with jax.set_mesh(mesh):
-        for name in config.recipes:
-            if name.endswith(NARROW) and (devices == 1 or part != "mlp"):
-                continue
-            training, _ = make_training(part, name, config, devices)
-            place = functools.partial(placed, mesh, floats, training.state_of)
-            made[name] = training.compile(place=place)
-            step = made[name][0]
-            # A Llama's gradients were compared on one GPU; compiling them again would
-            # take as long as the rest. A router chooses other experts for some tokens
-            # in FP8, and their gradients are not alike.
-            loss_alone = part == "olmoe" or (part == "llama" and devices > 1)
-            outputs[name] = (
-                step if loss_alone else functools.partial(_gradients, training, step)
-            )
-        worst = compare_outputs(outputs, LEAST_SNR_DB)
-        timed = config.by_wall_clock(
-            {name: (step, ()) for name, (step, _) in made.items()}
-        )
-    for name, (step, seconds) in made.items():
-        yield Row(
-            **vars(timed[name]),
-            part=part,
-            recipe=name,
-            devices=devices,
-            tokens=tokens,
-            tokens_per_second=tokens / timed[name].median_ms * 1e3,
-            over_one_gpu=None,
-            speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
-            worst_snr_db=worst[name],
-            compile_seconds=seconds,
-            arena_bytes=step.compiled.memory_analysis().temp_size_in_bytes,
-            state_bytes=sum(
-                leaf.addressable_shards[0].data.nbytes
-                for leaf in jax.tree.leaves(step.state)
-            ),
-        )
+    return training.compile(
+        place=functools.partial(placed, mesh, floats, training.state_of)
+    )
+
+
+def _memory(step: timing.Threaded) -> dict[str, int]:
+    parts = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(step.state)]
+    return {
+        "arena_bytes": step.compiled.memory_analysis().temp_size_in_bytes,
+        "state_bytes": sum(part.nbytes for part in parts),
+    }
+
+
+def _row(
+    part: Part,
+    name: str,
+    config: Config,
+    devices: int,
+    run: Run,
+    worst: float | None,
+    before: list[Row],
+) -> Row:
+    """Return the row of a run, next to the rows of its part before it."""
+    own = config.mlp.m if part == "mlp" else math.prod(config.llama_tokens)
+    tokens = devices * own
+    rate = tokens / run.median_ms * 1e3
+    over = None
+    speed = None
+    if devices == 1:
+        over = 1.0
+    if name == BASELINE:
+        speed = 1.0
+    for row in before:
+        if row.devices == 1 and row.recipe == name.removesuffix(NARROW):
+            over = rate / row.tokens_per_second
+        if row.devices == devices and row.recipe == BASELINE:
+            speed = row.median_ms / run.median_ms
+    return Row(
+        **vars(run),
+        part=part,
+        recipe=name,
+        devices=devices,
+        tokens=tokens,
+        tokens_per_second=rate,
+        speed_over_bf16=speed,
+        over_one_gpu=over,
+        worst_snr_db=worst,
+    )
 
 
 def _gradients(training: timing.Training, step: timing.Threaded) -> Any:
@@ -228,14 +298,27 @@ def _gradients(training: timing.Training, step: timing.Threaded) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add parts, recipes and devices."""
+    """Add parts, recipes, devices and the size of the Llama."""
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument(
         "--recipes",
         help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs",
     )
     parser.add_argument(
+        "--alone",
+        help=f"recipes that run on one device, too, or {NONE} (default: all)",
+    )
+    parser.add_argument(
         "--devices", type=int, help="how many, beside one alone (default: all)"
+    )
+    add_sizes(parser, [*LLAMAS])
+    parser.add_argument(
+        "--float-remat", help="values that blocks keep of recipes with float weights"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of the JSON file, run those it lacks",
     )
 
 
@@ -246,6 +329,10 @@ def configure(options: argparse.Namespace) -> Config:
       ValueError: a name is unknown, or there are not as many devices.
     """
     recipes = BASELINE, *chosen_of("recipes", options.recipes, RECIPES)
+    recipes = tuple(dict.fromkeys(recipes))
+    alone = recipes
+    if options.alone is not None:
+        alone = chosen_of("alone", options.alone, (*recipes, NONE))
     here = jax.device_count()
     wanted = options.devices or here
     if not 0 < wanted <= here:
@@ -253,17 +340,23 @@ def configure(options: argparse.Namespace) -> Config:
             f"--devices {wanted}, but this machine has {here}; use 1 to {here}"
         )
     shared: dict[str, Any] = {
-        "recipes": tuple(dict.fromkeys(recipes)),
+        "recipes": recipes,
+        "alone": tuple(name for name in alone if name != NONE),
         "parts": chosen_of("parts", options.parts, PARTS),
         "devices": tuple(sorted({1, wanted})),
+        "float_remat": options.float_remat,
+        "resume": str(options.path) if options.resume else None,
     }
     if jax.default_backend() == "gpu" and not options.smoke:
+        llama = sized(LLAMAS[options.model or "llama-1b"], options)
+        # A step of a named model takes a second.
+        shared |= {"calls": 6} if options.model is None else {"rounds": 2, "calls": 3}
         # As many layers as BF16's state and the others' leave room for on one GPU.
         olmoe = dataclasses.replace(MOES["olmoe-1b-7b"], layers=4, remat="block")
         mlp = GemmShape(8192, 4096, 16384)
-        return Config(mlp, LLAMAS["llama-1b"], olmoe, (4, 4096), calls=6, **shared)
+        return Config(mlp, llama, olmoe, (4, 4096), **shared)
     # Blocks of 128 values of the moments, on each of two devices.
-    tiny = quick(LLAMAS["llama-tiny"], width=256)
+    tiny = sized(quick(LLAMAS["llama-tiny"], width=256), options)
     moe = quick(MOES["moe-tiny"], width=256)
     mlp = GemmShape(64, 32, 64)
     return Config(mlp, tiny, moe, (2, 32), rounds=1, calls=2, **shared)
@@ -276,20 +369,34 @@ def table(result: Result) -> str:
         "": "`{recipe}`",
         "ms": "{median_ms:.2f}",
         "speedup over BF16": "**{speed_over_bf16:.2f}**",
-        "tokens per second": "{tokens_per_second:,.0f}",
-        "times one GPU": "{over_one_gpu:.2f}",
+        "tokens per second per GPU": "{rate:,.0f}",
+        "of one GPU's rate": "{share:.2f}",
         "state, GB": "{state_gigabytes:.2f}",
         "arena, GB": "{arena_gigabytes:.2f}",
     }
     texts = []
     for part in result.distinct("part"):
-        rows = [row for row in result.rows if row["part"] == part]
+        rows = [_per_gpu(row) for row in result.rows if row["part"] == part]
         said = _described(part, result.config)
         texts.append(f"{said}, with AdamW.\n\n{cells(rows, columns)}\n")
     return (
         "\n".join(texts)
         + "\nTimes are by the wall clock; state and arena are those of one GPU."
     )
+
+
+def _per_gpu(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its rate per GPU, and the share of the rate of one GPU alone."""
+    over = row["over_one_gpu"]
+    share = None if over is None else over / row["devices"]
+    return {**row, "rate": row["tokens_per_second"] / row["devices"], "share": share}
+
+
+def json_name(options: argparse.Namespace) -> str:
+    """Return the name of a run's JSON, which names the model if it is not the usual
+    one.
+    """
+    return "fsdp" if options.model is None else f"fsdp-{options.model}"
 
 
 def _described(part: Part, config: dict[str, Any]) -> str:
@@ -315,6 +422,7 @@ BENCHMARK = Benchmark(
     table,
     options=add_options,
     smoke=SMOKE_OPTIONS,
+    file=json_name,
 )
 
 if __name__ == "__main__":
