@@ -23,7 +23,6 @@ DOCS = ROOT / "docs"
 # Pages of words and tables, and pages that include a file of the repository.
 WITHOUT_CODE = {
     "architecture",
-    "backends",
     "catalog",
     "changelog",
     "contributing",
