@@ -106,23 +106,48 @@ def test_a_recipe_and_a_mode_are_too_much():
 # Norms
 
 
-class Normed(nn.Module):
-    kind: type[nn.Module]
+@parametrize("include", ["norm", ("linear", "small", "norm")], ids=str)
+def test_norms_of_linen_are_rounded(include):
+    variables = {"params": {"scale": drawn(64), "bias": drawn(64, seed=1)}}
+    model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include=include)
+    assert set(survey(model).rounded) == {"scale", "bias"}
+    by_hand = TCFPLayerNorm().apply(variables, X)
+    np.testing.assert_allclose(model.apply(variables, X), by_hand, rtol=1e-5, atol=1e-6)
+    exact = nn.LayerNorm().apply(variables, X)
+    assert np.abs(exact - by_hand).max() > 1e-3
+
+
+def test_only_norms_are_rounded():
+    model = convert_to_tcfp(Block2(), "tcfp12", X, include=(*EVERY, "norm"))
+    found = survey(model)
+    assert set(found.rounded) == {"LayerNorm_0/scale", "LayerNorm_0/bias"}
+    assert len(found.converted) == 2
+
+
+class Scanned(nn.Module):
+    """Three blocks of the quick start, as one loop over stacked parameters."""
 
     @nn.compact
     def __call__(self, x):
-        return self.kind(name="norm")(x)
+        layers = nn.scan(
+            Block2Step,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return layers(name="layers")(x, None)[0]
 
 
-@parametrize("include", ["norm", ("linear", "small", "norm")], ids=str)
-def test_norms_of_linen_are_rounded(include):
-    variables = {"params": {"norm": {"scale": drawn(64), "bias": drawn(64, seed=1)}}}
-    model = convert_to_tcfp(Normed(nn.LayerNorm), "tcfp12", X, include=include)
-    assert set(survey(model).rounded) == {"norm/scale", "norm/bias"}
-    by_hand = Normed(TCFPLayerNorm).apply(variables, X)
-    np.testing.assert_allclose(model.apply(variables, X), by_hand, rtol=1e-5, atol=1e-6)
-    exact = Normed(nn.LayerNorm).apply(variables, X)
-    assert np.abs(exact - by_hand).max() > 1e-3
+class Block2Step(Block2):
+    @nn.compact
+    def __call__(self, x, _):
+        return super().__call__(x), None
+
+
+def test_norms_of_a_stack_are_rounded():
+    model = convert_to_tcfp(Scanned(), "tcfp12", X, include=(*EVERY, "norm"))
+    expected = {f"layers/LayerNorm_0/{name}" for name in ("scale", "bias")}
+    assert set(survey(model).rounded) == expected
 
 
 def test_norms_of_nnx_are_rounded():

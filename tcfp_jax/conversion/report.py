@@ -451,18 +451,30 @@ def _floats_of(
 
 
 def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
-    """Return vectors that multiply an input, and the other vectors of their layers.
+    """Return vectors that multiply an input, and the others of the same layer.
 
-    The others are added to one.
+    The others are added to one: a layer whose parameters have one shape is a norm. The
+    vectors may be stacks that a loop takes apart.
     """
-    vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
     gains: set[str] = set()
-    for reader in found.reads.values():
-        if reader.eqn.primitive.name == "mul":
-            gains |= vectors & reader.paths
-    layers = {path.rpartition("/")[0] for path in gains} - {""}
-    beside = {path for path in vectors if path.rpartition("/")[0] in layers}
-    return frozenset(gains | beside)
+    for place, reader in found.reads.items():
+        if reader.eqn.primitive.name != "mul":
+            continue
+        sizes = [var.aval.size for var in reader.eqn.invars]
+        for path in reader.paths & leaves.keys():
+            shape = leaves[path].shape
+            # As many axes in front as bodies of loops around the equation
+            if 1 <= len(shape) <= len(place) and shape[-1] in sizes:
+                gains.add(path)
+    layers: dict[str, set[str]] = {}
+    for path in leaves:
+        layers.setdefault(path.rpartition("/")[0], set()).add(path)
+    norms = set(gains)
+    for paths_of_layer in layers.values():
+        shapes = {leaves[path].shape for path in paths_of_layer}
+        if len(shapes) == 1 and paths_of_layer & gains:
+            norms |= paths_of_layer
+    return frozenset(norms)
 
 
 def _plan_of(steps: Mapping[Place, Step]) -> Plan:
