@@ -28,6 +28,7 @@ from pathlib import Path
 
 from benchmarks.harness import chosen_of
 from benchmarks.records import RESULTS, ROOT, library_digest
+from models.training.flags import OF_LOOPS
 from models.training.progress import shown
 
 
@@ -46,10 +47,7 @@ class Run:
 _OF_SEVERAL = "--xla_gpu_enable_pipelined_reduce_scatter=false"
 
 # The stacks of a scan begin without zeros, and are copied beside other work.
-_OF_LOOPS = (
-    "--xla_gpu_enable_dus_accumulator_zero_init_elimination=true"
-    " --xla_gpu_experimental_enable_selective_memcpy_overlap=true"
-)
+_OF_LOOPS = " ".join(f"--{name}=true" for name in OF_LOOPS)
 
 
 # By the name of the JSON. What a page needs most comes first.
