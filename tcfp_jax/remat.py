@@ -277,7 +277,7 @@ def _partial_eval(
         return eqn, eqn, [False], [True], missing
     # New functions, because a trace that is shared would share its variables.
     pack = jax.make_jaxpr(lambda x: _pack(x))(x.aval).eqns[0]
-    kept = pack.outvars[1:]
+    kept: list[Any] = pack.outvars[1:]
     unpack = jax.make_jaxpr(lambda *kept: _unpack(*kept, dtype=x.aval.dtype))
     backward = unpack(*(var.aval for var in kept)).eqns[0]
     backward = backward.replace(invars=kept, outvars=eqn.outvars)

@@ -62,7 +62,7 @@ def causal_attention(
         )
         return attended if how == "cudnn" else checkpoint_name(attended, "attended")
     seen = jnp.tril(jnp.ones((queries, keys), bool))
-    if keys != queries:
+    if start is not None and keys != queries:
         seen = jnp.arange(keys) <= start + jnp.arange(queries)[:, None]
     if mask is not None:
         seen = seen & mask
@@ -119,7 +119,7 @@ def kept(
     arrays = dict(key=key, value=value)
     for name, new in arrays.items():
         if module.has_variable(CACHE, name):
-            old = module.get_variable(CACHE, name)
+            old: jax.Array = module.get_variable(CACHE, name)
             arrays[name] = lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
         module.put_variable(CACHE, name, arrays[name])
     return arrays["key"], arrays["value"]

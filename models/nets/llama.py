@@ -305,9 +305,10 @@ def places(
       keys: Number of positions that tokens may see.
     """
     placed: int | jax.Array = positions
+    order = jnp.arange(positions)
     mask = None
     if start is not None:
-        placed = start + jnp.arange(positions)
+        order = placed = start + order
     if documents is not None:
         placed, mask = document_places(documents)
     stretch = Stretch(
@@ -319,8 +320,7 @@ def places(
     local = rotation
     if config.local_theta is not None:
         local = rotations(placed, config.head_size, config.local_theta)
-    own = jnp.arange(positions) if start is None else placed
-    near = own[:, None] - jnp.arange(keys) < config.window
+    near = order[:, None] - jnp.arange(keys) < config.window
     if mask is None:
         mask = jnp.ones((1, 1, positions, keys), bool)
     kinds = np.arange(1, config.layers + 1) % config.global_every != 0

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_choice
 from tcfp_jax.linen import TCFPDense
@@ -39,7 +40,7 @@ class MLP(nn.Module):
 
     features: tuple[int, ...]
     recipe: Recipe | str = "tcfp12"
-    dtype: jnp.dtype = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
     use_bias: bool = True
     activation: Nonlinearity = "gelu"
 

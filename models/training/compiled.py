@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,7 +16,8 @@ def cache_programs() -> None:
     programs of the process that began it. They do not lie in the folder of the run:
     whoever writes that folder would choose which code this machine runs.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    config: Any = jax.config  # which makes its attributes at run time
+    if config.jax_compilation_cache_dir is None:
         caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
         if not caches.is_absolute():
             caches = Path.home() / ".cache"

@@ -28,12 +28,12 @@ class Continuation(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Tokens `[positions]`, how many of them are written, and the cache of those that
+    """Tokens `[positions]`, the place behind the last one, and the cache of those that
     the model has read.
     """
 
     tokens: jax.Array
-    count: jax.Array
+    end: jax.Array
     cache: Any
 
 
@@ -79,7 +79,7 @@ def continued(
     started = time.perf_counter()
     written = jax.block_until_ready(extend(variables, written, limit, stops))
     seconds = time.perf_counter() - started
-    new = written.tokens[begin : int(written.count)].tolist()
+    new = written.tokens[begin : int(written.end)].tolist()
     rate = (len(new) - 1) / seconds
     new = [one for one in new if one not in ends]
     if tokenizer is None:
@@ -97,8 +97,8 @@ def _first(model: nn.Module) -> Any:
         """
         logits, held = _applied(model, variables, tokens, 0)
         likeliest = jnp.argmax(logits[begin - 1]).astype(tokens.dtype)
-        count = jnp.asarray(begin + 1, jnp.int32)
-        return Written(tokens.at[begin].set(likeliest), count, held)
+        end = jnp.asarray(begin + 1, jnp.int32)
+        return Written(tokens.at[begin].set(likeliest), end, held)
 
     return run
 
@@ -110,17 +110,15 @@ def _rest(model: nn.Module) -> Any:
         """Write tokens until one ends the text, or there are as many as the limit."""
 
         def more(written: Written) -> jax.Array:
-            ended = jnp.isin(written.tokens[written.count - 1], ends)
-            return (written.count < limit) & ~ended
+            ended = jnp.isin(written.tokens[written.end - 1], ends)
+            return (written.end < limit) & ~ended
 
         def one(written: Written) -> Written:
-            tokens, count, cache = written
-            last = jax.lax.dynamic_slice_in_dim(tokens, count - 1, 1)
-            logits, cache = _applied(
-                model, {**variables, CACHE: cache}, last, count - 1
-            )
+            tokens, end, cache = written
+            last = jax.lax.dynamic_slice_in_dim(tokens, end - 1, 1)
+            logits, cache = _applied(model, {**variables, CACHE: cache}, last, end - 1)
             likeliest = jnp.argmax(logits[0]).astype(tokens.dtype)
-            return Written(tokens.at[count].set(likeliest), count + 1, cache)
+            return Written(tokens.at[end].set(likeliest), end + 1, cache)
 
         return jax.lax.while_loop(more, one, written)
 

@@ -160,7 +160,7 @@ def adamw_entry(
     moments: Moments,
     rates: Rates,
     key: Array,
-    **options: str,
+    **options: Any,
 ) -> tuple[Array | None, Array]:
     """Take the step of `adamw` on one entry of stacks of weights in references.
 
@@ -180,7 +180,7 @@ def adamw_entry(
     Returns:
       (columns, amax) of the entry, as in `Step`.
     """
-    chosen = AdamWOptions(**options)  # type: ignore[arg-type]
+    chosen = AdamWOptions(**options)
     operands = (chosen, entry, g, hi, lo, moments, rates, key)
     (verdict,) = judge((mosaic.OF_ENTRIES,), None, *operands)
     if verdict.reason is None:

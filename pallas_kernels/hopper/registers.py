@@ -432,9 +432,10 @@ def _asm(text: str, *values: Value) -> Value:
     """
     kind = ir.F32Type.get()
     constraints = "=f" + ",f" * len(values)
-    return llvm.inline_asm(
+    result: Any = llvm.inline_asm(
         kind, values, text, constraints, has_side_effects="sync" in text
-    )  # type: ignore[return-value]
+    )
+    return result
 
 
 def _value(x: FragmentedArray, i: int) -> Value:

@@ -210,7 +210,7 @@ def check_global_scales(
     judged = 0
     suspect: dict[str, tuple[float, float]] = {}
     for name, (of_blocks, outer) in scales.items():
-        scale = float(of_blocks.astype(np.float32).max(initial=0))
+        scale = float(np.max(of_blocks.astype(np.float32), initial=0))
         if outer == 1 or not scale > 0:
             continue
         judged += 1
@@ -237,7 +237,7 @@ def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
     """
     is_e8m0 = scale.dtype in (np.uint8, SCALE_DTYPE)
     found = scale.view(np.uint8)
-    top = int(found.max(initial=0))
+    top = int(np.max(found, initial=0))
     if top >= (_E8M0_NAN if is_e8m0 else _E4M3_NAN):
         raise ValueError(
             f"{name} has the scale byte 0x{top:x}, a NaN or a negative scale; quantize"
@@ -293,7 +293,7 @@ def _fp4(
     _check_bytes(name, scale, values)
     outer = None
     if held is not None:
-        top = float(scale.astype(np.float32).max(initial=0))
+        top = float(np.max(scale.astype(np.float32), initial=0))
         outer = jnp.asarray(_outer(number, held, divides, top))
     operand = Operand(
         jnp.asarray(values),

@@ -228,9 +228,10 @@ def _added_in_parts(
             return read.reshape(parts, -1, read.shape[1]), 0
         values = read.values  # [columns, tokens]
         values = values.reshape(values.shape[0], parts, -1)
-        return replace(read, values=values), replace(read, values=1, scale=None)
+        axes: Any = dict(values=1, scale=None)
+        return replace(read, values=values), replace(read, **axes)
 
-    def added(x: Read, columns: Read, total: Array) -> Array | None:
+    def added(x: Read, columns: Read, total: Array) -> Any:
         return weight_gradient(recipe, replace(saved, x=x), columns, total)
 
     x, x_axis = cut(saved.x)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels import fp4, numerics
@@ -100,7 +101,7 @@ def _clipped(x: Array, q: Array, rounded: Operand) -> Array:
     """Return which values exceed the largest number of the format at their scale."""
     if rounded.scaling.packed:
         numbers = fp4.numbers(fp4.unpack(rounded.values))
-        return (jnp.abs(numbers) >= fp4.E2M1.max()) & _beyond(x, q)
+        return (jnp.abs(numbers) >= np.max(fp4.E2M1)) & _beyond(x, q)
     dtype = rounded.values.dtype
     largest = numerics.largest(dtype)
     spare = _CLIPPED

@@ -216,6 +216,7 @@ class Parameter(NotAnArray):
                     " another: restore a checkpoint as it was saved"
                 )
         of_codes = state.form.dtype
+        written: list[tuple[Array | None, DTypeLike]]
         written = [(rows.values, of_codes), (rows.lo, of_codes)]
         for array in (state.amax, state.rounding, state.sample):
             written.append((array, jnp.float32))
