@@ -243,7 +243,7 @@ def _compiled(
     )
 
 
-def _memory(step: timing.Threaded) -> dict[str, int]:
+def _memory(step: timing.Threaded) -> dict[str, Any]:
     parts = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(step.state)]
     return {
         "arena_bytes": step.compiled.memory_analysis().temp_size_in_bytes,
