@@ -67,6 +67,7 @@ from models.training.monitoring import read_reports
 from models.training.options import given_settings, parser_of
 from models.training.parameters import check_export
 from models.training.plotting import plot_losses, plot_reports
+from models.training.preferences import in_rows
 from models.training.processes import end_after, is_first, of_first, start, together
 from models.training.progress import shown
 from models.training.running import RunResult, corpus_of, export_run, run
@@ -290,21 +291,29 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
         )
     return (
         f"{_name(config)}: {count_parameters(config):,} parameters, {config.steps}"
-        f" steps of {config.batch} x {config.sequence} tokens, {_counted(corpus.train)}"
+        f" steps of {_batch(config)} tokens, {_counted(corpus.train)}"
         " count in the loss, activations in"
         f" {config.compute_dtype}, on {device}\ntext: {_source(config)}:"
         f" {len(corpus.train):,} to train in {len(corpus.train_files)} files,"
         f" {len(corpus.heldout):,} held out in {len(corpus.heldout_files)}"
-        f" files\nfolder: {out}"
+        " files\n" + "\n".join([*corpus.notes, f"folder: {out}"])
     )
+
+
+def _batch(config: TrainConfig) -> str:
+    """Describe the rows of a step."""
+    if config.preferences is None:
+        return f"{config.batch} x {config.sequence}"
+    return f"{config.batch} pairs of 2 x {config.sequence}"
 
 
 def _counted(text: np.ndarray) -> str:
     """Describe how many tokens of a text the loss counts."""
     if text.ndim == 1:
         return "all"
-    tokens = int((text[:, DOCUMENTS] > 0).sum())
-    counted = int(text[:, COUNTED].sum())
+    rows = in_rows(text)
+    tokens = int((rows[:, DOCUMENTS] > 0).sum())
+    counted = int(rows[:, COUNTED].sum())
     return f"{counted:,} of {tokens:,} ({counted / tokens:.0%})"
 
 
@@ -316,7 +325,9 @@ def _example(config: TrainConfig) -> str:
             "--show-example is for documents, such as chats.jsonl; of other text every"
             " token counts, so leave it"
         )
-    return in_color(corpus_of(config).train, tokenizer)
+    text = corpus_of(config).train
+    rows = in_rows(text[:1])
+    return "\n".join(in_color(row[None], tokenizer) for row in rows)
 
 
 def _name(config: TrainConfig) -> str:
@@ -337,6 +348,8 @@ def _source(config: TrainConfig) -> str:
     """Describe the text of a run."""
     data = config.data
     names = ", ".join(data.paths) if data.paths else "Python's standard library"
+    if config.preferences is not None:
+        return f"pairs of {names}"
     if data.packs:
         return f"rows of documents of {names}"
     return f"{'bytes' if data.vocabulary is None else 'token ids'} of {names}"
@@ -374,6 +387,7 @@ def _numbers(result: RunResult) -> dict[str, float | str | None]:
         "remat": result.remat,
         "update": result.update,
         "state_bytes": result.state_bytes,
+        **{f"heldout_{name}": value for name, value in result.heldout_rewards.items()},
     }
 
 
@@ -383,6 +397,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
+    if result.heldout_rewards:
+        return _table_of_pairs({name: result, "bf16 (baseline)": baseline})
     lines = [
         "",
         f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}"
@@ -393,6 +409,27 @@ def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
         lines.append(_row("bf16 (baseline)", baseline))
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
         lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")
+    return "\n".join(lines)
+
+
+def _table_of_pairs(results: dict[str, RunResult | None]) -> str:
+    """Return a row for each run of pairs."""
+    lines = [
+        "",
+        f"{'held-out pairs':20}{'loss':>9}{'accuracy':>10}{'margin':>9}{'chosen':>9}"
+        f"{'rejected':>10}{'tokens/s':>11}{'MB of state':>14}",
+    ]
+    for name, result in results.items():
+        if result is None:
+            continue
+        chosen, rejected, accuracy, margin = result.heldout_rewards.values()
+        rate = "-"
+        if math.isfinite(result.tokens_per_second):
+            rate = f"{result.tokens_per_second:,.0f}"
+        lines.append(
+            f"{name:20}{result.heldout_loss:9.4f}{accuracy:10.1%}{margin:9.3f}"
+            f"{chosen:9.3f}{rejected:10.3f}{rate:>11}{result.state_bytes / 1e6:14.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -37,7 +37,13 @@ from models.nets.attention import (
     kept_positions,
 )
 from models.nets.keeping import policy
-from models.nets.losses import IGNORED, capped, head_losses
+from models.nets.losses import (
+    IGNORED,
+    Objective,
+    capped,
+    head_losses,
+    head_objective,
+)
 from models.nets.meshes import looked_up, split_batch
 from models.nets.positions import Stretch, document_places, rotate, rotations
 from models.nets.shapes import ComputeDtype, LlamaConfig, kept_names, kept_of_head
@@ -208,7 +214,9 @@ class Llama(nn.Module):
     in BF16 then exist together only if blocks keep all their products, too. With
     `documents`, integers `[batch, positions]`, a token sees its own document alone, and
     targets of `IGNORED` have no loss. With `start`, the position of the first token,
-    keys and values stay in the collection "cache", which must be mutable.
+    keys and values stay in the collection "cache", which must be mutable. With
+    `objective` the result is this function of the losses
+    (`models.nets.losses.head_objective`), which can be differentiated.
 
     Attributes:
       config: The size, and how it runs.
@@ -229,7 +237,8 @@ class Llama(nn.Module):
         targets: jax.Array | None = None,
         documents: jax.Array | None = None,
         start: Start = None,
-    ) -> jax.Array:
+        objective: Objective | None = None,
+    ) -> Any:
         """Predict the token after each position, or return the loss of the
         prediction.
         """
@@ -262,17 +271,17 @@ class Llama(nn.Module):
         if targets is None:
             logits = (x @ matrix.astype(dtype)).astype(jnp.float32)
             return capped(logits, config.logit_cap)
-        losses = head_losses(
-            x,
-            matrix,
-            targets,
-            kept=kept_of_head(config.remat),
-            ignore=None if documents is None else IGNORED,
-            cap=config.logit_cap,
-        )
-        if penalties is None:
-            return losses
-        return losses + only_gradient(penalties.mean())
+        kept = kept_of_head(config.remat)
+        cap = config.logit_cap
+        penalty = 0.0 if penalties is None else only_gradient(penalties.mean())
+        if objective is not None:
+            value, other = head_objective(
+                x, matrix, targets, objective, kept=kept, cap=cap
+            )
+            return value + penalty, other
+        ignore = None if documents is None else IGNORED
+        losses = head_losses(x, matrix, targets, kept=kept, ignore=ignore, cap=cap)
+        return losses if penalties is None else losses + penalty
 
 
 def only_gradient(penalty: jax.Array) -> jax.Array:

@@ -1,18 +1,22 @@
 """Cross-entropy of tokens, from logits, or from a head without ever holding all of
-them.
+them; and functions of it, such as a loss of preferences.
 
 loss[token] = logsumexp(logits[token]) - logits[token, target]
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from models.nets.meshes import batch_axes
 from tcfp_jax import losses
+from tcfp_jax.recipes import recipe
 
 IGNORED = -100  # target of a token without a loss, as in Transformers
+# From the losses of tokens to (scalar, anything else).
+Objective = Callable[[jax.Array], tuple[jax.Array, Any]]
 
 
 def capped(logits: jax.Array, cap: float | None) -> jax.Array:
@@ -74,3 +78,54 @@ def head_losses(
     return losses.cross_entropy(
         x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunks
     )[1]
+
+
+def head_objective(
+    x: jax.Array,
+    matrix: jax.Array,
+    targets: jax.Array,
+    objective: Objective,
+    *,
+    kept: Literal["logits", "inputs"] = "inputs",
+    cap: float | None = None,
+) -> tuple[jax.Array, Any]:
+    """Return `objective(head_losses(x, matrix, targets))`, which has the right gradient
+    for any function of the losses.
+
+    Use this instead of `head_losses` if the loss is not a mean over tokens. The
+    derivative by the loss of each token is its weight in the gradient. It is known
+    after all losses, so BF16 logits are computed twice, some tokens at a time.
+
+    Args:
+      x: Activations `[..., width]`.
+      matrix: float32 `[width, vocabulary]`, which is rounded to the dtype of x.
+      targets: Integers `[...]`. The loss of `IGNORED` is 0, and has no gradient.
+      objective: Function of float32 losses `[...]` that returns (scalar, anything
+        else).
+      kept: As in `head_losses`.
+      cap: Largest magnitude of a logit, by tanh.
+
+    >>> x, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
+    >>> twice = lambda losses: (2 * losses[0].sum(), losses.shape)
+    >>> value, shape = head_objective(x, jnp.zeros((4, 8)), targets, twice)
+    >>> bool(value == 6 * jnp.log(8.0)), shape
+    (True, (2, 3))
+    """
+    constants = x, matrix
+    if x.dtype == jnp.bfloat16:
+        constants = jax.lax.stop_gradient(constants)
+    found = head_losses(*constants, targets, kept=kept, ignore=IGNORED, cap=cap)
+    if x.dtype != jnp.bfloat16:
+        return objective(found)
+    both = jax.value_and_grad(objective, has_aux=True)
+    (value, other), weights = both(found)
+    counted = targets != IGNORED
+    weights = jnp.where(counted, weights, 0.0)
+    # The derivative of a sum without any weight is NaN.
+    moves = jnp.any(weights != 0)
+    weights = jnp.where(moves, weights, counted.astype(jnp.float32))
+    chunk = targets.size if kept == "logits" else None
+    asked = losses.Loss(recipe("bf16"), soft_cap=cap, chunk=chunk)
+    total, _ = losses.loss_of(asked, x, matrix, None, targets, weights)
+    total = jnp.where(moves, total, 0.0)
+    return value + total - jax.lax.stop_gradient(total), other

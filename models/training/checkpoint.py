@@ -5,8 +5,8 @@
         before the first step
     DIR/metrics.jsonl
         {"step": s, "loss": nats per token}, one line per step; an observed step has a
-        "monitor". In bits per byte a loss is loss / ln 2 / bytes_per_token of
-        `summary.json`
+        "monitor", and one of pairs the rewards of `models.training.dpo`. In bits per
+        byte a loss is loss / ln 2 / bytes_per_token of `summary.json`
     DIR/checkpoints/
         orbax checkpoints, each renamed into place when complete; the newest two are
         kept. Each has the versions that wrote it, a digest of the metrics until then,
@@ -37,7 +37,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Literal
@@ -310,21 +310,26 @@ class RunDirectory:
                 file=sys.stderr,
             )
 
-    def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
+    def append(
+        self,
+        first_step: int,
+        losses: np.ndarray,
+        report: Any = None,
+        rewards: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from
-        1) to the metrics.
+        1) to the metrics, with the rewards of each.
 
         `report` belongs to the last of them (`models.training.monitoring.written`), or
         is None.
         """
         if not is_first():
             return
-        lines = [
-            line_of(step, float(loss))
-            for step, loss in enumerate(losses[:-1], first_step)
-        ]
-        last = first_step + len(losses) - 1
-        lines.append(line_of(last, float(losses[-1]), report))
+        lines = []
+        for place, loss in enumerate(losses):
+            own = {name: values[place] for name, values in (rewards or {}).items()}
+            last = report if place == len(losses) - 1 else None
+            lines.append(line_of(first_step + place, loss, last, own))
         self.extend(METRICS_FILE, "".join(lines))
 
     def extend(self, name: str, text: str) -> None:

@@ -21,7 +21,12 @@ MOST = 2**24  # bytes of a document; a long novel has a quarter of them
 MOST_OF_ARRAY = 2**28
 SNIFFED = 2**16
 # Entries that make an object a document, here or for other trainers.
-KINDS = {"messages": list, "conversations": list, "text": str}
+KINDS: dict[str, Any] = {
+    "messages": list,
+    "conversations": list,
+    "text": str,
+    "chosen": (str, list),
+}
 CHATS = ("messages", "conversations")
 
 

@@ -1,7 +1,8 @@
 """Held-out evaluation of a run."""
 
 import functools
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,41 @@ from models.training.batches import (
     window_losses,
     windows_at,
 )
+from models.training.dpo import (
+    REWARDS,
+    log_probabilities,
+    numbers_of,
+    reference_variables,
+)
+from models.training.preferences import Preferences
 from models.training.settings import TrainConfig
-from models.training.state import TrainState, float_parameters
-from models.training.steps import model_of, program
+from models.training.state import PairState, TrainState, float_parameters
+from models.training.steps import (
+    model_of,
+    program,
+    reference_model,
+)
+
+
+class Heldout(NamedTuple):
+    """Results on held-out text, as in `models.training.running.RunResult`."""
+
+    loss: float
+    perplexity: float
+    loss_bf16: float
+    rewards: dict[str, float]
+
+
+def evaluated(
+    config: TrainConfig, state: TrainState, heldout: jax.Array, mesh: Mesh | None = None
+) -> Heldout:
+    """Evaluate a run on its held-out text or pairs."""
+    if config.preferences is not None:
+        loss, rewards = evaluate_pairs(config, state, heldout, mesh)
+        return Heldout(loss, math.nan, math.nan, rewards)
+    loss = evaluate(config, state, heldout, "trained", mesh)
+    in_bf16 = evaluate(config, state, heldout, "bf16", mesh)
+    return Heldout(loss, float(np.exp(np.float64(loss))), in_bf16, {})
 
 
 def evaluate(
@@ -51,11 +84,52 @@ def evaluate(
         config = config.in_bf16
         params = float_parameters(params, quantized)
         quantized = {}
-    evaluated = _evaluate_function(program(config), mesh)
-    found = evaluated(params, quantized, jnp.asarray(heldout), offsets)
+    compiled = _evaluate_function(program(config), mesh)
+    found = compiled(params, quantized, jnp.asarray(heldout), offsets)
     windows = np.asarray(found, np.float64).reshape(-1, 2)
     losses, counted = windows[: heldout_windows(config, heldout)].T
     return float(losses.sum() / counted.sum() if heldout.ndim > 1 else losses.mean())
+
+
+def evaluate_pairs(
+    config: TrainConfig,
+    state: TrainState | PairState,
+    heldout: jax.Array,
+    mesh: Mesh | None = None,
+) -> tuple[float, dict[str, float]]:
+    """Return (mean loss, means of `models.training.dpo.REWARDS`) over at most
+    `config.heldout_windows` evenly spaced held-out pairs.
+    """
+    offsets = heldout_offsets(config, heldout)
+    quantized = tcfp_jax.layer_state(state.opt_state)
+    policy = {"params": state.params, "tcfp": quantized}
+    reference = reference_variables(state)
+    compiled = _pairs_function(program(config), mesh)
+    found = compiled(policy, reference, jnp.asarray(heldout), offsets)
+    numbers = np.asarray(found, np.float64).reshape(-1, 1 + len(REWARDS))
+    loss, *rewards = numbers[: heldout_windows(config, heldout)].mean(axis=0).tolist()
+    return loss, dict(zip(REWARDS, rewards, strict=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs_function(config: TrainConfig, mesh: Mesh | None) -> Any:
+    model = model_of(config)
+    frozen = reference_model(config)
+    preferences = config.preferences or Preferences()
+
+    def numbers(
+        policy: Any, reference: Any, text: jax.Array, offsets: jax.Array
+    ) -> jax.Array:
+        def of_batch(offsets: jax.Array) -> jax.Array:
+            pairs = windows_at(text, offsets, config)
+            of_policy = log_probabilities(model, policy, pairs)
+            expected = log_probabilities(frozen, reference, pairs)
+            return numbers_of(of_policy, expected, preferences)
+
+        return jax.lax.map(of_batch, offsets)
+
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    return OnMesh(jax.jit(numbers, out_shardings=whole), mesh)
 
 
 @functools.lru_cache(maxsize=16)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from models.huggingface.tokenizer import Tokenizer
+from models.huggingface.tokenizer import Messages, Tokenizer
 from models.training.answers import answers
 from models.training.documents import check_paths, document_files, read_documents
 from models.training.text import Corpus, stable_hash
@@ -95,12 +95,16 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
             'a line is an object with either "text" or "messages", and this one has'
             f" {has}"
         )
-    _check_halves(line[keys[0]])
-    made = (
-        _text(line["text"], tokenizer)
-        if keys == ["text"]
-        else _chat(line["messages"], tokenizer)
-    )
+    check_halves(line[keys[0]])
+    if keys == ["text"]:
+        made = _text(line["text"], tokenizer)
+    else:
+        messages = checked_messages(line["messages"])
+        if not any(map(is_answer, messages)):
+            raise ValueError(
+                'no message has the role "assistant", whose answers are learned'
+            )
+        made = chat(messages, tokenizer)
     if not made.counted[1:].any():
         raise ValueError(
             f"{keys[0]!r} has no token to learn; give at least two tokens, or an answer"
@@ -108,7 +112,7 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
     return made
 
 
-def _check_halves(value: Any) -> None:
+def check_halves(value: Any) -> None:
     """Raise `ValueError` if a text holds half of a surrogate pair, which no tokenizer
     reads. Text that was cut at a number of UTF-16 units has one.
     """
@@ -132,8 +136,12 @@ def _text(text: Any, tokenizer: Tokenizer) -> Example:
     return Example(np.asarray(ids, np.int32), counted, len(text.encode()))
 
 
-def _chat(messages: Any, tokenizer: Tokenizer) -> Example:
-    whole, spans = answers(_checked(messages), tokenizer)
+def chat(messages: Messages, tokenizer: Tokenizer, asked: int = 0) -> Example:
+    """Return a conversation, of which the answers behind the first `asked` messages
+    count.
+    """
+    whole, spans = answers(messages, tokenizer)
+    spans = spans[sum(map(is_answer, messages[:asked])) :]
     ids, begins, ends = tokenizer.places(whole)
     counted = np.zeros(len(ids), bool)
     for begin, end in spans:
@@ -143,21 +151,27 @@ def _chat(messages: Any, tokenizer: Tokenizer) -> Example:
     return Example(ids, counted, size)
 
 
-def _checked(messages: Any) -> list[dict[str, Any]]:
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether the assistant says a message."""
+    return bool(message["role"] == "assistant")
+
+
+def checked_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
+    """Return messages with a role and a content each.
+
+    Raises:
+      ValueError: they are not, or there are none.
+    """
     if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" must be a list with at least one message')
+        raise ValueError(f'"{name}" must be a list with at least one message')
     for place, one in enumerate(messages):
         if not isinstance(one, dict) or not all(
-            isinstance(one.get(name), str) for name in ("role", "content")
+            isinstance(one.get(key), str) for key in ("role", "content")
         ):
             raise ValueError(
                 f'message {place} must be an object whose "role" and "content" are'
                 " strings"
             )
-    if not any(one["role"] == "assistant" for one in messages):
-        raise ValueError(
-            'no message has the role "assistant", whose answers are learned'
-        )
     return messages
 
 

@@ -1,18 +1,28 @@
-"""`metrics.jsonl` of a run: a line for each step, with its loss and maybe a report."""
+"""`metrics.jsonl` of a run: a line for each step, with its loss and maybe rewards or a
+report.
+"""
 
 import json
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 LARGEST_METRICS = 1 << 31  # bytes
 
 
-def line_of(step: int, loss: float, report: Any = None) -> str:
+def line_of(
+    step: int,
+    loss: float,
+    report: Any = None,
+    rewards: Mapping[str, float] | None = None,
+) -> str:
     """Return the line of a step."""
-    # JSON has no NaN, so null marks a run that diverged.
-    entry = {"step": step, "loss": loss if math.isfinite(loss) else None}
+    entry: dict[str, Any] = {"step": step}
+    for name, value in {"loss": loss, **(rewards or {})}.items():
+        # JSON has no NaN, so null marks a run that diverged.
+        entry[name] = float(value) if math.isfinite(value) else None
     return json.dumps(entry if report is None else {**entry, "monitor": report}) + "\n"
 
 

@@ -118,16 +118,29 @@ class Board:
         if metrics is not None and metrics.exists():
             for entry in read_metrics(metrics):
                 loss = math.nan if entry["loss"] is None else entry["loss"]
-                self.add(entry["step"], np.array([loss]), entry.get("monitor"))
+                rewards = {
+                    name: np.array([value])
+                    for name, value in entry.items()
+                    if name.startswith("rewards/") and value is not None
+                }
+                losses = np.array([loss])
+                self.add(entry["step"], losses, entry.get("monitor"), rewards)
 
-    def add(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
-        """Write the losses of steps from this one on, and the written report of the
-        last.
+    def add(
+        self,
+        first_step: int,
+        losses: np.ndarray,
+        report: Any = None,
+        rewards: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write the losses and rewards of steps from this one on, and the written
+        report of the last.
         """
         if self._writer is None:
             return
-        for i, loss in enumerate(losses):
-            self._writer.add_scalar("loss", float(loss), first_step + i)
+        for name, values in {"loss": losses, **(rewards or {})}.items():
+            for i, value in enumerate(values):
+                self._writer.add_scalar(name, float(value), first_step + i)
         for name, value in scalars(report):
             self._writer.add_scalar(name, value, first_step + len(losses) - 1)
 

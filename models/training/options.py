@@ -31,6 +31,14 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
             "part of the peak learning rate at which its cosine ends (default: 0)",
         ),
         "weight_decay": (float, "of AdamW"),
+        "beta": (
+            float,
+            "pull of DPO towards the reference, of pairs in --data (default: 0.1)",
+        ),
+        "label_smoothing": (
+            float,
+            "share of pairs that DPO takes for exchanged (default: 0)",
+        ),
         "seed": (
             int,
             "seed of initial weights, batches and stochastic rounding (default: 0)",
@@ -111,8 +119,8 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help=(
             "files and folders of UTF-8 text, read as bytes, one .npy of token ids, or"
-            " with a tokenizer .jsonl, .ndjson or .json of documents (default: the"
-            " standard library)"
+            " with a tokenizer .jsonl, .ndjson or .json of documents, or of pairs"
+            " {prompt, chosen, rejected} for DPO (default: the standard library)"
         ),
     )
     model.add_argument(

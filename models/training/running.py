@@ -35,12 +35,14 @@ from models.training.checkpoint import (
 from models.training.data import Data, load_data
 from models.training.deciding import CLIPPING, decided
 from models.training.described import flatten
-from models.training.evaluation import evaluate
+from models.training.dpo import shown_rewards, told
+from models.training.evaluation import evaluated
 from models.training.examples import load_examples
 from models.training.fitting import fitted
 from models.training.flags import described
 from models.training.monitoring import Board, check_board, written
 from models.training.parameters import export
+from models.training.preferences import load_pairs
 from models.training.processes import check_same, is_first, together, whole
 from models.training.progress import repeated, shown
 from models.training.sampling import continued
@@ -69,14 +71,15 @@ class RunResult:
     """Losses and speed of a run.
 
     Attributes:
-      train_loss: Nats per token of every step, float64 `[steps]`; a resumed run has
-        those from the first step on.
-      heldout_loss: Nats per token over the held-out windows, after the last step.
-      heldout_perplexity: `exp(heldout_loss)`, per token.
+      train_loss: Nats per token of every step, or losses of pairs, float64 `[steps]`; a
+        resumed run has those from the first step on.
+      heldout_loss: Nats per token over the held-out windows, or the mean loss of
+        held-out pairs, after the last step.
+      heldout_perplexity: `exp(heldout_loss)`, per token; NaN of pairs.
       bytes_per_token: Bytes of held-out text for each token, by which losses become
         bits per byte; None if unknown.
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16
-        products.
+        products; NaN of pairs, whose reference has the products of training.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
         None in other models.
       update: When weights were updated, as in `Stored`; "auto" is decided.
@@ -86,6 +89,8 @@ class RunResult:
         devices between two steps.
       reports: Reports of the steps that this process observed (`config.monitor`), by
         step, in the form of `models.training.monitoring.written`.
+      heldout_rewards: Means of `models.training.dpo.REWARDS` over held-out pairs; empty
+        without pairs.
     """
 
     train_loss: np.ndarray
@@ -98,6 +103,7 @@ class RunResult:
     update: Update = "behind"
     reports: dict[int, Any] = field(default_factory=dict)
     bytes_per_token: float | None = None
+    heldout_rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def heldout_bits_per_byte(self) -> float | None:
@@ -249,7 +255,8 @@ def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:
 
 def corpus_of(config: TrainConfig) -> Corpus:
     """Return the text of a run, which is read once per process."""
-    return _corpus(config.data, config.sequence if config.data.packs else None)
+    packed = config.sequence if config.data.packs else None
+    return _corpus(config.data, packed, config.preferences is not None)
 
 
 def checked_corpus(config: TrainConfig) -> Corpus:
@@ -264,8 +271,8 @@ def checked_corpus(config: TrainConfig) -> Corpus:
 
 
 @functools.lru_cache(maxsize=4)
-def _corpus(data: Data, packed: int | None) -> Corpus:
-    """Return a text; `packed` is the length of rows of documents."""
+def _corpus(data: Data, packed: int | None, holds_pairs: bool) -> Corpus:
+    """Return a text; `packed` is the length of rows of documents or of pairs."""
     limit = data.corpus_bytes
     tokenizer = data.read_tokenizer()
     if tokenizer is None:
@@ -273,7 +280,8 @@ def _corpus(data: Data, packed: int | None) -> Corpus:
             return load_corpus(byte_limit=limit)
         return load_data(data.paths, vocabulary=data.vocabulary, byte_limit=limit)
     if packed is not None:
-        return load_examples(data.paths, tokenizer, packed)
+        load = load_pairs if holds_pairs else load_examples
+        return load(data.paths, tokenizer, packed)
     if data.paths:
         text = load_data(data.paths, byte_limit=limit)
     else:
@@ -336,17 +344,17 @@ def _train(
     reports: dict[int, Any] = {}
     with _bar(config, begin, progress) as bar, repeated(bar.refresh):
 
-        def record(new_losses: jax.Array, new_report: Any) -> None:
-            values = np.asarray(new_losses, np.float64)
+        def record(found: jax.Array, new_report: Any) -> None:
+            values, rewards = told(found)
             report = None
             if new_report is not None:
                 report = written(jax.device_get(new_report))
                 reports[len(losses) + len(values)] = report
             if directory is not None:
-                directory.append(len(losses) + 1, values, report)
-            board.add(len(losses) + 1, values, report)
+                directory.append(len(losses) + 1, values, report, rewards)
+            board.add(len(losses) + 1, values, report, rewards)
             losses.extend(values.tolist())
-            loss = _shown(values[-1], corpus)
+            loss = _shown(values[-1], corpus) + shown_rewards(rewards)
             bar.set_postfix_str(f"step {len(losses)}, loss {loss}", refresh=False)
             bar.update(len(values) * config.tokens_per_step)
             _check_losses(losses, begin, bad_steps, config, directory)
@@ -394,24 +402,23 @@ def _result(
     mesh: Mesh | None,
 ) -> RunResult:
     """Evaluate a run that has ended."""
-    heldout_text = everywhere(corpus.heldout, mesh)
-    heldout = evaluate(config, state, heldout_text, "trained", mesh)
-    in_bf16 = evaluate(config, state, heldout_text, "bf16", mesh)
+    heldout = evaluated(config, state, everywhere(corpus.heldout, mesh), mesh)
     rate = math.nan
     if begin < config.steps:
         rate = (config.steps - begin) * config.tokens_per_step / seconds
-    arrays = jax.tree.leaves((state.params, state.opt_state))
+    arrays = jax.tree.leaves(state)
     return RunResult(
         train_loss=np.asarray(losses),
-        heldout_loss=heldout,
-        heldout_perplexity=float(np.exp(np.float64(heldout))),
-        heldout_loss_bf16=in_bf16,
+        heldout_loss=heldout.loss,
+        heldout_perplexity=heldout.perplexity,
+        heldout_loss_bf16=heldout.loss_bf16,
         tokens_per_second=rate,
         state_bytes=sum(leaf.nbytes for leaf in arrays),
         remat=getattr(config.size, "remat", None),
         update=config.update,
         reports=reports,
         bytes_per_token=corpus.bytes_per_token,
+        heldout_rewards=heldout.rewards,
     )
 
 

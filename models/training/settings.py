@@ -21,6 +21,7 @@ from models.huggingface.configs import check_is_folder, read_shape
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
 from models.nets.sizes import model_config, model_names
+from models.training import preferences as pairs
 from models.training.data import IDS_SUFFIX, Data
 from models.training.documents import document_files
 from pallas_kernels.checks import check_choice
@@ -117,8 +118,8 @@ class TrainConfig:
       steps: Optimizer updates. The learning rate falls as a cosine over them, so they
         are part of the run.
       seed: Seed of initial weights, batches and stochastic rounding, 0 to 2**32 - 1.
-      batch, sequence: Windows in a step, of all devices together, and tokens predicted
-        in each.
+      batch, sequence: Windows or pairs in a step, of all devices together, and tokens
+        predicted in each window or answer.
       learning_rate: Peak of the rate, reached after a linear warm-up over the first
         tenth of the steps.
       final_fraction: Part of the peak at which the cosine ends.
@@ -140,6 +141,8 @@ class TrainConfig:
         random initial weights. The optimizer starts anew.
       sample: Prompt that the model continues at each checkpoint, for a reader; not part
         of the run.
+      preferences: Loss of pairs of answers (`models.training.dpo`), for data that are
+        pairs; None for other text.
       initial_jitter: Relative standard deviation of a perturbation of the initial
         weights. Runs repeat bit for bit, so a value such as 1e-6 shows how far
         differences of rounding grow.
@@ -171,6 +174,7 @@ class TrainConfig:
     start: str | None = None
     data: Data = Data()
     sample: str | None = None
+    preferences: pairs.Preferences | None = None
 
     def __post_init__(self) -> None:
         model = model_config(self.model)
@@ -233,6 +237,8 @@ class TrainConfig:
             )
         if isinstance(self.weights, Adapters):
             self._check_adapters(self.weights)
+        if self.preferences is not None:
+            pairs.check_run(self.model, self.size, self.monitor)
         if self.monitor and self.update == "backward":
             raise ValueError(
                 f"monitor={self.monitor} with update='backward': an observed step needs"
@@ -288,8 +294,9 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens that one optimizer step predicts."""
-        return self.batch * self.sequence
+        """Number of tokens that one optimizer step predicts; a pair has two answers."""
+        rows = self.batch if self.preferences is None else 2 * self.batch
+        return rows * self.sequence
 
     @property
     def in_bf16(self) -> "TrainConfig":
@@ -356,6 +363,8 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     fields["data"] = fields.pop("paths")
     fields |= dict(weights="float", moments="float32", error_dtype="float32", lora=0)
     fields["update"] = "behind"
+    preferences = fields.pop("preferences")
+    fields |= dict.fromkeys(pairs.NAMES) if preferences is None else vars(preferences)
     match config.weights:
         case Float(error_dtype):
             fields["error_dtype"] = error_dtype
@@ -380,9 +389,10 @@ def config_of(settings: Mapping[str, Any]) -> TrainConfig:
     weights = trained_form(
         **taken("weights", "moments", "error_dtype", "lora", "update")
     )
+    preferences = pairs.preferences_of(taken(*pairs.NAMES))
     paths = fields.pop("data", ())
     data = Data(paths, **taken("vocabulary", "tokenizer", "corpus_bytes", "date"))
-    return TrainConfig(**fields, weights=weights, data=data)
+    return TrainConfig(**fields, weights=weights, data=data, preferences=preferences)
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -416,10 +426,12 @@ def _of_folder(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     shape = read_shape(folder)
     # A CPU does not tell how much memory there is.
     shape = replace(shape, remat="none" if jax.default_backend() == "cpu" else "auto")
-    fields = dict(model=shape, start=str(folder), sequence=min(shape.context, 1024))
-    fields |= _FINE_TUNING
+    fields = dict(_FINE_TUNING, model=shape, start=str(folder))
+    fields["sequence"] = min(shape.context, 1024)
     if overrides.get("lora"):  # matrices that begin at zero need larger steps
         fields |= dict(recipe="tensorwise", learning_rate=2e-4)
+    if pairs.are_pairs(overrides.get("data", ())):  # TRL's rate of DPO is 1e-6
+        fields["learning_rate"] /= 10
     tokenizer = folder / "tokenizer.json"
     data = overrides.get("data", ())
     holds_ids = any(path.endswith(IDS_SUFFIX) for path in data)
@@ -443,8 +455,8 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
 
     Raises:
       FileNotFoundError: the model is neither a size nor a folder of a model.
-      ValueError: as `config_of`, or `error_dtype` is given for a recipe that keeps no
-        errors.
+      ValueError: as `config_of`; `error_dtype` is given for a recipe that keeps no
+        errors; or a setting of pairs of answers is given for other data.
 
     >>> preset("small", recipe="bf16").steps
     1000
@@ -461,7 +473,7 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     given |= overrides
     if not {"weights", "recipe", "error_dtype", "lora"} & given.keys():
         given["weights"] = "stored"
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = pairs.settings_for(given)
     if given.get("weights") == "stored":
         defaults |= dict(recipe="tcfp12_single", moments="8bit")
         # A CPU does not tell how much memory there is.

@@ -33,6 +33,22 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
+class PairState(NamedTuple):
+    """A `TrainState` of pairs of answers with a copy of the first parameters.
+
+    Adapters need none, because the weights next to them do not change.
+
+    Attributes:
+      reference: Variables of the model, in FP8 if the products are
+        (`models.training.dpo.reference_of`).
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    reference: Any
+
+
 def optimizer_of(
     config: TrainConfig,
     weights: Recipe | Mapping[str, Weight],

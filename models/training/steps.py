@@ -7,7 +7,7 @@ So a checkpoint needs no data-loader state, two recipes with one seed see identi
 weights and batches, and a resumed run equals the uninterrupted one bit for bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)
-        one `lax.scan`, one dispatch
+        one `lax.scan`, one dispatch; of pairs, also the rewards of each step
 
 On a mesh of `models.nets.meshes` the same functions run on all its devices, of all
 processes. Every device holds the whole text and reads the windows of its part of a
@@ -37,15 +37,17 @@ from models.training.batches import (
     window_losses,
     windows,
 )
+from models.training.dpo import pair_loss, reference_of, reference_variables
 from models.training.flags import step_flags
 from models.training.monitoring import Report, merged_report
 from models.training.parameters import read_parameters
-from models.training.settings import Adapters, Data, Stored, TrainConfig
+from models.training.settings import Adapters, Data, Float, Stored, TrainConfig
 from models.training.state import (
     BATCHES,
     JITTER,
     ROUNDING,
     WEIGHTS,
+    PairState,
     TrainState,
     jittered,
     optimizer_of,
@@ -101,8 +103,9 @@ def make_train_step(
 
     Its arguments are the state (donated: do not use it again), the training text as
     integers `[tokens]`, and `batch_key(config)`. It returns the new state and the
-    losses, float32 `[count]`, in nats per token. Configs that differ only in the seed
-    share one compiled function.
+    losses, float32 `[count]`, in nats per token; of pairs float32 `[count, 5]`, the
+    losses and `models.training.dpo.REWARDS`. Configs that differ only in the seed share
+    one compiled function.
     """
     return _step_function(
         program(config), config.steps_per_call if count is None else count, mesh
@@ -278,10 +281,16 @@ def _parameters(
     )
 
 
-def _state(config: TrainConfig, seed_key: jax.Array, params: Any) -> TrainState:
-    """Return the first state of these parameters."""
+def _state(config: TrainConfig, seed_key: jax.Array, params: Any) -> Any:
+    """Return the first state of these parameters, of pairs with their reference."""
     opt_state = _optimizer(config, seed_key).init(params)
-    return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+    step = jnp.zeros((), jnp.int32)
+    if config.preferences is None:
+        return TrainState(params, opt_state, step)
+    recipe = tcfp_jax.recipe(config.recipe)
+    quantized = tcfp_jax.layer_state(opt_state)
+    reference = reference_of(params, quantized, recipe, config.compute_dtype)
+    return PairState(params, opt_state, step, reference)
 
 
 def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
@@ -339,22 +348,22 @@ def make_steps(
             " models.training.fitting.with_update, or name 'behind' or 'backward'"
         )
     loss_of = loss_function(config)
-    differentiate = tcfp_jax.value_and_grad(loss_of)
+    differentiate = tcfp_jax.value_and_grad(loss_of, has_aux=True)
 
     def step_inside(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         params, *operands = _operands(config, state, text, key)
-        step = tcfp_jax.train_step(loss_of, optimizer, clip="late")
+        step = tcfp_jax.train_step(loss_of, optimizer, clip="late", has_aux=True)
         after, metrics = step(step.state(params, state.opt_state), *operands)
-        return TrainState(after.params, after.opt_state, state.step + 1), metrics.loss
+        return _after(state, after.params, after.opt_state), metrics.aux
 
     def one_step(
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        loss, gradients = differentiate(*_operands(config, state, text, key))
+        (_, told), gradients = differentiate(*_operands(config, state, text, key))
         state, _ = _updated(optimizer, state, gradients)
-        return state, loss
+        return state, told
 
     def train_step(
         state: TrainState, text: jax.Array, key: jax.Array
@@ -364,8 +373,8 @@ def make_steps(
             step = step_inside
             # A loop of one round would hold the state twice.
             if count == 1:
-                state, loss = step(state, text, key)
-                return state, loss[None]
+                state, told = step(state, text, key)
+                return state, told[None]
         return jax.lax.scan(
             lambda carry, _: step(carry, text, key), state, length=count
         )
@@ -379,7 +388,10 @@ def _operands(
     """Return the arguments of `loss_function` at a step."""
     quantized = tcfp_jax.layer_state(state.opt_state)
     batch = windows(config, state.step, text, key)
-    return state.params, quantized, batch, product_key(config, state, key)
+    operands = (state.params, quantized, batch, product_key(config, state, key))
+    if config.preferences is None:
+        return operands
+    return (*operands, reference_variables(state))
 
 
 def _updated(
@@ -388,20 +400,37 @@ def _updated(
     """Return the next state, and the updates of its parameters."""
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = tcfp_jax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state, state.step + 1), updates
+    return _after(state, params, opt_state), updates
 
 
-def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
-    """Return the mean loss as a function of parameters, quantized weights, windows, and
-    a `product_key`.
+def _after(state: TrainState, params: Any, opt_state: Any) -> TrainState:
+    return state._replace(params=params, opt_state=opt_state, step=state.step + 1)
+
+
+def reference_model(config: TrainConfig) -> nn.Module:
+    """Return the model of the reference of pairs: the policy's, without adapters."""
+    if isinstance(config.weights, Adapters):
+        config = replace(config, weights=Float())
+    return _learner(program(config)).model
+
+
+def loss_function(
+    config: TrainConfig,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return (the mean loss, numbers that a step tells) as a function of parameters,
+    quantized weights, windows, and a `product_key`; of pairs
+    `models.training.dpo.pair_loss`. The numbers are the loss itself, else.
     """
     model = _learner(config).model
+    if config.preferences is not None:
+        return pair_loss(model, reference_model(config), config.preferences)
 
     def loss_of(
         params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         losses, counted = window_losses(model, params, quantized, windows, key)
-        return losses.mean() if counted is None else losses.sum() / counted.sum()
+        mean = losses.mean() if counted is None else losses.sum() / counted.sum()
+        return mean, mean
 
     return loss_of
 
@@ -433,7 +462,7 @@ def make_monitored_step(
 
 @functools.lru_cache(maxsize=16)
 def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
-    differentiate = monitor.value_and_grad(loss_function(config))
+    differentiate = monitor.value_and_grad(loss_function(config), has_aux=True)
     optimizer = make_optimizer(config)
     before = make_steps(config, optimizer, count - 1)
     stores = isinstance(config.weights, Stored)
@@ -445,7 +474,7 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
         state: TrainState, text: jax.Array, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Report]:
         operands = _operands(config, state, text, key)
-        (loss, gradients), readings = differentiate(*operands)
+        ((loss, _), gradients), readings = differentiate(*operands)
         after, updates = _updated(optimizer, state, gradients)
         old, quantized, *_ = operands
         new = after.params

@@ -38,11 +38,13 @@ class Corpus:
 
     Attributes:
       train, heldout: uint8 `[bytes]`, each file followed by one zero byte; integers
-        `[tokens]`; or rows of documents (`models.training.examples.load_examples`).
+        `[tokens]`; or rows of documents (`models.training.examples.load_examples`) or
+        of pairs (`models.training.preferences.load_pairs`).
       train_files, heldout_files: Relative POSIX paths in the order of their bytes.
         `models.training.data.load_data` cuts one file at the border, which is in both.
       bytes_per_token: Bytes of held-out text for each token that counts; None if they
         are unknown.
+      notes: Sentences about documents that were left out.
     """
 
     train: np.ndarray
@@ -50,6 +52,7 @@ class Corpus:
     train_files: tuple[str, ...]
     heldout_files: tuple[str, ...]
     bytes_per_token: float | None = 1.0
+    notes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
