@@ -138,6 +138,7 @@ RUNS = {
     ),
     "quantizers": Run("quantizers", 200),
     "adamw": Run("adamw", 20),
+    "dpo": Run("dpo", 130),
     "fp4": Run("fp4", 140),
     "fp4-activations": Run("fp4 --cases activations", 80),
 }

@@ -76,6 +76,7 @@ DECIDING = (
 )
 PAGES = {
     Path("README.md"): (CHOOSE,),
+    Path("docs/finetune.md"): ("dpo",),
     Path("docs/measurements.md"): (OVERVIEW, ORIGINAL, *DECIDING),
 }
 PLOTS = Path("docs/plots")

@@ -17,7 +17,7 @@ frozen weights next to them are the reference.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from models.training.examples import COUNTED, TOKENS
 from models.training.preferences import Preferences
 from models.training.state import PairState, TrainState
 from tcfp_jax import layer_state, paths
-from tcfp_jax.recipes import Dual, Recipe
+from tcfp_jax.recipes import Dual, Halves, Recipe
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
@@ -174,34 +174,39 @@ def reference_of(
     Args:
       params: Parameters, stored or float.
       quantized: The quantized weights next to float parameters (`layer_state`).
-      recipe: Recipe of the products.
+      recipe: Recipe of products with float parameters.
       dtype: Dtype of activations.
     """
-    reads_both = isinstance(recipe.weight, Dual) and recipe.weight.forward != "hi"
     weights = paths.entries(quantized)
     rest: dict[str, Any] = {}
     frozen: dict[str, Any] = {}
     for path, leaf in paths.entries(params).items():
         names = path.split("/")
-        weight = leaf.read() if isinstance(leaf, Parameter) else weights.get(path)
+        weight = weights.get(path)
+        own = recipe
+        if isinstance(leaf, Parameter):
+            weight = leaf.read()
+            own = leaf.described.weight.recipe
         if weight is None:
             paths.put(rest, names, leaf.astype(dtype) if leaf.ndim > 1 else leaf)
             continue
         if paths.find(rest, names[:-1]) is None:
             paths.put(rest, names[:-1], {})  # Flax finds a layer by its parameters
-        both = reads_both or names[-1] == TABLE
-        paths.put(frozen, names, _frozen(weight, "both" if both else "hi"))
+        halves: Halves = own.weight.forward if isinstance(own.weight, Dual) else "hi"
+        if names[-1] == TABLE:
+            halves = "hi+lo"
+        paths.put(frozen, names, _frozen(weight, halves))
     return {"params": rest, "tcfp": frozen}
 
 
-def _frozen(weight: Stored, halves: Literal["hi", "both"]) -> Stored:
-    """Return a weight as the one operand that a forward product reads."""
+def _frozen(weight: Stored, halves: Halves) -> Stored:
+    """Return a weight without the operands that a forward product does not read."""
+    weight = replace(weight, sample=None)
+    if halves == "hi+lo":
+        return weight
     name = "backward" if weight.forward is None else "forward"
-    operand = getattr(weight, name)
-    if halves == "hi":
-        operand = replace(operand, lo=None, lo_scale=None)
-    parts = {"forward": None, "backward": None, name: operand}
-    return replace(weight, **parts, sample=None)
+    operand = replace(getattr(weight, name), lo=None, lo_scale=None)
+    return replace(weight, **{"forward": None, "backward": None, name: operand})
 
 
 def reference_variables(state: TrainState | PairState) -> Any:
