@@ -47,6 +47,7 @@ SMOKES = (
     "quantizers",
     "quality",
     "memory",
+    "dpo",
 )
 
 
