@@ -89,8 +89,7 @@ class RunResult:
         devices between two steps.
       reports: Reports of the steps that this process observed (`config.monitor`), by
         step, in the form of `models.training.monitoring.written`.
-      heldout_rewards: Means of `models.training.dpo.REWARDS` over held-out pairs; empty
-        without pairs.
+      heldout_rewards: Means of `models.training.dpo.REWARDS`; empty without pairs.
     """
 
     train_loss: np.ndarray
