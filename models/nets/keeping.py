@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.scaling import AMAX_NAME
+
 CHOICE = "chosen_experts"  # logits and choices of a router
 # Flash attention returns sums without a name that its backward pass needs, so it is
 # known by its primitive.
@@ -18,9 +20,13 @@ def policy(names: frozenset[str]) -> Callable[..., bool]:
     attention as "attended".
 
     It always keeps the logits and choices of routers, which few bytes hold: computed
-    again, a tie may end another way.
+    again, a tie may end another way. It keeps the largest magnitudes of quantized
+    tensors, too, unless copies in FP8 change them in the backward pass.
     """
-    named = jax.checkpoint_policies.save_only_these_names(*names, CHOICE)
+    always = {CHOICE}
+    if not any(name.endswith("_fp8") for name in names):
+        always.add(AMAX_NAME)
+    named = jax.checkpoint_policies.save_only_these_names(*names, *always)
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> bool:
         is_flash = primitive.name == FLASH_FORWARD and "attended" in names

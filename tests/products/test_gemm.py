@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import tcfp_jax
 from pallas_kernels.matmul.api import matmul
+from pallas_kernels.scaling import AMAX_NAME
 from tcfp_jax.products import fp8_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.products.fp8_weights import Asked
@@ -202,6 +203,27 @@ def test_remat_policy_by_name_keeps_the_quantized_operands():
     policies = jax.checkpoint_policies
     kept = policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME)
     assert roundings(kept) < roundings(policies.nothing_saveable)
+
+
+def test_remat_policy_by_name_looks_for_no_maximum_again():
+    policy = jax.checkpoint_policies.save_only_these_names(AMAX_NAME)
+
+    def block(x, w):
+        return multiplied("tcfp12_single")(jnp.tanh(x), w)
+
+    def run(block):
+        return partial(value_and_gradients, block)
+
+    kept = run(jax.checkpoint(block, policy=policy))
+    again = run(jax.checkpoint(block))
+
+    def maxima(step):
+        return str(jax.make_jaxpr(step)(X, W, G)).count(f"name={AMAX_NAME}")
+
+    # x, w and g; without the policy x and w once more.
+    assert (maxima(kept), maxima(again)) == (3, 5)
+    for found, wanted in zip(kept(X, W, G), again(X, W, G), strict=True):
+        assert same_bits(found, wanted)
 
 
 def exported(function, *arguments, platform="cpu"):
