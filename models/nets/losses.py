@@ -73,11 +73,16 @@ def head_losses(
             capped((x @ matrix.astype(x.dtype)).astype(jnp.float32), cap), targets
         )
         return found if ignore is None else jnp.where(targets == ignore, 0.0, found)
-    at_once = targets.size if kept == "logits" else None
-    chunks = losses.Chunks(at_once, batch_axes())
+    chunk = _chunks(targets, kept)
     return losses.cross_entropy(
-        x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunks
+        x, matrix, targets, ignore=ignore, soft_cap=cap, chunk=chunk
     )[1]
+
+
+def _chunks(targets: jax.Array, kept: Literal["logits", "inputs"]) -> losses.Chunks:
+    """Return the tokens whose logits exist at a time."""
+    at_once = targets.size if kept == "logits" else None
+    return losses.Chunks(at_once, batch_axes())
 
 
 def head_objective(
@@ -124,8 +129,8 @@ def head_objective(
     # The derivative of a sum without any weight is NaN.
     moves = jnp.any(weights != 0)
     weights = jnp.where(moves, weights, counted.astype(jnp.float32))
-    chunk = targets.size if kept == "logits" else None
-    asked = losses.Loss(recipe("bf16"), soft_cap=cap, chunk=chunk)
+    chunks = _chunks(targets, kept)
+    asked = losses.Loss(recipe("bf16"), soft_cap=cap, chunks=chunks)
     total, _ = losses.loss_of(asked, x, matrix, None, targets, weights)
     total = jnp.where(moves, total, 0.0)
     return value + total - jax.lax.stop_gradient(total), other
