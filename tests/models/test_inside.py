@@ -18,6 +18,7 @@ from models.training.settings import (
     Stored,
     TrainConfig,
     config_of,
+    preset,
     settings_of,
 )
 from models.training.steps import batch_key, init, lowered_step, make_train_step
@@ -181,6 +182,15 @@ def test_a_run_chooses_by_the_bytes_of_its_steps_and_finds_them_compiled(capsys)
         assert result.update == update
         assert f"update: {update} (the step needs" in capsys.readouterr().out
     assert "jit(train_step)" not in compiled
+
+
+def test_auto_is_the_default_of_stored_weights_on_devices_that_report_memory(
+    monkeypatch,
+):
+    assert preset().update == "behind"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = [preset(), preset(update="behind"), preset(recipe="tensorwise")]
+    assert [config.update for config in found] == ["auto", "behind", "behind"]
 
 
 def test_steps_of_auto_are_refused_and_so_are_observed_ones_inside():
