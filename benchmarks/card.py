@@ -139,6 +139,8 @@ RUNS = {
     "quantizers": Run("quantizers", 200),
     "adamw": Run("adamw", 20),
     "dpo": Run("dpo", 130),
+    # Bases stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
+    "finish": Run("finish", 1300),
     "fp4": Run("fp4", 140),
     "fp4-activations": Run("fp4 --cases activations", 80),
 }

@@ -31,8 +31,9 @@ from models.nets.sizes import LLAMAS
 from models.tokens import OWN
 from models.training.dpo import REWARDS, told
 from models.training.examples import COUNTED, DOCUMENTS, TOKENS
+from models.training.forms import Float, Stored
 from models.training.preferences import Preferences
-from models.training.settings import Float, Stored, TrainConfig
+from models.training.settings import TrainConfig
 from models.training.steps import batch_key, init, make_train_step
 from models.training.text import load_installed
 from models.training.tokenized import tokenized

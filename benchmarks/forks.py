@@ -27,14 +27,15 @@ from benchmarks.variants import BASELINE, OF_BF16, STUDIES, Study, Variant
 from models.nets.shapes import LlamaConfig, ModelConfig
 from models.training.batches import windows
 from models.training.checkpoint import RunDirectory
+from models.training.forms import Update, trained_form
 from models.training.intact import lock
-from models.training.settings import Data, TrainConfig, Update, trained_form
+from models.training.learners import layouts
+from models.training.settings import Data, TrainConfig
 from models.training.state import TrainState, jittered
 from models.training.steps import (
     StepFunction,
     batch_key,
     init,
-    layouts,
     loss_function,
     make_optimizer,
     make_steps,
@@ -165,6 +166,7 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
         model=config.size,
         recipe=variant.recipe,
         include=variant.include,
+        products=variant.products,
         weights=trained_form(variant.weights, variant.moments, update=update),
         seed=seed,
         batch=config.batch,
@@ -232,7 +234,7 @@ def _steps_inside(
     clip: Clip,
 ) -> StepFunction:
     """Return `make_steps` of updates inside the backward pass."""
-    step = tcfp_jax.train_step(loss_function(run), optimizer, clip=clip)
+    step = tcfp_jax.train_step(loss_function(run), optimizer, clip=clip, has_aux=True)
 
     def one_step(
         state: TrainState, text: Array, key: Array

@@ -29,15 +29,8 @@ from benchmarks.records import Result, cells
 from models.nets.shapes import GPTConfig
 from models.nets.sizes import model_names
 from models.train import batch_key, corpus_of, init, make_train_step
-from models.training.settings import (
-    Data,
-    ErrorDtype,
-    MomentFormat,
-    TrainConfig,
-    Weights,
-    preset,
-    trained_form,
-)
+from models.training.forms import ErrorDtype, MomentFormat, Weights, trained_form
+from models.training.settings import Data, TrainConfig, preset
 from models.training.state import TrainState
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.weights.stored import bytes_of

@@ -68,6 +68,7 @@ DECIDING = (
     CLIPPING,
     HEAD,
     FROM_SCRATCH,
+    "finish",
     "train_step",
     "gemm",
     "grouped-large",

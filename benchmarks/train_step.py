@@ -37,7 +37,7 @@ from benchmarks.products import MIDDLE, GemmShape
 from benchmarks.records import Result, markdown_table, shown, times
 from benchmarks.variants import BASELINE
 from models.nets.mlp import MLP
-from models.training.settings import MomentFormat, Weights
+from models.training.forms import MomentFormat, Weights
 from models.training.state import float_parameters
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import step_bytes

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.training.settings import Included, MomentFormat, Weights
+from models.training.forms import MomentFormat, Weights
+from models.training.settings import Included
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import NAMES, Recipe, recipe
@@ -45,6 +46,7 @@ class Variant:
         are stored; "layers" does not.
       clip: Clipping by the norm of all gradients ("exact"), or inside the backward pass
         as `tcfp_jax.train_step` does it.
+      products: Recipe of the products, if it is not that of the state.
       perturbation: Relative deviation of noise on the float parameters before the first
         step.
       batches: "same" as the baseline's of the same seed, or "other".
@@ -58,6 +60,7 @@ class Variant:
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     include: Included = "every"
     clip: Clip = "exact"
+    products: Recipe | None = None
     perturbation: float = 0.0
     batches: Literal["same", "other"] = "same"
     meaning: str = field(default="", compare=False, repr=False)

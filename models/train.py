@@ -62,6 +62,7 @@ from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_c
 from models.training.compiled import cache_programs
 from models.training.evaluation import evaluate
 from models.training.examples import COUNTED, DOCUMENTS, in_color
+from models.training.forms import Stored
 from models.training.intact import write_json
 from models.training.monitoring import read_reports
 from models.training.options import given_settings, parser_of
@@ -71,7 +72,7 @@ from models.training.preferences import in_rows
 from models.training.processes import end_after, is_first, of_first, start, together
 from models.training.progress import shown
 from models.training.running import RunResult, corpus_of, export_run, run
-from models.training.settings import Stored, TrainConfig, config_of, preset, settings_of
+from models.training.settings import TrainConfig, config_of, preset, settings_of
 from models.training.state import TrainState
 from models.training.steps import (
     batch_key,

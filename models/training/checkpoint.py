@@ -49,6 +49,7 @@ import orbax.checkpoint as ocp
 import tcfp_jax
 from models.nets.sizes import FAMILIES, family_of
 from models.training.described import check_same, described, recipe_of
+from models.training.forms import Update
 from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
@@ -70,7 +71,7 @@ from models.training.metrics import (
     repaired,
 )
 from models.training.processes import is_first, together
-from models.training.settings import TrainConfig, Update, config_of, settings_of
+from models.training.settings import TrainConfig, config_of, settings_of
 from models.training.state import TrainState
 from tcfp_jax.inference import folders
 from tcfp_jax.recipes import Recipe

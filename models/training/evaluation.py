@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import tcfp_jax
 from models.nets.meshes import OnMesh
 from models.training.batches import (
     check_text,
@@ -25,14 +24,10 @@ from models.training.dpo import (
     numbers_of,
     reference_variables,
 )
+from models.training.learners import model_of, program, quantized_of, reference_model
 from models.training.preferences import Preferences
 from models.training.settings import TrainConfig
 from models.training.state import PairState, TrainState, float_parameters
-from models.training.steps import (
-    model_of,
-    program,
-    reference_model,
-)
 
 
 class Heldout(NamedTuple):
@@ -77,7 +72,7 @@ def evaluate(
     check_text("held-out", heldout, config)
     offsets = heldout_offsets(config, heldout)
     params = state.params
-    quantized = tcfp_jax.layer_state(state.opt_state)
+    quantized = quantized_of(config, state)
     if products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program
         # of the evaluation.
@@ -101,7 +96,7 @@ def evaluate_pairs(
     `config.heldout_windows` evenly spaced held-out pairs.
     """
     offsets = heldout_offsets(config, heldout)
-    quantized = tcfp_jax.layer_state(state.opt_state)
+    quantized = quantized_of(config, state)
     policy = {"params": state.params, "tcfp": quantized}
     reference = reference_variables(state)
     compiled = _pairs_function(program(config), mesh)

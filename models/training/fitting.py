@@ -10,8 +10,9 @@ import jax
 
 from models.nets.families import copies_of
 from models.nets.shapes import LlamaConfig, ModelConfig, remat_levels
+from models.training.forms import Update
 from models.training.processes import gather
-from models.training.settings import TrainConfig, Update
+from models.training.settings import TrainConfig
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
 

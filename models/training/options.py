@@ -10,14 +10,9 @@ from typing import Any, get_args
 from models.huggingface.folders import Form
 from models.nets.meshes import AXES
 from models.nets.sizes import model_names
+from models.training.forms import MomentFormat, Update, Weights
 from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.settings import (
-    BAD_STEPS,
-    Included,
-    MomentFormat,
-    Update,
-    Weights,
-)
+from models.training.settings import BAD_STEPS, Included
 from tcfp_jax.recipes import NAMES
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
@@ -38,6 +33,13 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         "label_smoothing": (
             float,
             "share of pairs that DPO takes for exchanged (default: 0)",
+        ),
+        "finish": (
+            str,
+            (
+                "products of the last part of the steps, such as bf16:0.1: bf16,"
+                " bf16_forward or a recipe, and a fraction (default: as it begins)"
+            ),
         ),
         "seed": (
             int,

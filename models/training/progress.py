@@ -1,5 +1,5 @@
 """Progress of commands that print nothing for a while: a line that says what they do,
-and for how many seconds.
+and for how many seconds; and the bar of a run.
 """
 
 import contextlib
@@ -7,6 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
+
+from models.training.settings import TrainConfig
 
 
 @contextlib.contextmanager
@@ -49,3 +53,22 @@ def shown(text: Callable[[], str], on: bool = True) -> Iterator[None]:
             yield
     finally:
         print(after if on else "", end="", file=sys.stderr, flush=True)
+
+
+def bar_of(config: TrainConfig, begin: int, on: bool) -> tqdm:
+    """Return the progress bar of a run that goes on after some steps."""
+    name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
+    return tqdm(
+        total=config.steps * config.tokens_per_step,
+        initial=begin * config.tokens_per_step,
+        desc=name,
+        unit="tok",
+        unit_scale=True,
+        disable=not on,
+        mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        bar_format=(
+            # A postfix brings its own comma
+            "{desc}: {percentage:3.0f}%|{bar:24}| {rate_fmt}{postfix}, {elapsed} gone,"
+            " {remaining} left"
+        ),
+    )

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,13 +39,15 @@ from models.training.evaluation import evaluated
 from models.training.examples import load_examples
 from models.training.fitting import fitted
 from models.training.flags import described
+from models.training.forms import Update
+from models.training.learners import model_of
 from models.training.monitoring import Board, check_board, written
 from models.training.parameters import export
 from models.training.preferences import load_pairs
 from models.training.processes import check_same, is_first, together, whole
-from models.training.progress import repeated, shown
+from models.training.progress import bar_of, repeated, shown
 from models.training.sampling import continued
-from models.training.settings import BAD_STEPS, TrainConfig, Update
+from models.training.settings import BAD_STEPS, TrainConfig
 from models.training.state import TrainState, float_parameters
 from models.training.steps import (
     batch_key,
@@ -54,7 +55,6 @@ from models.training.steps import (
     init,
     make_monitored_step,
     make_train_step,
-    model_of,
     read_start,
     state_shapes,
 )
@@ -334,14 +334,18 @@ def _train(
             step: Any = make_train_step(one, count, mesh)
             return step.lower(state, text, key)
 
+        ending = config.ending
         config, line = fitted(config, lower, memory)
+        last = config
+        if config.finish is not None:
+            last, _ = fitted(ending, lower, memory)
     if telling:
         lines = [line, described()]
         if config.update == "backward":
             lines.append(CLIPPING)
         print(*filter(None, lines), sep="\n", flush=True)
     reports: dict[int, Any] = {}
-    with _bar(config, begin, progress) as bar, repeated(bar.refresh):
+    with bar_of(config, begin, telling) as bar, repeated(bar.refresh):
 
         def record(found: jax.Array, new_report: Any) -> None:
             values, rewards = told(found)
@@ -365,11 +369,12 @@ def _train(
             count = min(config.steps_per_call, config.steps - step)
             after = step + count
             report = None
+            now = config if step < config.switch else last
             if config.monitor and after % config.monitor == 0:
-                observed = make_monitored_step(config, count, mesh)
+                observed = make_monitored_step(now, count, mesh)
                 state, found, report = observed(state, text, key)
             else:
-                state, found = make_train_step(config, count, mesh)(state, text, key)
+                state, found = make_train_step(now, count, mesh)(state, text, key)
             if pending is not None:
                 record(*pending)
             pending = (found, report)
@@ -387,7 +392,7 @@ def _train(
     board.close()
     seconds = time.perf_counter() - started
     with shown(lambda: "evaluating on held-out text", telling):
-        return _result(config, corpus, state, losses, begin, seconds, reports, mesh)
+        return _result(last, corpus, state, losses, begin, seconds, reports, mesh)
 
 
 def _result(
@@ -480,21 +485,3 @@ def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
             f" {nearest}"
         )
     return every
-
-
-def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
-    name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
-    return tqdm(
-        total=config.steps * config.tokens_per_step,
-        initial=begin * config.tokens_per_step,
-        desc=name,
-        unit="tok",
-        unit_scale=True,
-        disable=progress == "none" or not is_first(),
-        mininterval=0.5 if sys.stderr.isatty() else 10.0,
-        bar_format=(
-            # A postfix brings its own comma
-            "{desc}: {percentage:3.0f}%|{bar:24}| {rate_fmt}{postfix}, {elapsed} gone,"
-            " {remaining} left"
-        ),
-    )

@@ -24,14 +24,12 @@ from models.nets.sizes import model_config, model_names
 from models.training import preferences as pairs
 from models.training.data import IDS_SUFFIX, Data
 from models.training.documents import document_files
+from models.training.finish import Finish
+from models.training.forms import Adapters, Float, Stored, Trained, Update, trained_form
 from pallas_kernels.checks import check_choice
 from tcfp_jax.recipes import Dual, Recipe, describe
 
-ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
-Weights = Literal["float", "stored"]
 Included = Literal["every", "bf16_head", "layers", "measured"]
-MomentFormat = Literal["8bit", "bfloat16", "float32"]
-Update = Literal["auto", "behind", "backward"]
 BAD_STEPS = 20
 
 
@@ -39,63 +37,6 @@ def _check_positive(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
-
-
-@dataclass(frozen=True)
-class Float:
-    """Float32 parameters next to the quantized weights of the recipe.
-
-    Attributes:
-      error_dtype: Dtype of the error-feedback buffers.
-
-    Raises:
-      ValueError: the dtype is unknown.
-    """
-
-    error_dtype: ErrorDtype = "float32"
-
-    def __post_init__(self) -> None:
-        check_choice("error_dtype", self.error_dtype, get_args(ErrorDtype))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """`W_hi + W_lo` as the only copy of each kernel, rounded stochastically
-    (`tcfp_jax.store`).
-
-    Attributes:
-      moments: Format of AdamW's moments.
-      update: When layers are updated: "behind" the backward pass, or inside it
-        ("backward", `tcfp_jax.train_step`), so that the gradients of one matrix exist
-        at a time. Each matrix is then clipped to its part of the limit.
-        "auto" is "behind" if its step fits the device, and is decided before the first
-        step of a run (`models.training.fitting`).
-
-    Raises:
-      ValueError: a name is unknown.
-    """
-
-    moments: MomentFormat = "8bit"
-    update: Update = "behind"
-
-    def __post_init__(self) -> None:
-        check_choice("moments", self.moments, get_args(MomentFormat))
-        check_choice("update", self.update, get_args(Update))
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Adapters, which train alone next to weights that are quantized once by the recipe
-    (`models.nets.adapters`).
-
-    Attributes:
-      rank: Their rank.
-    """
-
-    rank: int
-
-
-Trained = Float | Stored | Adapters
 
 
 @dataclass(frozen=True)
@@ -143,6 +84,11 @@ class TrainConfig:
         of the run.
       preferences: Loss of pairs of answers (`models.training.dpo`), for data that are
         pairs; None for other text.
+      finish: "PRODUCTS:FRACTION", the products of the last part of the steps, as in
+        `models.training.finish.Finish`; None ends as it begins. The switch falls on a
+        multiple of `steps_per_call`.
+      products: Recipe of the products, if it is not that of the state, as in the last
+        part of a run; no setting of a run.
       initial_jitter: Relative standard deviation of a perturbation of the initial
         weights. Runs repeat bit for bit, so a value such as 1e-6 shows how far
         differences of rounding grow.
@@ -175,6 +121,8 @@ class TrainConfig:
     data: Data = Data()
     sample: str | None = None
     preferences: pairs.Preferences | None = None
+    finish: str | None = None
+    products: Recipe | None = None
 
     def __post_init__(self) -> None:
         model = model_config(self.model)
@@ -254,6 +202,10 @@ class TrainConfig:
                 " recipe 'tcfp12_single', which multiplies by W_hi, or weights='float'"
             )
 
+        if self.finish is not None:
+            Finish.parse(self.finish).switch(self.steps, self.steps_per_call)
+            self._last_products(self.finish)
+
     def _check_adapters(self, adapters: Adapters) -> None:
         if self.start is None or not isinstance(self.size, LlamaConfig):
             raise ValueError(
@@ -302,55 +254,42 @@ class TrainConfig:
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
         return replace(
-            self, recipe="bf16", include="every", weights=Float(), sample=None
+            self,
+            recipe="bf16",
+            include="every",
+            weights=Float(),
+            sample=None,
+            finish=None,
+            products=None,
         )
+
+    @property
+    def switch(self) -> int:
+        """Number of steps before `finish`; all without one."""
+        if self.finish is None:
+            return self.steps
+        return Finish.parse(self.finish).switch(self.steps, self.steps_per_call)
+
+    @property
+    def ending(self) -> "TrainConfig":
+        """The run as it ends: its own state, and the products of `finish`."""
+        if self.finish is None:
+            return self
+        return replace(self, finish=None, products=self._last_products(self.finish))
+
+    def _last_products(self, finish: str) -> Recipe:
+        if isinstance(self.weights, Adapters):
+            raise ValueError(
+                f"finish={finish!r} with lora={self.weights.rank}: frozen weights are"
+                " quantized once, for the products of one recipe; leave one of them"
+            )
+        kept = tcfp_jax.recipe(self.recipe)
+        return Finish.parse(finish).recipe(kept, isinstance(self.weights, Stored))
 
 
 def _named(recipe: str | Recipe) -> str:
     """Return the name of a recipe for messages."""
     return recipe if isinstance(recipe, str) else describe(recipe)
-
-
-def trained_form(
-    weights: Weights = "float",
-    moments: MomentFormat = "float32",
-    error_dtype: ErrorDtype = "float32",
-    lora: int = 0,
-    update: Update = "behind",
-) -> Trained:
-    """Return the form of the weights that settings of the command line name.
-
-    Raises:
-      ValueError: a setting is for another form.
-
-    >>> trained_form("stored", "bfloat16")
-    Stored(moments='bfloat16', update='behind')
-    """
-    check_choice("weights", weights, get_args(Weights))
-    if lora and weights == "stored":
-        raise ValueError(
-            f"lora={lora} with weights={weights!r}: frozen weights are quantized once"
-            " and do not train; leave one of them out"
-        )
-    if weights == "float" and moments != "float32":
-        raise ValueError(
-            f"moments={moments!r} with weights='float': narrow moments are those of the"
-            " optimizer of stored weights; use weights='stored' or moments='float32'"
-        )
-    if weights == "stored" and error_dtype != "float32":
-        raise ValueError(
-            f"error_dtype={error_dtype!r} with weights='stored': they are rounded"
-            " stochastically and have no error buffers; leave error_dtype, or use"
-            " weights='float'"
-        )
-    if weights != "stored" and update != "behind":
-        raise ValueError(
-            f"update={update!r} with weights={weights!r}: layers are updated inside the"
-            " backward pass if they are stored; use weights='stored', or leave update"
-        )
-    if lora:
-        return Adapters(lora)
-    return Stored(moments, update) if weights == "stored" else Float(error_dtype)
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
@@ -361,6 +300,7 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     """
     fields = {**vars(config), **vars(config.data)}
     fields["data"] = fields.pop("paths")
+    del fields["products"]
     fields |= dict(weights="float", moments="float32", error_dtype="float32", lora=0)
     fields["update"] = "behind"
     preferences = fields.pop("preferences")

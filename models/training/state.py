@@ -8,7 +8,8 @@ import optax
 
 import tcfp_jax
 from models.nets.adapters import adapting, is_adapter, merged
-from models.training.settings import Adapters, Float, Stored, TrainConfig
+from models.training.forms import Adapters, Float, Stored
+from models.training.settings import TrainConfig
 from tcfp_jax import optim
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -151,6 +152,6 @@ def product_key(
 
     None means that the recipe draws none.
     """
-    if not tcfp_jax.recipe(config.recipe).draws:
+    if not tcfp_jax.recipe(config.products or config.recipe).draws:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, state.step), PRODUCTS)

@@ -15,7 +15,7 @@ batch, so no window is sent.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.huggingface.folders import read_folder
 from models.nets.adapters import frozen
-from models.nets.families import Learner, Tables, learner
 from models.nets.meshes import OnMesh, parameter_shardings
 from models.nets.shapes import LlamaConfig
 from models.training.batches import (
@@ -39,9 +37,17 @@ from models.training.batches import (
 )
 from models.training.dpo import pair_loss, reference_of, reference_variables
 from models.training.flags import step_flags
+from models.training.forms import Adapters, Stored
+from models.training.learners import (
+    layouts,
+    learner_of,
+    program,
+    quantized_of,
+    reference_model,
+)
 from models.training.monitoring import Report, merged_report
 from models.training.parameters import read_parameters
-from models.training.settings import Adapters, Data, Float, Stored, TrainConfig
+from models.training.settings import TrainConfig
 from models.training.state import (
     BATCHES,
     JITTER,
@@ -55,7 +61,6 @@ from models.training.state import (
 )
 from tcfp_jax import monitor
 from tcfp_jax.sharding import state_shardings
-from tcfp_jax.weights.layout import Weight
 
 StepFunction = Callable[
     [TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]
@@ -146,41 +151,7 @@ def make_optimizer(
 def _optimizer(
     config: TrainConfig, seed_key: jax.Array, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    return optimizer_of(config, _learner(config).weights, seed_key, schedule)
-
-
-def program(config: TrainConfig) -> TrainConfig:
-    """Return the config that the compiled functions depend on, so that runs with other
-    data share them.
-    """
-    return replace(
-        config,
-        model=config.size,
-        recipe=tcfp_jax.recipe(config.recipe),
-        dtype=config.compute_dtype,
-        seed=0,
-        heldout_windows=1,
-        steps_per_call=1,
-        data=Data(),
-        monitor=0,
-        start="" if isinstance(config.weights, Adapters) else None,
-        remat=None,
-        sample=None,
-    )
-
-
-def _learner(config: TrainConfig) -> Learner:
-    tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    tables: Tables = "float"
-    if isinstance(config.weights, Stored) and config.include != "layers":
-        tables = "exact" if config.include == "bf16_head" else "stored"
-    return learner(
-        config.size,
-        tcfp_jax.recipe(config.recipe),
-        config.compute_dtype,
-        tokens,
-        tables,
-    )
+    return optimizer_of(config, learner_of(config).weights, seed_key, schedule)
 
 
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
@@ -223,7 +194,8 @@ def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
     an array of the state.
     """
     own = program(config)
-    _learner(own)
+    learner_of(own)
+    learner_of(program(config.ending))
     if mesh is None:
         return
     if isinstance(config.weights, Adapters):
@@ -251,7 +223,7 @@ def _initialize(
         params, opt_state = frozen(
             _floats(config, seed_key),
             start,
-            _learner(config).weights,
+            learner_of(config).weights,
             _optimizer(config, seed_key),
         )
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
@@ -277,7 +249,7 @@ def _parameters(
         return floats()
     rounding = jax.random.fold_in(seed_key, ROUNDING)
     return tcfp_jax.store(
-        floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16
+        floats, learner_of(config).weights, key=rounding, gradient_dtype=jnp.bfloat16
     )
 
 
@@ -300,7 +272,7 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
     floats = config.in_bf16
     if isinstance(config.weights, Adapters):
         floats = replace(floats, weights=config.weights)
-    model = _learner(floats).model
+    model = learner_of(floats).model
     params = model.init(jax.random.fold_in(seed_key, WEIGHTS), tokens)["params"]
     if not config.initial_jitter:
         return params
@@ -386,7 +358,7 @@ def _operands(
     config: TrainConfig, state: TrainState, text: jax.Array, key: jax.Array
 ) -> tuple[Any, ...]:
     """Return the arguments of `loss_function` at a step."""
-    quantized = tcfp_jax.layer_state(state.opt_state)
+    quantized = quantized_of(config, state)
     batch = windows(config, state.step, text, key)
     operands = (state.params, quantized, batch, product_key(config, state, key))
     if config.preferences is None:
@@ -407,13 +379,6 @@ def _after(state: TrainState, params: Any, opt_state: Any) -> TrainState:
     return state._replace(params=params, opt_state=opt_state, step=state.step + 1)
 
 
-def reference_model(config: TrainConfig) -> nn.Module:
-    """Return the model of the reference of pairs: the policy's, without adapters."""
-    if isinstance(config.weights, Adapters):
-        config = replace(config, weights=Float())
-    return _learner(program(config)).model
-
-
 def loss_function(
     config: TrainConfig,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -421,7 +386,7 @@ def loss_function(
     quantized weights, windows, and a `product_key`; of pairs
     `models.training.dpo.pair_loss`. The numbers are the loss itself, else.
     """
-    model = _learner(config).model
+    model = learner_of(config).model
     if config.preferences is not None:
         return pair_loss(model, reference_model(config), config.preferences)
 
@@ -433,19 +398,6 @@ def loss_function(
         return mean, mean
 
     return loss_of
-
-
-def model_of(config: TrainConfig) -> nn.Module:
-    """Return the model that a run trains; configs of one program share it."""
-    return _learner(program(config)).model
-
-
-def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
-    """Return the contracted axes of each weight by path; None if all kernels are
-    `[..., k, n]`.
-    """
-    weights = _learner(config).weights
-    return weights if isinstance(weights, Mapping) else None
 
 
 def make_monitored_step(
@@ -482,7 +434,7 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
             updates = monitor.float_updates(exact, gradients, state.opt_state, old)
         else:
             old = quantized
-            new = tcfp_jax.layer_state(after.opt_state)
+            new = quantized_of(config, after)
         found = monitor.update_quality(old, new, updates, layouts(config))
         stale = monitor.stale_moments(state.opt_state, after.opt_state)
         return after, loss, merged_report(readings, found, stale)

@@ -426,6 +426,7 @@ def test_a_llama_forks_with_every_layer():
 
 
 # Stored bases need no other form.
+@slow_except("stored_late_clip")
 @parametrize("name", ["stored_late_clip", "stored_matrix_clip", "stored_exact_head"])
 def test_a_study_forks_the_state_of_its_own_base(name):
     stack = LlamaConfig(layers=2, width=32, heads=2, kv_heads=2, hidden=48, context=8)

@@ -43,7 +43,8 @@ from models.train import TrainConfig, run
 from models.training import processes, running
 from models.training import steps as training
 from models.training.checkpoint import RunDirectory
-from models.training.settings import Data, Stored
+from models.training.forms import Stored
+from models.training.settings import Data
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives

@@ -13,14 +13,8 @@ from models.nets.shapes import LlamaConfig
 from models.training import flags, running
 from models.training.checkpoint import read_config
 from models.training.fitting import with_update
-from models.training.settings import (
-    Data,
-    Stored,
-    TrainConfig,
-    config_of,
-    preset,
-    settings_of,
-)
+from models.training.forms import Stored
+from models.training.settings import Data, TrainConfig, config_of, preset, settings_of
 from models.training.steps import batch_key, init, lowered_step, make_train_step
 from tcfp_jax.remat import step_bytes
 from tests.helpers import same_bits

@@ -25,8 +25,10 @@ from models.nets.moe import Moe
 from models.nets.shapes import MoeConfig
 from models.nets.sizes import MOES
 from models.train import TrainConfig, run
-from models.training.settings import Data, Stored
-from models.training.steps import check_placement, program, state_places
+from models.training.forms import Stored
+from models.training.learners import program
+from models.training.settings import Data
+from models.training.steps import check_placement, state_places
 from tcfp_jax.paths import path_names
 from tests.helpers import normal, parametrize, refused, same_bits, slow, variables_of
 from tests.models.test_llama import numpy_llama, numpy_swiglu

@@ -13,11 +13,11 @@ from numpy.testing import assert_allclose
 
 import tcfp_jax
 from models.training import running
+from models.training.forms import Stored
 from models.training.monitoring import Board, read_reports
 from models.training.parameters import export
 from models.training.plotting import color_range, matrix_of, plot_reports
 from models.training.running import run
-from models.training.settings import Stored
 from models.training.state import float_parameters
 from models.training.steps import init
 from tests.helpers import parametrize, refused, same_bits, slow_except

@@ -29,6 +29,7 @@ from models.training.dpo import (
 )
 from models.training.evaluation import evaluate_pairs
 from models.training.examples import COUNTED, DOCUMENTS, TOKENS
+from models.training.learners import model_of
 from models.training.preferences import (
     EMPTY,
     EQUAL,
@@ -46,13 +47,7 @@ from models.training.settings import (
     preset,
     settings_of,
 )
-from models.training.steps import (
-    batch_key,
-    init,
-    loss_function,
-    make_train_step,
-    model_of,
-)
+from models.training.steps import batch_key, init, loss_function, make_train_step
 from tcfp_jax.weights.parameter import is_quantized
 from tests.helpers import same_bits
 

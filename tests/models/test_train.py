@@ -28,9 +28,10 @@ from models.train import TrainConfig, preset, run
 from models.training import running
 from models.training.batches import check_corpus
 from models.training.checkpoint import RunDirectory, describe, read_config
+from models.training.forms import Float, Stored
 from models.training.intact import write_json
 from models.training.options import parser_of
-from models.training.settings import Data, Float, Stored, config_of, settings_of
+from models.training.settings import Data, config_of, settings_of
 from models.training.text import Corpus
 from tests.helpers import parametrize, refused, same_bits, slow, slow_except
 
@@ -678,7 +679,8 @@ def _program(out, config):
         from models.nets.shapes import GPTConfig
         from models.nets.shapes import LlamaConfig
         from models.train import TrainConfig, run
-        from models.training.settings import Data, Float, Stored
+        from models.training.forms import Float, Stored
+        from models.training.settings import Data
         run({config!r}, out=Path({str(out)!r}), checkpoint_every=10)
     """)
 

@@ -1,0 +1,143 @@
+"""Tables of `benchmarks.finish`: differences of pairs, with their standard errors."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.convergence_tables import standard_error
+from benchmarks.endings import ENDINGS, as_begun
+from benchmarks.records import Result, markdown_table
+from benchmarks.variants import BASELINE
+
+
+@dataclass(frozen=True)
+class Row:
+    """One ending.
+
+    Attributes:
+      base: First digits of a digest of the base's losses; endings of one base compare.
+      train_loss: Mean over the last tenth of the steps, in nats per token.
+      heldout_loss, heldout_loss_bf16: Nats per token with the products of the ending,
+        and with BF16 products of the same weights.
+      milliseconds: Wall clock of a step.
+      seconds: Duration of the ending.
+      library: Digest of the libraries.
+      device: JAX's name of the chip.
+    """
+
+    name: str
+    seed: int
+    base: str
+    train_loss: float
+    heldout_loss: float
+    heldout_loss_bf16: float
+    milliseconds: float
+    seconds: float
+    library: str
+    device: str
+
+
+def differences(
+    rows: Sequence[Row],
+    name: str,
+    other: str,
+    shared: Literal["seed", "base"],
+    of: str = "heldout_loss",
+) -> list[float]:
+    """Return how much the losses of an ending are above those of another one.
+
+    Args:
+      rows: Rows of all endings.
+      name: The ending.
+      other: The other ending, whose loss is with its own products.
+      shared: The part that both runs of a pair have in common; bases are trained by
+        one variant.
+      of: The loss of the ending.
+    """
+    losses: dict[int | str, list[float]] = {}
+    for row in rows:
+        if row.name == other:
+            losses.setdefault(getattr(row, shared), []).append(row.heldout_loss)
+    found = []
+    for row in rows:
+        pair = losses.get(getattr(row, shared))
+        if row.name == name and pair is not None:
+            found.append(getattr(row, of) - statistics.fmean(pair))
+    return found
+
+
+def table(result: Result) -> str:
+    """Return the page's table: one line per ending."""
+    rows = [Row(**row) for row in result.rows]
+    titles = [
+        "run and its end",
+        "last part",
+        "loss above BF16's, nats per token",
+        "evaluated in BF16",
+        "change by the end",
+        "pairs",
+        "step's time over the base's",
+    ]
+    names = [name for name in ENDINGS if any(row.name == name for row in rows)]
+    lines = [_line(rows, name) for name in names]
+    return f"{markdown_table(titles, lines)}\n\n{_described(result, rows)}"
+
+
+def _line(rows: Sequence[Row], name: str) -> list[str]:
+    ending = ENDINGS[name]
+    begun = as_begun(ending.base)
+    changes = differences(rows, name, begun, "base")
+    return [
+        f"`{name}`: {ending.meaning}",
+        f"{ending.percent} %",
+        _mean(differences(rows, name, BASELINE, "seed")),
+        _mean(differences(rows, name, BASELINE, "seed", "heldout_loss_bf16")),
+        "–" if name == begun else _mean(changes),
+        str(len(changes)),
+        _time(rows, name, begun),
+    ]
+
+
+def _mean(found: list[float]) -> str:
+    """Return a mean with its standard error, which needs three values."""
+    if not found:
+        return "–"
+    mean = f"{statistics.fmean(found):+.4f}"
+    error = standard_error(found)
+    return mean if math.isnan(error) else f"{mean} ± {error:.4f}"
+
+
+def _time(rows: Sequence[Row], name: str, begun: str) -> str:
+    """Return how long steps take, compared on one device."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        times.setdefault(row.device, {}).setdefault(row.name, []).append(
+            row.milliseconds
+        )
+    ratios = [
+        min(of_device[name]) / min(of_device[begun])
+        for of_device in times.values()
+        if name in of_device and begun in of_device
+    ]
+    return f"{statistics.fmean(ratios):.2f}" if ratios else "–"
+
+
+def _described(result: Result, rows: Sequence[Row]) -> str:
+    run = result.config
+    losses = [row.heldout_loss for row in rows if row.name == BASELINE]
+    tokens = run["steps"] * run["batch"] * run["sequence"]
+    said = [
+        f"Model `{run['model']}`: {run['steps']} steps of {run['batch']} ×"
+        f" {run['sequence']} tokens from scratch, {tokens / 1e6:.0f} million together,"
+        " to a rate of zero."
+    ]
+    if losses:
+        said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
+    said.append(
+        "Losses above BF16's are of pairs with one seed. The change by the end is"
+        " of pairs that went on from one state with the same batches. ± is the"
+        " standard error of the mean."
+    )
+    return " ".join(said)

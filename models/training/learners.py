@@ -1,0 +1,84 @@
+"""The model of a run, and its weights as the optimizer must know them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flax import linen as nn
+
+import tcfp_jax
+from models.nets.families import Learner, Tables, learner
+from models.training.finish import same_form
+from models.training.forms import Adapters, Float, Stored
+from models.training.settings import Data, TrainConfig
+from models.training.state import TrainState
+from tcfp_jax.weights.layout import Weight
+
+
+def program(config: TrainConfig) -> TrainConfig:
+    """Return the config that the compiled functions depend on, so that runs with other
+    data share them.
+    """
+    return replace(
+        config,
+        model=config.size,
+        recipe=tcfp_jax.recipe(config.recipe),
+        dtype=config.compute_dtype,
+        seed=0,
+        heldout_windows=1,
+        steps_per_call=1,
+        data=Data(),
+        monitor=0,
+        start="" if isinstance(config.weights, Adapters) else None,
+        remat=None,
+        sample=None,
+        finish=None,
+    )
+
+
+def learner_of(config: TrainConfig) -> Learner:
+    """Return the model of the products, and the weights of the state."""
+    tokens = (config.batch, config.sequence) if config.include == "measured" else None
+    tables: Tables = "float"
+    if isinstance(config.weights, Stored) and config.include != "layers":
+        tables = "exact" if config.include == "bf16_head" else "stored"
+    size = config.size
+    dtype = config.compute_dtype
+    kept = learner(size, tcfp_jax.recipe(config.recipe), dtype, tokens, tables)
+    if config.products is None:
+        return kept
+    last = learner(size, config.products, dtype, tokens, tables)
+    return Learner(last.model, kept.weights)
+
+
+def model_of(config: TrainConfig) -> nn.Module:
+    """Return the model that a run trains; configs of one program share it."""
+    return learner_of(program(config)).model
+
+
+def reference_model(config: TrainConfig) -> nn.Module:
+    """Return the model of the reference of pairs: the policy's, without adapters."""
+    if isinstance(config.weights, Adapters):
+        config = replace(config, weights=Float())
+    # The reference is quantized once, for the products of the recipe.
+    return learner_of(program(replace(config, products=None))).model
+
+
+def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
+    """Return the contracted axes of each weight by path; None if all kernels are
+    `[..., k, n]`.
+    """
+    weights = learner_of(config).weights
+    return weights if isinstance(weights, Mapping) else None
+
+
+def quantized_of(config: TrainConfig, state: TrainState) -> dict[str, Any]:
+    """Return the quantized weights that layers read next to float parameters."""
+    products = config.products
+    kept = tcfp_jax.recipe(config.recipe)
+    stores = isinstance(config.weights, Stored)
+    if products is None or stores or same_form(kept, products):
+        return tcfp_jax.layer_state(state.opt_state)
+    # The state has none for these products, so they are made at each step.
+    weights = learner_of(replace(config, recipe=products, products=None)).weights
+    return tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(state.params))

@@ -1,0 +1,124 @@
+"""Endings go on from one state of their base, and are compared in pairs."""
+
+import dataclasses
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import finish, finish_tables, records
+from benchmarks.endings import ENDINGS, FP4, USUAL, as_begun
+from benchmarks.finish_tables import Row, differences
+from benchmarks.harness import benchmark
+from benchmarks.variants import BASELINE, RECOMMENDED, VARIANTS
+from tests.helpers import refused, slow
+
+NAMES = ("bf16", "stored", "stored_bf16")
+
+
+def row(name, seed, loss, *, base="", milliseconds=2.0):
+    base = base or f"{ENDINGS[name].base}-{seed}"
+    losses = (loss, loss, loss - 0.25)
+    return Row(name, seed, base, *losses, milliseconds, 1.0, "1", "chip")
+
+
+def test_endings_name_the_products_of_their_base():
+    assert [as_begun(base) for base in (BASELINE, RECOMMENDED, FP4)] == [
+        "bf16",
+        "stored",
+        "nvfp4",
+    ]
+    for ending in ENDINGS.values():
+        assert ending.base in VARIANTS
+        variant = ending.variant
+        assert variant.recipe == VARIANTS[ending.stored_as or ending.base].recipe
+    forward = ENDINGS["stored_bf16_forward"].variant.products
+    assert (forward.forward, forward.dgrad) == ("bf16", "full")
+    assert ENDINGS["nvfp4_bf16_forward"].variant.products.fp4.forward_operands == "bf16"
+    assert ENDINGS["stored_bf16_head"].variant.include == "bf16_head"
+    assert set(USUAL) < set(ENDINGS)
+    with refused("no ending goes on as 'tensorwise'"):
+        as_begun("tensorwise")
+
+
+def test_pairs_have_a_seed_or_a_base_in_common():
+    rows = [
+        *(row("bf16", seed, 1.0 + seed) for seed in range(3)),
+        *(row("stored", seed, 1.1 + seed) for seed in range(3)),
+        *(row("stored_bf16", seed, 1.05 + seed, milliseconds=3.0) for seed in range(3)),
+        row("stored_bf16", 3, 9.0, milliseconds=3.0),
+    ]
+    name = "stored_bf16"
+    assert differences(rows, name, "bf16", "seed") == pytest.approx([0.05] * 3)
+    assert differences(rows, name, "stored", "base") == pytest.approx([-0.05] * 3)
+    in_bf16 = differences(rows, name, "bf16", "seed", "heldout_loss_bf16")
+    assert in_bf16 == pytest.approx([-0.2] * 3)
+    # A base that was trained again is another one.
+    other = [*rows, row("stored", 0, 5.0, base="again")]
+    assert differences(other, name, "stored", "base") == pytest.approx([-0.05] * 3)
+    config = finish.SMOKE.settings
+    dicts = [dataclasses.asdict(one) for one in rows]
+    page = finish_tables.table(records.Result("finish", {}, config, dicts, ""))
+    assert (
+        "| `stored_bf16`: stored weights, BF16 forward and backward | 10 % |"
+        " +0.0500 ± 0.0000 | -0.2000 ± 0.0000 | -0.0500 ± 0.0000 | 3 | 1.50 |" in page
+    )
+    assert "20 steps of 2 × 16 tokens" in page
+
+
+def test_endings_begin_between_two_dispatches():
+    assert finish.last_steps(finish.SMOKE, "stored") == 2
+    with refused("10 % of them, for bf16, are no multiple of 4; use a multiple of 80"):
+        finish.last_steps(replace(finish.SMOKE, steps_per_call=4), "bf16")
+
+
+@slow
+def test_bases_and_endings_go_on_in_later_calls(tmp_path, capsys):
+    command = ["--smoke", "--out", str(tmp_path), "--resume"]
+    command += ["--endings", ",".join(NAMES)]
+    run = benchmark("finish").run
+    assert run([*command, "--budget-seconds", "-1"]) == []
+    assert "left undone; --resume does them" in capsys.readouterr().out
+    rows = run(command)
+    assert [one.name for one in rows] == list(NAMES)
+    assert all(math.isfinite(one.heldout_loss) for one in rows)
+    _, begun, ended = rows
+    assert begun.base == ended.base
+    assert begun.heldout_loss != ended.heldout_loss
+    # Both ends have BF16's products in common, and nearly the same weights.
+    assert abs(begun.heldout_loss_bf16 - ended.heldout_loss) < 1e-3
+    assert run(command) == rows
+    path = tmp_path / records.device_slug() / "finish.json"
+    content = json.loads(path.read_text())
+    content["rows"] = content["rows"][:2]
+    path.write_text(json.dumps(content))
+    again = run(command)
+    assert [one.heldout_loss for one in again] == [one.heldout_loss for one in rows]
+    # Without the folder the base is trained anew, and ends as begun, too.
+    content["rows"] = [{**one, "base": "gone"} for one in content["rows"]]
+    path.write_text(json.dumps(content))
+    again = run(command)
+    assert [(one.name, one.base == "gone") for one in again] == [
+        ("bf16", True),
+        ("stored", True),
+        ("stored", False),
+        ("stored_bf16", False),
+    ]
+
+
+@slow
+def test_a_stopped_base_goes_on(tmp_path):
+    config = replace(finish.SMOKE, bases=str(tmp_path))
+    corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
+    names = ["nvfp4", "nvfp4_bf16_forward_20"]
+    stopped = finish.Trained(config, FP4, 0, corpus)
+    with refused("1 of 16 steps", TimeoutError):
+        stopped.train(names, deadline=0.0)
+    trained = finish.Trained(config, FP4, 0, corpus)
+    trained.train(names, math.inf)
+    steps = {end: int(state.step) for end, state in trained.states.items()}
+    assert steps == {16: 16, 18: 18}
+    again = finish.Trained(replace(config, bases=None), FP4, 0, corpus)
+    again.train(names, math.inf)
+    assert again.name == trained.name
