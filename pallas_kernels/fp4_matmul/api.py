@@ -90,31 +90,22 @@ def fp4_matmul(
 def _check_activation(x: Array | Operand, activation: str) -> None:
     """Raise unless x has the form that its format needs."""
     check_choice("activation", activation, get_args(ActivationFormat))
-    has_codes = isinstance(x, Operand) and isinstance(x.scaling, Fp4)
-    if has_codes != (activation == "float4_e2m1fn"):
+    if isinstance(x, Operand) != (activation == "float4_e2m1fn"):
         found = x.scaling if isinstance(x, Operand) else "floats"
         raise TypeError(
             f"x has {found}, but activation={activation!r}: float4_e2m1fn is for an"
             " operand with Fp4 scaling, and the others are for floats; use"
             " quantize_fp4(x), or another activation"
         )
-    if not isinstance(x, Operand):
+    if isinstance(x, Operand):
+        _check_codes("x", x)
+    else:
         check_real("x", x)
 
 
 def _check(x: Array | Operand, w: Operand, contracts: str) -> None:
     check_choice("contracts", contracts, ("k", "n"), ': "k" is the forward product')
-    if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
-        found = w.scaling if isinstance(w, Operand) else type(w).__name__
-        raise TypeError(
-            f"w has the scaling {found}, but fp4_matmul reads FP4 codes; use pack_fp4,"
-            " or matmul"
-        )
-    if w.values.ndim != 2 or w.values.dtype != jnp.uint8:
-        raise ValueError(
-            f"w has values {w.values.dtype}{list(w.values.shape)}, but FP4 codes are"
-            " uint8 [n, k / 2]; use jax.vmap over a stack"
-        )
+    _check_codes("w", w)
     n, k = w.shape
     size = k if contracts == "k" else n
     if len(x.shape) < 1 or x.shape[-1] != size:
@@ -122,16 +113,35 @@ def _check(x: Array | Operand, w: Operand, contracts: str) -> None:
             f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose"
             " or reshape one"
         )
-    scaling = w.scaling
-    expected = scaling.scale_shape((n, k))
-    if w.scale.shape != expected or w.scale.dtype != scaling.scale_dtype:
-        raise ValueError(
-            f"w{[n, k]} with {scaling} has scales"
-            f" {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are"
-            f" {w.scale.dtype}{list(w.scale.shape)}; use pack_fp4"
+
+
+def _check_codes(name: str, operand: Operand) -> None:
+    """Raise unless an operand has FP4 codes of a matrix, and scales that fit."""
+    if not isinstance(operand, Operand) or not isinstance(operand.scaling, Fp4):
+        found: object = type(operand).__name__
+        if isinstance(operand, Operand):
+            found = operand.scaling
+        raise TypeError(
+            f"{name} has the scaling {found}, but fp4_matmul reads FP4 codes; use"
+            " pack_fp4, or matmul"
         )
-    if scaling.has_outer != (w.outer is not None):
+    values = operand.values
+    if values.ndim != 2 or values.dtype != jnp.uint8:
         raise ValueError(
-            f"w with {scaling} has outer={w.outer}; NVFP4 has one, jnp.float32(1) at"
-            " least, MXFP4 None"
+            f"{name} has values {values.dtype}{list(values.shape)}, but FP4 codes are"
+            " uint8 [n, k / 2]; use jax.vmap over a stack"
+        )
+    scaling = operand.scaling
+    expected = scaling.scale_shape(operand.shape)
+    scale = operand.scale
+    if scale.shape != expected or scale.dtype != scaling.scale_dtype:
+        raise ValueError(
+            f"{name}{list(operand.shape)} with {scaling} has scales"
+            f" {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are"
+            f" {scale.dtype}{list(scale.shape)}; use pack_fp4"
+        )
+    if scaling.has_outer != (operand.outer is not None):
+        raise ValueError(
+            f"{name} with {scaling} has outer={operand.outer}; NVFP4 has one,"
+            " jnp.float32(1) at least, MXFP4 None"
         )

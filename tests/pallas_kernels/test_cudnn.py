@@ -116,13 +116,21 @@ def test_codes_of_x_are_exact_in_bfloat16():
 
 
 @parametrize(
-    ("x", "activation"),
-    [("codes", "bfloat16"), ("codes", "float8_e4m3fn"), ("floats", "float4_e2m1fn")],
-    ids=["w4a16", "w4a8", "w4a4"],
+    ("x", "activation", "reason"),
+    [
+        ("codes", "bfloat16", "activation='bfloat16'"),
+        ("blocks", "bfloat16", "activation='bfloat16'"),
+        ("floats", "float4_e2m1fn", "activation='float4_e2m1fn'"),
+        ("blocks", "float4_e2m1fn", "x has the scaling Block"),
+    ],
+    ids=["codes", "blocks", "floats", "blocks as codes"],
 )
-def test_x_has_the_form_of_its_format(x, activation):
-    given = nv(0, 8, 64) if x == "codes" else normal(0, (8, 64))
-    with refused(f"activation='{activation}'", TypeError):
+def test_x_has_the_form_of_its_format(x, activation, reason):
+    if x == "floats":
+        given = normal(0, (8, 64))
+    else:
+        given = (nv if x == "codes" else mx)(0, 8, 64)
+    with refused(reason, TypeError):
         fp4_matmul(given, nv(1, 24, 64), activation=activation)
 
 
