@@ -357,7 +357,8 @@ def configure(options: argparse.Namespace) -> Config:
         return Config(mlp, llama, olmoe, (4, 4096), **shared)
     # Blocks of 128 values of the moments, on each of two devices.
     tiny = sized(quick(LLAMAS["llama-tiny"], width=256), options)
-    moe = quick(MOES["moe-tiny"], width=256)
+    # Experts are stored in stacks of several layers.
+    moe = dataclasses.replace(quick(MOES["moe-tiny"], width=256), layers=2, loop="scan")
     mlp = GemmShape(64, 32, 64)
     return Config(mlp, tiny, moe, (2, 32), rounds=1, calls=2, **shared)
 
