@@ -68,13 +68,13 @@ def heldout_windows(config: TrainConfig, text: jax.Array) -> int:
 
 
 def heldout_offsets(config: TrainConfig, text: jax.Array) -> jax.Array:
-    """Return the first token, or the row, of every window, int32 `[batches, batch]`;
+    """Return the first token, or the row, of every window, int32 `[batches, rows]`;
     zeros fill up the last batch.
     """
     last = len(text) - config.sequence - 1 if text.ndim == 1 else len(text) - 1
     offsets = np.linspace(0, last, heldout_windows(config, text)).astype(np.int32)
-    padded = np.pad(offsets, (0, -len(offsets) % config.batch))
-    return jnp.asarray(padded.reshape(-1, config.batch))
+    padded = np.pad(offsets, (0, -len(offsets) % config.rows))
+    return jnp.asarray(padded.reshape(-1, config.rows))
 
 
 def check_corpus(corpus: Corpus, config: TrainConfig) -> None:

@@ -105,6 +105,8 @@ def with_update(
     Raises:
       ValueError: neither step fits.
     """
+    if config.accumulate > 1:
+        return config.updated("behind"), "update: behind (of several parts of a batch)"
     if config.monitor:
         why = "steps that --monitor observes need the gradients of all weights"
         return config.updated("behind"), f"update: behind ({why})"

@@ -38,7 +38,7 @@ def program(config: TrainConfig) -> TrainConfig:
 
 def learner_of(config: TrainConfig) -> Learner:
     """Return the model of the products, and the weights of the state."""
-    tokens = (config.batch, config.sequence) if config.include == "measured" else None
+    tokens = (config.rows, config.sequence) if config.include == "measured" else None
     tables: Tables = "float"
     if isinstance(config.weights, Stored) and config.include != "layers":
         tables = "exact" if config.include == "bf16_head" else "stored"

@@ -20,6 +20,10 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         "steps": (int, "optimizer steps"),
         "batch": (int, "windows per step"),
         "sequence": (int, "tokens predicted per window"),
+        "accumulate": (
+            int,
+            "parts of a batch, computed one after another for less memory (default: 1)",
+        ),
         "learning_rate": (float, "peak learning rate"),
         "final_fraction": (
             float,

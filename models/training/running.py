@@ -172,7 +172,7 @@ def run(
             for name in ("heads", "kv_heads")
             if hasattr(config.size, name)
         }
-        check_mesh(mesh, batch=config.batch, heads=heads)
+        check_mesh(mesh, batch=config.rows, heads=heads)
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))

@@ -61,6 +61,8 @@ class TrainConfig:
       seed: Seed of initial weights, batches and stochastic rounding, 0 to 2**32 - 1.
       batch, sequence: Windows or pairs in a step, of all devices together, and tokens
         predicted in each window or answer.
+      accumulate: Parts of a batch, which are computed one after another for less
+        memory. Their gradients are averaged in float32.
       learning_rate: Peak of the rate, reached after a linear warm-up over the first
         tenth of the steps.
       final_fraction: Part of the peak at which the cosine ends.
@@ -107,6 +109,7 @@ class TrainConfig:
     seed: int = 0
     batch: int = 16
     sequence: int = 128
+    accumulate: int = 1
     learning_rate: float = 3e-3
     final_fraction: float = 0.0
     weight_decay: float = 0.1
@@ -183,6 +186,9 @@ class TrainConfig:
                 f"monitor={self.monitor} of steps={self.steps}: no step would be"
                 " observed; lower monitor, ask for more steps, or use 0 for never"
             )
+        _check_positive(self, "accumulate")
+        if self.accumulate > 1:
+            self._check_accumulation()
         if isinstance(self.weights, Adapters):
             self._check_adapters(self.weights)
         if self.preferences is not None:
@@ -205,6 +211,24 @@ class TrainConfig:
         if self.finish is not None:
             Finish.parse(self.finish).switch(self.steps, self.steps_per_call)
             self._last_products(self.finish)
+
+    def _check_accumulation(self) -> None:
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} does not divide batch={self.batch};"
+                " choose a divisor"
+            )
+        if self.update == "backward":
+            raise ValueError(
+                f"accumulate={self.accumulate} with update='backward': layers change"
+                " inside the backward pass, before the next part has a gradient; use"
+                " update='behind', or a smaller batch with remat='block'"
+            )
+        if self.monitor:
+            raise ValueError(
+                f"monitor={self.monitor} with accumulate={self.accumulate}: an observed"
+                " step computes the whole batch at once; leave one of them out"
+            )
 
     def _check_adapters(self, adapters: Adapters) -> None:
         if self.start is None or not isinstance(self.size, LlamaConfig):
@@ -243,6 +267,11 @@ class TrainConfig:
             return size
         rank = self.weights.rank if isinstance(self.weights, Adapters) else 0
         return replace(size, remat=self.remat or size.remat, lora=rank)
+
+    @property
+    def rows(self) -> int:
+        """Number of windows that are computed at once."""
+        return self.batch // self.accumulate
 
     @property
     def tokens_per_step(self) -> int:

@@ -31,6 +31,7 @@ from models.huggingface.folders import read_folder
 from models.nets.adapters import frozen
 from models.nets.meshes import OnMesh, parameter_shardings
 from models.nets.shapes import LlamaConfig
+from models.training.accumulation import in_parts
 from models.training.batches import (
     window_losses,
     windows,
@@ -321,6 +322,7 @@ def make_steps(
         )
     loss_of = loss_function(config)
     differentiate = tcfp_jax.value_and_grad(loss_of, has_aux=True)
+    differentiate = in_parts(differentiate, config.accumulate)
 
     def step_inside(
         state: TrainState, text: jax.Array, key: jax.Array
