@@ -12,24 +12,35 @@ from models.nets.meshes import AXES
 from models.nets.sizes import model_names
 from models.training.forms import MomentFormat, Update, Weights
 from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.settings import BAD_STEPS, Included
+from models.training.settings import BAD_STEPS, FINE_TUNING, Included, TrainConfig
 from tcfp_jax.recipes import NAMES
+
+
+def _default(name: str) -> str:
+    """Return the defaults of a setting as its help says them."""
+    value = getattr(TrainConfig, name)
+    return f"default: {value:g} for tiny, {FINE_TUNING[name]:g} for a folder"
+
 
 _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
     "training": {
-        "steps": (int, "optimizer steps"),
-        "batch": (int, "windows per step"),
-        "sequence": (int, "tokens predicted per window"),
+        "steps": (int, f"optimizer steps ({_default('steps')})"),
+        "batch": (int, f"windows per step ({_default('batch')})"),
+        "sequence": (
+            int,
+            f"tokens predicted per window (default: {TrainConfig.sequence} for tiny,"
+            " at most 1024 for a folder)",
+        ),
         "accumulate": (
             int,
             "parts of a batch, computed one after another for less memory (default: 1)",
         ),
-        "learning_rate": (float, "peak learning rate"),
+        "learning_rate": (float, f"peak learning rate ({_default('learning_rate')})"),
         "final_fraction": (
             float,
             "part of the peak learning rate at which its cosine ends (default: 0)",
         ),
-        "weight_decay": (float, "of AdamW"),
+        "weight_decay": (float, f"of AdamW ({_default('weight_decay')})"),
         "beta": (
             float,
             "pull of DPO towards the reference, of pairs in --data (default: 0.1)",
@@ -82,7 +93,11 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         "steps_per_call": (int, "steps in one dispatch (default: 10)"),
     },
     "model and text": {
-        "heldout_windows": (int, "windows of the held-out evaluation"),
+        "heldout_windows": (
+            int,
+            "windows of the held-out evaluation"
+            f" (default: {TrainConfig.heldout_windows})",
+        ),
         "date": (
             str,
             (
@@ -134,19 +149,21 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="tokenizer.json that makes ids of text (default: a folder's)",
     )
-    model.add_argument("--vocabulary", type=int, help="number of token ids")
+    model.add_argument(
+        "--vocabulary", type=int, help="number of token ids (default: the tokenizer's)"
+    )
     model.add_argument(
         "--start",
         metavar="PATH",
         help=(
             "float parameters of this model to start from: an .npz of --export, or a"
-            " folder"
+            " folder (default: random ones)"
         ),
     )
     model.add_argument(
         "--sample",
         metavar="PROMPT",
-        help="prompt that the model continues at each checkpoint",
+        help="prompt that the model continues at each checkpoint (default: none)",
     )
 
 
@@ -169,7 +186,10 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         "--lora",
         type=int,
         metavar="RANK",
-        help="train adapters of a rank next to a folder's weights, frozen in FP8",
+        help=(
+            "train adapters of a rank next to a folder's weights, frozen in FP8"
+            " (default: train all weights)"
+        ),
     )
     precision.add_argument(
         "--include",
@@ -282,7 +302,7 @@ def _add_folder(group: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help=(
             "write the trained weights: float32 into an .npz, or a folder that"
-            " Transformers and vLLM read"
+            " Transformers and vLLM read (default: neither)"
         ),
     )
     group.add_argument(
@@ -335,16 +355,19 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         "--coordinator",
         default=None,
         metavar="HOST:PORT",
-        help="address of the first process",
+        help="address of the first process (default: the scheduler's)",
     )
     group.add_argument(
         "--processes",
         type=int,
         default=None,
-        help="number of processes that train together",
+        help="number of processes that train together (default: the scheduler's)",
     )
     group.add_argument(
-        "--process", type=int, default=None, help="index of this process, from 0"
+        "--process",
+        type=int,
+        default=None,
+        help="index of this process, from 0 (default: the scheduler's)",
     )
     group.add_argument(
         "--heartbeat-timeout",

@@ -383,7 +383,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 # A model that exists is changed little; a longer sequence or a larger batch is a matter
 # of memory.
-_FINE_TUNING: dict[str, Any] = dict(
+FINE_TUNING: dict[str, Any] = dict(
     steps=200, batch=4, learning_rate=1e-5, final_fraction=0.1, weight_decay=0.0
 )
 
@@ -395,7 +395,7 @@ def _of_folder(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     shape = read_shape(folder)
     # A CPU does not tell how much memory there is.
     shape = replace(shape, remat="none" if jax.default_backend() == "cpu" else "auto")
-    fields = dict(_FINE_TUNING, model=shape, start=str(folder))
+    fields = dict(FINE_TUNING, model=shape, start=str(folder))
     fields["sequence"] = min(shape.context, 1024)
     if overrides.get("lora"):  # matrices that begin at zero need larger steps
         fields |= dict(recipe="tensorwise", learning_rate=2e-4)

@@ -608,6 +608,12 @@ class TestCommand:
         assert "recipe 'fp7' is unknown" in capsys.readouterr().err
         assert not Path("runs").exists()
 
+    def test_help_has_the_default_of_every_value(self):
+        for action in parser_of("")._actions:
+            assert action.nargs == 0 or "default" in action.help, action.option_strings
+        steps = next(one for one in parser_of("")._actions if one.dest == "steps").help
+        assert steps == "optimizer steps (default: 400 for tiny, 200 for a folder)"
+
     def test_help_has_groups_examples_and_every_recipe(self, capsys):
         with pytest.raises(SystemExit):
             train.main(["--help"])
