@@ -186,9 +186,7 @@ class TrainConfig:
                 f"monitor={self.monitor} of steps={self.steps}: no step would be"
                 " observed; lower monitor, ask for more steps, or use 0 for never"
             )
-        _check_positive(self, "accumulate")
-        if self.accumulate > 1:
-            self._check_accumulation()
+        self._check_accumulation()
         if isinstance(self.weights, Adapters):
             self._check_adapters(self.weights)
         if self.preferences is not None:
@@ -213,6 +211,9 @@ class TrainConfig:
             self._last_products(self.finish)
 
     def _check_accumulation(self) -> None:
+        _check_positive(self, "accumulate")
+        if self.accumulate == 1:
+            return
         if self.batch % self.accumulate:
             raise ValueError(
                 f"accumulate={self.accumulate} does not divide batch={self.batch};"
