@@ -134,7 +134,6 @@ class TrainConfig:
                 f"remat={self.remat!r} with model {self.model!r}, which keeps all"
                 " values; use a Llama"
             )
-        context = self.size.context
         tcfp_jax.recipe(self.recipe)
         _check_positive(
             self, "steps", "batch", "sequence", "steps_per_call", "heldout_windows"
@@ -160,12 +159,7 @@ class TrainConfig:
                 f"final_fraction={self.final_fraction} must be in 0 to 1, part of the"
                 " peak learning rate"
             )
-        if self.sequence > context:
-            named = self.model if isinstance(self.model, str) else self.start
-            raise ValueError(
-                f"sequence={self.sequence} exceeds the context of model"
-                f" {named or type(self.model).__name__}, {context}; shorten it"
-            )
+        self._check_batch()
         check_choice("dtype", self.dtype, ("auto", *get_args(ComputeDtype)))
         check_choice("include", self.include, get_args(Included))
         if self.monitor < 0 or self.monitor % self.steps_per_call:
@@ -186,7 +180,6 @@ class TrainConfig:
                 f"monitor={self.monitor} of steps={self.steps}: no step would be"
                 " observed; lower monitor, ask for more steps, or use 0 for never"
             )
-        self._check_accumulation()
         if isinstance(self.weights, Adapters):
             self._check_adapters(self.weights)
         if self.preferences is not None:
@@ -210,7 +203,14 @@ class TrainConfig:
             Finish.parse(self.finish).switch(self.steps, self.steps_per_call)
             self._last_products(self.finish)
 
-    def _check_accumulation(self) -> None:
+    def _check_batch(self) -> None:
+        context = self.size.context
+        if self.sequence > context:
+            named = self.model if isinstance(self.model, str) else self.start
+            raise ValueError(
+                f"sequence={self.sequence} exceeds the context of model"
+                f" {named or type(self.model).__name__}, {context}; shorten it"
+            )
         _check_positive(self, "accumulate")
         if self.accumulate == 1:
             return
