@@ -234,13 +234,15 @@ def _example(prompt: Any, answer: Any, tokenizer: Tokenizer) -> Example:
             )
         return chat([*prompt, *answer], tokenizer, len(prompt))
     ids, _, ends = tokenizer.places(prompt + answer)
-    # Those that the tokenizer puts before any text
+    # The tokenizer puts these before any text.
     before = [one for one in tokenizer.encode("") if one != tokenizer.end]
     behind = [] if tokenizer.end is None else [tokenizer.end]
-    counted = [*[False] * len(before), *(ends > len(prompt)), *[True] * len(behind)]
-    counted[0] = False  # nothing predicts it
-    whole = np.concatenate([before, ids, behind]).astype(np.int32)
-    return Example(whole, np.asarray(counted, bool), len(answer.encode()))
+    whole = np.array([*before, *ids.tolist(), *behind], np.int32)
+    counted = np.ones(len(whole), bool)
+    counted[: len(before)] = False
+    counted[len(before) : len(before) + len(ids)] = ends > len(prompt)
+    counted[:1] = False  # nothing predicts it
+    return Example(whole, counted, len(answer.encode()))
 
 
 def in_rows(text: np.ndarray) -> np.ndarray:

@@ -296,10 +296,13 @@ def test_the_module_knows_of_low_precision_only_fp8_copies():
     "name",
     [
         "nets.llama",
+        "nets.losses",
         "nets.shapes",
         "nets.sizes",
         "nets.families",
         "training.data",
+        "training.dpo",
+        "training.preferences",
         "training.settings",
     ],
 )
