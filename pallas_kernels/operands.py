@@ -265,7 +265,7 @@ def dimensions(x: Operand, w: Operand) -> lax.DotDimensionNumbers:
     return (of_x, of_w), ((), ())
 
 
-def check_real(name: str, x: Array) -> None:
+def check_real(name: str, x: object) -> None:
     """Raise a TypeError unless `x` is an array of real floating-point numbers."""
     if not hasattr(x, "dtype"):
         raise TypeError(

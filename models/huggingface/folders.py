@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.huggingface.configs import is_folder, llama_dict
-from models.huggingface.tensors import from_huggingface, to_huggingface
+from models.huggingface.held import Matrices
+from models.huggingface.tensors import held_variables, read, to_huggingface
 from models.huggingface.tokenizer import COMPANIONS, FILE
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Row, Scaling
@@ -42,12 +43,24 @@ def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
     shapes.
 
     Raises:
+      FileNotFoundError, ValueError: as `open_folder`, or a value is not finite.
+    """
+    return read(open_folder(folder, shapes, config))
+
+
+def open_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
+    """Return the parameters in a folder as a tree of these shapes, whose matrices are
+    read when they are used (`Matrices`).
+
+    Use this for `tcfp_jax.store`, which reads them layer by layer.
+
+    Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, weights are quantized, or they are those of another
         model.
     """
     _, arrays, _ = safetensors.read(folder, "float")
-    params = from_huggingface(arrays, config)["params"]
+    params = held_variables(arrays, config, str(folder))["params"]
     found = leaves(params)
     wanted = leaves(shapes)
     for name in sorted({*found, *wanted}):
@@ -58,7 +71,8 @@ def read_folder(folder: Path, shapes: Any, config: LlamaConfig) -> Any:
                 f"{folder} has {name!r} of shape {shape}, and its config.json and"
                 f" tokenizer ask for {asked}; copy all files of one model"
             )
-        if not np.isfinite(found[name]).all():
+        leaf = found[name]
+        if not isinstance(leaf, Matrices) and not np.isfinite(leaf).all():
             raise ValueError(
                 f"{folder} has values in {name!r} that are not finite; copy the file"
                 " again"

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from models.huggingface.held import Matrices, described
 from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax.inference.merging import keep_changes, to_bfloat16
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
-from tcfp_jax.weights.stored import Stored
 
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -170,11 +170,6 @@ def _stack(weight: Operand) -> Operand:
     return jax.tree.map(lambda leaf: leaf[None, ...], weight)
 
 
-def _turned(matrix: Any) -> Any:
-    """Return a matrix `[out, in]` as ours; a stored weight has both orientations."""
-    return matrix if isinstance(matrix, Stored) else np.swapaxes(matrix, -1, -2)
-
-
 def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
     """Return the variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with quantized
     weights.
@@ -189,70 +184,156 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
       ValueError: a tensor is unknown or missing, or layers store a weight in different
         ways.
     """
-    left = {name for name in tensors if not name.endswith(_UNREAD)}
-    variables: dict[str, Any] = {"params": {}, "tcfp": {}}
+    return read(held_variables(tensors, config))
 
-    def take(name: str) -> Any:
-        if name not in left:
-            raise ValueError(
-                f"{name} is missing among {sorted(left)[:4]} and more; pass the"
-                " tensors of a whole Llama"
-            )
-        left.remove(name)
-        found = tensors[name]
-        if not isinstance(found, Stored) and found.dtype not in _FLOATS:
-            raise ValueError(
-                f"{name} is {found.dtype}, which is none of the floats that weights"
-                " have here; take the original"
-            )
-        return found if isinstance(found, Stored) else np.asarray(found, np.float32)
 
-    def hold(names: list[str], value: Any) -> None:
-        if not isinstance(value, Stored):
-            put(variables["params"], names, value)
-        elif names[-1] == "kernel":
-            put(variables["tcfp"], names, value)
-            if find(variables["params"], names[:-1]) is None:
-                # Flax knows a layer by its parameters
-                put(variables["params"], names[:-1], {})
-        else:
-            raise ValueError(
-                f"{'/'.join(names)} is quantized, but no product reads it; keep it"
-                " float"
-            )
+def read(variables: Any) -> Any:
+    """Return a tree with the arrays of its `Matrices`."""
 
-    def of_layers(theirs: str) -> list[Any]:
-        return [
-            take(f"model.layers.{layer}.{theirs}") for layer in range(config.layers)
-        ]
+    def one(leaf: Any) -> Any:
+        return np.asarray(leaf) if isinstance(leaf, Matrices) else leaf
 
-    hold(["embedding", "embedding"], take(_EMBEDDING))
-    hold(["final_norm", "scale"], take(_FINAL_NORM) + np.float32(config.norm_offset))
+    return jax.tree.map(one, variables)
+
+
+def held_variables(
+    tensors: Mapping[str, Any], config: LlamaConfig, where: str | None = None
+) -> dict[str, Any]:
+    """Return `from_huggingface` with `Matrices` instead of float matrices, which are
+    not read yet.
+
+    Args:
+      tensors: As there.
+      config: As there.
+      where: Name of the folder, for errors about values that are not finite; None
+        looks for none.
+
+    Raises:
+      ValueError: as there.
+    """
+    reading = _Reading(tensors, where)
+    reading.matrices("embedding/embedding", [_EMBEDDING], turned=False)
+    reading.vectors("final_norm/scale", [_FINAL_NORM], config.norm_offset)
     if config.head == "untied":
-        hold(["head", "kernel"], _turned(take(_HEAD)))
+        reading.matrices("head/kernel", [_HEAD])
     for (ours, kind), theirs in vectors(config).items():
-        held = of_layers(theirs)
-        if any(isinstance(one, Stored) for one in held):
-            raise ValueError(
-                f"{theirs} is quantized, but no product reads it; keep it float"
-            )
         offset = config.norm_offset if kind == "scale" else 0
-        hold(["layers", ours, kind], np.stack(held) + np.float32(offset))
+        names = _of_layers(theirs, config)
+        reading.vectors(f"layers/{ours}/{kind}", names, offset, stacked=True)
     for ours, theirs in PROJECTIONS.items():
-        held = of_layers(f"{theirs}.weight")
-        if len({str(jax.tree.structure(one)) for one in held}) > 1:
+        names = _of_layers(f"{theirs}.weight", config)
+        reading.matrices(f"layers/{ours}/kernel", names, stacked=True)
+    if config.head == "tied":
+        reading.left.discard(_HEAD)  # some files hold the embedding twice
+    if reading.left:
+        raise ValueError(
+            f"{sorted(reading.left)[:4]} are no tensors of a Llama of this size; pass"
+            " the model's own config"
+        )
+    if not reading.tcfp:
+        return {"params": reading.params}
+    return {"params": reading.params, "tcfp": reading.tcfp}
+
+
+def _of_layers(theirs: str, config: LlamaConfig) -> list[str]:
+    return [f"model.layers.{layer}.{theirs}" for layer in range(config.layers)]
+
+
+class _Reading:
+    """The variables of a model while tensors by Transformers' names are put into them.
+
+    Attributes:
+      left: names of tensors that have no place yet.
+      params, tcfp: the variables.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], where: str | None) -> None:
+        self._tensors = tensors
+        self._where = where
+        self.left = {name for name in tensors if not name.endswith(_UNREAD)}
+        self.params: dict[str, Any] = {}
+        self.tcfp: dict[str, Any] = {}
+
+    def vectors(
+        self, path: str, names: list[str], offset: float, *, stacked: bool = False
+    ) -> None:
+        """Put vectors at a path, as a stack or as the only one."""
+        for name in names:
+            if self._take(name) is None:
+                raise _unread(name)
+        held = [np.asarray(self._tensors[name], np.float32) for name in names]
+        whole = np.stack(held) if stacked else held[0]
+        put(self.params, path.split("/"), whole + np.float32(offset))
+
+    def matrices(
+        self,
+        path: str,
+        names: list[str],
+        *,
+        stacked: bool = False,
+        turned: bool = True,
+    ) -> None:
+        """Put matrices at a path, as a stack or as the only one; `turned` says whether
+        torch has the transposes.
+        """
+        taken = [self._take(name) for name in names]
+        shapes = [shape for shape in taken if shape is not None]
+        if len(shapes) < len(taken):
+            self._stored(path, names, stacked)
+            return
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{path} is a stack, but its matrices from {names[0]} to {names[-1]}"
+                f" have the shapes {sorted(set(shapes))}; copy all files of one model"
+            )
+        shape = shapes[0][::-1] if turned else shapes[0]
+        if stacked:
+            shape = (len(names), *shape)
+        held = Matrices(
+            self._tensors, tuple(names), shape, stacked, turned, path, self._where
+        )
+        put(self.params, path.split("/"), held)
+
+    def _stored(self, path: str, names: list[str], stacked: bool) -> None:
+        """Put quantized weights at a path; a stored weight has both orientations."""
+        found = [self._tensors[name] for name in names]
+        if len({str(jax.tree.structure(one)) for one in found}) > 1:
+            theirs = names[-1].split(".", 3)[-1].removesuffix(".weight")
             raise ValueError(
                 f"the layers store {theirs} in different ways, but a stack has one;"
                 " quantize them alike"
             )
-        stack = jnp.stack if isinstance(held[0], Stored) else np.stack
-        joined = jax.tree.map(lambda *parts, stack=stack: stack(parts), *held)
-        hold(["layers", ours, "kernel"], _turned(joined))
-    if config.head == "tied":
-        left.discard(_HEAD)  # some files hold the embedding twice
-    if left:
-        raise ValueError(
-            f"{sorted(left)[:4]} are no tensors of a Llama of this size; pass the"
-            " model's own config"
-        )
-    return variables if variables["tcfp"] else {"params": variables["params"]}
+        own = path.split("/")
+        if own[-1] != "kernel":
+            raise _unread(path)
+        whole = found[0]
+        if stacked:
+            whole = jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+        put(self.tcfp, own, whole)
+        if find(self.params, own[:-1]) is None:
+            put(self.params, own[:-1], {})  # Flax knows a layer by its parameters
+
+    def _take(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, which has its place now; None of a stored
+        weight.
+        """
+        if name not in self.left:
+            raise ValueError(
+                f"{name} is missing among {sorted(self.left)[:4]} and more; pass the"
+                " tensors of a whole Llama"
+            )
+        self.left.remove(name)
+        found = described(self._tensors, name)
+        if found is None:
+            return None
+        shape, dtype = found
+        if dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {dtype}, which is none of the floats that weights have"
+                " here; take the original"
+            )
+        return shape
+
+
+def _unread(name: str) -> ValueError:
+    return ValueError(f"{name} is quantized, but no product reads it; keep it float")

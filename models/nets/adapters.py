@@ -19,6 +19,7 @@ from tcfp_jax.inference import quantize_params
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layerwise import on_device
 
 SUFFIX = "_adapter"
 SCALE = 2.0
@@ -68,31 +69,42 @@ def adapting(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     return optax.chain(alone, optax.identity())
 
 
+def adapters_of(params: Any) -> dict[str, Any]:
+    """Return the adapters among parameters, as nested dicts."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if is_adapter(path):
+            put(found, path_names(path), leaf)
+    return found
+
+
+def joined(params: Any, adapters: Any) -> dict[str, Any]:
+    """Return parameters without adapters and the adapters in one tree."""
+    found: dict[str, Any] = {}
+    for path, leaf in (entries(params) | entries(adapters)).items():
+        put(found, path.split("/"), leaf)
+    return found
+
+
 def frozen(
-    params: Any, start: Any, weights: Any, optimizer: optax.GradientTransformation
+    params: Any, weights: Any, optimizer: optax.GradientTransformation
 ) -> tuple[Any, Any]:
     """Return (parameters without the matrices of the layers, state of `adapting` with
     these matrices quantized).
 
     Args:
-      params: Initial parameters, of which the adapters are taken.
-      start: Float parameters without adapters; None takes those of `params`.
+      params: Float parameters with adapters. If matrices are on the host, the device
+        holds one float layer at a time (`tcfp_jax.inference.quantize_params`).
       weights: As `tcfp_jax.conversion.find_weights` returns them, or a recipe that
         keeps floats.
       optimizer: Made by `adapting`.
     """
-    if start is not None:
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: (
-                leaf if is_adapter(path) else find(start, path_names(path))
-            ),
-            params,
-        )
     quantized: Any = {}
     if not isinstance(weights, Recipe):
         variables = quantize_params(params, weights)
         params = variables["params"]
         quantized = variables["tcfp"]
+    params = jax.tree.map(on_device, params)
     trained, _ = optimizer.init(params)
     return params, (trained, ErrorFeedbackState(quantized, None, None, None, None))
 

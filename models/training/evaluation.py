@@ -47,7 +47,9 @@ def evaluated(
         loss, rewards = evaluate_pairs(config, state, heldout, mesh)
         return Heldout(loss, math.nan, math.nan, rewards)
     loss = evaluate(config, state, heldout, "trained", mesh)
-    in_bf16 = evaluate(config, state, heldout, "bf16", mesh)
+    in_bf16 = math.nan
+    if config.update != "backward":  # else floats may not fit next to the state
+        in_bf16 = evaluate(config, state, heldout, "bf16", mesh)
     return Heldout(loss, float(np.exp(np.float64(loss))), in_bf16, {})
 
 

@@ -10,9 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.huggingface.folders import open_folder
+from models.nets.shapes import LlamaConfig, ModelConfig
 from models.training.processes import is_first, whole
 from tcfp_jax.inference import folders
 from tcfp_jax.paths import leaves
+
+
+def on_host(path: Path, shapes: Any, size: ModelConfig) -> Any:
+    """Return the float parameters in a file or in a folder of Hugging Face, whose
+    matrices are read when they are used (`models.huggingface.held`).
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: as `read_parameters` and `models.huggingface.folders.open_folder`.
+    """
+    if path.is_dir() and isinstance(size, LlamaConfig):
+        return open_folder(path, shapes, size)
+    return read_parameters(path, shapes)
 
 
 def read_parameters(path: Path, shapes: Any) -> Any:

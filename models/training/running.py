@@ -79,7 +79,8 @@ class RunResult:
       bytes_per_token: Bytes of held-out text for each token, by which losses become
         bits per byte; None if unknown.
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16
-        products; NaN of pairs, whose reference has the products of training.
+        products; NaN of pairs, whose reference has the products of training, and with
+        update="backward", because they need a float copy.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
         None in other models.
       update: When weights were updated, as in `Stored`; "auto" is decided.
@@ -176,9 +177,8 @@ def run(
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))
-    if config.start is not None and not (out is not None and holds_run(out)):
-        # Checked before the folder exists: with the right checkpoint it would be the
-        # folder of another run.
+    starts = config.start is not None and not (out is not None and holds_run(out))
+    if starts:
         together(lambda: read_start(config))
     settings = dict(
         out=out,
@@ -196,16 +196,22 @@ def run(
                 " name one"
             )
         check_board()
-    telling = progress == "bar"
-    config = decided(config, corpus.train, out, mesh, memory, telling and is_first())
+    telling = progress == "bar" and is_first()
+    config = decided(config, corpus.train, out, mesh, memory, telling)
+    first = None
+    if starts:
+        # Read before the folder exists: with the right checkpoint it would be the
+        # folder of another run.
+        with shown(lambda: f"reading {config.start}", telling):
+            first = init(config, mesh)
     if out is None:
         return _train(
-            config, corpus, None, every, bad_steps, progress, mesh, memory=memory
+            config, first, None, every, bad_steps, progress, mesh, memory=memory
         )
     board = out / BOARD if tensorboard == "on" and is_first() else None
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
         return _train(
-            config, corpus, directory, every, bad_steps, progress, mesh, board, memory
+            config, first, directory, every, bad_steps, progress, mesh, board, memory
         )
 
 
@@ -289,22 +295,24 @@ def _corpus(data: Data, packed: int | None, holds_pairs: bool) -> Corpus:
 
 
 def _restored(
-    directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | None
+    directory: RunDirectory | None,
+    config: TrainConfig,
+    mesh: Mesh | None,
+    first: TrainState | None = None,
 ) -> tuple[TrainState, list[float]]:
     """Return the state to continue from and the losses before it: the newest
-    checkpoint's, or the initial ones.
+    checkpoint's, or the initial ones, which `first` may have already.
     """
-    if directory is None:
-        return init(config, mesh), []
-    # A checkpoint needs shapes alone: a model that just fits would not fit twice.
-    return directory.restore(
-        state_shapes(config, mesh) if directory.holds_state else init(config, mesh)
-    )
+    if directory is not None and directory.holds_state:
+        # A checkpoint needs shapes alone: a model that just fits would not fit twice.
+        return directory.restore(state_shapes(config, mesh))
+    state = init(config, mesh) if first is None else first
+    return (state, []) if directory is None else directory.restore(state)
 
 
 def _train(
     config: TrainConfig,
-    corpus: Corpus,
+    first: TrainState | None,
     directory: RunDirectory | None,
     every: int,
     bad_steps: int,
@@ -313,9 +321,10 @@ def _train(
     board_folder: Path | None = None,
     memory: int | None = None,
 ) -> RunResult:
+    corpus = corpus_of(config)
     telling = progress == "bar" and is_first()
     with shown(lambda: "preparing the first step", telling):
-        state, losses = _restored(directory, config, mesh)
+        state, losses = _restored(directory, config, mesh, first)
         starts = config.start is not None
         if directory is not None and starts and not directory.holds_state:
             # From here on the run does not need the file of `start`, which may move or

@@ -1,13 +1,16 @@
 """State of a run: parameters, and the optimizer with its state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 import tcfp_jax
 from models.nets.adapters import adapting, is_adapter, merged
+from models.nets.meshes import OnMesh
 from models.training.forms import Adapters, Float, Stored
 from models.training.settings import TrainConfig
 from tcfp_jax import optim
@@ -106,6 +109,41 @@ def optimizer_of(
                     error_dtype=error_dtype if recipe.feedback else "float32",
                 ),
             )
+
+
+def stored_state(
+    start: Any,
+    weights: Recipe | Mapping[str, Weight],
+    rounding: jax.Array,
+    state_of: Callable[[Any], Any],
+    places: Any,
+    mesh: Mesh | None,
+) -> Any:
+    """Return the first state with stored weights that are made of floats on the host,
+    layer by layer.
+
+    Args:
+      start: The floats, of which each leaf may read files.
+      weights: The model's, as `tcfp_jax.store` takes them.
+      rounding: Key of stochastic rounding.
+      state_of: Function of the parameters that returns the state.
+      places: Shardings of the state; None leaves them to JAX.
+      mesh: The mesh of the shardings.
+    """
+    params = tcfp_jax.store(
+        start,
+        weights,
+        key=rounding,
+        gradient_dtype=jnp.bfloat16,
+        shardings=None if places is None else places.params,
+    )
+
+    def others(params: Any) -> Any:
+        return state_of(params)._replace(params=None)
+
+    rest = None if places is None else places._replace(params=None)
+    state = OnMesh(jax.jit(others, out_shardings=rest), mesh)(params)
+    return state._replace(params=params)
 
 
 def _is_matrix(params: Any) -> Any:

@@ -27,10 +27,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.huggingface.folders import read_folder
-from models.nets.adapters import frozen
+from models.huggingface.tensors import read
+from models.nets.adapters import adapters_of, frozen, joined
 from models.nets.meshes import OnMesh, parameter_shardings
-from models.nets.shapes import LlamaConfig
 from models.training.accumulation import in_parts
 from models.training.batches import (
     window_losses,
@@ -47,7 +46,7 @@ from models.training.learners import (
     reference_model,
 )
 from models.training.monitoring import Report, merged_report
-from models.training.parameters import read_parameters
+from models.training.parameters import on_host
 from models.training.settings import TrainConfig
 from models.training.state import (
     BATCHES,
@@ -59,6 +58,7 @@ from models.training.state import (
     jittered,
     optimizer_of,
     product_key,
+    stored_state,
 )
 from tcfp_jax import monitor
 from tcfp_jax.sharding import state_shardings
@@ -74,31 +74,40 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 
     Stored weights are made one after another, so that no float copy of all of them
     exists. On a mesh, each device makes its own part. With `config.start` the
-    parameters come from a checkpoint.
+    parameters come from a checkpoint, and those that are stored, or frozen next to
+    adapters, layer by layer.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
-      ValueError: the checkpoint is of another model.
+      ValueError: the checkpoint is of another model, or has values that are not finite.
     """
-    begin = _init_function(program(config), mesh)
+    own = program(config)
+    begin = _init_function(own, mesh)
     key = jax.random.key(config.seed)
-    return begin(key) if config.start is None else begin(key, read_start(config))
+    if config.start is None:
+        return begin(key)
+    start = read_start(config)
+    weights = learner_of(own).weights
+    if isinstance(config.weights, Stored):
+        places = None if mesh is None else state_places(own, mesh)
+        rounding = jax.random.fold_in(key, ROUNDING)
+        state_of = functools.partial(_state, own, key)
+        return stored_state(start, weights, rounding, state_of, places, mesh)
+    if isinstance(config.weights, Adapters):
+        adapters = jax.jit(lambda key: adapters_of(_floats(own, key)))(key)
+        params, opt_state = frozen(
+            joined(start, adapters), weights, _optimizer(own, key)
+        )
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+    return begin(key, read(start))
 
 
 def read_start(config: TrainConfig) -> Any:
-    """Return the float parameters in `config.start`, a file or a folder of Hugging
-    Face.
-
-    Raises:
-      FileNotFoundError: the checkpoint does not exist.
-      ValueError: the checkpoint is of another model.
+    """Return the float parameters in `config.start`, as
+    `models.training.parameters.on_host`.
     """
     shapes = _shapes(_floats, program(config.in_bf16))
-    path = Path(str(config.start))
-    size = config.size
-    if path.is_dir() and isinstance(size, LlamaConfig):
-        return read_folder(path, shapes, size)
-    return read_parameters(path, shapes)
+    return on_host(Path(str(config.start)), shapes, config.size)
 
 
 def make_train_step(
@@ -223,7 +232,6 @@ def _initialize(
     if isinstance(config.weights, Adapters):
         params, opt_state = frozen(
             _floats(config, seed_key),
-            start,
             learner_of(config).weights,
             _optimizer(config, seed_key),
         )

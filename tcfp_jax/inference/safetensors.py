@@ -106,6 +106,11 @@ class Held(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         return name in self.places
 
+    def described(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Return shape and dtype of an array, which is not read."""
+        place = self.places[name]
+        return place.shape, np.dtype(_DTYPES[place.dtype])
+
     def pop(self, name: str) -> np.ndarray:
         """Return an array, and leave it out from now on."""
         array = self[name]

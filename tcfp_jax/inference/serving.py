@@ -15,10 +15,19 @@ from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree, Tree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.layerwise import (
+    OnHost,
+    at_once,
+    by_layers,
+    is_on_host,
+    on_device,
+)
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, quantize_tcfp12
+
+_MATRIX = Layout((0,), (1,))
 
 
 def quantize_params(
@@ -44,7 +53,8 @@ def quantize_params(
     Args:
       params: the parameters, nested dicts of arrays or an `nnx.State`, which may hold
         other state as well (`nnx.state(model, (nnx.Param, nnx.BatchStat))`); in the
-        result, dicts by name.
+        result, dicts by name. A stack of layers on the host, as `tcfp_jax.store` takes
+        it, moves to the device layer by layer, except with "packed" and `fused`.
       recipe: the recipe of the model, which takes every `kernel`; or
         `tcfp_jax.conversion.find_weights(model)`, which is needed if the model has
         kernels of more than two axes, several recipes, or layers that stay in BF16.
@@ -83,7 +93,7 @@ def quantize_params(
     else:
         chosen = _plain(named_recipe(recipe))
     tx = error_feedback(chosen)
-    quantized = layer_state(jax.eval_shape(tx.init, params))
+    quantized = layer_state(jax.eval_shape(tx.init, jax.tree.map(_shape, params)))
     if not quantized:
         raise ValueError(_nothing_stored(recipe))
     fp4 = _scalings_of_fp4(quantized)
@@ -94,15 +104,13 @@ def quantize_params(
             f' stores {first} in four by {fp4[first]}; use storage="recipe", which is'
             " smaller, or a recipe of FP8"
         )
-    if storage == "recipe":
-        quantized = layer_state(jax.jit(tx.init)(params))
+    together: dict[str, Stored] = {}
     if fused:
+        params = jax.tree.map(on_device, params)
         weights = chosen
         if isinstance(weights, Recipe):
-            weights = dict.fromkeys(fp4, Weight(weights, Layout((0,), (1,))))
+            weights = dict.fromkeys(fp4, Weight(weights, _MATRIX))
         together = store_together(fp4, paths.leaves(params), weights, fused)
-        for path, one in together.items():
-            paths.put(quantized, path.split("/"), one)
     rest: dict[str, PyTree] = {}
     for own, leaf in paths.named_leaves(params)[0]:
         # A name may be a path itself, as in Haiku's modules: parameters keep it, the
@@ -110,18 +118,59 @@ def quantize_params(
         names = paths.join(*own).split("/")
         node = paths.find(quantized, names)
         if node is None or paths.join(*names) in looked_up:
-            paths.put(rest, own, leaf)
+            paths.put(rest, own, on_device(leaf))
         elif own[:-1] and paths.find(rest, own[:-1]) is None:
             paths.put(rest, own[:-1], {})  # Flax finds a layer by its parameters
         if node is None:
             continue
+        path = "/".join(own)
         if storage == "packed":
-            served = jax.jit(quantize_tcfp12)(leaf)
+            served = jax.jit(quantize_tcfp12)(on_device(leaf))
+        elif path in together:
+            served = together[path]
+        elif isinstance(chosen, Mapping):
+            served = _served(leaf, chosen[path])
         else:
-            # No float parameter remains with which the sample could be compared.
-            served = dataclasses.replace(node, sample=None)
+            served = _served(leaf, Weight(chosen, _MATRIX))
         paths.put(quantized, names, served)
     return {"params": rest, "tcfp": quantized}
+
+
+def _shape(leaf: PyTree) -> PyTree:
+    """Return the shape of a parameter on the host; others as they are."""
+    if not is_on_host(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _served(kernel: jax.Array | OnHost, weight: Weight) -> Stored:
+    """Return a weight as products read it.
+
+    Of a stack on the host the device holds one float layer at a time.
+    """
+    layout = weight.layout.unstacked
+    stored = _Served(dataclasses.replace(weight, layout=layout))
+    if is_on_host(kernel) and len(kernel.shape) > layout.ndim:
+        return by_layers(stored, kernel)
+    return at_once(stored, kernel)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """The function that makes a weight, or a layer of it, from its floats.
+
+    Attributes:
+      weight: recipe and layout of one layer.
+    """
+
+    weight: Weight
+
+    def __call__(self, kernel: jax.Array) -> Stored:
+        layout = self.weight.layout.stacked(kernel.ndim)
+        weight = dataclasses.replace(self.weight, layout=layout)
+        state = error_feedback({"kernel": weight}).init({"kernel": kernel})
+        # No float parameter remains with which the sample could be compared.
+        return dataclasses.replace(layer_state(state)["kernel"], sample=None)
 
 
 def _check_params(params: PyTree) -> None:

@@ -32,6 +32,7 @@ from tcfp_jax.optim.numbers import check_numbers
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.layerwise import is_on_host, on_device
 from tcfp_jax.weights.layout import Layout, Weight, Weights
 from tcfp_jax.weights.parameter import is_parameter, is_quantized, parameter_of
 from tcfp_jax.weights.placement import check_blocks
@@ -49,6 +50,7 @@ def store(
     key: Array | None = None,
     remainder: Remainder = "stochastic",
     gradient_dtype: DTypeLike | None = None,
+    shardings: PyTree | None = None,
 ) -> PyTree:
     """Return the tree with its kernels stored as `W_hi + W_lo`, two bytes per weight.
 
@@ -62,9 +64,13 @@ def store(
 
         params = jax.jit(make)(key)
 
+    Outside `jit` a stack of layers on the host, such as a NumPy array or
+    `np.memmap`, moves to the device layer by layer: no float stack exists there.
+
     Args:
       params: parameters, also in Flax's boxes or an `nnx.State`; or a function without
-        arguments that returns them.
+        arguments that returns them. A leaf may be an object with `shape`, `dtype` and
+        `leaf[layer]` that reads a layer from a file.
       recipe: recipe of the layers, with a residual, such as "tcfp12_single". It stores
         every leaf named `kernel` with two axes or more; axes before the last two are a
         stack of layers with a scale each. Or the mapping that
@@ -80,6 +86,8 @@ def store(
         lost. "dropped" loses updates below half a step of the grid.
       gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or
         more; None for the parameters' own.
+      shardings: shardings of the result, as `tcfp_jax.sharding.state_shardings`
+        returns them, if all parameters are on the host; None leaves them to JAX.
 
     A weight of the mapping whose floats other code reads stays float. One warning names
     these weights and the code.
@@ -119,12 +127,15 @@ def store(
         raise ValueError(why)
     if floats:
         warnings.warn(floats, stacklevel=2)
+    places = [None] * len(found)
+    if shardings is not None:
+        places = treedef.flatten_up_to(shardings)
     leaves: list[PyTree] = []
     for place, (names, leaf) in enumerate(found):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
         if place in chosen:
             weight = chosen[place]
-            if weight.recipe.scaling.in_blocks:
+            if weight.recipe.scaling.in_blocks and not is_on_host(made):
                 matrix = weight.layout.stacked(made.ndim).matrix(made)
                 turned = weight.recipe.copies == "both"
                 check_blocks(
@@ -137,7 +148,10 @@ def store(
                 key=own,
                 remainder=remainder,
                 gradient_dtype=gradient_dtype,
+                shardings=places[place],
             )
+        else:
+            made = on_device(made, places[place])
         leaves.append(made)
     return jax.tree.unflatten(treedef, leaves)
 
@@ -383,7 +397,7 @@ def _chosen(
     if not isinstance(recipe, Mapping):
         weight = Weight(named_recipe(recipe), _MATRIX)
         for place, (names, leaf) in enumerate(found):
-            if names[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2:
+            if names[-1:] == ["kernel"] and len(getattr(leaf, "shape", ())) >= 2:
                 chosen[place] = weight
         return chosen
     for place, (names, _) in enumerate(found):

@@ -101,6 +101,24 @@ class Layout:
             tuple(range(extra)) + shift(self.stack),
         )
 
+    @property
+    def unstacked(self) -> "Layout":
+        """The layout of one layer, if the axes of the stack are the first ones; else
+        this one.
+
+        Trees with static fields such as a layout are taken apart by `nn.scan`, and the
+        fields must fit the parts.
+
+        >>> Layout((1,), (2,), (0,)).unstacked
+        Layout(inputs=(0,), outputs=(1,), stack=())
+        """
+        count = len(self.stack)
+        if self.stack != tuple(range(count)):
+            return self
+        inputs = tuple(axis - count for axis in self.inputs)
+        outputs = tuple(axis - count for axis in self.outputs)
+        return Layout(inputs, outputs)
+
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]`
         if `transposed`.

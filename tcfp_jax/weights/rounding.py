@@ -12,6 +12,7 @@ starts with the scale 2**-16, which fits a first step between 1e-8 and 1e-2. The
 `adamw` takes a larger scale if its learning rate allows a larger step (`optim.steps`).
 """
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -25,8 +26,10 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Operand, Quantized, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.specs import entries_of, moved
+from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Dual, Recipe, describe
-from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.layerwise import OnHost, at_once, by_layers
+from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.sampling import SIZE
 from tcfp_jax.weights.stored import Stored
@@ -43,16 +46,19 @@ _SCALE_OF_ZERO = 2.0**-16
 
 
 def make_parameter(
-    kernel: Array,
+    kernel: Array | OnHost,
     weight: Weight,
     *,
     key: Array | None,
     remainder: Remainder,
     gradient_dtype: DTypeLike | None = None,
+    shardings: PyTree | None = None,
 ) -> Parameter:
     """Return a kernel as a stored parameter; see `tcfp_jax.store`.
 
     Axes of the kernel in front of the layout's are a stack of layers with a scale each.
+    A stack on the host is moved to the device layer by layer, and its arrays get
+    `shardings`.
 
     >>> from tcfp_jax.recipes import recipe
     >>> weight = Weight(recipe("tcfp12_single"), Layout((0,), (1,)))
@@ -70,39 +76,51 @@ def make_parameter(
             " scale and needs floats of 16 bits or more; use"
             " gradient_dtype=jnp.bfloat16 or jnp.float32"
         )
-    target = weight.layout.stacked(kernel.ndim).matrix(kernel).astype(jnp.float32)
-    weight = _unstacked(weight)
-    stack = target.shape[:-2]
-    amax = numerics.amax(target, axis=(-2, -1))
+    layout = weight.layout.stacked(len(kernel.shape))
+    weight = replace(weight, layout=weight.layout.unstacked)
+    *stack, rows, columns = layout.matrix_shape(kernel.shape)
     rounding = None
     if key is not None:
         seed = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - WORD_BITS)
         count = jnp.zeros((*stack, 1), jnp.float32)
         rounding = jnp.concatenate([seed.astype(jnp.float32), count], axis=-1)
-        # a stack that explicit axes split
-        rounding = moved(rounding, (*entries_of(amax), None))
-    error = None
-    if remainder == "feedback":
-        error = jnp.zeros(target.shape, ERROR_DTYPE)
     sample = None
-    if target.size > _WHOLE:
-        sample = jnp.zeros((*stack, SIZE))  # `_written` fills it
-    state = Training(
+    if math.prod((*stack, rows, columns)) > _WHOLE:
+        sample = jnp.zeros((*stack, SIZE))
+    blank = Training(
         rounding=rounding,
-        amax=amax,
-        error=error,
+        amax=jnp.zeros(stack),
+        error=None,
         slot=None,
         sample=sample,
         weight=weight,
-        shape=kernel.shape[kernel.ndim - weight.layout.ndim :],
+        shape=kernel.shape[len(kernel.shape) - weight.layout.ndim :],
         dtype=dtype,
         gradient_dtype=of_gradient,
         remainder=remainder,
     )
+    if isinstance(kernel, Array):
+        return _rounded(kernel, blank)
+    if len(kernel.shape) > weight.layout.ndim:
+        return by_layers(_rounded, kernel, blank, shardings=shardings)
+    return at_once(_rounded, kernel, blank, shardings=shardings)
+
+
+def _rounded(kernel: Array, blank: Training) -> Parameter:
+    """Return a kernel, or a layer of it, as a parameter whose state was blank."""
+    layout = blank.weight.layout.stacked(kernel.ndim)
+    target = layout.matrix(kernel).astype(jnp.float32)
+    amax = numerics.amax(target, axis=(-2, -1))
+    rounding = blank.rounding
+    if rounding is not None:
+        # a stack that explicit axes split
+        rounding = moved(rounding, (*entries_of(amax), None))
     scale = None
-    if weight.recipe.scaling == Tensor():
+    if blank.weight.recipe.scaling == Tensor():
         scale = next_scale(jnp.zeros_like(amax), amax)
-    return _written(state, target, scale, rounding)
+    return _written(
+        replace(blank, rounding=rounding, amax=amax), target, scale, rounding
+    )
 
 
 def rewrite(parameter: Parameter, target: Array) -> Parameter:
@@ -210,20 +228,6 @@ def _step_of(rows: Operand) -> Array:
     power of two, float32.
     """
     return numerics.spacing(rows.residual.astype(jnp.float32), rows.dtype)
-
-
-def _unstacked(weight: Weight) -> Weight:
-    """Return the weight of one layer of a stack.
-
-    `nn.scan` takes arrays apart, and static fields must fit the parts.
-    """
-    layout = weight.layout
-    count = len(layout.stack)
-    if layout.stack != tuple(range(count)):
-        return weight
-    inputs = tuple(axis - count for axis in layout.inputs)
-    outputs = tuple(axis - count for axis in layout.outputs)
-    return replace(weight, layout=Layout(inputs, outputs))
 
 
 def _check(recipe: Recipe, key: Array | None, remainder: str) -> None:

@@ -371,3 +371,20 @@ def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):
         )
         with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
             jax.jit(jax.grad(read))(stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remainder", "key"),
+    [("stochastic", KEY), ("feedback", None), ("dropped", None)],
+)
+def test_stacks_on_the_host_have_the_bits_of_arrays(remainder, key):
+    """Layers, layers of experts, and a single matrix."""
+    shapes = {"up": (3, 40, 24), "experts": (2, 3, 16, 24), "head": (40, 64)}
+    host = {
+        name: {"kernel": np.asarray(drawn(*shape))} for name, shape in shapes.items()
+    }
+    host["norm"] = {"scale": np.ones(4, np.float32)}
+    options = dict(recipe=RECIPE, key=key, remainder=remainder)
+    arrays = jax.tree.map(jnp.asarray, host)
+    assert same_bits(tcfp_jax.store(host, **options), tcfp_jax.store(arrays, **options))

@@ -1,0 +1,203 @@
+"""Runs that start from a folder whose weights are read layer by layer."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from models.huggingface.configs import read_shape
+from models.huggingface.folders import read_folder
+from models.huggingface.held import Matrices
+from models.nets.adapters import adapters_of, frozen, joined
+from models.nets.meshes import make_mesh, parse_mesh
+from models.training import steps
+from models.training.data import Data
+from models.training.forms import Adapters, Stored
+from models.training.learners import learner_of
+from models.training.running import run
+from models.training.settings import TrainConfig
+from models.training.state import ROUNDING
+from models.training.steps import batch_key, init, make_train_step
+from tcfp_jax.inference import safetensors
+from tests.helpers import same_bits
+from tests.models.record_transformers import FILE, weights_of
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+RECORDED = json.loads(FILE.read_text())
+TEXT = jnp.asarray(np.random.default_rng(0).integers(0, 250, 4096), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 in BF16, in three files and an index."""
+    made = tmp_path_factory.mktemp("qwen3")
+    recorded = RECORDED["qwen3"]
+    arrays = weights_of(recorded["shapes"])
+    places = {}
+    for part in range(3):
+        names = sorted(arrays)[part::3]
+        file = f"model-{part + 1:05}-of-00003.safetensors"
+        places |= dict.fromkeys(names, file)
+        held = {name: arrays[name].astype(jnp.bfloat16) for name in names}
+        safetensors.write(made / file, held, {"format": "pt"})
+    (made / safetensors.INDEX).write_text(json.dumps(dict(weight_map=places)))
+    (made / safetensors.CONFIG).write_text(json.dumps(recorded["config"]))
+    return made
+
+
+def run_of(folder, **changes):
+    run = TrainConfig(
+        model=dataclasses.replace(read_shape(folder), remat="none"),
+        recipe="tcfp12_single",
+        weights=Stored("8bit", "backward"),
+        steps=2,
+        steps_per_call=2,
+        learning_rate=1e-3,
+        batch=2,
+        sequence=8,
+        start=str(folder),
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def floats_of(config):
+    """The parameters of the folder, float32, all at once."""
+    shapes = jax.eval_shape(
+        lambda: steps.init(dataclasses.replace(config.in_bf16, start=None)).params
+    )
+    return read_folder(Path(config.start), shapes, config.size)
+
+
+def stored_at_once(config):
+    """The parameters of a run, from `store` of the tree of all floats."""
+    own = steps.program(config)
+    rounding = jax.random.fold_in(jax.random.key(config.seed), ROUNDING)
+
+    @jax.jit
+    def made(floats):
+        weights = learner_of(own).weights
+        return tcfp_jax.store(
+            floats, weights, key=rounding, gradient_dtype=jnp.bfloat16
+        )
+
+    return made(jax.tree.map(jnp.asarray, floats_of(config)))
+
+
+def test_layers_that_are_read_one_by_one_have_the_bits_of_a_whole_tree(
+    folder, monkeypatch
+):
+    config = run_of(folder)
+    reads = []
+    read = safetensors.Held.__getitem__
+
+    def watched(held, name):
+        reads.append(name)
+        for array in jax.live_arrays():
+            is_stack = array.ndim == 3 and array.shape[0] == config.size.layers
+            assert not is_stack or array.dtype == jnp.float8_e4m3fn
+        return read(held, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.Held, "__getitem__", watched)
+        params = init(config).params
+    assert sorted(reads) == sorted(RECORDED["qwen3"]["shapes"])
+    at_once = stored_at_once(config)
+    assert jax.tree.structure(params) == jax.tree.structure(at_once)
+    assert same_bits(params, at_once)
+
+
+@pytest.mark.slow
+def test_a_run_has_the_losses_of_one_from_a_whole_tree(folder):
+    config = run_of(folder)
+    state = init(config)
+    other = jax.tree.map(jnp.copy, state)._replace(params=stored_at_once(config))
+    losses = []
+    for begun in (state, other):
+        step = make_train_step(config)
+        _, found = step(begun, TEXT, batch_key(config))
+        losses.append(found.tolist())
+    assert losses[0] == losses[1]
+    assert losses[0][1] < losses[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4", "tensorwise"])
+def test_frozen_layers_have_the_bits_of_a_whole_tree(folder, recipe):
+    config = run_of(folder, recipe=recipe, weights=Adapters(4))
+    own = steps.program(config)
+    key = jax.random.key(config.seed)
+
+    @jax.jit
+    def made(floats):
+        adapters = adapters_of(steps._floats(own, key))
+        weights = learner_of(own).weights
+        return frozen(joined(floats, adapters), weights, steps._optimizer(own, key))
+
+    at_once = made(jax.tree.map(jnp.asarray, floats_of(config)))
+    state = init(config)
+    assert same_bits((state.params, state.opt_state), at_once)
+
+
+@pytest.mark.slow
+def test_devices_of_a_mesh_get_their_parts(folder):
+    config = run_of(folder, batch=8, weights=Stored("float32"))
+    mesh = make_mesh(parse_mesh("data=4,fsdp=2"))
+    state = init(config, mesh)
+    places = steps.state_places(steps.program(config), mesh)
+    for array, place in zip(
+        jax.tree.leaves(state), jax.tree.leaves(places), strict=True
+    ):
+        assert array.sharding.is_equivalent_to(place, array.ndim)
+    assert same_bits(jax.device_get(state), jax.device_get(init(config)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda array: array[:-1], "layers/down/kernel.*have the shapes"),
+        (lambda array: array.at[3, 5].set(jnp.nan), "'layers/down/kernel' that are"),
+        (lambda array: array.astype(jnp.int32), "is int32, which is none of"),
+        (None, r"down_proj.weight is missing among"),
+    ],
+)
+def test_a_folder_of_another_model_leaves_no_run(folder, tmp_path, change, message):
+    damaged = tmp_path / "model"
+    shutil.copytree(folder, damaged)
+    name = "model.layers.1.mlp.down_proj.weight"
+    index = json.loads((folder / safetensors.INDEX).read_text())
+    file = damaged / index["weight_map"][name]
+    _, held, _ = safetensors.read(folder, "float")
+    names = [one for one in held if index["weight_map"][one] == file.name]
+    arrays = {one: jnp.asarray(held[one]) for one in names}
+    if change is None:
+        del arrays[name]
+        del index["weight_map"][name]
+        (damaged / safetensors.INDEX).write_text(json.dumps(index))
+    else:
+        arrays[name] = change(arrays[name])
+    safetensors.write(file, arrays, {"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("words and more words\n" * 400)
+    data = Data((str(text),), corpus_bytes=2**63 - 1)
+    with pytest.raises(ValueError, match=message):
+        run(run_of(damaged, data=data), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_matrices_are_read_when_they_are_used(folder):
+    _, held, _ = safetensors.read(folder, "float")
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)]
+    stack = Matrices(held, tuple(names), (3, 32, 48), True, True, "layers/up/kernel")
+    assert stack[1].dtype == jnp.bfloat16
+    assert same_bits(stack[1], held[names[1]].T)
+    whole = np.asarray(stack)
+    assert whole.dtype == np.float32
+    assert same_bits(whole[2], held[names[2]].T.astype(np.float32))
+    with pytest.raises(ValueError, match="reading it is a copy"):
+        np.asarray(stack, copy=False)
