@@ -327,8 +327,7 @@ def _train(
         state, losses = _restored(directory, config, mesh, first)
         starts = config.start is not None
         if directory is not None and starts and not directory.holds_state:
-            # From here on the run does not need the file of `start`, which may move or
-            # change.
+            # From here on the file of `start` may move or change
             directory.save(state, 0)
         metrics = None if directory is None else directory.path / METRICS_FILE
         board = Board(board_folder, metrics)
