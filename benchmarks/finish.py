@@ -21,7 +21,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,9 @@ def _of_base(
     trained = Trained(config, base, seed, corpus)
     try:
         progress.check()
-        with _compiled_ahead(trained, wanted):
+        # A CPU has no time to spare.
+        on_gpu = jax.default_backend() != "cpu"
+        with compiled_ahead(trained, wanted if on_gpu else ()):
             trained.train({*wanted, as_begun(base)}, progress.deadline)
     except TimeoutError as error:
         print(f"base {base}, seed {seed}: {error}", flush=True)
@@ -244,34 +246,34 @@ def _of_base(
 
 
 @contextlib.contextmanager
-def _compiled_ahead(trained: Trained, names: list[str]) -> Iterator[None]:
+def compiled_ahead(trained: Trained, names: Iterable[str]) -> Iterator[list[Future]]:
     """Compile the steps of endings in threads while the base trains.
 
     An ending whose program is not there compiles it itself, and reports its errors.
     """
-    if jax.default_backend() == "cpu":  # it has no time to spare
-        yield
-        return
     config = trained.config
     own = forks.train_config(config, trained.variant, trained.seed)
-    shapes = jax.eval_shape(lambda: init(own))
-    arguments = jax.eval_shape(lambda: (trained.text, batch_key(own)))
+    state = jax.eval_shape(lambda: init(own))
+    text = trained.text
+    key = batch_key(own)
+
+    def compiled(step: Any) -> None:
+        step.lower(state, text, key).compile()
+
+    endings = [ENDINGS[name] for name in names]
+    steps = [
+        forks.steps_of(config, ending.variant)
+        for ending in endings
+        if ending.stored_as is None
+    ]
     threads = ThreadPoolExecutor(2)
-    for name in names:
-        ending = ENDINGS[name]
-        if ending.stored_as is None:
-            step: Any = forks.steps_of(config, ending.variant)
-            threads.submit(_compile, step, shapes, arguments)
+    started = [threads.submit(compiled, step) for step in steps]
     try:
-        yield
+        yield started
     except TimeoutError:
         threads.shutdown(wait=False, cancel_futures=True)
         raise
     threads.shutdown()
-
-
-def _compile(step: Any, shapes: Any, arguments: Any) -> None:
-    step.lower(shapes, *arguments).compile()
 
 
 def rows_there(config: Config) -> list[Row]:

@@ -5,9 +5,11 @@ import json
 import math
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import finish, finish_tables, records
+from benchmarks import finish, finish_tables, forks, records
 from benchmarks.endings import ENDINGS, FP4, USUAL, as_begun
 from benchmarks.finish_tables import Row, differences
 from benchmarks.harness import benchmark
@@ -122,3 +124,35 @@ def test_a_stopped_base_goes_on(tmp_path):
     again = finish.Trained(replace(config, bases=None), FP4, 0, corpus)
     again.train(names, math.inf)
     assert again.name == trained.name
+
+
+@pytest.fixture
+def standard_in_threads():
+    """Threads have the dtype promotion of the process, which is strict in tests."""
+    before = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+@slow
+def test_steps_of_endings_are_compiled_while_a_base_trains(standard_in_threads):
+    config = finish.SMOKE
+    corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
+    trained = finish.Trained(config, RECOMMENDED, 0, corpus)
+    with finish.compiled_ahead(trained, ["stored", "stored_bf16"]) as started:
+        trained.train(["stored"], math.inf)
+    assert [one.result() for one in started] == [None, None]
+    compiled = []
+
+    def count(name, seconds, **more):
+        if "backend_compile" in name:
+            compiled.append(more.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    ending = ENDINGS["stored_bf16"].variant
+    state = jax.tree.map(jnp.copy, trained.states[18])
+    forks.advance(config, ending, 0, state, trained.text, 2)
+    assert not any("train_step" in str(name) for name in compiled)
+    with refused("late", TimeoutError), finish.compiled_ahead(trained, ["stored"]):
+        raise TimeoutError("late")
