@@ -148,11 +148,11 @@ def _names(part: Part, config: Config, devices: int) -> list[str]:
     """Return the candidates of a part on some devices."""
     is_reference = devices == 1 < max(config.devices)
     names = config.alone if is_reference else config.recipes
-    left_out = NARROW
     if part == "mlp":
-        left_out = NARROW if devices == 1 else INSIDE
         names = tuple(name for name in names if not name.endswith(INSIDE))
-    return [name for name in names if not name.endswith(left_out)]
+    if devices == 1:
+        names = tuple(name for name in names if not name.endswith(NARROW))
+    return list(names)
 
 
 def _in_turn(

@@ -23,7 +23,7 @@ from tcfp_jax.sharding import state_shardings
 Part = Literal["mlp", "llama", "olmoe"]
 PARTS: tuple[Part, ...] = get_args(Part)
 AXIS = "fsdp"
-NARROW = " wire=bfloat16"  # of the MLP
+NARROW = " wire=bfloat16"
 INSIDE = " update=backward"  # of models
 RECIPES = (
     BASELINE,
@@ -87,7 +87,9 @@ def make_training(
     few = llama_steps.Config(
         size, size, tokens, tokens, {}, include=("linear", "small"), update=update
     )
-    return llama_steps.make_training(few, name.removesuffix(INSIDE))
+    is_narrow = name.endswith(NARROW)
+    named = _narrow(name) if is_narrow else name.removesuffix(INSIDE)
+    return llama_steps.make_training(few, named)
 
 
 def size_of(part: Part, name: str, config: Config) -> LlamaConfig:
@@ -103,10 +105,12 @@ def _mlp_of(name: str) -> tuple[Recipe, Kept]:
     if name == STORED:
         kept = Kept("stored", moments="8bit", gradient_dtype="bfloat16")
         return recipe("tcfp12_single"), kept
-    chosen = recipe(name.removesuffix(NARROW))
-    if name.endswith(NARROW):
-        chosen = recipe(chosen, wire="bfloat16")
-    return chosen, Kept()
+    return _narrow(name) if name.endswith(NARROW) else recipe(name), Kept()
+
+
+def _narrow(name: str) -> Recipe:
+    """Return the recipe of a candidate whose gradients travel in bfloat16."""
+    return recipe(name.removesuffix(NARROW), wire="bfloat16")
 
 
 def placed(mesh: Mesh, floats: Any, state_of: Callable[[Any], Any], given: Any) -> Any:

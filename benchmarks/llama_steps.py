@@ -29,6 +29,7 @@ from models.nets.positions import rotations
 from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 from models.training.fitting import fit, is_open
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.remat import device_budget
 from tcfp_jax.weights.stored import bytes_of
 
@@ -36,7 +37,9 @@ Part = Literal["block", "step"]
 # Where the optimizer updates stored weights: behind the backward pass, or in it.
 Update = Literal["behind", "backward"]
 STORED = "stored"
-RECIPE_OF = {STORED: "tcfp12_single"}
+# A candidate by its name, or by a recipe with fields of its own.
+Named = str | Recipe
+RECIPE_OF: dict[Named, str] = {STORED: "tcfp12_single"}
 FLAX, QWIX = "flax Fp8DirectDotGeneralOp", "qwix"
 PEERS = (FLAX, QWIX)
 
@@ -138,7 +141,7 @@ def make_block(config: Config, name: str) -> Candidate:
 
 
 def make_training(
-    config: Config, name: str, rate: float | optax.Schedule = 1e-4
+    config: Config, name: Named, rate: float | optax.Schedule = 1e-4
 ) -> timing.Training:
     """Return a whole training step before it is compiled; `rate` is AdamW's."""
     batch, positions = config.step_tokens
@@ -209,7 +212,7 @@ def make_step(config: Config, name: str) -> Candidate:
     return Candidate(threaded, (), threaded.compiled, seconds, outputs)
 
 
-def converted_step(config: Config, name: str) -> tuple[Any, Any]:
+def converted_step(config: Config, name: Named) -> tuple[Any, Any]:
     """Return (the model of the whole step, its weights)."""
     recipe = tcfp_jax.recipe(RECIPE_OF.get(name, name))
     include = config.include
@@ -233,7 +236,7 @@ def converted_step(config: Config, name: str) -> tuple[Any, Any]:
 
 
 def _optimizer(
-    name: str, weights: Any, rate: float | optax.Schedule
+    name: Named, weights: Any, rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
     """Return clipping and AdamW, as a user writes them for each kind of weights."""
     if name == STORED:
