@@ -12,6 +12,7 @@ batches.
     python -m models.train --model FOLDER --data chats.jsonl --out RUN --export NEW \
         --format fp8  # fine-tune
     python -m models.train --model llama-tiny --tokenizer models/python-bpe-32768.json
+    python -m models.train --finish bf16:0.1  # the last tenth multiplies in BF16
     python -m models.train --monitor 50
         # measure how operands are rounded, by layer and step
     python -m models.train --out runs/small --resume

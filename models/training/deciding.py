@@ -1,5 +1,8 @@
-"""The choice of a run with update="auto", made once: before its folder is written."""
+"""The choice of a run with update="auto", made once: before its folder is written; and
+the lines that a run prints before its first step.
+"""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ from jax.sharding import Mesh
 from models.nets.meshes import everywhere
 from models.training.checkpoint import holds_run, read_config
 from models.training.fitting import with_update
+from models.training.flags import described
 from models.training.progress import shown
 from models.training.settings import TrainConfig
 from models.training.steps import lowered_step
@@ -41,3 +45,12 @@ def decided(
     if telling:
         print(line, flush=True)
     return config
+
+
+def before_steps(config: TrainConfig, remat: str | None) -> Iterator[str]:
+    """Yield the lines that a run prints before its first step; `remat` is one."""
+    yield from filter(None, (remat, described()))
+    if config.update == "backward":
+        yield CLIPPING
+    if config.finish is not None:
+        yield f"finish: {config.finish}, from step {config.switch + 1} on"

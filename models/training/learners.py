@@ -11,7 +11,7 @@ from models.nets.families import Learner, Tables, learner
 from models.training.finish import same_form
 from models.training.forms import Adapters, Float, Stored
 from models.training.settings import Data, TrainConfig
-from models.training.state import TrainState
+from models.training.state import PairState, TrainState
 from tcfp_jax.weights.layout import Weight
 
 
@@ -72,7 +72,7 @@ def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
     return weights if isinstance(weights, Mapping) else None
 
 
-def quantized_of(config: TrainConfig, state: TrainState) -> dict[str, Any]:
+def quantized_of(config: TrainConfig, state: TrainState | PairState) -> dict[str, Any]:
     """Return the quantized weights that layers read next to float parameters."""
     products = config.products
     kept = tcfp_jax.recipe(config.recipe)

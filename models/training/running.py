@@ -32,13 +32,12 @@ from models.training.checkpoint import (
     read_config,
 )
 from models.training.data import Data, load_data
-from models.training.deciding import CLIPPING, decided
+from models.training.deciding import before_steps, decided
 from models.training.described import flatten
 from models.training.dpo import shown_rewards, told
 from models.training.evaluation import evaluated
 from models.training.examples import load_examples
 from models.training.fitting import fitted
-from models.training.flags import described
 from models.training.forms import Update
 from models.training.learners import model_of
 from models.training.monitoring import Board, check_board, written
@@ -348,10 +347,7 @@ def _train(
         if config.finish is not None:
             last, _ = fitted(ending, lower, memory)
     if telling:
-        lines = [line, described()]
-        if config.update == "backward":
-            lines.append(CLIPPING)
-        print(*filter(None, lines), sep="\n", flush=True)
+        print(*before_steps(config, line), sep="\n", flush=True)
     reports: dict[int, Any] = {}
     with bar_of(config, begin, telling) as bar, repeated(bar.refresh):
 

@@ -124,9 +124,10 @@ def test_settings_and_options_hold_a_finish():
 
 @pytest.mark.slow  # a quicker one has the state of both steps
 @parametrize("stopped", [1, 3])
-def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, stopped):
+def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, capsys, stopped):
     config = replace(RUN, finish="bf16:0.5")
-    whole = running.run(config)
+    whole = running.run(config, progress="bar")
+    assert "finish: bf16:0.5, from step 5 on" in capsys.readouterr().out
     plain = running.run(RUN)
     assert np.array_equal(whole.train_loss[:4], plain.train_loss[:4])
     assert not np.array_equal(whole.train_loss[4:], plain.train_loss[4:])
