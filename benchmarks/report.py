@@ -63,6 +63,7 @@ DECIDING = (
     "llama",
     "llama-124m",
     "fsdp-llama",
+    "fsdp-llama-8b",
     "memory-llama-8b",
     FORKS,
     CLIPPING,
