@@ -1,8 +1,8 @@
 """The training behind `benchmarks.convergence`: a base, and forks of it.
 
 A base is a run of `base_steps` steps, in BF16 or as a study says. A fork starts from
-its weights and Adam moments. A run from scratch is a fork of a base without steps: initial weights and
-moments of zero. So both protocols share this code.
+its weights and Adam moments. A run from scratch is a fork of a base without steps:
+initial weights and moments of zero. So both protocols share this code.
 """
 
 import contextlib
@@ -61,7 +61,8 @@ class Config:
         of width 768.
       batch, sequence: Windows in a step, and tokens in a window.
       learning_rate, warmup_steps: Peak of the rate, and steps until it is reached.
-      base_steps: Steps of the base at the peak rate before runs fork; 0 for runs from scratch.
+      base_steps: Steps of the base at the peak rate before runs fork; 0 for runs from
+        scratch.
       steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to
         zero after the warm-up.
       steps_per_call: Steps in one dispatch; it divides the steps of base and runs.

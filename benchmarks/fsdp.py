@@ -387,7 +387,7 @@ def table(result: Result) -> str:
 
 
 def _per_gpu(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its rate per GPU, and the share of the rate of one GPU alone."""
+    """Return a row with its rate per GPU, and its share of one GPU's rate alone."""
     over = row["over_one_gpu"]
     share = None if over is None else over / row["devices"]
     return {**row, "rate": row["tokens_per_second"] / row["devices"], "share": share}

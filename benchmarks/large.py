@@ -362,8 +362,8 @@ def configure(options: argparse.Namespace) -> Config:
 def json_name(options: argparse.Namespace) -> str:
     """Return the name of a run's JSON.
 
-    It is "large", or "large-curves" of a long run with its model. It names the model and
-    the values that blocks keep if layers are updated in the backward pass.
+    It is "large", or "large-curves" of a long run with its model. It names the model
+    and the values that blocks keep if layers are updated in the backward pass.
     """
     parts = ["large"]
     if (options.steps or SHORT) > SHORT:

@@ -3,8 +3,9 @@
 The CUDA plugin needs a description of the device, and ptxas.
 `data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`:
 `*.gpu_target_config.pbtxt`). `data/b200.txtpb` has the values that XLA publishes of a
-B200 (`xla/backends/gpu/target_config/specs`), with the H200's libraries. Nothing is autotuned this way, so what XLA would choose
-between Triton and cuBLASLt on the device does not show.
+B200 (`xla/backends/gpu/target_config/specs`), with the H200's libraries. Nothing is
+autotuned this way, so what XLA would choose between Triton and cuBLASLt on the device
+does not show.
 """
 
 import functools

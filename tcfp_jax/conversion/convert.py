@@ -78,9 +78,9 @@ def convert_to_tcfp(
     Raises:
       TypeError: not a Flax module, an argument that the model's call does not have, or
         `rngs` of another type.
-      ValueError: both `recipe` and `mode`, a bound model, `rngs` of a Linen model, an unknown recipe or group, a
-        rule that is not a regex, "measured" without sample arguments, nothing to
-        convert (without sample arguments: when the model is called; if measured times
+      ValueError: both `recipe` and `mode`, a bound model, `rngs` of a Linen model, an
+        unknown recipe or group, a rule that is not a regex, "measured" without sample
+        arguments, nothing to convert (without sample arguments: when the model is called; if measured times
         advise against it, it runs unchanged), or a product that `strict` forbids. Then
         nothing changes.
 
@@ -293,7 +293,8 @@ def export(model: Any) -> Any:
     """Return the original model or function, with its parameters as they are now.
 
     Use this to save or hand on a model without this library. An NNX model changes in
-    place, and its stored parameters become float. Use `to_bf16` instead to switch layers off for a while.
+    place, and its stored parameters become float. Use `to_bf16` instead to switch
+    layers off for a while.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.

@@ -1,5 +1,6 @@
-"""cuDNN's products of blocks with their scales, which Blackwell GPUs have: their numbers
-on a CPU, the programs of a B200, and no other GPU's choice.
+"""cuDNN's products of blocks for Blackwell: numbers on a CPU, programs for a B200.
+
+No other GPU chooses them.
 """
 
 import functools

@@ -35,7 +35,7 @@ OTHERS = 3e9
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of a device: the state that goes in and out, and those of the step alone."""
+    """Bytes of a device: the state that goes in and out, and those of the step."""
 
     state: int
     temporary: int
