@@ -80,9 +80,9 @@ def convert_to_tcfp(
         `rngs` of another type.
       ValueError: both `recipe` and `mode`, a bound model, `rngs` of a Linen model, an
         unknown recipe or group, a rule that is not a regex, "measured" without sample
-        arguments, nothing to convert (without sample arguments: when the model is called; if measured times
-        advise against it, it runs unchanged), or a product that `strict` forbids. Then
-        nothing changes.
+        arguments, nothing to convert (without sample arguments: when the model is
+        called; if measured times advise against it, it runs unchanged), or a product
+        that `strict` forbids. Then nothing changes.
 
     >>> x = jax.numpy.ones((2, 3))
     >>> every = ("linear", "small")
