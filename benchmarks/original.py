@@ -39,8 +39,8 @@ NOTE = (
     " has loss, gradients, AdamW and the quantization of weights. Memory is the state"
     " that outlives the step, and all that its compiled program needs with 8,192"
     " tokens, in GB. The GPT has 4 layers of width 256 and trains for 1,000 steps on"
-    " bytes; its numbers are held-out perplexity divided by BF16's, with the standard error of"
-    " three seeds."
+    " bytes; its numbers are held-out perplexity divided by BF16's, with the standard"
+    " error of three seeds."
 )
 
 
