@@ -62,3 +62,20 @@ def test_every_extra_for_users_is_explained():
     assert explained == {
         name for name in extras if "wild" not in name and "-" not in name
     }
+
+
+def test_each_package_says_that_it_has_types():
+    """Without the file `py.typed` a type checker ignores a package's annotations."""
+    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert [name for name in packages if not (ROOT / name / "py.typed").exists()] == []
+    assert "Typing :: Typed" in PYPROJECT["project"]["classifiers"]
+
+
+def test_classifiers_name_the_pythons_that_install():
+    """pip reads `requires-python`; people read the classifiers."""
+    named = re.findall(
+        r":: 3\.(\d+)$", "\n".join(PYPROJECT["project"]["classifiers"]), re.MULTILINE
+    )
+    oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=3.")
+    assert named[0] == oldest
+    assert [int(minor) for minor in named] == [*range(int(oldest), int(named[-1]) + 1)]
