@@ -297,7 +297,8 @@ def _described(result: Result, rows: list[Row]) -> str:
         said.append(f"The text has {size} (digest {config['text']}).")
     if losses:
         mean = f"{statistics.fmean(losses):.4f}"
-        said.append(f"{study.possessive} runs end at {mean} nats (mean).")
+        whose = study.possessive[0].upper() + study.possessive[1:]
+        said.append(f"{whose} runs end at {mean} nats (mean).")
     if any(row.name == study.rerun for row in rows):
         reruns = ratios(rows, study.rerun, study=study).values()
         noise = max((abs(ratio - 1) for ratio in reruns), default=0.0)
