@@ -80,7 +80,8 @@ def continued(
     written = jax.block_until_ready(extend(variables, written, limit, stops))
     seconds = time.perf_counter() - started
     new = written.tokens[begin : int(written.end)].tolist()
-    rate = (len(new) - 1) / seconds
+    # The first one came with the prompt
+    rate = max(0, len(new) - 1) / seconds
     new = [one for one in new if one not in ends]
     if tokenizer is None:
         return Continuation(bytes(new).decode("utf-8", "replace"), rate)
