@@ -1,15 +1,18 @@
 """An installation, editable or not, shows two packages and nothing else."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import tcfp_jax
+from tests.helpers import refused
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
 
 
 def test_an_installation_shows_the_library_and_nothing_else():
@@ -79,3 +82,38 @@ def test_classifiers_name_the_pythons_that_install():
     oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=3.")
     assert named[0] == oldest
     assert [int(minor) for minor in named] == [*range(int(oldest), int(named[-1]) + 1)]
+
+
+def test_links_of_readme_work_on_a_package_index():
+    """Pages open as pages, pictures as files, and no code changes."""
+    readme = (ROOT / "README.md").read_text()
+    absolute = RELEASE["absolute_links"](readme, "https://host/owner/name", "abc")
+    assert re.findall(r"\]\((?!https:)[^)]*\)", absolute) == []
+    page = "](https://host/owner/name/blob/abc/docs/convert.md)"
+    assert page in absolute
+    assert (
+        "](https://host/owner/name/raw/abc/docs/plots/large-8-layers.svg)" in absolute
+    )
+    assert "](https://host/owner/name/actions/workflows/ci.yml)" in absolute
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(absolute) == blocks.findall(readme)
+
+
+def test_each_version_has_notes():
+    """The last one too: it ends with the file."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([\d.]+)\]", changelog, re.MULTILINE)
+    assert versions[0] == tcfp_jax.__version__
+    notes = [RELEASE["notes_of"](changelog, version) for version in versions]
+    assert all("\n## " not in f"\n{text}" for text in notes)
+    assert sum(map(len, notes)) > 0.9 * len(changelog)
+    with refused("no entries for 9.9.9"):
+        RELEASE["notes_of"](changelog, "9.9.9")
+
+
+def test_a_tag_is_the_version_of_the_package():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    version = tcfp_jax.__version__
+    assert RELEASE["version_of"](f"v{version}", pyproject) == version
+    with refused(f"v9.9.9 is not v{version}"):
+        RELEASE["version_of"]("v9.9.9", pyproject)
