@@ -43,6 +43,8 @@ def check_same(
     """
     old = flatten(stored)
     new = flatten(json.loads(json.dumps(wanted)))
+    for name in _ADDED.keys() & new.keys():
+        old.setdefault(name, _ADDED[name])
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     # A sample is for readers, each kind of update goes on with the other's state, and
     # the name of a text does not matter if its digest is the same.
@@ -69,6 +71,16 @@ def check_same(
             repair += _CONVERSIONS[new["config.weights"]]
         raise ValueError(f"{path} holds another run: {differences}; {repair}")
 
+
+# Settings that older folders lack, with the values of their runs.
+_ADDED = {
+    "config.accumulate": 1,
+    "config.finish": None,
+    "config.beta": None,
+    "config.label_smoothing": None,
+    "recipe.storage": "float",
+    "recipe.weight.sparse_threshold": 0.0,
+}
 
 # Advice: how to convert parameters to the kind that was asked for.
 _CONVERSIONS = {

@@ -21,6 +21,7 @@ from models import train
 from models.nets.shapes import GPTConfig
 from models.training import running
 from models.training.checkpoint import ENTRIES, RunDirectory, describe, read_config
+from models.training.described import check_same
 from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
@@ -529,3 +530,16 @@ def test_an_error_of_the_disk_ends_several_processes_with_a_sentence(
     said = capsys.readouterr().err
     assert "cannot go on ([Errno 28] No space left on device), as" in said
     assert "Traceback" not in said
+
+
+def test_a_folder_goes_on_without_settings_that_came_later():
+    config = TrainConfig(model="tiny", recipe="tcfp12_single", batch=2, sequence=16)
+    wanted = describe(config, "digest")
+    older = json.loads(json.dumps(wanted))
+    for name in ("accumulate", "finish", "beta", "label_smoothing"):
+        del older["config"][name]
+    del older["recipe"]["storage"], older["recipe"]["weight"]["sparse_threshold"]
+    check_same(Path("run"), older, wanted, "folder")
+    other = describe(dataclasses.replace(config, accumulate=2), "digest")
+    with pytest.raises(ValueError, match="accumulate=1 in the folder but 2 now"):
+        check_same(Path("run"), older, other, "folder")
