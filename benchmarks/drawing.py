@@ -99,38 +99,46 @@ def draw_curves(figure: Any, result: Result) -> None:
 
 
 def draw_whole_runs(figure: Any, result: Result) -> None:
-    """Draw the losses of runs from scratch, and their differences from BF16's.
+    """Draw the losses of BF16 from scratch, and the differences of other runs from it.
 
-    Both are means over seeds; a difference is from BF16's of the same seed.
+    Both are means over seeds; a difference is from BF16's of the same seed. The curves
+    of the others would lie on BF16's, so only their differences are drawn.
     """
     rows = rows_of(result)
     bf16 = _curves(rows, BASELINE)
     figure.set_size_inches(7.2, 3.6)
-    losses, gaps = figure.subplots(1, 2)
-    for name in dict.fromkeys(row.name for row in rows):
-        curves = {
-            seed: curve for seed, curve in _curves(rows, name).items() if seed in bf16
-        }
-        if not curves:
-            continue
-        mean = np.mean(list(curves.values()), axis=0)
-        gap = np.mean([curve - bf16[seed] for seed, curve in curves.items()], axis=0)
-        percent = 100 * np.arange(1, len(mean) + 1) / len(mean)
-        color = INK if name == BASELINE else None
-        (line,) = losses.plot(percent, mean, linewidth=1.0, color=color)
-        gaps.plot(percent, gap, linewidth=1.2, label=name, color=line.get_color())
-    _name_axes(losses, "training loss, nats per token")
-    _name_axes(gaps, "above BF16's of the same batches")
+    losses, gaps = figure.subplots(1, 2, width_ratios=(1, 2))
+    _name_axes(losses, "BF16's loss, nats per token")
+    _name_axes(gaps, "loss above BF16's of the same batches, nats per token")
+    if bf16:
+        mean = np.mean(list(bf16.values()), axis=0)
+        losses.plot(_percent_of(mean), mean, color=INK)
+        losses.set_ylim(mean[-1] - 0.1, mean[-1] + 1.5)
+    for name in dict.fromkeys(row.name for row in rows if row.name != BASELINE):
+        differences = [
+            curve - bf16[seed]
+            for seed, curve in _curves(rows, name).items()
+            if seed in bf16
+        ]
+        if differences:
+            gap = np.mean(differences, axis=0)
+            gaps.plot(_percent_of(gap), gap, linewidth=1.2, label=name)
+    _leave_out_the_first_tenth(gaps)
+    gaps.axhline(0, color=INK, linewidth=1.0)
     # Below the panels, because curves fill them.
     figure.legend(
         *gaps.get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=4,
+        ncols=3,
         frameon=False,
         labelcolor=INK,
-        fontsize=7,
+        fontsize=8,
     )
-    _limit_to_later_parts(losses, gaps)
+
+
+def _percent_of(curve: np.ndarray) -> np.ndarray:
+    """Return where each value of a curve is, in percent of the run."""
+    return 100 * np.arange(1, len(curve) + 1) / len(curve)
 
 
 def _curves(rows: Sequence[Row], name: str) -> dict[int, np.ndarray]:
@@ -147,14 +155,12 @@ def _name_axes(axes: Any, title: str) -> None:
     axes.grid(axis="y")
 
 
-def _limit_to_later_parts(losses: Any, gaps: Any) -> None:
-    """Leave out the steep start of losses, and the noisy first twentieth of gaps."""
-    ends = [line.get_ydata()[-1] for line in losses.get_lines()]
-    later = [line.get_ydata()[5:] for line in gaps.get_lines()]
-    if ends:
-        losses.set_ylim(min(ends) - 0.1, min(ends) + 1.5)
-        values = np.concatenate([np.zeros(1), *later])
-        gaps.set_ylim(values.min() - 0.005, values.max() + 0.005)
+def _leave_out_the_first_tenth(gaps: Any) -> None:
+    """Choose limits without the first tenth of a run, where differences are noise."""
+    curves = [np.asarray(line.get_ydata()) for line in gaps.get_lines()]
+    later = [curve[len(curve) // 10 :] for curve in curves]
+    values = np.concatenate([*later, np.zeros(1)])
+    gaps.set_ylim(values.min() - 0.003, values.max() + 0.003)
 
 
 PICTURES = {
@@ -177,8 +183,8 @@ PICTURES = {
         draw_curves,
     ),
     FROM_SCRATCH: Picture(
-        "Curves: training losses of a Llama of 6x640 from scratch by recipe, and their"
-        " distances from BF16's",
+        "Curves: the training loss of a Llama of 6x640 from scratch in BF16, and by"
+        " recipe how far above it other runs are",
         (FROM_SCRATCH,),
         draw_whole_runs,
     ),
