@@ -3,9 +3,9 @@ page.
 
 The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and
 `<!-- include: catalog -->` a table of every datatype. `NAME#PART` is a part of it: a
-section by its heading, or one of `_PARTS`. A notebook becomes its text, its code, and
-what it printed and drew. Links in an included file start at the root; this hook turns
-them into links of the site.
+section by its heading, one of `_PARTS`, or the `pictures` of a notebook. A notebook
+becomes its text, its code, and what it printed and drew. Links in an included file
+start at the root; this hook turns them into links of the site.
 """
 
 import json
@@ -28,6 +28,7 @@ _PARTS = {  # of README
     "diff": r"^```diff\n.*?^```$",
     "choose": r"(?<=<!-- begin: choose -->\n).*?(?=<!-- end: choose -->)",
 }
+_COLAB = "https://colab.research.google.com/github"
 _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re.DOTALL)
 
 
@@ -40,15 +41,20 @@ def on_config(config: Any, **_: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Return the page with its includes, and with links to pages instead of links to
     files.
     """
     if page.parent is None:
         page.meta["hide"] = ["navigation"]  # a tab of its own has no siblings to list
+    whole = _INCLUDE.fullmatch(markdown.strip())
+    if not config.repo_url:
+        page.edit_url = None
+    elif whole:  # the text is in the file
+        page.edit_url = f"{config.repo_url}/edit/main/{whole[1]}"
     for file, target in PAGES.items():
         markdown = markdown.replace(f"](../{file}", f"]({target}")
-    return _INCLUDE.sub(lambda match: _read(match[1]), markdown)
+    return _INCLUDE.sub(lambda match: _read(match[1], config.repo_url), markdown)
 
 
 def site_links(text: str) -> str:
@@ -71,8 +77,25 @@ def part_of(text: str, part: str) -> str:
     return found[0]
 
 
-def notebook(path: Path) -> str:
-    """Return a notebook as Markdown: text, code, and the outputs that it holds."""
+def _picture(output: dict[str, Any]) -> str:
+    """Return the picture that a cell drew as HTML; empty if it drew none."""
+    picture = "".join(output.get("data", {}).get("image/png", "")).replace("\n", "")
+    source = f'src="data:image/png;base64,{picture}"'
+    return f'<img alt="Plot of the code above" {source}>' if picture else ""
+
+
+def pictures(path: Path) -> str:
+    """Return the pictures of a notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return "\n\n".join(filter(None, map(_picture, outputs)))
+
+
+def notebook(path: Path, address: str | None = None) -> str:
+    """Return a notebook as Markdown: text, code, and the outputs that it holds.
+
+    With the address of a repository on GitHub, a button opens it in Colab.
+    """
     lines = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -80,17 +103,21 @@ def notebook(path: Path) -> str:
             source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
         )
         for output in cell.get("outputs", ()):
-            if picture := "".join(output.get("data", {}).get("image/png", "")).replace(
-                "\n", ""
-            ):
-                lines.append(
-                    '<img alt="Plot of the code above"'
-                    f' src="data:image/png;base64,{picture}">'
-                )
-            else:
-                lines.append(f"```text\n{''.join(output['text'])}```")
+            lines.append(_picture(output) or f"```text\n{''.join(output['text'])}```")
+    if address:
+        lines.insert(1, _in_colab(path.relative_to(ROOT).as_posix(), address))
     return "\n\n".join(
         [*lines, f"*This page is [a notebook]({path.name}) and its outputs on a CPU.*"]
+    )
+
+
+def _in_colab(file: str, address: str) -> str:
+    """Return the button of a notebook, and the line that Colab needs before it."""
+    repository = address.removeprefix("https://github.com/")
+    return (
+        f"[Open in Colab]({_COLAB}/{repository}/blob/main/{file}){{ .md-button }}\n\n"
+        "In Colab, run this in a first cell:"
+        f" `!pip install -q 'tcfp_jax[train] @ git+{address}'`"
     )
 
 
@@ -118,7 +145,7 @@ def catalog_table() -> str:
     return "\n".join(lines)
 
 
-def _read(name: str) -> str:
+def _read(name: str, address: str | None) -> str:
     if name == "catalog":
         return catalog_table()
     if name == "formats-table":
@@ -128,7 +155,9 @@ def _read(name: str) -> str:
         assert found, "docs/formats.md has no table between its markers"
         return found[1]
     if name.endswith(".ipynb"):
-        return notebook(ROOT / name)
+        return notebook(ROOT / name, address)
     file, _, part = name.partition("#")
+    if part == "pictures":
+        return pictures(ROOT / file)
     text = (ROOT / file).read_text(encoding="utf-8")
     return site_links(part_of(text, part) if part else text)

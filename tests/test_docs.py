@@ -28,6 +28,7 @@ WITHOUT_CODE = {
     "contributing",
     "security",
     "decisions",
+    "gallery",
     "glossary",
     "index",
     "measurements",
