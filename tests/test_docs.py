@@ -58,12 +58,15 @@ PAGES = {
 }
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
-# Entries of the reference, without modules of which it shows the docstring alone.
-ENTRIES = set(
-    re.findall(
-        r"^::: (\S+)$(?!\n    options: .*members: false)", REFERENCE, re.MULTILINE
-    )
+# Entries of the reference: without modules of which it shows the docstring alone, and
+# with the names that a module's entry lists in the order of the page.
+LISTED = re.findall(
+    r"^::: (\S+)\n    options:(?:\n? .*)*?members: \[(.*)\]", REFERENCE, re.MULTILINE
 )
+ENTRIES = {
+    *re.findall(r"^::: (\S+)$(?!\n    options:.*members: false)", REFERENCE, re.M),
+    *(f"{module}.{name}" for module, names in LISTED for name in names.split(", ")),
+} - {module for module, _ in LISTED}
 # Modules whose `__all__` is the public interface.
 DOORS = (
     "",
