@@ -48,7 +48,7 @@ def check_wire(wire: str | None) -> None:
         raise ValueError(
             f"wire={wire!r} would add gradients in FP8, three bits of mantissa at most,"
             ' and lose all but the largest partial sums; use wire="bfloat16_parts",'
-            " which sends two bytes a value and adds in float32"
+            " which sends two bytes per value and adds in float32"
         )
     if wire is not None:
         check_choice("wire", wire, get_args(Wire), ", or None")

@@ -81,7 +81,7 @@ def save_what_fits(
       make_step: Function of a level that returns the lowered training step,
         `jax.jit(step).lower(...)`. Shapes serve as arguments, so no state has to exist.
       levels: Policies, names of values, or anything else that `make_step` understands;
-        those that keep least first.
+        the ones that keep least first.
       budget: Bytes of one device; None is `device_budget()`.
 
     Raises:
@@ -171,9 +171,9 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
 def device_budget(margin: float = MARGIN) -> int:
     """Return the bytes that JAX may allocate on a device, less a margin.
 
-    Use this as the budget of your own search; it is that of `save_what_fits`. It is the
-    least of this process's devices. By default JAX takes three quarters of a GPU. Set
-    `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
+    Use this as the budget of your own search; `save_what_fits` uses it by default. It
+    is the smallest budget of this process's devices. By default JAX takes three
+    quarters of a GPU. Set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
 
     Args:
       margin: Part that stays free for everything that is not an argument of the step,

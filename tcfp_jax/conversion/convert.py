@@ -51,7 +51,7 @@ def convert_to_tcfp(
     Use this for any Linen or NNX model, including ones that you import. Use the layers
     of `tcfp_jax.linen` and `tcfp_jax.nnx` instead to write a model with recipes of its
     own, and `transform` for a model that is a plain function. An NNX model
-    changes in place. A Linen model stays as it is, and the result is another model of
+    changes in place. A Linen model does not change; the result is another model of
     the same class. Parameters keep their names, shapes and values.
 
     Args:
@@ -161,7 +161,7 @@ def survey(model: object, *inputs: PyTree, options: Tree | None = None) -> Repor
     """Return the report of every product of a parameter, and of these parameters.
 
     Use this when you want to know which layers were converted, to which recipe, and why
-    others were left alone. A line for each parameter says whether it stays float, and
+    others did not change. A line for each parameter says whether it stays float, and
     which code reads it. `diagnose` answers before a conversion.
 
     Args:
@@ -290,7 +290,7 @@ def export(model: Transformed) -> Function: ...
 @overload
 def export(model: _Model) -> _Model: ...
 def export(model: Any) -> Any:
-    """Return the original model or function, with its parameters as they are now.
+    """Return the original model or function, with its current parameters.
 
     Use this to save or hand on a model without this library. An NNX model changes in
     place, and its stored parameters become float. Use `to_bf16` instead to switch

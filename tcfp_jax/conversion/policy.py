@@ -415,8 +415,8 @@ def last_blocks(
 
         convert_to_tcfp(model, "nvfp4_training", tokens, rules=[last_blocks(2, 12)])
 
-    The first number in a parameter's path is that of its block, counted from 0. Scanned
-    blocks are one to a rule.
+    The first number in a parameter's path is that of its block, counted from 0. A rule
+    treats scanned blocks as one.
 
     Raises:
       ValueError: not 0 < count <= blocks.

@@ -18,10 +18,10 @@ _Model = TypeVar("_Model")
 def to_bf16(model: _Model, *patterns: str) -> _Model:
     """Let the layers that a pattern finds run the model's own code until `restore`.
 
-    Use this to find the layer that a recipe harms. The patterns are searched in paths,
-    and the layers run in their own dtype. Linen models and functions are returned anew,
-    an NNX model changes in place; state and parameters stay. Models written with this
-    library's layers are switched in the same way.
+    Use this to find the layer that a recipe harms. The patterns are matched against
+    paths, and the layers run in their own dtype. Linen models and functions are
+    returned anew, an NNX model changes in place; state and parameters do not change.
+    Models written with this library's layers are switched in the same way.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
@@ -44,7 +44,7 @@ def to_bf16(model: _Model, *patterns: str) -> _Model:
 def restore(model: _Model, *patterns: str) -> _Model:
     """Undo `to_bf16` for the patterns that were given to it.
 
-    Use this when a layer that was switched off did not harm.
+    Use this if switching a layer off did not help.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.

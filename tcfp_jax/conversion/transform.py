@@ -402,11 +402,11 @@ def transform(
       fn: any function of arrays. It is traced, as `jax.jit` traces.
       recipe: a `Recipe` or the name of one.
       params: the positional argument that holds the parameters.
-      rules: pairs of a regex and a recipe (None: leave it alone), as a mapping or a
-        sequence; the regex is searched in the parameter's path ("block_0/mlp/kernel"),
-        its layer's path and the named scope of the product. Or functions
-        `(path, product)` to a recipe, or None for no opinion. The first match wins,
-        also over `include`. The pair `(regex, "inline")` opens functions with a
+      rules: pairs of a regex and a recipe (None: no change), as a mapping or a
+        sequence; the regex is matched against the parameter's path
+        ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or
+        functions `(path, product)` to a recipe, or None for no opinion. The first match
+        wins, also over `include`. The pair `(regex, "inline")` opens functions with a
         `jax.custom_vjp` that read such a weight: their products convert, and the
         gradient is ours instead of theirs.
       include: products that take `recipe` without a rule: "linear"; "head", the product
@@ -416,9 +416,9 @@ def transform(
         call's own rows and at any size; a shape, recipe or device that was not timed
         goes by size. "embed", tables whose rows are looked up: they are stored like
         kernels, and where a stored form exists, rows are its dequantized rows; a float
-        table without one is looked up as it is. "norm" (or "layer_norm"), gains and
+        table without one is read unchanged. "norm" (or "layer_norm"), gains and
         their biases, rounded to the packed format.
-      strict: raise if a product has no low-precision form and no rule leaves it alone,
+      strict: raise if a product has no low-precision form and no rule excludes it,
         or if a rule matches nothing.
 
     Raises:

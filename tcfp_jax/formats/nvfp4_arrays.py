@@ -91,7 +91,7 @@ def quantize_nvfp4(
 ) -> Nvfp4:
     """Quantize `x` to codes and scales, rounded as `cast` to `nvfp4` rounds.
 
-    Use this to store an array in 4.5 bits a value that products and files read. Use
+    Use this to store an array in 4.5 bits per value that products and files read. Use
     `cast` for the values alone, and `pack` for other datatypes.
 
     Args:

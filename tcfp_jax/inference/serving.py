@@ -100,7 +100,7 @@ def quantize_params(
     if storage == "packed" and fp4:
         first = next(iter(fp4))
         raise ValueError(
-            'storage="packed" is the format of 12.5 bits a value, but the recipe'
+            'storage="packed" is the format of 12.5 bits per value, but the recipe'
             f' stores {first} in four by {fp4[first]}; use storage="recipe", which is'
             " smaller, or a recipe of FP8"
         )

@@ -102,7 +102,7 @@ def error_feedback(
         than two axes.
       key: JAX random key, for `remainder="stochastic"` only. It becomes part of the
         state.
-      error_dtype: dtype of errors of "feedback": float32 (4 bytes a weight), bfloat16
+      error_dtype: dtype of errors of "feedback": float32 (4 bytes per weight), bfloat16
         (2) or float8_e5m2 (1).
       mask: leaves that are weights: a tree of bools, or a function of the parameters
         that returns one. None means every leaf named `kernel` with two axes or more.

@@ -52,8 +52,8 @@ class TrainState(NamedTuple):
 
     Attributes:
       params: the parameters.
-      opt_state: the state of `adamw`. It and the parameters are those of an ordinary
-        step, so each kind of step goes on where the other stopped.
+      opt_state: the state of `adamw`. It and the parameters fit the ordinary
+        step as well, so either step continues where the other stopped.
     """
 
     params: PyTree
@@ -89,8 +89,8 @@ def train_step(
     """Return a step of training that updates layers inside the backward pass.
 
     Use it instead of `value_and_grad`, `update` and `apply_updates` if the gradients of
-    all weights do not fit: it holds those of one matrix, not two bytes per weight.
-    Without clipping it computes what the ordinary step computes, from the same random
+    all weights do not fit: it holds the gradient of one matrix, not all of them.
+    Without clipping it gives the results of the ordinary step, with the same random
     bits; XLA may add a few sums in another order or precision.
 
     The model scans over its layers (`nn.scan`, `nnx.scan`, `jax.lax.scan`), as a
@@ -101,11 +101,11 @@ def train_step(
     Args:
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
       optimizer: `tcfp_jax.optim.adamw(...)`. Its `max_norm` needs `clip`, because the
-        norm of all gradients is known after the last layer alone.
+        norm of all gradients is known only after the last layer.
       clip: "late" limits the norm of each matrix of a layer to its part of `max_norm`.
         Parts go by the second moments, the mean squares of the gradients of the steps
         before: `max_norm sqrt(sum v / sum of all v)`, so the norm of all gradients is
-        at most `max_norm`. "matrix" limits each to `max_norm` itself, which hardly ever
+        at most `max_norm`. "matrix" limits each to `max_norm` itself, which rarely
         clips.
       has_aux: whether `loss_fn` returns a pair.
 

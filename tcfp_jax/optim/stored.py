@@ -81,7 +81,7 @@ def store(
         on.
       remainder: treatment of the rounding error. "stochastic" rounds to one of the two
         neighbours so that the mean is right. "feedback" keeps the error for the next
-        step in a third FP8 tensor: three bytes a weight and no random bits, but E3M4
+        step in a third FP8 tensor: three bytes per weight and no random bits, but E3M4
         rounds the error in turn, so updates far below a 64th of the grid's step are
         lost. "dropped" loses updates below half a step of the grid.
       gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or
@@ -242,8 +242,8 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     Use it for averages of parameters (EMA). Stored weights are averaged as floats and
     rounded as `old` rounds; with `remainder="stochastic"` the mean follows steps far
     below the grid. `step_size` is from 0 to 1, and 1 copies other leaves bit for bit.
-    Leaves that are not floats, such as counts, are those of `new`. For an exact average
-    keep floats instead:
+    Leaves that are not floats, such as counts, are taken from `new`. For an exact
+    average keep floats instead:
     `optax.incremental_update(dequantize(params), average, step_size)`.
 
     Raises:
@@ -295,7 +295,7 @@ def on_stored(
     """Let any optax transformation train stored parameters by their floats.
 
     Use this for optimizers other than `tcfp_jax.optim.adamw`. Its state stays as large
-    as optax makes it: AdamW's float32 moments take eight bytes a weight, next to the
+    as optax makes it: AdamW's float32 moments take eight bytes per weight, next to the
     two of the weight. Use `tcfp_jax.optim.adamw` or `low_precision_moments` for smaller
     ones. A transformation that keeps a copy of the parameters keeps a float copy. Call
     `init` inside `jit`, so that the floats it is shown are never made.

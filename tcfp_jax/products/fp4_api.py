@@ -25,7 +25,7 @@ from tcfp_jax.weights.stored import Stored
 
 
 def pack_fp4(w: Array, recipe: Recipe | str = "nvfp4") -> Stored:
-    """Pack a float weight `[k, n]` into codes and scales: 4.5 bits a value, or 4.25
+    """Pack a float weight `[k, n]` into codes and scales: 4.5 bits per value, or 4.25
     with "mxfp4".
 
     Use this for a weight that does not change. The result is a pytree that

@@ -64,13 +64,13 @@ def grouped_matmul(
     The first `group_sizes[0]` rows belong to the first weight, the next
     `group_sizes[1]` to the second, and so on. Use it for experts, with tokens that are
     sorted by expert. On Hopper GPUs with jax 0.11 a kernel computes all three products,
-    in FP8 or BF16, and multiplies each row by its own weight alone. Elsewhere XLA
+    in FP8 or BF16, and multiplies each row only by its own weight. Elsewhere XLA
     multiplies every row by every weight, as in `jax.lax.ragged_dot`, and the gain is
     memory: weights are stored without a float copy.
 
     Args:
-      x: real floats `[m, k]` of 16 bits or more. Rows behind the last group count for
-        nothing, whatever they hold.
+      x: real floats `[m, k]` of 16 bits or more. Rows after the last group are
+        ignored, whatever they hold.
       w: the weights `[e, k, n]`: real floats, or a `Stored` stack as in
         `tcfp_jax.matmul`, such as a parameter that `tcfp_jax.store` made.
       group_sizes: integers, zero or more, that add up to at most m; they have no
@@ -82,7 +82,7 @@ def grouped_matmul(
       key: as in `tcfp_jax.matmul`.
 
     Returns:
-      `[m, n]` in the dtype of x. Rows behind the last group are zero, and so are their
+      `[m, n]` in the dtype of x. Rows after the last group are zero, and so are their
         gradients. If sizes are negative
       or add up to more than m, a compiled program cannot raise: result and gradients
         are NaN.
