@@ -61,6 +61,7 @@ def make_parameter(
     `shardings`.
 
     >>> from tcfp_jax.recipes import recipe
+    >>> from tcfp_jax.weights.layout import Layout
     >>> weight = Weight(recipe("tcfp12_single"), Layout((0,), (1,)))
     >>> kernel = jnp.full((2, 2), 0.5)
     >>> make_parameter(kernel, weight, key=None, remainder="dropped").kernel().tolist()
