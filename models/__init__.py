@@ -1,5 +1,5 @@
 """Models to train and measure with, and the training command."""
 
-from models.extras import require
+from .extras import require
 
 require("train", "jinja2", "orbax", "safetensors", "tokenizers", "tqdm")

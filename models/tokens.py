@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from models.huggingface.tokenizer import Tokenizer, read_tokenizer
-from models.training.data import load_data
-from models.training.progress import shown
-from models.training.text import Corpus, load_corpus
-from models.training.tokenized import texts_of, tokenized
+from .huggingface.tokenizer import Tokenizer, read_tokenizer
+from .training.data import load_data
+from .training.progress import shown
+from .training.text import Corpus, load_corpus
+from .training.tokenized import texts_of, tokenized
 
 OWN = Path(__file__).with_name("python-bpe-32768.json")
 

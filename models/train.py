@@ -55,34 +55,34 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from models.huggingface.configs import is_folder
-from models.huggingface.folders import check_folder
-from models.nets.meshes import make_mesh, parse_mesh
-from models.nets.sizes import family_of
-from models.training.checkpoint import METRICS_FILE, describe, holds_run, read_config
-from models.training.compiled import cache_programs
-from models.training.evaluation import evaluate
-from models.training.examples import COUNTED, DOCUMENTS, in_color
-from models.training.forms import Stored
-from models.training.intact import write_json
-from models.training.monitoring import read_reports
-from models.training.options import given_settings, parser_of
-from models.training.parameters import check_export
-from models.training.plotting import plot_losses, plot_reports
-from models.training.preferences import in_rows
-from models.training.processes import end_after, is_first, of_first, start, together
-from models.training.progress import shown
-from models.training.running import RunResult, corpus_of, export_run, run
-from models.training.settings import TrainConfig, config_of, preset, settings_of
-from models.training.state import TrainState
-from models.training.steps import (
+from .huggingface.configs import is_folder
+from .huggingface.folders import check_folder
+from .nets.meshes import make_mesh, parse_mesh
+from .nets.sizes import family_of
+from .training.checkpoint import METRICS_FILE, describe, holds_run, read_config
+from .training.compiled import cache_programs
+from .training.evaluation import evaluate
+from .training.examples import COUNTED, DOCUMENTS, in_color
+from .training.forms import Stored
+from .training.intact import write_json
+from .training.monitoring import read_reports
+from .training.options import command, given_settings, parser_of
+from .training.parameters import check_export
+from .training.plotting import plot_losses, plot_reports
+from .training.preferences import in_rows
+from .training.processes import end_after, is_first, of_first, start, together
+from .training.progress import shown
+from .training.running import RunResult, corpus_of, export_run, run
+from .training.settings import TrainConfig, config_of, preset, settings_of
+from .training.state import TrainState
+from .training.steps import (
     batch_key,
     count_parameters,
     init,
     make_optimizer,
     make_train_step,
 )
-from models.training.text import bits_per_byte
+from .training.text import bits_per_byte
 
 __all__ = [
     "RunResult",
@@ -137,15 +137,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         # Options that are not settings of the run, such as --mesh, are in no folder, so
         # the user must repeat them.
-        command = ["python", "-m", "models.train"]
-        command += sys.argv[1:] if arguments is None else arguments
+        words = command() + (sys.argv[1:] if arguments is None else arguments)
         if not options.resume:
-            command.append("--resume")
+            words.append("--resume")
         if not options.out:
-            command += ["--out", str(out)]
-        again = (
-            f"the last whole checkpoint is kept; continue with: {shlex.join(command)}"
-        )
+            words += ["--out", str(out)]
+        again = f"the last whole checkpoint is kept; continue with: {shlex.join(words)}"
         if jax.process_count() > 1:
             end_after(error, f"{again}, in every process")
         if isinstance(error, OSError):  # such as a full disk

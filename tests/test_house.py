@@ -4,7 +4,7 @@ docstring's example runs.
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -180,9 +180,12 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
+            written = "." * node.level + (node.module or "")
+            package = ".".join(path.relative_to(ROOT).parts[:-1])
+            module = importlib.util.resolve_name(written, package)
             for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                yield inner if inner in MODULES else node.module
+                inner = f"{module}.{name.name}"
+                yield inner if inner in MODULES else module
 
 
 def door(module):

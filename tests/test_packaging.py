@@ -1,5 +1,6 @@
-"""An installation, editable or not, shows two packages and nothing else."""
+"""An installation, editable or not, shows three packages and nothing else."""
 
+import importlib
 import re
 import runpy
 import subprocess
@@ -30,6 +31,21 @@ def test_an_installation_shows_the_library_and_nothing_else():
     # Without it hatchling puts the whole folder on the path of an environment in which
     # the checkout is installed.
     assert wheel["dev-mode-exact"] is True
+
+
+def test_an_installation_has_the_trainer_under_a_name_of_its_own():
+    """The link is packed as a folder. Its modules would import another package's
+    `models` by that name, so they import each other relatively; doctests may name it.
+    """
+    assert (ROOT / "tcfp_models").readlink() == Path("models")
+    forced = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["force-include"]
+    assert forced == {"tcfp_models": "tcfp_models"}
+    script = PYPROJECT["project"]["scripts"]["tcfp-train"]
+    module, _, function = script.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    own_name = re.compile(r"^\s*(?:from|import) models\b", re.MULTILINE)
+    paths = sorted((ROOT / "models").rglob("*.py"))
+    assert [str(path) for path in paths if own_name.search(path.read_text())] == []
 
 
 def test_there_is_one_version():

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.nets.shapes import LlamaConfig
-from models.nets.sizes import model_names
 from tcfp_jax.inference import folders, safetensors
+
+from ..nets.shapes import LlamaConfig
+from ..nets.sizes import model_names
 
 _NUMBERS: dict[str, Any] = {
     "hidden_size": int,

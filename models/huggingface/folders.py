@@ -24,15 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.huggingface.configs import is_folder, llama_dict
-from models.huggingface.held import Matrices
-from models.huggingface.tensors import held_variables, read, to_huggingface
-from models.huggingface.tokenizer import COMPANIONS, FILE
-from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Fp4, Row, Scaling
 from tcfp_jax.inference import folders, safetensors
 from tcfp_jax.inference.compressed_tensors import save_compressed
 from tcfp_jax.paths import leaves
+
+from ..nets.shapes import LlamaConfig
+from .configs import is_folder, llama_dict
+from .held import Matrices
+from .tensors import held_variables, read, to_huggingface
+from .tokenizer import COMPANIONS, FILE
 
 Form = Literal["bf16", "fp8", "nvfp4"]
 _SCALINGS: dict[str, Scaling] = {"fp8": Row(), "nvfp4": Fp4("nvfp4")}

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jinja2
 import tokenizers
 
-from models.huggingface import templates
+from . import templates
 
 Job: TypeAlias = dict[str, Any]
 MODELS: dict[str, tokenizers.Tokenizer] = {}

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.huggingface.held import Matrices, described
-from models.nets.shapes import LlamaConfig
 from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax.inference.merging import keep_changes, to_bfloat16
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
+
+from ..nets.shapes import LlamaConfig
+from .held import Matrices, described
 
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

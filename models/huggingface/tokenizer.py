@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import tokenizers
 
-from models.huggingface import limits, specials
 from tcfp_jax.inference import folders
+
+from . import limits, specials
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

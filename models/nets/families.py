@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.nets.gpt import GPT
-from models.nets.llama import Llama
-from models.nets.moe import Moe
-from models.nets.shapes import ComputeDtype, Copies, GPTConfig, ModelConfig, MoeConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
+
+from .gpt import GPT
+from .llama import Llama
+from .moe import Moe
+from .shapes import ComputeDtype, Copies, GPTConfig, ModelConfig, MoeConfig
 
 Tables = Literal["float", "stored", "exact"]
 # Every layer takes the recipe that the caller chose, at any size; the head stays in

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from models.nets.attention import Start, causal_attention, kept
-from models.nets.losses import cross_entropy
-from models.nets.meshes import split_batch
-from models.nets.shapes import BYTES, ComputeDtype, GPTConfig
 from pallas_kernels.checks import check_choice
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
+
+from .attention import Start, causal_attention, kept
+from .losses import cross_entropy
+from .meshes import split_batch
+from .shapes import BYTES, ComputeDtype, GPTConfig
 
 
 class ByteEmbedding(nn.Embed):

@@ -28,27 +28,28 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from models.nets.adapters import Adapter
-from models.nets.attention import (
+from pallas_kernels.checks import check_choice
+from tcfp_jax.remat import checkpoint_in_fp8
+
+from .adapters import Adapter
+from .attention import (
     CACHE,
     Start,
     causal_attention,
     kept,
     kept_positions,
 )
-from models.nets.keeping import policy
-from models.nets.losses import (
+from .keeping import policy
+from .losses import (
     IGNORED,
     Objective,
     capped,
     head_losses,
     head_objective,
 )
-from models.nets.meshes import looked_up, split_batch
-from models.nets.positions import Stretch, document_places, rotate, rotations
-from models.nets.shapes import ComputeDtype, LlamaConfig, kept_names, kept_of_head
-from pallas_kernels.checks import check_choice
-from tcfp_jax.remat import checkpoint_in_fp8
+from .meshes import looked_up, split_batch
+from .positions import Stretch, document_places, rotate, rotations
+from .shapes import ComputeDtype, LlamaConfig, kept_names, kept_of_head
 
 Scaled = Literal["plain", "residual"]
 INITIAL_DEVIATION = 0.02

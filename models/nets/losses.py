@@ -10,9 +10,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models.nets.meshes import batch_axes
 from tcfp_jax import losses
 from tcfp_jax.recipes import recipe
+
+from .meshes import batch_axes
 
 IGNORED = -100  # target of a token without a loss, as in Transformers
 # From the losses of tokens to (scalar, anything else).

@@ -26,10 +26,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from models.nets.keeping import CHOICE
-from models.nets.llama import Block, Llama, Matrix, gated, initial
-from models.nets.meshes import AXES, BATCH
-from models.nets.shapes import MoeConfig, Nonlinearity
+from .keeping import CHOICE
+from .llama import Block, Llama, Matrix, gated, initial
+from .meshes import AXES, BATCH
+from .shapes import MoeConfig, Nonlinearity
 
 
 class Routed(NamedTuple):

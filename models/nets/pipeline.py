@@ -38,17 +38,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.nets.families import INCLUDE, learner
-from models.nets.llama import layers_of
-from models.nets.losses import head_losses
-from models.nets.positions import rotations
-from models.nets.shapes import ComputeDtype, LlamaConfig, kept_of_head
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.paths import named_leaves
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.parameter import is_quantized
+
+from .families import INCLUDE, learner
+from .llama import layers_of
+from .losses import head_losses
+from .positions import rotations
+from .shapes import ComputeDtype, LlamaConfig, kept_of_head
 
 STAGE = "stage"
 

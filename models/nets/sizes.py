@@ -4,7 +4,7 @@ import dataclasses
 from collections import ChainMap
 from typing import Any
 
-from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
+from .shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 
 _TINY: dict[str, Any] = dict(layers=2, width=128, heads=4, context=128)
 MODELS = {

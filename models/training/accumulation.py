@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.training.examples import COUNTED
+from .examples import COUNTED
 
 
 def in_parts(differentiate: Callable[..., Any], parts: int) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ takes the place of an answer instead, and the rendered text shows where it is:
 
 from collections.abc import Sequence
 
-from models.huggingface.limits import Rendering
-from models.huggingface.tokenizer import Messages, Tokenizer
+from ..huggingface.limits import Rendering
+from ..huggingface.tokenizer import Messages, Tokenizer
 
 PRIVATE_USE = range(0xE000, 0xF900)
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models.nets.losses import IGNORED
-from models.nets.meshes import split_batch
-from models.training.examples import COUNTED, DOCUMENTS, TOKENS
-from models.training.settings import TrainConfig
-from models.training.text import Corpus
+from ..nets.losses import IGNORED
+from ..nets.meshes import split_batch
+from .examples import COUNTED, DOCUMENTS, TOKENS
+from .settings import TrainConfig
+from .text import Corpus
 
 
 def windows(

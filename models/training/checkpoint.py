@@ -47,10 +47,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import tcfp_jax
-from models.nets.sizes import FAMILIES, family_of
-from models.training.described import check_same, described, recipe_of
-from models.training.forms import Update
-from models.training.intact import (
+from tcfp_jax.inference import folders
+from tcfp_jax.recipes import Recipe
+
+from ..nets.sizes import FAMILIES, family_of
+from .described import check_same, described, recipe_of
+from .forms import Update
+from .intact import (
     DIGESTS_FILE,
     LOCK_FILE,
     check_digests,
@@ -64,17 +67,15 @@ from models.training.intact import (
     write_digests,
     write_sealed,
 )
-from models.training.metrics import (
+from .metrics import (
     LARGEST_METRICS,
     METRICS_FILE,
     line_of,
     repaired,
 )
-from models.training.processes import is_first, together
-from models.training.settings import TrainConfig, config_of, settings_of
-from models.training.state import TrainState
-from tcfp_jax.inference import folders
-from tcfp_jax.recipes import Recipe
+from .processes import is_first, together
+from .settings import TrainConfig, config_of, settings_of
+from .state import TrainState
 
 Resume = Literal["never", "allowed"]
 

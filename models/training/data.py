@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models.huggingface.tokenizer import Tokenizer, read_tokenizer
-from models.training.documents import (
+from ..huggingface.tokenizer import Tokenizer, read_tokenizer
+from .documents import (
     SNIFFED,
     check_paths,
     document_files,
@@ -32,7 +32,7 @@ from models.training.documents import (
     is_named_documents,
     visible_files,
 )
-from models.training.text import SEPARATOR, Corpus, stable_hash
+from .text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
 IDS_SUFFIX = ".npy"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from models.nets.meshes import everywhere
-from models.training.checkpoint import holds_run, read_config
-from models.training.fitting import with_update
-from models.training.flags import described
-from models.training.progress import shown
-from models.training.settings import TrainConfig
-from models.training.steps import lowered_step
+from ..nets.meshes import everywhere
+from .checkpoint import holds_run, read_config
+from .fitting import with_update
+from .flags import described
+from .progress import shown
+from .settings import TrainConfig
+from .steps import lowered_step
 
 CLIPPING = (
     "update inside the backward pass: each matrix is clipped to its part of the limit,"

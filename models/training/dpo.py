@@ -25,15 +25,16 @@ import numpy as np
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from models.nets.adapters import SUFFIX
-from models.nets.losses import IGNORED
-from models.training.examples import COUNTED, TOKENS
-from models.training.preferences import Preferences
-from models.training.state import PairState, TrainState
 from tcfp_jax import layer_state, paths
 from tcfp_jax.recipes import Dual, Halves, Recipe
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
+
+from ..nets.adapters import SUFFIX
+from ..nets.losses import IGNORED
+from .examples import COUNTED, TOKENS
+from .preferences import Preferences
+from .state import PairState, TrainState
 
 # Numbers of a step next to its loss, with the names of TRL.
 REWARDS = (

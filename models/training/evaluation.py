@@ -10,24 +10,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.nets.meshes import OnMesh
-from models.training.batches import (
+from ..nets.meshes import OnMesh
+from .batches import (
     check_text,
     heldout_offsets,
     heldout_windows,
     window_losses,
     windows_at,
 )
-from models.training.dpo import (
+from .dpo import (
     REWARDS,
     log_probabilities,
     numbers_of,
     reference_variables,
 )
-from models.training.learners import model_of, program, quantized_of, reference_model
-from models.training.preferences import Preferences
-from models.training.settings import TrainConfig
-from models.training.state import PairState, TrainState, float_parameters
+from .learners import model_of, program, quantized_of, reference_model
+from .preferences import Preferences
+from .settings import TrainConfig
+from .state import PairState, TrainState, float_parameters
 
 
 class Heldout(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from models.huggingface.tokenizer import Messages, Tokenizer
-from models.training.answers import answers
-from models.training.documents import check_paths, document_files, read_documents
-from models.training.text import Corpus, stable_hash
+from ..huggingface.tokenizer import Messages, Tokenizer
+from .answers import answers
+from .documents import check_paths, document_files, read_documents
+from .text import Corpus, stable_hash
 
 HELDOUT_SHARE = 20
 # Planes of a row.

@@ -11,9 +11,10 @@ ones of this form.
 import math
 from dataclasses import dataclass, replace
 
-from models.nets.families import exact
 from tcfp_jax.recipes import NAMES, Dual, Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
+
+from ..nets.families import exact
 
 BF16 = "bf16"
 BF16_FORWARD = "bf16_forward"

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import jax
 
-from models.nets.families import copies_of
-from models.nets.shapes import LlamaConfig, ModelConfig, remat_levels
-from models.training.forms import Update
-from models.training.processes import gather
-from models.training.settings import TrainConfig
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.remat import Fit, device_budget, save_what_fits
+
+from ..nets.families import copies_of
+from ..nets.shapes import LlamaConfig, ModelConfig, remat_levels
+from .forms import Update
+from .processes import gather
+from .settings import TrainConfig
 
 
 def is_open(size: ModelConfig) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 import jax
 
 import tcfp_jax
-from models.training.processes import gather, is_first, of_first
 from tcfp_jax.inference import folders
+
+from .processes import gather, is_first, of_first
 
 LOCK_FILE = "lock"
 DIGESTS_FILE = "digests.json"

@@ -7,12 +7,13 @@ from typing import Any
 from flax import linen as nn
 
 import tcfp_jax
-from models.nets.families import Learner, Tables, learner
-from models.training.finish import same_form
-from models.training.forms import Adapters, Float, Stored
-from models.training.settings import Data, TrainConfig
-from models.training.state import PairState, TrainState
 from tcfp_jax.weights.layout import Weight
+
+from ..nets.families import Learner, Tables, learner
+from .finish import same_form
+from .forms import Adapters, Float, Stored
+from .settings import Data, TrainConfig
+from .state import PairState, TrainState
 
 
 def program(config: TrainConfig) -> TrainConfig:

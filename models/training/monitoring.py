@@ -21,9 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.extras import require
 from tcfp_jax import monitor
 from tcfp_jax.inference import folders
+
+from ..extras import require
 
 # For each weight: a reading for each operand, and numbers of the update.
 Report = dict[str, dict[str, Any]]

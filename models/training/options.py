@@ -4,16 +4,18 @@ folders and machines.
 
 import argparse
 import itertools
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from models.huggingface.folders import Form
-from models.nets.meshes import AXES
-from models.nets.sizes import model_names
-from models.training.forms import MomentFormat, Update, Weights
-from models.training.processes import HEARTBEAT_TIMEOUT
-from models.training.settings import BAD_STEPS, FINE_TUNING, Included, TrainConfig
 from tcfp_jax.recipes import NAMES
+
+from ..huggingface.folders import Form
+from ..nets.meshes import AXES
+from ..nets.sizes import model_names
+from .forms import MomentFormat, Update, Weights
+from .processes import HEARTBEAT_TIMEOUT
+from .settings import BAD_STEPS, FINE_TUNING, Included, TrainConfig
 
 
 def _default(name: str) -> str:
@@ -114,6 +116,8 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         ),
     },
 }
+_SCRIPT = "tcfp-train"
+_MODULE = "python -m models.train"
 _EXAMPLES = """examples:
   python -m models.train --model FOLDER --data chats.jsonl --out RUN \\
       --export NEW --format fp8
@@ -228,16 +232,23 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
     )
 
 
+def command() -> list[str]:
+    """Return the words that started this program: its script, or its module."""
+    if Path(sys.argv[0]).name == _SCRIPT:
+        return [_SCRIPT]
+    return _MODULE.split()
+
+
 def parser_of(description: str) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
     Settings that are not given are not in its result.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m models.train",
+        prog=" ".join(command()),
         description=description,
         argument_default=argparse.SUPPRESS,
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.replace(_MODULE, " ".join(command())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     named: dict[str, Any] = {}

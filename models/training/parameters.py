@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.huggingface.folders import open_folder
-from models.nets.shapes import LlamaConfig, ModelConfig
-from models.training.processes import is_first, whole
 from tcfp_jax.inference import folders
 from tcfp_jax.paths import leaves
+
+from ..huggingface.folders import open_folder
+from ..nets.shapes import LlamaConfig, ModelConfig
+from .processes import is_first, whole
 
 
 def on_host(path: Path, shapes: Any, size: ModelConfig) -> Any:

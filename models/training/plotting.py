@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.extras import require
 from tcfp_jax.monitor import OPERANDS
+
+from ..extras import require
 
 _ABSENT = object()
 

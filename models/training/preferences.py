@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from models.huggingface.tokenizer import Tokenizer
-from models.nets.shapes import LlamaConfig, ModelConfig
-from models.training.documents import check_paths, document_files, read_documents
-from models.training.examples import (
+from ..huggingface.tokenizer import Tokenizer
+from ..nets.shapes import LlamaConfig, ModelConfig
+from .documents import check_paths, document_files, read_documents
+from .examples import (
     HELDOUT_SHARE,
     Example,
     chat,
@@ -32,7 +32,7 @@ from models.training.examples import (
     is_answer,
     packed,
 )
-from models.training.text import Corpus, stable_hash
+from .text import Corpus, stable_hash
 
 FIELDS = ("prompt", "chosen", "rejected")
 EMPTY = "an answer is empty"

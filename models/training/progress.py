@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-from models.training.settings import TrainConfig
+from .settings import TrainConfig
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import tcfp_jax
-from models.huggingface.configs import is_folder
-from models.huggingface.folders import Form, check_folder, write_folder
-from models.nets.adapters import changes_of
-from models.nets.meshes import check_mesh, everywhere, make_mesh
-from models.nets.shapes import LlamaConfig
-from models.training.batches import check_corpus
-from models.training.checkpoint import (
+
+from ..huggingface.configs import is_folder
+from ..huggingface.folders import Form, check_folder, write_folder
+from ..nets.adapters import changes_of
+from ..nets.meshes import check_mesh, everywhere, make_mesh
+from ..nets.shapes import LlamaConfig
+from .batches import check_corpus
+from .checkpoint import (
     METRICS_FILE,
     Resume,
     RunDirectory,
@@ -31,24 +32,24 @@ from models.training.checkpoint import (
     holds_run,
     read_config,
 )
-from models.training.data import Data, load_data
-from models.training.deciding import before_steps, decided
-from models.training.described import flatten
-from models.training.dpo import shown_rewards, told
-from models.training.evaluation import evaluated
-from models.training.examples import load_examples
-from models.training.fitting import fitted
-from models.training.forms import Update
-from models.training.learners import model_of
-from models.training.monitoring import Board, check_board, written
-from models.training.parameters import export
-from models.training.preferences import load_pairs
-from models.training.processes import check_same, is_first, together, whole
-from models.training.progress import bar_of, repeated, shown
-from models.training.sampling import continued
-from models.training.settings import BAD_STEPS, TrainConfig
-from models.training.state import TrainState, float_parameters
-from models.training.steps import (
+from .data import Data, load_data
+from .deciding import before_steps, decided
+from .described import flatten
+from .dpo import shown_rewards, told
+from .evaluation import evaluated
+from .examples import load_examples
+from .fitting import fitted
+from .forms import Update
+from .learners import model_of
+from .monitoring import Board, check_board, written
+from .parameters import export
+from .preferences import load_pairs
+from .processes import check_same, is_first, together, whole
+from .progress import bar_of, repeated, shown
+from .sampling import continued
+from .settings import BAD_STEPS, TrainConfig
+from .state import TrainState, float_parameters
+from .steps import (
     batch_key,
     check_placement,
     init,
@@ -57,8 +58,8 @@ from models.training.steps import (
     read_start,
     state_shapes,
 )
-from models.training.text import Corpus, bits_per_byte, load_corpus
-from models.training.tokenized import tokenized
+from .text import Corpus, bits_per_byte, load_corpus
+from .tokenized import tokenized
 
 Progress = Literal["none", "bar"]
 SAMPLES_FILE = "samples.jsonl"

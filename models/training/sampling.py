@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.huggingface.tokenizer import Tokenizer
-from models.nets.attention import CACHE
+from ..huggingface.tokenizer import Tokenizer
+from ..nets.attention import CACHE
 
 NEW_TOKENS = 64
 STEP = 64  # lengths are multiples, which share a program

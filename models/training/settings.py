@@ -17,17 +17,18 @@ from typing import Any, Literal, get_args
 import jax
 
 import tcfp_jax
-from models.huggingface.configs import check_is_folder, read_shape
-from models.huggingface.tokenizer import read_tokenizer
-from models.nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
-from models.nets.sizes import model_config, model_names
-from models.training import preferences as pairs
-from models.training.data import IDS_SUFFIX, Data
-from models.training.documents import document_files
-from models.training.finish import Finish
-from models.training.forms import Adapters, Float, Stored, Trained, Update, trained_form
 from pallas_kernels.checks import check_choice
 from tcfp_jax.recipes import Dual, Recipe, describe
+
+from ..huggingface.configs import check_is_folder, read_shape
+from ..huggingface.tokenizer import read_tokenizer
+from ..nets.shapes import ComputeDtype, LlamaConfig, ModelConfig
+from ..nets.sizes import model_config, model_names
+from . import preferences as pairs
+from .data import IDS_SUFFIX, Data
+from .documents import document_files
+from .finish import Finish
+from .forms import Adapters, Float, Stored, Trained, Update, trained_form
 
 Included = Literal["every", "bf16_head", "layers", "measured"]
 BAD_STEPS = 20

@@ -9,14 +9,15 @@ import optax
 from jax.sharding import Mesh
 
 import tcfp_jax
-from models.nets.adapters import adapting, is_adapter, merged
-from models.nets.meshes import OnMesh
-from models.training.forms import Adapters, Float, Stored
-from models.training.settings import TrainConfig
 from tcfp_jax import optim
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.parameter import is_quantized
+
+from ..nets.adapters import adapting, is_adapter, merged
+from ..nets.meshes import OnMesh
+from .forms import Adapters, Float, Stored
+from .settings import TrainConfig
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes
 # every run.

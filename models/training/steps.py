@@ -27,28 +27,31 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.huggingface.tensors import read
-from models.nets.adapters import adapters_of, frozen, joined
-from models.nets.meshes import OnMesh, parameter_shardings
-from models.training.accumulation import in_parts
-from models.training.batches import (
+from tcfp_jax import monitor
+from tcfp_jax.sharding import state_shardings
+
+from ..huggingface.tensors import read
+from ..nets.adapters import adapters_of, frozen, joined
+from ..nets.meshes import OnMesh, parameter_shardings
+from .accumulation import in_parts
+from .batches import (
     window_losses,
     windows,
 )
-from models.training.dpo import pair_loss, reference_of, reference_variables
-from models.training.flags import step_flags
-from models.training.forms import Adapters, Stored
-from models.training.learners import (
+from .dpo import pair_loss, reference_of, reference_variables
+from .flags import step_flags
+from .forms import Adapters, Stored
+from .learners import (
     layouts,
     learner_of,
     program,
     quantized_of,
     reference_model,
 )
-from models.training.monitoring import Report, merged_report
-from models.training.parameters import on_host
-from models.training.settings import TrainConfig
-from models.training.state import (
+from .monitoring import Report, merged_report
+from .parameters import on_host
+from .settings import TrainConfig
+from .state import (
     BATCHES,
     JITTER,
     ROUNDING,
@@ -60,8 +63,6 @@ from models.training.state import (
     product_key,
     stored_state,
 )
-from tcfp_jax import monitor
-from tcfp_jax.sharding import state_shardings
 
 StepFunction = Callable[
     [TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]

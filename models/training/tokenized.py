@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from tqdm import tqdm
 
-from models.huggingface.tokenizer import Tokenizer
-from models.training.text import SEPARATOR, Corpus
+from ..huggingface.tokenizer import Tokenizer
+from .text import SEPARATOR, Corpus
 
 # Texts; with their offsets, tokens take a hundred times the bytes of their ids
 AT_ONCE = 256

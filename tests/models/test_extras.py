@@ -25,4 +25,7 @@ def test_models_without_their_extra_name_it():
         [sys.executable, "-c", program], capture_output=True, text=True
     )
     last = found.stderr.splitlines()[-1]
-    assert last == "ImportError: jinja2 is not installed; pip install -e '.[train]'"
+    assert last == (
+        "ImportError: jinja2 is not installed; pip install -e '.[train]' in a clone,"
+        " elsewhere 'tcfp_jax[train]'"
+    )
