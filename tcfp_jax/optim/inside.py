@@ -21,6 +21,7 @@ optimizers than `adamw`, and transformations before or behind it; float masters
 (`error_feedback`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,9 @@ from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.parameter import Parameter, intact
 
+# The part of a limit that goes by the numbers of values. Without it a gradient that is
+# zero for long would come back below Adam's eps, and stay there.
+_BY_SIZE = 0.01
 _NO_GRADIENT = (
     "a gradient through train_step is asked for, but it is a whole step of training and"
     " has none: differentiate its loss function by tcfp_jax.value_and_grad"
@@ -89,7 +93,9 @@ def train_step(
     """Return a step of training that updates layers inside the backward pass.
 
     Use it instead of `value_and_grad`, `update` and `apply_updates` if the gradients of
-    all weights do not fit: it holds the gradient of one matrix, not all of them.
+    all weights do not fit: it holds the gradient of one matrix, not all of them. It
+    takes moments in 8 bits and recipes with one scale per weight; with others it holds
+    all gradients, as the ordinary step does.
     Without clipping it gives the results of the ordinary step, with the same random
     bits; XLA may add a few sums in another order or precision.
 
@@ -102,11 +108,14 @@ def train_step(
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
       optimizer: `tcfp_jax.optim.adamw(...)`. Its `max_norm` needs `clip`, because the
         norm of all gradients is known only after the last layer.
-      clip: "late" limits the norm of each matrix of a layer to its part of `max_norm`.
-        Parts go by the second moments, the mean squares of the gradients of the steps
-        before: `max_norm sqrt(sum v / sum of all v)`, so the norm of all gradients is
-        at most `max_norm`. "matrix" limits each to `max_norm` itself, which rarely
-        clips.
+      clip: "late" limits the norm of each matrix of a layer to its part of `max_norm`,
+        of experts that of all in a layer, and of other parameters that of the whole
+        array. Parts go by the second moments v, the mean squares of the gradients of
+        the steps before, and for a hundredth by the numbers n of values: `max_norm
+        sqrt(0.99 sum v / sum of all v + 0.01 n / sum of all n)`, so the norm of all
+        gradients is at most `max_norm`. A part without second moments may have all of
+        `max_norm`, as in the first step. "matrix" limits each to `max_norm` itself,
+        which rarely clips.
       has_aux: whether `loss_fn` returns a pair.
 
     Returns:
@@ -125,7 +134,8 @@ def train_step(
       TypeError: another optimizer than `adamw`, a loss that is not a real scalar, or a
         gradient through the step.
       ValueError: `max_norm` without `clip`, or `clip` without `max_norm`; a stack of
-        layers that a scan runs over is read elsewhere, too.
+        layers that a scan runs over is read elsewhere, too, or a layer inside
+        `jax.vmap`.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store
@@ -308,13 +318,19 @@ class _Run:
         if self.of.clip == "matrix":
             return [jnp.broadcast_to(limit, shape) for shape in layers]
         energies = []
+        sizes = []
         for (_, v), shape in zip(self.moments, layers, strict=True):
             values = decode(v)
             energies.append(jnp.sum(values, axis=range(len(shape), values.ndim)))
+            sizes.append(math.prod(values.shape[len(shape) :]))
         total = sum(map(jnp.sum, energies), jnp.zeros(()))
-        # Before its first gradient nothing is known of a parameter.
-        shares = [jnp.where(x > 0, x / total, 1) for x in energies]
-        return [limit * jnp.sqrt(share) for share in shares]
+        count = sum(x.size * n for x, n in zip(energies, sizes, strict=True))
+        limits = []
+        for energy, size in zip(energies, sizes, strict=True):
+            share = (1 - _BY_SIZE) * energy / total + _BY_SIZE * size / count
+            # Before its first gradient nothing is known of a parameter.
+            limits.append(limit * jnp.sqrt(jnp.where(energy > 0, share, 1)))
+        return limits
 
     def differentiate(
         self, inputs: tuple[PyTree, ...]

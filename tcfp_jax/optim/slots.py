@@ -25,7 +25,7 @@ from tcfp_jax.optim.steps import (
 )
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Home
+from tcfp_jax.weights.deferred import Home, Slots
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
@@ -169,7 +169,7 @@ class Stack(Home):
         self._refs = jax.tree.map(jax.new_ref, held)
         self._facts = facts
         self._own = own
-        self._slots: dict[int, tuple[Array, Array]] = {}
+        self._slots = Slots()
 
     def read(self, index: Array) -> Stored:
         """Return the values of an entry."""
@@ -185,11 +185,11 @@ class Stack(Home):
 
     def slot(self, index: Array, zero: Array) -> Array:
         """Return the zeros that take the gradient of an entry."""
-        # One slot for all uses in a layer, so that JAX adds their gradients.
-        if id(index) not in self._slots:
-            made = _slot(self, self._refs, self._facts, self._own, index, zero)
-            self._slots[id(index)] = (index, made)
-        return self._slots[id(index)][1]
+
+        def make() -> Array:
+            return _slot(self, self._refs, self._facts, self._own, index, zero)
+
+        return self._slots.find(index, make)
 
     def zeros(self) -> Array:
         """Return the zeros of a slot."""
@@ -227,7 +227,7 @@ class Stack(Home):
         Raises:
           ValueError: the trace of the backward pass updates an entry never, or twice.
         """
-        self._slots.clear()
+        self._slots = Slots()
         held = jax.tree.map(jax.freeze, self._refs)
         if self.updates != 1:
             raise ValueError(
@@ -264,7 +264,16 @@ def _slot_forward(
 
 def _slot_backward(stack: Stack, kept: PyTree, g: Array) -> tuple[PyTree, ...]:
     refs, facts, own, index = kept
-    stack.update(refs, facts, own, index, g)
+    try:
+        stack.update(refs, facts, own, index, g)
+    except Exception as error:  # JAX raises no narrower class for it
+        if "an unbatched array reference" not in str(error):
+            raise
+        raise ValueError(
+            f"{stack.name} is read inside jax.vmap, where JAX writes no reference: give"
+            " the whole batch to its product, which takes any leading axes, or take the"
+            " ordinary step (value_and_grad, update, apply_updates)"
+        ) from error
     return None, None, None, None, jnp.zeros(())
 
 

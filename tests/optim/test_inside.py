@@ -166,6 +166,23 @@ def test_late_clipping_divides_the_limit_by_the_second_moments():
     np.testing.assert_allclose(norms_of(moments, scales), own / 20, rtol=0.03)
 
 
+def test_late_clipping_lets_a_gradient_come_back():
+    """Second moments that have nearly gone leave a part of the limit."""
+
+    def loss(params, x):
+        return jnp.mean(product(x * params["scale"], params["kernel"]) ** 2)
+
+    params = {**store({"kernel": stack()[0]}), "scale": jnp.ones(128)}
+    step = tcfp_jax.train_step(loss, CLIPS, clip="late")
+    first, _ = step(step.init(copied(params)), X)
+    nu = {**first.opt_state.nu, "scale": jnp.full(128, 1e-30)}
+    seen = CLIPS.init(params)._replace(nu=nu, nu_scale=first.opt_state.nu_scale)
+    state, metrics = step(step.state(copied(params), seen), X)
+    assert metrics.norm > 0.01, "the step clips"
+    change = jnp.max(jnp.abs(state.params["scale"] - params["scale"]))
+    np.testing.assert_allclose(change, 1e-3, rtol=0.1)
+
+
 def test_clipping_by_matrix_limits_each_layer():
     case = plain()
     step = tcfp_jax.train_step(case.loss, CLIPS, clip="matrix")
@@ -208,6 +225,38 @@ def twice_in_a_layer(params, x):
     def layer(x, kernel):
         part = jax.checkpoint(lambda x, kernel: product(x, kernel))
         return part(part(x, kernel), kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def closed_over(params, x):
+    def layer(x, kernel):
+        part = jax.checkpoint(lambda x: product(x, kernel))
+        return product(part(x), kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def also_read_without_a_gradient(params, x):
+    """The backward pass would read the kernel again, behind its update."""
+
+    def layer(x, kernel):
+        @jax.checkpoint
+        def part(x, kernel):
+            fixed = jax.lax.stop_gradient(kernel.stored.dequantize())
+            return x + jnp.mean(fixed)
+
+        return product(part(x, kernel), kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def mapped(params, x):
+    def layer(x, kernel):
+        return jax.vmap(lambda row: product(row[None], kernel)[0])(x), None
 
     x, _ = jax.lax.scan(layer, x, params["kernel"])
     return jnp.mean(x)
@@ -271,6 +320,9 @@ READ_TWICE = {
     "a penalty": (also_penalized, "reads the whole stack"),
     "a carry": (carried, "the carry or the constants of a scan"),
     "two parts of a layer": (twice_in_a_layer, "2 parts of a layer"),
+    "a part that closes over it": (closed_over, "2 parts of a layer"),
+    "a part without gradient": (also_read_without_a_gradient, "2 parts of a layer"),
+    "vmap": (mapped, r"inside jax.vmap.* give the whole batch to its product"),
 }
 
 
