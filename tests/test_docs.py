@@ -34,6 +34,7 @@ WITHOUT_CODE = {
     "measurements",
     "notebook_formats",
     "notebook_fp8",
+    "pi0",
 }
 NOTEBOOKS = {
     path.stem: json.loads(path.read_text())["cells"] for path in DOCS.glob("*.ipynb")
