@@ -63,6 +63,7 @@ from .training.checkpoint import METRICS_FILE, describe, holds_run, read_config
 from .training.compiled import cache_programs
 from .training.evaluation import evaluate
 from .training.examples import COUNTED, DOCUMENTS, in_color
+from .training.fitting import is_open
 from .training.forms import Stored
 from .training.intact import write_json
 from .training.monitoring import read_reports
@@ -191,9 +192,14 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
     if not (options.resume and holds_run(out)):
         return _new_config(options)
     given = given_settings(options)
-    if hasattr(options, "model") and not is_folder(options.model):
-        given["model"] = options.model
-    return config_of({**settings_of(read_config(out)), **given})
+    config = read_config(out)
+    if hasattr(options, "model"):
+        folder = _folder_of(config)
+        if not is_folder(options.model):
+            given["model"] = options.model
+        elif folder is None or not Path(folder).samefile(options.model):
+            given["start"] = options.model
+    return config_of({**settings_of(config), **given})
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:
@@ -202,6 +208,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     compare = getattr(options, "compare", "none" if alone else "bf16")
     _check_target(options, config)
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
+    _check_memory(options, config)
     if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
@@ -277,6 +284,19 @@ def _check_target(options: argparse.Namespace, config: TrainConfig) -> None:
         check_folder(path, config.size, config.start, config.data.tokenizer)
     elif path is not None:
         check_export(path)
+
+
+def _check_memory(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise `ValueError` if --memory is given and nothing is chosen by bytes."""
+    # A run that is resumed has chosen.
+    if options.memory is None or options.resume:
+        return
+    if config.update != "auto" and not is_open(config.size):
+        raise ValueError(
+            f"--memory {options.memory:g} with update={config.update!r} and"
+            f" remat={getattr(config.size, 'remat', None)!r}: nothing is chosen by"
+            " bytes; add --update auto or --remat auto, or leave --memory"
+        )
 
 
 def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
@@ -357,6 +377,8 @@ def _source(config: TrainConfig) -> str:
 def _summary(
     config: TrainConfig, result: RunResult, baseline: RunResult | None
 ) -> dict[str, Any]:
+    if isinstance(config.weights, Stored):
+        config = config.updated(result.update)
     summary: dict[str, Any] = {
         "config": {**describe(config, "")["config"], "dtype": config.dtype},
         "run": _numbers(result),

@@ -5,6 +5,7 @@ the lines that a run prints before its first step.
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -39,12 +40,18 @@ def decided(
         return config.updated(read_config(out).update)
     with shown(lambda: "choosing the update", telling):
         there = everywhere(text, mesh)
-        config, line = with_update(
-            config, lambda one: lowered_step(one, mesh, there), memory
-        )
+
+        def lower(one: TrainConfig) -> jax.stages.Lowered:
+            return lowered_step(one, mesh, there)
+
+        chosen, line = with_update(config, lower, memory)
+        if config.finish is not None and chosen.update == "behind":
+            # The last products may need more memory.
+            last, line = with_update(config.ending, lower, memory)
+            chosen = config.updated(last.update)
     if telling:
         print(line, flush=True)
-    return config
+    return chosen
 
 
 def before_steps(config: TrainConfig, remat: str | None) -> Iterator[str]:

@@ -89,6 +89,8 @@ def trained_form(
             f"lora={lora} with weights={weights!r}: frozen weights are quantized once"
             " and do not train; leave one of them out"
         )
+    if lora:
+        _check_alone(lora, moments=moments, error_dtype=error_dtype, update=update)
     if weights == "float" and moments != "float32":
         raise ValueError(
             f"moments={moments!r} with weights='float': narrow moments are those of the"
@@ -108,3 +110,13 @@ def trained_form(
     if lora:
         return Adapters(lora)
     return Stored(moments, update) if weights == "stored" else Float(error_dtype)
+
+
+def _check_alone(lora: int, **settings: str) -> None:
+    """Raise `ValueError` if a setting of weights that train is given for adapters."""
+    for name, value in settings.items():
+        if value not in ("float32", "behind"):
+            raise ValueError(
+                f"{name}={value!r} with lora={lora}: frozen weights do not train, and"
+                " adapters are float32; leave one of them out"
+            )

@@ -37,7 +37,11 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
             int,
             "parts of a batch, computed one after another for less memory (default: 1)",
         ),
-        "learning_rate": (float, f"peak learning rate ({_default('learning_rate')})"),
+        "learning_rate": (
+            float,
+            f"peak learning rate ({_default('learning_rate')}; 20 times that with"
+            " --lora, a tenth with pairs)",
+        ),
         "final_fraction": (
             float,
             "part of the peak learning rate at which its cosine ends (default: 0)",
@@ -110,8 +114,8 @@ _OVERRIDES: dict[str, dict[str, tuple[type, str]]] = {
         "corpus_bytes": (
             int,
             (
-                "at most this much text (default: 16 MiB of the standard library, all"
-                " of --data)"
+                "at most this much text, of files without documents (default: 16 MiB"
+                " of the standard library, all of --data)"
             ),
         ),
     },
@@ -184,7 +188,10 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
     precision.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"{names} (default: tcfp12_single; of float weights tcfp12)",
+        help=(
+            f"{names} (default: tcfp12_single; of float weights tcfp12, of frozen ones"
+            " tensorwise)"
+        ),
     )
     precision.add_argument(
         "--lora",

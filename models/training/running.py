@@ -21,7 +21,7 @@ import tcfp_jax
 from ..huggingface.configs import is_folder
 from ..huggingface.folders import Form, check_folder, write_folder
 from ..nets.adapters import changes_of
-from ..nets.meshes import check_mesh, everywhere, make_mesh
+from ..nets.meshes import everywhere, make_mesh
 from ..nets.shapes import LlamaConfig
 from .batches import check_corpus
 from .checkpoint import (
@@ -40,7 +40,7 @@ from .evaluation import evaluated
 from .examples import load_examples
 from .fitting import fitted
 from .forms import Update
-from .learners import model_of
+from .learners import model_of, quantized_of
 from .monitoring import Board, check_board, written
 from .parameters import export
 from .preferences import load_pairs
@@ -167,13 +167,6 @@ def run(
             " a run"
         )
     mesh = _mesh_of_processes(mesh)
-    if mesh is not None:
-        heads = {
-            name: getattr(config.size, name)
-            for name in ("heads", "kv_heads")
-            if hasattr(config.size, name)
-        }
-        check_mesh(mesh, batch=config.rows, heads=heads)
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))
@@ -390,7 +383,7 @@ def _train(
             # Else it would replace one from before the run diverged
             if math.isfinite(losses[-1]):
                 directory.save(state, after)
-                _sample(config, state, after, directory)
+                _sample(now, state, after, directory)
         if pending is not None:
             record(*pending)
         _check_losses(losses, begin, 1, config, directory)
@@ -445,7 +438,7 @@ def _sample(
         return
     text, rate = continued(
         model_of(config),
-        {"params": state.params, "tcfp": tcfp_jax.layer_state(state.opt_state)},
+        {"params": state.params, "tcfp": quantized_of(config, state)},
         config.sample,
         context=config.size.context,
         tokenizer=config.data.read_tokenizer(),

@@ -416,6 +416,21 @@ def _of_folder(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _check_documents(given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a setting is given that the data do not read."""
+    holds = bool(document_files(given.get("data", ())))
+    if holds and given.get("corpus_bytes") is not None:
+        raise ValueError(
+            f"corpus_bytes={given['corpus_bytes']} with documents, which are read"
+            " whole; leave it, and give a file of fewer lines"
+        )
+    if not holds and given.get("date") is not None:
+        raise ValueError(
+            f"date={given['date']!r} is for chat templates, and the data have no"
+            " documents; leave it, or give documents such as chats.jsonl"
+        )
+
+
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """Return the run of `python -m models.train --model MODEL`, with settings replaced.
 
@@ -427,7 +442,8 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     Raises:
       FileNotFoundError: the model is neither a size nor a folder of a model.
       ValueError: as `config_of`; `error_dtype` is given for a recipe that keeps no
-        errors; or a setting of pairs of answers is given for other data.
+        errors; or a setting of pairs of answers or of documents is given for other
+        data, or `corpus_bytes` for documents.
 
     >>> preset("small", recipe="bf16").steps
     1000
@@ -452,6 +468,7 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
             defaults["update"] = "auto"
     if given.get("data"):
         defaults["corpus_bytes"] = 2**63 - 1
+    _check_documents(given)
     tokenizer = given.get("tokenizer")
     if tokenizer is not None:
         found = read_tokenizer(Path(tokenizer))

@@ -32,7 +32,7 @@ from tcfp_jax.sharding import state_shardings
 
 from ..huggingface.tensors import read
 from ..nets.adapters import adapters_of, frozen, joined
-from ..nets.meshes import OnMesh, parameter_shardings
+from ..nets.meshes import OnMesh, check_mesh, parameter_shardings
 from .accumulation import in_parts
 from .batches import (
     window_losses,
@@ -202,7 +202,7 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
 
 def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
     """Raise `ValueError` if no layer takes the recipe, or if the mesh does not divide
-    an array of the state.
+    the batch, heads or an array of the state.
     """
     own = program(config)
     learner_of(own)
@@ -214,7 +214,25 @@ def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
             f"lora={config.weights.rank} runs on one device; leave the mesh, or train"
             " all weights"
         )
+    _check_mesh(config, mesh)
     state_places(own, mesh)
+
+
+def _check_mesh(config: TrainConfig, mesh: Mesh) -> None:
+    shares = mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
+    parts = config.accumulate
+    if parts > 1 and config.rows % shares:
+        raise ValueError(
+            f"accumulate={parts} computes {config.rows} of batch={config.batch} at"
+            f" once, which data times fsdp, {shares}, must divide; use"
+            f" batch={-(-config.rows // shares) * shares * parts}, or fewer parts"
+        )
+    heads = {
+        name: getattr(config.size, name)
+        for name in ("heads", "kv_heads")
+        if hasattr(config.size, name)
+    }
+    check_mesh(mesh, batch=config.rows, heads=heads)
 
 
 @functools.lru_cache(maxsize=16)
@@ -446,7 +464,10 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
         else:
             old = quantized
             new = quantized_of(config, after)
-        found = monitor.update_quality(old, new, updates, layouts(config))
+        found = {}
+        # Products of floats, as in BF16, read no quantized weights.
+        if jax.tree.leaves(old):
+            found = monitor.update_quality(old, new, updates, layouts(config))
         stale = monitor.stale_moments(state.opt_state, after.opt_state)
         return after, loss, merged_report(readings, found, stale)
 

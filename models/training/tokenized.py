@@ -21,7 +21,7 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     parts = []
     size = 0
     for part in (corpus.train, corpus.heldout):
-        ids = []
+        ids = [np.zeros(0, np.uint32)]  # a part may be empty
         size = 0
         progress = tqdm(texts_of(part), "tokens", unit=" files", leave=False, delay=3)
         texts = iter(progress)

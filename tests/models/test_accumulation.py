@@ -9,9 +9,11 @@ import pytest
 from numpy.testing import assert_allclose
 
 from models import train
+from models.nets.meshes import make_mesh
 from models.training.accumulation import in_parts
 from models.training.examples import COUNTED, TOKENS
 from models.training.settings import Stored
+from models.training.steps import check_placement
 from tests.helpers import drawn, parametrize, refused
 from tests.models.test_train import CONFIG, STORED
 
@@ -75,3 +77,10 @@ def test_a_run_in_parts_learns_alike(config):
 def test_what_has_no_parts_is_refused(changes, message):
     with refused(message):
         replace(STORED, **changes)
+
+
+def test_a_mesh_splits_the_rows_of_a_part():
+    mesh = make_mesh({"fsdp": jax.device_count()})
+    use = 2 * jax.device_count()
+    with refused(f"accumulate=2 computes 2 of batch=4 .* use batch={use}, or fewer"):
+        check_placement(replace(STORED, accumulate=2), mesh)

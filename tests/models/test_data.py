@@ -11,9 +11,10 @@ import pytest
 from models import train
 from models.tokens import OWN
 from models.training.data import load_data
-from models.training.running import corpus_of
+from models.training.running import checked_corpus, corpus_of
 from models.training.settings import Data, preset
 from models.training.text import SEPARATOR
+from tests.helpers import parametrize, refused
 
 TEXTS = {
     f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " * 20
@@ -161,6 +162,18 @@ def test_names_that_do_not_go_together(data, vocabulary, message):
         Data(data, vocabulary)
 
 
+@parametrize(
+    "given, message",
+    [
+        ({"date": "2026-11-28"}, "the data have no documents"),
+        ({"data": ("a.jsonl",), "corpus_bytes": 9}, "corpus_bytes=9 with documents"),
+    ],
+)
+def test_settings_of_other_data_are_refused(given, message):
+    with refused(message):
+        preset("llama-tiny", **given)
+
+
 def test_paths_that_are_refused(folder, tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"nowhere does not exist \(looked from "
@@ -255,6 +268,14 @@ def rows_of(tmp_path, path):
     """Return the rows of a run with this project's tokenizer on the data of a path."""
     given = dict(data=(str(tmp_path / path),), tokenizer=str(OWN), sequence=32)
     return corpus_of(preset("llama-tiny", **given))
+
+
+def test_ids_of_a_text_without_a_held_out_part_are_refused(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Some words. " * 9)
+    given = dict(data=(str(path),), tokenizer=str(OWN), corpus_bytes=5)
+    with refused("corpus_bytes"):
+        checked_corpus(preset("llama-tiny", **given))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from models.training import running
 from models.training.evaluation import evaluate
 from models.training.finish import BF16, BF16_FORWARD, Finish
 from models.training.forms import Adapters, Stored
+from models.training.learners import model_of
+from models.training.sampling import Continuation
 from models.training.settings import Data, TrainConfig, config_of, settings_of
 from models.training.steps import batch_key, init, make_train_step
 from tcfp_jax.recipes import recipe
@@ -148,7 +150,17 @@ def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, capsys, stopped)
     assert [products is None for products in calls] == [True, True, False][:stopped]
     with refused("finish=.bf16:0.5. in the folder but None now"):
         running.run(RUN, out=folder, resume="allowed")
-    resumed = running.run(config, out=folder, resume="allowed")
+    models = []
+
+    def continued(model, *_, **settings):
+        models.append(model)
+        return Continuation("", 1.0)
+
+    monkeypatch.setattr(running, "continued", continued)
+    config = replace(config, sample="def")
+    resumed = running.run(config, out=folder, resume="allowed", checkpoint_every=2)
+    assert models[0] == model_of(config if stopped == 1 else config.ending)
+    assert models[-1] == model_of(config.ending) != model_of(config)
     assert np.array_equal(resumed.train_loss, whole.train_loss)
     assert resumed.heldout_loss == whole.heldout_loss
 

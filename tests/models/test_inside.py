@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import train
 from models.nets.meshes import everywhere, make_mesh, parse_mesh
 from models.nets.shapes import LlamaConfig
-from models.training import flags, running
+from models.training import deciding, flags, running
 from models.training.checkpoint import read_config
 from models.training.fitting import with_update
 from models.training.forms import Stored
 from models.training.settings import Data, TrainConfig, config_of, preset, settings_of
 from models.training.steps import batch_key, init, lowered_step, make_train_step
 from tcfp_jax.remat import step_bytes
-from tests.helpers import same_bits
+from tests.helpers import parametrize, refused, same_bits
 
 SIZE = LlamaConfig(
     layers=2,
@@ -75,6 +76,32 @@ def test_a_mesh_has_the_losses_of_one_device():
 def test_settings_of_a_run_come_back():
     assert settings_of(INSIDE)["update"] == "backward"
     assert config_of(settings_of(INSIDE)) == INSIDE
+
+
+@parametrize("given", [{"update": "backward"}, {"moments": "8bit"}])
+def test_adapters_have_no_settings_of_weights_that_train(given):
+    (name,) = given
+    with refused(f"{name}=.* with lora=2"):
+        config_of({"lora": 2, **given})
+
+
+def test_auto_has_room_for_the_last_products(monkeypatch):
+    def lower(config, mesh, text):
+        return copies(behind=5 if config.products is None else 9, backward=3)(config)
+
+    monkeypatch.setattr(deciding, "lowered_step", lower)
+    found = []
+    for config in (AUTO, replace(AUTO, steps=20, finish="bf16:0.5")):
+        chosen = deciding.decided(config, TEXT, None, None, 100, False)
+        assert chosen == config.updated(chosen.update)
+        found.append(chosen.update)
+    assert found == ["behind", "backward"]
+
+
+def test_memory_is_for_choices(tmp_path, capsys):
+    assert train.main(["--memory=3", "--out", str(tmp_path / "run")]) == 2
+    assert "nothing is chosen by bytes" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_float_weights_are_not_updated_inside():

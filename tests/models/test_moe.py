@@ -276,7 +276,7 @@ def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
 def test_experts_lie_on_the_devices_of_a_mesh_with_their_state():
     mesh = make_mesh({"data": jax.device_count() // 2, "fsdp": 2})
     with refused("fsdp=2 does not divide axis 1 of layers/expert_down/kernel"):
-        check_placement(RUN, mesh)
+        check_placement(replace(RUN, batch=jax.device_count()), mesh)
     even = replace(RUN, model=replace(RUN.model, experts=6))
     places = state_places(program(even), mesh)
     of_experts = {

@@ -7,6 +7,8 @@ import types
 import zipfile
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -19,7 +21,12 @@ from models.training.parameters import export
 from models.training.plotting import color_range, matrix_of, plot_reports
 from models.training.running import run
 from models.training.state import float_parameters
-from models.training.steps import init
+from models.training.steps import (
+    batch_key,
+    init,
+    make_monitored_step,
+    state_shapes,
+)
 from tests.helpers import parametrize, refused, same_bits, slow_except
 from tests.models.test_train import CONFIG as MICRO_RUN
 from tests.models.test_train import MICRO
@@ -48,6 +55,27 @@ def test_a_run_is_observed(tmp_path):
                 assert weight["edq"] == pytest.approx(1, abs=0.1)
     plot_reports(tmp_path / "monitor.png", result.reports, title="micro")
     assert (tmp_path / "monitor.png").stat().st_size > 10_000
+
+
+@parametrize(
+    "kept, products",
+    [
+        ("tensorwise", "bf16"),
+        pytest.param("nvfp4_training", None, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_floats_are_observed(kept, products):
+    config = replace(CONFIG, recipe=kept, monitor=10, steps_per_call=1)
+    if products is not None:
+        config = replace(config, finish=f"{products}:0.5").ending
+    text = jax.ShapeDtypeStruct((64,), jnp.int32)
+    step = make_monitored_step(config, 1)
+    state = state_shapes(config)
+    _, losses, report = jax.eval_shape(step, state, text, batch_key(config))
+    assert losses.shape == (1,)
+    # They read no quantized weight, so no update of one is measured.
+    assert {*report["block_0/qkv/kernel"]} >= {"x", "w", "g"}
+    assert "edq" not in report["block_0/qkv/kernel"]
 
 
 def test_colors_do_not_make_a_picture_of_noise():
