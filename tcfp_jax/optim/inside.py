@@ -102,7 +102,8 @@ def train_step(
     The model scans over its layers (`nn.scan`, `nnx.scan`, `jax.lax.scan`), as a
     converted model or with layers of this library. Recompute each layer
     (`nn.remat`, `jax.checkpoint`), or the values that a layer keeps are as large as in
-    any other step.
+    any other step. Do not read a weight without a gradient (`stop_gradient`) in a
+    part of a layer that is recomputed by itself: it may be read after its update.
 
     Args:
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).

@@ -16,11 +16,11 @@ from jax.extend import core
 
 from tcfp_jax.optim.adam import Leaf, Tree
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Deferred, Home, Slots
+from tcfp_jax.weights.deferred import Deferred, Home
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
-_SLOT = "convert_element_type"  # the equation that `_Shapes._mark` leaves
+_SLOT = "convert_element_type"  # the equation that `_Shapes.slot` leaves
 
 
 class _Shapes(Home):
@@ -32,27 +32,20 @@ class _Shapes(Home):
         self.whole = jax.eval_shape(lambda: parameter)
         self.stacked = len(parameter.shape) > 2
         self.is_read_whole = False
-        self._slots = Slots()
+        self._slots: dict[int, tuple[Array, Array]] = {}
 
     def read(self, index: Array) -> Stored:
         if index.ndim:
             self.is_read_whole = True
-        else:
-            # Its place counts even if it takes no gradient there.
-            self._mark(index)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._shapes(index))
 
     def slot(self, index: Array, zero: Array) -> Array:
-        value = self._mark(index)
-        return jnp.broadcast_to(value, self._shapes(index).shape)
-
-    def _mark(self, index: Array) -> Array:
-        """Read the index, which shows where in the program this stands."""
-
-        def make() -> Array:
-            return index.astype(self.whole.state.gradient_dtype)
-
-        return self._slots.find(index, make)
+        if id(index) not in self._slots:
+            # It reads the index, which shows where in the program it stands.
+            value = index.astype(self.whole.state.gradient_dtype)
+            made = jnp.broadcast_to(value, self._shapes(index).shape)
+            self._slots[id(index)] = (index, made)
+        return self._slots[id(index)][1]
 
     def _shapes(self, index: Array) -> Stored:
         shapes = self.whole.stored

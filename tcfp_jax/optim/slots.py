@@ -25,7 +25,7 @@ from tcfp_jax.optim.steps import (
 )
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Home, Slots
+from tcfp_jax.weights.deferred import Home
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
@@ -169,7 +169,7 @@ class Stack(Home):
         self._refs = jax.tree.map(jax.new_ref, held)
         self._facts = facts
         self._own = own
-        self._slots = Slots()
+        self._slots: dict[int, tuple[Array, Array]] = {}
 
     def read(self, index: Array) -> Stored:
         """Return the values of an entry."""
@@ -185,11 +185,11 @@ class Stack(Home):
 
     def slot(self, index: Array, zero: Array) -> Array:
         """Return the zeros that take the gradient of an entry."""
-
-        def make() -> Array:
-            return _slot(self, self._refs, self._facts, self._own, index, zero)
-
-        return self._slots.find(index, make)
+        # One slot for all uses in a layer, so that JAX adds their gradients.
+        if id(index) not in self._slots:
+            made = _slot(self, self._refs, self._facts, self._own, index, zero)
+            self._slots[id(index)] = (index, made)
+        return self._slots[id(index)][1]
 
     def zeros(self) -> Array:
         """Return the zeros of a slot."""
@@ -227,7 +227,7 @@ class Stack(Home):
         Raises:
           ValueError: the trace of the backward pass updates an entry never, or twice.
         """
-        self._slots = Slots()
+        self._slots.clear()
         held = jax.tree.map(jax.freeze, self._refs)
         if self.updates != 1:
             raise ValueError(

@@ -10,13 +10,12 @@ reads its values where a product asks for them.
 Left out: what the references hold and what is written (`tcfp_jax.optim.slots`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
 import jax
 from jax import Array
-from jax.extend.core import get_opaque_trace_state
 
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
@@ -45,28 +44,6 @@ class Home(Protocol):
         gradient.
         """
         ...
-
-
-class Slots:
-    """The slots of entries: one for all uses of an entry in one trace, so that JAX adds
-    their gradients.
-    """
-
-    def __init__(self) -> None:
-        # The index is kept, so that no other one gets its id.
-        self._made: dict[int, list[tuple[Array, object, Array]]] = {}
-
-    def find(self, index: Array, make: Callable[[], Array]) -> Array:
-        """Return the slot of an index in the current trace."""
-        # A function may read an entry that it closes over: its trace is another one.
-        current = get_opaque_trace_state()
-        known = self._made.setdefault(id(index), [])
-        for _, trace, slot in known:
-            if trace == current:
-                return slot
-        slot = make()
-        known.append((index, current, slot))
-        return slot
 
 
 class Deferred(Parameter):

@@ -230,30 +230,6 @@ def twice_in_a_layer(params, x):
     return jnp.mean(x)
 
 
-def closed_over(params, x):
-    def layer(x, kernel):
-        part = jax.checkpoint(lambda x: product(x, kernel))
-        return product(part(x), kernel), None
-
-    x, _ = jax.lax.scan(layer, x, params["kernel"])
-    return jnp.mean(x)
-
-
-def also_read_without_a_gradient(params, x):
-    """The backward pass would read the kernel again, behind its update."""
-
-    def layer(x, kernel):
-        @jax.checkpoint
-        def part(x, kernel):
-            fixed = jax.lax.stop_gradient(kernel.stored.dequantize())
-            return x + jnp.mean(fixed)
-
-        return product(part(x, kernel), kernel), None
-
-    x, _ = jax.lax.scan(layer, x, params["kernel"])
-    return jnp.mean(x)
-
-
 def mapped(params, x):
     def layer(x, kernel):
         return jax.vmap(lambda row: product(row[None], kernel)[0])(x), None
@@ -320,8 +296,6 @@ READ_TWICE = {
     "a penalty": (also_penalized, "reads the whole stack"),
     "a carry": (carried, "the carry or the constants of a scan"),
     "two parts of a layer": (twice_in_a_layer, "2 parts of a layer"),
-    "a part that closes over it": (closed_over, "2 parts of a layer"),
-    "a part without gradient": (also_read_without_a_gradient, "2 parts of a layer"),
     "vmap": (mapped, r"inside jax.vmap.* give the whole batch to its product"),
 }
 
