@@ -278,8 +278,8 @@ def _corpus(data: Data, packed: int | None, holds_pairs: bool) -> Corpus:
             return load_corpus(byte_limit=limit)
         return load_data(data.paths, vocabulary=data.vocabulary, byte_limit=limit)
     if packed is not None:
-        load = load_pairs if holds_pairs else load_examples
-        return load(data.paths, tokenizer, packed)
+        reader = load_pairs if holds_pairs else load_examples
+        return reader(data.paths, tokenizer, packed)
     if data.paths:
         text = load_data(data.paths, byte_limit=limit)
     else:

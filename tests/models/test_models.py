@@ -16,7 +16,7 @@ from models.nets.gpt import GPT, ByteEmbedding
 from models.nets.mlp import MLP
 from models.nets.shapes import GPTConfig
 from models.nets.sizes import MODELS, model_config
-from models.training import running
+from models.training import progress
 from models.training.plotting import plot_losses
 from models.training.settings import preset
 from models.training.text import (
@@ -257,7 +257,7 @@ def test_plot_is_a_png(tmp_path, monkeypatch):
 
 
 def test_the_bar_has_no_empty_field(capsys):
-    with running._bar(preset(), 0, "bar") as bar:
+    with progress.bar_of(preset(), 0, True) as bar:
         bar.set_postfix_str("step 10, loss 3.466")
         bar.update(20480)
     for drawn in capsys.readouterr().err.split("\r"):

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from benchmarks import convergence
+from benchmarks import texts
 from models.huggingface.tokenizer import read_tokenizer
 from models.tokens import OWN, main, train_tokenizer
 from models.training.settings import preset
@@ -50,7 +50,7 @@ def test_ids_that_are_written_are_the_text_and_know_its_bytes(tmp_path, capsys):
         main([*encode, "--size", "400"])
     assert "--encode trains no tokenizer" in capsys.readouterr().err
     ids, text = (
-        convergence._corpus((str(tmp_path / name),), 2**40, "bpe")
+        texts.corpus_of((str(tmp_path / name),), 2**40, "bpe")
         for name in ("ids.npy", "text.py")
     )
     assert np.array_equal(
