@@ -18,7 +18,7 @@ from models.training.forms import Stored
 from models.training.settings import Data, TrainConfig, config_of, preset, settings_of
 from models.training.steps import batch_key, init, lowered_step, make_train_step
 from tcfp_jax.remat import step_bytes
-from tests.helpers import parametrize, refused, same_bits
+from tests.helpers import parametrize, refused, same_bits, slow_except
 
 SIZE = LlamaConfig(
     layers=2,
@@ -46,7 +46,8 @@ INSIDE = replace(RUN, weights=Stored("8bit", "backward"))
 TEXT = jnp.asarray(np.random.default_rng(0).integers(0, 250, 4096), jnp.int32)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@slow_except("1")
+@parametrize("count", [1, 2])
 def test_a_run_has_the_bits_of_an_ordinary_one(count):
     found = []
     for config in (RUN, INSIDE):

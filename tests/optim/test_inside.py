@@ -40,7 +40,7 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-@slow_except("plain", "linen")
+@slow_except("plain")
 @parametrize("name", CASES)
 def test_two_steps_have_the_bits_of_ordinary_ones(name):
     case = CASES[name]()
