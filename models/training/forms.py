@@ -39,7 +39,7 @@ class Stored:
         ("backward", `tcfp_jax.train_step`), so that the gradients of one matrix exist
         at a time. Each matrix is then clipped to its part of the limit.
         "auto" is "behind" if its step fits the device, and is decided before the first
-        step of a run (`models.training.fitting`).
+        step of a run (`models.training.deciding`).
 
     Raises:
       ValueError: a name is unknown.

@@ -173,7 +173,7 @@ def adamw_entry(
       g: the gradient of the entry, a matrix or a stack of matrices.
       hi, lo, moments: references to `[layers, *stack, k, n]`, and to the numbers of
         their blocks.
-      rates: those of each matrix `[*stack]`.
+      rates: the numbers of the step, an array `[*stack]` for each.
       key: uint32 `[*stack, 2]`.
       options: as in `adamw`.
 
@@ -188,8 +188,7 @@ def adamw_entry(
             "adamw", (mosaic.OF_ENTRIES,), None, *operands
         )
         return found
-    by_name: dict[str, Any] = options
-    one: Callable[..., Step] = partial(adamw, **by_name)
+    one: Callable[..., Step] = partial(adamw, **options)
     for _ in g.shape[:-2]:
         one = jax.vmap(one)
     places = (hi, lo, moments)

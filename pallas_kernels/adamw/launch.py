@@ -126,8 +126,8 @@ def launch_entry(
     for _ in stack:
         words = jax.vmap(words)
     numbers = words(rates, key)
-    count = jnp.full((*stack, 1), entry, jnp.uint32)
-    numbers = jnp.concatenate([numbers, count], axis=-1)
+    last = jnp.full((*stack, 1), entry, jnp.uint32)
+    numbers = jnp.concatenate([numbers, last], axis=-1)
     places = (hi, lo, state.m, state.m_scale, state.v, state.v_scale)
     matrices = g.reshape(-1, k, n)
     rows = numbers.reshape(len(matrices), -1)

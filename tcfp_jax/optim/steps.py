@@ -180,9 +180,9 @@ def entry_step(
 ) -> Stepped:
     """Return `fused_step`, of an entry of stacks if its number is given.
 
-    The codes and the moments are references to whole stacks then. They hold the entry
-    after its step, and the result has the same references. Everything else is that of
-    the entry.
+    With a number, the codes and the moments are references to whole stacks. The step
+    writes its entry there, and the result has the same references. All other arrays
+    belong to the entry alone.
     """
     state = w.state
     old = w.rows
