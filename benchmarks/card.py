@@ -73,8 +73,14 @@ RUNS = {
         140,
         flags=_OF_LOOPS,
     ),
+    # As many values as fit the card are kept, which compiles up to four steps.
+    "large-backward-llama-8b": Run(
+        "large --model llama-8b --update backward --bf16-layers 4",
+        220,
+        flags=_OF_LOOPS,
+    ),
     # One recipe next to BF16: the states of more leave no memory for a step.
-    "llama-1b": Run("llama --parts step --recipes stored", 80),
+    "llama-1b": Run("llama --parts step --recipes stored", 80, flags=_OF_LOOPS),
     "llama-1b-unrolled": Run(
         "llama --parts step --recipes stored --remat products --loop unrolled", 190
     ),

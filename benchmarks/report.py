@@ -60,6 +60,7 @@ DECIDING = (
     "large-1b",
     "large-backward-qwen3-14b-block",
     "large-backward-llama-8b-block",
+    "large-backward-llama-8b",
     "llama",
     "llama-124m",
     "fsdp-llama",
