@@ -130,7 +130,6 @@ RUNS = {
         " --recipes 'tcfp12,tcfp12 stochastic,stored'",
         75,
     ),
-    "quality": Run("quality", 60),
     "gemm": Run("gemm", 70),
     "grouped": Run(
         "grouped --shapes 'olmoe w13,olmoe w2' --recipes"

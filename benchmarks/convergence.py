@@ -61,7 +61,7 @@ from benchmarks.forks import (
     train_config,
     whole_run,
 )
-from benchmarks.harness import Benchmark, positive
+from benchmarks.harness import Benchmark, add_resume, positive
 from benchmarks.memory import bytes_of_kernels
 from benchmarks.records import ROOT, origin_of_row, rows_to_resume
 from benchmarks.texts import corpus_of, on_device
@@ -239,9 +239,7 @@ def rows_there(config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    if config.resume is None:
-        return []
-    return [*map(read_row, rows_to_resume(Path(config.resume), config.settings))]
+    return [*map(read_row, rows_to_resume(config.resume, config.settings))]
 
 
 # The command
@@ -300,11 +298,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=math.inf,
         help="start no run that may end after this",
     )
-    add(
-        "--resume",
-        action="store_true",
-        help="keep the rows of the JSON file and do those it lacks",
-    )
+    add_resume(parser)
     add(
         "--bases",
         type=Path,
@@ -464,7 +458,7 @@ def configure(options: argparse.Namespace) -> Config:
         seeds=(0,) if options.smoke else tuple(range(options.seeds)),
         bases=str(bases),
         budget_seconds=options.budget_seconds,
-        resume=str(options.path) if options.resume else None,
+        resume=options.resume or None,
     )
 
 

@@ -25,19 +25,17 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.harness import Benchmark, positive
 from benchmarks.records import Result, cells
+from benchmarks.texts import corpus_for
 from benchmarks.variants import BASELINE
-from models.huggingface.tokenizer import read_tokenizer
 from models.nets.sizes import LLAMAS
-from models.tokens import OWN
 from models.training.dpo import REWARDS, told
 from models.training.examples import COUNTED, DOCUMENTS, TOKENS
 from models.training.forms import Float, Stored
 from models.training.preferences import Preferences
 from models.training.settings import TrainConfig
 from models.training.steps import batch_key, init, make_train_step
-from models.training.text import load_installed
-from models.training.tokenized import tokenized
 from tcfp_jax.remat import step_bytes
+from tcfp_jax.weights.stored import bytes_of
 
 STORED = "stored"
 FORMS: dict[str, dict[str, Any]] = {
@@ -115,11 +113,7 @@ def measure(config: Config) -> Iterator[Row]:
     baseline = None
     tokens = 2 * config.pairs * config.sequence
     for name in FORMS:
-        call = (config, name)
-        if timing.has_peaks():
-            (run,) = timing.measure_alone(train, [call], "whole")
-        else:
-            run = train(*call)
+        run = timing.measure_in_own_process(train, config, name)
         _check(name, run)
         baseline = baseline or run.median_ms
         yield Row(
@@ -142,7 +136,6 @@ def _check(name: str, run: Run) -> None:
 
 def train(config: Config, name: str) -> Run:
     """Train, then time further steps."""
-    tokenizer = read_tokenizer(OWN)
     run = TrainConfig(
         model=dataclasses.replace(LLAMAS[config.model], remat=config.remat),
         steps=config.steps,
@@ -154,16 +147,14 @@ def train(config: Config, name: str) -> Run:
         preferences=Preferences(config.beta),
         **FORMS[name],
     )
-    text = load_installed(byte_limit=config.text_bytes)
-    if run.size.vocabulary >= tokenizer.size:  # the smallest models read bytes
-        text = tokenized(text, tokenizer)
+    text = corpus_for(run.size, config.text_bytes)
     pairs = jnp.asarray(draw_pairs(config, text.train))
     state = init(run)
     key = batch_key(run)
     jitted = make_train_step(run, 1)
     compiled, seconds = timing.compile_timed(jitted, state, pairs, key)
-    state_bytes = _bytes_of(state)
-    reference_bytes = _bytes_of(getattr(state, "reference", None))
+    state_bytes = bytes_of(state)
+    reference_bytes = bytes_of(getattr(state, "reference", None))
     step = timing.Threaded(jitted, compiled, state, pairs, key)
     del state
     found = [step() for _ in range(config.steps)]
@@ -179,10 +170,6 @@ def train(config: Config, name: str) -> Run:
         losses=tuple(losses.tolist()),
         rewards={each: float(rewards[each][-LAST:].mean()) for each in REWARDS},
     )
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def draw_pairs(config: Config, text: np.ndarray) -> np.ndarray:

@@ -35,8 +35,8 @@ from benchmarks import forks
 from benchmarks.convergence import size_of
 from benchmarks.endings import ENDINGS, USUAL, as_begun
 from benchmarks.forks import Config
-from benchmarks.harness import Benchmark, chosen_of, positive
-from benchmarks.records import ROOT, origin_of_row, rows_to_resume
+from benchmarks.harness import Benchmark, add_resume, chosen_of, positive
+from benchmarks.records import ROOT, origin_of_row, rows_of, rows_to_resume
 from benchmarks.texts import corpus_of, on_device
 from benchmarks.variants import BASELINE, VARIANTS
 from models.huggingface.tokenizer import read_tokenizer
@@ -282,9 +282,7 @@ def rows_there(config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    if config.resume is None:
-        return []
-    return [Row(**row) for row in rows_to_resume(Path(config.resume), config.settings)]
+    return rows_of(Row, rows_to_resume(config.resume, config.settings))
 
 
 def joined(config: Config, rows: list[Row]) -> list[Row]:
@@ -308,7 +306,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=positive, default=3, help="how many of each (default: 3)")
     add("--first-seed", type=int, default=0, help="the first of them (default: 0)")
     add("--budget-seconds", type=float, default=math.inf, help="of this call")
-    add("--resume", action="store_true", help="keep the rows of the JSON file")
+    add_resume(parser)
     add("--bases", type=Path, help="folder of bases (default: runs/finish/MODEL)")
 
 
@@ -341,7 +339,7 @@ def configure(options: argparse.Namespace) -> Config:
         seeds=(0,) if options.smoke else tuple(seeds),
         bases=str(options.bases or folder / options.model),
         budget_seconds=options.budget_seconds,
-        resume=str(options.path) if options.resume else None,
+        resume=options.resume or None,
     )
 
 

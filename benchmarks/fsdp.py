@@ -28,7 +28,6 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,11 +45,11 @@ from benchmarks.fsdp_steps import (
     placed,
     size_of,
 )
-from benchmarks.harness import Benchmark, chosen_of
+from benchmarks.harness import Benchmark, add_resume, chosen_of
 from benchmarks.llama import add_sizes, sized
 from benchmarks.llama_steps import STORED, quick
 from benchmarks.products import GemmShape
-from benchmarks.records import Result, cells, rows_to_resume
+from benchmarks.records import Result, cells, rows_of, rows_to_resume
 from benchmarks.train_step import check_outputs, compare_outputs
 from benchmarks.variants import BASELINE
 from models.nets.meshes import AXES
@@ -118,7 +117,9 @@ def measure(config: Config) -> Iterator[Row]:
     Raises:
       ArithmeticError: gradients or the first loss are wrong.
     """
-    rows = _kept(config)
+    # An MLP is measured again, because its gradients are compared in one process.
+    kept = rows_of(Row, rows_to_resume(config.resume, config.settings))
+    rows = [row for row in kept if row.part != "mlp"]
     yield from rows
     for part in config.parts:
         before = [row for row in rows if row.part == part]
@@ -127,21 +128,6 @@ def measure(config: Config) -> Iterator[Row]:
             for row in measure_part(part, config, devices, before):
                 before.append(row)
                 yield row
-
-
-def _kept(config: Config) -> list[Row]:
-    """Return the rows of the file of a run that is resumed; an MLP is measured again,
-    because its gradients are compared in one process.
-    """
-    if config.resume is None:
-        return []
-    names = [field.name for field in dataclasses.fields(Row)]
-    found = []
-    for row in rows_to_resume(Path(config.resume), config.settings):
-        if row["part"] != "mlp":
-            known = {name: row[name] for name in names}
-            found.append(Row(**known))
-    return found
 
 
 def _names(part: Part, config: Config, devices: int) -> list[str]:
@@ -191,11 +177,7 @@ def _one_by_one(
         here = {row.recipe: row for row in rows if row.devices == devices}
         if name in here:
             continue
-        call = (part, config, devices, name)
-        if timing.has_peaks():
-            (run,) = timing.measure_alone(measure_one, [call], "whole")
-        else:
-            run = measure_one(*call)
+        run = timing.measure_in_own_process(measure_one, part, config, devices, name)
         worst = None
         if name != BASELINE:
             # Without BF16 the loss has to be finite.
@@ -315,11 +297,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--float-remat", help="values that blocks keep of recipes with float weights"
     )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the rows of the JSON file, run those it lacks",
-    )
+    add_resume(parser)
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -345,7 +323,7 @@ def configure(options: argparse.Namespace) -> Config:
         "parts": chosen_of("parts", options.parts, PARTS),
         "devices": tuple(sorted({1, wanted})),
         "float_remat": options.float_remat,
-        "resume": str(options.path) if options.resume else None,
+        "resume": options.resume or None,
     }
     if jax.default_backend() == "gpu" and not options.smoke:
         llama = sized(LLAMAS[options.model or "llama-1b"], options)

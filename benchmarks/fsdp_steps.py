@@ -67,9 +67,6 @@ class Config(timing.Repetitions):
         shared = dataclasses.asdict(self)
         for name in ("recipes", "alone", "parts", "float_remat", "resume"):
             del shared[name]
-        # As JSON has them.
-        for name in ("devices", "llama_tokens"):
-            shared[name] = [*shared[name]]
         return shared
 
 

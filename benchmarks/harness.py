@@ -89,8 +89,10 @@ class Benchmark:
     def configured(self, options: argparse.Namespace) -> tuple[Any, Path | None]:
         """Return the settings of a command line, and the path of its JSON."""
         name = self.name if self.file is None else self.file(options)
-        options.path = result_path(name, options)
-        return self.config(options), options.path
+        path = result_path(name, options)
+        if getattr(options, "resume", False):
+            options.resume = str(path)
+        return self.config(options), path
 
     def run(self, arguments: list[str] | None = None) -> list[Any]:
         """Run a command line, and return its rows; JSON is written after every row."""
@@ -179,8 +181,17 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
     return (options.out or RESULTS) / device_slug() / f"{name}.json"
 
 
-# Values of options
+# Options, and their values
 # --------------------------------------------------------------------------------------
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add `--resume`; the settings hold the path of the JSON then."""
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of the JSON file and do those it lacks",
+    )
 
 
 def positive(text: str) -> int:

@@ -24,7 +24,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -33,7 +32,7 @@ import numpy as np
 import optax
 
 from benchmarks import llama_steps, timing
-from benchmarks.harness import Benchmark, chosen_of, positive
+from benchmarks.harness import Benchmark, add_resume, chosen_of, positive
 from benchmarks.llama import (
     CANDIDATES,
     PEAK_TFLOPS,
@@ -42,14 +41,11 @@ from benchmarks.llama import (
     sized,
 )
 from benchmarks.llama_steps import STORED, Update, quick
-from benchmarks.records import Result, cells, rows_to_resume
+from benchmarks.records import Result, cells, rows_of, rows_to_resume
+from benchmarks.texts import corpus_for
 from benchmarks.variants import BASELINE
-from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import LlamaConfig
 from models.nets.sizes import LLAMAS, MOES
-from models.tokens import OWN
-from models.training.text import load_installed
-from models.training.tokenized import tokenized
 from tcfp_jax.remat import step_bytes
 
 TEXT = "Python files of site-packages and of the standard library"
@@ -89,7 +85,7 @@ class Config(timing.Repetitions):
     @property
     def settings(self) -> dict[str, object]:
         """Everything that rows of one table share."""
-        shared = {**dataclasses.asdict(self), "tokens": [*self.tokens]}
+        shared = dataclasses.asdict(self)
         del shared["layers"], shared["resume"]
         return shared
 
@@ -155,32 +151,15 @@ def measure(config: Config) -> Iterator[Row]:
     Raises:
       ArithmeticError: losses do not fall, or differ at the start.
     """
-    rows = _kept(config)
+    rows = rows_of(Row, rows_to_resume(config.resume, config.settings))
     yield from rows
     done = {row.recipe for row in rows}
     for name, layers in config.layers:
         if name in done:
             continue
-        call = (config, name, layers)
-        if timing.has_peaks():
-            (run,) = timing.measure_alone(train, [call], "whole")
-        else:
-            run = train(*call)
+        run = timing.measure_in_own_process(train, config, name, layers)
         rows.append(_row(config, name, layers, run, rows[0] if rows else None))
         yield rows[-1]
-
-
-def _kept(config: Config) -> list[Row]:
-    """Return the rows of the file of a run that is resumed."""
-    if config.resume is None:
-        return []
-    names = [field.name for field in dataclasses.fields(Row)]
-    rows = []
-    for row in rows_to_resume(Path(config.resume), config.settings):
-        known = {name: row[name] for name in names}
-        known["losses"] = tuple(row["losses"])
-        rows.append(Row(**known))
-    return rows
 
 
 def _row(config: Config, name: str, layers: int, run: Run, bf16: Row | None) -> Row:
@@ -228,10 +207,7 @@ def train(config: Config, name: str, layers: int) -> Run:
     )
     training = llama_steps.make_training(settings, name, config.schedule)
     step, compile_seconds = training.compile(done=done)
-    text = load_installed(byte_limit=config.text_bytes)
-    tokenizer = read_tokenizer(OWN)
-    if size.vocabulary >= tokenizer.size:  # the smallest models read bytes
-        text = tokenized(text, tokenizer)
+    text = corpus_for(size, config.text_bytes)
     losses = []
     for windows in draw_windows(config, text.train):
         step.inputs = (windows,)
@@ -300,11 +276,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help=f"before the timed ones (default: {SHORT})",
     )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the rows of the JSON file, run those it lacks",
-    )
+    add_resume(parser)
     parser.add_argument(
         "--update",
         choices=get_args(Update),
@@ -353,7 +325,7 @@ def configure(options: argparse.Namespace) -> Config:
         steps=options.steps or (2 if options.smoke else SHORT),
         rounds=2 if on_gpu else 1,
         calls=2 if on_gpu else 1,
-        resume=str(options.path) if options.resume else None,
+        resume=options.resume or None,
         update=options.update,
         rate=options.rate,
     )

@@ -15,10 +15,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("pallas_kernels", "tcfp_jax")
 AGE = "; the library has changed since"
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -182,19 +183,21 @@ def read_result(name: str, results: Path = RESULTS) -> Result | None:
     return Result(name, content["header"], content["config"], content["rows"], digest)
 
 
-def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_to_resume(
+    path: str | None, settings: dict[str, object]
+) -> list[dict[str, Any]]:
     """Return the rows of an earlier run with the same settings, each with its device.
 
-    There are none without a file.
+    There are none without a path or a file.
 
     Raises:
       ValueError: the file is of other settings; the message names the differences.
     """
-    if not path.exists():
+    if path is None or not Path(path).exists():
         return []
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
     found = _leaves({name: content["config"].get(name) for name in settings})
-    wanted = _leaves(settings)
+    wanted = _leaves(_finite(settings))
     differences = [
         f"{name}={found.get(name)!r} in the file but {wanted.get(name)!r} now"
         for name in {**wanted, **found}
@@ -219,6 +222,19 @@ def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in leaves
     }
+
+
+def rows_of(kind: type[_Row], rows: Iterable[Mapping[str, Any]]) -> list[_Row]:
+    """Return rows of JSON as dataclasses, without fields that these lack."""
+    names = kind.__dataclass_fields__
+    found = []
+    for row in rows:
+        known = {}
+        for name in names:
+            value = row[name]
+            known[name] = tuple(value) if isinstance(value, list) else value
+        found.append(kind(**known))
+    return found
 
 
 # Writing

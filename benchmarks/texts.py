@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks.forks import Tokens
 from models.huggingface.tokenizer import read_tokenizer
+from models.nets.shapes import ModelConfig
 from models.tokens import OWN
 from models.training.data import IDS_SUFFIX, load_data
 from models.training.text import Corpus, load_installed
@@ -24,6 +25,12 @@ def corpus_of(data: tuple[str, ...], byte_limit: int, tokens: Tokens) -> Corpus:
     else:
         text = load_installed(byte_limit=byte_limit)
     return text if tokens == "bytes" else tokenized(text, read_tokenizer(OWN))
+
+
+def corpus_for(size: ModelConfig, byte_limit: int) -> Corpus:
+    """Return installed Python as ids, or as bytes for the smallest models."""
+    reads_ids = size.vocabulary >= read_tokenizer(OWN).size
+    return corpus_of((), byte_limit, "bpe" if reads_ids else "bytes")
 
 
 def _encoded(data: tuple[str, ...], byte_limit: int) -> Corpus:

@@ -284,6 +284,16 @@ def measure_alone(
         return [future.result() for future in futures]
 
 
+def measure_in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)` of a new process with the whole memory, or of this one
+    on a device that reports no peaks.
+    """
+    if not has_peaks():
+        return function(*args)
+    (found,) = measure_alone(function, [args], "whole")
+    return found
+
+
 def compile_quickly() -> None:
     """Let XLA optimize little on a CPU, for runs that mostly compile.
 

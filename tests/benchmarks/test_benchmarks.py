@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import tcfp_jax
@@ -22,7 +21,6 @@ from benchmarks import (
     harness,
     memory,
     products,
-    quality,
     quantizers,
     records,
     report,
@@ -45,7 +43,6 @@ SMOKES = (
     "grouped",
     "head",
     "quantizers",
-    "quality",
     "memory",
     "dpo",
 )
@@ -144,50 +141,6 @@ def test_a_card_runs_its_share_and_keeps_nothing_of_a_failure(
     assert card.main(["--out", str(tmp_path), "--only", "fp4", "--seconds", "1"]) == 0
     assert not ran
     assert "left for another call" in capsys.readouterr().out
-
-
-@slow
-def test_quality_finds_what_theory_says(smoke):
-    rows = {
-        (row.question, row.name): row
-        for row in smoke[1]("quality")
-        if row.distribution == "gaussian"
-    }
-    assert rows["format", "hi+lo"].snr_db > 63.9
-    assert rows["format", "hi+lo"].bits == pytest.approx(16, abs=0.01)
-    assert rows["format", "TCFP-12 linear"].bits == pytest.approx(12.5, abs=0.01)
-    assert rows["format", "TCFP-12 linear"].snr_db > 45.5
-    assert (
-        rows["format", "TCFP-12 NF4"].snr_db > rows["format", "TCFP-12 linear"].snr_db
-    )
-    assert rows["format", "hi+lo, stochastic lo"].snr_db > 60
-    assert (
-        rows["output", "E4M3 x hi+lo"].snr_db > rows["output", "E4M3 x E4M3"].snr_db + 2
-    )
-    (still,) = (
-        row for (question, _), row in rows.items() if question == "still weight"
-    )
-    (moving,) = (
-        row for (question, _), row in rows.items() if question == "moving weight"
-    )
-    assert still.ratio <= 0.01
-    assert moving.snr_db >= 60
-
-
-def test_quality_refuses_a_format_that_lost_its_residual():
-    with refused(r"hi\+lo has 31.5 dB", ArithmeticError):
-        quality.check([quality.Row("format", "hi+lo", "gaussian", 31.5, 1e-3)])
-
-
-@parametrize("distribution", quality.DISTRIBUTIONS)
-def test_distributions_are_what_they_are_called(distribution):
-    x = np.asarray(quality.draw(distribution, (256, 256), 0), np.float64)
-    kurtosis = np.mean(x**4) / np.mean(x**2) ** 2
-    assert abs(x.mean()) < 0.1
-    low, high = {"gaussian": (2.8, 3.2), "uniform": (1.7, 1.9)}.get(
-        distribution, (8, math.inf)
-    )
-    assert low < kurtosis < high
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch):

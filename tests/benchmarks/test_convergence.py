@@ -143,7 +143,7 @@ def test_a_caption_names_the_devices_and_flags_of_a_run(tmp_path):
         "rows": [row, {**row, "seed": 1, "device": "other"}],
     }
     path.write_text(json.dumps(content))
-    assert [kept["device"] for kept in records.rows_to_resume(path, {})] == [
+    assert [kept["device"] for kept in records.rows_to_resume(str(path), {})] == [
         "chip",
         "other",
     ]
