@@ -25,6 +25,7 @@ import numpy as np
 
 from ..huggingface.tokenizer import Tokenizer, read_tokenizer
 from .documents import (
+    HELDOUT_SHARE,
     SNIFFED,
     check_paths,
     document_files,
@@ -34,7 +35,6 @@ from .documents import (
 )
 from .text import SEPARATOR, Corpus, stable_hash
 
-HELDOUT_SHARE = 20
 IDS_SUFFIX = ".npy"
 MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 

@@ -10,16 +10,21 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from tqdm import tqdm
+
+from .text import stable_hash
 
 LINES = (".jsonl", ".ndjson")
 ARRAY = ".json"
 MOST = 2**24  # bytes of a document; a long novel has a quarter of them
 MOST_OF_ARRAY = 2**28
 SNIFFED = 2**16
+HELDOUT_SHARE = 20
 # Entries that make an object a document, here or for other trainers.
 KINDS: dict[str, Any] = {
     "messages": list,
@@ -28,6 +33,7 @@ KINDS: dict[str, Any] = {
     "chosen": (str, list),
 }
 CHATS = ("messages", "conversations")
+_Made = TypeVar("_Made")
 
 
 class Document(NamedTuple):
@@ -138,6 +144,37 @@ def read_documents(path: Path) -> Iterator[Document]:
             yield from _items(path, file)
         else:
             yield from _lines(path, file)
+
+
+def made_of(
+    paths: Sequence[str], make: Callable[[Any], _Made]
+) -> Iterator[tuple[Document, _Made]]:
+    """Yield each document of files and folders with the result of a function of its
+    value.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a document is not JSON, or the function raised it; the message names
+        the place.
+    """
+    check_paths(paths)
+    for path in document_files(paths):
+        for one in tqdm(read_documents(path), path.name, leave=False, delay=3):
+            try:
+                made = make(one.value)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{one.where}: {error}") from error
+            yield one, made
+
+
+def split(found: Mapping[str, _Made]) -> tuple[list[_Made], list[_Made]]:
+    """Return the results to learn from and those held out, every twentieth by its text
+    and at least one. So no copy of a document is held out.
+    """
+    order = sorted(found, key=stable_hash)
+    held = max(1, len(order) // HELDOUT_SHARE)
+    results = [found[text] for text in order]
+    return results[held:], results[:held]
 
 
 def _lines(path: Path, file: BufferedReader) -> Iterator[Document]:

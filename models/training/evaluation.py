@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -114,39 +115,44 @@ def _pairs_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     frozen = reference_model(config)
     preferences = config.preferences or Preferences()
 
-    def numbers(
-        policy: Any, reference: Any, text: jax.Array, offsets: jax.Array
-    ) -> jax.Array:
-        def of_batch(offsets: jax.Array) -> jax.Array:
-            pairs = windows_at(text, offsets, config)
-            of_policy = log_probabilities(model, policy, pairs)
-            expected = log_probabilities(frozen, reference, pairs)
-            return numbers_of(of_policy, expected, preferences)
+    def numbers(policy: Any, reference: Any, pairs: jax.Array) -> jax.Array:
+        of_policy = log_probabilities(model, policy, pairs)
+        expected = log_probabilities(frozen, reference, pairs)
+        return numbers_of(of_policy, expected, preferences)
 
-        return jax.lax.map(of_batch, offsets)
-
-    whole = None if mesh is None else NamedSharding(mesh, P())
-    return OnMesh(jax.jit(numbers, out_shardings=whole), mesh)
+    return _by_batches(numbers, config, mesh)
 
 
 @functools.lru_cache(maxsize=16)
 def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = model_of(config)
 
-    def losses(
-        params: Any, quantized: Any, text: jax.Array, offsets: jax.Array
-    ) -> jax.Array:
+    def losses(params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
+        losses, counted = window_losses(model, params, quantized, windows)
+        if counted is None:
+            found = [losses.mean(axis=-1), jnp.ones(len(losses))]
+        else:
+            number = counted.sum(axis=-1, dtype=jnp.float32)
+            found = [losses.sum(axis=-1), number]
+        return jnp.stack(found, axis=-1)
+
+    return _by_batches(losses, config, mesh)
+
+
+def _by_batches(
+    numbers: Callable[..., jax.Array], config: TrainConfig, mesh: Mesh | None
+) -> Any:
+    """Return the compiled function `(*variables, text, offsets)` of the numbers of
+    windows `(*variables, windows)`, for one batch of offsets after the other.
+    """
+
+    def run(*operands: Any) -> jax.Array:
+        *variables, text, offsets = operands
+
         def of_batch(offsets: jax.Array) -> jax.Array:
-            windows = windows_at(text, offsets, config)
-            losses, counted = window_losses(model, params, quantized, windows)
-            if counted is None:
-                found = [losses.mean(axis=-1), jnp.ones(len(losses))]
-            else:
-                number = counted.sum(axis=-1, dtype=jnp.float32)
-                found = [losses.sum(axis=-1), number]
-            return jnp.stack(found, axis=-1)
+            return numbers(*variables, windows_at(text, offsets, config))
 
         return jax.lax.map(of_batch, offsets)
 
     whole = None if mesh is None else NamedSharding(mesh, P())
-    return OnMesh(jax.jit(losses, out_shardings=whole), mesh)
+    return OnMesh(jax.jit(run, out_shardings=whole), mesh)

@@ -17,14 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from ..huggingface.tokenizer import Messages, Tokenizer
 from .answers import answers
-from .documents import check_paths, document_files, read_documents
-from .text import Corpus, stable_hash
+from .documents import made_of, split
+from .text import Corpus
 
-HELDOUT_SHARE = 20
 # Planes of a row.
 TOKENS, DOCUMENTS, COUNTED = range(3)
 # Commands of terminals
@@ -52,23 +50,15 @@ def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> 
       FileNotFoundError: a file does not exist.
       ValueError: a document is not such an object, or there are fewer than two of them.
     """
-    check_paths(paths)
-    # By content, so that no copy of a document is held out
-    found: dict[str, Example] = {}
-    for path in document_files(paths):
-        for one in tqdm(read_documents(path), path.name, leave=False, delay=3):
-            try:
-                found[one.text] = example(one.value, tokenizer)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{one.where}: {error}") from error
+    found = {}
+    for one, made in made_of(paths, lambda value: example(value, tokenizer)):
+        found[one.text] = made
     if len(found) < 2:
         raise ValueError(
             f"{', '.join(paths)} holds {len(found)} document(s), and one is held out;"
             " give at least 2"
         )
-    order = sorted(found, key=stable_hash)
-    held = max(1, len(order) // HELDOUT_SHARE)
-    parts = [[found[name] for name in names] for names in (order[held:], order[:held])]
+    parts = split(found)
     train, heldout = (packed(part, sequence + 1) for part in parts)
     counted = int(heldout[:, COUNTED].sum())
     return Corpus(

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from ..huggingface.tokenizer import Tokenizer
 from ..nets.shapes import LlamaConfig, ModelConfig
-from .documents import check_paths, document_files, read_documents
+from .documents import document_files, made_of, read_documents, split
 from .examples import (
-    HELDOUT_SHARE,
     Example,
     chat,
     check_halves,
@@ -32,7 +30,7 @@ from .examples import (
     is_answer,
     packed,
 )
-from .text import Corpus, stable_hash
+from .text import Corpus
 
 FIELDS = ("prompt", "chosen", "rejected")
 EMPTY = "an answer is empty"
@@ -132,36 +130,21 @@ def load_pairs(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> Cor
       FileNotFoundError: a file does not exist.
       ValueError: a line is not a pair, or fewer than two pairs are left.
     """
-    check_paths(paths)
-    # By content, so that no copy of a pair is held out
-    found: dict[str, np.ndarray] = {}
+    found = {}
     left_out: dict[str, list[str]] = {}
-    for path in document_files(paths):
-        for one in tqdm(read_documents(path), path.name, leave=False, delay=3):
-            try:
-                made = pair(one.value, tokenizer, sequence + 1)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{one.where}: {error}") from error
-            if isinstance(made, str):
-                left_out.setdefault(made, []).append(one.where)
-            else:
-                found[one.text] = made
+    for one, made in made_of(paths, lambda line: pair(line, tokenizer, sequence + 1)):
+        if isinstance(made, str):
+            left_out.setdefault(made, []).append(one.where)
+        else:
+            found[one.text] = made
     notes = tuple(_note(reason, places) for reason, places in left_out.items())
     if len(found) < 2:
         raise ValueError(
             f"{', '.join(paths)} holds {len(found)} pair(s) to learn from, and one is"
             f" held out; {''.join(f'{note}; ' for note in notes)}give at least 2"
         )
-    order = sorted(found, key=stable_hash)
-    held = max(1, len(order) // HELDOUT_SHARE)
-    return Corpus(
-        np.stack([found[name] for name in order[held:]]),
-        np.stack([found[name] for name in order[:held]]),
-        tuple(paths),
-        tuple(paths),
-        None,
-        notes,
-    )
+    train, heldout = map(np.stack, split(found))
+    return Corpus(train, heldout, tuple(paths), tuple(paths), None, notes)
 
 
 def _note(reason: str, places: Sequence[str]) -> str:
