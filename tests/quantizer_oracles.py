@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.operands import BLOCK_SIZES, Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
+from tests.helpers import parametrize
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -33,7 +34,7 @@ def optimized(*cases):
 
 
 def scalings(*which):
-    return pytest.mark.parametrize("scaling", which, ids=str)
+    return parametrize("scaling", which, ids=str)
 
 
 def hard_values(shape, seed=0):

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 import jax
-import pytest
+
+from tests.helpers import parametrize, slow_except
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SOURCES = {path.stem: path.read_text() for path in EXAMPLES.glob("*_*.py")}
@@ -61,7 +62,7 @@ def program(name):
     return fed_back(kind) if weights == "fed_back" else SOURCES[name]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, added, removed",
     [
         ("nnx_stored", 16, 18),
@@ -82,8 +83,8 @@ def lines(name):
 
 
 # Each program compiles for eight devices, five to ten seconds of a core.
-@pytest.mark.slow_except("linen_stored")
-@pytest.mark.parametrize("name", [*sorted(SOURCES), "nnx_fed_back", "linen_fed_back"])
+@slow_except("linen_stored")
+@parametrize("name", [*sorted(SOURCES), "nnx_fed_back", "linen_fed_back"])
 def test_examples_train(name, capsys):
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(program(name), f"{name}.py", "exec"), {"__name__": "__main__"})

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import tcfp_jax
 from tcfp_jax import formats
+from tests.helpers import parametrize
 
 FILE = Path(__file__).with_name("golden.json")
 RECIPES = (
@@ -227,7 +227,7 @@ def cases():
 CASES = cases()
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize("name", CASES)
 def test_bits_are_those_of_the_file(name):
     assert digest(CASES[name]()) == json.loads(FILE.read_text())[name]
 

@@ -6,7 +6,6 @@ import typing
 import jax
 import jax.numpy as jnp
 import jaxtyping
-import pytest
 
 import tcfp_jax
 from pallas_kernels.adamw.api import adamw
@@ -14,6 +13,7 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import parametrize
 
 NAMES = {"Float": jaxtyping.Float, "UInt32": jaxtyping.UInt32}
 X = jnp.ones((2, 3, 16))
@@ -78,7 +78,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@parametrize("name", CALLS)
 def test_shapes_are_those_of_the_signature(name):
     assert CALLS[name]() == []
 

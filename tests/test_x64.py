@@ -11,7 +11,7 @@ from pallas_kernels.operands import Fp4
 from tcfp_jax import formats, monitor
 from tcfp_jax.inference import gptq, quantize_params, search_scales
 from tcfp_jax.optim import adamw, low_precision_moments, on_stored
-from tests.helpers import same_bits
+from tests.helpers import parametrize, same_bits, slow_except
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RNG = np.random.default_rng(0)
@@ -90,10 +90,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow_except(
-    "adamw", "error_feedback of stale scales", "nvfp4", "gptq", "cast", "pack"
-)
-@pytest.mark.parametrize("name", CASES)
+@slow_except("adamw", "error_feedback of stale scales", "nvfp4", "gptq", "cast", "pack")
+@parametrize("name", CASES)
 def test_nothing_becomes_wider(name):
     narrow = jax.jit(CASES[name])()
     with jax.enable_x64(True):

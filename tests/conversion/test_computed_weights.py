@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -19,7 +18,7 @@ from tcfp_jax.conversion.transform import _quantized
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
-from tests.helpers import mesh_of, same_bits
+from tests.helpers import mesh_of, parametrize, same_bits
 
 ALL = ("linear", "small", "head")
 convert = functools.partial(transform, recipe="tensorwise", include=ALL)
@@ -233,7 +232,7 @@ def products_of(jaxpr):
     return count
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@parametrize("name", REWRITTEN)
 def test_products_of_linear_weights_read_stored_parameters(name):
     fn, params, equations = REWRITTEN[name]
     low = convert(fn, strict=True)
@@ -246,7 +245,7 @@ def test_products_of_linear_weights_read_stored_parameters(name):
     assert differ(loss_of(exact)(params), loss_of(fn)(params)) < 0.02
 
 
-@pytest.mark.parametrize("name", AT_USE)
+@parametrize("name", AT_USE)
 def test_computed_weights_are_quantized_at_each_use(name):
     fn, params, note = AT_USE[name]
     low = convert(fn, strict=True)
@@ -258,7 +257,7 @@ def test_computed_weights_are_quantized_at_each_use(name):
     assert differ(loss_of(low)(params), loss_of(fn)(params)) < 0.15
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@parametrize("name", LINEAR)
 def test_products_that_stay_float_run_as_they_were_written(name):
     fn, params, _ = LINEAR[name]
     right = jax.jit(fn)(params, X)
@@ -346,7 +345,7 @@ def merged(p, x):
 LORA = {"w": W, "a": A, "b": B}
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "rules, converted",
     [
         ({"^[ab]$": None}, ["w"]),
@@ -381,7 +380,7 @@ def test_queries_of_latents_with_biases_of_heads_stay_float():
     assert "a product of parameters" in report.skipped[0].reason
 
 
-@pytest.mark.parametrize("switched", ["off", "on"])
+@parametrize("switched", ["off", "on"])
 def test_a_served_model_of_a_merged_weight_needs_no_floats(switched):
     low = convert(merged, recipe="tcfp12_fast")
     weights = find_weights(low, LORA, X)

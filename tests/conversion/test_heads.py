@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import tcfp_jax
 from tcfp_jax import transform
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import store_at_once
+from tests.helpers import parametrize, slow_except, store_at_once
 
 K, V = 32, 48
 RNG = np.random.default_rng(0)
@@ -63,7 +62,7 @@ def records(converted):
     }
 
 
-@pytest.mark.parametrize("form", ["tied", "untied"])
+@parametrize("form", ["tied", "untied"])
 def test_the_head_is_a_product_of_the_report(form):
     path = "table" if form == "tied" else "head"
     left = records(transform(model(form), "tensorwise", include=("linear", "small")))[
@@ -93,8 +92,8 @@ def test_the_head_is_a_product_of_the_report(form):
     assert ruled.recipe == tcfp_jax.recipe("rowwise")
 
 
-@pytest.mark.slow_except("tied")
-@pytest.mark.parametrize("form", ["tied", "untied", "jit", "scan", "checkpoint"])
+@slow_except("tied")
+@parametrize("form", ["tied", "untied", "jit", "scan", "checkpoint"])
 def test_a_converted_head_is_the_operation_by_its_recipe(form):
     path = "table" if form == "tied" else "head"
     by_rule = transform(
@@ -112,8 +111,8 @@ def test_a_converted_head_is_the_operation_by_its_recipe(form):
         assert np.allclose(found[1][name], wanted[1][name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow_except("tied")
-@pytest.mark.parametrize("form", ["tied", "untied"])
+@slow_except("tied")
+@parametrize("form", ["tied", "untied"])
 def test_a_stored_head_is_multiplied_and_takes_its_gradient(form):
     path = "table" if form == "tied" else "head"
     converted = transform(
@@ -173,7 +172,7 @@ def test_heads_that_no_recipe_can_change_say_so():
     assert emulated.reason == "nvfp4_training has no head with its loss"
 
 
-@pytest.mark.parametrize("by_hand", ["optax", "log_softmax"])
+@parametrize("by_hand", ["optax", "log_softmax"])
 def test_a_softmax_by_hand_is_told_of_the_operation(by_hand):
     def loss(params, ids):
         logits = hidden(params, ids) @ params["head"]

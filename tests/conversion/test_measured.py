@@ -30,7 +30,7 @@ from pallas_kernels.tuning import Key
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
 from tcfp_jax.nnx import Optimizer
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, refused, slow
 
 DEVICE = jax.devices()[0].device_kind
 ROWS = (4096, 1024)
@@ -238,9 +238,7 @@ def test_what_was_not_timed_goes_by_size_and_says_so(times):
     ops = table()
     ops["matmul"] = [e for e in ops["matmul"] if e["variant"] != "single full float32"]
     times(ops)
-    with pytest.raises(
-        ValueError, match=r"(?s)too small to win: a side of 64, below 1024.*wide/kernel"
-    ):
+    with refused(r"(?s)too small to win: a side of 64, below 1024.*wide/kernel"):
         convert_to_tcfp(MLP(), "tensorwise", shape(4096, 128))
     report = survey(
         convert_to_tcfp(
@@ -261,7 +259,7 @@ def test_what_was_not_timed_goes_by_size_and_says_so(times):
     assert "padded" in tcfp_jax.explain((4096, 120), (120, 64), "tensorwise").summary
     ops.pop("dot_general")  # BF16's own
     times(ops)
-    with pytest.raises(ValueError, match="too small to win: a side of 64, below 1024"):
+    with refused("too small to win: a side of 64, below 1024"):
         convert_to_tcfp(MLP(), "tensorwise", shape(4096, 128))
 
 
@@ -283,12 +281,8 @@ def test_a_device_that_was_not_timed_goes_by_size(times):
 
 
 def test_measured_needs_the_rows_of_a_step():
-    with pytest.raises(
-        ValueError,
-        match=(
-            'include="measured" weighs products at the rows that sample inputs give'
-            " them"
-        ),
+    with refused(
+        'include="measured" weighs products at the rows that sample inputs give them'
     ):
         convert_to_tcfp(MLP(), "tensorwise", include=("measured",))
     assert "kernel" in str(
@@ -307,7 +301,7 @@ def test_rows_are_those_of_one_device(times):
     assert "at 2048x128x64" in parts.converted[0].reason
 
 
-@pytest.mark.slow
+@slow
 def test_models_convert_what_pays_in_a_step_of_theirs(times):
     size = GPTConfig(layers=1, width=64, heads=2, context=64)
     recipe = tcfp_jax.recipe("tensorwise")
@@ -328,5 +322,5 @@ def test_models_convert_what_pays_in_a_step_of_theirs(times):
         weights
     )
     assert config.in_bf16.include == "every"
-    with pytest.raises(ValueError, match="include='all' is unknown; use one of"):
+    with refused("include='all' is unknown; use one of"):
         TrainConfig(include="all")

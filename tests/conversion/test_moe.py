@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType
@@ -19,7 +18,14 @@ from tcfp_jax import error_feedback, layer_state, optim, transform
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.inference.calibration import hessians
-from tests.helpers import filled, store_at_once, variables_of
+from tests.helpers import (
+    filled,
+    parametrize,
+    slow,
+    slow_except,
+    store_at_once,
+    variables_of,
+)
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP = 64, 32, 48, 5, 2
 GROUPS = ("linear", "small")
@@ -125,7 +131,7 @@ def train(step, params, init):
 
 # A quicker test has losses and gradients, and tests/models/test_moe.py trains stored
 # experts
-@pytest.mark.slow
+@slow
 def test_losses_fall_alike_with_and_without_float_weights():
     adam = optax.adam(3e-3)
     feedback = optax.chain(optax.adam(3e-3), error_feedback(WEIGHTS))
@@ -187,8 +193,8 @@ def test_experts_gain_at_smaller_sizes_than_one_matrix():
         assert bool(survey(low, params, x).converted) == converted
 
 
-@pytest.mark.slow_except("4")
-@pytest.mark.parametrize("experts", [4, 2])  # two or one on each device
+@slow_except("4")
+@parametrize("experts", [4, 2])  # two or one on each device
 def test_experts_over_devices_are_stored(experts):
     """Layers of experts in a scan, split inside `shard_map`: each device multiplies its
     part of the stored stack.
@@ -259,7 +265,7 @@ def test_moments_for_calibration_are_those_of_each_expert():
         assert np.allclose(moments, rows.T @ rows, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_results_have_the_dtype_that_the_program_asks_for(dtype):
     def fn(p, x):
         return lax.ragged_dot(
@@ -332,7 +338,7 @@ def test_experts_by_einsum_are_stacks():
         assert [weights[name].layout.stack for name in ("gate", "down")] == stacks
 
 
-@pytest.mark.slow
+@slow
 def test_experts_on_an_explicit_mesh():
     """A stack that lies over devices is stored there, multiplied inside `shard_map`,
     and updated where it lies.

@@ -8,7 +8,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -20,7 +19,7 @@ from tcfp_jax.conversion import diagnose, export, find_weights, restore, survey,
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.collectives import collectives
-from tests.helpers import mesh_of, same_bits
+from tests.helpers import mesh_of, parametrize, refused, same_bits, slow_except
 
 ALL = ("linear", "small", "head")
 RECIPE = "tcfp12_fast"
@@ -305,14 +304,14 @@ def close(found, wanted, part):
         )
 
 
-@pytest.mark.slow_except(
+@slow_except(
     "scan and remat over axis 1",
     "layers of transposed experts, and one expert",
     "tied head",
     "parts",
     "carried by a loop",
 )
-@pytest.mark.parametrize("name", CONVERTED)
+@parametrize("name", CONVERTED)
 def test_products_convert_in_every_transformation(name):
     fn, params, equations = CONVERTED[name]
     low = convert(fn, strict=True)
@@ -388,16 +387,14 @@ def test_names_with_slashes_are_paths():
     )
 
 
-@pytest.mark.parametrize("name", LEFT)
+@parametrize("name", LEFT)
 def test_what_is_left_alone_is_listed_with_its_reason(name):
     fn, params, reason = LEFT[name]
     report = survey(convert(fn), params, X)
     assert not report.converted and any(
         reason in record.reason for record in report.skipped
     ), str(report)
-    with pytest.raises(
-        ValueError, match=f"(?s)no product of .* was converted.*{reason}"
-    ):
+    with refused(f"(?s)no product of .* was converted.*{reason}"):
         convert(fn)(params, X)
 
 
@@ -407,7 +404,7 @@ def test_a_rule_opens_a_custom_derivative():
     plain = convert(lambda p, x: x @ p["w"])
 
     assert same_bits(step_of(low)(params), step_of(plain)(params))
-    with pytest.raises(ValueError, match="no product matches the rule 'never'"):
+    with refused("no product matches the rule 'never'"):
         convert(fn, rules={"w": "inline", "never": "inline"}, strict=True)(params, X)
 
 
@@ -420,7 +417,7 @@ def test_strict_takes_the_constants_of_a_model():
     assert "closes over" in str(survey(low, {"w": W}, X))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "precision, reason",
     [
         ("highest", "precision='HIGHEST'"),
@@ -476,17 +473,12 @@ def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
         return lax.conv((x @ p["w"])[None, None], p["k"], (1, 1), "SAME")
 
     params = {"w": W, "k": normal(2, 1, 3, 3)}
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"(?s)strict=True: 1 products of parameters .*rules.*a convolution\n    k"
-        ),
+    with refused(
+        r"(?s)strict=True: 1 products of parameters .*rules.*a convolution\n    k"
     ):
         convert(fn, strict=True)(params, X)
     convert(fn, strict=True, rules={"^k$": None})(params, X)
-    with pytest.raises(
-        ValueError, match="strict=True: no product matches the rule 'never'"
-    ):
+    with refused("strict=True: no product matches the rule 'never'"):
         convert(fn, strict=True, rules={"never": None, "k": None})(params, X)
 
 
@@ -497,8 +489,8 @@ def test_the_two_forms_of_a_shared_weight_are_told_apart():
     assert "quantized at each use" in str(report)
 
 
-@pytest.mark.slow_except("tcfp12_fast-2")
-@pytest.mark.parametrize(
+@slow_except("tcfp12_fast-2")
+@parametrize(
     "recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)]
 )
 def test_a_weight_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
@@ -528,9 +520,7 @@ def test_a_weight_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
     )
 
 
-@pytest.mark.parametrize(
-    "recipe, others", [("tensorwise", 2), ("bf16", 1), ("rowwise", 1)]
-)
+@parametrize("recipe, others", [("tensorwise", 2), ("bf16", 1), ("rowwise", 1)])
 def test_products_of_one_x_quantize_it_once(recipe, others):
     """Each quantization of its own would have an all-reduce on several devices, which
     XLA would not know to be equal.
@@ -720,21 +710,19 @@ def test_state_of_other_parameters_is_not_multiplied():
     kept = layer_state(error_feedback(find_weights(low, params, X)).init(params))
     assert np.isfinite(low(params, X, stored=kept)).all()
     averaged = jax.tree.map(lambda w: 0.99 * w, params)
-    with pytest.raises(ValueError, match="made of other parameters"):
+    with refused("made of other parameters"):
         low(averaged, X, stored=kept)
     assert np.isnan(jax.jit(low)(averaged, X, stored=kept)).all()
-    with pytest.raises(
-        ValueError, match="the state holds 'z', but the parameters have only a, b, c"
-    ):
+    with refused("the state holds 'z', but the parameters have only a, b, c"):
         low(params, X, stored={**kept, "z": kept["a"]})
     layers = jax.vmap(lambda w: quantize_weight(w, low.policy.recipe)[0])(STACK)
-    with pytest.raises(ValueError, match=r"for each of the stack \[32\]"):
+    with refused(r"for each of the stack \[32\]"):
         low(params, X, stored=kept | {"a": layers})
-    with pytest.raises(ValueError, match="'a' is a shape without values"):
+    with refused("'a' is a shape without values"):
         low({**params, "a": jax.ShapeDtypeStruct((32, 32), "float32")}, X)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "arguments, options, error, message",
     [
         ((nn.Dense(4), RECIPE), {}, TypeError, "convert_to_tcfp"),
@@ -750,5 +738,5 @@ def test_state_of_other_parameters_is_not_multiplied():
     ],
 )
 def test_bad_input(arguments, options, error, message):
-    with pytest.raises(error, match=message):
+    with refused(message, error):
         transform(*arguments, **options)({}, X)

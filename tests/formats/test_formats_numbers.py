@@ -7,7 +7,7 @@ import pytest
 
 from tcfp_jax.formats import codebook, number
 from tests.formats_oracles import FLOATS, table
-from tests.helpers import parametrize
+from tests.helpers import parametrize, refused
 
 every_float = parametrize("name", FLOATS)
 
@@ -62,7 +62,7 @@ class TorchDtype:
 
 def test_a_dtype_of_torch():
     assert number(TorchDtype()) == number("float8_e4m3fnuz")
-    with pytest.raises(ValueError, match=r"'float64'.*too wide"):
+    with refused(r"'float64'.*too wide"):
         number("torch.float64")
 
 
@@ -158,15 +158,15 @@ NO_CODES = [(code, "not a number") for code in ("", None, object())]
 
 @parametrize("code, why", [*table(BAD), *NO_CODES])
 def test_codes_that_describe_nothing_raise(code, why):
-    with pytest.raises(ValueError, match=why):
+    with refused(why):
         number(code)
     if why in ("not a number", "2 to 32", "outside", "no mantissa"):
-        with pytest.raises(ValueError, match="eXmY"):
+        with refused("eXmY"):
             number(code)
 
 
 def test_number_line_of_many_bits_raises():
-    with pytest.raises(ValueError, match="16 bits"):
+    with refused("16 bits"):
         number("float32").number_line()
 
 

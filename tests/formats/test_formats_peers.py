@@ -12,7 +12,7 @@ import pytest
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
 from tests.formats_oracles import EVERY_BFLOAT16, awkward_inputs, quick, same
-from tests.helpers import parametrize
+from tests.helpers import parametrize, refused
 
 WIDE = EVERY_BFLOAT16.astype(np.float32)
 FINITE = WIDE[np.isfinite(WIDE)]
@@ -112,7 +112,7 @@ def test_gfloat_quantizes_blocks_the_same(gfloat, name):
         assert np.isnan(ours).sum() == 1
     else:
         assert np.isnan(ours).all()
-        with pytest.raises(ValueError, match="No NaN"):
+        with refused("No NaN"):
             quantize(x[1])
 
 

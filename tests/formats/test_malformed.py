@@ -9,7 +9,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from tcfp_jax import formats
 from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.weights.tcfp12 import PackedTCFP12
-from tests.helpers import parametrize
+from tests.helpers import parametrize, refused
 
 X = jnp.linspace(-1.0, 1.0, 128).reshape(4, 32)
 cyclic: list[object] = []
@@ -212,9 +211,7 @@ def test_scales_that_no_quantizer_makes(recipe, value):
     if recipe == "nvfp4" and value == 0 and not np.signbit(value):
         assert not np.asarray(read_back(arrays, recipe).dequantize()).any()
         return
-    with pytest.raises(
-        ValueError, match=f"{name} of kernel has .* quantizers make scales"
-    ):
+    with refused(f"{name} of kernel has .* quantizers make scales"):
         read_back(arrays, recipe)
 
 
@@ -230,7 +227,7 @@ def test_scales_are_checked_in_variables_for_nnx():
         quantize_params(params, "tensorwise"),
     )
     model = TCFPLinear(64, 32, recipe="tensorwise", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"scale of kernel has 3e\+38"):
+    with refused(r"scale of kernel has 3e\+38"):
         load_quantized(model, broken)
 
 
@@ -258,14 +255,12 @@ def test_plain_dicts_of_checkpoints(recipe, data):
 def test_a_mask_that_keeps_another_count_is_refused(byte):
     packed = packed_as("sparse")
     mask = packed.mask.at[3].set(byte)
-    with pytest.raises(
-        ValueError, match=r"the mask keeps .* of 4 values, not 2; the file is damaged"
-    ):
+    with refused(r"the mask keeps .* of 4 values, not 2; the file is damaged"):
         formats.unpack(dataclasses.replace(packed, mask=mask))
 
 
 @parametrize("field", ["format", "tile", "rule"])
 @parametrize("value", [[], {}, None, 3], ids=str)
 def test_another_kind_of_field_is_no_fp4_scaling(field, value):
-    with pytest.raises(ValueError, match=f"{field}={re.escape(repr(value))} is "):
+    with refused(f"{field}={re.escape(repr(value))} is "):
         Fp4(**{field: value})

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels import counter
 from pallas_kernels.fp4 import E2M1
@@ -16,6 +15,7 @@ from tcfp_jax.formats.quantization import assemble, quantize
 from tcfp_jax.formats.rounding import Modes
 from tests.formats.test_nvfp4_numbers import SIGNS, awkward
 from tests.formats_oracles import QUICK, same
+from tests.helpers import parametrize, refused, slow_except
 
 KEY = counter.keys(7)
 # The rule, the tile, the shape, and other options.
@@ -42,8 +42,8 @@ def cast(x, rule, tile, amax=None, signs=None, key=None):
     return from_bits(assemble(parts, datatype, x.shape))
 
 
-@pytest.mark.slow_except("squares", "rotated")
-@pytest.mark.parametrize("name", CASES)
+@slow_except("squares", "rotated")
+@parametrize("name", CASES)
 def test_arrays_hold_the_cast(name):
     rule, tile, shape, options = CASES[name]
 
@@ -95,7 +95,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "why"), REFUSED)
+@parametrize(("change", "error", "why"), REFUSED)
 def test_bad_input_raises(change, error, why):
-    with pytest.raises(error, match=why):
+    with refused(why, error):
         quantize_nvfp4(**({"x": jnp.zeros((16, 32))} | change))

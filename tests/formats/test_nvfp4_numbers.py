@@ -20,6 +20,7 @@ from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.formats_oracles import QUICK, same
+from tests.helpers import parametrize, refused, slow, slow_except
 
 KEY = keys(7)
 SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
@@ -86,10 +87,8 @@ def cast(x, axis, key):
     return layout.join(parts.value * parts.scale), parts.outer
 
 
-@pytest.mark.slow_except("-1-keys0", "None-keys2")
-@pytest.mark.parametrize(
-    ("axis", "keys"), [(-1, (None, KEY)), (0, (None, KEY)), (None, (None,))]
-)
+@slow_except("-1-keys0", "None-keys2")
+@parametrize(("axis", "keys"), [(-1, (None, KEY)), (0, (None, KEY)), (None, (None,))])
 def test_numbers_are_the_values_of_the_cast(axis, keys):
     def both(x):
         made = [nvfp4_arrays.quantize_values(x, axis, key) for key in keys]
@@ -106,8 +105,8 @@ def test_numbers_are_the_values_of_the_cast(axis, keys):
             assert same(found.values, values), exponents
 
 
-@pytest.mark.slow_except("rotated, stochastic")
-@pytest.mark.parametrize("name", CASES)
+@slow_except("rotated, stochastic")
+@parametrize("name", CASES)
 def test_the_kernel_has_the_bits_of_xla(name):
     x = awkward("float32", (32, 128), (-20, 20))
     wanted = quantize_values(x, *CASES[name], backend="xla")
@@ -127,15 +126,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "axis", "why"), REFUSED)
+@parametrize(("shape", "dtype", "axis", "why"), REFUSED)
 def test_the_kernel_says_what_it_cannot_take(shape, dtype, axis, why):
-    with pytest.raises(NotImplementedError, match=why):
+    with refused(why, NotImplementedError):
         nvfp4_arrays.quantize_values(jnp.zeros(shape, dtype), axis, backend="triton")
 
 
-@pytest.mark.parametrize(
-    "axes", [("a", None), pytest.param((None, "a"), marks=pytest.mark.slow)]
-)
+@parametrize("axes", [("a", None), pytest.param((None, "a"), marks=slow)])
 def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
     """The kernel runs in one case; in the other, parts have too few columns for it."""
     x = awkward("float32", (32, 128))
@@ -151,7 +148,7 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
     assert same(got.values, quantize_values(x, 0, KEY).values)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("starts", "own", "wanted"),
     [
         ([32, 0], (32, 4), 128 + np.arange(128)),
@@ -168,7 +165,7 @@ def test_a_device_knows_where_its_part_begins(starts, own, wanted):
 @pytest.mark.skipif(
     h200.missing() is not None and not h200.expected(), reason=str(h200.missing())
 )
-@pytest.mark.parametrize(
+@parametrize(
     ("backend", "target"), [(None, "__gpu$xla.gpu.triton"), ("mosaic", "mosaic_gpu_v2")]
 )
 def test_on_an_h200_numbers_are_written_once(backend, target):
@@ -191,7 +188,7 @@ def test_on_an_h200_numbers_are_written_once(backend, target):
         assert compiled.temporary_bytes <= 1 << 16
 
 
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])
+@parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])
 def test_bad_input_is_loud_in_its_block_alone(value):
     x = jnp.ones((2, 32)).at[0, 3].set(value)
     got = np.asarray(quantize_values(x, -1).dequantize())
@@ -204,7 +201,7 @@ def test_zeros_are_zeros():
     assert not np.asarray(quantize_values(jnp.zeros((2, 32)), -1).dequantize()).any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@parametrize("dtype", ["float32", "bfloat16"])
 def test_rotations_are_the_format_librarys(dtype):
     x = jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)
 

@@ -12,6 +12,7 @@ from tcfp_jax import formats
 from tcfp_jax.formats import datatype, exact_share
 from tcfp_jax.formats.rounding import Modes
 from tests.formats_oracles import QUICK, packed_and_cast, quick, same, same_bits
+from tests.helpers import parametrize, refused, slow_except
 
 RULES = ("max", "four_over_six", "fold_exact")
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -22,7 +23,7 @@ EVERY_SCALE = (
 # range, and 0.
 FOLDED = EVERY_SCALE[np.isin(np.frexp(EVERY_SCALE)[0] * 2, (0, 1, 1.25, 1.5))]
 FOLDED = FOLDED[(FOLDED == 0) | (FOLDED >= 2.0**-3)]
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = parametrize("rule", RULES)
 # The shape of every array except squares, so that each rule compiles once
 SHAPE = (128, 64)
 
@@ -94,7 +95,7 @@ def oracle(x, rule):
     return found.reshape(x.shape)
 
 
-@pytest.mark.slow_except("fold_exact")
+@slow_except("fold_exact")
 @every_rule
 def test_tiles_take_the_better_candidate(rule):
     x = normal()
@@ -163,7 +164,7 @@ def test_nothing_is_clipped_by_more_than_amax_over_6_may_clip(rule):
     )
 
 
-@pytest.mark.slow_except("max")
+@slow_except("max")
 @every_rule
 def test_square_tiles_and_their_transpose_agree(rule):
     w = jnp.asarray(normal((48, 48)))
@@ -175,8 +176,8 @@ def test_square_tiles_and_their_transpose_agree(rule):
     assert not same(vectors.T, quick(w.T, formats.nvfp4, scalemode=rule))
 
 
-@pytest.mark.slow_except("nvfp4-four_over_six", "nvfp4s-fold_exact")
-@pytest.mark.parametrize(
+@slow_except("nvfp4-four_over_six", "nvfp4s-fold_exact")
+@parametrize(
     ("name", "rule"),
     [
         *(("nvfp4", rule) for rule in RULES),
@@ -255,14 +256,9 @@ def test_one_level_and_where_its_scale_ends():
     assert noise(x[6:], cast[6:]) == pytest.approx(20.4, abs=0.15)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4e2", "int8_f", "e4m3fn", "nvf4", "nvfp4_one_level"]
-)
+@parametrize("name", ["mxfp4e2", "int8_f", "e4m3fn", "nvf4", "nvfp4_one_level"])
 def test_rules_of_two_levels_are_refused_elsewhere(name):
-    with pytest.raises(
-        ValueError,
-        match=r"below a scale of the tensor, which .* does not have; use nvfp4",
-    ):
+    with refused(r"below a scale of the tensor, which .* does not have; use nvfp4"):
         formats.cast(
             jnp.ones((1, 32)), getattr(formats, name), scalemode="four_over_six"
         )

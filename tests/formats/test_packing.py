@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tests.formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same, same_bits
-from tests.helpers import normal, parametrize, slow_except
+from tests.helpers import normal, parametrize, refused, slow_except
 
 
 @parametrize("name", FLOATS)
@@ -117,7 +116,7 @@ def test_unpack_is_the_cast_on_random_draws(start):
 def test_bits_of_impossible_shapes_raise(name, shape):
     made = getattr(formats, name)
     for bits in (made.stored_bits, made.bits_per_value):
-        with pytest.raises(ValueError, match=r"shape|its axis of"):
+        with refused(r"shape|its axis of"):
             bits(shape)
 
 
@@ -175,7 +174,7 @@ def test_special_values_come_back():
     ):
         _, unpacked, expected = packed_and_cast(x, made, saturate=saturate)
         assert same_bits(unpacked, expected), made.name
-    with pytest.raises(ValueError, match="no code"):
+    with refused("no code"):
         pack(x, datatype("e2m1f"))
 
 
@@ -209,7 +208,7 @@ def test_sparse_arrays_are_the_cast_of_kept_values(name):
 @parametrize("name", ["nf4", "uint8_ff", "tcfp12", "e5m0"])
 def test_sparsity_needs_a_code_of_zero(name):
     made = CATALOG.get(name) or datatype(name)
-    with pytest.raises(ValueError, match="sparsity"):
+    with refused("sparsity"):
         pack(jnp.ones((8, 64)), made, sparsity=(4, 2))
 
 
@@ -234,5 +233,5 @@ def test_orbax_saves_and_restores_packed_arrays(tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", empty)
     assert same_bits(jax.jit(unpack)(restored["w"]), unpacked)
-    with pytest.raises(TypeError, match="pack"):
+    with refused("pack", TypeError):
         unpack(x)

@@ -21,10 +21,13 @@ from tests.helpers import (
     decibels,
     drawn,
     filled,
+    parametrize,
     refusals,
     restored,
     same_bits,
     shapes_of,
+    slow,
+    slow_except,
     step_of,
     store_at_once,
 )
@@ -88,8 +91,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_except("decay", "nesterov")
-@pytest.mark.parametrize("name", OPTIONS)
+@slow_except("decay", "nesterov")
+@parametrize("name", OPTIONS)
 @pytest.mark.optimized("slow")
 def test_float_parameters_take_the_steps_of_optax(name):
     rate = optax.linear_schedule(1e-2, 0.0, 5) if name == "decay" else 1e-2
@@ -105,8 +108,8 @@ def test_float_parameters_take_the_steps_of_optax(name):
     assert state.key is None
 
 
-@pytest.mark.slow_except("decay-8bit")
-@pytest.mark.parametrize(
+@slow_except("decay-8bit")
+@parametrize(
     "name, moments",
     [
         ("decay", "bfloat16"),
@@ -132,8 +135,8 @@ def test_stored_parameters_take_the_steps_of_optax(name, moments):
     assert state.mu["small"]["kernel"].dtype == jnp.float32
 
 
-@pytest.mark.slow_except("8bit")
-@pytest.mark.parametrize("moments", MOMENTS)
+@slow_except("8bit")
+@parametrize("moments", MOMENTS)
 def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     tx = adamw(1e-2, weight_decay=0.1, moments=moments)
     before, state = stepped(tx, STORED, 1)
@@ -154,8 +157,8 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
         assert decibels(wanted, ours) > 55
 
 
-@pytest.mark.slow_except("tcfp12-dropped")
-@pytest.mark.parametrize(
+@slow_except("tcfp12-dropped")
+@parametrize(
     "recipe, remainder",
     [
         ("tcfp12_fast", "stochastic"),
@@ -185,10 +188,8 @@ def test_every_way_to_store_a_weight(recipe, remainder):
         assert turned.lo is None or same_bits(turned.lo, weight.rows.lo)
 
 
-@pytest.mark.slow_except(str(Layout((1, 2), (0,))))
-@pytest.mark.parametrize(
-    "layout", [Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str
-)
+@slow_except(str(Layout((1, 2), (0,))))
+@parametrize("layout", [Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
 def test_kernels_of_any_layout(layout):
     weights = {"w": Weight(tcfp_jax.recipe(RECIPE), layout)}
     grads = {"w": drawn(64, 8, 16)}
@@ -218,15 +219,15 @@ def adamw_of_optax(learning_rate, mask=None, key=None):
     return optax.adamw(learning_rate, mask=mask)
 
 
-@pytest.mark.slow_except("injected")
-@pytest.mark.parametrize("name", WRAPPED)
+@slow_except("injected")
+@parametrize("name", WRAPPED)
 def test_inside_of_optax(name):
     after, _ = stepped(WRAPPED[name](optim.adamw), STORED)
     exact, _ = stepped(WRAPPED[name](adamw_of_optax), FLOATS)
     assert distance(exact, optim.dequantize(after), FLOATS, "up", "kernel") < 0.05
 
 
-@pytest.mark.slow  # quicker tests have its steps beside those of optax
+@slow  # quicker tests have its steps beside those of optax
 def test_training_converges_as_with_floats():
     x = drawn(256, 64)
     y = jnp.tanh(x @ drawn(64, 16, seed=1) / 8)
@@ -257,8 +258,8 @@ def test_training_converges_as_with_floats():
 
 # Options
 # --------------------------------------------------------------------------------------
-@pytest.mark.slow_except("8bit")
-@pytest.mark.parametrize("moments", ["8bit", "float32"])
+@slow_except("8bit")
+@parametrize("moments", ["8bit", "float32"])
 def test_clipping(moments):
     norm = float(optax.tree.norm(GRADS))
     make = functools.partial(adamw, 1e-2, weight_decay=0.1, moments=moments)
@@ -295,8 +296,8 @@ def test_clipping_of_float_parameters_is_that_of_optax():
     assert_close(ours, exact, 1e-4, 1e-6)
 
 
-@pytest.mark.slow_except("8bit")
-@pytest.mark.parametrize("moments", ["8bit", "float32"])
+@slow_except("8bit")
+@parametrize("moments", ["8bit", "float32"])
 def test_eps_root_is_added_under_the_root(moments):
     options = dict(eps_root=4.0, weight_decay=0.0)
     exact, _ = stepped(optax.adamw(0.5, **options), FLOATS, 1)
@@ -315,7 +316,7 @@ def small_ones(tree):
     return jax.tree.map(lambda leaf: leaf.size < 4096, tree)
 
 
-@pytest.mark.parametrize("mask, of_up", [(None, 0.9), (small_ones, 1)])
+@parametrize("mask, of_up", [(None, 0.9), (small_ones, 1)])
 def test_a_mask_leaves_stored_weights_undecayed(mask, of_up):
     """With a gradient of zeros, a step does nothing but decay."""
     grads = jax.tree.map(jnp.zeros_like, GRADS)
@@ -333,7 +334,7 @@ SKIPPING = adamw(1e-2)
 UPDATE = jax.jit(SKIPPING.update)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "bad, path",
     [
         (np.nan, "up/bias"),
@@ -366,7 +367,7 @@ def test_a_step_that_is_left_out_moves_no_scale():
     assert same_bits(optim.apply_updates(params, updates), params)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "remainder, moments, calls",
     [
         ("stochastic", "8bit", 2),
@@ -406,7 +407,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@parametrize("name", RUNS)
 def test_a_run_resumes_bit_for_bit(name, tmp_path):
     tx, params = RUNS[name]
     step = jax.jit(functools.partial(step_of(tx), GRADS), donate_argnums=(0, 1))

@@ -13,7 +13,7 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.conversion import find_weights
 from tests.compile_for_h200 import compile_for, h200s, needs_plugin, on
-from tests.helpers import step_of
+from tests.helpers import parametrize, slow_except, step_of
 
 pytestmark = [pytest.mark.optimized, needs_plugin]
 
@@ -66,10 +66,8 @@ def entry_of_step(tx, init, loss, batch):
     return compiled.text[compiled.text.index("ENTRY") :]
 
 
-@pytest.mark.slow_except("both-bfloat16")
-@pytest.mark.parametrize(
-    ("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")]
-)
+@slow_except("both-bfloat16")
+@parametrize(("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")])
 def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradient):
     recipe = tcfp_jax.recipe("tcfp12_single", copies=copies)
     matmul = functools.partial(tcfp_jax.matmul, recipe=recipe)

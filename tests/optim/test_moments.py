@@ -31,9 +31,12 @@ from tests.helpers import (
     drawn,
     mesh_of,
     nnx_model,
+    parametrize,
     placed,
     refusals,
+    refused,
     same_bits,
+    slow_except,
 )
 from tests.optim.zoo import (
     GRADS,
@@ -103,8 +106,8 @@ FIELDS = {
 }
 
 
-@pytest.mark.slow_except("adamw", "lion")
-@pytest.mark.parametrize("name", FORMATS)
+@slow_except("adamw", "lion")
+@parametrize("name", FORMATS)
 def test_any_transformation(name):
     tx = (TRANSFORMATIONS | MORE)[name]
     exact, _ = stepped(tx)
@@ -122,8 +125,8 @@ def test_any_transformation(name):
         assert far > 1e-3
 
 
-@pytest.mark.slow_except("bfloat16-bfloat16")
-@pytest.mark.parametrize(
+@slow_except("bfloat16-bfloat16")
+@parametrize(
     "mu, nu",
     [("bfloat16", "bfloat16"), (jnp.float32, "ue5m3"), (jnp.float8_e4m3fn, "float32")],
 )
@@ -156,7 +159,7 @@ def other(name):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("role, dtype", [("mu", M), ("float32", "float32")])
+@parametrize("role, dtype", [("mu", M), ("float32", "float32")])
 def test_a_field_of_another_name_has_the_role_that_you_say(role, dtype):
     _, state = stepped(EIGHT_BITS(other("average"), fields={"average": role}))
     assert state.inner["average"]["up"]["kernel"].dtype == dtype
@@ -212,7 +215,7 @@ def test_bytes_of_moments():
     assert sum(leaf.nbytes for leaf in stored) == 2 * 64 * 128 + 2 * 64
 
 
-BY_BOTH = pytest.mark.parametrize(
+BY_BOTH = parametrize(
     "tx",
     [EIGHT_BITS(optax.adamw(1e-2)), optim.adamw(1e-2, key=KEY)],
     ids=["any", "adamw"],
@@ -254,10 +257,10 @@ def _linear(inputs, outputs, rngs):
 
 # Numbers
 # --------------------------------------------------------------------------------------
-EVERY_FORM = pytest.mark.parametrize("form", [M, "ue5m3", "bfloat16"])
+EVERY_FORM = parametrize("form", [M, "ue5m3", "bfloat16"])
 
 
-@pytest.mark.parametrize("shape", [(512, 3, 16), (8192, 1), (5, 7, 130)], ids=str)
+@parametrize("shape", [(512, 3, 16), (8192, 1), (5, 7, 130)], ids=str)
 @EVERY_FORM
 def test_blocks_of_any_shape(shape, form):
     x = drawn(*shape)
@@ -297,7 +300,7 @@ def test_rounding_is_unbiased(form):
     assert (deviation > 0).mean() > 0.9
 
 
-@pytest.mark.parametrize("b2", [0.95, 0.999])
+@parametrize("b2", [0.95, 0.999])
 def test_the_average_of_squares_follows_a_drop_of_the_gradient(b2):
     params = {"kernel": jnp.zeros((64, 64))}
     after = int(3 / (1 - b2))
@@ -343,8 +346,8 @@ def test_bits_depend_on_key_step_and_leaf():
     assert not same_bits(*words)
 
 
-@pytest.mark.slow_except("P(None, ('a', 'b'))")
-@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, ("a", "b"))], ids=str)
+@slow_except("P(None, ('a', 'b'))")
+@parametrize("spec", [P("a"), P(None, "a"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.optimized("slow")
 def test_bits_are_the_same_on_every_mesh(spec):
     @jax.jit
@@ -355,8 +358,8 @@ def test_bits_are_the_same_on_every_mesh(spec):
     assert same_bits(stored(x), stored(placed(x, mesh_of(2, 2), *spec)))
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", M, "ue5m3"])
-@pytest.mark.parametrize("shape", [(64, 200), (16, 8, 32)])
+@parametrize("form", ["float32", "bfloat16", M, "ue5m3"])
+@parametrize("shape", [(64, 200), (16, 8, 32)])
 def test_zeros_are_rounded_zeros(form, shape):
     wanted = encode(form, jnp.zeros(shape), RANDOM)
     assert same_bits(zeros(form, jnp.ones(shape)), wanted)
@@ -391,10 +394,10 @@ CANNOT_HOLD = [
 ]
 
 
-@pytest.mark.parametrize("role, form", CANNOT_HOLD, ids=str)
+@parametrize("role, form", CANNOT_HOLD, ids=str)
 def test_formats_that_cannot_hold_moments(role, form):
     message = rf"{role}=.*{REASONS[role]}.*use one of.*float32"
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         EIGHT_BITS(optax.adam(0.1), **{role: form})
 
 

@@ -14,7 +14,14 @@ import pytest
 import tcfp_jax
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
-from tests.helpers import drawn, refusals, same_bits, unwatched
+from tests.helpers import (
+    drawn,
+    parametrize,
+    refusals,
+    same_bits,
+    slow_except,
+    unwatched,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 W = drawn(64, 32) * 0.02
@@ -38,7 +45,7 @@ def floats(state):
     return tcfp_jax.layer_state(state)["kernel"].dequantize()
 
 
-@pytest.mark.parametrize("name", ["tcfp12", "tensorwise"])
+@parametrize("name", ["tcfp12", "tensorwise"])
 def test_mean_of_a_still_weight_converges(name):
     tx = tcfp_jax.error_feedback(tcfp_jax.recipe(name, remainder="feedback"))
 
@@ -50,9 +57,9 @@ def test_mean_of_a_still_weight_converges(name):
     assert float(jnp.sqrt(jnp.mean((seen.mean(0) - W) ** 2))) <= 0.01 * float(one_step)
 
 
-@pytest.mark.slow_except("float8_e5m2")
+@slow_except("float8_e5m2")
 @pytest.mark.optimized
-@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
+@parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
 def test_moving_weight_stays_at_60_decibels(error_dtype):
     tx = tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
 
@@ -74,8 +81,8 @@ def test_moving_weight_stays_at_60_decibels(error_dtype):
     assert kept["kernel"].dtype == jnp.dtype(error_dtype)
 
 
-@pytest.mark.parametrize("remainder", ["feedback", "dropped"])
-@pytest.mark.parametrize("growth", ["5x", "jump"])
+@parametrize("remainder", ["feedback", "dropped"])
+@parametrize("growth", ["5x", "jump"])
 def test_delayed_scaling_is_above_50_decibels_after_a_step(remainder, growth):
     recipe = tcfp_jax.recipe("tcfp12", amax="delayed", remainder=remainder)
     tx = tcfp_jax.error_feedback(recipe)
@@ -123,8 +130,8 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.slow_except("named_chain", "apply_if_finite")
-@pytest.mark.parametrize("tx", WRAPPERS.values(), ids=WRAPPERS.keys())
+@slow_except("named_chain", "apply_if_finite")
+@parametrize("tx", WRAPPERS.values(), ids=WRAPPERS.keys())
 def test_state_follows_the_weights_under_every_wrapper(tx):
     params = PARAMS
     state = tx.init(PARAMS)
@@ -213,7 +220,7 @@ def test_equal_weights_and_layers_have_bits_of_their_own():
         assert 0.2 < float((one.view(jnp.uint8) != other.view(jnp.uint8)).mean()) < 0.8
 
 
-@pytest.mark.parametrize("copies, values, scales", [("one", 2, 1), ("both", 4, 2)])
+@parametrize("copies, values, scales", [("one", 2, 1), ("both", 4, 2)])
 def test_bytes_of_the_state(copies, values, scales):
     recipe = tcfp_jax.recipe(NO_FEEDBACK, copies=copies)
     state = tcfp_jax.error_feedback(recipe).init(PARAMS)
@@ -224,7 +231,7 @@ def test_bytes_of_the_state(copies, values, scales):
 MASK = {"a": {"kernel": False}, "table": True}
 
 
-@pytest.mark.parametrize("mask", [MASK, lambda params: MASK], ids=["tree", "function"])
+@parametrize("mask", [MASK, lambda params: MASK], ids=["tree", "function"])
 def test_mask_chooses_the_weights(mask):
     state = tcfp_jax.error_feedback("tcfp12", mask=mask).init(
         {"a": {"kernel": W}, "table": W}
@@ -273,7 +280,7 @@ test_bad_calls_raise = refusals(
 )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "kernel",
     [jnp.zeros((32, 16)), jnp.zeros((32, 16)).at[:16].set(1.0)],
     ids=["all", "blocks"],

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from tests.helpers import step_of
+from tests.helpers import slow, step_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -76,7 +76,7 @@ def main(address: str, process: int, path: Path) -> None:
     path.write_bytes(pickle.dumps(bytes_of_parts(train(place))))
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.optimized
 def test_two_processes_have_the_bits_of_one(tmp_path):
     with socket.socket() as free:

@@ -14,7 +14,17 @@ from pallas_kernels.scaling import Block, Tensor
 from tcfp_jax.optim.stored import apply_updates
 from tcfp_jax.weights.rewritten import Rewritten
 from tcfp_jax.weights.rounding import rewrite
-from tests.helpers import decibels, filled, mesh_of, placed, same_bits, shapes_of
+from tests.helpers import (
+    decibels,
+    filled,
+    mesh_of,
+    parametrize,
+    placed,
+    refused,
+    same_bits,
+    shapes_of,
+    slow_except,
+)
 from tests.optim.zoo import KERNEL, RECIPE, TWO_LAYERS, kernel_of, stored_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -57,8 +67,8 @@ def test_rounding_follows_the_mean_of_small_updates():
     assert error < 0.05 * 400 * size
 
 
-@pytest.mark.slow_except("4-0.99-1.01", "512-0.0-0.2")
-@pytest.mark.parametrize(
+@slow_except("4-0.99-1.01", "512-0.0-0.2")
+@parametrize(
     ("part", "least", "most"), [(4, 0.99, 1.01), (64, 0.99, 1.01), (512, 0.0, 0.2)]
 )
 def test_feedback_keeps_what_e3m4_does(part, least, most):
@@ -70,8 +80,8 @@ def test_feedback_keeps_what_e3m4_does(part, least, most):
     assert least <= moved.mean() / (400 * size) <= most
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_blockwise"])
-@pytest.mark.parametrize("binade", [-100, 120])
+@parametrize("recipe", [RECIPE, "tcfp12_blockwise"])
+@parametrize("binade", [-100, 120])
 def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
     """Weights have every size below their scale, small and large."""
     rng = np.random.default_rng(5)
@@ -146,7 +156,7 @@ def test_bits_do_not_depend_on_the_mesh():
         assert same_bits(split, alone)
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_weight_that_is_not_finite_stays_visible(bad):
     params = stored_kernel(KERNEL.at[2, 3].set(bad))
     assert np.isnan(kernel_of(params)).all()
@@ -185,10 +195,8 @@ def test_filled_kernels_of_stacks_have_seeds_of_their_own():
 
 # Rewritten weights and copies
 # --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "scaling", [Tensor(), Block(32, "square")], ids=["one scale", "in blocks"]
-)
-@pytest.mark.parametrize("factor", [1.0, 0.0, 0.5])
+@parametrize("scaling", [Tensor(), Block(32, "square")], ids=["one scale", "in blocks"])
+@parametrize("factor", [1.0, 0.0, 0.5])
 def test_factors_of_a_rewritten_weight_are_seen(factor, scaling):
     recipe = tcfp_jax.recipe(RECIPE, scaling=scaling)
     old = stored_of(recipe=recipe)["up"]["kernel"]
@@ -198,14 +206,14 @@ def test_factors_of_a_rewritten_weight_are_seen(factor, scaling):
     scaled = jax.jit(lambda made: made.onto(old))(made)
     if factor == 0.5:
         assert np.isnan(scaled.rows.dequantize()).all()
-        with pytest.raises(ValueError, match="put that part before adamw"):
+        with refused("put that part before adamw"):
             made.onto(old)
         return
     assert same_bits(scaled, new if factor else old)
     assert same_bits(made.onto(old), scaled)
 
 
-@pytest.mark.parametrize("recipe, has_lo", [(RECIPE, False), ("tcfp12_fast", True)])
+@parametrize("recipe, has_lo", [(RECIPE, False), ("tcfp12_fast", True)])
 def test_a_copy_holds_the_halves_that_its_product_reads(recipe, has_lo):
     """A product that reads `W_hi` alone needs no `W_lo` in the transposed copy: it
     would be a wasted byte.

@@ -14,7 +14,7 @@ from pallas_kernels import counter
 from pallas_kernels.operands import Block
 from tcfp_jax import monitor, optim
 from tcfp_jax.optim.encoding import encode
-from tests.helpers import decibels, drawn, step_of
+from tests.helpers import decibels, drawn, parametrize, slow, slow_except, step_of
 from tests.optim.zoo import GRADS, KEY, PARAMS, RECIPE, kernel_of, stepped, stored_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -44,7 +44,7 @@ def jump(count):
     return jnp.where(count == 0, 1e-7, 30.0)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("value", "steps", "options"),
     [
         (1e-4, 1, dict(learning_rate=1e-2)),
@@ -58,9 +58,7 @@ def jump(count):
     ],
     ids=["rate", "nesterov", "zeros", "decay", "jump", "negative", "turned", "one g"],
 )
-@pytest.mark.parametrize(
-    "stack", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["matrix", "stack"]
-)
+@parametrize("stack", [(), pytest.param((2,), marks=slow)], ids=["matrix", "stack"])
 def test_an_update_beyond_the_scale_of_its_weight_is_not_clipped(
     value, steps, options, stack
 ):
@@ -133,11 +131,9 @@ def grown(moments):
     return run
 
 
-@pytest.mark.slow_except("8bit-0.2-300", "8bit-3.0-1", "8bit-3.0-4", "float32-3.0-1")
-@pytest.mark.parametrize(
-    "growth, steps", [(2.0, 300), (5.0, 300), (0.2, 300), (3.0, 1), (3.0, 4)]
-)
-@pytest.mark.parametrize("moments", ["8bit", "float32"])
+@slow_except("8bit-0.2-300", "8bit-3.0-1", "8bit-3.0-4", "float32-3.0-1")
+@parametrize("growth, steps", [(2.0, 300), (5.0, 300), (0.2, 300), (3.0, 1), (3.0, 4)])
+@parametrize("moments", ["8bit", "float32"])
 def test_scales_follow_weights_that_grow(growth, steps, moments):
     stored = stored_of({"kernel": KERNEL})
     decay = jnp.float32(1 - growth ** (1 / steps))
@@ -159,7 +155,7 @@ def differ(a, b):
     return 0.02 < share < 0.95
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "float"])
+@parametrize("stored", [True, False], ids=["stored", "float"])
 def test_equal_weights_are_rounded_by_bits_of_their_own(stored):
     """By one pass over a stored weight, and by XLA over a float one."""
     params = {"a": {"kernel": KERNEL}, "b": {"kernel": KERNEL}}
@@ -172,7 +168,7 @@ def test_equal_weights_are_rounded_by_bits_of_their_own(stored):
         assert differ(moments["a"]["kernel"], moments["b"]["kernel"])
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["one pass", "by XLA"])
+@parametrize("blocks", [False, True], ids=["one pass", "by XLA"])
 def test_equal_layers_are_rounded_by_bits_of_their_own(blocks):
     options = {}
     if blocks:
@@ -198,7 +194,7 @@ def test_both_moments_are_rounded_by_bits_of_their_own():
     assert 0.1 < float((m != v).mean()) < 0.9
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "float"])
+@parametrize("stored", [True, False], ids=["stored", "float"])
 def test_every_step_rounds_moments_by_bits_of_its_own(stored):
     params = {"kernel": KERNEL}
     if stored:
@@ -229,7 +225,7 @@ def qualities(rate, params, steps=4, **options):
     return last(before, state)
 
 
-@pytest.mark.slow
+@slow
 def test_quality_shows_the_updates_that_rounding_loses():
     stored = stored_of(PARAMS)
     for found in qualities(1e-2, stored).values():

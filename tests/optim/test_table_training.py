@@ -17,6 +17,7 @@ from tcfp_jax.weights.parameter import is_quantized
 from tests.helpers import (
     drawn,
     same_bits,
+    slow,
     step_of,
     variables_of,
 )
@@ -80,7 +81,7 @@ def test_moments_are_narrow_and_rows_without_gradient_rest():
 
 
 # Quicker tests have its gradients, and its steps against Adam in float64
-@pytest.mark.slow
+@slow
 @pytest.mark.usefixtures("standard_promotion")  # the model's loss subtracts bools
 def test_a_stored_table_learns_as_a_float_one():
     size = LlamaConfig(layers=1, width=64, heads=2, kv_heads=1, hidden=64, context=16)

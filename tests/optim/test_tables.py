@@ -8,7 +8,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -27,9 +26,11 @@ from tests.helpers import (
     drawn,
     mesh_of,
     nnx_model,
+    parametrize,
     placed,
     refusals,
     same_bits,
+    slow_except,
     variables_of,
 )
 from tests.optim.zoo import RECIPE, stored_of
@@ -116,8 +117,8 @@ def looked_up(name):
     return low, stored_of(params, find_weights(low, params, IDS)), plain
 
 
-@pytest.mark.slow_except("columns", "cast first")
-@pytest.mark.parametrize("name", LOOKUPS)
+@slow_except("columns", "cast first")
+@parametrize("name", LOOKUPS)
 def test_rows_and_gradients_are_those_of_the_dequantized_table(name):
     low, stored, plain = looked_up(name)
     floats = tcfp_jax.dequantize(stored)
@@ -154,7 +155,7 @@ def test_rows_are_looked_up_inside_shard_map():
     assert_close(found, exact(tcfp_jax.dequantize(stored), INSIDE), 1e-6, 1e-6)
 
 
-@pytest.mark.parametrize("way", ["converted", "by hand"])
+@parametrize("way", ["converted", "by hand"])
 def test_gradients_of_a_frequent_row_are_added_in_float32(way):
     fn = looked_up("take")[0] if way == "converted" else by_hand
 
@@ -166,7 +167,7 @@ def test_gradients_of_a_frequent_row_are_added_in_float32(way):
     assert same_bits(found, jnp.zeros((ROWS, WIDTH), jnp.bfloat16).at[5].set(1000))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+@parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
 def test_ids_may_be_of_fewer_bits_than_the_rows_need(dtype):
     table = Stored.of(tcfp_jax.split(jnp.arange(300.0)[:, None]))
     ids = jnp.array([100, 3, 127], dtype)
@@ -181,8 +182,8 @@ def test_a_lookup_by_hand_is_that_of_the_float_table():
         assert_same_numbers(rows, take(table.dequantize(), IDS))
 
 
-@pytest.mark.slow_except("by hand", "cast first")
-@pytest.mark.parametrize("name", ["take", "by hand", "cast first", "scan"])
+@slow_except("by hand", "cast first")
+@parametrize("name", ["take", "by hand", "cast first", "scan"])
 def test_no_float_table_exists(name):
     low, stored, _ = looked_up("take" if name == "by hand" else name)
     fn = by_hand if name == "by hand" else low
@@ -310,8 +311,8 @@ def test_rows_come_from_the_copy_next_to_a_float_table():
     assert same_bits(jax.grad(summed)(TABLE), exact(TABLE))
 
 
-@pytest.mark.parametrize("spec", [P(None, "b"), P("a", None)], ids=["columns", "rows"])
-@pytest.mark.parametrize("way", ["converted", "by hand"])
+@parametrize("spec", [P(None, "b"), P("a", None)], ids=["columns", "rows"])
+@parametrize("way", ["converted", "by hand"])
 def test_a_lookup_under_explicit_axes_says_where_its_rows_lie(spec, way):
     out = P("a", None, "b")
 
@@ -381,7 +382,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@parametrize("name", REFUSED)
 def test_tables_that_stay_float_say_why(name):
     fn, options, reason = REFUSED[name]
     low = tcfp_jax.transform(fn, **(dict(recipe=RECIPE, include=ALL) | options))

@@ -19,6 +19,7 @@ from models.nets.meshes import AXES
 from models.nets.shapes import LlamaConfig
 from models.nets.sizes import LLAMAS
 from tests.compile_for_h200 import compile_for, h200s, needs_plugin
+from tests.helpers import slow
 from tests.models.test_arena import attention
 
 DEVICES = 8
@@ -89,7 +90,7 @@ def bytes_of_a_device(leaf, place: NamedSharding) -> int:
 
 @needs_plugin
 @pytest.mark.optimized
-@pytest.mark.slow
+@slow
 def test_70b_fits_eight_cards_of_80_gb(monkeypatch):
     few, more = (
         compiled(dataclasses.replace(SIZE, layers=layers), monkeypatch)
