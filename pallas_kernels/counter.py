@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from pallas_kernels.specs import Shape
+
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: a start with as many ones as zeros
 
 
@@ -60,7 +62,7 @@ def finish(x: Array, k1: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def indices(shape: tuple[int, ...], fastest: int = -1) -> Array:
+def indices(shape: Shape, fastest: int = -1) -> Array:
     """Return the index of every element, uint32, modulo 2**32.
 
     The order is row-major, or as if the axis `fastest` were last.
@@ -82,7 +84,7 @@ def indices(shape: tuple[int, ...], fastest: int = -1) -> Array:
     return total
 
 
-def bits_of(shape: tuple[int, ...], k0: Array, k1: Array, fastest: int = -1) -> Array:
+def bits_of(shape: Shape, k0: Array, k1: Array, fastest: int = -1) -> Array:
     """Return random bits for every element of an array, by its global index.
 
     >>> bits_of((2, 3), *keys(1)).shape

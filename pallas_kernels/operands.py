@@ -33,7 +33,7 @@ from pallas_kernels.scaling import (
     Tensor,
     Tile,
 )
-from pallas_kernels.specs import Sharding, entries_of, moved
+from pallas_kernels.specs import Shape, Sharding, entries_of, moved
 from pallas_kernels.wire import Wire
 
 __all__ = [
@@ -110,7 +110,7 @@ class Operand:
         return self.lo
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the tensor for which the operand stands."""
         shape = self.values.shape
         if self.scaling.packed:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.explicit import on_parts, one_at_a_time, under_own_mesh
 from pallas_kernels.parts import BlocksOf, Letters, Spec
-from pallas_kernels.specs import Entry, device_count, entries, has_explicit_axes
+from pallas_kernels.specs import Entry, Shape, device_count, entries, has_explicit_axes
 
 __all__ = ["BlocksOf", "Letters", "partitioned"]
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class _Leaf(Protocol):
     """An operand or result as XLA describes it."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     sharding: object
 
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pallas_kernels.specs import Shape
+
 PATH = Path(__file__).with_name("tuned.json")
 # How far a measurement counts, in octaves, summed over the axes of a shape.
 _NEAR = 2.0
@@ -36,7 +38,7 @@ class Key(NamedTuple):
 
     op: str
     variant: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Entry:
       configs: fields of the best config of each backend that has configs.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     variant: str
     backend: str
     milliseconds: Mapping[str, float]
@@ -129,14 +131,14 @@ def _entries(device: str, key: Key, backend: str) -> list[Entry]:
     ]
 
 
-def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+def _apart(a: Shape, b: Shape) -> float:
     # A pass over a matrix takes as long as one over its transpose.
     if len(a) == 2:
         return _distance(tuple(sorted(a)), tuple(sorted(b)))
     return _distance(a, b)
 
 
-def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+def _distance(a: Shape, b: Shape) -> float:
     ratios = [max(1, x) / max(1, y) for x, y in zip(a, b, strict=True)]
     return sum(abs(math.log2(ratio)) for ratio in ratios)
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import check_choice
-from pallas_kernels.specs import Axes
+from pallas_kernels.specs import Axes, Shape
 
 Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
 
@@ -39,7 +39,7 @@ class Scatter(NamedTuple):
 
     axes: Axes
     dimension: int
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 def check_wire(wire: str | None) -> None:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.specs import shards
+from pallas_kernels.specs import Shape, shards
 from tcfp_jax.optim.encoding import block_parts, narrow_leaves
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.paths import PyTree, entries, leaves, named_leaves
@@ -173,7 +173,7 @@ def shardings_of(params: PyTree) -> PyTree | None:
     return jax.tree.map(lambda array: array.sharding, params) if arrays else None
 
 
-def _kernel_shape(leaf: PyTree) -> tuple[int, ...]:
+def _kernel_shape(leaf: PyTree) -> Shape:
     return parameter_of(leaf).kernel_shape if is_quantized(leaf) else jnp.shape(leaf)
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.fp4_matmul.reference import Fp4Options, dimensions, scaling_
 from pallas_kernels.matmul.devices import result_spec
 from pallas_kernels.operands import Operand
 from pallas_kernels.partition import BlocksOf, partitioned
-from pallas_kernels.specs import Entry
+from pallas_kernels.specs import Entry, Shape
 
 
 def on_each_device(
@@ -77,7 +77,7 @@ def _wanted(
     )
 
 
-def _in_bf16(shape: tuple[int, ...], array: Array) -> ShapeDtypeStruct:
+def _in_bf16(shape: Shape, array: Array) -> ShapeDtypeStruct:
     sharding = jax.typeof(array).sharding
     return ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 

@@ -33,7 +33,7 @@ from pallas_kernels.fp4_matmul.decode import BLOCKS
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR
 from pallas_kernels.hopper.sums import load_global
 from pallas_kernels.scaling import Fp4Format
-from pallas_kernels.specs import varying
+from pallas_kernels.specs import Shape, varying
 
 # Outputs of a warpgroup.
 OUTPUTS = 64
@@ -217,7 +217,7 @@ def _swizzled(
     return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_SWIZZLE)
 
 
-def _buffer_of_x(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.SMEM:
+def _buffer_of_x(shape: Shape, dtype: DTypeLike) -> plgpu.SMEM:
     size = _SWIZZLE // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=_swizzled(size))
 

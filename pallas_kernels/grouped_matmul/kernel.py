@@ -45,7 +45,7 @@ from pallas_kernels.hopper.sums import (
     multiply,
     pieces_of,
 )
-from pallas_kernels.specs import varying
+from pallas_kernels.specs import Shape, varying
 
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
@@ -120,7 +120,7 @@ def _kernel(plan: Plan, interpret: bool, *refs: Ref) -> None:
     )
 
 
-def _views(shape: tuple[int, ...], dtype: DTypeLike, interpret: bool) -> Ref:
+def _views(shape: Shape, dtype: DTypeLike, interpret: bool) -> Ref:
     """Return one allocation in two views, for copies and for `wgmma`.
 
     They are tiles of one row, which copies may begin at any row, and tiles of eight.

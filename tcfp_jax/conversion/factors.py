@@ -73,7 +73,7 @@ class Product:
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     primitive: str
     equation: str = ""
     k: int = 0

@@ -27,6 +27,8 @@ from jax import Array
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from pallas_kernels.specs import Shape
+
 # Primitives that hand numbers on. They may round (a cast), but the numbers are still
 # the parameter's.
 _SAME = {
@@ -46,7 +48,6 @@ _SAME = {
 }
 # The ones of these primitives with an output for each operand.
 _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
-Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
 # The numbers of the equations around an equation, outermost first, and its own.
 Place = tuple[int, ...]

@@ -13,17 +13,17 @@ bits of a value depend on it.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.partition import partitioned
+from pallas_kernels.specs import Shape
 from pallas_kernels.tiled import Engine
 from tcfp_jax.formats.nvfp4_registers import SIDE, Kind, numbers
 
 BLOCKS = 128  # for each program
-Shape: TypeAlias = tuple[int, ...]
 
 
 class Job(NamedTuple):

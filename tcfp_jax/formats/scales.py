@@ -31,9 +31,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.specs import Shape
 from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 
-Shape = tuple[int, ...]
 SCALE_GRAMMAR = (
     "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32,"
     " float16_int8_t32 or float32"

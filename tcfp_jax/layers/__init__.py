@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
-from pallas_kernels.specs import Sharding, entries_of
+from pallas_kernels.specs import Shape, Sharding, entries_of
 from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.products.annotations import mark
 from tcfp_jax.products.einsum import Contraction, contract, matrix_product
@@ -56,7 +56,7 @@ class Absent:
     (3, 4)
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: DTypeLike
     parameter: Parameter | None = field(default=None, repr=False)
 

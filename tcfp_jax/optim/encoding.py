@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
-from pallas_kernels.specs import sharding_of
+from pallas_kernels.specs import Shape, sharding_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.parameter import is_quantized
@@ -74,7 +74,7 @@ def check_moment(name: str, form: Format, x: Array) -> None:
         block_parts(parts)
 
 
-def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
+def _blocked_axes(shape: Shape) -> list[list[int]]:
     """Return the axes that merge into each axis of blocks.
 
     Trailing axes merge until they hold a block's values.
@@ -88,7 +88,7 @@ def _blocked_axes(shape: tuple[int, ...]) -> list[list[int]]:
     return [*([axis] for axis in range(first)), [*range(first, len(shape))]]
 
 
-def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _blocked_shape(shape: Shape) -> Shape:
     """Return the shape whose last axis is cut into blocks.
 
     >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64))

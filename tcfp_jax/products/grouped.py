@@ -28,7 +28,7 @@ from pallas_kernels.grouped_matmul.api import check_sizes, grouped_weight_gradie
 from pallas_kernels.grouped_matmul.api import grouped_matmul as multiply
 from pallas_kernels.grouped_matmul.reference import rows_inside
 from pallas_kernels.operands import Operand
-from pallas_kernels.specs import has_explicit_axes, varying_alike
+from pallas_kernels.specs import Shape, has_explicit_axes, varying_alike
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, differentiated_once, site
@@ -141,9 +141,7 @@ def unsupported(recipe: Recipe) -> str:
     return f"{describe(recipe)} has no grouped product: nothing sums it over a wire"
 
 
-def _check_shapes(
-    x: Array, w: Array | None, quantized: Stored | None
-) -> tuple[int, ...]:
+def _check_shapes(x: Array, w: Array | None, quantized: Stored | None) -> Shape:
     """Return the shape `[e, k, n]` of the weights."""
     shapes = [tuple(one.shape) for one in (w, quantized) if one is not None]
     is_one_stack = len(set(shapes)) == 1 and len(shapes[0]) == 3

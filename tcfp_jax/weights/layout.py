@@ -25,6 +25,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.specs import (
+    Shape,
     Sharding,
     entries,
     regrouped,
@@ -119,7 +120,7 @@ class Layout:
         outputs = tuple(axis - count for axis in self.outputs)
         return Layout(inputs, outputs)
 
-    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def matrix_shape(self, shape: Shape) -> Shape:
         """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]`
         if `transposed`.
         """
@@ -150,7 +151,7 @@ class Layout:
             matrix = matrix.swapaxes(-1, -2)
         return matrix, None if stored is None else stored.swap()
 
-    def kernel(self, matrix: Array, shape: tuple[int, ...]) -> Array:
+    def kernel(self, matrix: Array, shape: Shape) -> Array:
         """Return the kernel of this shape from its `matrix`.
 
         Use this to give values of a stored matrix the kernel's shape again.
@@ -165,7 +166,7 @@ class Layout:
         parts = matrix.reshape([shape[axis] for axis in order])
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
 
-    def kernel_sharding(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    def kernel_sharding(self, sharding: Sharding, shape: Shape) -> Sharding:
         """Return how the kernel of this shape lies if its matrix lies so."""
         sizes = self._sizes(shape)
         spec = split_entries(sharding, entries(sharding, len(sizes)), sizes)
@@ -184,14 +185,14 @@ class Layout:
     def _order(self) -> tuple[int, ...]:
         return sum(self.groups, ())
 
-    def _sizes(self, shape: tuple[int, ...]) -> list[list[int]]:
+    def _sizes(self, shape: Shape) -> list[list[int]]:
         """Return the sizes of the kernel's axes in each of the groups."""
         sizes = []
         for group in self.groups:
             sizes.append([shape[axis] for axis in group])
         return sizes
 
-    def check(self, stored: Stored, shape: tuple[int, ...]) -> None:
+    def check(self, stored: Stored, shape: Shape) -> None:
         """Raise a ValueError unless `stored` is the matrix, or the stack of matrices,
         of a kernel of this shape.
         """

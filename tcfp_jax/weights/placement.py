@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Row, Scaling, Tensor
-from pallas_kernels.specs import Entry, entries, names, sharding_of, shards
+from pallas_kernels.specs import Entry, Shape, entries, names, sharding_of, shards
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 # What to do if a mesh cuts a block, by the format of FP4 codes
@@ -48,7 +48,7 @@ class Placement:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     mesh: AnyMesh
     axes: tuple[tuple[str, ...], ...]
 

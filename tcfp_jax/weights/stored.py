@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.derivatives import not_differentiated
 from pallas_kernels.operands import Fp4, Operand, Scaling
-from pallas_kernels.specs import device_count
+from pallas_kernels.specs import Shape, device_count
 from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Dual, Halves, Single
 from tcfp_jax.weights.sampling import sample_of_transpose
@@ -186,7 +186,7 @@ class Stored(NotAnArray):
         return self.forward is not None and self.backward is not None
 
     @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the weight, `[..., k, n]`."""
         *stack, first, second = self._one.shape
         second -= self.padding

@@ -47,7 +47,7 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import OF_CODES, not_differentiated
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
-from pallas_kernels.specs import entries_of
+from pallas_kernels.specs import Shape, entries_of
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import datatype
@@ -94,7 +94,7 @@ class PackedTCFP12:
     residual: Residual = field(metadata=dict(static=True))
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the unpacked tensor."""
         return (*self.values.shape[:-2], self.length)
 
