@@ -11,9 +11,10 @@ import pytest
 
 from tests import compile_for_h200 as h200
 from tests.conftest import asks_for_gpu, compiled_for_users, mark_slow_cases, no_meshes
+from tests.helpers import parametrize, refused, slow, slow_except
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "expression, asked",
     [
         ("gpu", True),
@@ -37,7 +38,7 @@ class _Case:
     def __init__(self, name):
         self.callspec = SimpleNamespace(id=name)
         self.nodeid = f"test_file.py::test_it[{name}]"
-        self.marks = [pytest.mark.slow_except("small")]
+        self.marks = [slow_except("small")]
         self.add_marker = self.marks.append
 
     def get_closest_marker(self, name):
@@ -52,22 +53,22 @@ def test_cases_are_slow_but_for_those_that_are_named():
         False,
         True,
     ]
-    with pytest.raises(pytest.UsageError, match=r"no case \['small'\]"):
+    with refused(r"no case \['small'\]", pytest.UsageError):
         mark_slow_cases(config, [_Case("renamed")])
     mark_slow_cases(
         SimpleNamespace(args=["test_file.py::test_it[large]"]), [_Case("large")]
     )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "marks, optimized",
     [
         ([], False),
         ([pytest.mark.optimized], True),
         ([pytest.mark.optimized("slow")], False),
         ([pytest.mark.gpu], True),
-        ([pytest.mark.optimized("slow"), pytest.mark.slow], True),
-        ([pytest.mark.slow], False),
+        ([pytest.mark.optimized("slow"), slow], True),
+        ([slow], False),
     ],
 )
 def test_cases_compile_as_users_do_where_they_are_marked(marks, optimized):
@@ -77,7 +78,7 @@ def test_cases_compile_as_users_do_where_they_are_marked(marks, optimized):
 
 
 def test_no_file_needs_devices_to_be_collected():
-    with no_meshes(), pytest.raises(RuntimeError, match="while tests are collected"):
+    with no_meshes(), refused("while tests are collected", RuntimeError):
         jax.make_mesh((2, 4), ("a", "b"))
     assert (
         jax.make_mesh(

@@ -14,7 +14,7 @@ from models.training.accumulation import in_parts
 from models.training.examples import COUNTED, TOKENS
 from models.training.settings import Stored
 from models.training.steps import check_placement
-from tests.helpers import drawn, parametrize, refused
+from tests.helpers import drawn, parametrize, refused, slow
 from tests.models.test_train import CONFIG, STORED
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -54,7 +54,7 @@ def test_each_part_draws_its_own_bits():
     assert_allclose(value, np.mean(wanted), rtol=1e-6)
 
 
-@pytest.mark.slow
+@slow
 @parametrize("config", [CONFIG, STORED], ids=["float", "stored"])
 def test_a_run_in_parts_learns_alike(config):
     losses = [train.run(replace(config, accumulate=i)).train_loss for i in (1, 2)]

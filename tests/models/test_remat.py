@@ -29,7 +29,15 @@ from models.training import fitting
 from models.training.settings import Data, settings_of
 from tcfp_jax.conversion import survey
 from tcfp_jax.remat import step_bytes
-from tests.helpers import decibels, same_bits, variables_of
+from tests.helpers import (
+    decibels,
+    parametrize,
+    refused,
+    same_bits,
+    slow,
+    slow_except,
+    variables_of,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
@@ -71,9 +79,9 @@ def needed_by(remat):
 
 # layers quantize at each use here
 @pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")
-@pytest.mark.slow_except("attended+key-bf16", "attended+gate_fp8+up_fp8-tcfp12_single")
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12_single"])
-@pytest.mark.parametrize(
+@slow_except("attended+key-bf16", "attended+gate_fp8+up_fp8-tcfp12_single")
+@parametrize("recipe", ["bf16", "tcfp12_single"])
+@parametrize(
     "remat",
     ["attended+key", COPIES, remat_levels("exact")[-1], remat_levels("fp8")[-1]],
 )
@@ -188,7 +196,7 @@ def test_auto_finds_its_step_compiled(monkeypatch, capsys, tmp_path):
     )
 
 
-@pytest.mark.slow  # a quicker test has the gradients of copies
+@slow  # a quicker test has the gradients of copies
 def test_training_with_copies_learns_as_well():
     copied, exact = (
         run(dataclasses.replace(CONFIG, remat=remat)).train_loss
@@ -202,12 +210,11 @@ def test_training_with_copies_learns_as_well():
 
 
 def test_a_run_names_what_is_wrong():
-    with pytest.raises(
-        ValueError,
-        match=r"remat='auto' with model 'tiny', which keeps all values; use a Llama",
+    with refused(
+        r"remat='auto' with model 'tiny', which keeps all values; use a Llama"
     ):
         TrainConfig(remat="auto")
-    with pytest.raises(ValueError, match="remat='gates' is unknown"):
+    with refused("remat='gates' is unknown"):
         dataclasses.replace(CONFIG, remat="gates")
     assert (
         TrainConfig(

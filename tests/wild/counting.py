@@ -317,7 +317,7 @@ def _scan(
     equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note
 ) -> list[Taint]:
     body = equation.params["jaxpr"]
-    consts, carries = _scan_counts(equation)
+    consts, carries = scan_counts(equation)
     outputs: list[Taint] = []
 
     def step(carry: list[Taint], note: Note) -> list[Taint]:
@@ -330,7 +330,7 @@ def _scan(
     return [*_settle(step, taints[consts : consts + carries], note), *outputs]
 
 
-def _scan_counts(equation: Any) -> tuple[int, int]:
+def scan_counts(equation: Any) -> tuple[int, int]:
     """Return the numbers of constants and carried values; jax 0.12 may keep them as a
     tree of flags.
     """

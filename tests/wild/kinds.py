@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from tests.wild.counting import scan_counts
+
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 KEEPS = (
     "convert_element_type",
@@ -233,7 +235,7 @@ class Walk:
         self, equation: Any, inputs: Flows, place: tuple[int, ...], own: bool
     ) -> Flows:
         jaxpr = equation.params["jaxpr"]
-        consts, carried = _scan_counts(equation)
+        consts, carried = scan_counts(equation)
         first = consts + carried
         entries = list(map(_entry, inputs[first:]))
 
@@ -309,6 +311,16 @@ def kinds(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[str, Kind]:
         if path in walk.served - walk.read:
             found[path] = "stored"
     return found
+
+
+def differences(report: Any, counted: dict[str, Kind]) -> dict[str, Any]:
+    """Return the parameters that a report and the count judge in different ways."""
+    found = {line.path: line.kind for line in report.parameters}
+    return {
+        path: (found.get(path), counted.get(path))
+        for path in sorted({*found, *counted})
+        if found.get(path) != counted.get(path)
+    }
 
 
 def _walked(jaxpr: Any, given: Flows, activations: frozenset[tuple[int, ...]]) -> Walk:
@@ -393,12 +405,3 @@ def _bodies(equation: Any) -> list[Any]:
             if hasattr(getattr(one, "jaxpr", one), "eqns"):
                 found.append(one)
     return found
-
-
-def _scan_counts(equation: Any) -> tuple[int, int]:
-    """Return the numbers of constants and carried values, in old and new JAX."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))

@@ -9,6 +9,7 @@ import pytest
 
 from tcfp_jax import transform
 from tcfp_jax.conversion import find_weights
+from tests.helpers import parametrize
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 BLOCKS = dict(
@@ -32,7 +33,7 @@ def test_every_recipe_is_tested():
     assert set(BLOCKS) == set(PACKAGES)
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@parametrize("name", PACKAGES)
 def test_a_recipe_trains(name, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     pytest.importorskip(

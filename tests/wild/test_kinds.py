@@ -1,20 +1,20 @@
 """Another count of parameters finds what reports say: stored, converted only or float.
 
-The programs are the subjects of tests/wild and small ones in which a weight is read in
-each other way. They are traced, and none is compiled.
+In each of these small programs a weight is read in another way; `test_wild` has whole
+models. They are traced, and none is compiled.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from flax import linen as nn
 from flax import nnx
 
 import tcfp_jax
 from tcfp_jax.conversion import find_weights, survey
 from tests.conversion import programs
-from tests.wild.kinds import kinds
+from tests.helpers import parametrize
+from tests.wild.kinds import differences, kinds
 from tests.wild.low import ALL, RECIPE, convert
 from tests.wild.made import WIDTH, Made, Subject, floats, linen_made, nnx_made, pure
 from tests.wild.subjects import SUBJECTS
@@ -93,51 +93,28 @@ def modules() -> dict[str, tuple[str, Callable[[], Made]]]:
 MODULES = modules()
 
 
-def differences(found: dict[str, str], counted: dict[str, str]) -> dict[str, Any]:
-    """Return the parameters that a report and the count judge in different ways."""
-    return {
-        path: (found.get(path), counted.get(path))
-        for path in sorted({*found, *counted})
-        if found.get(path) != counted.get(path)
-    }
-
-
-def lines_of(report: Any) -> dict[str, str]:
-    return {line.path: line.kind for line in report.parameters}
-
-
-def check(subject: Subject) -> None:
-    for package in subject.packages:
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    made = subject.make()
-    with made.context():
-        fn, params, inputs = pure(made, subject.kind)
-        counted = kinds(fn, params, *inputs)
-        assert differences(lines_of(convert(subject, made).report), counted) == {}
-
-
 def test_there_are_forty_programs():
     always = [subject for subject in SUBJECTS if not subject.packages]
     assert len({*FUNCTIONS, *MODULES, *map(str, always)}) >= 40
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@parametrize("name", FUNCTIONS)
 def test_the_report_of_a_function_is_what_another_count_finds(name):
     function, x = FUNCTIONS[name]
     low = tcfp_jax.transform(function, RECIPE, include=ALL)
     report = survey(low, programs.P, x)
-    assert differences(lines_of(report), kinds(function, programs.P, x)) == {}
+    assert differences(report, kinds(function, programs.P, x)) == {}
     weights = find_weights(low, programs.P, x)
     kept = {path for path, one in weights.items() if one.float_reads == "none"}
     assert kept == {line.path for line in report.parameters if line.kind == "stored"}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@parametrize("name", MODULES)
 def test_the_report_of_a_module_is_what_another_count_finds(name):
     kind, make = MODULES[name]
-    check(Subject(name, kind, make, (0, 0)))
-
-
-@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-def test_the_report_of_a_subject_is_what_another_count_finds(subject):
-    check(subject)
+    made = make()
+    with made.context():
+        fn, params, inputs = pure(made, kind)
+        counted = kinds(fn, params, *inputs)
+        low = convert(Subject(name, kind, make, (0, 0)), made)
+        assert differences(low.report, counted) == {}

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.helpers import slow, slow_except
 from tests.wild import counting
+from tests.wild.kinds import differences, kinds
 from tests.wild.low import convert, serve, train_float, train_low, train_stored
 from tests.wild.subjects import SUBJECTS, pure
 
@@ -30,10 +32,7 @@ REPEATED = {
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(s, marks=[pytest.mark.slow] * (str(s) in REPEATED))
-        for s in SUBJECTS
-    ],
+    params=[pytest.param(s, marks=[slow] * (str(s) in REPEATED)) for s in SUBJECTS],
     ids=str,
 )
 def subject(request):
@@ -63,6 +62,7 @@ def test_report_is_what_an_independent_count_finds(subject):
         fn, params, inputs = pure(made, subject.kind)
         products = counting.count(fn, params, *inputs)
         pays = [product for product in products if product.pays]
+        kept = kinds(fn, params, *inputs)
         low = convert(subject, made)
         in_low = counting.count(
             lambda params, *inputs: low.call(params, {}, *inputs), params, *inputs
@@ -75,6 +75,7 @@ def test_report_is_what_an_independent_count_finds(subject):
         skipped = [record.weight_path for record in low.report.skipped]
         assert len(skipped) == len(products) - len(pays), skipped
         assert all(record.reason for record in low.report.skipped)
+        assert differences(low.report, kept) == {}
         # The converted program: every product that is reported runs in FP8, and no
         # other.
         narrow = counting.float8_products(in_low)
@@ -82,7 +83,7 @@ def test_report_is_what_an_independent_count_finds(subject):
         assert len(in_low) - len(narrow) == len(products) - len(pays)
 
 
-@pytest.mark.slow_except("linen scan and remat", "nnx scan and remat")
+@slow_except("linen scan and remat", "nnx scan and remat")
 def test_a_conversion_leaves_the_original_program_as_it_is(subject):
     made = subject.make()
     with made.context():
@@ -92,7 +93,7 @@ def test_a_conversion_leaves_the_original_program_as_it_is(subject):
         assert program(fn, params, *inputs) == before
 
 
-@pytest.mark.slow_except("linen convnet")
+@slow_except("linen convnet")
 def test_trains_as_float_does(subject):
     made = subject.make()
     with made.context():
@@ -109,7 +110,7 @@ def test_trains_as_float_does(subject):
     )
 
 
-@pytest.mark.slow_except("nnx scan")
+@slow_except("nnx scan")
 def test_trains_without_float_weights(subject):
     made = subject.make()
     with made.context():
@@ -124,9 +125,7 @@ def test_trains_without_float_weights(subject):
     )
 
 
-@pytest.mark.slow_except(
-    "linen attention, tied", "linen scan on axis 1", "linen experts by einsum"
-)
+@slow_except("linen attention, tied", "linen scan on axis 1", "linen experts by einsum")
 def test_serves_stored_weights_alone(subject):
     if subject.kind == "nnx":
         pytest.skip(
