@@ -85,7 +85,7 @@ def whole_run(tmp_path_factory):
     return whole
 
 
-def final_state(path, config=CONFIG):
+def final_state(path, config):
     with RunDirectory(
         path, config, train.corpus_of(config).digest, resume="allowed"
     ) as directory:
@@ -195,12 +195,20 @@ def test_every_kind_of_state_is_restored(tmp_path, change):
     assert read_config(path) == replace(config, dtype=config.compute_dtype)
 
 
-def test_a_folder_with_a_run_is_not_overwritten(whole_run):
-    out, _ = whole_run("uninterrupted")
-    before = (out / "metrics.jsonl").read_bytes()
+@pytest.fixture
+def begun(tmp_path):
+    """The folder of a run with five steps."""
+    digest = train.corpus_of(CONFIG).digest
+    with RunDirectory(tmp_path / "run", CONFIG, digest, resume="never") as directory:
+        directory.append(1, np.ones(5))
+    return tmp_path / "run"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(begun):
+    before = (begun / "metrics.jsonl").read_bytes()
     with refused(r"holds a run .* --resume", FileExistsError):
-        run(CONFIG, out=out)
-    assert (out / "metrics.jsonl").read_bytes() == before
+        run(CONFIG, out=begun)
+    assert (begun / "metrics.jsonl").read_bytes() == before
 
 
 @parametrize(
@@ -232,10 +240,9 @@ def test_a_folder_with_a_run_is_not_overwritten(whole_run):
         ),
     ],
 )
-def test_another_run_is_not_resumed(whole_run, change, message):
-    out, _ = whole_run("uninterrupted")
+def test_another_run_is_not_resumed(begun, change, message):
     with refused(message):
-        run(replace(CONFIG, **change), out=out, resume="allowed")
+        run(replace(CONFIG, **change), out=begun, resume="allowed")
 
 
 def test_stored_weights_are_not_resumed_as_floats(whole_run):
@@ -308,14 +315,14 @@ def test_parts_of_a_run_without_its_config_are_an_error(tmp_path):
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, whole_run, capsys):
     out = tmp_path / "copy"
-    whole, result = whole_run("uninterrupted")
+    whole, result = whole_run("stored")
     shutil.copytree(whole, out)
     (out / "checkpoints/60/default/manifest.ocdbt").unlink()
-    resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=30)
+    resumed = run(STORED, out=out, resume="allowed", checkpoint_every=30)
     assert "checkpoint 60 is damaged" in capsys.readouterr().err
     assert np.array_equal(resumed.train_loss, result.train_loss)
     assert resumed.heldout_loss == result.heldout_loss
-    assert same_bits(final_state(out), final_state(whole))
+    assert same_bits(final_state(out, STORED), final_state(whole, STORED))
 
 
 def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
