@@ -16,6 +16,7 @@ they hold: `scale_dtype`, `in_blocks`, `squares` and `packed` say what matters.
 """
 
 import math
+import numbers
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NoReturn, Self, get_args
@@ -214,9 +215,11 @@ class Block:
     packed = False
 
     def __post_init__(self) -> None:
-        if self.size not in BLOCK_SIZES:
+        # 32.0 equals 32, but no shape holds it
+        is_whole = isinstance(self.size, numbers.Integral)
+        if not is_whole or self.size not in BLOCK_SIZES:
             raise ValueError(
-                f"block={self.size} is not supported; use one of {list(BLOCK_SIZES)}"
+                f"block={self.size!r} is not supported; use one of {list(BLOCK_SIZES)}"
             )
         check_choice("tile", self.tile, get_args(Tile))
 

@@ -113,8 +113,9 @@ def test_flags_that_contradict_raise():
         Recipe.from_flags(srr=True, error_feedback=True)
     with refused("delayed"):
         recipe("tcfp12", amax="delayed", block=64)
-    with refused("block=48 is not supported"):
-        Recipe.from_flags(scale_block_size=48)
+    for wrong in (48, 32.0, "32", True):
+        with refused(f"block={wrong!r} is not supported"):
+            Recipe.from_flags(scale_block_size=wrong)
     for wrong in ("false", 1, None, []):
         with refused(r"abd=.* use True or False"):
             Recipe.from_flags(abd=wrong)
@@ -242,6 +243,7 @@ def test_there_are_few_rules():
         ("tcfp12", {"storage": "nf4"}, "storage='nf4' is unknown"),
         ("tcfp12_blockwise", {"sparse_threshold": -1.0}, "a magnitude of weights"),
         ("tcfp12_blockwise", {"sparse_threshold": "1e-6"}, "a magnitude of weights"),
+        ("tcfp12_blockwise", {"sparse_threshold": True}, "a magnitude of weights"),
     ],
     ids=str,
 )

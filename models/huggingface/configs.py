@@ -34,6 +34,8 @@ _OF_WINDOWS: dict[str, Any] = {
     "attn_logit_softcapping": float,
     "final_logit_softcapping": float,
 }
+# Entries of those whose null means none, and not the value of a file that lacks it.
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _LARGEST = {int: 2**31, float: 1e30}
 _GEMMA = dict(activation="gelu", norm_offset=1.0)
 # Fields of each kind of model that are alike in all its sizes.
@@ -150,7 +152,7 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
     held = {
         **dict.fromkeys(_NUMBERS),
         **_ABSENT.get(str(kind), {}),
-        **{n: v for n, v in found.items() if v is not None},
+        **{n: v for n, v in found.items() if v is not None or n in _CAPS},
     }
     rope, local = _ropes(found)
     if held["num_key_value_heads"] is None:
@@ -288,6 +290,12 @@ def _with_windows(
     gemma3 = config.qk_norm == "heads"
     _check_optional(held, _OF_WINDOWS)
     _check_optional(local, {"rope_theta": float})
+    if _stretched(local):
+        raise ValueError(
+            f"rope_type={local.get('rope_type')!r} of sliding_attention, but"
+            " models.nets.llama computes 'default' alone in a window; take another"
+            " model"
+        )
     kinds = held.get("layer_types")
     if not isinstance(kinds or [], list):
         raise ValueError(

@@ -51,6 +51,10 @@ class Matrices:
             return np.asarray(self)
         place = 0 if index is Ellipsis else index
         matrix = self.tensors[self.names[place]]
+        if matrix.dtype.itemsize > self.dtype.itemsize:
+            # A float64 beyond float32 is inf, and is found here
+            with np.errstate(over="ignore"):
+                matrix = matrix.astype(self.dtype)
         if self.where is not None and not np.isfinite(matrix).all():
             raise ValueError(
                 f"{self.where} has values in {self.path!r} that are not finite; copy"

@@ -228,8 +228,8 @@ def held_variables(
         reading.left.discard(_HEAD)  # some files hold the embedding twice
     if reading.left:
         raise ValueError(
-            f"{sorted(reading.left)[:4]} are no tensors of a Llama of this size; pass"
-            " the model's own config"
+            f"{reading.place}{sorted(reading.left)[:4]} are no tensors of a Llama of"
+            " this size; copy the model's own config.json"
         )
     if not reading.tcfp:
         return {"params": reading.params}
@@ -245,12 +245,14 @@ class _Reading:
 
     Attributes:
       left: names of tensors that have no place yet.
+      place: beginning of a message, the folder if there is one.
       params, tcfp: the variables.
     """
 
     def __init__(self, tensors: Mapping[str, Any], where: str | None) -> None:
         self._tensors = tensors
         self._where = where
+        self.place = "" if where is None else f"{where}: "
         self.left = {name for name in tensors if not name.endswith(_UNREAD)}
         self.params: dict[str, Any] = {}
         self.tcfp: dict[str, Any] = {}
@@ -259,9 +261,10 @@ class _Reading:
         self, path: str, names: list[str], offset: float, *, stacked: bool = False
     ) -> None:
         """Put vectors at a path, as a stack or as the only one."""
-        for name in names:
-            if self._take(name) is None:
-                raise _unread(name)
+        shapes = [self._take(name) for name in names]
+        if None in shapes:
+            raise _unread(names[shapes.index(None)])
+        self._check_alike(path, names, shapes)
         held = [np.asarray(self._tensors[name], np.float32) for name in names]
         whole = np.stack(held) if stacked else held[0]
         put(self.params, path.split("/"), whole + np.float32(offset))
@@ -282,11 +285,7 @@ class _Reading:
         if len(shapes) < len(taken):
             self._stored(path, names, stacked)
             return
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"{path} is a stack, but its matrices from {names[0]} to {names[-1]}"
-                f" have the shapes {sorted(set(shapes))}; copy all files of one model"
-            )
+        self._check_alike(path, names, shapes)
         shape = shapes[0][::-1] if turned else shapes[0]
         if stacked:
             shape = (len(names), *shape)
@@ -314,14 +313,25 @@ class _Reading:
         if find(self.params, own[:-1]) is None:
             put(self.params, own[:-1], {})  # Flax knows a layer by its parameters
 
+    def _check_alike(
+        self, path: str, names: list[str], shapes: list[tuple[int, ...] | None]
+    ) -> None:
+        """Raise `ValueError` if the tensors of a stack have several shapes."""
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{self.place}{path} is a stack, but its tensors from {names[0]} to"
+                f" {names[-1]} have the shapes {sorted(map(str, set(shapes)))}; copy"
+                " all files of one model"
+            )
+
     def _take(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, which has its place now; None of a stored
         weight.
         """
         if name not in self.left:
             raise ValueError(
-                f"{name} is missing among {sorted(self.left)[:4]} and more; pass the"
-                " tensors of a whole Llama"
+                f"{self.place}{name} is missing among {sorted(self.left)[:4]} and more;"
+                " copy all files of one model"
             )
         self.left.remove(name)
         found = described(self._tensors, name)
@@ -330,8 +340,8 @@ class _Reading:
         shape, dtype = found
         if dtype not in _FLOATS:
             raise ValueError(
-                f"{name} is {dtype}, which is none of the floats that weights have"
-                " here; take the original"
+                f"{self.place}{name} is {dtype}, which is none of the floats that"
+                " weights have here; take the original"
             )
         return shape
 

@@ -115,8 +115,20 @@ def are_pairs(paths: Sequence[str]) -> bool:
     for path in document_files(paths):
         if path.is_file():
             for one in read_documents(path):
-                return isinstance(one.value, Mapping) and {*FIELDS[1:]} <= {*one.value}
+                return isinstance(one.value, Mapping) and _is_pair(one.value)
     return False
+
+
+def _is_pair(line: Mapping[str, Any]) -> bool:
+    """Return whether an object is meant as a pair: it has both answers, or one of them
+    and is no other document.
+
+    >>> _is_pair({"prompt": "Hi", "chosen": "Hello"})
+    True
+    """
+    answers = {"chosen", "rejected"} & line.keys()
+    is_other = {"text", "messages"} & line.keys()
+    return len(answers) == 2 or bool(answers and not is_other)
 
 
 def load_pairs(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> Corpus:
@@ -197,6 +209,11 @@ def _fields(line: Any) -> list[Any]:
             )
         if name == "prompt" or value:
             checked_messages(value, name)
+        if name != "prompt" and value and not any(map(is_answer, value)):
+            raise ValueError(
+                f'"{name}" has no message with the role "assistant", whose answers are'
+                " learned"
+            )
     return values
 
 

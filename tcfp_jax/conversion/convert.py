@@ -92,9 +92,9 @@ def convert_to_tcfp(
     """
     if recipe is not None and mode is not None:
         raise ValueError(
-            f"recipe={recipe!r} and mode={mode!r}: both say how products are computed;"
-            " pass the recipe (or mode) as the second argument, and sample inputs after"
-            " it"
+            f"recipe={recipe!r:.80} and mode={mode!r}: both say how products are"
+            " computed; pass the recipe (or mode) as the second argument, and sample"
+            " inputs after it"
         )
     if recipe is None:
         recipe = TCFPMode.TCFP12 if mode is None else mode

@@ -115,7 +115,8 @@ CATALOG: dict[str, DataType] = {}
 
 # A number's code, and a scale's behind an underscore. Some numbers have one, too.
 _JOINED = re.compile(
-    r"((?:torch\.)?float[468]_[^_]+(?:_x2)?|icb[^_]*_[^_]+|[^_]+)(?:_(.+))?"
+    r"((?:torch\.)?float[468]_[^_]+(?:_x2)?|icb[^_]*_[^_]+|[^_]+)(?:_(.+))?",
+    re.IGNORECASE,
 )
 
 

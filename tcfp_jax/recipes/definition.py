@@ -110,7 +110,7 @@ class Dual(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         threshold = self.sparse_threshold
-        is_number = isinstance(threshold, numbers.Real)
+        is_number = isinstance(threshold, numbers.Real) and threshold is not True
         if not is_number or not 0 <= threshold < math.inf:
             raise ValueError(
                 f"sparse_threshold={threshold!r} is a magnitude of weights; use 0 or a"

@@ -128,7 +128,8 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
         base = _NAMED[name]
     else:
         raise ValueError(
-            f"recipe {name!r} is unknown; use one of {list(_NAMED)} or build a Recipe"
+            f"recipe {name!r:.80} is unknown; use one of {list(_NAMED)} or build a"
+            " Recipe"
         )
     if not overrides:
         return base

@@ -39,6 +39,7 @@ def test_one_datatype(capsys, name, status, said):
         ("float8_e4m3fn_e8m0_t32", "e4m3fn", "e8m0_t32"),
         ("icb44fi_e2m3fnuz_e8m0_t32s8", "icb44fi_e2m3fnuz", "e8m0_t32s8"),
         ("torch.float8_e5m2_float32", "e5m2", "float32"),
+        ("Float8_E5M2FNUZ_e8m0_t32", "e5m2b16fnuz", "e8m0_t32"),
     ],
 )
 def test_one_text_means_the_same_everywhere(capsys, text, number, scale):

@@ -125,6 +125,16 @@ def test_any_value_of_any_entry_is_taken_or_refused_by_name(kind):
             ),
             "rope_theta='x' is not a positive number",
         ),
+        (
+            "gemma3_text",
+            dict(
+                rope_parameters=dict(
+                    full_attention={},
+                    sliding_attention=dict(rope_type="linear", factor=4.0),
+                )
+            ),
+            "rope_type='linear' of sliding_attention",
+        ),
         (["llama"], {}, "model_type=.'llama'. is not one of"),
         ("llama", dict(head_dim=[0] * 10**6), "head_dim=.0, 0, .{60,80} is not a pos"),
     ],
@@ -132,3 +142,14 @@ def test_any_value_of_any_entry_is_taken_or_refused_by_name(kind):
 def test_an_entry_of_another_kind_is_named(kind, change, match):
     with refused(match):
         llama_config({**CONFIG, "model_type": kind, **change})
+
+
+@parametrize("kind", ["gemma2", "gemma3_text"])
+def test_a_cap_that_is_null_caps_nothing(kind):
+    entries = {name: None for name in CONFIG if name.endswith("softcapping")}
+    found = llama_config({**CONFIG, "model_type": kind, **entries})
+    assert (found.attention_cap, found.logit_cap) == (None, None)
+    absent = {name: CONFIG[name] for name in CONFIG.keys() - entries}
+    found = llama_config({**absent, "model_type": kind})
+    usual = (50.0, 30.0) if kind == "gemma2" else (None, None)
+    assert (found.attention_cap, found.logit_cap) == usual

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models.huggingface.configs import read_shape
+from models.huggingface.configs import llama_config, read_shape
 from models.huggingface.folders import read_folder
 from models.huggingface.held import Matrices
+from models.huggingface.tensors import held_variables
 from models.nets.adapters import adapters_of, frozen, joined
 from models.nets.meshes import make_mesh, parse_mesh
 from models.training import steps
@@ -25,7 +26,7 @@ from models.training.settings import TrainConfig
 from models.training.state import ROUNDING
 from models.training.steps import batch_key, init, make_train_step
 from tcfp_jax.inference import safetensors
-from tests.helpers import same_bits
+from tests.helpers import parametrize, refused, same_bits
 from tests.models.record_transformers import FILE, weights_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -167,7 +168,7 @@ def test_devices_of_a_mesh_get_their_parts(folder):
         (lambda array: array[:-1], "layers/down/kernel.*have the shapes"),
         (lambda array: array.at[3, 5].set(jnp.nan), "'layers/down/kernel' that are"),
         (lambda array: array.astype(jnp.int32), "is int32, which is none of"),
-        (None, r"down_proj.weight is missing among"),
+        (None, r"model: .*down_proj.weight is missing among.*; copy all files"),
     ],
 )
 def test_a_folder_of_another_model_leaves_no_run(folder, tmp_path, change, message):
@@ -205,3 +206,36 @@ def test_matrices_are_read_when_they_are_used(folder):
     assert same_bits(whole[2], held[names[2]].T.astype(np.float32))
     with pytest.raises(ValueError, match="reading it is a copy"):
         np.asarray(stack, copy=False)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+@parametrize(
+    "name, change, message",
+    [
+        (NORM, np.ravel(1.0), r"attention_norm/scale is a stack.*'\(1,\)', '\(32,\)'"),
+        (NORM, np.ones((1, 32)), "attention_norm/scale is a stack.*have the shapes"),
+        (NORM, np.ones(32, int), "input_layernorm.weight is int64, which is none"),
+        (MATRIX, np.ones(8), "up/kernel is a stack.*have the shapes"),
+        ("model.x", np.ones(8), "'model.x'. are no tensors"),
+    ],
+)
+def test_a_tensor_of_another_model_is_named_with_its_folder(name, change, message):
+    recorded = RECORDED["qwen3"]
+    arrays = {**weights_of(recorded["shapes"]), name: change}
+    with refused(f"FOLDER: .*{message}"):
+        held_variables(arrays, llama_config(recorded["config"]), "FOLDER")
+
+
+def test_a_float64_beyond_float32_is_not_finite():
+    recorded = RECORDED["qwen3"]
+    arrays = weights_of(recorded["shapes"])
+    arrays[MATRIX] = arrays[MATRIX].astype(np.float64)
+    size = llama_config(recorded["config"])
+    stack = held_variables(arrays, size, "FOLDER")["params"]["layers"]["up"]["kernel"]
+    assert same_bits(stack[1], arrays[MATRIX].astype(np.float32).T)
+    arrays[MATRIX][3, 5] = 1e39
+    with refused("FOLDER has values in 'layers/up/kernel' that are not finite"):
+        stack[1]

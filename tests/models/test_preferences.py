@@ -35,6 +35,7 @@ from models.training.preferences import (
     EQUAL,
     LONG,
     Preferences,
+    are_pairs,
     load_pairs,
     pair,
 )
@@ -58,6 +59,7 @@ CHAT = (
     "{% for m in messages %}{{ '<' if m.role == 'user' else '>' }}{{ m.content }}."
     "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
+USER = dict(role="user", content="a")
 SIZE = LlamaConfig(
     layers=1,
     width=32,
@@ -179,6 +181,7 @@ class TestReading:
         [
             ({"prompt": "a", "chosen": "b"}, "this one has"),
             ({"chosen": "b", "rejected": "c"}, "into the prompt"),
+            (of_text([USER], [USER], []), '"chosen" has no message with the role'),
             (["a"], "this one has list"),
             (of_text("a", "b", 1), "rejected.* is a|three strings"),
             (of_text("a", [], []), '"prompt" is a str'),
@@ -193,6 +196,19 @@ class TestReading:
         path = write(tmp_path / "pairs.jsonl", [good, line])
         with pytest.raises(ValueError, match=f"line 2: .*{message}"):
             load_pairs([str(path)], tokenizer, 8)
+
+    @pytest.mark.parametrize(
+        "line, expected",
+        [
+            (of_text("a", "b", "c"), True),
+            ({"prompt": "a", "chosen": "b"}, True),  # and is refused as a pair
+            (dict(of_text("a", "b", "c"), messages=[USER]), True),
+            (dict(text="a", chosen="b"), False),
+            ({"prompt": "a"}, False),
+        ],
+    )
+    def test_the_first_line_decides(self, tmp_path, line, expected):
+        assert are_pairs([str(write(tmp_path / "data.jsonl", [line]))]) == expected
 
     def test_pairs_that_are_left_out_are_told_with_their_lines(
         self, tmp_path, tokenizer
