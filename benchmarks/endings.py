@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from benchmarks.variants import BASELINE, RECOMMENDED, VARIANTS, Variant
+from benchmarks.variants import BASELINE, RECOMMENDED, RERUN, VARIANTS, Variant
 from models.training.finish import BF16, BF16_FORWARD, Finish
 from models.training.settings import Included
 
@@ -58,10 +58,8 @@ def _fp4(meaning: str, products: str | None = None, percent: int = 10) -> Ending
 
 ENDINGS = {
     "bf16": Ending(BASELINE, "BF16, as begun"),
+    "bf16_rerun": Ending(RERUN, VARIANTS[RERUN].meaning),
     "bf16_stored": Ending(BASELINE, "BF16, then stored weights", stored_as=RECOMMENDED),
-    "bf16_stored_85": Ending(
-        BASELINE, "BF16, then stored weights", 85, stored_as=RECOMMENDED
-    ),
     "stored": _stored("as begun"),
     "stored_hi_lo": _stored("forward by hi + lo", "tcfp12_fast"),
     "stored_bf16_forward": _stored("BF16 forward", BF16_FORWARD),
@@ -74,8 +72,6 @@ ENDINGS = {
     "nvfp4_bf16": _fp4("BF16 forward and backward", BF16),
     "nvfp4_tensorwise": _fp4("`tensorwise`", "tensorwise"),
 }
-# The others train nearly a whole run more, or show little.
-USUAL = tuple(name for name in ENDINGS if name not in ("bf16_stored_85", "nvfp4_bf16"))
 
 
 def as_begun(base: str) -> str:

@@ -3,53 +3,54 @@
     python -m benchmarks.finish --json --resume --budget-seconds 560
     python -m benchmarks.finish --json --resume --endings nvfp4,nvfp4_tensorwise
 
-A base is trained once to its last part, and its state is kept in a folder. Each ending
-goes on from this very state with the same batches and learning rates, so that the
-noise of a difference is that of pairs. All runs of a seed have the same initial weights
-and batches; their rate falls as a cosine to zero.
+All runs of a seed begin with the same steps in BF16, at a constant rate after a
+warm-up. From this state each base goes on with its own products, and its rate falls
+linearly to zero. Each ending goes on from a state of its base. All have the same
+batches, so that the noise of a difference is that of pairs. Without the common steps it
+would be thirty times as large: runs that differ from the first step on reach the same
+losses at other times.
 
-Calls follow each other on one machine: a base that is there is read, and a base that
+Calls follow each other on one machine: states that are there are read, and a run that
 the budget stopped goes on from its checkpoint. JSON is written after each ending, and
-`--resume` keeps its rows. Processes that share file and folder share the runs. While a
-base trains, threads compile the steps of its endings.
+`--resume` keeps its rows. Processes that share file and folder share the seeds. While
+the common steps run, threads compile those of the endings.
 """
 
 import argparse
-import contextlib
-import hashlib
 import math
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import finish_tables as tables
 from benchmarks import forks
 from benchmarks.convergence import size_of
-from benchmarks.endings import ENDINGS, USUAL, as_begun
+from benchmarks.endings import ENDINGS, as_begun
 from benchmarks.forks import Config
 from benchmarks.harness import Benchmark, add_resume, chosen_of, positive
 from benchmarks.records import ROOT, origin_of_row, rows_of, rows_to_resume
 from benchmarks.texts import corpus_of, on_device
-from benchmarks.variants import BASELINE, VARIANTS
+from benchmarks.variants import BASELINE, VARIANTS, Variant
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.shapes import LlamaConfig
 from models.tokens import OWN
 from models.train import cache_programs
 from models.training.batches import check_corpus
+from models.training.checkpoint import RunDirectory
 from models.training.evaluation import evaluate
 from models.training.state import TrainState
 from models.training.steps import batch_key, init
 from models.training.text import Corpus
 
 Row = tables.Row
+THREADS = 6  # that compile
 
 
 def last_steps(config: Config, name: str) -> int:
@@ -83,32 +84,71 @@ class _Progress:
             raise TimeoutError("not begun")
 
 
+class Programs:
+    """Steps of variants, compiled in threads in the order in which they are needed.
+
+    A step whose program is not there compiles it itself, and reports its errors.
+    """
+
+    def __init__(self, config: Config, names: Iterable[str], text: jax.Array) -> None:
+        run = forks.train_config(config, VARIANTS[BASELINE])
+        key = batch_key(run)
+
+        def compiled(base: Variant, variant: Variant) -> None:
+            first = jax.eval_shape(lambda: init(run))
+            state = jax.eval_shape(forks.starting(config, base), first, key)
+            step: Any = forks.steps_of(config, variant)
+            step.lower(state, text, key).compile()
+
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._started: dict[Variant, Future[None]] = {}
+        for name in names:
+            ending = ENDINGS[name]
+            base = VARIANTS[ending.base]
+            last = ending.variant if ending.stored_as else base
+            for state, variant in ((base, base), (last, ending.variant)):
+                variant = forks.stepping(variant)
+                if variant not in self._started:
+                    task = self._threads.submit(compiled, state, variant)
+                    self._started[variant] = task
+
+    def wait(self, variant: Variant) -> None:
+        """Wait until a variant's program is there, if one is coming."""
+        started = self._started.get(forks.stepping(variant))
+        if started is not None:
+            wait([started])
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class Trained:
-    """The base of a seed: states at the steps where its endings begin.
+    """A base of a seed: states at the steps where its endings begin.
 
     Attributes:
       config: the settings.
-      variant: the way to train it.
-      seed: its seed.
+      base: name of the variant that trains it.
+      begun: the steps that all bases of the seed have in common.
       corpus: the text.
-      name: digest of its first losses; endings of one base compare.
-      states: the state at each step.
+      programs: steps that are being compiled.
+      states: the state at each step behind the common ones.
     """
 
-    def __init__(self, config: Config, base: str, seed: int, corpus: Corpus) -> None:
+    def __init__(
+        self,
+        config: Config,
+        base: str,
+        begun: forks.Base,
+        corpus: Corpus,
+        programs: Programs,
+    ) -> None:
         self.config = config
         self.base = base
-        self.variant = VARIANTS[base]
-        self.seed = seed
+        self.begun = begun
         self.corpus = corpus
-        self.name = ""
+        self.programs = programs
         self.states: dict[int, TrainState] = {}
-
-    @property
-    def text(self) -> jax.Array:
-        """The training text on the device."""
-        config = self.config
-        return on_device(config.data, config.text_bytes, config.tokens)
 
     def train(self, names: Iterable[str], deadline: float) -> None:
         """Train to the first step of each ending.
@@ -117,25 +157,19 @@ class Trained:
           TimeoutError: the deadline has passed; the folder holds a checkpoint.
         """
         config = self.config
-        own = forks.train_config(config, self.variant, self.seed)
-        state = init(own)
+        variant = VARIANTS[self.base]
+        seed = self.begun.seed
+        own = forks.train_config(config, variant, seed)
+        state = forks.start_fork(
+            config, variant, self.begun.state, jax.random.key(seed)
+        )
         begin = 0
         for end in sorted({config.steps - last_steps(config, name) for name in names}):
-            folder_name = f"{self.base}-{self.seed}-{config.steps}-{end}"
-            with forks.folder_of(config, own, self.corpus.digest, folder_name) as kept:
-                state, losses, _ = forks.advance(
-                    config,
-                    self.variant,
-                    self.seed,
-                    state,
-                    self.text,
-                    end - begin,
-                    kept,
-                    deadline,
+            name = f"{self.base}-{seed}-{config.base_steps}-{config.steps}-{end}"
+            with forks.folder_of(config, own, self.corpus.digest, name) as kept:
+                state, _, _ = self._advanced(
+                    variant, state, end - begin, deadline, kept
                 )
-            if not self.name:
-                digest = hashlib.sha256(np.asarray(losses, np.float64).tobytes())
-                self.name = digest.hexdigest()[:12]
             self.states[end] = jax.tree.map(jnp.copy, state)
             begin = end
 
@@ -150,20 +184,19 @@ class Trained:
         config = self.config
         steps = last_steps(config, name)
         variant = ending.variant
+        seed = self.begun.seed
         base = self.states[config.steps - steps]
         if ending.stored_as is None:
             state = jax.tree.map(jnp.copy, base)
         else:
-            state = forks.start_fork(config, variant, base, jax.random.key(self.seed))
-        state, losses, milliseconds = forks.advance(
-            config, variant, self.seed, state, self.text, steps, None, deadline
-        )
-        own = forks.train_config(config, variant, self.seed)
+            state = forks.start_fork(config, variant, base, jax.random.key(seed))
+        state, losses, milliseconds = self._advanced(variant, state, steps, deadline)
+        own = forks.train_config(config, variant, seed)
         heldout = jnp.asarray(self.corpus.heldout)
         return Row(
             name=name,
-            seed=self.seed,
-            base=self.name,
+            seed=seed,
+            base=self.begun.name,
             train_loss=forks.last_tenth(losses),
             heldout_loss=evaluate(own, state, heldout, "trained"),
             heldout_loss_bf16=evaluate(own, state, heldout, "bf16"),
@@ -171,6 +204,28 @@ class Trained:
             seconds=time.perf_counter() - started,
             **origin_of_row(),
         )
+
+    def _advanced(
+        self,
+        variant: Variant,
+        state: TrainState,
+        steps: int,
+        deadline: float,
+        folder: RunDirectory | None = None,
+    ) -> tuple[TrainState, list[float], float]:
+        """Return what `forks.advance` returns, by a program that is there."""
+        config = self.config
+        self.programs.wait(variant)
+        text = text_of(config)
+        seed = self.begun.seed
+        return forks.advance(
+            config, variant, seed, state, text, steps, folder, deadline
+        )
+
+
+def text_of(config: Config) -> jax.Array:
+    """Return the training text on the device."""
+    return on_device(config.data, config.text_bytes, config.tokens)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -181,13 +236,15 @@ def measure(config: Config) -> Iterator[Row]:
     """
     progress = _Progress(time.perf_counter() + config.budget_seconds)
     yield from rows_there(config)
-    corpus = corpus_of(config.data, config.text_bytes, config.tokens)
-    bases = dict.fromkeys(ENDINGS[name].base for name in config.variants)
+    wanted = [name for seed in config.seeds for name in _wanted(config, seed)]
+    # A CPU has no time to spare.
+    ahead = dict.fromkeys(wanted) if jax.default_backend() != "cpu" else ()
+    programs = Programs(config, ahead, text_of(config))
     for seed in config.seeds:
-        for base in bases:
-            with forks.claimed(config, f"{seed}-{base}") as mine:
-                if mine:
-                    yield from _of_base(config, base, seed, corpus, progress)
+        with forks.claimed(config, f"seed-{seed}") as mine:
+            if mine:
+                yield from _of_seed(config, seed, programs, progress)
+    programs.close()
     if progress.left:
         print(
             f"budget of {config.budget_seconds:g} s: {', '.join(progress.left)} left"
@@ -200,33 +257,56 @@ def measure(config: Config) -> Iterator[Row]:
         )
 
 
-def _of_base(
-    config: Config, base: str, seed: int, corpus: Corpus, progress: _Progress
+def _wanted(config: Config, seed: int) -> list[str]:
+    """Return the endings of a seed that the file lacks."""
+    done = {row.name for row in rows_there(config) if row.seed == seed}
+    return [name for name in config.variants if name not in done]
+
+
+def _of_seed(
+    config: Config, seed: int, programs: Programs, progress: _Progress
 ) -> Iterator[Row]:
-    """Yield the rows of a seed's base that the file lacks."""
-    kept = rows_there(config)
-    done = {row.name for row in kept if row.seed == seed}
-    of_base = [name for name in config.variants if ENDINGS[name].base == base]
-    wanted = [name for name in of_base if name not in done]
+    """Yield the rows of a seed that the file lacks."""
+    wanted = _wanted(config, seed)
     if not wanted:
         return
-    trained = Trained(config, base, seed, corpus)
+    corpus = corpus_of(config.data, config.text_bytes, config.tokens)
+    text = text_of(config)
+    baseline = VARIANTS[BASELINE]
     try:
         progress.check()
-        # A CPU has no time to spare.
-        on_gpu = jax.default_backend() != "cpu"
-        with compiled_ahead(trained, wanted if on_gpu else ()):
-            trained.train({*wanted, as_begun(base)}, progress.deadline)
+        programs.wait(baseline)
+        begun = forks.train_base(
+            config, seed, text, corpus.digest, baseline, progress.deadline
+        )
     except TimeoutError as error:
-        print(f"base {base}, seed {seed}: {error}", flush=True)
+        print(f"seed {seed}: {error}", flush=True)
         progress.left += [f"{name} of seed {seed}" for name in wanted]
         return
-    # A base that was trained again is compared with itself.
-    there = {row.name for row in kept if row.base == trained.name}
-    first = as_begun(base)
-    if first not in {*wanted, *there}:
-        wanted.insert(0, first)
-    for name in wanted:
+    # Runs after other common steps are compared with runs of their own.
+    there = {row.name for row in rows_there(config) if row.base == begun.name}
+    compared = [BASELINE, *(as_begun(ENDINGS[name].base) for name in wanted)]
+    again = [name for name in compared if name not in there]
+    names = dict.fromkeys([*again, *wanted])
+    for base in dict.fromkeys(ENDINGS[name].base for name in names):
+        trained = Trained(config, base, begun, corpus, programs)
+        of_base = [name for name in names if ENDINGS[name].base == base]
+        yield from _of_base(trained, of_base, progress)
+
+
+def _of_base(
+    trained: Trained, names: Sequence[str], progress: _Progress
+) -> Iterator[Row]:
+    """Yield the rows of a base's endings."""
+    seed = trained.begun.seed
+    try:
+        progress.check()
+        trained.train(names, progress.deadline)
+    except TimeoutError as error:
+        print(f"base {trained.base}, seed {seed}: {error}", flush=True)
+        progress.left += [f"{name} of seed {seed}" for name in names]
+        return
+    for name in names:
         try:
             progress.check()
             row = trained.end(name, progress.deadline)
@@ -243,37 +323,6 @@ def _of_base(
                 flush=True,
             )
             yield row
-
-
-@contextlib.contextmanager
-def compiled_ahead(trained: Trained, names: Iterable[str]) -> Iterator[list[Future]]:
-    """Compile the steps of endings in threads while the base trains.
-
-    An ending whose program is not there compiles it itself, and reports its errors.
-    """
-    config = trained.config
-    own = forks.train_config(config, trained.variant, trained.seed)
-    state = jax.eval_shape(lambda: init(own))
-    text = trained.text
-    key = batch_key(own)
-
-    def compiled(step: Any) -> None:
-        step.lower(state, text, key).compile()
-
-    endings = [ENDINGS[name] for name in names]
-    steps = [
-        forks.steps_of(config, ending.variant)
-        for ending in endings
-        if ending.stored_as is None
-    ]
-    threads = ThreadPoolExecutor(2)
-    started = [threads.submit(compiled, step) for step in steps]
-    try:
-        yield started
-    except TimeoutError:
-        threads.shutdown(wait=False, cancel_futures=True)
-        raise
-    threads.shutdown()
 
 
 def rows_there(config: Config) -> list[Row]:
@@ -299,9 +348,10 @@ def joined(config: Config, rows: list[Row]) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add endings, seeds, sizes, and the budget."""
     add = parser.add_argument
-    add("--endings", help=f"of {', '.join(ENDINGS)} (default: {','.join(USUAL)})")
-    add("--model", default="6x640", help="a Llama of ids (default: 6x640)")
-    add("--steps", type=positive, default=1000, help="of a whole run (default: 1000)")
+    add("--endings", help=f"of {', '.join(ENDINGS)} (default: all)")
+    add("--model", default="4x256", help="a Llama of ids (default: 4x256)")
+    add("--base-steps", type=positive, default=800, help="in common (default: 800)")
+    add("--steps", type=positive, default=1200, help="behind them (default: 1200)")
     add("--data", nargs="+", default=[], metavar="PATH", help="as in convergence")
     add("--seeds", type=positive, default=3, help="how many of each (default: 3)")
     add("--first-seed", type=int, default=0, help="the first of them (default: 0)")
@@ -316,9 +366,7 @@ def configure(options: argparse.Namespace) -> Config:
     Raises:
       ValueError: a name is unknown, or an ending has no whole dispatches.
     """
-    names = USUAL
-    if options.endings:
-        names = chosen_of("endings", options.endings, tuple(ENDINGS))
+    names = chosen_of("endings", options.endings, tuple(ENDINGS))
     config = SMOKE if options.smoke else _asked(options)
     for name in names:
         last_steps(config, name)
@@ -346,17 +394,17 @@ def configure(options: argparse.Namespace) -> Config:
 def _asked(options: argparse.Namespace) -> Config:
     size = size_of(options.model, "bpe")
     if not isinstance(size, LlamaConfig):
-        raise ValueError(f"--model {options.model} reads bytes; use 6x640 or a Llama")
+        raise ValueError(f"--model {options.model} reads bytes; use 4x256 or a Llama")
     size = replace(size, vocabulary=read_tokenizer(OWN).size)
-    usual = forks.whole_run(size)
     return Config(
         options.model,
         size,
-        tokens="bpe",
+        learning_rate=forks.whole_run(size)["learning_rate"],
+        warmup_steps=options.base_steps // 4,
+        base_steps=options.base_steps,
+        steps=options.steps,
         text_bytes=2**40 if options.data else Config.text_bytes,
-        base_steps=0,
-        steps_per_call=10,
-        **{**usual, "steps": options.steps, "warmup_steps": options.steps // 10},
+        tokens="bpe",
     )
 
 
@@ -366,7 +414,7 @@ SMOKE = Config(
     batch=2,
     sequence=16,
     warmup_steps=2,
-    base_steps=0,
+    base_steps=4,
     steps=20,
     steps_per_call=1,
     heldout_windows=4,

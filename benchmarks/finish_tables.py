@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from benchmarks.convergence_tables import standard_error
 from benchmarks.endings import ENDINGS, as_begun
@@ -17,7 +16,8 @@ class Row:
     """One ending.
 
     Attributes:
-      base: First digits of a digest of the base's losses; endings of one base compare.
+      base: First digits of a digest of the losses before bases differ; runs of one
+        digest compare.
       train_loss: Mean over the last tenth of the steps, in nats per token.
       heldout_loss, heldout_loss_bf16: Nats per token with the products of the ending,
         and with BF16 products of the same weights.
@@ -40,11 +40,7 @@ class Row:
 
 
 def differences(
-    rows: Sequence[Row],
-    name: str,
-    other: str,
-    shared: Literal["seed", "base"],
-    of: str = "heldout_loss",
+    rows: Sequence[Row], name: str, other: str, of: str = "heldout_loss"
 ) -> list[float]:
     """Return how much the losses of an ending are above those of another one.
 
@@ -52,20 +48,14 @@ def differences(
       rows: Rows of all endings.
       name: The ending.
       other: The other ending, whose loss is with its own products.
-      shared: The part that both runs of a pair have in common; bases are trained by
-        one variant.
       of: The loss of the ending.
     """
-    losses: dict[int | str, list[float]] = {}
-    for row in rows:
-        if row.name == other:
-            losses.setdefault(getattr(row, shared), []).append(row.heldout_loss)
-    found = []
-    for row in rows:
-        pair = losses.get(getattr(row, shared))
-        if row.name == name and pair is not None:
-            found.append(getattr(row, of) - statistics.fmean(pair))
-    return found
+    losses = {row.base: row.heldout_loss for row in rows if row.name == other}
+    return [
+        getattr(row, of) - losses[row.base]
+        for row in rows
+        if row.name == name and row.base in losses
+    ]
 
 
 def table(result: Result) -> str:
@@ -88,12 +78,12 @@ def table(result: Result) -> str:
 def _line(rows: Sequence[Row], name: str) -> list[str]:
     ending = ENDINGS[name]
     begun = as_begun(ending.base)
-    changes = differences(rows, name, begun, "base")
+    changes = differences(rows, name, begun)
     return [
         f"`{name}`: {ending.meaning}",
         f"{ending.percent} %",
-        _mean(differences(rows, name, BASELINE, "seed")),
-        _mean(differences(rows, name, BASELINE, "seed", "heldout_loss_bf16")),
+        _mean(differences(rows, name, BASELINE)),
+        _mean(differences(rows, name, BASELINE, "heldout_loss_bf16")),
         "–" if name == begun else _mean(changes),
         str(len(changes)),
         _time(rows, name, begun),
@@ -127,17 +117,19 @@ def _time(rows: Sequence[Row], name: str, begun: str) -> str:
 def _described(result: Result, rows: Sequence[Row]) -> str:
     run = result.config
     losses = [row.heldout_loss for row in rows if row.name == BASELINE]
-    tokens = run["steps"] * run["batch"] * run["sequence"]
+    tokens = run["batch"] * run["sequence"]
+    together = (run["base_steps"] + run["steps"]) * tokens / 1e6
     said = [
-        f"Model `{run['model']}`: {run['steps']} steps of {run['batch']} ×"
-        f" {run['sequence']} tokens from scratch, {tokens / 1e6:.0f} million together,"
-        " to a rate of zero."
+        f"Model `{run['model']}`: {run['base_steps']} steps in BF16 at a constant rate,"
+        f" then {run['steps']} with the products of the line, to a rate of zero. A step"
+        f" has {run['batch']} × {run['sequence']} tokens, a run {together:.0f} million."
     ]
     if losses:
         said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
     said.append(
-        "Losses above BF16's are of pairs with one seed. The change by the end is"
-        " of pairs that went on from one state with the same batches. ± is the"
-        " standard error of the mean."
+        "All differences are of pairs that went on from one state with the same"
+        " batches: above BF16's after the common steps, and by the end after the base."
+        " ± is the standard error of the mean. Runs that differ from the first step on"
+        " would be compared with ten times this error."
     )
     return " ".join(said)

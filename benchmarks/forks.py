@@ -216,6 +216,11 @@ def schedule_of(config: Config) -> optax.Schedule:
     return optax.join_schedules([up, level, down], [warmup, start])
 
 
+def stepping(variant: Variant) -> Variant:
+    """Return the variant that has the same steps and begins without noise."""
+    return dataclasses.replace(variant, batches="same", perturbation=0.0)
+
+
 @functools.cache
 def steps_of(config: Config, variant: Variant) -> StepFunction:
     """Return the jitted steps of one dispatch, which all bases and seeds share."""
@@ -259,11 +264,12 @@ def start_fork(
 
     A base that is not BF16's is stored so already.
     """
-    return _start(config, dataclasses.replace(variant, batches="same"))(base, key)
+    return starting(config, dataclasses.replace(variant, batches="same"))(base, key)
 
 
 @functools.cache
-def _start(config: Config, variant: Variant) -> Any:
+def starting(config: Config, variant: Variant) -> Any:
+    """Return `start_fork` of a variant, jitted: `(base, key) -> state`."""
     run = train_config(config, variant)
     # The optimizer is made before the trace: it holds a key, and outlives the trace.
     optimizer = make_optimizer(run, schedule_of(config))
@@ -351,13 +357,19 @@ class Base:
 
 
 def train_base(
-    config: Config, seed: int, text: Array, digest: str, variant: Variant
+    config: Config,
+    seed: int,
+    text: Array,
+    digest: str,
+    variant: Variant,
+    deadline: float = math.inf,
 ) -> Base:
     """Return the base of a seed, from its folder, or trained and kept there.
 
     Without base steps it is the initial state.
 
     Raises:
+      TimeoutError: the deadline has passed; the folder holds a checkpoint.
       ValueError: the folder holds a base of another model or text.
     """
     run = train_config(config, variant, seed)
@@ -368,7 +380,7 @@ def train_base(
     of_base = dataclasses.replace(run, steps=config.base_steps)
     with folder_of(config, of_base, digest, name) as folder:
         state, losses, _ = advance(
-            config, variant, seed, state, text, config.base_steps, folder
+            config, variant, seed, state, text, config.base_steps, folder, deadline
         )
     name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
     print(
@@ -446,7 +458,7 @@ def advance(
         checkpoint.
     """
     run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
-    step = steps_of(config, dataclasses.replace(variant, batches="same"))
+    step = steps_of(config, stepping(variant))
     key = batch_key(run)
     losses: list[float] = []
     seconds = []

@@ -6,21 +6,22 @@ import math
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import finish, finish_tables, forks, records
-from benchmarks.endings import ENDINGS, FP4, USUAL, as_begun
+from benchmarks import finish, finish_tables, forks, records, texts
+from benchmarks.endings import ENDINGS, FP4, as_begun
 from benchmarks.finish_tables import Row, differences
 from benchmarks.harness import benchmark
 from benchmarks.variants import BASELINE, RECOMMENDED, VARIANTS
-from tests.helpers import refused, slow
+from models.training.text import Corpus
+from tests.helpers import refused, same_bits, slow
 
 NAMES = ("bf16", "stored", "stored_bf16")
 
 
 def row(name, seed, loss, *, base="", milliseconds=2.0):
-    base = base or f"{ENDINGS[name].base}-{seed}"
+    base = base or f"base-{seed}"
     losses = (loss, loss, loss - 0.25)
     return Row(name, seed, base, *losses, milliseconds, 1.0, "1", "chip")
 
@@ -39,12 +40,11 @@ def test_endings_name_the_products_of_their_base():
     assert (forward.forward, forward.dgrad) == ("bf16", "full")
     assert ENDINGS["nvfp4_bf16_forward"].variant.products.fp4.forward_operands == "bf16"
     assert ENDINGS["stored_bf16_head"].variant.include == "bf16_head"
-    assert set(USUAL) < set(ENDINGS)
     with refused("no ending goes on as 'tensorwise'"):
         as_begun("tensorwise")
 
 
-def test_pairs_have_a_seed_or_a_base_in_common():
+def test_pairs_have_their_first_steps_in_common():
     rows = [
         *(row("bf16", seed, 1.0 + seed) for seed in range(3)),
         *(row("stored", seed, 1.1 + seed) for seed in range(3)),
@@ -52,13 +52,13 @@ def test_pairs_have_a_seed_or_a_base_in_common():
         row("stored_bf16", 3, 9.0, milliseconds=3.0),
     ]
     name = "stored_bf16"
-    assert differences(rows, name, "bf16", "seed") == pytest.approx([0.05] * 3)
-    assert differences(rows, name, "stored", "base") == pytest.approx([-0.05] * 3)
-    in_bf16 = differences(rows, name, "bf16", "seed", "heldout_loss_bf16")
+    assert differences(rows, name, "bf16") == pytest.approx([0.05] * 3)
+    assert differences(rows, name, "stored") == pytest.approx([-0.05] * 3)
+    in_bf16 = differences(rows, name, "bf16", "heldout_loss_bf16")
     assert in_bf16 == pytest.approx([-0.2] * 3)
-    # A base that was trained again is another one.
+    # First steps that were trained again are others.
     other = [*rows, row("stored", 0, 5.0, base="again")]
-    assert differences(other, name, "stored", "base") == pytest.approx([-0.05] * 3)
+    assert differences(other, name, "stored") == pytest.approx([-0.05] * 3)
     config = finish.SMOKE.settings
     dicts = [dataclasses.asdict(one) for one in rows]
     page = finish_tables.table(records.Result("finish", {}, config, dicts, ""))
@@ -66,7 +66,21 @@ def test_pairs_have_a_seed_or_a_base_in_common():
         "| `stored_bf16`: stored weights, BF16 forward and backward | 10 % |"
         " +0.0500 ± 0.0000 | -0.2000 ± 0.0000 | -0.0500 ± 0.0000 | 3 | 1.50 |" in page
     )
-    assert "20 steps of 2 × 16 tokens" in page
+    assert "4 steps in BF16 at a constant rate, then 20 with the products" in page
+
+
+def test_ids_of_a_long_text_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LONG", 4)
+    train = np.frombuffer(b"import jax\0", np.uint8)
+    text = Corpus(train, train[:7], ("a.py",), ("b.py",))
+    made = texts.in_ids(text, tmp_path)
+    monkeypatch.setattr(texts, "tokenized", None)
+    kept = texts.in_ids(text, tmp_path)
+    assert kept.digest == made.digest
+    assert kept.bytes_per_token == made.bytes_per_token
+    # Another text has other ids.
+    with pytest.raises(TypeError, match="not callable"):
+        texts.in_ids(replace(text, heldout=train), tmp_path)
 
 
 def test_endings_begin_between_two_dispatches():
@@ -97,33 +111,42 @@ def test_bases_and_endings_go_on_in_later_calls(tmp_path, capsys):
     path.write_text(json.dumps(content))
     again = run(command)
     assert [one.heldout_loss for one in again] == [one.heldout_loss for one in rows]
-    # Without the folder the base is trained anew, and ends as begun, too.
+    # Without the folder all first steps are made again, and compared with their own.
     content["rows"] = [{**one, "base": "gone"} for one in content["rows"]]
     path.write_text(json.dumps(content))
     again = run(command)
     assert [(one.name, one.base == "gone") for one in again] == [
         ("bf16", True),
         ("stored", True),
+        ("bf16", False),
         ("stored", False),
         ("stored_bf16", False),
     ]
 
 
+def trained(config, base, names):
+    """A base of seed 0 before it is trained, with programs that compile `names`."""
+    corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
+    text = finish.text_of(config)
+    begun = forks.train_base(config, 0, text, corpus.digest, VARIANTS[BASELINE])
+    programs = finish.Programs(config, names, text)
+    return finish.Trained(config, base, begun, corpus, programs)
+
+
 @slow
 def test_a_stopped_base_goes_on(tmp_path):
     config = replace(finish.SMOKE, bases=str(tmp_path))
-    corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
     names = ["nvfp4", "nvfp4_bf16_forward_20"]
-    stopped = finish.Trained(config, FP4, 0, corpus)
     with refused("1 of 16 steps", TimeoutError):
-        stopped.train(names, deadline=0.0)
-    trained = finish.Trained(config, FP4, 0, corpus)
-    trained.train(names, math.inf)
-    steps = {end: int(state.step) for end, state in trained.states.items()}
-    assert steps == {16: 16, 18: 18}
-    again = finish.Trained(replace(config, bases=None), FP4, 0, corpus)
+        trained(config, FP4, ()).train(names, deadline=0.0)
+    base = trained(config, FP4, ())
+    base.train(names, math.inf)
+    steps = {end: int(state.step) for end, state in base.states.items()}
+    assert steps == {16: 20, 18: 22}
+    again = trained(replace(config, bases=None), FP4, ())
     again.train(names, math.inf)
-    assert again.name == trained.name
+    assert again.begun.name == base.begun.name
+    assert same_bits(again.states[18].params, base.states[18].params)
 
 
 @pytest.fixture
@@ -136,23 +159,23 @@ def standard_in_threads():
 
 
 @slow
-def test_steps_of_endings_are_compiled_while_a_base_trains(standard_in_threads):
-    config = finish.SMOKE
-    corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
-    trained = finish.Trained(config, RECOMMENDED, 0, corpus)
-    with finish.compiled_ahead(trained, ["stored", "stored_bf16"]) as started:
-        trained.train(["stored"], math.inf)
-    assert [one.result() for one in started] == [None, None]
+def test_steps_are_compiled_while_first_ones_run(standard_in_threads):
+    names = ["stored", "stored_bf16", "bf16_stored", "nvfp4_bf16_forward"]
+    base = trained(finish.SMOKE, RECOMMENDED, names)
     compiled = []
 
     def count(name, seconds, **more):
         if "backend_compile" in name:
-            compiled.append(more.get("fun_name"))
+            compiled.append(str(more.get("fun_name")))
 
+    variants = {ENDINGS[name].variant for name in names}
+    for variant in {*variants, VARIANTS[FP4]}:
+        base.programs.wait(variant)
     jax.monitoring.register_event_duration_secs_listener(count)
-    ending = ENDINGS["stored_bf16"].variant
-    state = jax.tree.map(jnp.copy, trained.states[18])
-    forks.advance(config, ending, 0, state, trained.text, 2)
-    assert not any("train_step" in str(name) for name in compiled)
-    with refused("late", TimeoutError), finish.compiled_ahead(trained, ["stored"]):
-        raise TimeoutError("late")
+    base.train(["stored"], math.inf)
+    assert math.isfinite(base.end("stored_bf16", math.inf).heldout_loss)
+    assert compiled
+    assert not any("train_step" in name for name in compiled)
+    started = base.programs._started.values()
+    assert [one.result() for one in started] == [None] * 5
+    base.programs.close()
