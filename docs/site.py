@@ -21,6 +21,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
 }
 _INCLUDE = re.compile(r"^<!-- include: (.+?) -->$", re.MULTILINE)
 _PARTS = {  # of README
@@ -28,6 +29,9 @@ _PARTS = {  # of README
     "diff": r"^```diff\n.*?^```$",
     "choose": r"(?<=<!-- begin: choose -->\n).*?(?=<!-- end: choose -->)",
 }
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_CELL = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
 _COLAB = "https://colab.research.google.com/github"
 _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re.DOTALL)
 
@@ -55,6 +59,42 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     for file, target in PAGES.items():
         markdown = markdown.replace(f"](../{file}", f"]({target}")
     return _INCLUDE.sub(lambda match: _read(match[1], config.repo_url), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Name the columns in tables of words."""
+    return _TABLE.sub(lambda match: with_labels(match[0]), html)
+
+
+def with_labels(table: str) -> str:
+    """Return a table whose cells name their columns, if one but the first has words.
+
+    The style shows a row of such a table as a list on a phone, where the columns would
+    be one word wide. Tables of numbers, and those of two columns, do not change.
+
+    >>> table = "<table><tr><th>a</th><th>b</th><th>c</th></tr>{}</table>"
+    >>> row = f"<tr><td>1</td><td>2</td><td>{30 * 'x'}</td></tr>"
+    >>> with_labels(table.format(row)).count("data-label")
+    3
+    """
+    head, *rows = _ROW.findall(table)
+    names = _texts(head)
+    columns = list(zip(*map(_texts, rows), strict=True))
+    lengths = [sum(map(len, cells)) / len(rows) for cells in columns]
+    if len(names) < 3 or max(lengths[1:]) < 25:
+        return table
+
+    def labelled(row: re.Match[str]) -> str:
+        left = iter(names)
+        return re.sub("<td", lambda _: f'<td data-label="{next(left)}"', row[0])
+
+    return _ROW.sub(labelled, table).replace("<table>", "<table data-rows>", 1)
+
+
+def _texts(row: str) -> list[str]:
+    """Return the text of each cell of a row, as an attribute may hold it."""
+    cells = [re.sub("<.*?>", "", cell) for cell in _CELL.findall(row)]
+    return [text.replace('"', "&quot;") for text in cells]
 
 
 def site_links(text: str) -> str:

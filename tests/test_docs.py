@@ -27,6 +27,7 @@ WITHOUT_CODE = {
     "changelog",
     "contributing",
     "security",
+    "conduct",
     "decisions",
     "gallery",
     "glossary",

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from tcfp_jax.conversion.nnx_calls import Call
+from tcfp_jax.conversion.nnx_display import displays_of
 from tcfp_jax.conversion.nnx_modules import (
     KEYS,
     PATH,
@@ -151,7 +152,7 @@ def _class_of(base: type, chosen: Policy) -> type:
         names = ("__module__", "__qualname__", "__doc__")
         namespace = {name: getattr(base, name) for name in names}
         namespace |= {"tcfp_policy": chosen, "__reduce_ex__": _reduce}
-        namespace |= _methods_of(base)
+        namespace |= _methods_of(base) | displays_of(base)
         make: Any = type(base)
         made = make(base.__name__, (base,), dict(namespace))
         # A class with `pytree=False` does not note which of its attributes hold arrays.

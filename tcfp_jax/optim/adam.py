@@ -9,7 +9,8 @@ not, changes only the count of these.
 
 Over stored parameters it works inside `chain`, `masked`, `partition` and
 `inject_hyperparams`. `MultiSteps` and `apply_if_finite` expect updates like the
-parameters: accumulate before it, or use `on_stored(optax.MultiSteps(...))`.
+parameters, so `init` raises inside of them: accumulate before it, or write
+`on_stored(optax.MultiSteps(...))`.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from tcfp_jax.optim.steps import (
     has_bound,
 )
 from tcfp_jax.optim.stored import all_finite
+from tcfp_jax.optim.wrappers import check_wrappers
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.weights.parameter import (
     Parameter,
@@ -139,7 +141,8 @@ def adamw(
 
     Raises:
       ValueError: an unknown `moments`; a number out of range; a key that is missing, or
-        that would not be used; a mesh that cuts blocks of moments; `update` without
+        that would not be used; a mesh that cuts blocks of moments; `init` inside
+        `MultiSteps` or `apply_if_finite` with stored parameters; `update` without
         parameters, or with a gradient of another shape than its parameter.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
@@ -168,6 +171,7 @@ def adamw(
     check_numbers(learning_rate=rate, **settings.numbers)
 
     def init(params: PyTree) -> AdamWState:
+        check_wrappers(params, rewrites=True)
         tree = Tree(params, moments, mask)
         # New arrays each time, because a state may be donated
         mu, mu_scale = tree.kept([leaf.zeros(0) for leaf in tree.leaves])

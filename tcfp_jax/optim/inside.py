@@ -65,7 +65,9 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step of `train_step` reports.
+    """Metrics of one step of `train_step`.
+
+    Use this to log a run, and to find the parameters whose step was skipped.
 
     Attributes:
       loss: the loss before the update.
@@ -109,14 +111,14 @@ def train_step(
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
       optimizer: `tcfp_jax.optim.adamw(...)`. Its `max_norm` needs `clip`, because the
         norm of all gradients is known only after the last layer.
-      clip: "late" limits the norm of each matrix of a layer to its part of `max_norm`,
-        of experts that of all in a layer, and of other parameters that of the whole
-        array. Parts go by the second moments v, the mean squares of the gradients of
-        the steps before, and for a hundredth by the numbers n of values: `max_norm
+      clip: "late" limits the norm of each gradient to its part of `max_norm`: the
+        gradient of one matrix of a layer, of all experts of a layer together, or of any
+        other parameter as a whole. With the second moments v, the mean squares of
+        earlier gradients, and the number n of values, a part is `max_norm
         sqrt(0.99 sum v / sum of all v + 0.01 n / sum of all n)`, so the norm of all
         gradients is at most `max_norm`. A part without second moments may have all of
-        `max_norm`, as in the first step. "matrix" limits each to `max_norm` itself,
-        which rarely clips.
+        `max_norm`, as in the first step. "matrix" limits each gradient to `max_norm`
+        itself, which rarely clips.
       has_aux: whether `loss_fn` returns a pair.
 
     Returns:
@@ -263,9 +265,9 @@ class _Run:
       tree: the parameters.
       old: the state before the step.
       updates: how each parameter is updated.
-      own: what each update knows besides, from `begin` on.
-      stacks: those that are updated inside.
-      slots: what the loss is differentiated by.
+      own: the keys and the limit of each update, from `begin` on.
+      stacks: the parameters that are updated inside.
+      slots: the arrays with respect to which the loss is differentiated.
     """
 
     def __init__(self, of: TrainStep, tree: Tree, state: TrainState) -> None:
@@ -288,7 +290,7 @@ class _Run:
         self.slots: list[PyTree] = [slot_of(leaf.parameter) for leaf in tree.leaves]
 
     def begin(self, inputs: tuple[PyTree, ...]) -> None:
-        """Move what is updated inside into references."""
+        """Move the parameters that are updated inside into references."""
         held = {}
         for number in updated_inside(self.tree, self.of.loss_fn, inputs):
             parameter = self.tree.leaves[number].parameter
@@ -312,7 +314,7 @@ class _Run:
         return self.tree.leaves[number].keys(words, self.count, number)
 
     def _limits(self, layers: list[tuple[int, ...]]) -> Sequence[Array | None]:
-        """Return the largest norm of each gradient, of a stack those of its layers."""
+        """Return the largest norm of each gradient; a stack has one per layer."""
         if self.of.clip is None:
             return [None] * len(layers)
         limit = jnp.asarray(self.of.optimizer.settings.max_norm, jnp.float32)

@@ -55,7 +55,7 @@ class _Shapes(Home):
 
 
 def numbers_of(shape: tuple[int, ...]) -> Array:
-    """Return the numbers of the entries: int32 `[layers]`, or 0 of what is no stack."""
+    """Return the numbers of the entries: int32 `[layers]`, or 0 without a stack."""
     return jnp.arange(shape[0], dtype=jnp.int32) if shape else jnp.int32(0)
 
 

@@ -35,7 +35,7 @@ Clip = Literal["late", "matrix"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Held:
-    """What the update of a stack reads and writes; references while a step runs.
+    """Arrays that the update of a stack reads and writes; references during a step.
 
     Attributes:
       parameter: the stack.
@@ -61,7 +61,7 @@ class Held:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Facts:
-    """What updates of a step know.
+    """Values that all updates of a step share.
 
     Attributes:
       scalars: the numbers of AdamW.
@@ -88,10 +88,10 @@ class Updated(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What the update of one parameter knows; `[layers]` for a stack.
+    """Values for the update of one parameter; `[layers]` for a stack.
 
     Attributes:
-      keys: of its random bits.
+      keys: keys of its random bits.
       limit: float32, the largest norm of its gradient; None if the step does not clip.
     """
 
@@ -180,7 +180,7 @@ class Stack(Home):
         return jax.tree.map(_row_major, values) if self.stacked else values
 
     def _at(self, index: Array) -> Array | EllipsisType:
-        """Return the index into references; a parameter that is no stack has one."""
+        """Return the index into references; all of it if this is not a stack."""
         return index if self.stacked else ...
 
     def slot(self, index: Array, zero: Array) -> Array:
@@ -217,7 +217,7 @@ class Stack(Home):
                 ref[at] = value
 
         if not self.stacked:
-            # What follows begins when this is written, so that its gradient is gone.
+            # Later work begins after this is written, so that its gradient is gone.
             new, facts.sound[...] = lax.optimization_barrier((new, facts.sound[...]))
         jax.tree.map(write, refs, new)
 

@@ -29,6 +29,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tcfp_jax.formats.casting import check_key
 from tcfp_jax.optim.numbers import check_numbers
+from tcfp_jax.optim.wrappers import check_wrappers
 from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -180,7 +181,7 @@ def dequantize(params: PyTree) -> PyTree:
                 f"a {leaf.describe()} was not made by tcfp_jax.store: it has no"
                 " optimizer and does not know the shape of its kernel; take its float"
                 " matrix [..., k, n] with weight.dequantize(), or train adapters"
-                " beside it (LoRA, see docs/fp4.md)"
+                " next to it (LoRA, see docs/fp4.md)"
             )
         return leaf
 
@@ -305,7 +306,8 @@ def on_stored(
     accepted.
 
     Raises:
-      ValueError: `update` without params.
+      ValueError: `update` without params; `init` inside `optax.MultiSteps` with stored
+        parameters, where it belongs outside.
 
     >>> params = {"kernel": jnp.full((2, 2), 0.5)}
     >>> params = store(params, "tcfp12_single", key=jax.random.key(0))
@@ -318,6 +320,7 @@ def on_stored(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> OnStoredState:
+        check_wrappers(params, rewrites=False)
         return OnStoredState(inner.init(dequantize(params)), jnp.zeros((), jnp.int32))
 
     def update(

@@ -114,7 +114,7 @@ def contract(
     """Return the product of x and a kernel, with the operands, products and gradients
     that `recipe` describes.
 
-    Use this in a layer whose kernel is no matrix; use `tcfp_jax.matmul` for one.
+    Use this in a layer whose kernel is not a matrix; use `tcfp_jax.matmul` for one.
 
     Axes that x, kernel and result share are a stack of products, each with its own
     scales.

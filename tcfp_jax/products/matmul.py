@@ -1,10 +1,10 @@
 """`matmul(x, w, recipe=...)`: the product of a layer, with the backward pass that the
 recipe describes.
 
-A product has a rule of its own for each form of weights: `fp8_weights` states the three
-products of FP8 and of hybrids with BF16, `fp4_weights` those of packed codes, and
-`bf16` and `fp4_training` those of float weights. Each scale is one for the tensor, the
-row or the block, as the recipe's scaling says.
+Each form of weights has a rule of its own. `fp8_weights` states the three products of
+FP8 and of hybrids with BF16. `fp4_weights` has the products of packed codes, and `bf16`
+and `fp4_training` have the products of float weights. There is one scale for a tensor,
+a row or a block, as the recipe's scaling says.
 
 The weight is quantized outside of these rules, or by the optimizer
 (`tcfp_jax.error_feedback`), which passes it as `quantized`; then no product needs its
@@ -50,8 +50,8 @@ from tcfp_jax.weights.tcfp12 import fake_quantize
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
 
-# The rule of products by the form of weights; BF16 is that of a head without a stored
-# form.
+# The rule of products by the form of weights. A head without a stored form takes BF16's
+# rule.
 RULES = {
     TCFPMode.BF16: fp8_weights.RULE,
     TCFPMode.FP8: fp8_weights.RULE,

@@ -58,7 +58,7 @@ _NAMED: dict[str, Recipe] = {
     "nvfp4_training": _all("bf16", weight=Fp4Training()),
 }
 
-# The recipes of modes that are no names of recipes.
+# The recipes of modes that are not names of recipes.
 _OF_MODE = {TCFPMode.FP8: "tensorwise", TCFPMode.FP4: "nvfp4"}
 
 # Overrides that are not fields of `Recipe`: they stand for a field of `weight` or of

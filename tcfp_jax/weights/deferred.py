@@ -7,7 +7,7 @@ so the stack lives in references of JAX, and the tree of parameters holds a `Def
 in its place: the numbers of the layers, which any scan cuts as it cuts arrays. An entry
 reads its values where a product asks for them.
 
-Left out: what the references hold and what is written (`tcfp_jax.optim.slots`).
+Left out: the references and their updates (`tcfp_jax.optim.slots`).
 """
 
 from collections.abc import Iterable
@@ -35,14 +35,12 @@ class Home(Protocol):
 
     def read(self, index: Array) -> Stored:
         """Return the values of the entry at an index; of all if that is `[layers]`, or
-        if the parameter is no stack.
+        if the parameter is not a stack.
         """
         ...
 
     def slot(self, index: Array, zero: Array) -> Array:
-        """Return the zeros, in the shape of what `read` returns, that take its
-        gradient.
-        """
+        """Return the zeros that take the gradient of `read`'s result, in its shape."""
         ...
 
 
@@ -52,7 +50,7 @@ class Deferred(Parameter):
     `tcfp_jax.train_step` makes it for the loss function; no tree of yours holds it.
 
     * `index` is int32 `[layers]` for a stack, and a scalar for one entry. A parameter
-      that is no stack has a scalar, too.
+      that is not a stack has a scalar, too.
     * Only one entry takes a gradient. It goes to `home.slot`, as the one of `zero`.
 
     Attributes:

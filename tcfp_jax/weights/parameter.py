@@ -92,7 +92,7 @@ class Parameter(NotAnArray):
 
     @property
     def described(self) -> Training:
-        """The state, for what it says of the kernel."""
+        """The state, for its description of the kernel."""
         return self.state
 
     @functools.cached_property
@@ -266,7 +266,7 @@ def parameter_of(weight: Parameter | Stored) -> Parameter:
 
 
 def intact(params: PyTree) -> PyTree:
-    """Return a tree of parameters, if the codes of all are as they were written."""
+    """Return a tree of parameters, if no codes have changed since they were written."""
 
     def one(leaf: PyTree) -> PyTree:
         return parameter_of(leaf).intact() if is_quantized(leaf) else leaf

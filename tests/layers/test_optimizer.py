@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import treescope
 from flax import linen as nn
 from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
@@ -108,6 +109,21 @@ def test_stored_weights_train_as_floats_do(tx, exact_tx, state):
     assert int(model.calls[...]) == 6
     assert all(leaf.state.slot is None for leaf in kernels(model))
     assert int(optimizer.step[...]) == 6
+
+
+def test_displays_count_stored_parameters_once():
+    model, floats = stored()
+    count = sum(leaf.size for leaf in jax.tree.leaves(floats))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    before = list(map(id, kernels(model)))
+    for text in (repr(model), treescope.render_to_text(model)):
+        assert f"Param: {count:,} ({size / 1e3:.1f} KB)" in text.splitlines()[0]
+        assert "Parameter(shape=(16, 32), dtype=float8_e4m3fn hi + lo)" in text
+    assert repr(model.up).startswith("Linear( # Param: 544 ")
+    assert list(map(id, kernels(model))) == before
+    traced = []
+    nnx.jit(lambda model: traced.append(repr(model)))(model)
+    assert f"Param: {count:,} " in traced[0]
 
 
 def test_gradients_are_those_of_the_floats():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state
 from jax.sharding import AxisType
 
 import tcfp_jax
@@ -389,6 +390,27 @@ def update_across_remainders(remainder, restored):
 
 
 FLOAT32 = optim.adamw(1e-2, moments="float32")
+OUTSIDE = {
+    "steps": optax.MultiSteps(ADAMW, 2),
+    "steps of a chain": optax.MultiSteps(
+        optax.chain(optax.clip(1.0), optim.on_stored(optax.adam(1e-2))), 2
+    ),
+    "finite": optax.apply_if_finite(ADAMW, 3),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_wrappers_that_take_floats_belong_inside_of_on_stored(name):
+    tx = OUTSIDE[name]
+    params = stored()
+    with pytest.raises(ValueError, match=r"write.*on_stored\(optax"):
+        tx.init(params)
+    with pytest.raises(ValueError, match=r"write.*on_stored\(optax"):
+        train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    jax.eval_shape(tx.init, floats())
+    jax.eval_shape(optim.on_stored(tx).init, params)
+
+
 EITHER = (ValueError, TypeError)
 test_arrays_of_weights_and_states_of_others_are_named = refusals(
     {
