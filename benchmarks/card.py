@@ -144,6 +144,13 @@ RUNS = {
     "quantizers": Run("quantizers", 200),
     "adamw": Run("adamw", 20),
     "dpo": Run("dpo", 130),
+    # Of the layers in BF16 24 fit next to the state of their adapters.
+    "adapters": Run(
+        "adapters --model llama-70b --remat attended+key+value+gate_fp8"
+        " --bf16-layers 24",
+        330,
+    ),
+    "pi0": Run("pi0", 300),
     # Bases stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
     "finish": Run("finish", 1300),
     "fp4": Run("fp4", 140),

@@ -79,7 +79,8 @@ DECIDING = (
 )
 PAGES = {
     Path("README.md"): (CHOOSE,),
-    Path("docs/finetune.md"): ("dpo",),
+    Path("docs/finetune.md"): ("adapters", "dpo"),
+    Path("docs/pi0.md"): ("pi0",),
     Path("docs/measurements.md"): (OVERVIEW, ORIGINAL, *DECIDING),
 }
 PLOTS = Path("docs/plots")

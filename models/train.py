@@ -74,7 +74,13 @@ from .training.preferences import in_rows
 from .training.processes import end_after, is_first, of_first, start, together
 from .training.progress import shown
 from .training.running import RunResult, corpus_of, export_run, run
-from .training.settings import TrainConfig, config_of, preset, settings_of
+from .training.settings import (
+    TrainConfig,
+    config_of,
+    preset,
+    settings_of,
+    short_name,
+)
 from .training.state import TrainState
 from .training.steps import (
     batch_key,
@@ -170,7 +176,7 @@ def _choose_folder(options: argparse.Namespace) -> Path:
             )
         return started[-1].parent
     config = _new_config(options)
-    name = f"{Path(_name(config)).name}-{config.recipe}"
+    name = f"{Path(_name(config)).name}-{short_name(config.recipe)}"
     if isinstance(config.weights, Stored):
         name += "-stored"
     folders = (RUNS / f"{name}-{i}" for i in itertools.count())
@@ -229,7 +235,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         print(heading, flush=True)
         if options.show_example:
             print(_example(config), flush=True)
-    name = str(config.recipe)
+    name = short_name(config.recipe)
     result = train(config, out=out)
     baseline = None
     curves = {name: result.train_loss}

@@ -1,12 +1,13 @@
 """LoRA: two thin matrices next to each frozen matrix of a Llama, `y = x W + 2 (x A) B`,
 of which only A and B train.
 
-Frozen matrices are quantized once (`tcfp_jax.inference.quantize_params`), and no float
-copy of them exists. Embeddings and norms stay as they are.
+Frozen matrices of layers are quantized once (`tcfp_jax.inference.quantize_params`), and
+no float copy of them exists. Other frozen matrices have the dtype of their products.
 
 Source: Hu et al. 2021, "LoRA".
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from tcfp_jax.inference import quantize_params
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layerwise import on_device
+from tcfp_jax.weights.layerwise import by_layers, is_on_host, on_device
 
 SUFFIX = "_adapter"
 SCALE = 2.0
@@ -87,30 +88,55 @@ def joined(params: Any, adapters: Any) -> dict[str, Any]:
 
 
 def frozen(
-    params: Any, weights: Any, optimizer: optax.GradientTransformation
+    params: Any,
+    weights: Any,
+    optimizer: optax.GradientTransformation,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[Any, Any]:
-    """Return (parameters without the matrices of the layers, state of `adapting` with
-    these matrices quantized).
+    """Return (parameters without the matrices that products read quantized, state of
+    `adapting` with these matrices).
 
     Args:
       params: Float parameters with adapters. If matrices are on the host, the device
         holds one float layer at a time (`tcfp_jax.inference.quantize_params`).
-      weights: As `tcfp_jax.conversion.find_weights` returns them, or a recipe that
-        keeps floats.
+      weights: As `tcfp_jax.conversion.find_weights` returns them: none of a model in
+        BF16.
       optimizer: Made by `adapting`.
+      dtype: Dtype of activations, in which frozen matrices stay that are not quantized.
+        Their products and lookups would round them to it.
     """
     quantized: Any = {}
-    if not isinstance(weights, Recipe):
+    if weights and not isinstance(weights, Recipe):
         variables = quantize_params(params, weights)
         params = variables["params"]
         quantized = variables["tcfp"]
-    params = jax.tree.map(on_device, params)
+
+    def kept(path: Any, leaf: Any) -> Any:
+        stacked = path_names(path)[0] == "layers"
+        if is_adapter(path) or len(leaf.shape) < 2 + stacked:
+            return on_device(leaf)
+        rounded = _Rounded(jnp.dtype(dtype))
+        if stacked and is_on_host(leaf):
+            return by_layers(rounded, leaf)
+        return rounded(on_device(leaf))
+
+    params = jax.tree_util.tree_map_with_path(kept, params)
     trained, _ = optimizer.init(params)
     return params, (trained, ErrorFeedbackState(quantized, None, None, None, None))
 
 
+@dataclass(frozen=True)
+class _Rounded:
+    """Rounding to a dtype, as a function that equals others of the same dtype."""
+
+    dtype: jnp.dtype
+
+    def __call__(self, matrix: jax.Array) -> jax.Array:
+        return matrix.astype(self.dtype)
+
+
 def merged(params: Any, quantized: Any) -> Any:
-    """Return float parameters of the model without adapters, which are added to the
+    """Return float32 parameters of the model without adapters, which are added to the
     matrices.
     """
     found: dict[str, Any] = {}
@@ -125,7 +151,7 @@ def merged(params: Any, quantized: Any) -> Any:
         adapter = find(params, f"{layer}{SUFFIX}".split("/"))
         if name == "kernel" and adapter is not None:
             leaf = leaf + SCALE * adapter["a"] @ adapter["b"]
-        put(found, path.split("/"), leaf)
+        put(found, path.split("/"), leaf.astype(jnp.float32))
     return found
 
 

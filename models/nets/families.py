@@ -69,6 +69,20 @@ def exact(recipe: Recipe) -> Recipe:
     )
 
 
+def in_e4m3(recipe: str | Recipe) -> Recipe:
+    """Return the recipe of weights in four bits whose activations and gradients are
+    E4M3 with a scale for each row, for FP8 tensor cores.
+
+    Codes times scales are E4M3 numbers by its rule of scales, which only NVFP4 has.
+
+    >>> in_e4m3("nvfp4").dgrad
+    'full'
+    """
+    return named_recipe(
+        recipe, activation="float8_e4m3fn", dgrad="full", rule="fold_exact"
+    )
+
+
 class Learner(NamedTuple):
     """A model that maps tokens to logits, and its weights as `error_feedback` and
     `store` take them.

@@ -46,6 +46,13 @@ LLAMAS = {
     "llama-8b": LlamaConfig(
         **_LLAMA3, layers=32, width=4096, hidden=14_336, head="untied"
     ),
+    "llama-70b": LlamaConfig(
+        **_LLAMA3 | dict(heads=64),
+        layers=80,
+        width=8192,
+        hidden=28_672,
+        head="untied",
+    ),
     "qwen3-14b": LlamaConfig(
         **_QWEN3, layers=40, width=5120, heads=40, kv_heads=8, hidden=17_408
     ),

@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from tcfp_jax.recipes import NAMES
+from tcfp_jax.recipes import NAMES, Recipe
 
 from ..huggingface.folders import Form
+from ..nets.families import in_e4m3
 from ..nets.meshes import AXES
 from ..nets.sizes import model_names
 from .forms import MomentFormat, Update, Weights
 from .processes import HEARTBEAT_TIMEOUT
 from .settings import BAD_STEPS, FINE_TUNING, Included, TrainConfig
+
+ACTIVATIONS = ("bf16", "e4m3")
 
 
 def _default(name: str) -> str:
@@ -191,6 +194,14 @@ def _add_precision(precision: argparse._ArgumentGroup) -> None:
         help=(
             f"{names} (default: tcfp12_single; of float weights tcfp12, of frozen ones"
             " tensorwise)"
+        ),
+    )
+    precision.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        help=(
+            "of products with weights in nvfp4: bf16 (default), or e4m3, which"
+            " multiplies on FP8 tensor cores, gradients too"
         ),
     )
     precision.add_argument(
@@ -418,4 +429,15 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
         *itertools.chain(*_OVERRIDES.values()),
     )
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if getattr(options, "activations", "bf16") == "e4m3":
+        given["recipe"] = _multiplied_in_e4m3(given.get("recipe"))
     return {**given, "data": tuple(given["data"])} if "data" in given else given
+
+
+def _multiplied_in_e4m3(recipe: str | None) -> Recipe:
+    if recipe != "nvfp4":
+        raise ValueError(
+            f"--activations e4m3 with --recipe {recipe}: it is for weights in four"
+            " bits whose scales keep them exact in E4M3; use --recipe nvfp4"
+        )
+    return in_e4m3(recipe)

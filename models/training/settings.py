@@ -323,6 +323,15 @@ def _named(recipe: str | Recipe) -> str:
     return recipe if isinstance(recipe, str) else describe(recipe)
 
 
+def short_name(recipe: str | Recipe) -> str:
+    """Return the nearest name of a recipe, for folders and legends.
+
+    >>> short_name(tcfp_jax.recipe("nvfp4", rule="fold_exact"))
+    'nvfp4'
+    """
+    return _named(recipe).partition(" with ")[0]
+
+
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return all settings in one row, with the names of the command line.
 

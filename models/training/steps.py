@@ -69,7 +69,9 @@ StepFunction = Callable[
 ]
 
 
-def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
+def init(
+    config: TrainConfig, mesh: Mesh | None = None, start: Any = None
+) -> TrainState:
     """Return the state before the first step. Parameters depend on the model and the
     seed, not on recipe or mesh.
 
@@ -77,6 +79,12 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     exists. On a mesh, each device makes its own part. With `config.start` the
     parameters come from a checkpoint, and those that are stored, or frozen next to
     adapters, layer by layer.
+
+    Args:
+      config: The run.
+      mesh: Devices of the run; None is one.
+      start: The parameters of `config.start`, if they are not read from it: a tree of
+        `start_shapes`, whose leaves may be on the host.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
@@ -87,7 +95,8 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     key = jax.random.key(config.seed)
     if config.start is None:
         return begin(key)
-    start = read_start(config)
+    if start is None:
+        start = read_start(config)
     weights = learner_of(own).weights
     if isinstance(config.weights, Stored):
         places = None if mesh is None else state_places(own, mesh)
@@ -97,7 +106,7 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     if isinstance(config.weights, Adapters):
         adapters = jax.jit(lambda key: adapters_of(_floats(own, key)))(key)
         params, opt_state = frozen(
-            joined(start, adapters), weights, _optimizer(own, key)
+            joined(start, adapters), weights, _optimizer(own, key), own.dtype
         )
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
     return begin(key, read(start))
@@ -107,8 +116,12 @@ def read_start(config: TrainConfig) -> Any:
     """Return the float parameters in `config.start`, as
     `models.training.parameters.on_host`.
     """
-    shapes = _shapes(_floats, program(config.in_bf16))
-    return on_host(Path(str(config.start)), shapes, config.size)
+    return on_host(Path(str(config.start)), start_shapes(config), config.size)
+
+
+def start_shapes(config: TrainConfig) -> Any:
+    """Return the shapes of the float parameters in `config.start`."""
+    return _shapes(_floats, program(config.in_bf16))
 
 
 def make_train_step(
@@ -253,6 +266,7 @@ def _initialize(
             _floats(config, seed_key),
             learner_of(config).weights,
             _optimizer(config, seed_key),
+            config.compute_dtype,
         )
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
     return _state(config, seed_key, _parameters(config, seed_key, start, mesh))

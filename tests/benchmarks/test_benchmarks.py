@@ -45,6 +45,8 @@ SMOKES = (
     "quantizers",
     "memory",
     "dpo",
+    "adapters",
+    "pi0",
 )
 
 

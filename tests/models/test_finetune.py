@@ -314,7 +314,9 @@ def test_transformers_reads_what_was_written(
 
 
 @pytest.mark.slow_except("tensorwise")
-@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "nvfp4", "nvfp4 --activations e4m3", "bf16"]
+)
 def test_adapters_train_next_to_frozen_weights(
     tmp_path, tokenizer_folder, data, recipe
 ):
@@ -322,7 +324,11 @@ def test_adapters_train_next_to_frozen_weights(
     it by a product of rank 2.
     """
     _, losses, new = fine_tuned(
-        tmp_path, tokenizer_folder, data, "qwen3", "--lora", "2", "--recipe", recipe
+        tmp_path,
+        tokenizer_folder,
+        data,
+        "qwen3",
+        *f"--lora 2 --recipe {recipe}".split(),
     )
     assert np.mean(losses[-5:]) < 0.92 * np.mean(losses[:5])
     before, after = (
@@ -332,7 +338,7 @@ def test_adapters_train_next_to_frozen_weights(
         same = np.array_equal(array.astype(after[name].dtype), after[name])
         assert same == ("proj" not in name), name
     config = train.preset(
-        str(tmp_path / "model"), data=(str(data),), lora=2, recipe=recipe
+        str(tmp_path / "model"), data=(str(data),), lora=2, recipe=recipe.split()[0]
     )
     state = jax.eval_shape(lambda: train.init(dataclasses.replace(config, sequence=48)))
     held = jax.tree.leaves(state.params["layers"])
@@ -543,6 +549,7 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path, tokenizer_folder, data, 
     for more, message in (
         (["--export", str(folder)], "is the folder that the run starts from"),
         (["--lora", "2", "--weights", "stored"], "frozen weights are quantized once"),
+        (["--lora", "2", "--activations", "e4m3"], "use --recipe nvfp4"),
         (["--sequence", "65"], f"exceeds the context of model {folder}, 64; shorten"),
         (["--format", "fp8"], "--export is missing; add --export FOLDER"),
         (["--format", "fp8", "--export", "a.npz"], "--export names a.npz; add"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tcfp_jax
@@ -15,7 +16,7 @@ from models.huggingface.configs import llama_config, read_shape
 from models.huggingface.folders import read_folder
 from models.huggingface.held import Matrices
 from models.huggingface.tensors import held_variables
-from models.nets.adapters import adapters_of, frozen, joined
+from models.nets.adapters import adapters_of, adapting, frozen, is_adapter, joined
 from models.nets.meshes import make_mesh, parse_mesh
 from models.training import steps
 from models.training.data import Data
@@ -25,7 +26,9 @@ from models.training.running import run
 from models.training.settings import TrainConfig
 from models.training.state import ROUNDING
 from models.training.steps import batch_key, init, make_train_step
+from tcfp_jax import layer_state
 from tcfp_jax.inference import safetensors
+from tcfp_jax.paths import entries, path_names
 from tests.helpers import parametrize, refused, same_bits
 from tests.models.record_transformers import FILE, weights_of
 
@@ -132,8 +135,9 @@ def test_a_run_has_the_losses_of_one_from_a_whole_tree(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["nvfp4", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "tensorwise", "bf16"])
 def test_frozen_layers_have_the_bits_of_a_whole_tree(folder, recipe):
+    """And steps of their adapters do not change them."""
     config = run_of(folder, recipe=recipe, weights=Adapters(4))
     own = steps.program(config)
     key = jax.random.key(config.seed)
@@ -147,6 +151,46 @@ def test_frozen_layers_have_the_bits_of_a_whole_tree(folder, recipe):
     at_once = made(jax.tree.map(jnp.asarray, floats_of(config)))
     state = init(config)
     assert same_bits((state.params, state.opt_state), at_once)
+    before = jax.tree.map(jnp.copy, state)
+    state, _ = make_train_step(config)(state, TEXT, batch_key(config))
+    base, trained = map(divided, (before, state))
+    assert same_bits(base[0], trained[0])
+    assert not any(map(same_bits, base[1], trained[1]))
+
+
+def divided(state):
+    """The frozen arrays of a state, and the second factors of its adapters, which begin
+    as zeros.
+    """
+    frozen = [layer_state(state.opt_state)]
+    thin = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not is_adapter(path):
+            frozen.append(leaf)
+        elif path_names(path)[-1] == "b":
+            thin.append(leaf)
+    return frozen, thin
+
+
+def test_matrices_that_stay_float_have_the_dtype_of_their_products():
+    params = {
+        "embedding": {"embedding": np.ones((4, 2), np.float32)},
+        "final_norm": {"scale": np.ones(2, np.float32)},
+        "layers": {
+            "norm": {"scale": np.ones((3, 2), np.float32)},
+            "up": {"kernel": np.ones((3, 2, 4), np.float32)},
+            "up_adapter": {"a": np.ones((3, 2, 1), np.float32)},
+        },
+    }
+    kept, _ = frozen(params, {}, adapting(optax.sgd(1.0)), jnp.bfloat16)
+    dtypes = {path: leaf.dtype.name for path, leaf in entries(kept).items()}
+    assert dtypes == {
+        "embedding/embedding": "bfloat16",
+        "final_norm/scale": "float32",
+        "layers/norm/scale": "float32",
+        "layers/up/kernel": "bfloat16",
+        "layers/up_adapter/a": "float32",
+    }
 
 
 @pytest.mark.slow

@@ -258,6 +258,7 @@ def test_stored_weights_are_not_resumed_as_floats(whole_run):
     "name, change",
     [
         ("nvfp4", {"tile": "square"}),
+        ("nvfp4", {"activation": "float8_e4m3fn", "rule": "fold_exact"}),
         ("nvfp4_training", {"forward_operands": "bf16"}),
         ("blockwise", {"block": 64}),
     ],
