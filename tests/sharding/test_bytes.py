@@ -23,12 +23,10 @@ from tests.helpers import slow
 from tests.models.test_arena import attention
 
 DEVICES = 8
-LAYERS = 80
+SIZE = dataclasses.replace(LLAMAS["llama-70b"], remat="block")
+LAYERS = SIZE.layers
 # Sequences and positions of a device.
 TOKENS = (2, 4096)
-SIZE = dataclasses.replace(
-    LLAMAS["llama-8b"], width=8192, heads=64, hidden=28_672, remat="block"
-)
 CARD = 80e9
 # NCCL, the context of CUDA and cuBLAS are not in the program.
 OTHERS = 3e9
