@@ -1,6 +1,7 @@
 """Losses of scanned models, for tests of the update inside the backward pass."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from models.nets.families import learner
 from models.nets.sizes import LLAMAS, MOES
 from tcfp_jax.conversion import find_weights
 from tcfp_jax.linen import TCFPDense
+from tcfp_jax.nnx import TCFPLinear
 from tests.helpers import drawn
 
 RECIPE = "tcfp12_single"
@@ -126,22 +128,22 @@ def linen():
 
 
 class NNXLayer(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.down = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, rngs, linear):
+        self.up = linear(WIDTH, WIDTH, rngs=rngs)
+        self.down = linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
 class NNXLayers(nnx.Module):
-    """Layers of Flax in `nnx.scan`."""
+    """Layers in `nnx.scan`."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, linear=nnx.Linear):
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def make(rngs):
-            return NNXLayer(rngs)
+            return NNXLayer(rngs, linear)
 
         self.layers = make(rngs)
 
@@ -165,6 +167,17 @@ def nnx_model():
     return Case(low, store(params, weights), X, inside)
 
 
+def nnx_layers():
+    """Layers of this library, which `nnx.scan` returns."""
+    linear = functools.partial(TCFPLinear, recipe=RECIPE)
+    graph, params = nnx.split(NNXLayers(nnx.Rngs(0), linear))
+
+    def loss(params, x):
+        return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+    return Case(loss, store(params), X, ("layers/up/kernel", "layers/down/kernel"))
+
+
 def groups():
     """A scan in a scan, and a head that is also read without a gradient."""
 
@@ -186,11 +199,60 @@ def groups():
     return Case(low, store(params, weights), X, ("kernel",))
 
 
+def parts():
+    """Parts of a layer read its weight: without a gradient, in a loop, in vmap."""
+
+    def loss(params, x):
+        def layer(x, kernel):
+            def chunk(rows):
+                return jnp.tanh(product(rows, kernel))
+
+            @jax.checkpoint
+            def fixed(x):
+                values = jax.lax.stop_gradient(kernel.read().dequantize())
+                return x * jnp.cos(jnp.mean(values**2) * jnp.sum(x))
+
+            rows = jax.lax.map(jax.checkpoint(chunk), fixed(x).reshape(2, 8, WIDTH))
+            rows = jax.vmap(functools.partial(product, kernel=kernel))(rows)
+            return x + rows.reshape(x.shape), None
+
+        x, _ = jax.lax.scan(layer, x, params["kernel"])
+        return jnp.mean(x**2)
+
+    return Case(loss, store({"kernel": stack()}), X, ("kernel",))
+
+
+def branches():
+    """Layers that are left out in a branch, and weights without a gradient."""
+
+    def floats(params, x):
+        def layer(x, given):
+            kernel, fixed, is_on = given
+            x = x + jax.lax.stop_gradient(jnp.tanh(x @ fixed))
+
+            def apply(x):
+                return x + jnp.tanh(x @ kernel)
+
+            return jax.lax.cond(is_on, apply, jnp.copy, x), None
+
+        is_on = jnp.arange(LAYERS) != 1
+        layers = (params["kernel"], params["fixed"], is_on)
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, layers)
+        return jnp.mean(x**2)
+
+    params = {"kernel": stack(1), "fixed": stack(2)}
+    low = tcfp_jax.transform(floats, RECIPE, include=("linear", "small"))
+    return Case(low, store(params, find_weights(low, params, X)), X, ("kernel",))
+
+
 CASES = {
     "plain": plain,
     "linen": linen,
     "nnx": nnx_model,
+    "layers of nnx": nnx_layers,
     "groups": groups,
+    "parts": parts,
+    "branches": branches,
     "untied": lambda: network(LLAMAS, "llama-tiny", remat="block", head="untied"),
     "tied, nothing recomputed": lambda: network(LLAMAS, "llama-tiny"),
     "experts": lambda: network(MOES, "moe-tiny", remat="block"),

@@ -298,6 +298,8 @@ def _run_cond(
     run: Run, eqn: Equation, inputs: Values, plan: Plan, key: RandomKey
 ) -> Values:
     plans = dict(plan)
+    # JAX reads no reference inside a branch.
+    inputs = [x.read() if isinstance(x, Shown) else x for x in inputs]
     # Branches return arrays: a choice between two views is not a view.
     branches = []
     for number, body in enumerate(eqn.params["branches"]):

@@ -143,7 +143,12 @@ class Shown:
 
     def values(self) -> Stored | None:
         """Return the stored form; an entry of a stack reads it here."""
-        return self.stored.read() if isinstance(self.stored, Deferred) else self.stored
+        deferred = self.stored
+        return deferred.values() if isinstance(deferred, Deferred) else deferred
+
+    def read(self) -> "Shown":
+        """Return it with the arrays of a deferred parameter, read here."""
+        return dataclasses.replace(self, root=self.slot(), stored=self.values())
 
     def slot(self) -> Array | None:
         """Return the root; that of a deferred parameter takes its gradient."""
@@ -307,8 +312,7 @@ class Shown:
         if isinstance(deferred, Deferred) and not (
             deferred.is_stack and self.stacked[:1] == (lost,)
         ):
-            read = dataclasses.replace(self, root=self.slot(), stored=self.values())
-            return read.leading(axis)
+            return self.read().leading(axis)
         alone = self.view.origin.count(lost) == 1
         stored = None
         if self.stored is not None and alone and lost in self.stacked:

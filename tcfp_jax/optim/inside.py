@@ -27,12 +27,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import not_differentiated
-from tcfp_jax.optim.adam import AdamW, AdamWState, Tree
+from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree
 from tcfp_jax.optim.encoding import Keys, Moment, decode
 from tcfp_jax.optim.gradients import filled, slot_of
 from tcfp_jax.optim.scanned import numbers_of, updated_inside
@@ -45,6 +46,12 @@ from tcfp_jax.weights.parameter import Parameter, intact
 # The part of a limit that goes by the numbers of values. Without it a gradient that is
 # zero for long would come back below Adam's eps, and stay there.
 _BY_SIZE = 0.01
+_IN_A_BRANCH = (
+    "a branch of lax.cond or lax.switch reads a stored weight that is updated inside"
+    " the backward pass, but JAX reads no reference there: compute the product in front"
+    " of the branch and choose between results by jnp.where, or take the ordinary step"
+    " (value_and_grad, update, apply_updates)"
+)
 _NO_GRADIENT = (
     "a gradient through train_step is asked for, but it is a whole step of training and"
     " has none: differentiate its loss function by tcfp_jax.value_and_grad"
@@ -96,16 +103,17 @@ def train_step(
 
     Use it instead of `value_and_grad`, `update` and `apply_updates` if the gradients of
     all weights do not fit: it holds the gradient of one matrix, not all of them. It
-    takes moments in 8 bits and recipes with one scale per weight; with others it holds
-    all gradients, as the ordinary step does.
+    takes moments in 8 bits and recipes with one scale per weight. With others, and for
+    stacks that no scan runs over, it holds all gradients as the ordinary step does, and
+    warns.
     Without clipping it gives the results of the ordinary step, with the same random
     bits; XLA may add a few sums in another order or precision.
 
     The model scans over its layers (`nn.scan`, `nnx.scan`, `jax.lax.scan`), as a
     converted model or with layers of this library. Recompute each layer
     (`nn.remat`, `jax.checkpoint`), or the values that a layer keeps are as large as in
-    any other step. Do not read a weight without a gradient (`stop_gradient`) in a
-    part of a layer that is recomputed by itself: it may be read after its update.
+    any other step. A weight that gets no gradient in a step, as behind `stop_gradient`,
+    has one of zeros.
 
     Args:
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
@@ -134,11 +142,14 @@ def train_step(
     skips all layers then. `opt_state.skipped` counts both kinds of steps.
 
     Raises:
-      TypeError: another optimizer than `adamw`, a loss that is not a real scalar, or a
-        gradient through the step.
+      TypeError: another optimizer than `adamw`, a loss that is not a real scalar, a
+        parameter of integers, or a gradient through the step.
       ValueError: `max_norm` without `clip`, or `clip` without `max_norm`; a stack of
         layers that a scan runs over is read elsewhere, too, or a layer inside
-        `jax.vmap`.
+        a branch.
+
+    Warns:
+      UserWarning: the gradients of all layers of a stored stack exist at once.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store
@@ -236,6 +247,17 @@ class TrainStep:
         return after, Metrics(loss, aux, norm, skipped)
 
 
+def _check_floats(leaf: Leaf) -> None:
+    """Raise `TypeError` unless a parameter has a gradient."""
+    own = leaf.parameter
+    if isinstance(own, Parameter) or jnp.issubdtype(own.dtype, jnp.inexact):
+        return
+    raise TypeError(
+        f"the parameter {'/'.join(leaf.names)} is {own.dtype}{list(own.shape)}, which"
+        " has no gradient; pass it to the loss with the inputs"
+    )
+
+
 def _is_traced(leaf: PyTree) -> bool:
     return isinstance(leaf, jax.core.Tracer)
 
@@ -244,11 +266,13 @@ def _without_gradient(leaf: PyTree) -> PyTree:
     return not_differentiated(_NO_GRADIENT, leaf) if _is_traced(leaf) else leaf
 
 
-def _check_loss(loss: PyTree) -> None:
-    """Raise `TypeError` unless the loss is a real scalar."""
-    is_scalar = isinstance(loss, Array) and not loss.shape
-    if is_scalar and jnp.issubdtype(loss.dtype, jnp.floating):
-        return
+def _checked_loss(loss: PyTree) -> Array:
+    """Return the loss as an array; raise `TypeError` unless it is a real scalar."""
+    is_number = isinstance(loss, Array | np.generic | float)
+    if is_number and not jnp.shape(loss):
+        value = jnp.asarray(loss)
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            return value
     parts = jax.tree.leaves(loss)
     found = [f"{jnp.result_type(part)}{list(jnp.shape(part))}" for part in parts]
     raise TypeError(
@@ -282,6 +306,7 @@ class _Run:
         self.moments: list[tuple[Moment, Moment]] = []
         self.updates: list[Update] = []
         for leaf, m, v in tree.with_moments(state.opt_state):
+            _check_floats(leaf)
             step = settings.step_of(leaf)
             self.moments.append((m, v))
             self.updates.append(Update(step, leaf.is_fused))
@@ -307,7 +332,7 @@ class _Run:
                 self.stacks[number] = Stack(
                     leaf, held[number], self.facts, self.updates[number], own
                 )
-                self.slots[number] = jnp.zeros(layers[number])
+                self.slots[number] = jnp.zeros(layers[number], jnp.float32)
 
     def _keys(self, number: int) -> Keys | None:
         words = self.old.opt_state.key
@@ -326,7 +351,7 @@ class _Run:
             values = decode(v)
             energies.append(jnp.sum(values, axis=range(len(shape), values.ndim)))
             sizes.append(math.prod(values.shape[len(shape) :]))
-        total = sum(map(jnp.sum, energies), jnp.zeros(()))
+        total = sum(map(jnp.sum, energies), jnp.zeros((), jnp.float32))
         count = sum(x.size * n for x, n in zip(energies, sizes, strict=True))
         limits = []
         for energy, size in zip(energies, sizes, strict=True):
@@ -350,10 +375,14 @@ class _Run:
                     leaves.append(Deferred(numbers_of(slot.shape), slot, stack))
             found = self.of.loss_fn(self.tree.treedef.unflatten(leaves), *inputs)
             loss, aux = found if self.of.has_aux else (found, None)
-            _check_loss(loss)
-            return loss, aux
+            return _checked_loss(loss), aux
 
-        loss, pull, aux = jax.vjp(loss_of, self.slots, has_aux=True)
+        try:
+            loss, pull, aux = jax.vjp(loss_of, self.slots, has_aux=True)
+        except NotImplementedError as error:
+            if "State effect" not in str(error):
+                raise
+            raise ValueError(_IN_A_BRANCH) from error
         usable = self.of.optimizer.settings.are_usable(self.facts.scalars)
         # Known before the first update.
         self.facts.sound[...] = jnp.isfinite(loss) & usable
@@ -364,14 +393,19 @@ class _Run:
         """Return each parameter after the step."""
         made = []
         for number, leaf in enumerate(self.tree.leaves):
-            if number in self.stacks:
-                after = self.stacks[number].frozen()
+            stack = self.stacks.get(number)
+            own = self.own[number]
+            if stack is None:
+                g = leaf.gradient(gradients[number])
+            elif stack.updates:
+                after = stack.frozen()
                 done = Stepped(after.parameter, after.m, after.v)
                 made.append(Updated(done, jnp.sum(after.squares), after.skipped))
                 continue
-            g = leaf.gradient(gradients[number])
+            else:  # its gradient is stopped, or nothing reads an entry
+                g = leaf.gradient(slot_of(leaf.parameter))
+                own = own._replace(limit=None)  # zeros are not clipped
             m, v = self.moments[number]
-            own = self.own[number]
             made.append(
                 self.updates[number].run(leaf.parameter, g, m, v, self.facts, own)
             )
@@ -381,19 +415,22 @@ class _Run:
         """Return (the state after the step, the norm of the gradients)."""
         old = self.old.opt_state
         finite = jax.freeze(self.facts.sound)
-        skipped = jnp.stack([jnp.any(one.skipped) for one in made])
+        skipped = ~finite
+        for one in made:
+            skipped |= jnp.any(one.skipped)
         mu, mu_scale = self.tree.kept([one.step.m for one in made])
         nu, nu_scale = self.tree.kept([one.step.v for one in made])
         opt_state = AdamWState(
             jnp.where(finite, self.count, old.count),
-            old.skipped + jnp.any(skipped).astype(jnp.int32),
+            old.skipped + skipped.astype(jnp.int32),
             mu,
             nu,
             mu_scale,
             nu_scale,
             old.key,
         )
-        norm = jnp.sqrt(sum((one.squares for one in made), jnp.zeros(())))
+        squares = sum((one.squares for one in made), jnp.zeros((), jnp.float32))
+        norm = jnp.sqrt(squares)
         params = []
         for leaf, one in zip(self.tree.leaves, made, strict=True):
             new = one.step.update

@@ -6,7 +6,9 @@ outside of loops. The loss is traced once with parameters that read zeros (`_Sha
 and their indices show in its program where each is read.
 """
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,10 +18,16 @@ from jax.extend import core
 
 from tcfp_jax.optim.adam import Leaf, Tree
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Deferred, Home
+from tcfp_jax.weights.deferred import Deferred, Home, Slots
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
+_OF_INDICES = (
+    "train_step traced the loss with stacks of stored weights as the numbers of their"
+    " entries: a scan may run over a stack, and its body may multiply by an entry, but"
+    " not cut it further. If the loss runs otherwise, take the ordinary step"
+    " (value_and_grad, update, apply_updates)"
+)
 _SLOT = "convert_element_type"  # the equation that `_Shapes.slot` leaves
 
 
@@ -32,7 +40,7 @@ class _Shapes(Home):
         self.whole = jax.eval_shape(lambda: parameter)
         self.stacked = len(parameter.shape) > 2
         self.is_read_whole = False
-        self._slots: dict[int, tuple[Array, Array]] = {}
+        self._slots = Slots()
 
     def read(self, index: Array) -> Stored:
         if index.ndim:
@@ -40,12 +48,12 @@ class _Shapes(Home):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._shapes(index))
 
     def slot(self, index: Array, zero: Array) -> Array:
-        if id(index) not in self._slots:
+        def make() -> Array:
             # It reads the index, which shows where in the program it stands.
             value = index.astype(self.whole.state.gradient_dtype)
-            made = jnp.broadcast_to(value, self._shapes(index).shape)
-            self._slots[id(index)] = (index, made)
-        return self._slots[id(index)][1]
+            return jnp.broadcast_to(value, self._shapes(index).shape)
+
+        return self._slots.find(index, zero, make)
 
     def _shapes(self, index: Array) -> Stored:
         shapes = self.whole.stored
@@ -71,6 +79,9 @@ def updated_inside(
 
     Raises:
       ValueError: a scan runs over a stack, and something else reads it, too.
+
+    Warns:
+      UserWarning: a stored stack is not updated inside.
     """
     homes: dict[int, _Shapes] = {}
     for number, leaf in enumerate(tree.leaves):
@@ -81,18 +92,26 @@ def updated_inside(
     def loss_of(numbers: dict[int, Array]) -> PyTree:
         leaves = [leaf.parameter for leaf in tree.leaves]
         for number, index in numbers.items():
-            zero = jnp.zeros(index.shape)
+            zero = jnp.zeros(index.shape, jnp.float32)
             leaves[number] = Deferred(index, zero, homes[number])
         return loss_fn(tree.treedef.unflatten(leaves), *inputs)
 
     numbers = {}
     for number, home in homes.items():
         numbers[number] = numbers_of(home.whole.shape[:-2][:1])
-    program = jax.make_jaxpr(loss_of)(numbers)
+    try:
+        program = jax.make_jaxpr(loss_of)(numbers)
+    except Exception as error:
+        error.add_note(_OF_INDICES)
+        raise
     uses = {var: _Uses() for var in program.jaxpr.invars}
+    of_parameters = [*uses.values()]
     _find_uses(program.jaxpr, uses)
+    for var in program.jaxpr.outvars:
+        if not isinstance(var, core.Literal) and var in uses:
+            uses[var].others += ("the result",)
     found = []
-    for (number, home), use in zip(homes.items(), uses.values(), strict=True):
+    for (number, home), use in zip(homes.items(), of_parameters, strict=True):
         if not home.stacked and use.others == (_SLOT,):
             found.append(number)
         if not use.scans:
@@ -100,7 +119,28 @@ def updated_inside(
         if use.scans > 1 or use.others not in ((), (_SLOT,)) or home.is_read_whole:
             raise ValueError(_read_elsewhere(tree.leaves[number], use, home))
         found.append(number)
+    _warn_of_whole_gradients(tree, found)
     return found
+
+
+def _warn_of_whole_gradients(tree: Tree, inside: Sequence[int]) -> None:
+    """Warn of stacks that are updated behind the backward pass."""
+    whole = []
+    for number, leaf in enumerate(tree.leaves):
+        own = leaf.parameter
+        if number in inside or not isinstance(own, Parameter):
+            continue
+        if math.prod(own.shape[:-2]) > 1:
+            why = "no scan runs over it" if leaf.is_fused else "not of these formats"
+            whole.append(f"{'/'.join(leaf.names)} {list(own.shape)} ({why})")
+    if whole:
+        warnings.warn(
+            "train_step holds the gradients of all layers of some stored stacks, as the"
+            f" ordinary step does: {', '.join(whole)}; scan over the stack itself, with"
+            ' adamw(moments="8bit"), a recipe with one scale per weight, and matrices'
+            " of 128 columns or more",
+            stacklevel=2,
+        )
 
 
 @dataclass
@@ -112,6 +152,7 @@ class _Uses:
 
 
 def _find_uses(jaxpr: core.Jaxpr, uses: dict[core.Var, _Uses]) -> None:
+    """Add the uses of variables in a program, and the variables that equal them."""
     for eqn in jaxpr.eqns:
         body = _body(eqn)
         for place, var in enumerate(eqn.invars):
@@ -123,16 +164,15 @@ def _find_uses(jaxpr: core.Jaxpr, uses: dict[core.Var, _Uses]) -> None:
                 use.others += (name,)
                 continue
             inner = body.invars[place]
-            if name != "scan":
-                _find_uses(body, {inner: use})
-            elif _rank(inner) < _rank(var):
-                use.scans += 1
-                _find_uses(body, {inner: use})
-            else:
+            if name == "scan" and _rank(inner) == _rank(var):
                 use.others += ("the carry or the constants of a scan",)
-    for var in jaxpr.outvars:
-        if not isinstance(var, core.Literal) and var in uses:
-            uses[var].others += ("the result",)
+                continue
+            use.scans += name == "scan"
+            _find_uses(body, {inner: use})
+            # A body may hand the array on, as nnx.scan returns its layers.
+            for result, after in zip(body.outvars, eqn.outvars, strict=True):
+                if result is inner:
+                    uses[after] = use
 
 
 def _rank(var: core.Var) -> int:
@@ -141,6 +181,8 @@ def _rank(var: core.Var) -> int:
 
 def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Return the program that an equation runs on its own operands, or None."""
+    if eqn.primitive.name == "while":  # two programs, which run often
+        return None
     for value in eqn.params.values():
         jaxpr = getattr(value, "jaxpr", value)
         if isinstance(jaxpr, core.Jaxpr) and len(jaxpr.invars) == len(eqn.invars):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.specs import sharding_of
 from tcfp_jax.optim.adam import Leaf
 from tcfp_jax.optim.encoding import Keys, Moment
 from tcfp_jax.optim.steps import (
@@ -25,7 +26,7 @@ from tcfp_jax.optim.steps import (
 )
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.deferred import Home
+from tcfp_jax.weights.deferred import Home, Slots
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
 
@@ -53,9 +54,22 @@ class Held:
 
     @staticmethod
     def of(parameter: Parameter, m: Moment, v: Moment) -> "Held":
-        """Return the arrays before a step."""
+        """Return the arrays before a step.
+
+        Raises:
+          ValueError: explicit axes of a mesh shard the parameter.
+        """
+        sharding = sharding_of(parameter.rows.values)
+        if sharding is not None and any(sharding.spec):
+            raise ValueError(
+                f"explicit axes shard a stored weight {list(parameter.shape)} by"
+                f" {sharding.spec}, and JAX reads no entry of a sharded reference:"
+                " make the mesh with axis_types=(AxisType.Auto, ...), or take the"
+                " ordinary step (value_and_grad, update, apply_updates)"
+            )
         layers = parameter.shape[:-2][:1]
-        return Held(parameter, m, v, jnp.zeros(layers), jnp.ones(layers, jnp.bool_))
+        squares = jnp.zeros(layers, jnp.float32)
+        return Held(parameter, m, v, squares, jnp.ones(layers, jnp.bool_))
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +142,7 @@ class Update:
         entry: Array | None = None,
     ) -> Updated:
         """Return the parameter after the step, see `entry_step` of an entry."""
-        squares = jnp.zeros(())
+        squares = jnp.zeros((), jnp.float32)
         scalars = facts.scalars
         keep = facts.sound[...]
         if own.limit is None:
@@ -169,7 +183,7 @@ class Stack(Home):
         self._refs = jax.tree.map(jax.new_ref, held)
         self._facts = facts
         self._own = own
-        self._slots: dict[int, tuple[Array, Array]] = {}
+        self._slots = Slots()
 
     def read(self, index: Array) -> Stored:
         """Return the values of an entry."""
@@ -185,11 +199,11 @@ class Stack(Home):
 
     def slot(self, index: Array, zero: Array) -> Array:
         """Return the zeros that take the gradient of an entry."""
-        # One slot for all uses in a layer, so that JAX adds their gradients.
-        if id(index) not in self._slots:
-            made = _slot(self, self._refs, self._facts, self._own, index, zero)
-            self._slots[id(index)] = (index, made)
-        return self._slots[id(index)][1]
+
+        def make() -> Array:
+            return _slot(self, self._refs, self._facts, self._own, index, zero)
+
+        return self._slots.find(index, zero, make)
 
     def zeros(self) -> Array:
         """Return the zeros of a slot."""
@@ -225,15 +239,15 @@ class Stack(Home):
         """Return the stack after the step.
 
         Raises:
-          ValueError: the trace of the backward pass updates an entry never, or twice.
+          ValueError: the trace of the backward pass updates an entry twice.
         """
-        self._slots.clear()
+        self._slots = Slots()
         held = jax.tree.map(jax.freeze, self._refs)
-        if self.updates != 1:
+        if self.updates > 1:
             raise ValueError(
                 f"{self.name} gets {self.updates} gradients in the backward pass, and"
-                " is updated by one; a weight without a gradient belongs into the"
-                " inputs of the loss, not into the parameters"
+                " is updated by one; read it in one place of a layer, or take the"
+                " ordinary step (value_and_grad, update, apply_updates)"
             )
         return held
 
@@ -270,11 +284,12 @@ def _slot_backward(stack: Stack, kept: PyTree, g: Array) -> tuple[PyTree, ...]:
         if "an unbatched array reference" not in str(error):
             raise
         raise ValueError(
-            f"{stack.name} is read inside jax.vmap, where JAX writes no reference: give"
-            " the whole batch to its product, which takes any leading axes, or take the"
-            " ordinary step (value_and_grad, update, apply_updates)"
+            f"a loop over {stack.name} runs inside jax.vmap, where JAX writes no"
+            " reference: run the loop with the whole batch, because products take any"
+            " leading axes, or take the ordinary step (value_and_grad, update,"
+            " apply_updates)"
         ) from error
-    return None, None, None, None, jnp.zeros(())
+    return None, None, None, None, jnp.zeros((), jnp.float32)
 
 
 _slot.defvjp(_slot_forward, _slot_backward)

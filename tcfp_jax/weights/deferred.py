@@ -10,12 +10,15 @@ reads its values where a product asks for them.
 Left out: the references and their updates (`tcfp_jax.optim.slots`).
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import set_current_trace
 
 from tcfp_jax.weights.parameter import Parameter
 from tcfp_jax.weights.stored import Stored
@@ -42,6 +45,37 @@ class Home(Protocol):
     def slot(self, index: Array, zero: Array) -> Array:
         """Return the zeros that take the gradient of `read`'s result, in its shape."""
         ...
+
+
+class Slots:
+    """The slots of entries: one for all uses of an entry, so that JAX adds their
+    gradients.
+    """
+
+    def __init__(self) -> None:
+        # The index is kept, so that no other one gets its id.
+        self._made: dict[int, tuple[Array, Array]] = {}
+
+    def find(self, index: Array, zero: Array, make: Callable[[], Array]) -> Array:
+        """Return the slot of an entry.
+
+        A function inside of a layer may be the first that reads the entry, such as one
+        in `jax.checkpoint`. The slot belongs to the layer, whose later parts read it.
+        """
+        if id(index) not in self._made:
+            with _program_of(zero, index):
+                self._made[id(index)] = (index, make())
+        return self._made[id(index)][1]
+
+
+def _program_of(*arrays: Array) -> contextlib.AbstractContextManager[None]:
+    """Return the context that traces into the program to which arrays belong."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer):
+            context: contextlib.AbstractContextManager[None]
+            context = set_current_trace(x._trace)
+            return context
+    return contextlib.nullcontext()
 
 
 class Deferred(Parameter):
@@ -79,8 +113,21 @@ class Deferred(Parameter):
         return whole[1:] if self.home.stacked and not self.is_stack else whole
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """The format of the values."""
+        return self.home.whole.dtype
+
+    @property
     def stored(self) -> Stored:
         """The values, which this reads."""
+        if not self.is_stack:
+            # In front of each read, so that the update in the backward pass follows
+            # the last one, with a gradient or without.
+            self.matrix_slot()
+        return self.values()
+
+    def values(self) -> Stored:
+        """Return the values, for code that has made the slot before."""
         return self.home.read(self.index)
 
     @property

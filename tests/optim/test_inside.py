@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import tcfp_jax
 from tcfp_jax.remat import step_bytes
-from tests.helpers import drawn, parametrize, same_bits, slow_except
+from tests.helpers import drawn, parametrize, placed, same_bits, slow_except
 from tests.inside_cases import CASES, KEY, LAYERS, X, plain, product, stack, store
 
 # XLA's attention promotes dtypes.
@@ -230,16 +231,39 @@ def twice_in_a_layer(params, x):
     return jnp.mean(x)
 
 
+def scanned(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (product(x, w), None), x, params["kernel"])
+    return jnp.mean(x)
+
+
 def mapped(params, x):
+    return jnp.mean(jax.vmap(functools.partial(scanned, params))(x[:, None]))
+
+
+def also_read_without_a_gradient(params, x):
+    """The backward pass would read the kernel again, behind its update."""
+
     def layer(x, kernel):
-        return jax.vmap(lambda row: product(row[None], kernel)[0])(x), None
+        @jax.checkpoint
+        def part(x, kernel):
+            return x + jnp.mean(jax.lax.stop_gradient(kernel.read().dequantize()))
+
+        return product(part(x, kernel), kernel), None
+
+    x, _ = jax.lax.scan(layer, x, params["kernel"])
+    return jnp.mean(x)
+
+
+def in_a_branch(params, x):
+    def layer(x, kernel):
+        return jax.lax.cond(x[0, 0] > 0, lambda: product(x, kernel), lambda: x), None
 
     x, _ = jax.lax.scan(layer, x, params["kernel"])
     return jnp.mean(x)
 
 
 def not_a_scalar(params, x):
-    return product(x, params["kernel"].kernel()[0])[0]
+    return product(x, params["kernel"])[0]
 
 
 REFUSED = {
@@ -296,7 +320,9 @@ READ_TWICE = {
     "a penalty": (also_penalized, "reads the whole stack"),
     "a carry": (carried, "the carry or the constants of a scan"),
     "two parts of a layer": (twice_in_a_layer, "2 parts of a layer"),
-    "vmap": (mapped, r"inside jax.vmap.* give the whole batch to its product"),
+    "a part without a gradient": (also_read_without_a_gradient, "2 parts of a layer"),
+    "vmap": (mapped, r"inside jax.vmap.* with the whole batch"),
+    "a branch": (in_a_branch, r"a branch of lax.cond .* in front of the branch"),
 }
 
 
@@ -310,7 +336,7 @@ def test_a_stack_that_is_read_elsewhere_is_refused(name):
 
 
 def several(params, x):
-    y = product(x, params["kernel"].kernel()[0])
+    y = product(x, params["kernel"])
     return y.mean(), (y**2).mean()
 
 
@@ -320,9 +346,93 @@ def several(params, x):
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss, found):
     step = tcfp_jax.train_step(loss, TX)
-    state = step.init(store({"kernel": drawn(2, 128, 128)}))
+    state = step.init(store({"kernel": drawn(128, 128)}))
     with pytest.raises(TypeError, match=f"{found}, not a real scalar.*several losses"):
         step(state, X)
+
+
+def of_shapes(step, params):
+    """The metrics of a step that is traced alone."""
+    state = jax.eval_shape(lambda: step.init(params))
+    return jax.eval_shape(step, state, X)[1]
+
+
+@parametrize("name", ["parts", "branches", "layers of nnx"])
+def test_parts_of_a_layer_share_its_slot(name):
+    case = CASES[name]()
+    metrics = of_shapes(tcfp_jax.train_step(case.loss, TX), case.params)
+    assert metrics.skipped[case.inside[0]].shape == (LAYERS,)
+
+
+def unrolled(params, x):
+    for layer in range(LAYERS):
+        x = product(x, jax.tree.map(lambda leaf: leaf[layer], params["kernel"]))
+    return jnp.mean(x)
+
+
+@parametrize(
+    "loss, moments, why",
+    [(unrolled, "8bit", "no scan runs"), (scanned, "bfloat16", "not of these formats")],
+)
+def test_gradients_of_all_layers_are_warned_of(loss, moments, why):
+    tx = tcfp_jax.optim.adamw(1e-3, moments=moments, key=KEY)
+    step = tcfp_jax.train_step(loss, tx)
+    words = rf"all layers of some stored stacks.*kernel \[3, 128, 128\] \({why}"
+    with pytest.warns(UserWarning, match=words):
+        metrics = of_shapes(step, store({"kernel": stack()}))
+    assert metrics.skipped["kernel"].shape == ()
+
+
+def test_an_entry_that_the_loss_cuts_is_explained():
+    def cut(params, x):
+        def layer(x, pair):
+            return product(x, jax.tree.map(lambda leaf: leaf[0], pair)), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params["kernel"])[0])
+
+    params = store({"kernel": jnp.stack([stack(1, 2), stack(2, 2)])})
+    with pytest.raises(IndexError) as found:
+        of_shapes(tcfp_jax.train_step(cut, TX), params)
+    assert "not cut it further" in found.value.__notes__[0]
+
+
+def test_explicit_axes_are_refused():
+    mesh = jax.make_mesh(
+        (2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    with jax.set_mesh(mesh):
+        params = store(placed({"kernel": stack()}, mesh, None, "a"))
+        with pytest.raises(ValueError, match=r"explicit axes .*AxisType.Auto"):
+            of_shapes(tcfp_jax.train_step(scanned, TX), params)
+
+
+def test_a_parameter_of_integers_is_refused():
+    params = {**store({"kernel": stack()}), "count": jnp.int32(3)}
+    with pytest.raises(TypeError, match=r"parameter count is int32\[\].*the inputs"):
+        of_shapes(tcfp_jax.train_step(scanned, TX), params)
+
+
+@parametrize("loss", [0.0, np.float32(1)])
+def test_a_constant_is_a_loss(loss):
+    step = tcfp_jax.train_step(lambda params, x: loss, TX)
+    assert of_shapes(step, {}).loss.dtype == jnp.float32
+    assert of_shapes(step, store({"kernel": stack()[0]})).loss.shape == ()
+
+
+def test_numbers_of_a_clipped_step_are_float32():
+    step = tcfp_jax.train_step(scanned, CLIPS, clip="late")
+    with jax.enable_x64(True):
+        metrics = of_shapes(step, store({"kernel": stack()}))
+    assert metrics.norm.dtype == jnp.float32
+
+
+def test_the_dtype_of_a_stack_reads_nothing():
+    def loss(params, x):
+        assert params["kernel"].dtype == jnp.float8_e4m3fn
+        return scanned(params, x)
+
+    metrics = of_shapes(tcfp_jax.train_step(loss, TX), store({"kernel": stack()}))
+    assert metrics.skipped["kernel"].shape == (LAYERS,)
 
 
 def test_a_gradient_through_a_step_is_refused():
