@@ -75,7 +75,7 @@ class Config(timing.Repetitions):
     tokens: tuple[int, int]
     rank: int = 16
     steps: int = 8
-    rate: float = 2e-4
+    rate: float = 5e-5
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def configure(options: argparse.Namespace) -> Config:
         tuple(layers.items()),
         (1, 4096) if on_gpu else (1, 32),
         options.rank,
-        rate=2e-4 if on_gpu else 1e-2,
+        rate=5e-5 if on_gpu else 1e-2,
         rounds=2,
         calls=2 if on_gpu else 1,
     )
