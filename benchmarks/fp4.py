@@ -281,7 +281,7 @@ CASES: dict[str, Any] = {
         ("dgrad", LARGE, (4096,)),
     ),
     "activations": (
-        # 2944 is no multiple of 256, which the kernels need.
+        # 2944 is not a multiple of 256, which the kernels need.
         ("prefill", (2944, 2944), (16, 256, 2048)),
         ("prefill", (4096, 14336), (16, 256, 2048)),
     ),

@@ -34,7 +34,7 @@ NO_FP8 = (
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What one benchmark measures, and how it is shown.
+    """One benchmark: its command line, its measurements and its table.
 
     Attributes:
       name: Name of the module, and of its JSON.

@@ -172,7 +172,7 @@ def write(op: str, entry: Entry) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[Entry]:
-    """Run the command, and return what was timed."""
+    """Run the command, and return the times."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0]
     )

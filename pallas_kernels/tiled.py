@@ -132,7 +132,7 @@ class Output:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has a value for each value of the inputs."""
+        """True if it has a value for each value of the inputs."""
         return self.form in ("tile", "transposed")
 
     @property

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tokenizers
 
-# Limits of a job, and what each byte of its text adds. Tokenizers encode a megabyte in
-# a second, and take a hundred bytes for each byte of text.
+# Limits of a job, and their growth per byte of its text. Tokenizers encode a megabyte
+# in a second, and take a hundred bytes for each byte of text.
 SECONDS = 5.0
 SECONDS_PER_BYTE = 1e-5
 BYTES = 2**31

@@ -5,7 +5,7 @@ A lane has four neighbours of a row, and the next lane the next four. Tiles in s
 memory lie row after row, so that lanes read and write them without bank conflicts.
 
 Functions of `plgpu.inline_mgpu` get MLIR values: arrays of registers, then references.
-Interpreters, on CPUs, have no registers and take the `jax.numpy` beside them.
+Interpreters, on CPUs, have no registers and take the `jax.numpy` next to them.
 """
 
 from collections.abc import Callable, Sequence

@@ -69,7 +69,7 @@ class Fact:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a weight is a matrix of parameters, or was made of some."""
+        """True if a weight is a matrix of parameters, or was made of some."""
         view = self.view
         return self.matrix or (view is not None and sum(map(bool, view.axes)) >= 2)
 

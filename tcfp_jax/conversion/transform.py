@@ -211,8 +211,8 @@ class Transformed:
             if _is_array(leaf):
                 leaves[path] = leaf
         before, after = self._others(args, kwargs)
-        # A model's other state, such as a running average, is no input: its product
-        # with a parameter is another weight.
+        # A model's other state, such as a running average, is not an input: its
+        # product with a parameter is another weight.
         state = len(arrays_in(args[self.params + 1])) if self.stateful else 0
         facts = [Fact(input=True)] * len(before)
         for path, leaf in leaves.items():

@@ -9,8 +9,9 @@ in registers: one read of x, one of the result.
 The kernel has the bits of `quantization.quantize` and `quantization.assemble`, with
 fewer operations: a GPU does not flush subnormals, so a product by a power of two is a
 float multiplication there. `reject` says which arrays the kernel takes. All other casts
-and devices take the definition. Results are equal, so `casting.IMPLEMENTATIONS` is no
-choice of yours: Pallas-Triton comes first, and Pallas Mosaic where there is none.
+and devices take the definition. Results are equal, so you do not choose among
+`casting.IMPLEMENTATIONS`: Pallas-Triton comes first, and Pallas Mosaic if it is
+missing.
 """
 
 import functools

@@ -252,7 +252,7 @@ def _places(
 ) -> dict[int, _Place]:
     """Return the float leaves of `tx`'s state that are copies of a parameter.
 
-    The keys are places among the leaves of the state. A count or a key is no copy.
+    The keys are places among the leaves of the state. A count or a key is not a copy.
     """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     paths = jax.tree_util.tree_flatten_with_path(params)[0]

@@ -20,7 +20,7 @@ from pallas_kernels.scaling import Row, Scaling, Tensor
 from pallas_kernels.specs import Entry, Shape, entries, names, sharding_of, shards
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-# What to do if a mesh cuts a block, by the format of FP4 codes
+# Repairs if a mesh cuts a block, by the format of FP4 codes
 _REPAIRS = {
     None: "a recipe with smaller blocks, rows or one scale",
     "nvfp4": "a recipe of 8 bits",

@@ -47,7 +47,7 @@ class NotAnArray:
     """A weight that other code may take for a float array; each such use raises.
 
     Attributes:
-      instead: what to do instead, the end of the message.
+      instead: the repair, at the end of the message.
     """
 
     instead = "or take its float matrix [..., k, n] with weight.dequantize()"

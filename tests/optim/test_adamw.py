@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 STACK = filled(shapes_of({"layers": {"kernel": (2, 64, 128)}}), seed=2)
 STACK_GRADS = filled(STACK, seed=3)
 STORED = store_at_once(PARAMS, RECIPE, key=KEY)
-FLOATS = optim.dequantize(STORED)
+FLOATS = jax.jit(optim.dequantize)(STORED)
 MOMENTS = ("8bit", "bfloat16", "float32")
 
 

@@ -21,6 +21,7 @@ from tests.helpers import (
     parametrize,
     refused,
     slow_except,
+    stacked,
     value_and_gradients,
 )
 
@@ -28,8 +29,8 @@ M = 24
 X = normal(0, (M, 32))
 W = normal(1, (32, 16)) * 0.1
 FAST = tcfp_jax.recipe("tcfp12_fast")
-STORED, _ = quantize_weight(W, FAST)
-STACK = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), STORED)
+STORED = jax.jit(lambda w: quantize_weight(w, FAST)[0])(W)
+STACK = jax.jit(stacked)([STORED, STORED])
 KEYLESS = [name for name in recipes.NAMES if not tcfp_jax.recipe(name).draws]
 in_bf16 = partial(tcfp_jax.matmul, recipe="bf16")
 
