@@ -91,8 +91,8 @@ def test_pages_without_code_are_known():
     assert "```python" not in REFERENCE
 
 
-# Pages that repeat tests of conversion, optim, sharding, inference, formats and
-# products, three seconds and more each.
+# Pages that repeat tests of conversion, optim, layers, monitor, sharding, inference,
+# formats and products, three seconds and more each.
 SLOW = {
     "convert",
     "experts",
@@ -101,7 +101,10 @@ SLOW = {
     "formats",
     "fp4",
     "inference",
+    "monitor",
+    "nnx",
     "sharding",
+    "state",
     "stored",
 }
 

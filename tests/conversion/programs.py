@@ -2,13 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax import lax
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values / shape[0] ** 0.5, jnp.float32)
 
 
 X = normal(0, 4, 32)
