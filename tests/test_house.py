@@ -27,6 +27,7 @@ from pallas_kernels.quantize import computed
 from tcfp_jax import formats, recipes
 from tcfp_jax.formats import casting, nvfp4_arrays
 from tests import density, walk
+from tests.helpers import parametrize, refused, slow_except
 
 ROOT = Path(__file__).parents[1]
 # The doors (files and folders) of each package, in the order in which data flows: a
@@ -285,7 +286,7 @@ def test_there_are_few_doors():
     } == set(DOORS["pallas_kernels"])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("folder", "allowed"),
     [
         # jaxlib has the MLIR dialects that jax's own inline_mgpu is written in.
@@ -360,7 +361,7 @@ def test_public_names():
         assert callable(getattr(tcfp_jax, name)), f"a module shadows {name}"
     for name in set(dir(tcfp_jax)) - PUBLIC - {"__version__"}:
         assert getattr(tcfp_jax, name) is sys.modules[f"tcfp_jax.{name}"]
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+    with refused("no attribute 'quantise'", AttributeError):
         _ = tcfp_jax.quantise
 
 
@@ -419,7 +420,7 @@ def test_public_names_of_formats():
     for name in set(formats.__all__) - {"CATALOG"}:
         assert callable(getattr(formats, name)), f"a module shadows {name}"
     assert not set(formats.__all__) & set(formats.CATALOG)
-    with pytest.raises(AttributeError, match="lists the catalog"):
+    with refused("lists the catalog", AttributeError):
         _ = formats.mxfp5
 
 
@@ -514,13 +515,13 @@ def test_the_libraries_stay_small():
         )
 
 
-@pytest.mark.parametrize("package", TOKENS_PER_LINE)
+@parametrize("package", TOKENS_PER_LINE)
 def test_a_line_holds_one_idea(package):
     found = density.density(package).tokens_per_line
     assert found <= TOKENS_PER_LINE[package], f"{package}: {found:.2f} tokens a line"
 
 
-@pytest.mark.parametrize("name", walk.WALKS)
+@parametrize("name", walk.WALKS)
 def test_a_call_crosses_few_files(name):
     found = walk.WALKS[name]()
     counts = [len(found.entered), sum(found.calls.values())]
@@ -564,8 +565,8 @@ SLOW |= {
 }
 
 
-@pytest.mark.slow_except(*sorted(MODULES.keys() - SLOW))
-@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
+@slow_except(*sorted(MODULES.keys() - SLOW))
+@parametrize("path", MODULES.values(), ids=MODULES)
 def test_examples_of_docstrings_run(path):
     if "mosaic_gpu" in path.read_text() and jax.__version_info__[:2] < (0, 11):
         pytest.skip("the module needs Mosaic's FP8 products of jax 0.11")

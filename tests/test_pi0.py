@@ -5,6 +5,7 @@ import json
 import pytest
 
 from examples import pi0
+from tests.helpers import parametrize, slow
 
 # Bytes per parameter of weights, moments and the average. Norms, biases, positions and
 # the patches of images stay float, a larger share of a tiny model.
@@ -14,8 +15,8 @@ BYTES = {"float": (16, 16.1), "stored": (6, 8), "late": (6, 8)}
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", pi0.WAYS)
+@slow
+@parametrize("way", pi0.WAYS)
 def test_all_of_pi0_trains(way, tmp_path, capsys):
     path = tmp_path / "pi0.json"
     asked = ["--tiny", "--step", way, "--batch", "16", "--steps", "12"]

@@ -33,6 +33,7 @@ from models.training.settings import config_of, preset, settings_of
 from tcfp_jax.inference import safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed
 from tcfp_jax.weights.stored import Stored
+from tests.helpers import parametrize, refused, slow_except
 from tests.models.record_transformers import FILE, weights_of
 
 transformers = pytest.importorskip("transformers")
@@ -196,8 +197,8 @@ def applied(config):
 PLAIN = ("--recipe", "bf16", "--weights", "float", "--moments", "float32")
 
 
-@pytest.mark.slow_except("qwen3")
-@pytest.mark.parametrize(
+@slow_except("qwen3")
+@parametrize(
     "case",
     [
         "qwen3",
@@ -276,8 +277,8 @@ def test_a_folder_is_fine_tuned_and_written(
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and Transformers
-@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize("case", ["llama 3.1, tied", "qwen3", "gemma", "gemma3_text"])
+@parametrize("form", ["bf16", "fp8", "nvfp4"])
+@parametrize("case", ["llama 3.1, tied", "qwen3", "gemma", "gemma3_text"])
 def test_transformers_reads_what_was_written(
     tmp_path, tokenizer_folder, data, case, form
 ):
@@ -313,10 +314,8 @@ def test_transformers_reads_what_was_written(
         assert limit / 1e3 * (limit > 1e-5) < far < limit, (options, far)
 
 
-@pytest.mark.slow_except("tensorwise")
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", "nvfp4", "nvfp4 --activations e4m3", "bf16"]
-)
+@slow_except("tensorwise")
+@parametrize("recipe", ["tensorwise", "nvfp4", "nvfp4 --activations e4m3", "bf16"])
 def test_adapters_train_next_to_frozen_weights(
     tmp_path, tokenizer_folder, data, recipe
 ):
@@ -362,9 +361,9 @@ def test_answers_count_and_nothing_else(tokenizer_folder):
     ) == tokenizer.rendered(short)
 
 
-@pytest.mark.parametrize("thought", ["", THOUGHT])
-@pytest.mark.parametrize("opening", ["", "<think>\n"])
-@pytest.mark.parametrize(
+@parametrize("thought", ["", THOUGHT])
+@parametrize("opening", ["", "<think>\n"])
+@parametrize(
     "turns",
     [
         ("Say banana", "banana"),
@@ -405,7 +404,7 @@ def test_a_mark_at_the_end_of_a_conversation_is_learned(tokenizer_folder):
 EACH = "{% for m in messages %}"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("template", "message"),
     [
         ("{{ messages[-1].content }}", "drops or changes the content of message 1"),
@@ -430,7 +429,7 @@ def test_a_template_that_drops_an_answer_is_refused(
     tokenizer = dataclasses.replace(
         read_tokenizer(tokenizer_folder / "tokenizer.json"), template=template
     )
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         example(chat("Hi", "Yes", "And?", "No", "Well", ""), tokenizer)
 
 
@@ -459,7 +458,7 @@ def test_a_run_keeps_the_day_of_its_beginning(tmp_path, tokenizer_folder):
     assert config_of(settings_of(config)) == config
     text = config.data.read_tokenizer().rendered(LINES[0]["messages"])
     assert text.startswith("26 Jul 2024")
-    with pytest.raises(ValueError, match="date='July' is not a day"):
+    with refused("date='July' is not a day"):
         preset(str(folder), **given, date="July")
 
 
@@ -493,7 +492,7 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
     assert parts.train[:, COUNTED].sum() == corpus.train[:, COUNTED].sum()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("line", "message"),
     [
         ("{", "line 2: Expecting .*; give one object of JSON in each line"),
@@ -528,7 +527,7 @@ def test_documents_are_packed_without_loss(tmp_path, tokenizer_folder, data):
 def test_a_bad_line_is_named(tmp_path, tokenizer_folder, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a good line"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message) as error:
         load_examples(
             [str(path)], read_tokenizer(tokenizer_folder / "tokenizer.json"), 16
         )
@@ -567,7 +566,7 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path, tokenizer_folder, data, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, message",
     [
         ("nothing", "there is no such folder"),
