@@ -6,6 +6,7 @@ prints the counts of each package.
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -125,6 +126,7 @@ def packed_places(tree: ast.Module) -> Iterator[str]:
             yield "an assignment in an expression"
 
 
+@functools.cache
 def density_of(path: Path) -> Density:
     """Return the counts of a file."""
     text = path.read_text()

@@ -4,6 +4,7 @@ docstring's example runs.
 
 import ast
 import doctest
+import functools
 import importlib.util
 import re
 import subprocess
@@ -173,20 +174,28 @@ def module_of(path):
 MODULES = {module_of(path): path for path in files(*LIBRARIES)}
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
-    """Yield the modules that a file imports, in functions too; an imported submodule of
-    a library counts as itself.
+    """Return the modules that a file imports, in functions too; an imported submodule
+    of a library counts as itself.
     """
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found.extend(name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             written = "." * node.level + (node.module or "")
             package = ".".join(path.relative_to(ROOT).parts[:-1])
             module = importlib.util.resolve_name(written, package)
             for name in node.names:
                 inner = f"{module}.{name.name}"
-                yield inner if inner in MODULES else module
+                found.append(inner if inner in MODULES else module)
+    return found
 
 
 def door(module):
@@ -439,7 +448,7 @@ def test_files_and_functions_are_short():
     for path in files("tcfp_jax", "pallas_kernels", "models", "benchmarks"):
         lines = len(path.read_text().splitlines())
         assert lines <= LIMITS["lines of a file"], path
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 code = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = node.end_lineno - code[0].lineno + 1 if code else 0
@@ -473,7 +482,7 @@ def is_literal(node):
 
 def sizes():
     """Return the counts of ARCHITECTURE's table of sizes, by their rows."""
-    trees = [ast.parse(path.read_text()) for path in MODULES.values()]
+    trees = [tree_of(path) for path in MODULES.values()]
     libraries = density.density(*LIBRARIES)
     return {
         "tokens of the two libraries": libraries.tokens,
@@ -533,7 +542,7 @@ def test_a_call_crosses_few_files(name):
 
 def test_docstrings_are_there():
     for path in MODULES.values():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert ast.get_docstring(tree) or path.name == "__init__.py", (
             f"{path} has no docstring"
         )
