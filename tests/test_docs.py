@@ -106,6 +106,7 @@ SLOW = {
     "sharding",
     "state",
     "stored",
+    "tutorial",
 }
 
 

@@ -569,6 +569,7 @@ SLOW |= {
         "products.fp4_api",
         "weights.tcfp12",
         "monitor.updates",
+        "optim.inside",
         "inference.choosing",
     )
 }

@@ -28,7 +28,13 @@ from models.train import TrainConfig, run
 from models.training.forms import Stored
 from models.training.learners import program
 from models.training.settings import Data
-from models.training.steps import check_placement, state_places
+from models.training.steps import (
+    batch_key,
+    check_placement,
+    init,
+    make_train_step,
+    state_places,
+)
 from tcfp_jax.paths import path_names
 from tests.helpers import normal, parametrize, refused, same_bits, slow, variables_of
 from tests.models.test_llama import numpy_llama, numpy_swiglu
@@ -254,21 +260,28 @@ RUN = TrainConfig(
     data=Data(corpus_bytes=10**6),
     learning_rate=0.01,
     recipe="tcfp12_single",
+    # Moments of 8 bits are most of a step's program, and tests/optim has them of
+    # experts.
     weights=Stored("float32"),
 )
 
 
-@parametrize("every", [20, pytest.param(10, marks=slow)])
-def test_it_learns_and_resumes_without_float_weights(tmp_path, every):
-    # Moments of 8 bits are most of a step's program, and tests/optim has them of
-    # experts.
-    config = replace(RUN, weights=Stored("float32"))
-    whole = run(config, out=tmp_path, checkpoint_every=every)
+def test_a_step_without_float_weights_keeps_the_form_of_its_state():
+    state = jax.eval_shape(lambda: init(RUN))
+    text = jax.ShapeDtypeStruct((1000,), jnp.int32)
+    after, losses = make_train_step(RUN).eval_shape(state, text, batch_key(RUN))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert losses.shape == (RUN.steps_per_call,)
+
+
+@slow  # a quicker one has the state of a step
+def test_it_learns_and_resumes_without_float_weights(tmp_path):
+    whole = run(RUN, out=tmp_path, checkpoint_every=10)
     assert whole.train_loss[-1] < 0.8 * whole.train_loss[0]
     assert whole.heldout_loss == pytest.approx(whole.heldout_loss_bf16, rel=0.02)
-    if every < RUN.steps:
-        shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
-    again = run(config, out=tmp_path, resume="allowed", checkpoint_every=every)
+    shutil.rmtree(tmp_path / "checkpoints" / str(RUN.steps))
+    again = run(RUN, out=tmp_path, resume="allowed", checkpoint_every=10)
     assert same_bits(again.train_loss, whole.train_loss)
     assert again.heldout_loss == whole.heldout_loss
 

@@ -27,7 +27,7 @@ from models.training.steps import (
     make_monitored_step,
     state_shapes,
 )
-from tests.helpers import parametrize, refused, same_bits, slow_except
+from tests.helpers import parametrize, refused, same_bits, slow, slow_except
 from tests.models.test_train import CONFIG as MICRO_RUN
 from tests.models.test_train import MICRO
 
@@ -39,6 +39,16 @@ CONFIG = replace(
 STORED = replace(CONFIG, recipe="tcfp12_single", weights=Stored("float32"))
 
 
+def test_an_observed_step_reports_operands_and_updates():
+    config = replace(STORED, monitor=1, steps_per_call=1)
+    text = jax.ShapeDtypeStruct((64,), jnp.int32)
+    state = state_shapes(config)
+    step = make_monitored_step(config, 1)
+    *_, report = jax.eval_shape(step, state, text, batch_key(config))
+    assert {*report["block_0/qkv/kernel"]} == {"x", "w", "g", "moved", "edq", "stale"}
+
+
+@slow  # a quicker one has the report of a step
 def test_a_run_is_observed(tmp_path):
     config = replace(STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5)
     result = run(config, out=tmp_path)
