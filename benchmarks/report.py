@@ -61,6 +61,7 @@ DECIDING = (
     "large-backward-qwen3-14b-block",
     "large-backward-llama-8b-block",
     "large-backward-llama-8b",
+    "folder",
     "llama",
     "llama-124m",
     "fsdp-llama",

@@ -45,35 +45,44 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .huggingface.configs import is_folder
-from .huggingface.folders import check_folder
 from .nets.meshes import make_mesh, parse_mesh
 from .nets.sizes import family_of
-from .training.checkpoint import METRICS_FILE, describe, holds_run, read_config
+from .training.checkpoint import METRICS_FILE, steps_of_checkpoints
 from .training.compiled import cache_programs
+from .training.described import holds_run, read_config
 from .training.evaluation import evaluate
 from .training.examples import COUNTED, DOCUMENTS, in_color
+from .training.exporting import Export
 from .training.fitting import is_open
 from .training.forms import Stored
 from .training.intact import write_json
 from .training.monitoring import read_reports
 from .training.options import command, given_settings, parser_of
-from .training.parameters import check_export
 from .training.plotting import plot_losses, plot_reports
 from .training.preferences import in_rows
 from .training.processes import end_after, is_first, of_first, start, together
 from .training.progress import shown
-from .training.running import RunResult, corpus_of, export_run, run
+from .training.results import remarks, summary, table
+from .training.room import check_room
+from .training.running import (
+    Outputs,
+    RunResult,
+    checkpoint_interval,
+    corpus_of,
+    export_run,
+    run,
+    written_files,
+)
 from .training.settings import (
     TrainConfig,
     config_of,
@@ -89,7 +98,6 @@ from .training.steps import (
     make_optimizer,
     make_train_step,
 )
-from .training.text import bits_per_byte
 
 __all__ = [
     "RunResult",
@@ -142,14 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (Exception, KeyboardInterrupt) as error:
-        # Options that are not settings of the run, such as --mesh, are in no folder, so
-        # the user must repeat them.
-        words = command() + (sys.argv[1:] if arguments is None else arguments)
-        if not options.resume:
-            words.append("--resume")
-        if not options.out:
-            words += ["--out", str(out)]
-        again = f"the last whole checkpoint is kept; continue with: {shlex.join(words)}"
+        again = _again(options, out, sys.argv[1:] if arguments is None else arguments)
         if jax.process_count() > 1:
             end_after(error, f"{again}, in every process")
         if isinstance(error, OSError):  # such as a full disk
@@ -160,6 +161,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
     return 0
+
+
+def _again(options: argparse.Namespace, out: Path | None, given: list[str]) -> str:
+    """Return the advice that continues a run which has ended too early."""
+    # Options that are not settings of the run, such as --mesh, are in no folder, so the
+    # user must repeat them.
+    words = [*command(), *given]
+    if not options.resume:
+        words.append("--resume")
+    if not options.out and out is not None:
+        words += ["--out", str(out)]
+    kept = "there is no checkpoint yet; begin anew with"
+    if out is not None and steps_of_checkpoints(out):
+        kept = "the last whole checkpoint is kept; continue with"
+    return f"{kept}: {shlex.join(words)}"
 
 
 def _choose_folder(options: argparse.Namespace) -> Path:
@@ -212,11 +228,16 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     """Train, compare, print and write the results."""
     alone = config.recipe == "bf16" or _folder_of(config) is not None
     compare = getattr(options, "compare", "none" if alone else "bf16")
-    _check_target(options, config)
+    outputs = Outputs(options.tensorboard, _export_of(options, config))
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     _check_memory(options, config)
-    if is_first() and options.resume and not holds_run(out):
-        print(f"no run in {out} to resume: starting at step 0")
+    baseline_config = None
+    if compare == "bf16":
+        baseline_config = dataclasses.replace(config.in_bf16, monitor=0)
+        together(lambda: _check_disks(options, out, outputs, config, baseline_config))
+    if is_first() and options.resume and not steps_of_checkpoints(out):
+        what = "checkpoint" if holds_run(out) else "run"
+        print(f"no {what} in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
         cache_programs()
     train = functools.partial(
@@ -225,7 +246,6 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         checkpoint_every=options.checkpoint_every,
         progress="bar",
         mesh=mesh,
-        tensorboard=options.tensorboard,
         bad_steps=options.bad_steps,
         memory=None if options.memory is None else int(options.memory * 1e9),
     )
@@ -236,21 +256,18 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         if options.show_example:
             print(_example(config), flush=True)
     name = short_name(config.recipe)
-    result = train(config, out=out)
+    result = train(config, out=out, outputs=outputs)
     baseline = None
     curves = {name: result.train_loss}
-    if compare == "bf16":
-        baseline = train(
-            dataclasses.replace(config.in_bf16, monitor=0), out=out / BASELINE_FOLDER
-        )
+    if baseline_config is not None:
+        board = Outputs(options.tensorboard)
+        baseline = train(baseline_config, out=out / BASELINE_FOLDER, outputs=board)
         curves["bf16 (baseline)"] = baseline.train_loss
-    if options.export is not None:
-        with shown(lambda: f"writing {options.export}", is_first()):
-            export_run(out, options.export, mesh, options.format or "bf16")
     if not is_first():
         return
-    write_json(out / "summary.json", _summary(config, result, baseline))
-    print(_table(name, result, baseline))
+    write_json(out / "summary.json", summary(config, result, baseline))
+    print(table(name, result, baseline))
+    print(*remarks(result), sep="", end="")
     if options.export is not None:
         print(f"exported: {options.export}")
     written = ["summary.json"]
@@ -276,20 +293,37 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     print("written:", ", ".join(str(out / each) for each in written))
 
 
-def _check_target(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Raise `ValueError` if nothing can be written to the path of --export."""
+def _export_of(options: argparse.Namespace, config: TrainConfig) -> Export | None:
+    """Return the file or folder of --export.
+
+    Raises:
+      ValueError: nothing can be written there.
+    """
     path = options.export
-    writes_folder = path is not None and path.suffix != ".npz"
-    if options.format is not None and not writes_folder:
+    target = None if path is None else Export(path, options.format or "bf16")
+    if options.format is not None and (target is None or not target.is_folder):
         raise ValueError(
             f"--format {options.format} is for the weights of a folder, and --export"
             f" {'is missing' if path is None else f'names {path}'}; add --export"
             " FOLDER, or leave --format"
         )
-    if writes_folder:
-        check_folder(path, config.size, config.start, config.data.tokenizer)
-    elif path is not None:
-        check_export(path)
+    if target is not None:
+        target.check(config)
+    return target
+
+
+def _check_disks(
+    options: argparse.Namespace,
+    out: Path,
+    outputs: Outputs,
+    config: TrainConfig,
+    baseline: TrainConfig,
+) -> None:
+    """Raise `ValueError` if disks have no room for both runs; each checks itself."""
+    every = checkpoint_interval(config, options.checkpoint_every)
+    files = written_files(config, out, every, outputs)
+    files += written_files(baseline, out / BASELINE_FOLDER, every, Outputs())
+    check_room(files)
 
 
 def _check_memory(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -319,10 +353,14 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
         f" steps of {_batch(config)} tokens, {_counted(corpus.train)}"
         " count in the loss, activations in"
         f" {config.compute_dtype}, on {device}\ntext: {_source(config)}:"
-        f" {len(corpus.train):,} to train in {len(corpus.train_files)} files,"
-        f" {len(corpus.heldout):,} held out in {len(corpus.heldout_files)}"
-        " files\n" + "\n".join([*corpus.notes, f"folder: {out}"])
+        f" {len(corpus.train):,} to train in {_files(corpus.train_files)},"
+        f" {len(corpus.heldout):,} held out in {_files(corpus.heldout_files)}"
+        "\n" + "\n".join([*corpus.notes, f"folder: {out}"])
     )
+
+
+def _files(names: Sequence[str]) -> str:
+    return f"{len(names)} file{'s' * (len(names) != 1)}"
 
 
 def _batch(config: TrainConfig) -> str:
@@ -378,96 +416,6 @@ def _source(config: TrainConfig) -> str:
     if data.packs:
         return f"rows of documents of {names}"
     return f"{'bytes' if data.vocabulary is None else 'token ids'} of {names}"
-
-
-def _summary(
-    config: TrainConfig, result: RunResult, baseline: RunResult | None
-) -> dict[str, Any]:
-    if isinstance(config.weights, Stored):
-        config = config.updated(result.update)
-    summary: dict[str, Any] = {
-        "config": {**describe(config, "")["config"], "dtype": config.dtype},
-        "run": _numbers(result),
-    }
-    if baseline is not None:
-        ratio = result.heldout_perplexity / baseline.heldout_perplexity
-        summary |= {
-            "baseline_bf16": _numbers(baseline),
-            "perplexity_ratio": _finite(ratio),
-        }
-    return summary
-
-
-def _numbers(result: RunResult) -> dict[str, float | str | None]:
-    last = float(result.train_loss[-1])
-    return {
-        "heldout_loss": _finite(result.heldout_loss),
-        "heldout_bits_per_byte": _finite(result.heldout_bits_per_byte),
-        "heldout_perplexity": _finite(result.heldout_perplexity),
-        "heldout_loss_bf16": _finite(result.heldout_loss_bf16),
-        "last_train_loss": _finite(last),
-        "last_train_bits_per_byte": _finite(
-            bits_per_byte(last, result.bytes_per_token)
-        ),
-        "bytes_per_token": result.bytes_per_token,
-        "tokens_per_second": _finite(result.tokens_per_second),
-        "remat": result.remat,
-        "update": result.update,
-        "state_bytes": result.state_bytes,
-        **{f"heldout_{name}": value for name, value in result.heldout_rewards.items()},
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    """Return a number or None, since JSON has no NaN."""
-    return None if value is None or not math.isfinite(value) else value
-
-
-def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
-    if result.heldout_rewards:
-        return _table_of_pairs({name: result, "bf16 (baseline)": baseline})
-    lines = [
-        "",
-        f"{'per token':20}{'held-out loss':>15}{'perplexity':>13}{'bits/byte':>11}"
-        f"{'tokens/s':>11}{'MB of state':>14}",
-        _row(name, result),
-    ]
-    if baseline:
-        lines.append(_row("bf16 (baseline)", baseline))
-        ratio = result.heldout_perplexity / baseline.heldout_perplexity
-        lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")
-    return "\n".join(lines)
-
-
-def _table_of_pairs(results: dict[str, RunResult | None]) -> str:
-    """Return a row for each run of pairs."""
-    lines = [
-        "",
-        f"{'held-out pairs':20}{'loss':>9}{'accuracy':>10}{'margin':>9}{'chosen':>9}"
-        f"{'rejected':>10}{'tokens/s':>11}{'MB of state':>14}",
-    ]
-    for name, result in results.items():
-        if result is None:
-            continue
-        chosen, rejected, accuracy, margin = result.heldout_rewards.values()
-        rate = "-"
-        if math.isfinite(result.tokens_per_second):
-            rate = f"{result.tokens_per_second:,.0f}"
-        lines.append(
-            f"{name:20}{result.heldout_loss:9.4f}{accuracy:10.1%}{margin:9.3f}"
-            f"{chosen:9.3f}{rejected:10.3f}{rate:>11}{result.state_bytes / 1e6:14.1f}"
-        )
-    return "\n".join(lines)
-
-
-def _row(name: str, result: RunResult) -> str:
-    loss = f"{result.heldout_loss:15.4f}{result.heldout_perplexity:13.4f}"
-    bits = rate = "-"
-    if result.heldout_bits_per_byte is not None:
-        bits = f"{result.heldout_bits_per_byte:.4f}"
-    if math.isfinite(result.tokens_per_second):
-        rate = f"{result.tokens_per_second:,.0f}"
-    return f"{name:20}{loss}{bits:>11}{rate:>11}{result.state_bytes / 1e6:14.1f}"
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ FOLDER/tokenizer.json
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -85,7 +85,7 @@ def check_folder(
     folder: Path, config: object, start: str | None, tokenizer: str | None = None
 ) -> None:
     """Raise `ValueError` if `write_folder` cannot write a model of this size, start and
-    tokenizer there.
+    tokenizer there; nothing is created.
     """
     if type(config) is not LlamaConfig:
         raise ValueError(
@@ -98,8 +98,34 @@ def check_folder(
         raise ValueError(
             f"{folder} is the folder that the run starts from; choose another"
         )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder; choose another name")
+    check_place(folder)
     safetensors.check_target(folder)
     _sources(tokenizer)
+
+
+def check_place(path: Path) -> None:
+    """Raise `ValueError` if no file and no folder can be made at a path; nothing is
+    created.
+    """
+    place = existing(path)
+    if not place.is_dir():
+        raise ValueError(f"{path} lies below {place}, which is a file; choose another")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{path} cannot be made, as nothing can be written in {place}; choose"
+            " another"
+        )
+
+
+def existing(path: Path) -> Path:
+    """Return a folder, or the folder of a file; if it does not exist, the closest one
+    above it that does.
+    """
+    if path.is_dir():
+        return path
+    return next(above for above in path.absolute().parents if above.exists())
 
 
 def write_folder(
@@ -115,7 +141,7 @@ def write_folder(
 
     Args:
       folder: The folder to write; it is made if it is missing.
-      params: Float parameters.
+      params: Float parameters, as in `to_huggingface`.
       config: Size of the model.
       form: "bf16"; "fp8" has E4M3 weights with a scale for each output channel, and
         asks engines to round activations as well; "nvfp4" has weights of 4.5 bits.
@@ -139,9 +165,8 @@ def write_folder(
     for name in ("quantization_config", "dtype"):
         found.pop(name, None)
     found |= dict(torch_dtype="bfloat16", vocab_size=config.vocabulary)
-    tensors = to_huggingface(
-        jax.device_get(params), config, _SCALINGS.get(form), jnp.bfloat16, changes
-    )
+    scaling = _SCALINGS.get(form)
+    tensors = to_huggingface(params, config, scaling, jnp.bfloat16, changes)
     folder.mkdir(parents=True, exist_ok=True)
     if form == "bf16":
         safetensors.write(folder / safetensors.FILE, tensors, {"format": "pt"})

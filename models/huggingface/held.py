@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tcfp_jax.inference.safetensors import Held
+from tcfp_jax.weights.layerwise import OnHost
 from tcfp_jax.weights.stored import Stored
 
 Index: TypeAlias = Any  # the number of a layer, or `...`
@@ -67,11 +68,18 @@ class Matrices:
     ) -> np.ndarray:
         if copy is False:
             raise ValueError(f"{self.path} is in files; reading it is a copy")
-        whole = np.empty(self.shape, self.dtype if dtype is None else dtype)
-        layers = whole if self.stacked else whole[None]
-        for place, layer in enumerate(layers):
-            layer[...] = self[place]
-        return whole
+        return filled(self, self.stacked, dtype)
+
+
+def filled(
+    parameter: OnHost, stacked: bool, dtype: DTypeLike | None = None
+) -> np.ndarray:
+    """Return all of a parameter that is read by layers, or whole if it is no stack."""
+    whole = np.empty(parameter.shape, parameter.dtype if dtype is None else dtype)
+    layers = whole if stacked else whole[None]
+    for place, layer in enumerate(layers):
+        layer[...] = parameter[place]
+    return whole
 
 
 def described(

@@ -14,7 +14,7 @@ norm less 1. `models.huggingface.configs` reads the configuration.
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from pallas_kernels.operands import Operand, Scaling
 from tcfp_jax.inference.merging import keep_changes, to_bfloat16
 from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.paths import find, put
+from tcfp_jax.weights.layerwise import OnHost, is_on_host
 
 from ..nets.shapes import LlamaConfig
 from .held import Matrices, described
@@ -84,15 +85,17 @@ def to_huggingface(
 ) -> dict[str, Any]:
     """Return the tensors of a Llama by Transformers' names.
 
+    Matrices of layers are converted one after another, so a device holds one of them.
+
     Args:
-      variables: Float parameters, or `{"params": ..., "tcfp": ...}` of
-        `quantize_params(..., fused=FUSED)`.
+      variables: Float parameters, whose stacks may be read by layers (`OnHost`), or
+        `{"params": ..., "tcfp": ...}` of `quantize_params(..., fused=FUSED)`.
       config: Size of the model.
       scaling: Quantizes the float matrices of the layers, q with k and v, gate with up.
       dtype: Dtype of tensors that stay float.
-      changes: The part `[layers, k, n]` of each matrix of the layers that adapters
-        added; None without adapters. Rounding to nearest would lose it
-        (`tcfp_jax.inference.merging`).
+      changes: The part that adapters added to each matrix of the layers, `[layers, k,
+        n]` or an object whose `[layer]` is `[k, n]`; None without adapters. Rounding to
+        nearest would lose it (`tcfp_jax.inference.merging`).
 
     Returns:
       NumPy arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
@@ -103,63 +106,101 @@ def to_huggingface(
     params = variables.get("params", variables)
     stored = variables.get("tcfp", {})
     layers = params["layers"]
-    tensors: dict[str, Any] = {_EMBEDDING: params["embedding"]["embedding"]}
-    tensors[_FINAL_NORM] = params["final_norm"]["scale"] - config.norm_offset
+    tensors: dict[str, Any] = {}
+
+    def put_float(name: str, values: Any) -> None:
+        tensors[name] = np.asarray(values).astype(dtype, copy=False)
+
+    put_float(_EMBEDDING, params["embedding"]["embedding"])
+    final_norm = np.asarray(params["final_norm"]["scale"])
+    put_float(_FINAL_NORM, final_norm - config.norm_offset)
     if config.head == "untied":
         head = find(stored, ["head", "kernel"])
-        tensors[_HEAD] = (
-            params["head"]["kernel"].T if head is None else head.for_forward("hi")
-        )
-    matrices: dict[str, Any] = {}
-    for group in (*FUSED, ("output",), ("down",)):
-        floats: dict[str, jax.Array] = {}
-        for name in group:
-            weight = find(stored, ["layers", name, "kernel"])
-            if weight is None:
-                floats[name] = jnp.swapaxes(layers[name]["kernel"], -1, -2)
-            else:
-                matrices[name] = _stack(weight.for_forward("hi"))
-        if scaling is not None and len(floats) < len(group):
-            raise ValueError(
-                f"scaling={scaling}, but {group} are quantized already; leave it out"
-            )
-        matrices |= _rounded(floats, scaling, changes)
-    named = {f"{theirs}.weight": matrices[ours] for ours, theirs in PROJECTIONS.items()}
+        if head is None:
+            floats = _on_host(params["head"]["kernel"])[...]
+            tensors[_HEAD] = np.asarray(_turned(floats, dtype))
+        else:
+            tensors[_HEAD] = jax.device_get(head.for_forward("hi"))
     for (ours, kind), theirs in vectors(config).items():
         offset = config.norm_offset if kind == "scale" else 0
-        named[theirs] = layers[ours][kind] - offset
-    # On the host, because each slice of a layer on a device would compile a program of
-    # its own.
-    named = jax.device_get(named)
+        stack = np.asarray(layers[ours][kind]) - offset
+        for name, vector in zip(_of_layers(theirs, config), stack, strict=True):
+            put_float(name, vector)
+
+    stacks: dict[str, OnHost] = {}
+    quantized: dict[str, Operand] = {}
+    for name in PROJECTIONS:
+        weight = find(stored, ["layers", name, "kernel"])
+        if weight is None:
+            stacks[name] = _on_host(layers[name]["kernel"])
+        else:
+            quantized[name] = jax.device_get(_stack(weight.for_forward("hi")))
+    if scaling is not None and quantized:
+        raise ValueError(
+            f"scaling={scaling}, but {sorted(quantized)} are quantized already; leave"
+            " it out"
+        )
+    rounded = _rounding(scaling, dtype)
     for layer in range(config.layers):
-        of_layer = jax.tree.map(operator.itemgetter((layer, ...)), named)
-        tensors |= {
-            f"model.layers.{layer}.{name}": tensor for name, tensor in of_layer.items()
-        }
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Operand):
-            tensors[name] = np.asarray(tensor).astype(dtype)
+        found: dict[str, Any] = {}
+        for name, stack in quantized.items():
+            found[name] = jax.tree.map(operator.itemgetter((layer, ...)), stack)
+        for group in (*FUSED, ("output",), ("down",)):
+            own = {name: stacks[name][layer] for name in group if name in stacks}
+            if own:
+                found |= rounded(own, _of_layer(changes, own, layer))
+        for ours, matrix in found.items():
+            tensors[f"model.layers.{layer}.{PROJECTIONS[ours]}.weight"] = matrix
     return tensors
 
 
-def _rounded(
-    floats: Mapping[str, Any],
-    scaling: Scaling | None,
-    changes: Mapping[str, Any] | None,
-) -> Mapping[str, Any]:
-    """Return the matrices of a group, quantized if there is a scaling."""
+def _on_host(parameter: Any) -> OnHost:
+    """Return a parameter whose layers NumPy reads: each slice of a stack on a device
+    would compile a program of its own.
+    """
+    return parameter if is_on_host(parameter) else np.asarray(parameter)
+
+
+def _of_layer(
+    changes: Mapping[str, Any] | None, names: Iterable[str], layer: int
+) -> dict[str, jax.Array] | None:
+    """Return what adapters added to the matrices of a layer, `[n, k]`."""
+    if changes is None:
+        return None
+    return {name: _turned(changes[name][layer], jnp.float32) for name in names}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _turned(matrix: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the transpose in a dtype; NumPy would take minutes for a large model."""
+    return jnp.swapaxes(matrix, -1, -2).astype(dtype)
+
+
+def _rounding(scaling: Scaling | None, dtype: DTypeLike) -> Callable[..., Any]:
+    """Return a function that returns the matrices of a group as files have them.
+
+    Its arguments are the matrices, `[k, n]`, and their changes, `[n, k]` or None. The
+    result is on the host.
+    """
     quantize: Any = to_bfloat16
     if scaling is not None:
         quantize = functools.partial(quantize_together, scaling=scaling)
-    if changes is None:
-        return floats if scaling is None else quantize(floats)
-    of_group = {name: jnp.swapaxes(changes[name], -1, -2) for name in floats}
-    made = []
-    # One layer after another, because the search holds several copies of the weights
-    for layer in range(next(iter(floats.values())).shape[0]):
-        w, change = jax.tree.map(operator.itemgetter(layer), (dict(floats), of_group))
-        made.append(jax.device_get(keep_changes(quantize, w, change)))
-    return jax.tree.map(lambda *layers: np.stack(layers), *made)
+
+    def rounded(
+        matrices: Mapping[str, Any], changes: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        if scaling is None and changes is None:
+            made: Any = {name: _turned(w, dtype) for name, w in matrices.items()}
+            return jax.device_get(made)
+        turned = {name: _turned(w, jnp.float32) for name, w in matrices.items()}
+        if changes is None:
+            return jax.device_get(quantize(turned))
+        made = jax.device_get(keep_changes(quantize, turned, changes))
+        if scaling is None:
+            return {name: w.astype(dtype) for name, w in made.items()}
+        return made
+
+    return rounded
 
 
 def _stack(weight: Operand) -> Operand:

@@ -7,6 +7,7 @@ no float copy of them exists. Other frozen matrices have the dtype of their prod
 Source: Hu et al. 2021, "LoRA".
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layerwise import by_layers, is_on_host, on_device
+from tcfp_jax.weights.parameter import is_quantized
 
 SUFFIX = "_adapter"
 SCALE = 2.0
@@ -52,6 +54,12 @@ class Adapter(nn.Module):
 def is_adapter(path: Any) -> bool:
     """Return whether a JAX key path is that of an adapter."""
     return any(name.endswith(SUFFIX) for name in path_names(path))
+
+
+def has_adapters(params: Any) -> bool:
+    """Return whether there are adapters among parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return any(is_adapter(path) for path, _ in leaves)
 
 
 def adapting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -135,35 +143,81 @@ class _Rounded:
         return matrix.astype(self.dtype)
 
 
-def merged(params: Any, quantized: Any) -> Any:
+def merged(
+    params: Any, quantized: Any, joined_by: Callable[[Any, Any], Any] | None = None
+) -> Any:
     """Return float32 parameters of the model without adapters, which are added to the
     matrices.
+
+    Args:
+      params: Parameters of a run.
+      quantized: Its frozen weights.
+      joined_by: Function of a matrix, float or quantized, and of its adapter or None,
+        which returns the leaf; None adds them.
     """
+    join = added if joined_by is None else joined_by
     found: dict[str, Any] = {}
-    whole = {
-        **entries(params),
-        **{path: weight.dequantize() for path, weight in entries(quantized).items()},
-    }
-    for path, leaf in whole.items():
+    for path, leaf in (entries(params) | entries(quantized)).items():
         layer, _, name = path.rpartition("/")
         if layer.endswith(SUFFIX):
             continue
-        adapter = find(params, f"{layer}{SUFFIX}".split("/"))
-        if name == "kernel" and adapter is not None:
-            leaf = leaf + SCALE * adapter["a"] @ adapter["b"]
-        put(found, path.split("/"), leaf.astype(jnp.float32))
+        adapter = None
+        if name == "kernel":
+            adapter = find(params, f"{layer}{SUFFIX}".split("/"))
+        put(found, path.split("/"), join(leaf, adapter))
     return found
 
 
-def changes_of(params: Any) -> dict[str, Any] | None:
-    """Return what adapters add to the matrices of the layers, by layer; None without
-    adapters.
+def added(matrix: Any, adapter: Any) -> jax.Array:
+    """Return a matrix, float or quantized, with its adapter or None, in float32."""
+    whole = matrix.dequantize() if is_quantized(matrix) else matrix
+    if adapter is not None:
+        whole = whole + change_of(adapter)
+    return whole.astype(jnp.float32)
+
+
+def change_of(adapter: Any) -> jax.Array:
+    """Return what an adapter adds to its matrix, `[..., k, n]`."""
+    return SCALE * adapter["a"] @ adapter["b"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter adds to the matrices of a stack; `change[layer]` is `[k, n]`.
+
+    Attributes:
+      adapter: The two thin matrices of each layer.
+    """
+
+    adapter: Any
+
+    def __getitem__(self, layer: int) -> jax.Array:
+        """Return what the adapter adds to a layer."""
+        return _change_of_layer(self.adapter, layer)
+
+
+@jax.jit
+def _change_of_layer(adapter: Any, layer: jax.Array) -> jax.Array:
+    return change_of(layer_of(adapter, layer))
+
+
+def layer_of(tree: Any, layer: jax.Array) -> Any:
+    """Return a layer of a tree of stacks, in a compiled program."""
+
+    def own(leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+    return jax.tree.map(own, tree)
+
+
+def changes_of(params: Any) -> dict[str, Change] | None:
+    """Return what adapters add to the matrices of the layers, by the names of these;
+    None without adapters.
     """
     found = {}
-    for path, a in entries(params).items():
+    for path in entries(params):
         layer, _, name = path.rpartition("/")
         if name == "a" and layer.endswith(SUFFIX):
-            b = find(params, f"{layer}/b".split("/"))
             own = layer.rpartition("/")[2].removesuffix(SUFFIX)
-            found[own] = SCALE * a @ b
+            found[own] = Change(find(params, layer.split("/")))
     return found or None

@@ -9,8 +9,9 @@
         byte a loss is loss / ln 2 / bytes_per_token of `summary.json`
     DIR/checkpoints/
         orbax checkpoints, each renamed into place when complete; the newest two are
-        kept. Each has the versions that wrote it, a digest of the metrics until then,
-        and a digest of every file, which is compared before it is read
+        kept, and one if the disk has no room for a third. Each has the versions that
+        wrote it, a digest of the metrics until then, and a digest of every file, which
+        is compared before it is read
     DIR/damaged/
         checkpoints whose files changed after they were written; the run continued from
         an older one
@@ -32,7 +33,6 @@ other files.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -42,16 +42,13 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-import tcfp_jax
 from tcfp_jax.inference import folders
-from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.stored import bytes_of
 
-from ..nets.sizes import FAMILIES, family_of
-from .described import check_same, described, recipe_of
+from .described import CONFIG_FILE, check_same, describe, holds_run, recorded
 from .forms import Update
 from .intact import (
     DIGESTS_FILE,
@@ -62,7 +59,6 @@ from .intact import (
     is_sealed,
     lock,
     notes_of,
-    read_sealed,
     versions,
     write_digests,
     write_sealed,
@@ -73,13 +69,12 @@ from .metrics import (
     line_of,
     repaired,
 )
-from .processes import is_first, together
-from .settings import TrainConfig, config_of, settings_of
+from .processes import is_first, of_first, together
+from .settings import TrainConfig
 from .state import TrainState
 
 Resume = Literal["never", "allowed"]
 
-CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 DAMAGED = "damaged"
 METRICS = "metrics"  # name of their digest in the notes of a checkpoint
@@ -132,6 +127,7 @@ class RunDirectory:
         self._steps = config.steps
         wanted = describe(config, corpus_digest)
         self._lock: BufferedRandom | None = None
+        self._is_new = False
         # All processes look before the first one writes, and wait until it has written.
         together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted, resume, option))
@@ -157,13 +153,13 @@ class RunDirectory:
         if not holds_run(self.path):
             _check_unused(self.path, option)
         elif resume == "never":
-            recipe = _stored(self.path)["config"]["recipe"]
+            recipe = recorded(self.path)["config"]["recipe"]
             raise FileExistsError(
                 f"{self.path} holds a run (recipe {recipe!r}); continue it with"
                 f" --resume, or choose another {option}"
             )
         else:
-            check_same(self.path, _stored(self.path), wanted, option)
+            check_same(self.path, recorded(self.path), wanted, option)
 
     def _begin(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         if not is_first():
@@ -175,6 +171,7 @@ class RunDirectory:
             self._look(wanted, resume, option)
             if not holds_run(self.path):
                 write_sealed(self.path / CONFIG_FILE, wanted)
+                self._is_new = True
                 return
             if not is_sealed(self.path, CONFIG_FILE):
                 print(
@@ -194,7 +191,7 @@ class RunDirectory:
 
     def _follow_update(self, update: Update) -> None:
         """Note that the run goes on with another `update` than it had until here."""
-        content = _stored(self.path)
+        content = recorded(self.path)
         before = content["config"].get("update", "behind")
         if update == before:
             return
@@ -213,15 +210,28 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         self._manager.close()
+        if kind is not None and self._is_new and is_first():
+            self._leave_nothing()
         self._unlock()
+
+    def _leave_nothing(self) -> None:
+        """Remove the folder of a run that this process began and that ended before its
+        first step, so that the same command may run again with other settings.
+        """
+        metrics = self.path / METRICS_FILE
+        if self.holds_state or (metrics.exists() and metrics.stat().st_size):
+            return
+        for name in (CONFIG_FILE, LOCK_FILE, METRICS_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other files are in them
+            (self.path / CHECKPOINTS).rmdir()
+            self.path.rmdir()
 
     @property
     def holds_state(self) -> bool:
-        """If there is a complete checkpoint; a run that started from parameters has one
-        of step 0.
-        """
+        """If there is a complete checkpoint; there is none before the first steps."""
         return self._manager.latest_step() is not None
 
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
@@ -341,26 +351,38 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def save(self, state: TrainState, step: int) -> None:
-        """Write the checkpoint after `step` steps unless it exists; return when it is
-        complete.
+    def save(self, state: TrainState, step: int) -> int:
+        """Write the checkpoint after `step` steps unless it exists; return the bytes of
+        its files when it is complete.
 
         Raises:
           OSError: it cannot be written, such as on a full disk; those before it stay.
         """
         if self._manager.latest_step() == step:
-            return
+            return 0
+        self._make_room(bytes_of(state))
         try:
             with _without_tracebacks():
                 self._manager.save(step, args=ocp.args.StandardSave(state))
             metrics = digest_of(self.path, METRICS_FILE)
-            write_digests(self._checkpoint(step), {METRICS: metrics})
+            return write_digests(self._checkpoint(step), {METRICS: metrics})
         # Tensorstore raises bare exceptions for files that it cannot write
         except Exception as error:
             cause = _first_line(error).rpartition(": ")[2]
             raise OSError(
                 f"{self._checkpoint(step)} cannot be written ({cause})"
             ) from error
+
+    def _make_room(self, size: int) -> None:
+        """Delete the oldest of several checkpoints if the disk has no room for another:
+        orbax deletes it only after it has written the new one.
+        """
+        steps = sorted(self._manager.all_steps())
+        if len(steps) < KEPT_CHECKPOINTS:
+            return
+        free = of_first(lambda: str(shutil.disk_usage(self.path).free))
+        if int(free) < size:
+            self._manager.delete(steps[0])
 
     def _repair_metrics(self, steps: int) -> list[float]:
         """Cut the metrics to one line a step; a step without a sound line gets the loss
@@ -418,69 +440,10 @@ def _first_line(error: Exception) -> str:
     return str(error).partition(" [")[0].partition("\n")[0]
 
 
-def holds_run(path: Path) -> bool:
-    """Return whether a run was started in `path`."""
-    return (path / CONFIG_FILE).is_file()
-
-
-def read_config(path: Path) -> TrainConfig:
-    """Return the configuration of the run in `path`.
-
-    Raises:
-      ValueError: `config.json` describes no run of this version.
-    """
-    content = _stored(path)
-    try:
-        fields = {**content["config"], "data": tuple(content["config"]["data"])}
-        if isinstance(fields["model"], dict):
-            fields["model"] = FAMILIES[content["family"]](**fields["model"])
-        if isinstance(fields["recipe"], dict):
-            fields["recipe"] = recipe_of(fields["recipe"])
-        return config_of(fields)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _no_run(path, f"{type(error).__name__}: {error}") from error
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    """Return the description of the run in a folder.
-
-    Raises:
-      ValueError: it is not JSON, has changed, or is not of a run.
-    """
-    try:
-        content = read_sealed(path, CONFIG_FILE)
-    except (OSError, ValueError) as error:
-        raise _no_run(path, str(error)) from error
-    config = content.get("config")
-    if not isinstance(config, dict) or "recipe" not in config:
-        raise _no_run(path, "it has no settings of a run")
-    return content
-
-
-def _no_run(path: Path, cause: str) -> ValueError:
-    return ValueError(
-        f"{path / CONFIG_FILE} describes no run ({cause}); restore it or start in"
-        " another folder"
-    )
-
-
-def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
-    """Return the settings that must be equal to continue a run, with names and the
-    values behind them.
-    """
-    fields = {**settings_of(config), "dtype": config.compute_dtype}
-    if not isinstance(config.model, str):
-        fields["model"] = dataclasses.asdict(config.model)
-    if isinstance(config.recipe, Recipe):
-        fields["recipe"] = described(config.recipe)
-    return {
-        "config": fields,
-        "family": family_of(config.size),
-        "model": dataclasses.asdict(config.size),
-        "recipe": described(tcfp_jax.recipe(config.recipe)),
-        "text": corpus_digest,
-        "device": jax.default_backend(),
-    }
+def steps_of_checkpoints(path: Path) -> list[int]:
+    """Return the steps of the checkpoints in the folder of a run, in order."""
+    names = [found.name for found in (path / CHECKPOINTS).glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _check_unused(path: Path, option: str) -> None:

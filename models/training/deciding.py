@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..nets.meshes import everywhere
-from .checkpoint import holds_run, read_config
+from .described import holds_run, read_config
 from .fitting import with_update
 from .flags import described
 from .progress import shown

@@ -5,12 +5,85 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
+import tcfp_jax
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
+from ..nets.sizes import FAMILIES, family_of
+from .intact import read_sealed
+from .settings import TrainConfig, config_of, settings_of
+
+CONFIG_FILE = "config.json"
 _KINDS: dict[str, Any] = {
     kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)
 }
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether a run was started in `path`."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the configuration of the run in `path`.
+
+    Raises:
+      ValueError: `config.json` describes no run of this version.
+    """
+    content = recorded(path)
+    try:
+        fields = {**content["config"], "data": tuple(content["config"]["data"])}
+        if isinstance(fields["model"], dict):
+            fields["model"] = FAMILIES[content["family"]](**fields["model"])
+        if isinstance(fields["recipe"], dict):
+            fields["recipe"] = recipe_of(fields["recipe"])
+        return config_of(fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _no_run(path, f"{type(error).__name__}: {error}") from error
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """Return the description of the run in a folder.
+
+    Raises:
+      ValueError: it is not JSON, has changed, or is not of a run.
+    """
+    try:
+        content = read_sealed(path, CONFIG_FILE)
+    except (OSError, ValueError) as error:
+        raise _no_run(path, str(error)) from error
+    config = content.get("config")
+    if not isinstance(config, dict) or "recipe" not in config:
+        raise _no_run(path, "it has no settings of a run")
+    return content
+
+
+def _no_run(path: Path, cause: str) -> ValueError:
+    return ValueError(
+        f"{path / CONFIG_FILE} describes no run ({cause}); restore it or start in"
+        " another folder"
+    )
+
+
+def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
+    """Return the settings that must be equal to continue a run, with names and the
+    values behind them.
+    """
+    fields = {**settings_of(config), "dtype": config.compute_dtype}
+    if not isinstance(config.model, str):
+        fields["model"] = dataclasses.asdict(config.model)
+    if isinstance(config.recipe, Recipe):
+        fields["recipe"] = described(config.recipe)
+    return {
+        "config": fields,
+        "family": family_of(config.size),
+        "model": dataclasses.asdict(config.size),
+        "recipe": described(tcfp_jax.recipe(config.recipe)),
+        "text": corpus_digest,
+        "device": jax.default_backend(),
+    }
 
 
 def described(recipe: Recipe) -> dict[str, Any]:

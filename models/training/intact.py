@@ -57,9 +57,9 @@ def lock(folder: Path) -> BufferedRandom:
     return file
 
 
-def write_digests(folder: Path, noted: Mapping[str, str | None]) -> None:
+def write_digests(folder: Path, noted: Mapping[str, str | None]) -> int:
     """Write the library's version with further notes, and the BLAKE2 digest of every
-    file below a folder, into it.
+    file below a folder, into it; return the bytes of these files.
 
     All processes call this together. Files, not arrays: so a damaged index is seen too,
     and any mesh can check what another one wrote.
@@ -67,9 +67,11 @@ def write_digests(folder: Path, noted: Mapping[str, str | None]) -> None:
     if is_first():
         of_now = {"tcfp_jax": tcfp_jax.__version__, "jax": jax.__version__}
         write_json(folder / VERSION_FILE, {**of_now, **noted})
-    found = _digests(folder, json.loads(of_first(lambda: json.dumps(_names(folder)))))
+    names = json.loads(of_first(lambda: json.dumps(_names(folder))))
+    found = _digests(folder, names)
     if is_first():
         write_json(folder / DIGESTS_FILE, found)
+    return sum((folder / name).stat().st_size for name in names)
 
 
 def check_digests(folder: Path) -> bool:

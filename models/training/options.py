@@ -322,7 +322,11 @@ def _add_folder(group: argparse._ArgumentGroup) -> None:
         "--checkpoint-every",
         type=int,
         default=None,
-        help="steps (default: about a tenth of the run)",
+        metavar="N",
+        help=(
+            "steps between checkpoints, the last one after the last step (default:"
+            " about a tenth of the run; 0 writes none, so nothing can be resumed)"
+        ),
     )
     group.add_argument(
         "--export",

@@ -13,9 +13,9 @@ import numpy as np
 from tcfp_jax.inference import folders
 from tcfp_jax.paths import leaves
 
-from ..huggingface.folders import open_folder
+from ..huggingface.folders import check_place, open_folder
 from ..nets.shapes import LlamaConfig, ModelConfig
-from .processes import is_first, whole
+from .processes import is_first
 
 
 def on_host(path: Path, shapes: Any, size: ModelConfig) -> Any:
@@ -78,25 +78,22 @@ def export(path: Path, params: Any) -> None:
     """Write float32 parameters as an `.npz` of arrays with names such as
     "block_0/qkv/kernel".
 
-    All processes call it, and the first one writes. The folder is created if it is
-    missing.
+    The first process writes. Parameters that are computed when they are read
+    (`models.training.exporting.Trained`) are on the host one after another. The folder
+    is created if it is missing.
 
     Raises:
       ValueError: the path does not end in ".npz", or no file can be written there.
     """
     check_export(path)
-    arrays: dict[str, Any] = {
-        name: whole(leaf) for name, leaf in leaves(params).items()
-    }
     if is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
         with folders.replacing(path.parent, path.name) as file:
-            np.savez(file, **arrays)
+            np.savez(file, **leaves(params))
 
 
 def check_export(path: Path) -> None:
-    """Create the folder of this path, and raise `ValueError` if `export` cannot write
-    to it.
-    """
+    """Raise `ValueError` if `export` cannot write to a path; nothing is created."""
     if path.suffix != ".npz":  # NumPy would append it silently
         raise ValueError(
             f"{path} must hold NumPy arrays by name; choose a name that ends in .npz"
@@ -106,13 +103,7 @@ def check_export(path: Path) -> None:
             f"{path} must be a file of NumPy arrays, but is a folder; choose another"
             " name"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written, as its folder cannot be made ({error}); choose"
-            " another"
-        ) from error
+    check_place(path)
 
 
 @contextlib.contextmanager

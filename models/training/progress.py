@@ -3,6 +3,7 @@ and for how many seconds; and the bar of a run.
 """
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -55,17 +56,59 @@ def shown(text: Callable[[], str], on: bool = True) -> Iterator[None]:
         print(after if on else "", end="", file=sys.stderr, flush=True)
 
 
+class Pace:
+    """Speed of the calls of a run that compiled nothing."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self.resume()
+
+    def resume(self) -> None:
+        """Measure from now on, after a checkpoint or anything else."""
+        self._since = time.perf_counter()
+
+    def passed(self, tokens: int) -> None:
+        """Count a call that has ended; 0 tokens leave out one that compiled."""
+        now = time.perf_counter()
+        if tokens:
+            self._tokens += tokens
+            self._seconds += now - self._since
+        self._since = now
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Their tokens in a second; NaN before the first of these calls."""
+        return self._tokens / self._seconds if self._tokens else math.nan
+
+
+class Lines:
+    """Standard error for a bar that no terminal shows: a line for each change."""
+
+    def write(self, text: str) -> None:
+        """Write a line; what erases a line is left out."""
+        line = text.strip()
+        if line:
+            print(line, file=sys.stderr)
+
+    def flush(self) -> None:
+        """Flush standard error."""
+        sys.stderr.flush()
+
+
 def bar_of(config: TrainConfig, begin: int, on: bool) -> tqdm:
     """Return the progress bar of a run that goes on after some steps."""
     name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
+    terminal = sys.stderr.isatty()
     return tqdm(
+        file=sys.stderr if terminal else Lines(),
         total=config.steps * config.tokens_per_step,
         initial=begin * config.tokens_per_step,
         desc=name,
         unit="tok",
         unit_scale=True,
         disable=not on,
-        mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        mininterval=0.5 if terminal else 10.0,
         bar_format=(
             # A postfix brings its own comma
             "{desc}: {percentage:3.0f}%|{bar:24}| {rate_fmt}{postfix}, {elapsed} gone,"

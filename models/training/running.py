@@ -2,9 +2,6 @@
 continues after a kill.
 """
 
-import dataclasses
-import functools
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -16,39 +13,26 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-import tcfp_jax
+from tcfp_jax.weights.stored import bytes_of
 
-from ..huggingface.configs import is_folder
-from ..huggingface.folders import Form, check_folder, write_folder
-from ..nets.adapters import changes_of
+from ..huggingface.folders import Form
 from ..nets.meshes import everywhere, make_mesh
-from ..nets.shapes import LlamaConfig
-from .batches import check_corpus
-from .checkpoint import (
-    METRICS_FILE,
-    Resume,
-    RunDirectory,
-    describe,
-    holds_run,
-    read_config,
-)
-from .data import Data, load_data
+from .checkpoint import METRICS_FILE, Resume, RunDirectory
+from .corpora import checked_corpus, corpus_of
 from .deciding import before_steps, decided
-from .described import flatten
-from .dpo import shown_rewards, told
+from .described import describe, flatten, holds_run, read_config
 from .evaluation import evaluated
-from .examples import load_examples
+from .exporting import Export
 from .fitting import fitted
 from .forms import Update
-from .learners import model_of, quantized_of
-from .monitoring import Board, check_board, written
-from .parameters import export
-from .preferences import load_pairs
+from .monitoring import Board, check_board
 from .processes import check_same, is_first, together, whole
 from .progress import bar_of, repeated, shown
-from .sampling import continued
+from .recording import Records
+from .room import Files, check_room, file_of, files_of, sized
+from .samples import resume_samples, sample
 from .settings import BAD_STEPS, TrainConfig
-from .state import TrainState, float_parameters
+from .state import TrainState
 from .steps import (
     batch_key,
     check_placement,
@@ -58,11 +42,9 @@ from .steps import (
     read_start,
     state_shapes,
 )
-from .text import Corpus, bits_per_byte, load_corpus
-from .tokenized import tokenized
+from .text import bits_per_byte
 
 Progress = Literal["none", "bar"]
-SAMPLES_FILE = "samples.jsonl"
 BOARD = "tensorboard"  # name of its folder within the folder of a run
 
 
@@ -84,10 +66,14 @@ class RunResult:
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
         None in other models.
       update: When weights were updated, as in `Stored`; "auto" is decided.
-      tokens_per_second: Tokens that this process trained on in a second, compilation
-        included; NaN without a step.
+      tokens_per_second: Tokens that this process trained on in a second, without the
+        calls that compile a program, checkpoints and samples; NaN without other calls.
       state_bytes: Size of the parameters and of the optimizer's state, which are on the
         devices between two steps.
+      peak_bytes: Most bytes that this process had on its first device at once; None if
+        the device does not say.
+      skipped_steps: Steps that left a stored weight unchanged because of a gradient
+        that is not finite, all of the run; None of other weights.
       reports: Reports of the steps that this process observed (`config.monitor`), by
         step, in the form of `models.training.monitoring.written`.
       heldout_rewards: Means of `models.training.dpo.REWARDS`; empty without pairs.
@@ -99,6 +85,8 @@ class RunResult:
     heldout_loss_bf16: float
     tokens_per_second: float
     state_bytes: int
+    peak_bytes: int | None = None
+    skipped_steps: int | None = None
     remat: str | None = None
     update: Update = "behind"
     reports: dict[int, Any] = field(default_factory=dict)
@@ -113,6 +101,20 @@ class RunResult:
         return bits_per_byte(self.heldout_loss, self.bytes_per_token)
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Files that a run writes if they are asked for.
+
+    Attributes:
+      tensorboard: "on" writes losses and reports into `tensorboard/` of the run's
+        folder, too, which needs tensorboardX.
+      export: File or folder that gets the trained weights at the end; None writes none.
+    """
+
+    tensorboard: Literal["off", "on"] = "off"
+    export: Export | None = None
+
+
 def run(
     config: TrainConfig,
     *,
@@ -121,7 +123,7 @@ def run(
     checkpoint_every: int | None = None,
     progress: Progress = "none",
     mesh: Mesh | None = None,
-    tensorboard: Literal["off", "on"] = "off",
+    outputs: Outputs = Outputs(),
     bad_steps: int = BAD_STEPS,
     memory: int | None = None,
 ) -> RunResult:
@@ -135,7 +137,8 @@ def run(
       resume: "never" refuses a folder that holds a run; "allowed" continues the run, or
         starts one.
       checkpoint_every: Steps between checkpoints, a multiple of
-        `config.steps_per_call`; None writes about ten.
+        `config.steps_per_call`. None writes about ten, the last one after the last
+        step; 0 writes none, and a run that is killed begins anew.
       progress: "bar" draws a progress bar on standard error, in the first process.
       mesh: Mesh of `models.nets.meshes.make_mesh`. None is one device, or `fsdp` over
         all devices of several processes. The mesh is not part of the run: a run
@@ -144,15 +147,15 @@ def run(
         checkpoint is written after such a step, so the last good one stays.
       memory: Bytes of a device that a step may need, for remat="auto" and
         update="auto"; None is 95 % of those that JAX may allocate.
-      tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which
-        needs tensorboardX.
+      outputs: Other files to write.
 
     Raises:
       ImportError: TensorBoard's files are asked for without tensorboardX.
       ValueError: `checkpoint_every` does not fit; TensorBoard has no folder; the
         text is too short or not readable; `out` holds another run, or another process
         writes it; the mesh does not divide what it splits; processes have different
-        settings; or `config.start` is a checkpoint of another model.
+        settings; `config.start` is a checkpoint of another model; a disk has no room
+        for what is written; or the weights cannot be written to `outputs.export`.
       FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at
         the end.
       FileExistsError: `out` holds a run and `resume` is "never".
@@ -160,7 +163,7 @@ def run(
         holds no text.
       OSError: `out` cannot be written, such as on a full disk; whole checkpoints stay.
     """
-    every = _checkpoint_interval(config, checkpoint_every)
+    every = checkpoint_interval(config, checkpoint_every)
     if bad_steps < 1:
         raise ValueError(
             f"bad_steps={bad_steps} must be at least 1; a large number never stops"
@@ -169,6 +172,8 @@ def run(
     mesh = _mesh_of_processes(mesh)
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
+    if outputs.export is not None:
+        outputs.export.check(config)
     corpus = together(lambda: checked_corpus(config))
     starts = config.start is not None and not (out is not None and holds_run(out))
     if starts:
@@ -182,13 +187,14 @@ def run(
         jax=jax.__version__,
     )
     check_same({**settings, **flatten(describe(config, corpus.digest))})
-    if tensorboard == "on":
+    if outputs.tensorboard == "on":
         if out is None:
             raise ValueError(
                 'tensorboard="on" without out: its files lie in the folder of the run;'
                 " name one"
             )
         check_board()
+    together(lambda: check_room(written_files(config, out, every, outputs)))
     telling = progress == "bar" and is_first()
     config = decided(config, corpus.train, out, mesh, memory, telling)
     first = None
@@ -198,14 +204,42 @@ def run(
         with shown(lambda: f"reading {config.start}", telling):
             first = init(config, mesh)
     if out is None:
-        return _train(
+        result, state = _train(
             config, first, None, every, bad_steps, progress, mesh, memory=memory
         )
-    board = out / BOARD if tensorboard == "on" and is_first() else None
-    with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(
-            config, first, directory, every, bad_steps, progress, mesh, board, memory
-        )
+    else:
+        board = out / BOARD if outputs.tensorboard == "on" and is_first() else None
+        with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
+            result, state = _train(
+                config,
+                first,
+                directory,
+                every,
+                bad_steps,
+                progress,
+                mesh,
+                board,
+                memory,
+            )
+    if outputs.export is not None:
+        with shown(lambda: f"writing {outputs.export.path}", telling):
+            outputs.export.write(config, state)
+    return result
+
+
+def written_files(
+    config: TrainConfig,
+    out: Path | None,
+    every: int,
+    outputs: Outputs,
+) -> list[Files]:
+    """Return the large files that a run will write."""
+    found = []
+    if out is not None:
+        found += files_of(config, out, every)
+    if outputs.export is not None:
+        found.append(file_of(config, outputs.export))
+    return found
 
 
 def export_run(
@@ -215,31 +249,24 @@ def export_run(
 
     Args:
       out: Folder of the run.
-      path: An `.npz`, which gets float32 (`models.training.parameters.export`), or a
-        folder (`models.huggingface.folders.write_folder`).
+      path, form: As in `Export`.
       mesh: As in `run`.
-      form: Form of the weights in a folder.
+
+    Raises:
+      ValueError: the run has no checkpoint, or the weights cannot be written there.
     """
     config = read_config(out)
+    target = Export(path, form)
+    target.check(config)
     mesh = _mesh_of_processes(mesh)
     digest = corpus_of(config).digest
     with RunDirectory(out, config, digest, resume="allowed") as directory:
-        state, _ = _restored(directory, config, mesh)
-    params = float_parameters(state.params, tcfp_jax.layer_state(state.opt_state))
-    if path.suffix == ".npz":
-        export(path, params)
-        return
-    size = config.size
-    check_folder(path, size, config.start, config.data.tokenizer)
-    params = jax.tree.map(whole, params)
-    if is_first() and isinstance(size, LlamaConfig):
-        source = None
-        if config.start is not None and is_folder(config.start):
-            source = Path(config.start)
-        shape = dataclasses.replace(size, lora=0)
-        tokenizer = config.data.tokenizer
-        changes = changes_of(state.params)
-        write_folder(path, params, shape, form, source, tokenizer, changes)
+        if not directory.holds_state:
+            raise ValueError(
+                f"{out} has no checkpoint with weights to export; train it first"
+            )
+        state, _ = directory.restore(state_shapes(config, mesh))
+    target.write(config, state)
 
 
 def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:
@@ -249,42 +276,6 @@ def _mesh_of_processes(mesh: Mesh | None) -> Mesh | None:
     if mesh is None and jax.process_count() > 1:
         return make_mesh({"fsdp": jax.device_count()})
     return mesh
-
-
-def corpus_of(config: TrainConfig) -> Corpus:
-    """Return the text of a run, which is read once per process."""
-    packed = config.sequence if config.data.packs else None
-    return _corpus(config.data, packed, config.preferences is not None)
-
-
-def checked_corpus(config: TrainConfig) -> Corpus:
-    """Return the text of a run, after a check that both parts hold a window.
-
-    Raises:
-      ValueError: a part does not; the message says how to repair it.
-    """
-    corpus = corpus_of(config)
-    check_corpus(corpus, config)
-    return corpus
-
-
-@functools.lru_cache(maxsize=4)
-def _corpus(data: Data, packed: int | None, holds_pairs: bool) -> Corpus:
-    """Return a text; `packed` is the length of rows of documents or of pairs."""
-    limit = data.corpus_bytes
-    tokenizer = data.read_tokenizer()
-    if tokenizer is None:
-        if not data.paths:
-            return load_corpus(byte_limit=limit)
-        return load_data(data.paths, vocabulary=data.vocabulary, byte_limit=limit)
-    if packed is not None:
-        reader = load_pairs if holds_pairs else load_examples
-        return reader(data.paths, tokenizer, packed)
-    if data.paths:
-        text = load_data(data.paths, byte_limit=limit)
-    else:
-        text = load_corpus(byte_limit=limit)
-    return tokenized(text, tokenizer)
 
 
 def _restored(
@@ -313,19 +304,15 @@ def _train(
     mesh: Mesh | None,
     board_folder: Path | None = None,
     memory: int | None = None,
-) -> RunResult:
+) -> tuple[RunResult, TrainState]:
+    """Return the result and the last state."""
     corpus = corpus_of(config)
     telling = progress == "bar" and is_first()
     with shown(lambda: "preparing the first step", telling):
         state, losses = _restored(directory, config, mesh, first)
-        starts = config.start is not None
-        if directory is not None and starts and not directory.holds_state:
-            # From here on the file of `start` may move or change
-            directory.save(state, 0)
         metrics = None if directory is None else directory.path / METRICS_FILE
         board = Board(board_folder, metrics)
         begin = len(losses)
-        started = time.perf_counter()
         text = everywhere(corpus.train, mesh)
         key = batch_key(config)
         # Lowered for the arrays of the first call, which then finds the compiled step.
@@ -342,144 +329,91 @@ def _train(
             last, _ = fitted(ending, lower, memory)
     if telling:
         print(*before_steps(config, line), sep="\n", flush=True)
-    reports: dict[int, Any] = {}
+    if directory is not None:
+        now = config if begin <= config.switch else last
+        resume_samples(now, state, begin, directory)
     with bar_of(config, begin, telling) as bar, repeated(bar.refresh):
-
-        def record(found: jax.Array, new_report: Any) -> None:
-            values, rewards = told(found)
-            report = None
-            if new_report is not None:
-                report = written(jax.device_get(new_report))
-                reports[len(losses) + len(values)] = report
-            if directory is not None:
-                directory.append(len(losses) + 1, values, report, rewards)
-            board.add(len(losses) + 1, values, report, rewards)
-            losses.extend(values.tolist())
-            loss = _shown(values[-1], corpus) + shown_rewards(rewards)
-            bar.set_postfix_str(f"step {len(losses)}, loss {loss}", refresh=False)
-            bar.update(len(values) * config.tokens_per_step)
-            _check_losses(losses, begin, bad_steps, config, directory)
-
-        # One dispatch ahead: the host writes the metrics of a call while the device
-        # runs the next one.
-        pending: tuple[jax.Array, Any] | None = None
+        if begin < config.steps:
+            bar.set_postfix_str("compiling the step", refresh=False)
+        records = Records(config, corpus, losses, directory, board, bar, bad_steps)
+        compiled = set()
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
             after = step + count
-            report = None
             now = config if step < config.switch else last
-            if config.monitor and after % config.monitor == 0:
-                observed = make_monitored_step(now, count, mesh)
-                state, found, report = observed(state, text, key)
-            else:
-                state, found = make_train_step(now, count, mesh)(state, text, key)
-            if pending is not None:
-                record(*pending)
-            pending = (found, report)
-            if directory is None or (after % every and after != config.steps):
+            observes = config.monitor > 0 and after % config.monitor == 0
+            make: Any = make_monitored_step if observes else make_train_step
+            call = make(now, count, mesh)
+            tokens = count * config.tokens_per_step
+            if call not in compiled:
+                compiled.add(call)
+                tokens = 0
+                records.flush()  # before the host compiles
+            state, found, *report = call(state, text, key)
+            records.flush()
+            records.pending = (found, report[0] if report else None, tokens)
+            ends = after == config.steps
+            if directory is None or not (ends or (every and after % every == 0)):
                 continue
-            record(*pending)
-            pending = None
+            records.flush()
             # Else it would replace one from before the run diverged
             if math.isfinite(losses[-1]):
-                directory.save(state, after)
-                _sample(now, state, after, directory)
-        if pending is not None:
-            record(*pending)
-        _check_losses(losses, begin, 1, config, directory)
+                if every:
+                    _save(directory, state, after, telling)
+                sample(now, state, after, directory)
+            records.pace.resume()
+        records.flush()
+        records.check(1)
     board.close()
-    seconds = time.perf_counter() - started
     with shown(lambda: "evaluating on held-out text", telling):
-        return _result(last, corpus, state, losses, begin, seconds, reports, mesh)
+        return _result(last, state, records, mesh), state
+
+
+def _save(directory: RunDirectory, state: TrainState, step: int, telling: bool) -> None:
+    """Write a checkpoint, and print its bytes and seconds."""
+    started = time.perf_counter()
+    size = directory.save(state, step)
+    seconds = time.perf_counter() - started
+    if telling and size:
+        tqdm.write(f"checkpoint {step}: {sized(size)} in {seconds:.1f} s")
 
 
 def _result(
-    config: TrainConfig,
-    corpus: Corpus,
-    state: TrainState,
-    losses: list[float],
-    begin: int,
-    seconds: float,
-    reports: dict[int, Any],
-    mesh: Mesh | None,
+    config: TrainConfig, state: TrainState, records: Records, mesh: Mesh | None
 ) -> RunResult:
     """Evaluate a run that has ended."""
+    corpus = records.corpus
     heldout = evaluated(config, state, everywhere(corpus.heldout, mesh), mesh)
-    rate = math.nan
-    if begin < config.steps:
-        rate = (config.steps - begin) * config.tokens_per_step / seconds
-    arrays = jax.tree.leaves(state)
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    skipped = getattr(state.opt_state, "skipped", None)
     return RunResult(
-        train_loss=np.asarray(losses),
+        train_loss=np.asarray(records.losses),
         heldout_loss=heldout.loss,
         heldout_perplexity=heldout.perplexity,
         heldout_loss_bf16=heldout.loss_bf16,
-        tokens_per_second=rate,
-        state_bytes=sum(leaf.nbytes for leaf in arrays),
+        tokens_per_second=records.pace.tokens_per_second,
+        state_bytes=bytes_of(state),
+        peak_bytes=statistics.get("peak_bytes_in_use"),
+        skipped_steps=None if skipped is None else int(whole(skipped)),
         remat=getattr(config.size, "remat", None),
         update=config.update,
-        reports=reports,
+        reports=records.reports,
         bytes_per_token=corpus.bytes_per_token,
         heldout_rewards=heldout.rewards,
     )
 
 
-def _shown(loss: float, corpus: Corpus) -> str:
-    """Return a loss in nats per token, and in bits per byte if the bytes are known."""
-    bits = bits_per_byte(loss, corpus.bytes_per_token)
-    return f"{loss:.3f}" + ("" if bits is None else f" ({bits:.3f} bits/byte)")
-
-
-def _sample(
-    config: TrainConfig, state: TrainState, step: int, directory: RunDirectory
-) -> None:
-    """Continue the prompt of the run, print the text, and append it to the folder."""
-    if config.sample is None:
-        return
-    text, rate = continued(
-        model_of(config),
-        {"params": state.params, "tcfp": quantized_of(config, state)},
-        config.sample,
-        context=config.size.context,
-        tokenizer=config.data.read_tokenizer(),
-    )
-    if is_first():
-        tqdm.write(f"step {step}: {config.sample!r} -> {text!r} ({rate:,.0f} tokens/s)")
-        entry = dict(step=step, prompt=config.sample, text=text, tokens_per_second=rate)
-        directory.extend(SAMPLES_FILE, json.dumps(entry) + "\n")
-
-
-def _check_losses(
-    losses: list[float],
-    begin: int,
-    bad_steps: int,
-    config: TrainConfig,
-    directory: RunDirectory | None,
-) -> None:
-    """Raise `FloatingPointError` if the last `bad_steps` losses, all after step
-    `begin`, are not finite.
-    """
-    last = losses[max(begin, len(losses) - bad_steps) :]
-    if len(last) < bad_steps or any(map(math.isfinite, last)):
-        return
-    kept = directory is not None and directory.holds_state
-    raise FloatingPointError(
-        f"the run has diverged: the losses of steps {len(losses) - bad_steps + 1} to"
-        f" {len(losses)} are not"
-        f" finite{'; the checkpoints before them are kept' if kept else ''}; start anew"
-        f" with a learning rate below {config.learning_rate:g}, or find the first bad"
-        " step with --monitor"
-    )
-
-
-def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
+def checkpoint_interval(config: TrainConfig, every: int | None) -> int:
+    """Return the steps between checkpoints of `run(..., checkpoint_every=every)`."""
     call = config.steps_per_call
+    if every == 0:
+        return 0
     if every is None:
         return call * max(1, round(config.steps / (10 * call)))
     if every < 1 or every % call:
         nearest = call * max(1, round(every / call))
         raise ValueError(
             f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use"
-            f" {nearest}"
+            f" {nearest}, or 0 for no checkpoints"
         )
     return every

@@ -14,7 +14,7 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.parameter import is_quantized
 
-from ..nets.adapters import adapting, is_adapter, merged
+from ..nets.adapters import adapting, has_adapters, merged
 from ..nets.meshes import OnMesh
 from .forms import Adapters, Float, Stored
 from .settings import TrainConfig
@@ -154,11 +154,12 @@ def _is_matrix(params: Any) -> Any:
 
 
 def float_parameters(params: Any, quantized: Any = None) -> Any:
-    """Return float32 parameters in Flax's own tree, for export and for BF16 products.
+    """Return float32 parameters in Flax's own tree, all at once, for BF16 products.
 
-    Adapters are merged with the `quantized` weights of `layer_state`.
+    Adapters are merged with the `quantized` weights of `layer_state`. Use
+    `models.training.exporting` for files instead, which needs no room for all floats.
     """
-    if any(is_adapter(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
+    if has_adapters(params):
         return _merged(params, quantized)
     stored = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     return _dequantize(params) if stored else params

@@ -47,6 +47,7 @@ SMOKES = (
     "dpo",
     "adapters",
     "pi0",
+    "folder",
 )
 
 

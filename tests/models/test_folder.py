@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,11 @@ import pytest
 import tcfp_jax
 from models import train
 from models.nets.shapes import GPTConfig
-from models.training import running
-from models.training.checkpoint import ENTRIES, RunDirectory, describe, read_config
-from models.training.described import check_same
+from models.training import room, running, samples
+from models.training.checkpoint import ENTRIES, RunDirectory
+from models.training.described import check_same, describe, read_config
+from models.training.evaluation import Heldout
+from models.training.exporting import Export
 from models.training.intact import (
     DIGESTS_FILE,
     LOCK_FILE,
@@ -30,8 +34,11 @@ from models.training.intact import (
     write_json,
 )
 from models.training.processes import end_after
+from models.training.progress import Pace, bar_of
 from models.training.settings import TrainConfig
 from models.training.state import TrainState
+from tcfp_jax.paths import leaves
+from tests.helpers import same_bits
 
 CONFIG = TrainConfig(
     model=GPTConfig(layers=1, width=32, heads=2, context=32),
@@ -488,6 +495,152 @@ def test_a_full_disk_keeps_the_whole_checkpoints(run, monkeypatch):
     assert restored(run)[0] == 5
 
 
+def test_a_disk_for_two_checkpoints_gets_the_third_in_place_of_the_first(
+    run, monkeypatch
+):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=SHAPE[0])
+    )
+
+    def names():
+        return [path.name for path in sorted((run / "checkpoints").iterdir())]
+
+    with opened(run) as directory:
+        with monkeypatch.context() as patch:
+            patch.setattr(directory._manager, "save", lambda *_, **__: 1 / 0)
+            with pytest.raises(OSError, match="checkpoints/7 cannot be written"):
+                directory.save(state_of(7), 7)
+        assert names() == ["5"]
+        for step in (7, 9):
+            assert directory.save(state_of(step), step) > SHAPE[0] * SHAPE[1]
+    assert names() == ["7", "9"]
+
+
+@pytest.mark.parametrize(
+    "free, there, message",
+    [
+        (
+            300,
+            (),
+            "300 B free, but the run will write 400 B (2 checkpoints of 200 B in",
+        ),
+        (400, (), None),
+        (199, (50,), "will write 200 B (1 checkpoint of 200 B in"),
+        (200, (50,), None),
+        (0, (40, 50), None),
+        (0, (60,), None),
+    ],
+)
+def test_a_disk_without_room_is_named_before_the_run(
+    tmp_path, monkeypatch, free, there, message
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(room, "state_bytes", lambda config: 200)
+    for step in there:
+        (tmp_path / "run/checkpoints" / str(step)).mkdir(parents=True)
+    files = list(room.files_of(CONFIG, tmp_path / "run", 6))
+    if message is None:
+        room.check_room(files)
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            room.check_room(files)
+    assert list(room.files_of(CONFIG, tmp_path, 0)) == []
+
+
+def test_a_refusal_for_the_disk_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4))
+    exported = Export(tmp_path / "new/weights.npz")
+    with pytest.raises(ValueError, match=r"2 checkpoints of .* weights of .*new"):
+        running.run(
+            CONFIG, out=tmp_path / "run", outputs=running.Outputs(export=exported)
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, monkeypatch):
+    """Steps without arithmetic, after which the weights are the first ones."""
+
+    def make_train_step(config, count, mesh):
+        def steps(state, text, key):
+            return state._replace(step=state.step + count), np.full(count, 2.0)
+
+        return steps
+
+    monkeypatch.setattr(running, "make_train_step", make_train_step)
+    found = Heldout(2.0, math.exp(2.0), 2.0, {})
+    monkeypatch.setattr(running, "evaluated", lambda *arguments: found)
+    path = tmp_path / "new/weights.npz"
+    out = tmp_path / "run"
+    outputs = running.Outputs(export=Export(path))
+    running.run(CONFIG, out=out, checkpoint_every=0, outputs=outputs)
+    assert list((out / "checkpoints").iterdir()) == []
+    assert same_bits(dict(np.load(path)), leaves(train.init(CONFIG).params))
+    with pytest.raises(ValueError, match="has no checkpoint with weights to export"):
+        train.export_run(out, path)
+
+
+def test_the_pace_leaves_out_compilation_and_pauses(monkeypatch):
+    times = iter([0.0, 10.0, 12.0, 20.0, 21.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    pace = Pace()
+    assert math.isnan(pace.tokens_per_second)
+    pace.passed(0)
+    pace.passed(100)
+    pace.resume()
+    pace.passed(50)
+    assert pace.tokens_per_second == 150 / (12 - 10 + 21 - 20)
+
+
+def test_a_bar_writes_lines_where_no_terminal_shows_it(capsys):
+    with bar_of(CONFIG, 0, True) as bar:
+        bar.update(CONFIG.steps // 2 * CONFIG.tokens_per_step)
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert said.splitlines()[-1].startswith("tcfp12:  50%|")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_nothing_is_left_of_a_run_that_made_no_step(tmp_path, steps):
+    path = tmp_path / "run"
+
+    def interrupted():
+        with opened(path) as directory:
+            directory.append(1, np.ones(steps))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.exists() == (steps > 0)
+
+
+SAMPLES = [dict(step=step, prompt="def", text=str(step)) for step in (3, 5)]
+
+
+@pytest.mark.parametrize(
+    "lines, step, kept, is_made",
+    [
+        (SAMPLES, 5, SAMPLES, False),
+        (SAMPLES, 3, SAMPLES[:1], False),
+        (SAMPLES[:1], 5, SAMPLES[:1], True),
+        ([], 5, [], True),
+        ([], 0, [], False),
+        ([*SAMPLES, dict(SAMPLES[1], prompt="other")], 3, SAMPLES[:1], False),
+    ],
+)
+def test_the_sample_of_a_checkpoint_is_made_if_a_kill_lost_it(
+    tmp_path, monkeypatch, lines, step, kept, is_made
+):
+    made = []
+    monkeypatch.setattr(samples, "sample", lambda *arguments: made.append(arguments[2]))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / samples.SAMPLES_FILE).write_text(text + '{"step": 3, "pro')
+    config = dataclasses.replace(CONFIG, sample="def")
+    samples.resume_samples(config, None, step, SimpleNamespace(path=tmp_path))
+    written = (tmp_path / samples.SAMPLES_FILE).read_text().splitlines()
+    assert [json.loads(line) for line in written] == kept
+    assert made == [step] * is_made
+
+
 def test_an_error_of_the_disk_is_a_sentence_with_the_command(
     tmp_path, monkeypatch, capsys
 ):
@@ -498,7 +651,7 @@ def test_an_error_of_the_disk_is_a_sentence_with_the_command(
     assert train.main(["--steps", "20", "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "error: [Errno 28] No space left on device: 'metrics.jsonl'; repair" in said
-    assert "the last whole checkpoint is kept; continue with: python -m models" in said
+    assert "there is no checkpoint yet; begin anew with: python -m models" in said
     assert "--resume" in said
 
 
@@ -514,7 +667,7 @@ def test_other_links_of_a_run_are_left_alone(run):
 def test_all_entries_that_a_run_writes_are_checked():
     written = set(re.findall(r'out / "([\w.]+)"', Path(train.__file__).read_text()))
     assert written == {"loss.png", "monitor.png", "summary.json"}
-    written |= {running.SAMPLES_FILE, running.BOARD, train.BASELINE_FOLDER}
+    written |= {samples.SAMPLES_FILE, running.BOARD, train.BASELINE_FOLDER}
     assert written <= set(ENTRIES)
 
 

@@ -1,4 +1,4 @@
-"""Runs that start from a folder whose weights are read layer by layer."""
+"""Runs whose folders are read, and written, layer by layer."""
 
 import dataclasses
 import json
@@ -15,21 +15,22 @@ import tcfp_jax
 from models.huggingface.configs import llama_config, read_shape
 from models.huggingface.folders import read_folder
 from models.huggingface.held import Matrices
-from models.huggingface.tensors import held_variables
+from models.huggingface.tensors import held_variables, to_huggingface
 from models.nets.adapters import adapters_of, adapting, frozen, is_adapter, joined
 from models.nets.meshes import make_mesh, parse_mesh
-from models.training import steps
+from models.training import exporting, steps
 from models.training.data import Data
 from models.training.forms import Adapters, Stored
 from models.training.learners import learner_of
+from models.training.parameters import read_parameters
 from models.training.running import run
 from models.training.settings import TrainConfig
-from models.training.state import ROUNDING
+from models.training.state import ROUNDING, float_parameters
 from models.training.steps import batch_key, init, make_train_step
 from tcfp_jax import layer_state
 from tcfp_jax.inference import safetensors
 from tcfp_jax.paths import entries, path_names
-from tests.helpers import parametrize, refused, same_bits
+from tests.helpers import parametrize, refused, same_bits, slow_except
 from tests.models.record_transformers import FILE, weights_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -118,6 +119,53 @@ def test_layers_that_are_read_one_by_one_have_the_bits_of_a_whole_tree(
     at_once = stored_at_once(config)
     assert jax.tree.structure(params) == jax.tree.structure(at_once)
     assert same_bits(params, at_once)
+
+
+FORMS = {
+    "stored": dict(),
+    "adapters": dict(recipe="tensorwise", weights=Adapters(4)),
+}
+
+
+@slow_except("stored")
+@parametrize("form", FORMS)
+def test_layers_that_are_written_one_by_one_have_the_bits_of_a_whole_tree(
+    folder, tmp_path, monkeypatch, form
+):
+    """A device holds no stack of floats, and adapters are part of the weights."""
+    config = run_of(folder, **FORMS[form])
+    state = init(config)
+    if form == "adapters":
+
+        def moved(path, leaf):
+            own = jax.random.key(leaf.size)
+            return jax.random.normal(own, leaf.shape) if is_adapter(path) else leaf
+
+        params = jax.tree_util.tree_map_with_path(moved, state.params)
+        state = state._replace(params=params)
+    known = {id(array) for array in jax.live_arrays()}
+    stacks = []
+
+    def watched(*arguments):
+        for array in jax.live_arrays():
+            is_stack = array.ndim == 3 and array.shape[0] == config.size.layers
+            if is_stack and id(array) not in known:
+                stacks.append(array.shape)
+        return layer(*arguments)
+
+    layer = exporting.Trained.__getitem__
+    monkeypatch.setattr(exporting.Trained, "__getitem__", watched)
+    exporting.Export(tmp_path / "new").write(config, state)
+    exporting.Export(tmp_path / "new.npz").write(config, state)
+    assert stacks == []
+    whole = float_parameters(state.params, tcfp_jax.layer_state(state.opt_state))
+    found = read_parameters(tmp_path / "new.npz", whole)
+    assert same_bits(found, whole)
+    if form == "adapters":
+        return
+    tensors = to_huggingface(jax.device_get(whole), config.size)
+    _, written, _ = safetensors.read(tmp_path / "new", "float")
+    assert same_bits({name: written[name] for name in written}, tensors)
 
 
 @pytest.mark.slow

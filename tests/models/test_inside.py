@@ -12,7 +12,7 @@ from models import train
 from models.nets.meshes import everywhere, make_mesh, parse_mesh
 from models.nets.shapes import LlamaConfig
 from models.training import deciding, flags, running
-from models.training.checkpoint import read_config
+from models.training.described import read_config
 from models.training.fitting import with_update
 from models.training.forms import Stored
 from models.training.settings import Data, TrainConfig, config_of, preset, settings_of

@@ -27,7 +27,7 @@ from models.training.steps import (
     make_monitored_step,
     state_shapes,
 )
-from tests.helpers import parametrize, refused, same_bits, slow, slow_except
+from tests.helpers import parametrize, refused, same_bits, slow
 from tests.models.test_train import CONFIG as MICRO_RUN
 from tests.models.test_train import MICRO
 
@@ -173,33 +173,40 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
             init(replace(STORED, start=str(tmp_path / name)))
 
 
-@slow_except("end")
-@parametrize("until", ["first step", "end"])
-def test_a_run_that_started_from_a_file_goes_on_without_it(
-    tmp_path, monkeypatch, until
+def test_a_run_that_has_a_checkpoint_goes_on_without_its_first_file(
+    tmp_path, monkeypatch
 ):
     base = tmp_path / "base.npz"
     out = tmp_path / "run"
     export(base, init(replace(CONFIG, seed=3)).params)
     config = replace(STORED, start=str(base), steps=10)
-    whole = run(config, out=out if until == "end" else None)
-
-    def killed(*arguments):
-        raise KeyboardInterrupt
-
-    if until == "first step":
-        with monkeypatch.context() as patch:
-            patch.setattr(running, "make_train_step", killed)
-            with pytest.raises(KeyboardInterrupt):
-                run(config, out=out)
-    # another of the same name
-    export(base, init(replace(CONFIG, seed=4)).params)
+    whole = run(config, out=out)
     base.rename(tmp_path / "moved.npz")
     # Restoring makes no second state.
-    monkeypatch.setattr(running, "init", killed)
+    monkeypatch.setattr(running, "init", interrupted)
     resumed = run(config, out=out, resume="allowed")
     assert np.array_equal(resumed.train_loss, whole.train_loss)
     running.export_run(out, base)
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_folder(tmp_path, monkeypatch):
+    """Its first state is made again by the same command, so it needs no checkpoint."""
+    base = tmp_path / "base.npz"
+    out = tmp_path / "folders/run"
+    export(base, init(replace(CONFIG, seed=3)).params)
+    config = replace(STORED, start=str(base), steps=10)
+    monkeypatch.setattr(running, "make_train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=out)
+    assert not out.exists()
+    base.rename(tmp_path / "moved.npz")
+    with refused("no such file", FileNotFoundError):
+        run(config, out=out, resume="allowed")
+    assert not out.exists()
 
 
 class FakeWriter:
@@ -249,9 +256,9 @@ def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
 def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with refused(r"pip install -e '\.\[monitor\]'", ImportError):
-        run(CONFIG, out=tmp_path / "run", tensorboard="on")
+        run(CONFIG, out=tmp_path / "run", outputs=running.Outputs("on"))
     with refused("without out"):
-        run(CONFIG, tensorboard="on")
+        run(CONFIG, outputs=running.Outputs("on"))
     assert not (tmp_path / "run").exists()
 
 

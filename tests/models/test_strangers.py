@@ -246,7 +246,8 @@ from models.huggingface.configs import read_shape
 from models.huggingface.folders import read_folder, write_folder
 from models.huggingface.tokenizer import read_tokenizer
 from models.nets.llama import Llama
-from models.training.checkpoint import RunDirectory, read_config
+from models.training.checkpoint import RunDirectory
+from models.training.described import read_config
 from models.training.settings import TrainConfig
 from models.training.state import TrainState
 

@@ -25,9 +25,10 @@ from models import train
 from models.nets.shapes import GPTConfig, LlamaConfig
 from models.nets.sizes import LLAMAS, MODELS
 from models.train import TrainConfig, preset, run
-from models.training import running
+from models.training import corpora, running
 from models.training.batches import check_corpus
-from models.training.checkpoint import RunDirectory, describe, read_config
+from models.training.checkpoint import RunDirectory
+from models.training.described import describe, read_config
 from models.training.forms import Float, Stored
 from models.training.intact import write_json
 from models.training.options import parser_of
@@ -300,7 +301,7 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
         with refused(r"choose a name that ends in \.npz"):
             train.export_run(out, tmp_path / "weights.safetensors")
     for unwritable, why in (
-        (path / "in_a_file.npz", "cannot be made"),
+        (path / "in_a_file.npz", "lies below"),
         (path.parent / "f.npz", "is a folder"),
     ):
         (path.parent / "f.npz").mkdir(exist_ok=True)
@@ -558,7 +559,7 @@ class TestCommand:
         assert summary["config"]["data"] == ["book"]
 
         def resume():
-            running._corpus.cache_clear()  # the cache of this process
+            corpora._corpus.cache_clear()  # the cache of this process
             return train.main(["--resume", "--compare=none", "--out=run"])
 
         assert resume() == 0
@@ -583,7 +584,7 @@ class TestCommand:
 
         monkeypatch.setattr(train, "run", interrupted)
         assert train.main([*self.ARGUMENTS, "--compare", "none", *given]) == 130
-        command = capsys.readouterr().err.split("continue with: ")[1]
+        command = capsys.readouterr().err.split("begin anew with: ")[1]
         seen = []
         monkeypatch.setattr(
             train, "_report", lambda config, options, out: seen.append((options, out))
