@@ -153,8 +153,8 @@ RUNS = {
     "pi0": Run("pi0", 300),
     # It writes 30 GB into the temporary folder.
     "folder": Run("folder", 400),
-    # Bases stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
-    "finish": Run("finish", 1300),
+    # States stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
+    "finish": Run("finish", 600),
     "fp4": Run("fp4", 140),
     "fp4-activations": Run("fp4 --cases activations", 80),
 }
