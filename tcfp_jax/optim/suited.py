@@ -110,7 +110,7 @@ def _fed_back(
 ) -> _Transformation:
     """Return `tx` followed by error feedback.
 
-    The feedback rests while `optax.MultiSteps` collects gradients.
+    The feedback does not change while `optax.MultiSteps` collects gradients.
     """
     feedback = error_feedback(dict(weights))
 
