@@ -149,7 +149,8 @@ def train_step(
         a branch.
 
     Warns:
-      UserWarning: the gradients of all layers of a stored stack exist at once.
+      UserWarning: more than a quarter of the values of stored stacks has its gradients
+        at once.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store
