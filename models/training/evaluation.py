@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from tcfp_jax.recipes import recipe
 
 from ..nets.meshes import OnMesh
 from .batches import (
@@ -25,6 +28,7 @@ from .dpo import (
     numbers_of,
     reference_variables,
 )
+from .forms import Adapters
 from .learners import model_of, program, quantized_of, reference_model
 from .preferences import Preferences
 from .settings import TrainConfig
@@ -65,9 +69,9 @@ def evaluate(
     spaced windows of `heldout`.
 
     With `products="trained"` layers multiply as in training, with the same quantized
-    weights. "bf16" multiplies float32 parameters in BF16, which leaves out the error of
-    FP8 products. Losses are float32; they are summed in float32 within a window and in
-    float64 over windows.
+    weights. "bf16" multiplies float32 parameters in BF16, or, next to adapters, the
+    frozen weights; this leaves out the error of FP8 products. Losses are float32; they
+    are summed in float32 within a window and in float64 over windows.
 
     Raises:
       ValueError: the text is shorter than one window.
@@ -76,7 +80,11 @@ def evaluate(
     offsets = heldout_offsets(config, heldout)
     params = state.params
     quantized = quantized_of(config, state)
-    if products == "bf16":
+    if products == "bf16" and isinstance(config.weights, Adapters):
+        # Floats of weights that are frozen in few bits may fit no device.
+        plain = dict.fromkeys(("forward", "dgrad", "wgrad"), "bf16")
+        config = replace(config, products=recipe(config.recipe, **plain))
+    elif products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program
         # of the evaluation.
         config = config.in_bf16
