@@ -57,7 +57,7 @@ from jax.sharding import Mesh
 from .huggingface.configs import is_folder
 from .nets.meshes import make_mesh, parse_mesh
 from .nets.sizes import family_of
-from .training.checkpoint import METRICS_FILE, steps_of_checkpoints
+from .training.checkpoint import METRICS_FILE, Resume, steps_of_checkpoints
 from .training.compiled import cache_programs
 from .training.described import holds_run, read_config
 from .training.evaluation import evaluate
@@ -77,6 +77,7 @@ from .training.room import check_room
 from .training.running import (
     Outputs,
     RunResult,
+    check_options,
     checkpoint_interval,
     corpus_of,
     export_run,
@@ -228,7 +229,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     """Train, compare, print and write the results."""
     alone = config.recipe == "bf16" or _folder_of(config) is not None
     compare = getattr(options, "compare", "none" if alone else "bf16")
-    outputs = Outputs(options.tensorboard, _export_of(options, config))
+    outputs = Outputs(options.tensorboard, _export_of(options))
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
     _check_memory(options, config)
     baseline_config = None
@@ -240,10 +241,15 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         print(f"no {what} in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
         cache_programs()
+    resume: Resume = "allowed" if options.resume else "never"
+    every = options.checkpoint_every
+    together(
+        lambda: check_options(config, out, resume, every, outputs, options.bad_steps)
+    )
     train = functools.partial(
         run,
-        resume="allowed" if options.resume else "never",
-        checkpoint_every=options.checkpoint_every,
+        resume=resume,
+        checkpoint_every=every,
         progress="bar",
         mesh=mesh,
         bad_steps=options.bad_steps,
@@ -293,11 +299,11 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     print("written:", ", ".join(str(out / each) for each in written))
 
 
-def _export_of(options: argparse.Namespace, config: TrainConfig) -> Export | None:
+def _export_of(options: argparse.Namespace) -> Export | None:
     """Return the file or folder of --export.
 
     Raises:
-      ValueError: nothing can be written there.
+      ValueError: --format is given without a folder.
     """
     path = options.export
     target = None if path is None else Export(path, options.format or "bf16")
@@ -307,8 +313,6 @@ def _export_of(options: argparse.Namespace, config: TrainConfig) -> Export | Non
             f" {'is missing' if path is None else f'names {path}'}; add --export"
             " FOLDER, or leave --format"
         )
-    if target is not None:
-        target.check(config)
     return target
 
 

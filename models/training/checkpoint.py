@@ -150,14 +150,8 @@ class RunDirectory:
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         folders.check_links(self.path, ENTRIES)
-        if not holds_run(self.path):
-            _check_unused(self.path, option)
-        elif resume == "never":
-            recipe = recorded(self.path)["config"]["recipe"]
-            raise FileExistsError(
-                f"{self.path} holds a run (recipe {recipe!r}); continue it with"
-                f" --resume, or choose another {option}"
-            )
+        if resume == "never" or not holds_run(self.path):
+            check_new(self.path, option)
         else:
             check_same(self.path, recorded(self.path), wanted, option)
 
@@ -446,10 +440,17 @@ def steps_of_checkpoints(path: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _check_unused(path: Path, option: str) -> None:
+def check_new(path: Path, option: str = "--out") -> None:
+    """Raise `FileExistsError` if a folder holds a run or parts of one."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(
             f"{path} is a file, not a folder; choose another {option}"
+        )
+    if holds_run(path):
+        recipe = recorded(path)["config"]["recipe"]
+        raise FileExistsError(
+            f"{path} holds a run (recipe {recipe!r}); continue it with"
+            f" --resume, or choose another {option}"
         )
     for name in (METRICS_FILE, CHECKPOINTS):
         if (path / name).exists():

@@ -76,7 +76,9 @@ def table(name: str, result: RunResult, baseline: RunResult | None) -> str:
 
 
 def remarks(result: RunResult) -> Iterator[str]:
-    """Yield lines about memory, and about steps that changed nothing."""
+    """Yield lines about speed and memory, and about steps that changed nothing."""
+    if math.isnan(result.tokens_per_second):
+        yield "tokens/s: none, as no call was left, or each one compiled a program\n"
     if result.peak_bytes is not None:
         yield f"peak memory of the device: {sized(result.peak_bytes)}\n"
     if result.skipped_steps:

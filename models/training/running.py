@@ -17,7 +17,7 @@ from tcfp_jax.weights.stored import bytes_of
 
 from ..huggingface.folders import Form
 from ..nets.meshes import everywhere, make_mesh
-from .checkpoint import METRICS_FILE, Resume, RunDirectory
+from .checkpoint import METRICS_FILE, Resume, RunDirectory, check_new
 from .corpora import checked_corpus, corpus_of
 from .deciding import before_steps, decided
 from .described import describe, flatten, holds_run, read_config
@@ -163,17 +163,12 @@ def run(
         holds no text.
       OSError: `out` cannot be written, such as on a full disk; whole checkpoints stay.
     """
-    every = checkpoint_interval(config, checkpoint_every)
-    if bad_steps < 1:
-        raise ValueError(
-            f"bad_steps={bad_steps} must be at least 1; a large number never stops"
-            " a run"
-        )
+    every = together(
+        lambda: check_options(config, out, resume, checkpoint_every, outputs, bad_steps)
+    )
     mesh = _mesh_of_processes(mesh)
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
-    if outputs.export is not None:
-        outputs.export.check(config)
     corpus = together(lambda: checked_corpus(config))
     starts = config.start is not None and not (out is not None and holds_run(out))
     if starts:
@@ -187,13 +182,6 @@ def run(
         jax=jax.__version__,
     )
     check_same({**settings, **flatten(describe(config, corpus.digest))})
-    if outputs.tensorboard == "on":
-        if out is None:
-            raise ValueError(
-                'tensorboard="on" without out: its files lie in the folder of the run;'
-                " name one"
-            )
-        check_board()
     together(lambda: check_room(written_files(config, out, every, outputs)))
     telling = progress == "bar" and is_first()
     config = decided(config, corpus.train, out, mesh, memory, telling)
@@ -225,6 +213,40 @@ def run(
         with shown(lambda: f"writing {outputs.export.path}", telling):
             outputs.export.write(config, state)
     return result
+
+
+def check_options(
+    config: TrainConfig,
+    out: Path | None,
+    resume: Resume,
+    checkpoint_every: int | None,
+    outputs: Outputs,
+    bad_steps: int,
+) -> int:
+    """Return the steps between checkpoints, after checks of options of `run` that need
+    no text.
+
+    Raises:
+      FileExistsError, ImportError, ValueError: as `run`.
+    """
+    every = checkpoint_interval(config, checkpoint_every)
+    if bad_steps < 1:
+        raise ValueError(
+            f"bad_steps={bad_steps} must be at least 1; a large number never stops"
+            " a run"
+        )
+    if outputs.export is not None:
+        outputs.export.check(config)
+    if outputs.tensorboard == "on":
+        if out is None:
+            raise ValueError(
+                'tensorboard="on" without out: its files lie in the folder of the run;'
+                " name one"
+            )
+        check_board()
+    if out is not None and resume == "never":
+        check_new(out)
+    return every
 
 
 def written_files(

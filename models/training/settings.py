@@ -467,6 +467,8 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
         check_is_folder(model)
         given = _of_folder(Path(model), overrides)
     given |= overrides
+    if given.get("lora") == 0:  # as if it were not given
+        del given["lora"]
     if not {"weights", "recipe", "error_dtype", "lora"} & given.keys():
         given["weights"] = "stored"
     defaults: dict[str, Any] = pairs.settings_for(given)

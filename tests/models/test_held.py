@@ -170,7 +170,7 @@ def test_layers_that_are_written_one_by_one_have_the_bits_of_a_whole_tree(
 
 @pytest.mark.slow
 def test_a_run_has_the_losses_of_one_from_a_whole_tree(folder):
-    config = run_of(folder)
+    config = run_of(folder, weights=Stored("8bit"))
     state = init(config)
     other = jax.tree.map(jnp.copy, state)._replace(params=stored_at_once(config))
     losses = []

@@ -575,6 +575,22 @@ class TestCommand:
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
 
+    @parametrize(
+        "more, message",
+        [
+            (["--checkpoint-every", "7"], "checkpoint_every=7 is not a multiple"),
+            (["--bad-steps", "0"], "bad_steps=0 must be at least 1"),
+            (["--out", __file__], "is a file, not a folder"),
+            (["--export", f"{__file__}/a.npz"], "lies below"),
+        ],
+    )
+    def test_options_are_refused_before_the_text_is_read(
+        self, monkeypatch, capsys, more, message
+    ):
+        monkeypatch.setattr(train, "_heading", None)
+        assert train.main([*self.ARGUMENTS, "--compare", "none", *more]) == 2
+        assert message in capsys.readouterr().err
+
     @parametrize("given", [[], ["--out", "a run"]], ids=["new folder", "named folder"])
     def test_what_an_interruption_prints_continues_the_command(
         self, monkeypatch, capsys, given
@@ -668,6 +684,7 @@ def test_steps_add_nothing_atomically(recipe):
 
 
 def test_presets():
+    assert preset(lora=0) == preset()
     assert preset("small").sequence == 256
     assert preset("tiny", seed=3).seed == 3
     assert preset("gpt2").tokens_per_step == 16 * 1024
