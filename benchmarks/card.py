@@ -86,6 +86,7 @@ RUNS = {
     ),
     "head": Run("head", 50),
     "llama": Run("llama --parts block", 400),
+    "peers": Run("peers", 120),
     "llama-124m": Run(
         "llama --parts step --model llama-124m --include measured,head --recipes"
         " tensorwise,stored",

@@ -8,8 +8,9 @@
   every weight. Quantized weights are arguments; only *step* includes their
   quantization, once a step.
 * *step* is a whole training step: loss, gradients, clipping and AdamW, with
-  `error_feedback` at the end. Rows named "stored" train without float weights. Steps
-  are timed by the wall clock.
+  `error_feedback` at the end. Rows named "stored" train without float weights.
+
+The clock is the wall clock; times by kind of kernel explain it.
 
 With remat="auto", the usual value of large models, each step keeps as much as fits next
 to the states of the others.
@@ -18,8 +19,8 @@ With `--include measured`, only layers that measured times say gain take the rec
 stored weights are those of all layers. With `--include measured,head` the head takes
 it, too, and stored weights are those of layers that take it. Both parts run on random
 data, after output, loss and gradients were compared with BF16's. The model is plain
-Flax, converted by `convert_to_tcfp`. `flax Fp8DirectDotGeneralOp` is Flax's own FP8
-with delayed scales, and `qwix` is Google's, if it is installed.
+Flax, converted by `convert_to_tcfp`. Blocks of other libraries, if they are installed,
+are those of `benchmarks.peer_models`.
 """
 
 import argparse
@@ -33,16 +34,15 @@ import jax
 from benchmarks import timing
 from benchmarks.harness import Benchmark, chosen_of
 from benchmarks.llama_steps import (
-    PEERS,
     STORED,
     Candidate,
     Config,
     Part,
-    is_installed,
     make_block,
     make_step,
     next_to_each_other,
 )
+from benchmarks.peer_models import PEERS, is_installed
 from benchmarks.records import Result, cells
 from benchmarks.train_step import compare_outputs
 from benchmarks.variants import BASELINE, EMULATED
@@ -148,20 +148,18 @@ def measure(config: Config) -> Iterator[Row]:
 def _measure_part(part: Part, config: Config) -> Iterator[Row]:
     names = [name for name in config.recipes[part] if is_installed(name)]
     configs = dict.fromkeys(names, config)
-    # A step runs in command buffers, where the sum of its kernels' times misses up to
-    # 20 ms.
-    time = config.interleaved
     size: ModelConfig = config.block
     tokens = config.block_tokens
     if part == "step":
         configs = next_to_each_other(config, names)
-        time = config.by_wall_clock
         size = config.step
         tokens = config.step_tokens
     made = {name: MAKE[part](configs[name], name) for name in names}
     outputs = {name: one.outputs for name, one in made.items()}
     worst = compare_outputs(outputs, LEAST_SNR_DB[part], dict.fromkeys(EMULATED, 0.0))
-    timed = time({name: (one.function, one.args) for name, one in made.items()})
+    # The sum of kernels' times misses up to 20 ms of a step in command buffers, and the
+    # host's work in calls of other libraries.
+    timed = config.by_wall_clock({name: one[:2] for name, one in made.items()})
     for name, one in made.items():
         seconds = timed[name].median_ms / 1e3
         tflops = operations(size, tokens, part) / seconds / 1e12
@@ -261,19 +259,19 @@ def table(result: Result) -> str:
     said = {"block": "Forward and backward pass", "step": "Training step"}
     texts = []
     for part in result.distinct("part"):
+        rows = []
+        for row in result.rows:
+            if row["part"] == part:
+                kinds = row["kinds"] or {}
+                rows.append({**row, **kinds, "mfu_of_fp8": row["mfu"] / 2})
         size = result.config[part]
         tokens = " × ".join(map(str, result.config[f"{part}_tokens"]))
         # a GPT's is four times its width
         hidden = f", hidden {size['hidden']}" if "hidden" in size else ""
         texts.append(
             f"{said[part]}: {size['layers']} blocks of width {size['width']}{hidden},"
-            f" {tokens} tokens.\n"
+            f" {tokens} tokens, {rows[0]['timer']}.\n"
         )
-        rows = []
-        for row in result.rows:
-            if row["part"] == part:
-                kinds = row["kinds"] or {}
-                rows.append({**row, **kinds, "mfu_of_fp8": row["mfu"] / 2})
         texts.append(f"{cells(rows, columns)}\n")
     return (
         "\n".join(texts)

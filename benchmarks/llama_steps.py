@@ -1,11 +1,9 @@
 """Blocks and whole training steps of a converted model, compiled, as candidates.
 
-Two of the candidates of blocks are of other libraries: Flax's own FP8, and Google's
-qwix. With remat="auto" of a Llama, a step keeps as many values for its backward pass as
-fit.
+Other libraries' FP8 is among the candidates of blocks (`benchmarks.peer_models`). With
+remat="auto" of a Llama, a step keeps as many values for its backward pass as fit.
 """
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +13,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from flax.linen import fp8_ops
 from jax import Array
 
 import tcfp_jax
 from benchmarks import timing
+from benchmarks.peer_models import PEERS, Blocks, blocks_of, make_peer
 from benchmarks.train_step import Candidate, both_passes
 from benchmarks.variants import BASELINE, EMULATED
 from models.nets.families import EXACT, TABLES, learner, plain_model
-from models.nets.llama import Block
-from models.nets.positions import rotations
 from models.nets.shapes import GPTConfig, LlamaConfig, ModelConfig, MoeConfig
 from models.training.fitting import fit, is_open
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
@@ -40,8 +35,6 @@ STORED = "stored"
 # A candidate by its name, or by a recipe with fields of its own.
 Named = str | Recipe
 RECIPE_OF: dict[Named, str] = {STORED: "tcfp12_single"}
-FLAX, QWIX = "flax Fp8DirectDotGeneralOp", "qwix"
-PEERS = (FLAX, QWIX)
 
 
 @dataclass(frozen=True)
@@ -62,69 +55,30 @@ class Config(timing.Repetitions):
 # --------------------------------------------------------------------------------------
 
 
-class Blocks(nn.Module):
-    """Blocks of a Llama in sequence, `[batch, positions, width]` to the same."""
-
-    config: LlamaConfig
-    dot_general_cls: Any = None
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """Apply the blocks."""
-        rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
-        for i in range(self.config.layers):
-            block = Block(
-                self.config, "bfloat16", self.dot_general_cls, name=f"block_{i}"
-            )
-            x, _ = block(x, rotation)
-        return x
-
-
-def is_installed(name: str) -> bool:
-    """Return whether a candidate can run here; print the reason if not."""
-    found = name != QWIX or importlib.util.find_spec(QWIX) is not None
-    if not found:
-        print("qwix is not installed (pip install qwix), so its row is missing")
-    return found
-
-
-def _blocks(name: str, size: LlamaConfig) -> Any:
-    """Return the blocks as a peer multiplies them; other names leave them unchanged."""
-    if name == FLAX:
-        return Blocks(size, fp8_ops.Fp8DirectDotGeneralOp)
-    if name != QWIX:
-        return Blocks(size)
-    import qwix
-
-    # E4M3 forward and E5M2 gradients, with a fresh scale for each tensor at every use.
-    rule = qwix.QtRule(
-        op_names=("dot_general",),
-        weight_qtype=jnp.float8_e4m3fn,
-        act_qtype=jnp.float8_e4m3fn,
-        bwd_qtype=jnp.float8_e5m2,
-        disable_channelwise_axes=True,
-    )
-    return qwix.quantize_model(Blocks(size), qwix.QtProvider([rule]))
-
-
 def make_block(config: Config, name: str) -> Candidate:
     """Return the forward and backward pass of blocks, compiled."""
     sizes = *config.block_tokens, config.block.width
-    model = _blocks(name, config.block)
+    model = Blocks(config.block)
+
+    def draw(key: Array) -> tuple[Any, Array, Array]:
+        x_key, g_key, key = jax.random.split(key, 3)
+        x = jax.random.normal(x_key, sizes).astype(jnp.bfloat16)
+        g = jax.random.normal(g_key, sizes).astype(jnp.bfloat16)
+        return model.init(key, x)["params"], x, g
+
+    if name in PEERS:
+        return make_peer(blocks_of(name, config.block), draw)
     converted: Any = model
     feedback: Any = None
-    if name not in (BASELINE, *PEERS):
+    if name != BASELINE:
         x = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
         converted = convert_to_tcfp(model, name, x, include=config.include)
         feedback = tcfp_jax.error_feedback(find_weights(converted))
 
     @jax.jit
     def prepare(key: Array) -> Any:
-        x_key, g_key, key = jax.random.split(key, 3)
-        x = jax.random.normal(x_key, sizes).astype(jnp.bfloat16)
-        g = jax.random.normal(g_key, sizes).astype(jnp.bfloat16)
-        state = model.init(key, x)
-        params = state.pop("params")
+        params, x, g = draw(key)
+        state = {}
         if feedback is not None:
             state = {"tcfp": tcfp_jax.layer_state(feedback.init(params))}
         return params, state, x, g

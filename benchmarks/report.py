@@ -63,6 +63,7 @@ DECIDING = (
     "large-backward-llama-8b",
     "folder",
     "llama",
+    "peers",
     "llama-124m",
     "fsdp-llama",
     "fsdp-llama-8b",

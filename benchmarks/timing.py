@@ -351,7 +351,7 @@ _BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"^(memcpy|memset)", "copies"),
     (r"cudnn|sdpa|fmha|flash", "attention"),
     (r"adamw", "optimizer"),
-    (r"quantize", "quantization"),
+    (r"quantize|cast_transpose|cast_fp8|amax_kernel", "quantization"),
     (r"matmul|gemm|nvjet|cutlass|cublas|xmma|splitk", "products"),
 )
 # Types end before the operation: "f32[8]{0} fusion(...", or "(f32[8]{0}, pred[])

@@ -33,6 +33,7 @@ KERNELS = {
     "custom_call_3": "products",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
     "block_quantize": "quantization",
+    "cast_transpose_fused_kernel_notaligned": "quantization",
     "input_reduce_fusion_2": "quantization",
     # it writes the tensor that the maximum is of
     "input_reduce_fusion_1": "norms and activations",
