@@ -261,7 +261,7 @@ class Transformed:
             weight = found.weights.get(path)
             dtype = None
             if path in trained:
-                dtype = trained[path].state.gradient_dtype
+                dtype = trained[path].described.gradient_dtype
             rounded = path in found.rounded
             own.append(_parameter(leaf, kept.get(path), weight, dtype, rounded=rounded))
         outputs = self._outputs(Machine(), found, own, args, kwargs, key)
@@ -300,7 +300,7 @@ class Transformed:
 
         def floats(leaf: Any) -> Any:
             if isinstance(leaf, Deferred):
-                return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.state.dtype)
+                return jax.ShapeDtypeStruct(leaf.kernel_shape, leaf.described.dtype)
             if isinstance(leaf, Parameter | Stored):
                 return parameter_of(leaf).kernel()
             return leaf

@@ -66,7 +66,7 @@ class Absent:
         if not isinstance(kernel, Stored | Parameter):
             return kernel
         parameter = parameter_of(kernel)
-        return Absent(parameter.kernel_shape, parameter.state.dtype, parameter)
+        return Absent(parameter.kernel_shape, parameter.described.dtype, parameter)
 
     def __getitem__(self, index: object) -> "Absent":
         """Return the placeholder itself, for `kernel[...]`."""

@@ -12,9 +12,20 @@ import pytest
 from jax.sharding import AxisType
 
 import tcfp_jax
+from tcfp_jax.conversion import find_weights
 from tcfp_jax.remat import step_bytes
 from tests.helpers import drawn, parametrize, placed, same_bits, slow_except
-from tests.inside_cases import CASES, KEY, LAYERS, X, plain, product, stack, store
+from tests.inside_cases import (
+    CASES,
+    KEY,
+    LAYERS,
+    RECIPE,
+    X,
+    plain,
+    product,
+    stack,
+    store,
+)
 
 # XLA's attention promotes dtypes.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -362,6 +373,31 @@ def test_parts_of_a_layer_share_its_slot(name):
     case = CASES[name]()
     metrics = of_shapes(tcfp_jax.train_step(case.loss, TX), case.params)
     assert metrics.skipped[case.inside[0]].shape == (LAYERS,)
+
+
+def test_a_head_is_updated_before_the_layers():
+    """Its gradient is gone when the backward pass of the layers begins."""
+
+    def floats(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["kernel"])
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    params = {"kernel": stack(), "head": stack(2)[0]}
+    low = tcfp_jax.transform(floats, RECIPE, include=("linear", "small", "head"))
+    step = tcfp_jax.train_step(low, TX)
+    params = store(params, find_weights(low, params, X))
+    state = jax.eval_shape(lambda: step.init(params))
+    equations = jax.make_jaxpr(step)(state, X).jaxpr.eqns
+    names = [equation.primitive.name for equation in equations]
+    written = [
+        place
+        for place, equation in enumerate(equations)
+        if equation.primitive.name == "swap"
+        and equation.invars[0].aval.shape == params["head"].shape
+    ]
+    assert len(written) == 4, "both halves and both moments"
+    backward = len(names) - 1 - names[::-1].index("scan")
+    assert max(written) < backward
 
 
 def unrolled(params, x):
