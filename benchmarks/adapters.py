@@ -29,19 +29,16 @@ from benchmarks.harness import Benchmark, chosen_of, positive
 from benchmarks.llama import add_sizes, sized
 from benchmarks.llama_steps import quick
 from benchmarks.records import Result, cells
+from benchmarks.texts import corpus_for
 from benchmarks.variants import BASELINE
-from models.huggingface.tokenizer import read_tokenizer
 from models.nets.adapters import is_adapter
 from models.nets.families import in_e4m3
 from models.nets.llama import INITIAL_DEVIATION
 from models.nets.shapes import LlamaConfig
 from models.nets.sizes import LLAMAS
-from models.tokens import OWN
 from models.training import steps
 from models.training.forms import Adapters
 from models.training.settings import TrainConfig
-from models.training.text import load_installed
-from models.training.tokenized import tokenized
 from tcfp_jax import layer_state
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, recipe
@@ -127,11 +124,7 @@ def measure(config: Config) -> Iterator[Row]:
     """
     baseline = None
     for name, layers in config.layers:
-        call = (config, name, layers)
-        if timing.has_peaks():
-            (run,) = timing.measure_alone(train, [call], "whole")
-        else:
-            run = train(*call)
+        run = timing.measure_in_own_process(train, config, name, layers)
         if not run.losses[-1] < run.losses[0]:
             raise ArithmeticError(
                 f"{name}: the losses {run.losses} do not fall; nothing is timed of such"
@@ -201,11 +194,7 @@ def run_of(config: Config, name: str, layers: int) -> TrainConfig:
 
 def read_window(run: TrainConfig) -> np.ndarray:
     """Return the one window of tokens on which every step trains."""
-    tokenizer = read_tokenizer(OWN)
-    text = load_installed(byte_limit=2**20)
-    if run.size.vocabulary >= tokenizer.size:  # the smallest models read bytes
-        text = tokenized(text, tokenizer)
-    return text.train[: run.sequence + 1]
+    return corpus_for(run.size, 2**20).train[: run.sequence + 1]
 
 
 # Random weights

@@ -81,11 +81,7 @@ def measure(config: Config) -> Iterator[Row]:
     """
     first = None
     for way in config.ways:
-        call = (config, way)
-        if timing.has_peaks():
-            (row,) = timing.measure_alone(train, [call], "whole")
-        else:
-            row = train(*call)
+        row = timing.measure_in_own_process(train, config, way)
         first = row.losses[0] if first is None else first
         check_losses(way, row.losses, first, alike=0.05)
         yield row
