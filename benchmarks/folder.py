@@ -123,11 +123,7 @@ def measure(config: Config) -> Iterator[Row]:
             write(folder, config.model)
             written = time.perf_counter() - started
             print(f"{folder} written after {written:.0f} s", flush=True)
-        call = (config, folder, written)
-        if timing.has_peaks():
-            (row,) = timing.measure_alone(train, [call], "whole")
-        else:
-            row = train(*call)
+        row = timing.measure_in_own_process(train, config, folder, written)
     print(f"losses {[round(loss, 3) for loss in row.losses]}", flush=True)
     if row.skipped_steps:
         raise ArithmeticError(f"{row.skipped_steps} steps were skipped")
