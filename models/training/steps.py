@@ -214,19 +214,12 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
-    """Raise `ValueError` if no layer takes the recipe, if it quantizes no weights next
-    to adapters, or if the mesh does not divide the batch, heads or an array of the
-    state.
+    """Raise `ValueError` if no layer takes the recipe, or if the mesh does not divide
+    the batch, heads or an array of the state.
     """
     own = program(config)
-    weights = learner_of(own).weights
+    learner_of(own)
     learner_of(program(config.ending))
-    if isinstance(config.weights, Adapters) and weights == {}:
-        raise ValueError(
-            f"lora={config.weights.rank} with recipe={config.recipe!r}: the weights"
-            " next to adapters are quantized, and this recipe quantizes none; use"
-            " tensorwise or nvfp4"
-        )
     if mesh is None:
         return
     if isinstance(config.weights, Adapters):
