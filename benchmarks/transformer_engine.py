@@ -26,7 +26,7 @@ PACKAGE = "transformer_engine"
 # Names of rows, and of the recipe in `transformer_engine.common.recipe`.
 RECIPES = {
     "transformer_engine": "Float8CurrentScaling",
-    "transformer_engine delayed": "DelayedScaling",
+    "transformer_engine_delayed": "DelayedScaling",
 }
 
 

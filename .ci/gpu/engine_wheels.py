@@ -2,10 +2,11 @@
 
     PYTHON .ci/gpu/engine_wheels.py .te
 
-PYTHON has the version of the GPU machine's, `jax` and `jaxlib` of the machine's
-versions, `NEEDED` below, a compiler for C++, and ten minutes. The library of
-Transformer Engine holds code of nine kinds of GPUs; Hopper's alone stays, so its wheel
-shrinks from 276 to 28 MB. The binding to JAX exists as source only, and is built here.
+PYTHON is a virtual environment of the GPU machine's Python, 3.12, with the machine's
+versions of `jax` and `jaxlib`. The command installs `NEEDED` in it, compiles C++ with
+g++, and takes ten minutes. The library of Transformer Engine holds code of nine kinds
+of GPUs; Hopper's alone stays, so its wheel shrinks from 276 to 29 MB. The binding to
+JAX exists as source only, so it is built here.
 """
 
 import argparse
