@@ -243,7 +243,7 @@ def drawn(run: TrainConfig) -> Any:
     shapes = steps.start_shapes(run)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     found = [of(number, *leaf) for number, leaf in enumerate(leaves)]
-    return jax.tree.structure(shapes).unflatten(found)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def bytes_of_base(state: Any) -> int:

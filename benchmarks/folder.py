@@ -246,7 +246,7 @@ def write(folder: Path, config: LlamaConfig) -> None:
     # Each holds two copies of its file.
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(write_file, range(len(files))))
-    places = {}
+    places: dict[str, str] = {}
     for name, tensors in zip(names, files, strict=True):
         places |= dict.fromkeys(tensors, name)
     index = dict(metadata={}, weight_map=places)

@@ -226,7 +226,7 @@ def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
 
 def rows_of(kind: type[_Row], rows: Iterable[Mapping[str, Any]]) -> list[_Row]:
     """Return rows of JSON as dataclasses, without fields that these lack."""
-    names = kind.__dataclass_fields__
+    names = vars(kind)["__dataclass_fields__"]
     found = []
     for row in rows:
         known = {}

@@ -227,7 +227,7 @@ def random_batch(config: Config, size: int, key: Array) -> tuple[tuple, Array]:
 
 
 def loss_of(model: nn.Module, params: optax.Params, inputs, velocities) -> Array:
-    found = model.apply({"params": params}, *inputs).astype(jnp.float32)
+    found = jnp.asarray(model.apply({"params": params}, *inputs), jnp.float32)
     return jnp.mean((found - velocities) ** 2)
 
 
@@ -263,8 +263,9 @@ def stored_training(config: Config, rate: float, inside: bool):
     `inside` updates each layer inside the backward pass.
     """
     sample, _ = jax.eval_shape(partial(random_batch, config, 1), jax.random.key(0))
-    include = ("linear", "small", "embed")
-    model = convert_to_tcfp(Pi0(config), "tcfp12_single", *sample, include=include)
+    model = convert_to_tcfp(
+        Pi0(config), "tcfp12_single", *sample, include=("linear", "small", "embed")
+    )
     loss_fn = partial(loss_of, model)
     adamw = partial(tcfp_jax.optim.adamw, rate, b2=0.95, weight_decay=1e-10)
     tx = adamw(max_norm=1.0, key=jax.random.key(1))
@@ -292,7 +293,7 @@ def stored_training(config: Config, rate: float, inside: bool):
     return init, step
 
 
-WAYS = {
+WAYS: dict[str, Callable] = {
     "float": float_training,
     "stored": partial(stored_training, inside=False),
     "late": partial(stored_training, inside=True),

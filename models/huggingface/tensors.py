@@ -14,7 +14,7 @@ norm less 1. `models.huggingface.configs` reads the configuration.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,8 +143,8 @@ def to_huggingface(
     rounded = _rounding(scaling, dtype)
     for layer in range(config.layers):
         found: dict[str, Any] = {}
-        for name, stack in quantized.items():
-            found[name] = jax.tree.map(operator.itemgetter((layer, ...)), stack)
+        for name, codes in quantized.items():
+            found[name] = jax.tree.map(operator.itemgetter((layer, ...)), codes)
         for group in (*FUSED, ("output",), ("down",)):
             own = {name: stacks[name][layer] for name in group if name in stacks}
             if own:
@@ -355,7 +355,7 @@ class _Reading:
             put(self.params, own[:-1], {})  # Flax knows a layer by its parameters
 
     def _check_alike(
-        self, path: str, names: list[str], shapes: list[tuple[int, ...] | None]
+        self, path: str, names: list[str], shapes: Sequence[tuple[int, ...] | None]
     ) -> None:
         """Raise `ValueError` if the tensors of a stack have several shapes."""
         if len(set(shapes)) > 1:

@@ -126,7 +126,8 @@ class Trained:
             return cls(weight, adapter, weight.shape, len(weight.shape) > 2)
         return weight
 
-    def __getitem__(self, index: Any) -> jax.Array | np.ndarray:
+    # An array of JAX or NumPy, where `OnHost` has NumPy's
+    def __getitem__(self, index: Any) -> Any:
         """Return a layer of a stack, on the device, or the whole parameter (`...`)."""
         if not self.stacked:
             return _floats(self.weight, self.adapter)
@@ -178,5 +179,8 @@ def gathered(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, Trained):
         return whole(leaf)
     if not leaf.stacked:
-        return whole(leaf[...])
-    return np.stack([whole(leaf[layer]) for layer in range(leaf.shape[0])])
+        return whole(_floats(leaf.weight, leaf.adapter))
+    layers = []
+    for layer in range(leaf.shape[0]):
+        layers.append(whole(_floats_of_layer(leaf.weight, leaf.adapter, layer)))
+    return np.stack(layers)

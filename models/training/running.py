@@ -209,9 +209,10 @@ def run(
                 board,
                 memory,
             )
-    if outputs.export is not None:
-        with shown(lambda: f"writing {outputs.export.path}", telling):
-            outputs.export.write(config, state)
+    export = outputs.export
+    if export is not None:
+        with shown(lambda: f"writing {export.path}", telling):
+            export.write(config, state)
     return result
 
 
@@ -256,7 +257,7 @@ def written_files(
     outputs: Outputs,
 ) -> list[Files]:
     """Return the large files that a run will write."""
-    found = []
+    found: list[Files] = []
     if out is not None:
         found += files_of(config, out, every)
     if outputs.export is not None:
