@@ -56,14 +56,14 @@ class Config:
 
 
 TINY = Config(
-    vision=(64, 128),
+    vision=(128, 256),
     vision_layers=2,
     vision_heads=4,
-    language=(64, 128),
-    action=(32, 64),
+    language=(128, 256),
+    action=(128, 128),
     layers=2,
     heads=2,
-    head_dim=32,
+    head_dim=128,
     vocabulary=256,
     cameras=2,
     pixels=28,
