@@ -189,11 +189,7 @@ def adamw(
                 "adamw decays and rewrites the parameters; call tx.update(grads,"
                 " opt_state, params)"
             )
-        if not isinstance(state, AdamWState):
-            raise TypeError(
-                f"the state is a {type(state).__name__}, not adamw's; pass the one that"
-                " this tx.init made"
-            )
+        check_state(state)
         tree = Tree(intact(params), moments, mask)
         gradients = tree.gradients(grads)
         keep, factor = _finite(gradients, max_norm)
@@ -394,6 +390,15 @@ class Tree:
         for leaf, moment in zip(self.leaves, moments, strict=True):
             kept.append(encoding.kept(moment, leaf.names, scales))
         return self.treedef.unflatten(kept), encoding.by_name(scales, self.params)
+
+
+def check_state(state: object) -> None:
+    """Raise `TypeError` unless a state is that of `adamw`."""
+    if not isinstance(state, AdamWState):
+        raise TypeError(
+            f"the state is a {type(state).__name__}, not adamw's; pass the one that"
+            " this tx.init made"
+        )
 
 
 def _check_whole(path: str, leaf: PyTree) -> None:

@@ -33,7 +33,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import not_differentiated
-from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree
+from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree, check_state
 from tcfp_jax.optim.encoding import Keys, Moment, decode
 from tcfp_jax.optim.gradients import filled, slot_of
 from tcfp_jax.optim.scanned import numbers_of, updated_inside
@@ -235,6 +235,13 @@ class TrainStep:
         return self._run(state, *inputs)
 
     def _run(self, state: TrainState, *inputs: PyTree) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"the state is a {type(state).__name__}, not that of train_step; make"
+                " it by step.init(params), or by step.state(params, opt_state) after"
+                " ordinary steps"
+            )
+        check_state(state.opt_state)
         settings = self.optimizer.settings
         tree = Tree(intact(state.params), settings.moments, settings.mask)
         run = _Run(self, tree, state)

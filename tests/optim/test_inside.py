@@ -442,6 +442,19 @@ def test_explicit_axes_are_refused():
             of_shapes(tcfp_jax.train_step(scanned, TX), params)
 
 
+@parametrize("kind", ["parameters", "another optimizer"])
+def test_a_state_of_something_else_is_refused(kind):
+    step = tcfp_jax.train_step(scanned, TX)
+    params = {"kernel": jnp.zeros((2, 2))}
+    state = params
+    words = r"a dict, not that of train_step; .*step.init\(params\)"
+    if kind == "another optimizer":
+        state = step.state(params, optax.sgd(1.0).init(params))
+        words = "a tuple, not adamw's"
+    with pytest.raises(TypeError, match=words):
+        jax.eval_shape(step, state, X)
+
+
 def test_a_parameter_of_integers_is_refused():
     params = {**store({"kernel": stack()}), "count": jnp.int32(3)}
     with pytest.raises(TypeError, match=r"parameter count is int32\[\].*the inputs"):
