@@ -65,21 +65,31 @@ def reference_model(config: TrainConfig) -> nn.Module:
     return learner_of(program(replace(config, products=None))).model
 
 
+def reading(config: TrainConfig) -> TrainConfig:
+    """Return the run whose state has quantized weights as the products read them: this
+    one, or one of the last products' recipe, if this state has none of their form.
+    """
+    products = config.products
+    if products is None or isinstance(config.weights, Stored):
+        return config
+    if same_form(tcfp_jax.recipe(config.recipe), products):
+        return config
+    return replace(config, recipe=products, products=None)
+
+
 def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
     """Return the contracted axes of each weight by path; None if all kernels are
     `[..., k, n]`.
     """
-    weights = learner_of(config).weights
+    weights = learner_of(reading(config)).weights
     return weights if isinstance(weights, Mapping) else None
 
 
 def quantized_of(config: TrainConfig, state: TrainState | PairState) -> dict[str, Any]:
     """Return the quantized weights that layers read next to float parameters."""
-    products = config.products
-    kept = tcfp_jax.recipe(config.recipe)
-    stores = isinstance(config.weights, Stored)
-    if products is None or stores or same_form(kept, products):
+    own = reading(config)
+    if own is config:
         return tcfp_jax.layer_state(state.opt_state)
-    # The state has none for these products, so they are made at each step.
-    weights = learner_of(replace(config, recipe=products, products=None)).weights
+    # They are made at each step.
+    weights = learner_of(own).weights
     return tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(state.params))

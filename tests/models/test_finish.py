@@ -13,10 +13,15 @@ from models.training import running
 from models.training.evaluation import evaluate
 from models.training.finish import BF16, BF16_FORWARD, Finish
 from models.training.forms import Adapters, Stored
-from models.training.learners import model_of
+from models.training.learners import layouts, model_of
 from models.training.sampling import Continuation
 from models.training.settings import Data, TrainConfig, config_of, settings_of
-from models.training.steps import batch_key, init, make_train_step
+from models.training.steps import (
+    batch_key,
+    init,
+    make_monitored_step,
+    make_train_step,
+)
 from tcfp_jax.recipes import recipe
 from tests.helpers import parametrize, refused, same_bits
 
@@ -68,6 +73,25 @@ def test_both_steps_have_one_state(run, products):
     kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
     assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)] == kinds
     assert losses.shape == (2,)
+
+
+@parametrize("name", ["bf16", "nvfp4_training"])
+def test_weights_of_floats_have_the_layout_of_the_last_products(name):
+    ending = replace(floats(name), finish="tensorwise:0.25").ending
+    found = layouts(ending)
+    assert found["layers/down/kernel"].recipe == recipe("tensorwise")
+    assert found["layers/down/kernel"].layout.stack == (0,)
+
+
+@pytest.mark.slow
+def test_a_finish_of_floats_is_observed():
+    size = replace(SIZE, layers=1)  # a stack of one, which its layout tells
+    run = replace(floats("bf16"), model=size, steps_per_call=1, monitor=1)
+    ending = replace(run, finish="tensorwise:0.5").ending
+    state = jax.eval_shape(lambda: init(run))
+    step = make_monitored_step(ending)
+    _, _, report = step.eval_shape(state, TEXT, batch_key(run))
+    assert "edq" in report["layers/down/kernel"]
 
 
 def test_products_of_stored_weights_are_those_of_the_name():
