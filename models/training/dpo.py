@@ -25,6 +25,7 @@ import numpy as np
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from pallas_kernels.operands import Scaling
 from tcfp_jax import layer_state, paths
 from tcfp_jax.recipes import Dual, Halves, Recipe
 from tcfp_jax.weights.parameter import Parameter
@@ -196,17 +197,19 @@ def reference_of(
         halves: Halves = own.weight.forward if isinstance(own.weight, Dual) else "hi"
         if names[-1] == TABLE:
             halves = "hi+lo"
-        paths.put(frozen, names, _frozen(weight, halves))
+        paths.put(frozen, names, _frozen(weight, halves, own.scaling))
     return {"params": rest, "tcfp": frozen}
 
 
-def _frozen(weight: Stored, halves: Halves) -> Stored:
+def _frozen(weight: Stored, halves: Halves, scaling: Scaling) -> Stored:
     """Return a weight without the operands that a forward product does not read."""
     weight = replace(weight, sample=None)
-    if halves == "hi+lo":
+    if not scaling.serves_both:  # products take such a weight in both orientations
         return weight
     name = "backward" if weight.forward is None else "forward"
-    operand = replace(getattr(weight, name), lo=None, lo_scale=None)
+    operand = getattr(weight, name)
+    if halves == "hi":
+        operand = replace(operand, lo=None, lo_scale=None)
     return replace(weight, **{"forward": None, "backward": None, name: operand})
 
 

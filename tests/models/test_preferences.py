@@ -25,6 +25,7 @@ from models.training.dpo import (
     REWARDS,
     dpo_losses,
     numbers_of,
+    reference_of,
     reference_variables,
 )
 from models.training.evaluation import evaluate_pairs
@@ -49,8 +50,11 @@ from models.training.settings import (
     settings_of,
 )
 from models.training.steps import batch_key, init, loss_function, make_train_step
+from tcfp_jax import matmul
+from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.parameter import is_quantized
-from tests.helpers import parametrize, refused, same_bits, slow
+from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import normal, parametrize, refused, same_bits, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LETTERS = [*" abcdefgh.<>", "<begin>", "<end>"]
@@ -230,6 +234,31 @@ class TestReading:
         bare = replace(tokenizer, template=None)
         with refused("no chat template; give the prompt"):
             pair(of_chat(["a"], "b", "c"), bare, 8)
+
+
+@parametrize(
+    "name, bytes_per_weight",
+    [
+        ("tensorwise", 1),
+        ("tcfp12_single", 1),
+        ("tcfp12", 2),
+        ("tcfp12_blockwise", 2),
+        ("rowwise", 2),
+        ("mxfp8", 2),
+    ],
+)
+def test_a_reference_multiplies_the_weights_of_its_recipe(name, bytes_per_weight):
+    how = recipe(name)
+    x, w = normal(0, (8, 128)), normal(1, (128, 128))
+    stored = quantize_weight(w, how)[0]
+    made = reference_of({"a": {"kernel": w}}, {"a": {"kernel": stored}}, how, w.dtype)
+    found = made["tcfp"]["a"]["kernel"]
+    assert made["params"] == {"a": {}}
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(found)) < (
+        1.1 * bytes_per_weight * w.size
+    )
+    y = matmul(x, None, recipe=how, quantized=found)
+    assert same_bits(y, matmul(x, None, recipe=how, quantized=stored))
 
 
 def log_sigmoid(x):
