@@ -238,12 +238,6 @@ class TrainConfig:
                 f"lora={adapters.rank} without weights to adapt; name a Llama to start"
                 " from, or leave it"
             )
-        if tcfp_jax.recipe(self.recipe).stored is None:
-            raise ValueError(
-                f"lora={adapters.rank} with recipe {_named(self.recipe)!r}: frozen"
-                " weights are stored as the recipe stores them, and it stores none; use"
-                " 'tensorwise' or 'nvfp4'"
-            )
         if self.include == "measured":
             raise ValueError(
                 f"lora={adapters.rank} with include='measured': frozen weights are"

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from tcfp_jax import monitor
+from tcfp_jax.recipes import describe
 from tcfp_jax.sharding import state_shardings
 
 from ..huggingface.tensors import read
@@ -214,9 +215,16 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
-    """Raise `ValueError` if no layer takes the recipe, or if the mesh does not divide
-    the batch, heads or an array of the state.
+    """Raise `ValueError` if no layer takes the recipe, if it stores no weights for
+    adapters, or if the mesh does not divide the batch, heads or an array of the state.
     """
+    recipe = tcfp_jax.recipe(config.recipe)
+    if isinstance(config.weights, Adapters) and recipe.stored is None:
+        raise ValueError(
+            f"lora={config.weights.rank} with recipe {describe(recipe)!r}: frozen"
+            " weights are kept as the recipe stores them, and it stores none; use"
+            " 'tensorwise' or 'nvfp4'"
+        )
     own = program(config)
     learner_of(own)
     learner_of(program(config.ending))

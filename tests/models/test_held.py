@@ -331,3 +331,10 @@ def test_a_float64_beyond_float32_is_not_finite():
     arrays[MATRIX][3, 5] = 1e39
     with refused("FOLDER has values in 'layers/up/kernel' that are not finite"):
         stack[1]
+
+
+@parametrize("name", ["bf16", "nvfp4_training"])
+def test_adapters_need_a_recipe_that_stores_weights(folder, name):
+    config = run_of(folder, recipe=name, weights=Adapters(2))
+    with refused(f"lora=2 with recipe '{name}': .* it stores none"):
+        steps.check_placement(config, None)
