@@ -23,7 +23,7 @@ from models.training.steps import (
     make_train_step,
 )
 from tcfp_jax.recipes import recipe
-from tests.helpers import parametrize, refused, same_bits
+from tests.helpers import parametrize, refused, same_bits, slow
 
 SIZE = LlamaConfig(layers=2, width=32, heads=2, kv_heads=2, hidden=48, context=8)
 RUN = TrainConfig(
@@ -52,7 +52,7 @@ def floats(name):
         (RUN, BF16),
         (floats("nvfp4_training"), "tensorwise"),
         *(
-            pytest.param(run, products, marks=pytest.mark.slow)
+            pytest.param(run, products, marks=slow)
             for run, products in (
                 (RUN, BF16_FORWARD),
                 (RUN, "tcfp12_fast"),
@@ -83,7 +83,7 @@ def test_weights_of_floats_have_the_layout_of_the_last_products(name):
     assert found["layers/down/kernel"].layout.stack == (0,)
 
 
-@pytest.mark.slow
+@slow
 def test_a_finish_of_floats_is_observed():
     size = replace(SIZE, layers=1)  # a stack of one, which its layout tells
     run = replace(floats("bf16"), model=size, steps_per_call=1, monitor=1)
@@ -148,7 +148,7 @@ def test_settings_and_options_hold_a_finish():
     assert train.given_settings(given) == {"finish": "bf16:0.1"}
 
 
-@pytest.mark.slow  # a quicker one has the state of both steps
+@slow  # a quicker one has the state of both steps
 @parametrize("stopped", [1, 3])
 def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, capsys, stopped):
     config = replace(RUN, finish="bf16:0.5")
@@ -189,7 +189,7 @@ def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, capsys, stopped)
     assert resumed.heldout_loss == whole.heldout_loss
 
 
-@pytest.mark.slow  # a quicker one has the state of both steps
+@slow  # a quicker one has the state of both steps
 def test_a_state_goes_on_with_the_bits_of_its_products():
     size = GPTConfig(layers=1, width=128, heads=2, context=8)
     run = replace(RUN, model=size, steps_per_call=1)

@@ -38,7 +38,7 @@ from models.training.progress import Pace, bar_of
 from models.training.settings import TrainConfig
 from models.training.state import TrainState
 from tcfp_jax.paths import leaves
-from tests.helpers import same_bits
+from tests.helpers import parametrize, refused, same_bits
 
 CONFIG = TrainConfig(
     model=GPTConfig(layers=1, width=32, heads=2, context=32),
@@ -114,10 +114,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen(run):
         if damaged:
             damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
             path.write_bytes(damaged)
-            with pytest.raises(
-                ValueError,
-                match=r"has changed since it was written|is missing|is not JSON",
-            ):
+            with refused(r"has changed since it was written|is missing|is not JSON"):
                 check_digests(checkpoint)
             path.write_bytes(sound)
     assert check_digests(checkpoint)
@@ -135,7 +132,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
     checkpoint = run / "checkpoints/5"
     names = [
@@ -150,7 +147,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
         if name.name == DIGESTS_FILE and damage == "delete":
             assert not check_digests(checkpoint)
         else:
-            with pytest.raises(ValueError, match=r"changed|missing|JSON"):
+            with refused(r"changed|missing|JSON"):
                 check_digests(checkpoint)
         (checkpoint / name).write_bytes(sound)
     DAMAGES[damage](max(files_of(checkpoint), key=lambda path: path.stat().st_size))
@@ -170,11 +167,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
 def test_without_a_whole_checkpoint_the_repair_is_named(run):
     for step in (3, 5):
         shutil.rmtree(run / f"checkpoints/{step}/default")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"no whole checkpoint: 5 \(.*missing\), 3 \(.*; copy one back, remove that"
-        ),
+    with refused(
+        r"no whole checkpoint: 5 \(.*missing\), 3 \(.*; copy one back, remove that"
     ):
         restored(run)
     # nothing is moved
@@ -208,7 +202,7 @@ def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
     )
     for message in (wrote, "unknown versions wrote it"):
         whole = "has not changed, but does not hold .*" + message
-        with opened(run) as directory, pytest.raises(ValueError, match=whole):
+        with opened(run) as directory, refused(whole):
             directory.restore(other)
         # A checkpoint of before has digests alone.
         (run / "checkpoints/5" / VERSION_FILE).unlink(missing_ok=True)
@@ -223,7 +217,7 @@ def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
 LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("lines", "losses"),
     [
         ([*LINES[:3], *LINES[1:]], [1, 2, 3, 4, 5]),  # two processes wrote them
@@ -294,9 +288,7 @@ def test_a_second_process_is_refused_until_the_first_dies(run):
     try:
         assert first.stdout.readline() == b"held\n"
         before = (run / "metrics.jsonl").read_bytes()
-        with pytest.raises(
-            ValueError, match=r"process \d+ of .* writes .*run; wait until it ends"
-        ):
+        with refused(r"process \d+ of .* writes .*run; wait until it ends"):
             opened(run)
         assert (run / "metrics.jsonl").read_bytes() == before
     finally:
@@ -308,21 +300,19 @@ def test_a_second_process_is_refused_until_the_first_dies(run):
 def test_two_runs_of_one_process_are_refused_too_and_a_refusal_holds_no_lock(run):
     with (
         opened(run),
-        pytest.raises(ValueError, match=r"writes .*run; wait until it ends"),
+        refused(r"writes .*run; wait until it ends"),
     ):
         opened(run)
-    with pytest.raises(ValueError, match="another run"):
+    with refused("another run"):
         opened(run, dataclasses.replace(CONFIG, seed=1))
     assert restored(run)[0] == 5
 
 
-@pytest.mark.parametrize("name", [LOCK_FILE, "metrics.jsonl"])
+@parametrize("name", [LOCK_FILE, "metrics.jsonl"])
 def test_a_folder_that_cannot_be_written_is_named(run, name):
     (run / name).unlink()
     (run / name).mkdir()  # root may write files that are read-only
-    with pytest.raises(
-        ValueError, match=r"cannot hold a run, as nothing|cannot be read and written"
-    ):
+    with refused(r"cannot hold a run, as nothing|cannot be read and written"):
         restored(run)
 
 
@@ -331,7 +321,7 @@ WHOLE = describe(
 )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "content",
     [
         "",
@@ -427,8 +417,8 @@ LINKED = [
 ]
 
 
-@pytest.mark.parametrize("target", ["secret", "missing", "/dev/null"])
-@pytest.mark.parametrize("name", LINKED)
+@parametrize("target", ["secret", "missing", "/dev/null"])
+@parametrize("name", LINKED)
 def test_a_link_of_a_run_reaches_no_other_file(run, name, target):
     secret = run.parent / "secret"
     secret.write_text("PRIVATE")
@@ -437,7 +427,7 @@ def test_a_link_of_a_run_reaches_no_other_file(run, name, target):
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(run.parent / target)
-    with pytest.raises(ValueError, match=f"'{name}' lies outside of .*run"):
+    with refused(f"'{name}' lies outside of .*run"):
         opened(run)
     assert secret.read_text() == "PRIVATE"
     assert not (run.parent / "missing").exists()
@@ -447,24 +437,24 @@ def test_a_pipe_in_a_run_is_refused_instead_of_awaited(run):
     for name in (LOCK_FILE, "config.json"):
         (run / name).unlink()
         os.mkfifo(run / name)
-        with pytest.raises(ValueError, match=f"{name} is a device or a pipe"):
+        with refused(f"{name} is a device or a pipe"):
             opened(run)
         (run / name).unlink()
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../../../secret", "../3/digests.json"])
+@parametrize("name", ["/dev/zero", "../../../secret", "../3/digests.json"])
 def test_digests_name_files_of_their_checkpoint_alone(run, name):
     (run.parent / "secret").write_text("PRIVATE")
     write_json(run / "checkpoints/5" / DIGESTS_FILE, {name: "0" * 32})
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    with refused(f"{name} is missing"):
         check_digests(run / "checkpoints/5")
 
 
-@pytest.mark.parametrize("content", [b"[]", b"[" * 100_000])
+@parametrize("content", [b"[]", b"[" * 100_000])
 def test_metadata_that_orbax_cannot_read_are_named(run, content):
     (run / "checkpoints/5/_CHECKPOINT_METADATA").write_bytes(content)
     for _ in range(2):  # the lock is free again
-        with pytest.raises(ValueError, match=r"run/checkpoints cannot be read \("):
+        with refused(r"run/checkpoints cannot be read \("):
             opened(run)
 
 
@@ -488,8 +478,8 @@ def test_a_full_disk_keeps_the_whole_checkpoints(run, monkeypatch):
                 raise error
 
             monkeypatch.setattr(directory._manager, "save", fail)
-            with pytest.raises(
-                OSError, match=r"checkpoints/7 cannot be written \(.*No space left on d"
+            with refused(
+                r"checkpoints/7 cannot be written \(.*No space left on d", OSError
             ):
                 directory.save(state_of(7), 7)
     assert restored(run)[0] == 5
@@ -508,7 +498,7 @@ def test_a_disk_for_two_checkpoints_gets_the_third_in_place_of_the_first(
     with opened(run) as directory:
         with monkeypatch.context() as patch:
             patch.setattr(directory._manager, "save", lambda *_, **__: 1 / 0)
-            with pytest.raises(OSError, match="checkpoints/7 cannot be written"):
+            with refused("checkpoints/7 cannot be written", OSError):
                 directory.save(state_of(7), 7)
         assert names() == ["5"]
         for step in (7, 9):
@@ -516,7 +506,7 @@ def test_a_disk_for_two_checkpoints_gets_the_third_in_place_of_the_first(
     assert names() == ["7", "9"]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "free, there, message",
     [
         (
@@ -542,7 +532,7 @@ def test_a_disk_without_room_is_named_before_the_run(
     if message is None:
         room.check_room(files)
     else:
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with refused(re.escape(message)):
             room.check_room(files)
     assert list(room.files_of(CONFIG, tmp_path, 0)) == []
 
@@ -550,7 +540,7 @@ def test_a_disk_without_room_is_named_before_the_run(
 def test_a_refusal_for_the_disk_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4))
     exported = Export(tmp_path / "new/weights.npz")
-    with pytest.raises(ValueError, match=r"2 checkpoints of .* weights of .*new"):
+    with refused(r"2 checkpoints of .* weights of .*new"):
         running.run(
             CONFIG, out=tmp_path / "run", outputs=running.Outputs(export=exported)
         )
@@ -575,7 +565,7 @@ def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, monkeypatch)
     running.run(CONFIG, out=out, checkpoint_every=0, outputs=outputs)
     assert list((out / "checkpoints").iterdir()) == []
     assert same_bits(dict(np.load(path)), leaves(train.init(CONFIG).params))
-    with pytest.raises(ValueError, match="has no checkpoint with weights to export"):
+    with refused("has no checkpoint with weights to export"):
         train.export_run(out, path)
 
 
@@ -599,7 +589,7 @@ def test_a_bar_writes_lines_where_no_terminal_shows_it(capsys):
     assert said.splitlines()[-1].startswith("tcfp12:  50%|")
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@parametrize("steps", [0, 1])
 def test_nothing_is_left_of_a_run_that_made_no_step(tmp_path, steps):
     path = tmp_path / "run"
 
@@ -616,7 +606,7 @@ def test_nothing_is_left_of_a_run_that_made_no_step(tmp_path, steps):
 SAMPLES = [dict(step=step, prompt="def", text=str(step)) for step in (3, 5)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "lines, step, kept, is_made",
     [
         (SAMPLES, 5, SAMPLES, False),
@@ -694,5 +684,5 @@ def test_a_folder_goes_on_without_settings_that_came_later():
     del older["recipe"]["storage"], older["recipe"]["weight"]["sparse_threshold"]
     check_same(Path("run"), older, wanted, "folder")
     other = describe(dataclasses.replace(config, accumulate=2), "digest")
-    with pytest.raises(ValueError, match="accumulate=1 in the folder but 2 now"):
+    with refused("accumulate=1 in the folder but 2 now"):
         check_same(Path("run"), older, other, "folder")

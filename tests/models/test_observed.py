@@ -71,7 +71,7 @@ def test_a_run_is_observed(tmp_path):
     "kept, products",
     [
         ("tensorwise", "bf16"),
-        pytest.param("nvfp4_training", None, marks=pytest.mark.slow),
+        pytest.param("nvfp4_training", None, marks=slow),
     ],
 )
 def test_products_of_floats_are_observed(kept, products):
