@@ -119,17 +119,29 @@ def _described(result: Result, rows: Sequence[Row]) -> str:
     losses = [row.heldout_loss for row in rows if row.name == BASELINE]
     tokens = run["batch"] * run["sequence"]
     together = (run["base_steps"] + run["steps"]) * tokens / 1e6
-    said = [
-        f"Model `{run['model']}`: {run['base_steps']} steps in BF16 at a constant rate,"
-        f" then {run['steps']} with the products of the line, to a rate of zero. A step"
-        f" has {run['batch']} × {run['sequence']} tokens, a run {together:.0f} million."
-    ]
-    if losses:
-        said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
-    said.append(
+    begun = (
+        f"{run['base_steps']} steps in BF16 at a constant rate, then {run['steps']}"
+        " with the products of the line, to a rate of zero"
+    )
+    paired = (
         "All differences are of pairs that went on from one state with the same"
         " batches: above BF16's after the common steps, and by the end after the base."
         " ± is the standard error of the mean. Runs that differ from the first step on"
         " would be compared with ten times this error."
     )
+    if not run["base_steps"]:
+        begun = f"{run['steps']} steps from scratch with the products of the line"
+        paired = (
+            "A change by the end is of two runs that went on from one state of the base"
+            " with the same batches. Losses above BF16's are of runs that differ from"
+            " the first step on, whose noise is ten times as large. ± is the standard"
+            " error of the mean."
+        )
+    said = [
+        f"Model `{run['model']}`: {begun}. A step has {run['batch']} ×"
+        f" {run['sequence']} tokens, a run {together:.0f} million."
+    ]
+    if losses:
+        said.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
+    said.append(paired)
     return " ".join(said)
