@@ -215,15 +215,16 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
-    """Raise `ValueError` if no layer takes the recipe, if it stores no weights for
-    adapters, or if the mesh does not divide the batch, heads or an array of the state.
+    """Raise `ValueError` if no layer takes the recipe, if it quantizes float weights in
+    each product next to adapters, or if the mesh does not divide the batch, heads or an
+    array of the state.
     """
     recipe = tcfp_jax.recipe(config.recipe)
-    if isinstance(config.weights, Adapters) and recipe.stored is None:
+    if isinstance(config.weights, Adapters) and recipe.fp4 is not None:
         raise ValueError(
             f"lora={config.weights.rank} with recipe {describe(recipe)!r}: frozen"
             " weights are kept as the recipe stores them, and it stores none; use"
-            " 'tensorwise' or 'nvfp4'"
+            " 'tensorwise', 'nvfp4' or 'bf16'"
         )
     own = program(config)
     learner_of(own)
