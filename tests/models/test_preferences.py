@@ -239,12 +239,12 @@ class TestReading:
 @parametrize(
     "name, bytes_per_weight",
     [
-        ("tensorwise", 1),
         ("tcfp12_single", 1),
         ("tcfp12", 2),
-        ("tcfp12_blockwise", 2),
         ("rowwise", 2),
-        ("mxfp8", 2),
+        pytest.param("tensorwise", 1, marks=slow),
+        pytest.param("tcfp12_blockwise", 2, marks=slow),
+        pytest.param("mxfp8", 2, marks=slow),
     ],
 )
 def test_a_reference_multiplies_the_weights_of_its_recipe(name, bytes_per_weight):
