@@ -148,9 +148,8 @@ def train(config: Config, name: str, layers: int) -> Run:
     run = run_of(config, name, layers)
     key = steps.batch_key(run)
     window = jnp.asarray(read_window(run))
-    lowered = steps.lowered_step(run, None, window)
     started = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = steps.lowered_step(run, None, window).compile()
     compile_seconds = time.perf_counter() - started
     started = time.perf_counter()
     state = jax.block_until_ready(steps.init(run, start=drawn(run)))
