@@ -35,20 +35,11 @@ from ..huggingface.tensors import read
 from ..nets.adapters import adapters_of, frozen, joined
 from ..nets.meshes import OnMesh, check_mesh, parameter_shardings
 from .accumulation import in_parts
-from .batches import (
-    window_losses,
-    windows,
-)
+from .batches import window_losses, windows
 from .dpo import pair_loss, reference_of, reference_variables
 from .flags import step_flags
 from .forms import Adapters, Stored
-from .learners import (
-    layouts,
-    learner_of,
-    program,
-    quantized_of,
-    reference_model,
-)
+from .learners import layouts, learner_of, program, quantized_of, reference_model
 from .monitoring import Report, merged_report
 from .parameters import on_host
 from .settings import TrainConfig

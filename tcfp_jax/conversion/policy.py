@@ -80,6 +80,11 @@ class Record:
         """True if `to_bf16` switched off the layer."""
         return self.reason == _SWITCHED_OFF
 
+    def reason_at(self, place: str) -> str:
+        """Return the reason with a place in the program, before the advice."""
+        fact, semicolon, advice = self.reason.partition(";")
+        return f"{fact}{place}{semicolon}{advice}"
+
     @property
     def path(self) -> str:
         """Path of the layer, or paths of layers, without the parameters' own names."""

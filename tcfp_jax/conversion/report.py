@@ -393,7 +393,7 @@ def _storages(
             continue
         converted = [place for place in own if records[place].recipe is not None]
         if not converted:
-            why = _placed(records[own[0]].reason, found.feeds[own[0]].place)
+            why = records[own[0]].reason_at(found.feeds[own[0]].place)
             lines.append(Storage(path, "float", f"stays float: {why}"))
             continue
         why = _reader(found, path)
@@ -403,16 +403,6 @@ def _storages(
             why = _other_product(found, records, path, own)
         lines.append(Storage(path, "converted only", f"stays float: {why}"))
     return tuple(lines)
-
-
-def _placed(reason: str, place: str) -> str:
-    """Return a reason with its place in the program, before the advice.
-
-    >>> _placed('output head; include="head" converts it', " in loss.py:12")
-    'output head in loss.py:12; include="head" converts it'
-    """
-    fact, semicolon, advice = reason.partition(";")
-    return f"{fact}{place}{semicolon}{advice}"
 
 
 def _reader(found: Census, path: str) -> str:
@@ -438,7 +428,7 @@ def _other_product(
     """Return the product or the lookup that reads the floats of a stored weight."""
     for place in own:
         if records[place].recipe is None:
-            why = _placed(records[place].reason, found.feeds[place].place)
+            why = records[place].reason_at(found.feeds[place].place)
             return f"another product of it does: {why}"
     places = [place for place in found.lookups if path in found.feeds[place].paths]
     reader = found.feeds[places[0]]
