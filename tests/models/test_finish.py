@@ -9,7 +9,7 @@ import pytest
 
 from models import train
 from models.nets.shapes import GPTConfig, LlamaConfig
-from models.training import running
+from models.training import running, samples
 from models.training.evaluation import evaluate
 from models.training.finish import BF16, BF16_FORWARD, Finish
 from models.training.forms import Adapters, Stored
@@ -180,7 +180,7 @@ def test_a_run_resumes_across_the_switch(tmp_path, monkeypatch, capsys, stopped)
         models.append(model)
         return Continuation("", 1.0)
 
-    monkeypatch.setattr(running, "continued", continued)
+    monkeypatch.setattr(samples, "continued", continued)
     config = replace(config, sample="def")
     resumed = running.run(config, out=folder, resume="allowed", checkpoint_every=2)
     assert models[0] == model_of(config if stopped == 1 else config.ending)
