@@ -204,12 +204,11 @@ def reference_of(
 def _frozen(weight: Stored, halves: Halves, scaling: Scaling) -> Stored:
     """Return a weight without the operands that a forward product does not read."""
     weight = replace(weight, sample=None)
-    if not scaling.serves_both:  # products take such a weight in both orientations
+    # Without square scales products take a weight in both orientations alone.
+    if halves == "hi+lo" or not scaling.serves_both:
         return weight
     name = "backward" if weight.forward is None else "forward"
-    operand = getattr(weight, name)
-    if halves == "hi":
-        operand = replace(operand, lo=None, lo_scale=None)
+    operand = replace(getattr(weight, name), lo=None, lo_scale=None)
     return replace(weight, **{"forward": None, "backward": None, name: operand})
 
 

@@ -240,10 +240,10 @@ class TestReading:
     "name, bytes_per_weight",
     [
         ("tcfp12_single", 1),
-        ("tcfp12", 2),
+        ("tcfp12", 4),
         ("rowwise", 2),
         pytest.param("tensorwise", 1, marks=slow),
-        pytest.param("tcfp12_blockwise", 2, marks=slow),
+        pytest.param("tcfp12_blockwise", 4, marks=slow),
         pytest.param("mxfp8", 2, marks=slow),
     ],
 )
