@@ -7,8 +7,8 @@ All runs of a seed begin with the same steps in BF16, at a constant rate after a
 warm-up. From this state each base goes on with its own products, and its rate falls
 linearly to zero. Each ending goes on from a state of its base. All have the same
 batches, so that the noise of a difference is that of pairs. Without the common steps it
-would be thirty times as large: runs that differ from the first step on reach the same
-losses at other times.
+would be about ten times as large, because runs that differ from the first step on reach
+the same losses at other times.
 
 Calls follow each other on one machine: states that are there are read, and a run that
 the budget stopped goes on from its checkpoint. JSON is written after each ending, and

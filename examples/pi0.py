@@ -1,6 +1,6 @@
 """Training of all weights of pi-0, with and without float weights, from the checkout.
 
-    python -m examples.pi0 --step stored --json pi0-stored.json
+    python -m examples.pi0 --step stored
 
 The shapes are those of pi-0 (https://github.com/Physical-Intelligence/openpi): SigLIP
 So400m/14 reads three cameras, Gemma-2B their image tokens and the prompt, and an action
@@ -10,12 +10,10 @@ the state and the prompt.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -353,13 +351,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8, help="examples per step")
     parser.add_argument("--steps", type=int, default=20, help="steps to train")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--json", type=Path, help="file that gets the result")
     options = parser.parse_args(arguments)
     config = TINY if options.tiny else Config()
-    asked = {"step": options.step, "batch": options.batch, "config": asdict(config)}
     result = measure(config, options.step, options.batch, options.steps, options.rate)
-    if options.json:
-        options.json.write_text(json.dumps(asked | result, indent=2) + "\n")
+    if result["peak_bytes"] is not None:
+        print(f"peak of the device {result['peak_bytes'] / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The example of pi-0 trains in each way, and its state has the bytes of its way."""
 
-import json
-
 import pytest
 
 from examples import pi0
@@ -17,11 +15,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 @slow
 @parametrize("way", pi0.WAYS)
-def test_all_of_pi0_trains(way, tmp_path, capsys):
-    path = tmp_path / "pi0.json"
-    asked = ["--tiny", "--step", way, "--batch", "16", "--steps", "12"]
-    pi0.main([*asked, "--rate", "3e-3", "--json", str(path)])
-    result = json.loads(path.read_text())
+def test_all_of_pi0_trains(way, capsys):
+    result = pi0.measure(pi0.TINY, way, size=16, steps=12, rate=3e-3)
     losses = result["losses"]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     least, most = BYTES[way]

@@ -148,7 +148,7 @@ def write_folder(
       source: Folder of which the run started, whose `config.json` is copied; None
         describes a Llama.
       tokenizer: A `tokenizer.json`, which is copied with the files that belong to it.
-        Those of another tokenizer, which the folder may hold, are deleted.
+        If the folder holds files of another tokenizer, they are deleted.
       changes: As in `to_huggingface`.
 
     Raises:

@@ -31,8 +31,10 @@ def decided(
     memory: int | None,
     telling: bool,
 ) -> TrainConfig:
-    """Return a run with a choice instead of update="auto": that of its folder `out`, or
-    that of `with_update`, whose line is printed if this process is `telling`.
+    """Return a run with a choice instead of update="auto".
+
+    A run that its folder `out` holds keeps its choice. Otherwise `with_update` chooses,
+    and a process that is `telling` prints why.
     """
     if config.update != "auto":
         return config

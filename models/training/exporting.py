@@ -45,7 +45,7 @@ class Export:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the path is that of a folder."""
+        """True if the path names a folder."""
         return self.path.suffix != ".npz"
 
     @property

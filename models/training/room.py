@@ -45,7 +45,7 @@ def sized(count: float) -> str:
 
 
 def state_bytes(config: TrainConfig) -> int:
-    """Return the bytes of a run's state, which are those of a checkpoint at most."""
+    """Return the bytes of a run's state. A checkpoint has at most as many."""
     if config.update == "auto":
         config = config.updated("behind")
     return bytes_of(state_shapes(config))

@@ -104,16 +104,16 @@ def train_step(
     Use it instead of `value_and_grad`, `update` and `apply_updates` if the gradients of
     all weights do not fit: it holds the gradient of one matrix, not all of them. It
     takes moments in 8 bits and recipes with one scale per weight. With others, and for
-    stacks that no scan runs over, it holds all gradients as the ordinary step does, and
-    warns.
+    stacks that no scan runs over, it holds all gradients as the ordinary step does. It
+    warns if these are more than a quarter of the stacks' values.
     Without clipping it gives the results of the ordinary step, with the same random
     bits; XLA may add a few sums in another order or precision.
 
     The model scans over its layers (`nn.scan`, `nnx.scan`, `jax.lax.scan`), as a
     converted model or with layers of this library. Recompute each layer
     (`nn.remat`, `jax.checkpoint`), or the values that a layer keeps are as large as in
-    any other step. A weight that gets no gradient in a step, as behind `stop_gradient`,
-    has one of zeros.
+    any other step. A weight without a gradient, as behind `stop_gradient`, takes its
+    step with a gradient of zeros.
 
     Args:
       loss_fn: `(params, *inputs)` to a scalar loss, or to (loss, aux).
@@ -149,8 +149,8 @@ def train_step(
         a branch.
 
     Warns:
-      UserWarning: more than a quarter of the values of stored stacks has its gradients
-        at once.
+      UserWarning: the step holds the gradients of more than a quarter of the values in
+        stored stacks.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store
