@@ -156,7 +156,7 @@ RUNS = {
     # It writes 30 GB into the temporary folder.
     "folder": Run("folder", 400),
     # States stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
-    "finish": Run("finish", 600),
+    "finish": Run("finish", 400),
     "fp4": Run("fp4", 140),
     "fp4-activations": Run("fp4 --cases activations", 80),
 }

@@ -12,8 +12,7 @@ the same losses at other times.
 
 Calls follow each other on one machine: states that are there are read, and a run that
 the budget stopped goes on from its checkpoint. JSON is written after each ending, and
-`--resume` keeps its rows. Processes that share file and folder share the seeds. While
-the common steps run, threads compile those of the endings.
+`--resume` keeps its rows. Processes that share file and folder share the seeds.
 
 `--base-steps 0` begins every base from scratch. Only the change by an end is then
 compared within a base, and has little noise.
@@ -24,7 +23,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,43 +86,31 @@ class _Progress:
             raise TimeoutError("not begun")
 
 
-class Programs:
-    """Steps of variants, compiled in threads in the order in which they are needed.
+def compile_steps(config: Config, names: Iterable[str], text: jax.Array) -> None:
+    """Compile the steps of endings in threads; the cache of programs keeps them.
 
-    A step whose program is not there compiles it itself, and reports its errors.
+    They end before anything runs: cuDNN fails now and then if another thread compiles
+    while it captures a graph. A step that failed here compiles again where it is used,
+    and reports its error.
     """
+    run = forks.train_config(config, VARIANTS[BASELINE])
+    key = batch_key(run)
 
-    def __init__(self, config: Config, names: Iterable[str], text: jax.Array) -> None:
-        run = forks.train_config(config, VARIANTS[BASELINE])
-        key = batch_key(run)
+    def compiled(base: Variant, variant: Variant) -> None:
+        first = jax.eval_shape(lambda: init(run))
+        state = jax.eval_shape(forks.starting(config, base), first, key)
+        step: Any = forks.steps_of(config, variant)
+        step.lower(state, text, key).compile()
 
-        def compiled(base: Variant, variant: Variant) -> None:
-            first = jax.eval_shape(lambda: init(run))
-            state = jax.eval_shape(forks.starting(config, base), first, key)
-            step: Any = forks.steps_of(config, variant)
-            step.lower(state, text, key).compile()
-
-        self._threads = ThreadPoolExecutor(THREADS)
-        self._started: dict[Variant, Future[None]] = {}
-        for name in names:
-            ending = ENDINGS[name]
-            base = VARIANTS[ending.base]
-            last = ending.variant if ending.stored_as else base
-            for state, variant in ((base, base), (last, ending.variant)):
-                variant = forks.stepping(variant)
-                if variant not in self._started:
-                    task = self._threads.submit(compiled, state, variant)
-                    self._started[variant] = task
-
-    def wait(self, variant: Variant) -> None:
-        """Wait until a variant's program is there, if one is coming."""
-        started = self._started.get(forks.stepping(variant))
-        if started is not None:
-            wait([started])
-
-    def close(self) -> None:
-        """Compile nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    starts: dict[Variant, Variant] = {}
+    for name in names:
+        ending = ENDINGS[name]
+        base = VARIANTS[ending.base]
+        last = ending.variant if ending.stored_as else base
+        starts.setdefault(forks.stepping(base), base)
+        starts.setdefault(forks.stepping(ending.variant), last)
+    with ThreadPoolExecutor(THREADS) as threads:
+        wait([threads.submit(compiled, starts[step], step) for step in starts])
 
 
 class Trained:
@@ -134,7 +121,6 @@ class Trained:
       base: name of the variant that trains it.
       begun: the steps that all bases of the seed have in common.
       corpus: the text.
-      programs: steps that are being compiled.
       states: the state at each step behind the common ones.
     """
 
@@ -144,13 +130,11 @@ class Trained:
         base: str,
         begun: forks.Base,
         corpus: Corpus,
-        programs: Programs,
     ) -> None:
         self.config = config
         self.base = base
         self.begun = begun
         self.corpus = corpus
-        self.programs = programs
         self.states: dict[int, TrainState] = {}
 
     def train(self, names: Iterable[str], deadline: float) -> None:
@@ -216,9 +200,8 @@ class Trained:
         deadline: float,
         folder: RunDirectory | None = None,
     ) -> tuple[TrainState, list[float], float]:
-        """Return what `forks.advance` returns, by a program that is there."""
+        """Return what `forks.advance` returns."""
         config = self.config
-        self.programs.wait(variant)
         text = text_of(config)
         seed = self.begun.seed
         return forks.advance(
@@ -241,13 +224,12 @@ def measure(config: Config) -> Iterator[Row]:
     yield from rows_there(config)
     wanted = [name for seed in config.seeds for name in _wanted(config, seed)]
     # A CPU has no time to spare.
-    ahead = dict.fromkeys(wanted) if jax.default_backend() != "cpu" else ()
-    programs = Programs(config, ahead, text_of(config))
+    if wanted and jax.default_backend() != "cpu":
+        compile_steps(config, dict.fromkeys(wanted), text_of(config))
     for seed in config.seeds:
         with forks.claimed(config, f"seed-{seed}") as mine:
             if mine:
-                yield from _of_seed(config, seed, programs, progress)
-    programs.close()
+                yield from _of_seed(config, seed, progress)
     if progress.left:
         print(
             f"budget of {config.budget_seconds:g} s: {', '.join(progress.left)} left"
@@ -266,9 +248,7 @@ def _wanted(config: Config, seed: int) -> list[str]:
     return [name for name in config.variants if name not in done]
 
 
-def _of_seed(
-    config: Config, seed: int, programs: Programs, progress: _Progress
-) -> Iterator[Row]:
+def _of_seed(config: Config, seed: int, progress: _Progress) -> Iterator[Row]:
     """Yield the rows of a seed that the file lacks."""
     wanted = _wanted(config, seed)
     if not wanted:
@@ -278,7 +258,6 @@ def _of_seed(
     baseline = VARIANTS[BASELINE]
     try:
         progress.check()
-        programs.wait(baseline)
         begun = forks.train_base(
             config, seed, text, corpus.digest, baseline, progress.deadline
         )
@@ -292,7 +271,7 @@ def _of_seed(
     again = [name for name in compared if name not in there]
     names = dict.fromkeys([*again, *wanted])
     for base in dict.fromkeys(ENDINGS[name].base for name in names):
-        trained = Trained(config, base, begun, corpus, programs)
+        trained = Trained(config, base, begun, corpus)
         of_base = [name for name in names if ENDINGS[name].base == base]
         yield from _of_base(trained, of_base, progress)
 
@@ -359,7 +338,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=800,
         help="in common; 0 begins from scratch (default: 800)",
     )
-    add("--steps", type=positive, default=1200, help="behind them (default: 1200)")
+    add("--steps", type=positive, default=800, help="behind them (default: 800)")
     add("--data", nargs="+", default=[], metavar="PATH", help="as in convergence")
     add("--seeds", type=positive, default=3, help="how many of each (default: 3)")
     add("--first-seed", type=int, default=0, help="the first of them (default: 0)")
