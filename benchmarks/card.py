@@ -65,22 +65,25 @@ RUNS = {
     "large-backward-qwen3-14b-block": Run(
         "large --model qwen3-14b --remat block --update backward --bf16-layers 4"
         " --rate 1e-5",
-        180,
+        150,
         flags=_OF_LOOPS,
     ),
     "large-backward-llama-8b-block": Run(
         "large --model llama-8b --remat block --update backward --bf16-layers 8",
-        140,
+        125,
         flags=_OF_LOOPS,
     ),
     # As many values as fit the card are kept, which compiles up to four steps.
     "large-backward-llama-8b": Run(
         "large --model llama-8b --update backward --bf16-layers 4",
-        220,
+        205,
         flags=_OF_LOOPS,
     ),
+    "large-backward-llama-1b": Run(
+        "large --model llama-1b --update backward", 90, flags=_OF_LOOPS
+    ),
     # One recipe next to BF16: the states of more leave no memory for a step.
-    "llama-1b": Run("llama --parts step --recipes stored", 80, flags=_OF_LOOPS),
+    "llama-1b": Run("llama --parts step --recipes stored", 95, flags=_OF_LOOPS),
     "llama-1b-unrolled": Run(
         "llama --parts step --recipes stored --remat products --loop unrolled", 190
     ),
@@ -154,7 +157,7 @@ RUNS = {
     ),
     "pi0": Run("pi0", 300),
     # It writes 30 GB into the temporary folder.
-    "folder": Run("folder", 400),
+    "folder": Run("folder", 270),
     # States stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
     "finish": Run("finish", 400),
     "fp4": Run("fp4", 140),
