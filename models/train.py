@@ -67,7 +67,7 @@ from .training.fitting import is_open
 from .training.forms import Stored
 from .training.intact import write_json
 from .training.monitoring import read_reports
-from .training.options import command, given_settings, parser_of
+from .training.options import command, given_settings, parser_of, with_hyphens
 from .training.plotting import plot_losses, plot_reports
 from .training.preferences import in_rows
 from .training.processes import end_after, is_first, of_first, start, together
@@ -126,7 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
     It is 0, 1 if the loss stays infinite or NaN, 2 for a request that cannot be met,
     and 130 after an interruption.
     """
-    options = parser_of(__doc__.split("\n\n")[0]).parse_args(arguments)
+    given = with_hyphens(sys.argv[1:] if arguments is None else arguments)
+    options = parser_of(__doc__.split("\n\n")[0]).parse_args(given)
     out: Path | None = None
     try:
         start(

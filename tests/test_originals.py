@@ -285,3 +285,19 @@ def test_a_last_rule_makes_an_allow_list(last, expected):
     model = convert_to_tcfp(Block2(), "rowwise", X, rules=rules, include=EVERY)
     found = {record.weight_path for record in survey(model).converted}
     assert found == {f"Dense_{number}/kernel" for number in expected}
+
+
+# Filters of torchao
+
+
+def test_a_filter_of_torchao_is_told_what_a_rule_returns():
+    def keep(path, product):
+        return product.k % 16 == 0
+
+    with refused(r"rule keep returned True for 'Dense_0/kernel'.*False is \"bf16\""):
+        convert_to_tcfp(Block2(), "rowwise", X, rules=[keep], include=EVERY)
+
+
+def test_a_group_is_shown_by_one_name():
+    with refused(r"include=\(\"linear\", \"norm\"\), or name it"):
+        convert_to_tcfp(nn.Dense(32), "tcfp12", X, include="layer_norm", strict=True)

@@ -5,6 +5,7 @@ folders and machines.
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -255,6 +256,21 @@ def command() -> list[str]:
     if Path(sys.argv[0]).name == _SCRIPT:
         return [_SCRIPT]
     return _MODULE.split()
+
+
+def with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Return arguments whose options have hyphens, where TRL has underscores.
+
+    >>> with_hyphens(["--label_smoothing=0.1", "--out", "my_run"])
+    ['--label-smoothing=0.1', '--out', 'my_run']
+    """
+    found = []
+    for one in arguments:
+        name, equals, value = one.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        found.append(name + equals + value)
+    return found
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:

@@ -193,20 +193,24 @@ def _fields(line: Any) -> list[Any]:
     """Return prompt, chosen and rejected: three strings, or three lists of messages."""
     has = sorted(line) if isinstance(line, Mapping) else type(line).__name__
     if not isinstance(line, Mapping) or not {*FIELDS} <= {*line}:
+        advice = "give each line all three"
+        if isinstance(line, Mapping) and {*FIELDS} - {*line} == {"prompt"}:
+            advice = "move the beginning that both answers share into the prompt"
         raise ValueError(
             'a pair is an object with "prompt", "chosen" and "rejected", and this one'
-            f" has {has}; move the beginning that both answers share into the prompt"
+            f" has {has}; {advice}"
         )
     values = [line[name] for name in FIELDS]
     check_halves(values)
     if all(isinstance(value, str) for value in values):
         return values
+    if not all(isinstance(value, list) for value in values):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise ValueError(
+            "prompt, chosen and rejected must be three strings, or three lists of"
+            f" messages, and these are {kinds}"
+        )
     for name, value in zip(FIELDS, values, strict=True):
-        if not isinstance(value, list):
-            raise ValueError(
-                f'"{name}" is a {type(value).__name__}: prompt, chosen and rejected'
-                " must be three strings, or three lists of messages"
-            )
         if name == "prompt" or value:
             checked_messages(value, name)
         if name != "prompt" and value and not any(map(is_answer, value)):

@@ -206,6 +206,12 @@ class Policy:
                     return number, rule[1]
                 continue
             chosen = rule(product.path, product)
+            if isinstance(chosen, bool):
+                raise ValueError(
+                    f"rule {_rule_name(rule)} returned {chosen} for {path!r}: a rule"
+                    " returns a recipe, or None for no opinion. The True of a torchao"
+                    ' filter is None here, and its False is "bf16"'
+                )
             if chosen is not None:
                 return number, chosen
         return None, None
@@ -396,8 +402,9 @@ def policy(
         )
     if "measured" in groups:
         groups.add("linear")
-    if "norm" in groups:
-        groups.add("layer_norm")
+    if "layer_norm" in groups:  # another name of "norm"
+        groups.remove("layer_norm")
+        groups.add("norm")
     chosen: list[Rule] = []
     inline: list[str] = []
     for rule in map(_checked, pairs):

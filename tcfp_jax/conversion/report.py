@@ -291,7 +291,7 @@ class Examined:
                     steps[place] = AtUse(choice.recipe, product.side)
         records = list(decided.values())
         gains: frozenset[str] = frozenset()
-        if "layer_norm" in chosen.include:
+        if "norm" in chosen.include:
             gains = _gains(found, traced.leaves)
         judged = (*judged, *choices.values())
         unmatched = chosen.unmatched(judged)

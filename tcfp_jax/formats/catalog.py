@@ -8,9 +8,9 @@ zero point: `F` float32, `f` float16 (or e5m3, if it scales tiles of signed numb
 `c` is a channel, and a final `s` makes tiles square.
 
 Some names of TensorCast contradict its definitions; here the name is right. `uint8_*`
-have 8 bits (16 there), `bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` has a
-scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2 have -0 and no NaN (`f`;
-`fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
+have 8 bits (16 there), `bf8b32s` and `bf8nb32s` have tiles of 32 (16 there),
+`icb44fi4_f32` has a scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2 have -0
+and no NaN (`f`; `fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
 """
 
 import difflib

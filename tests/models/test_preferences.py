@@ -31,6 +31,7 @@ from models.training.dpo import (
 from models.training.evaluation import evaluate_pairs
 from models.training.examples import COUNTED, DOCUMENTS, TOKENS
 from models.training.learners import model_of
+from models.training.options import parser_of, with_hyphens
 from models.training.preferences import (
     EMPTY,
     EQUAL,
@@ -183,12 +184,13 @@ class TestReading:
     @parametrize(
         "line, message",
         [
-            ({"prompt": "a", "chosen": "b"}, "this one has"),
+            ({"prompt": "a", "chosen": "b"}, r"has \['chosen', 'prompt'\]; give"),
+            ({"text": "a"}, r"this one has \['text'\]; give each line all three"),
             ({"chosen": "b", "rejected": "c"}, "into the prompt"),
             (of_text([USER], [USER], []), '"chosen" has no message with the role'),
             (["a"], "this one has list"),
-            (of_text("a", "b", 1), "rejected.* is a|three strings"),
-            (of_text("a", [], []), '"prompt" is a str'),
+            (of_text("a", "b", None), "three strings.*these are str, str, NoneType"),
+            (of_text("a", [], []), "these are str, list, list"),
             (of_text([{"role": "user"}], [], []), "message 0"),
             (of_text("a", "b", "\ud83d"), "half of a character"),
         ],
@@ -498,6 +500,12 @@ class TestSettings:
         assert settings_of(config)["beta"] == 0.3
         assert config_of(settings_of(config)) == config
         assert settings_of(TrainConfig())["label_smoothing"] is None
+
+    def test_options_may_be_spelled_as_those_of_trl(self):
+        given = "--beta 0.2 --label_smoothing 0.1 --learning_rate=1e-6 --out my_run"
+        options = parser_of("").parse_args(with_hyphens(given.split()))
+        found = (options.label_smoothing, options.learning_rate, str(options.out))
+        assert found == (0.1, 1e-6, "my_run")
 
     def test_pairs_alone_have_them(self, folder):
         given = dict(tokenizer=str(folder / "tokenizer.json"))
