@@ -1,5 +1,6 @@
 """Calls that users of other libraries type, as docs/migrate.md says that they work."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -26,7 +29,9 @@ W = drawn(64, 32, seed=1)
 EVERY = ("linear", "small", "head")
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text()
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "migrate.md").read_text()
 ON_PAGE = sorted(set(re.findall(r"`(recipe\([^`]*\))`", PAGE)) - {"recipe()"})
 
 
@@ -37,6 +42,65 @@ def test_every_recipe_of_the_page_can_be_built():
         whole = whole.replace("...", '"tcfp12"')
         made = eval(whole, {"recipe": recipe, "Recipe": Recipe, "t": 1e-3})
         assert isinstance(made, Recipe), text
+
+
+def test_the_page_begins_with_the_measured_speeds():
+    opening = re.search(r"MLP is (\S+) times .* H100,\s+and (\S+) times with", PAGE)
+    card = RESULTS / "nvidia-h100-80gb-hbm3" / "train_step.json"
+    rows = json.loads(card.read_text())["rows"]
+    shape = "8192x4096x16384"
+    found = {
+        row["recipe"]: row["speed_over_bf16"] for row in rows if row["shape"] == shape
+    }
+    for text, name in zip(opening.groups(), ("tcfp12", "tcfp12_fast"), strict=True):
+        assert float(text) == pytest.approx(found[name], abs=0.02)
+
+
+# Digits instead of MNIST
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10)(nn.relu(nn.Dense(256)(x)))
+
+
+@slow
+def test_digits_do_not_tell_recipes_apart():
+    datasets = pytest.importorskip("sklearn.datasets", reason="no scikit-learn")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = np.float32(images / 16)
+    order = np.random.default_rng(0).permutation(len(images))
+    test, train = np.split(order, [len(order) // 5])
+    start = Classifier().init(jax.random.key(0), images[:1])
+    optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, 200))
+
+    def accuracy(name):
+        model = convert_to_tcfp(Classifier(), name, images[:128], include=EVERY)
+
+        def loss(params, x, y):
+            logits = model.apply(params, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        @jax.jit
+        def step(params, state, x, y):
+            updates, state = optimizer.update(
+                jax.grad(loss)(params, x, y), state, params
+            )
+            return optax.apply_updates(params, updates), state
+
+        params = start
+        state = optimizer.init(params)
+        for number in range(200):
+            batch = np.random.default_rng(number).choice(train, 128)
+            params, state = step(params, state, images[batch], labels[batch])
+        found = model.apply(params, images[test]).argmax(-1)
+        return float(np.mean(found == labels[test]))
+
+    names = ("bf16", "tcfp12", "tensorwise", "rowwise", "nvfp4")
+    found = np.array([accuracy(name) for name in names])
+    assert found.min() > 0.97
+    assert np.ptp(found) < 0.01
 
 
 # Modes of PyTorch TCFP

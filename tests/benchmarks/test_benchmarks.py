@@ -1,5 +1,6 @@
 """Benchmarks run, check what they measure, and never overwrite committed numbers."""
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -144,6 +145,14 @@ def test_a_card_runs_its_share_and_keeps_nothing_of_a_failure(
     assert card.main(["--out", str(tmp_path), "--only", "fp4", "--seconds", "1"]) == 0
     assert not ran
     assert "left for another call" in capsys.readouterr().out
+
+
+def test_products_on_a_gpu_begin_with_the_cube_of_4096(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = argparse.Namespace(smoke=False, backends=None)
+    found = gemm.configure(options)
+    assert str(found.shapes[0]) == "4096x4096x4096"
+    assert len(found.shapes) == 4
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch):
