@@ -69,8 +69,11 @@ ENDINGS = {
     "nvfp4_bf16_forward": _fp4("BF16 forward", BF16_FORWARD),
     "nvfp4_bf16_forward_5": _fp4("BF16 forward", BF16_FORWARD, 5),
     "nvfp4_bf16_forward_20": _fp4("BF16 forward", BF16_FORWARD, 20),
+    "nvfp4_bf16_forward_40": _fp4("BF16 forward", BF16_FORWARD, 40),
+    "nvfp4_bf16_forward_80": _fp4("BF16 forward", BF16_FORWARD, 80),
     "nvfp4_bf16": _fp4("BF16 forward and backward", BF16),
     "nvfp4_tensorwise": _fp4("`tensorwise`", "tensorwise"),
+    "nvfp4_tensorwise_40": _fp4("`tensorwise`", "tensorwise", 40),
 }
 
 

@@ -37,7 +37,13 @@ from benchmarks.convergence import size_of
 from benchmarks.endings import ENDINGS, as_begun
 from benchmarks.forks import Config
 from benchmarks.harness import Benchmark, add_resume, chosen_of, positive
-from benchmarks.records import ROOT, origin_of_row, rows_of, rows_to_resume
+from benchmarks.records import (
+    ROOT,
+    library_digest,
+    origin_of_row,
+    rows_of,
+    rows_to_resume,
+)
 from benchmarks.texts import corpus_of, on_device
 from benchmarks.variants import BASELINE, VARIANTS, Variant
 from models.huggingface.tokenizer import read_tokenizer
@@ -45,7 +51,6 @@ from models.nets.shapes import LlamaConfig
 from models.tokens import OWN
 from models.train import cache_programs
 from models.training.batches import check_corpus
-from models.training.checkpoint import RunDirectory
 from models.training.evaluation import evaluate
 from models.training.state import TrainState
 from models.training.steps import batch_key, init
@@ -113,6 +118,7 @@ def compile_steps(config: Config, names: Iterable[str], text: jax.Array) -> None
         wait([threads.submit(compiled, starts[step], step) for step in starts])
 
 
+@dataclass
 class Trained:
     """A base of a seed: states at the steps where its endings begin.
 
@@ -124,18 +130,11 @@ class Trained:
       states: the state at each step behind the common ones.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        base: str,
-        begun: forks.Base,
-        corpus: Corpus,
-    ) -> None:
-        self.config = config
-        self.base = base
-        self.begun = begun
-        self.corpus = corpus
-        self.states: dict[int, TrainState] = {}
+    config: Config
+    base: str
+    begun: forks.Base
+    corpus: Corpus
+    states: dict[int, TrainState] = field(default_factory=dict)
 
     def train(self, names: Iterable[str], deadline: float) -> None:
         """Train to the first step of each ending.
@@ -146,6 +145,7 @@ class Trained:
         config = self.config
         variant = VARIANTS[self.base]
         seed = self.begun.seed
+        text = text_of(config)
         own = forks.train_config(config, variant, seed)
         state = forks.start_fork(
             config, variant, self.begun.state, jax.random.key(seed)
@@ -154,8 +154,8 @@ class Trained:
         for end in sorted({config.steps - last_steps(config, name) for name in names}):
             name = f"{self.base}-{seed}-{config.base_steps}-{config.steps}-{end}"
             with forks.folder_of(config, own, self.corpus.digest, name) as kept:
-                state, _, _ = self._advanced(
-                    variant, state, end - begin, deadline, kept
+                state, _, _ = forks.advance(
+                    config, variant, seed, state, text, end - begin, kept, deadline
                 )
             self.states[end] = jax.tree.map(jnp.copy, state)
             begin = end
@@ -177,7 +177,9 @@ class Trained:
             state = jax.tree.map(jnp.copy, base)
         else:
             state = forks.start_fork(config, variant, base, jax.random.key(seed))
-        state, losses, milliseconds = self._advanced(variant, state, steps, deadline)
+        state, losses, milliseconds = forks.advance(
+            config, variant, seed, state, text_of(config), steps, deadline=deadline
+        )
         own = forks.train_config(config, variant, seed)
         heldout = jnp.asarray(self.corpus.heldout)
         return Row(
@@ -190,22 +192,6 @@ class Trained:
             milliseconds=milliseconds,
             seconds=time.perf_counter() - started,
             **origin_of_row(),
-        )
-
-    def _advanced(
-        self,
-        variant: Variant,
-        state: TrainState,
-        steps: int,
-        deadline: float,
-        folder: RunDirectory | None = None,
-    ) -> tuple[TrainState, list[float], float]:
-        """Return what `forks.advance` returns."""
-        config = self.config
-        text = text_of(config)
-        seed = self.begun.seed
-        return forks.advance(
-            config, variant, seed, state, text, steps, folder, deadline
         )
 
 
@@ -225,7 +211,7 @@ def measure(config: Config) -> Iterator[Row]:
     wanted = [name for seed in config.seeds for name in _wanted(config, seed)]
     # A CPU has no time to spare.
     if wanted and jax.default_backend() != "cpu":
-        compile_steps(config, dict.fromkeys(wanted), text_of(config))
+        compile_steps(config, [BASELINE, *wanted], text_of(config))
     for seed in config.seeds:
         with forks.claimed(config, f"seed-{seed}") as mine:
             if mine:
@@ -265,8 +251,9 @@ def _of_seed(config: Config, seed: int, progress: _Progress) -> Iterator[Row]:
         print(f"seed {seed}: {error}", flush=True)
         progress.left += [f"{name} of seed {seed}" for name in wanted]
         return
-    # Runs after other common steps are compared with runs of their own.
-    there = {row.name for row in rows_there(config) if row.base == begun.name}
+    # Runs that begin otherwise are compared with runs of their own.
+    start = (begun.name, library_digest())
+    there = {row.name for row in rows_there(config) if row.start == start}
     compared = [BASELINE, *(as_begun(ENDINGS[name].base) for name in wanted)]
     again = [name for name in compared if name not in there]
     names = dict.fromkeys([*again, *wanted])
@@ -319,8 +306,8 @@ def rows_there(config: Config) -> list[Row]:
 def joined(config: Config, rows: list[Row]) -> list[Row]:
     """Return the rows of the file of a run that is resumed, then new ones."""
     there = rows_there(config)
-    known = {(row.name, row.seed, row.base) for row in there}
-    return there + [row for row in rows if (row.name, row.seed, row.base) not in known]
+    known = {(row.name, row.seed, row.start) for row in there}
+    return there + [row for row in rows if (row.name, row.seed, row.start) not in known]
 
 
 # The command

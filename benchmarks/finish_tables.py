@@ -16,8 +16,7 @@ class Row:
     """One ending.
 
     Attributes:
-      base: First digits of a digest of the losses before bases differ; runs of one
-        digest compare.
+      base: First digits of a digest of the losses before bases differ.
       train_loss: Mean over the last tenth of the steps, in nats per token.
       heldout_loss, heldout_loss_bf16: Nats per token with the products of the ending,
         and with BF16 products of the same weights.
@@ -38,11 +37,22 @@ class Row:
     library: str
     device: str
 
+    @property
+    def start(self) -> tuple[str, str]:
+        """The common steps, and the library that goes on; runs compare if it is equal.
+
+        Another library trains a base anew, and rounds otherwise on the way.
+        """
+        return self.base, self.library
+
 
 def differences(
     rows: Sequence[Row], name: str, other: str, of: str = "heldout_loss"
 ) -> list[float]:
-    """Return how much the losses of an ending are above those of another one.
+    """Return how much the losses of an ending are above those of another one, by seed.
+
+    Runs of a seed that was trained again count once, by their mean: they have weights
+    and batches in common.
 
     Args:
       rows: Rows of all endings.
@@ -50,12 +60,13 @@ def differences(
       other: The other ending, whose loss is with its own products.
       of: The loss of the ending.
     """
-    losses = {row.base: row.heldout_loss for row in rows if row.name == other}
-    return [
-        getattr(row, of) - losses[row.base]
-        for row in rows
-        if row.name == name and row.base in losses
-    ]
+    losses = {row.start: row.heldout_loss for row in rows if row.name == other}
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row.name == name and row.start in losses:
+            above = getattr(row, of) - losses[row.start]
+            found.setdefault(row.seed, []).append(above)
+    return [statistics.fmean(of_seed) for of_seed in found.values()]
 
 
 def table(result: Result) -> str:

@@ -56,9 +56,16 @@ def test_pairs_have_their_first_steps_in_common():
     assert differences(rows, name, "stored") == pytest.approx([-0.05] * 3)
     in_bf16 = differences(rows, name, "bf16", "heldout_loss_bf16")
     assert in_bf16 == pytest.approx([-0.2] * 3)
-    # First steps that were trained again are others.
-    other = [*rows, row("stored", 0, 5.0, base="again")]
+    # Runs of other first steps, or of another library, have no pair here.
+    other = [
+        *rows,
+        row("stored", 0, 5.0, base="again"),
+        replace(row("stored", 1, 5.0), library="2"),
+    ]
     assert differences(other, name, "stored") == pytest.approx([-0.05] * 3)
+    # A seed that was trained again counts once.
+    other.append(row(name, 0, 5.05, base="again"))
+    assert differences(other, name, "stored") == pytest.approx([0.0, -0.05, -0.05])
     config = finish.SMOKE.settings
     dicts = [dataclasses.asdict(one) for one in rows]
     page = finish_tables.table(records.Result("finish", {}, config, dicts, ""))
@@ -124,13 +131,12 @@ def test_bases_and_endings_go_on_in_later_calls(tmp_path, capsys):
     ]
 
 
-def trained(config, base, names):
-    """A base of seed 0 before it is trained, with programs that compile `names`."""
+def trained(config, base):
+    """A base of seed 0 before it is trained."""
     corpus = finish.corpus_of(config.data, config.text_bytes, config.tokens)
     text = finish.text_of(config)
     begun = forks.train_base(config, 0, text, corpus.digest, VARIANTS[BASELINE])
-    programs = finish.Programs(config, names, text)
-    return finish.Trained(config, base, begun, corpus, programs)
+    return finish.Trained(config, base, begun, corpus)
 
 
 @slow
@@ -150,12 +156,12 @@ def test_a_stopped_base_goes_on(tmp_path):
     config = replace(finish.SMOKE, bases=str(tmp_path))
     names = ["nvfp4", "nvfp4_bf16_forward_20"]
     with refused("1 of 16 steps", TimeoutError):
-        trained(config, FP4, ()).train(names, deadline=0.0)
-    base = trained(config, FP4, ())
+        trained(config, FP4).train(names, deadline=0.0)
+    base = trained(config, FP4)
     base.train(names, math.inf)
     steps = {end: int(state.step) for end, state in base.states.items()}
     assert steps == {16: 20, 18: 22}
-    again = trained(replace(config, bases=None), FP4, ())
+    again = trained(replace(config, bases=None), FP4)
     again.train(names, math.inf)
     assert again.begun.name == base.begun.name
     assert same_bits(again.states[18].params, base.states[18].params)
@@ -171,23 +177,22 @@ def standard_in_threads():
 
 
 @slow
-def test_steps_are_compiled_while_first_ones_run(standard_in_threads):
-    names = ["stored", "stored_bf16", "bf16_stored", "nvfp4_bf16_forward"]
-    base = trained(finish.SMOKE, RECOMMENDED, names)
+def test_steps_are_compiled_before_one_runs(standard_in_threads):
+    names = ["bf16", "stored", "stored_bf16", "bf16_stored", "nvfp4_bf16_forward"]
     compiled = []
 
-    def count(name, seconds, **more):
+    def note(name, seconds, **more):
         if "backend_compile" in name:
             compiled.append(str(more.get("fun_name")))
 
-    variants = {ENDINGS[name].variant for name in names}
-    for variant in {*variants, VARIANTS[FP4]}:
-        base.programs.wait(variant)
-    jax.monitoring.register_event_duration_secs_listener(count)
+    def steps():
+        return [name for name in compiled if "train_step" in name]
+
+    forks.steps_of.cache_clear()  # of other tests
+    jax.monitoring.register_event_duration_secs_listener(note)
+    finish.compile_steps(finish.SMOKE, names, finish.text_of(finish.SMOKE))
+    assert len(steps()) == 5, "BF16's, stored ones, their ends and those of FP4"
+    base = trained(finish.SMOKE, RECOMMENDED)
     base.train(["stored"], math.inf)
     assert math.isfinite(base.end("stored_bf16", math.inf).heldout_loss)
-    assert compiled
-    assert not any("train_step" in name for name in compiled)
-    started = base.programs._started.values()
-    assert [one.result() for one in started] == [None] * 5
-    base.programs.close()
+    assert len(steps()) == 5
