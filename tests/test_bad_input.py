@@ -138,6 +138,8 @@ def test_state_of_another_recipe_raises():
         tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=tcfp_jax.quantize(W, block=32))
     with refused("dequantize it"):
         tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))
+    with refused("or use recipe.NAME, .* multiplies both halves in BF16"):
+        tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.split(W))
     with refused("pass one of them"):
         tcfp_jax.matmul(
             X, tcfp_jax.split(W), recipe="tcfp12", quantized=tcfp_jax.split(W)

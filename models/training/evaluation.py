@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tcfp_jax.recipes import recipe
 
+from ..nets.families import exact
 from ..nets.meshes import OnMesh
 from .batches import (
     check_text,
@@ -52,9 +53,7 @@ def evaluated(
         loss, rewards = evaluate_pairs(config, state, heldout, mesh)
         return Heldout(loss, math.nan, math.nan, rewards)
     loss = evaluate(config, state, heldout, "trained", mesh)
-    in_bf16 = math.nan
-    if config.update != "backward":  # else floats may not fit next to the state
-        in_bf16 = evaluate(config, state, heldout, "bf16", mesh)
+    in_bf16 = evaluate(config, state, heldout, "bf16", mesh)
     return Heldout(loss, float(np.exp(np.float64(loss))), in_bf16, {})
 
 
@@ -69,9 +68,9 @@ def evaluate(
     spaced windows of `heldout`.
 
     With `products="trained"` layers multiply as in training, with the same quantized
-    weights. "bf16" multiplies float32 parameters in BF16, or, next to adapters, the
-    frozen weights; this leaves out the error of FP8 products. Losses are float32; they
-    are summed in float32 within a window and in float64 over windows.
+    weights. "bf16" multiplies the same weights in BF16, which leaves out the error of
+    FP8 products. Losses are float32; they are summed in float32 within a window and in
+    float64 over windows.
 
     Raises:
       ValueError: the text is shorter than one window.
@@ -84,6 +83,9 @@ def evaluate(
         # Floats of weights that are frozen in few bits may fit no device.
         plain = dict.fromkeys(("forward", "dgrad", "wgrad"), "bf16")
         config = replace(config, products=recipe(config.recipe, **plain))
+    elif products == "bf16" and config.update == "backward":
+        # Nor may floats next to a state for which all gradients were too large.
+        config = replace(config, products=exact(recipe(config.recipe)))
     elif products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program
         # of the evaluation.

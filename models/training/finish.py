@@ -98,9 +98,17 @@ class Finish:
           is_stored: Whether weights are stored; otherwise they are floats.
 
         Raises:
-          ValueError: the optimizer keeps no state that these products read.
+          ValueError: the optimizer keeps no state that these products read, or the run
+            has these products from its first step on.
         """
-        return self._of_stored(kept) if is_stored else self._of_floats(kept)
+        found = self._of_stored(kept) if is_stored else self._of_floats(kept)
+        if found == kept:
+            raise ValueError(
+                f"finish={self} of a run with recipe {describe(kept)!r}: the run"
+                " multiplies so from its first step on, and would not change; name"
+                " other products, or leave finish"
+            )
+        return found
 
     def _of_stored(self, kept: Recipe) -> Recipe:
         if self.products == BF16:
@@ -116,7 +124,7 @@ class Finish:
                 f"finish={self} of weights stored by {describe(kept)!r}: it reads"
                 f" weight={form} with scaling={wanted.scaling}, but the optimizer keeps"
                 f" weight={kept.weight} with scaling={kept.scaling} and no floats; use"
-                f" {BF16!r}, {BF16_FORWARD!r} or 'tcfp12_fast'"
+                f" {BF16!r} or {BF16_FORWARD!r}, which read all stored weights"
             )
         assert isinstance(kept.weight, Dual), "stored weights have two halves"
         form = replace(form, remainder=kept.weight.remainder)

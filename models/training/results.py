@@ -81,6 +81,9 @@ def remarks(result: RunResult) -> Iterator[str]:
         yield "tokens/s: none, as no call was left, or each one compiled a program\n"
     if result.peak_bytes is not None:
         yield f"peak memory of the device: {sized(result.peak_bytes)}\n"
+    in_bf16 = result.heldout_loss_bf16
+    if math.isfinite(in_bf16) and in_bf16 != result.heldout_loss:
+        yield f"held-out loss of the same weights with BF16 products: {in_bf16:.4f}\n"
     if result.skipped_steps:
         yield (
             f"{result.skipped_steps} steps were skipped, because a gradient was not"

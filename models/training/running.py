@@ -61,8 +61,7 @@ class RunResult:
       bytes_per_token: Bytes of held-out text for each token, by which losses become
         bits per byte; None if unknown.
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16
-        products; NaN of pairs, whose reference has the products of training, and with
-        update="backward", because they need a float copy.
+        products; NaN of pairs, whose reference has the products of training.
       remat: Values that each block kept for its backward pass, as in `LlamaConfig`;
         None in other models.
       update: When weights were updated, as in `Stored`; "auto" is decided.

@@ -326,9 +326,16 @@ def _check_stored(recipe: Recipe, quantized: Stored) -> None:
         return
     given = quantized.describe()
     if recipe.stored is None:
+        repair = "dequantize it"
+        if quantized.has_residual and recipe.fp4 is None:
+            repair += (
+                ', or use recipe(NAME, forward="bf16", wgrad="bf16",'
+                ' forward_weight="hi+lo") with the name of the recipe that stored it,'
+                " which multiplies both halves in BF16"
+            )
         raise ValueError(
             f'recipe "{describe(recipe)}" multiplies float weights, but got a {given};'
-            " dequantize it"
+            f" {repair}"
         )
     if recipe.mode is TCFPMode.FP4:
         wanted = f"packed FP4 codes with {recipe.scaling}"

@@ -9,7 +9,7 @@ import pytest
 
 from models import train
 from models.nets.shapes import GPTConfig, LlamaConfig
-from models.training import running, samples
+from models.training import evaluation, running, samples
 from models.training.evaluation import evaluate
 from models.training.finish import BF16, BF16_FORWARD, Finish
 from models.training.forms import Adapters, Stored
@@ -121,6 +121,7 @@ def test_products_of_stored_weights_are_those_of_the_name():
             r"reads weight=Single.* but the optimizer keeps weight=Dual",
         ),
         ("tcfp12_blockwise:0.5", "scaling=Block.* with scaling=Tensor"),
+        ("tcfp12_single:0.5", "multiplies so from its first step on"),
     ],
 )
 def test_a_finish_that_cannot_be_is_refused(finish, message):
@@ -133,8 +134,39 @@ def test_a_finish_of_floats_needs_their_state():
         replace(floats("nvfp4_training"), finish="tcfp12_fast:0.5")
     with refused("the forward product alone is BF16 in FP4 training"):
         replace(floats("tensorwise"), finish=f"{BF16_FORWARD}:0.5")
+    with refused("finish=bf16:0.5 of a run with recipe 'bf16': the run multiplies so"):
+        replace(floats("bf16"), finish="bf16:0.5")
     with refused("frozen weights are quantized once"):
         replace(RUN, weights=Adapters(4), start="folder", finish="bf16:0.5")
+
+
+def test_weights_that_are_updated_inside_are_evaluated_without_floats(monkeypatch):
+    run = replace(RUN.updated("backward"), heldout_windows=1)
+    state = jax.eval_shape(lambda: init(run))
+    read = []
+
+    def function(config, mesh):
+        def losses(params, *operands):
+            read.append((config.products, params))
+            return np.ones((1, 2))
+
+        return losses
+
+    monkeypatch.setattr(evaluation, "_evaluate_function", function)
+    assert evaluate(run, state, TEXT, "bf16") == 1.0
+    assert read == [(Finish(BF16, 0.5).recipe(recipe(run.recipe), True), state.params)]
+
+
+@slow  # a quicker one has the products
+def test_weights_that_are_updated_inside_have_the_loss_of_their_floats():
+    size = replace(SIZE, layers=1)
+    run = replace(RUN, model=size, heldout_windows=1, dtype="bfloat16")
+    state = init(run)
+    losses = [
+        evaluate(run.updated(update), state, TEXT, "bf16")
+        for update in ("behind", "backward")
+    ]
+    assert losses[0] == losses[1] != evaluate(run, state, TEXT)
 
 
 def test_settings_and_options_hold_a_finish():
