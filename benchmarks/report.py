@@ -226,7 +226,7 @@ def _whole_step(result: Result) -> list[str]:
     bf16 = rows[BASELINE]
     times = [f"{bf16['median_ms']:,.0f}", f"{stored['median_ms']:,.0f}"]
     speedup = f"**{bf16['median_ms'] / stored['median_ms']:.2f}**"
-    sizes = [shown(row, "{step_gigabytes:.1f}") for row in (bf16, stored)]
+    sizes = [shown(row, "{peak_gigabytes:.1f}") for row in (bf16, stored)]
     # A BF16 run of fewer layers is of another model: this one does not fit.
     if bf16.get("layers") != stored.get("layers"):
         times[0] = "does not fit"

@@ -18,6 +18,7 @@ from jax import Array
 
 from pallas_kernels.specs import Sharding, sharding_of
 from tcfp_jax.paths import PyTree
+from tcfp_jax.weights.deferred import Deferred
 from tcfp_jax.weights.parameter import (
     Parameter,
     intact,
@@ -134,6 +135,12 @@ def slot_of(leaf: PyTree) -> PyTree:
     """Return the zeros that take the gradient of a stored parameter, or a float one."""
     if not isinstance(leaf, Parameter):
         return leaf
+    if isinstance(leaf, Deferred):
+        raise TypeError(
+            "the loss of train_step asks for the gradient of a stored weight"
+            f" {list(leaf.shape)}, which exists only until the weight is updated: take"
+            " the ordinary step (value_and_grad, update, apply_updates)"
+        )
     return jnp.zeros(
         leaf.kernel_shape,
         leaf.state.gradient_dtype,

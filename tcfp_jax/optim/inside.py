@@ -142,15 +142,16 @@ def train_step(
     skips all layers then. `opt_state.skipped` counts both kinds of steps.
 
     Raises:
-      TypeError: another optimizer than `adamw`, a loss that is not a real scalar, a
-        parameter of integers, or a gradient through the step.
+      TypeError: another optimizer than `adamw`, a loss that is not a real scalar or
+        asks for gradients of stored weights, arithmetic on their arrays, a parameter of
+        integers, or a gradient through the step.
       ValueError: `max_norm` without `clip`, or `clip` without `max_norm`; a stack of
         layers that a scan runs over is read elsewhere, too, or a layer inside
         a branch.
 
     Warns:
       UserWarning: the step holds the gradients of more than a quarter of the values in
-        stored stacks.
+        stacks, stored or float, or no weight is stored.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store
@@ -274,6 +275,24 @@ def _without_gradient(leaf: PyTree) -> PyTree:
     return not_differentiated(_NO_GRADIENT, leaf) if _is_traced(leaf) else leaf
 
 
+def _pair_of(found: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the result of a loss function as (loss, aux); raise `TypeError` unless it
+    is a pair.
+    """
+    if isinstance(found, tuple | list) and len(found) == 2:
+        loss, aux = found
+        return loss, aux
+    given = f"a {type(found).__name__}"
+    if isinstance(found, Array):
+        given = f"{found.dtype}{list(found.shape)}"
+    elif isinstance(found, tuple | list):
+        given = f"{given} of {len(found)}"
+    raise TypeError(
+        f"with has_aux=True the loss function returns (loss, aux), but it returned"
+        f" {given}; return a pair, or leave has_aux=True out"
+    )
+
+
 def _checked_loss(loss: PyTree) -> Array:
     """Return the loss as an array; raise `TypeError` unless it is a real scalar."""
     is_number = isinstance(loss, Array | np.generic | float)
@@ -382,7 +401,7 @@ class _Run:
                 else:
                     leaves.append(Deferred(numbers_of(slot.shape), slot, stack))
             found = self.of.loss_fn(self.tree.treedef.unflatten(leaves), *inputs)
-            loss, aux = found if self.of.has_aux else (found, None)
+            loss, aux = _pair_of(found) if self.of.has_aux else (found, None)
             return _checked_loss(loss), aux
 
         try:

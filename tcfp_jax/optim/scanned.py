@@ -8,12 +8,13 @@ and their indices show in its program where each is read.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from tcfp_jax.optim.adam import Leaf, Tree
@@ -28,7 +29,25 @@ _OF_INDICES = (
     " not cut it further. If the loss runs otherwise, take the ordinary step"
     " (value_and_grad, update, apply_updates)"
 )
-_SLOT = "convert_element_type"  # the equation that `_Shapes.slot` leaves
+_SLOT = "tcfp_slot"  # the name of the equation that `_Shapes.slot` leaves
+# Equations that take an array for numbers. Others move it, as a scan cuts a stack.
+_ARITHMETIC = {
+    "abs",
+    "add",
+    "clamp",
+    "convert_element_type",
+    "div",
+    "dot_general",
+    "integer_pow",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "pow",
+    "reduce_sum",
+    "square",
+    "sub",
+}
 
 
 class _Shapes(Home):
@@ -50,7 +69,8 @@ class _Shapes(Home):
     def slot(self, index: Array, zero: Array) -> Array:
         def make() -> Array:
             # It reads the index, which shows where in the program it stands.
-            value = index.astype(self.whole.state.gradient_dtype)
+            value = checkpoint_name(index, _SLOT)
+            value = value.astype(self.whole.state.gradient_dtype)
             return jnp.broadcast_to(value, self._shapes(index).shape)
 
         return self._slots.find(index, zero, make)
@@ -78,6 +98,7 @@ def updated_inside(
     scan runs over, and matrices that one place outside of loops reads.
 
     Raises:
+      TypeError: the loss computes with arrays of a stored weight.
       ValueError: a scan runs over a stack, and something else reads it, too.
 
     Warns:
@@ -111,7 +132,10 @@ def updated_inside(
         if not isinstance(var, core.Literal) and var in uses:
             uses[var].others += ("the result",)
     found = []
+    readers: dict[int, tuple[str, ...]] = {}
     for (number, home), use in zip(homes.items(), of_parameters, strict=True):
+        readers[number] = use.others
+        _check_reads(tree.leaves[number], use)
         if not home.stacked and use.others == (_SLOT,):
             found.append(number)
         if not use.scans:
@@ -119,33 +143,69 @@ def updated_inside(
         if use.scans > 1 or use.others not in ((), (_SLOT,)) or home.is_read_whole:
             raise ValueError(_read_elsewhere(tree.leaves[number], use, home))
         found.append(number)
-    _warn_of_whole_gradients(tree, found)
+    _warn_of_whole_gradients(tree, found, readers)
     return found
 
 
-def _warn_of_whole_gradients(tree: Tree, inside: Sequence[int]) -> None:
-    """Warn if many of the stacks' values are updated behind the backward pass."""
+def _warn_of_whole_gradients(
+    tree: Tree, inside: Sequence[int], readers: Mapping[int, Sequence[str]]
+) -> None:
+    """Warn if many of the stacks' values are updated behind the backward pass.
+
+    A float array of three axes or more counts as a stack. If nothing is stored, float
+    matrices count, too.
+    """
+    is_stored = any(isinstance(leaf.parameter, Parameter) for leaf in tree.leaves)
     whole = []
     values = 0
     held = 0
     for number, leaf in enumerate(tree.leaves):
         own = leaf.parameter
-        if not isinstance(own, Parameter) or math.prod(own.shape[:-2]) == 1:
+        if isinstance(own, Parameter):
+            is_stack = math.prod(own.shape[:-2]) > 1
+        else:
+            is_stack = own.ndim > (2 if is_stored else 1)
+        if not is_stack:
             continue
         size = math.prod(own.shape)
         values += size
         if number not in inside:
             held += size
-            why = "no scan runs over it" if leaf.is_fused else "not of these formats"
+            why = _why_behind(leaf, readers.get(number, ()))
             whole.append(f"{'/'.join(leaf.names)} {list(own.shape)} ({why})")
     # Narrow matrices of small models, such as keys of few heads, are no surprise.
     if held > values / 4:
         warnings.warn(
-            "train_step holds the gradients of all layers of some stored stacks, as the"
-            f" ordinary step does: {', '.join(whole)}; scan over the stack itself, with"
+            "train_step holds the gradients of all layers of some weights, as the"
+            f" ordinary step does: {', '.join(whole)}; store the weights"
+            " (tcfp_jax.store), and scan over the stack itself, with"
             ' adamw(moments="8bit"), a recipe with one scale per weight, and matrices'
             " of 128 columns or more",
             stacklevel=2,
+        )
+
+
+def _why_behind(leaf: Leaf, readers: Sequence[str]) -> str:
+    """Return why a stack is not updated inside."""
+    if not isinstance(leaf.parameter, Parameter):
+        return "float"
+    if not leaf.is_fused:
+        return "not of these formats"
+    names = [name for name in dict.fromkeys(readers) if name != _SLOT]
+    by = f", it is read by {', '.join(names)}" if names else ""
+    return f"no scan runs over it{by}"
+
+
+def _check_reads(leaf: Leaf, use: "_Uses") -> None:
+    """Raise `TypeError` if the loss takes arrays of a stored weight for numbers."""
+    found = sorted(_ARITHMETIC.intersection(use.others))
+    if found:
+        raise TypeError(
+            f"the loss computes with the arrays of the stored weight"
+            f" {'/'.join(leaf.names)} ({', '.join(found)}), as jax.tree.map over the"
+            " parameters does, but codes and scales are not numbers: read"
+            " tcfp_jax.dequantize(params) in an ordinary step (value_and_grad, update,"
+            " apply_updates)"
         )
 
 
@@ -166,6 +226,8 @@ def _find_uses(jaxpr: core.Jaxpr, uses: dict[core.Var, _Uses]) -> None:
                 continue
             use = uses[var]
             name = eqn.primitive.name
+            if eqn.params.get("name") == _SLOT:
+                name = _SLOT
             if body is None:
                 use.others += (name,)
                 continue

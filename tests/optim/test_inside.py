@@ -354,6 +354,68 @@ def test_a_stack_that_is_read_elsewhere_is_refused(name):
         step(state, X)
 
 
+def halved(params, x):
+    return scanned(jax.tree.map(lambda leaf: leaf * 0.5, params), x)
+
+
+def averaged(params, x):
+    return scanned(jax.tree.map(lambda one, two: (one + two) / 2, params, params), x)
+
+
+def summed(params, x):
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(params)]
+    return scanned(params, x) + sum(map(jnp.sum, leaves))
+
+
+def of_matrices(change):
+    """A loss of matrices outside of loops, whose arrays it changes."""
+
+    def loss(params, x):
+        return jnp.mean(product(x, jax.tree.map(change, params)["kernel"]))
+
+    return loss
+
+
+ARITHMETIC = {
+    "half of a stack": (halved, stack()),
+    "an average of stacks": (averaged, stack()),
+    "a sum over leaves": (summed, stack()),
+    "half of a matrix": (of_matrices(lambda leaf: leaf * 0.5), stack()[0]),
+    "a matrix and itself": (of_matrices(lambda leaf: leaf + leaf), stack()[0]),
+}
+
+
+@parametrize("name", ARITHMETIC)
+def test_arithmetic_on_the_parameters_of_a_loss_is_refused(name):
+    loss, kernel = ARITHMETIC[name]
+    words = r"the arrays of the stored weight kernel \(.*dequantize.*ordinary step"
+    with refused(words, TypeError):
+        of_shapes(tcfp_jax.train_step(loss, TX), store({"kernel": kernel}))
+
+
+def test_gradients_that_the_loss_asks_for_are_refused():
+    def loss(params, x):
+        value, gradients = tcfp_jax.value_and_grad(scanned)(params, x)
+        return value + jnp.sum(gradients["kernel"] ** 2)
+
+    with refused(r"gradient of a stored weight \[3, 128, 128\].*ordinary", TypeError):
+        of_shapes(tcfp_jax.train_step(loss, TX), store({"kernel": stack()}))
+
+
+@parametrize(
+    "result, given",
+    [
+        ((0.0, 1, 2), "a tuple of 3"),
+        (jnp.zeros(()), r"float32\[\]"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_result_that_is_no_pair_is_refused(result, given):
+    step = tcfp_jax.train_step(lambda params, x: result, TX, has_aux=True)
+    with refused(rf"returns \(loss, aux\), but it returned .*{given}", TypeError):
+        of_shapes(step, {})
+
+
 def several(params, x):
     y = product(x, params["kernel"])
     return y.mean(), (y**2).mean()
@@ -421,10 +483,39 @@ def unrolled(params, x):
 def test_gradients_of_all_layers_are_warned_of(loss, moments, why):
     tx = tcfp_jax.optim.adamw(1e-3, moments=moments, key=KEY)
     step = tcfp_jax.train_step(loss, tx)
-    words = rf"all layers of some stored stacks.*kernel \[3, 128, 128\] \({why}"
+    words = rf"all layers of some weights.*kernel \[3, 128, 128\] \({why}"
     with pytest.warns(UserWarning, match=words):
         metrics = of_shapes(step, store({"kernel": stack()}))
     assert metrics.skipped["kernel"].shape == ()
+
+
+def in_parts(params, x):
+    """Microbatches inside the loss: each round reads all layers."""
+    return jnp.mean(
+        jax.lax.map(functools.partial(scanned, params), x.reshape(2, 8, -1))
+    )
+
+
+def of_floats(params, x):
+    return jnp.mean(x @ params["float"])
+
+
+def also_of_floats(params, x):
+    return scanned(params, x) + of_floats(params, x)
+
+
+@parametrize(
+    "loss, stored, floats, why",
+    [
+        (in_parts, {"kernel": stack()}, {}, "read by the carry or the constants"),
+        (of_floats, {}, {"float": stack()[0]}, "float .*float.; store the weights"),
+        (also_of_floats, {"kernel": stack()}, {"float": stack(2)}, "float .*float.;"),
+    ],
+)
+def test_a_step_that_saves_nothing_says_why(loss, stored, floats, why):
+    params = {**(store(stored) if stored else {}), **floats}
+    with pytest.warns(UserWarning, match=f"gradients of all layers.*{why}"):
+        of_shapes(tcfp_jax.train_step(loss, TX), params)
 
 
 def test_an_entry_that_the_loss_cuts_is_explained():
