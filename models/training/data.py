@@ -87,11 +87,18 @@ class Data:
 
         Raises:
           FileNotFoundError: its file does not exist.
-          ValueError: a file is damaged.
+          ValueError: a file is damaged, or the tokenizer has more ids than the
+            vocabulary.
         """
         if self.tokenizer is None:
             return None
-        return replace(read_tokenizer(Path(self.tokenizer)), date=self.date)
+        found = read_tokenizer(Path(self.tokenizer))
+        if self.vocabulary is not None and self.vocabulary < found.size:
+            raise ValueError(
+                f"vocabulary={self.vocabulary} is less than the {found.size} ids of"
+                f" {self.tokenizer}; leave it, or set vocabulary={found.size} or more"
+            )
+        return replace(found, date=self.date)
 
 
 def _check_date(date: str) -> None:

@@ -468,9 +468,11 @@ def _contradictions_of_scaling(r: Recipe) -> Iterator[str]:
             ' stochastic rounding; use amax="fresh"'
         )
     if r.stored is not None and r.stored.blocks == "nonzero" and not blocks:
+        threshold = r.stored.sparse_threshold
         yield (
-            f'blocks="nonzero" with scaling={r.scaling}: only a W_lo in blocks has'
-            ' blocks to skip; use blocks="all" or recipe("tcfp12_blockwise")'
+            f'blocks="nonzero" and sparse_threshold={threshold} with'
+            f" scaling={r.scaling}: only a W_lo in blocks has blocks to skip; use"
+            ' blocks="all" or recipe("tcfp12_blockwise", sparse_threshold=...)'
         )
 
 

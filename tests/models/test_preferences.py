@@ -232,6 +232,11 @@ class TestReading:
         with refused(f"holds 0 pair.*{EQUAL}.*{LONG}"):
             load_pairs([str(path)], tokenizer, 8)
 
+    def test_a_vocabulary_has_all_ids_of_the_tokenizer(self, folder):
+        data = replace(config_for(folder).data, vocabulary=3)
+        with refused(f"vocabulary=3 is less than the {len(LETTERS)} ids of .*leave it"):
+            corpus_of(config_for(folder, data=data))
+
     def test_messages_need_a_template(self, tokenizer):
         bare = replace(tokenizer, template=None)
         with refused("no chat template; give the prompt"):
