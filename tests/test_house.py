@@ -517,7 +517,10 @@ def stated(row):
 
 def test_the_libraries_stay_small():
     for name, count in sizes().items():
-        assert count <= LIMITS[name], f"{count} {name}; at most {LIMITS[name]}"
+        assert count <= LIMITS[name], (
+            f"{count} {name}; at most {LIMITS[name]}. Take something out, or raise it"
+            " in LIMITS of tests/test_house.py and in the table of ARCHITECTURE.md"
+        )
         # The page rounds lines and words, which change with every commit.
         assert stated(name) == [pytest.approx(count, rel=0.02)], (
             f"write {count} {name} in ARCHITECTURE.md"

@@ -24,11 +24,17 @@ def on_host(path: Path, shapes: Any, size: ModelConfig) -> Any:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: as `read_parameters` and `models.huggingface.folders.open_folder`.
+      ValueError: the model is a GPT, and the path is a folder; or as `read_parameters`
+        and `models.huggingface.folders.open_folder`.
     """
-    if path.is_dir() and isinstance(size, LlamaConfig):
-        return open_folder(path, shapes, size)
-    return read_parameters(path, shapes)
+    if not path.is_dir():
+        return read_parameters(path, shapes)
+    if not isinstance(size, LlamaConfig):
+        raise ValueError(
+            f"{path} is a folder, which only Llamas start from; name an .npz that"
+            f" --export wrote, or train the folder's own model with --model {path}"
+        )
+    return open_folder(path, shapes, size)
 
 
 def read_parameters(path: Path, shapes: Any) -> Any:

@@ -30,7 +30,7 @@ from .processes import check_same, is_first, together, whole
 from .progress import bar_of, repeated, shown
 from .recording import Records
 from .room import Files, check_room, file_of, files_of, sized
-from .samples import resume_samples, sample
+from .samples import check_prompt, resume_samples, sample
 from .settings import BAD_STEPS, TrainConfig
 from .state import TrainState
 from .steps import (
@@ -151,7 +151,8 @@ def run(
     Raises:
       ImportError: TensorBoard's files are asked for without tensorboardX.
       ValueError: `checkpoint_every` does not fit; TensorBoard has no folder; the
-        text is too short or not readable; `out` holds another run, or another process
+        text is too short or not readable; the model cannot continue the prompt of
+        `config.sample`; `out` holds another run, or another process
         writes it; the mesh does not divide what it splits; processes have different
         settings; `config.start` is a checkpoint of another model; a disk has no room
         for what is written; or the weights cannot be written to `outputs.export`.
@@ -169,6 +170,7 @@ def run(
     # Before the folder exists, so that a refusal leaves none.
     check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))
+    together(lambda: check_prompt(config))
     starts = config.start is not None and not (out is not None and holds_run(out))
     if starts:
         together(lambda: read_start(config))

@@ -10,12 +10,18 @@ from tcfp_jax.inference import folders
 from .checkpoint import RunDirectory
 from .learners import model_of, quantized_of
 from .processes import is_first, of_first
-from .sampling import continued
+from .sampling import continued, prompt_ids
 from .settings import TrainConfig
 from .state import TrainState
 
 SAMPLES_FILE = "samples.jsonl"
 LARGEST_SAMPLES = 1 << 28  # bytes
+
+
+def check_prompt(config: TrainConfig) -> None:
+    """Raise `ValueError` if the model cannot continue the prompt of the run."""
+    if config.sample is not None:
+        prompt_ids(config.sample, config.size.context, config.data.read_tokenizer())
 
 
 def sample(

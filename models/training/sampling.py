@@ -54,19 +54,19 @@ def continued(
       model: The model of a run.
       variables: Its parameters, and the quantized weights of `layer_state` as "tcfp".
       prompt: Text to continue, or a question if the tokenizer has a chat template.
-      context: Longest sequence of the model.
+      context: Longest sequence of the model, which may leave room for fewer tokens.
       tokenizer: None reads bytes.
       count: Number of tokens.
+
+    Raises:
+      ValueError: as `prompt_ids`.
     """
     ends: list[int] = []
-    if tokenizer is None:
-        ids = list(prompt.encode())
-    else:
-        ids = tokenizer.prompt(prompt)
+    if tokenizer is not None:
         ends = list(tokenizer.stops)
         if tokenizer.end is not None:
             ends.append(tokenizer.end)
-    ids = ids[-max(1, context - count) :]
+    ids = prompt_ids(prompt, context, tokenizer)
     begin = len(ids)
     length = min(context, -(-(begin + count) // STEP) * STEP)
     limit = min(length, begin + count)
@@ -86,6 +86,27 @@ def continued(
     if tokenizer is None:
         return Continuation(bytes(new).decode("utf-8", "replace"), rate)
     return Continuation(tokenizer.decode(new), rate)
+
+
+def prompt_ids(
+    prompt: str, context: int, tokenizer: Tokenizer | None = None
+) -> list[int]:
+    """Return the ids of a prompt.
+
+    Raises:
+      ValueError: there are none, or they leave no room for a new token.
+    """
+    if tokenizer is None:
+        ids = list(prompt.encode())
+    else:
+        ids = tokenizer.prompt(prompt)
+    if not 0 < len(ids) < context:
+        repair = "shorten the prompt" if ids else "write some text"
+        raise ValueError(
+            f"the prompt of a sample has {len(ids)} tokens, and the model reads 1 to"
+            f" {context - 1} before a new one; {repair}"
+        )
+    return ids
 
 
 @functools.lru_cache(maxsize=4)

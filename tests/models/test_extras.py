@@ -9,7 +9,7 @@ from tests.helpers import refused
 
 def test_a_missing_package_names_its_extra():
     with refused(
-        r"no_package is not installed; pip install -e '\.\[bench\]'", ImportError
+        r"no_package is not installed; pip install 'tcfp_jax\[bench\]'", ImportError
     ):
         require("bench", "sys", "no_package")
     with refused("no_package, none are not installed", ImportError):
@@ -26,6 +26,6 @@ def test_models_without_their_extra_name_it():
     )
     last = found.stderr.splitlines()[-1]
     assert last == (
-        "ImportError: jinja2 is not installed; pip install -e '.[train]' in a clone,"
-        " elsewhere 'tcfp_jax[train]'"
+        "ImportError: jinja2 is not installed; pip install 'tcfp_jax[train]', or in a"
+        " clone pip install -e '.[train]'"
     )

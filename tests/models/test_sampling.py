@@ -9,8 +9,8 @@ from numpy.testing import assert_allclose
 from models.nets.attention import CACHE
 from models.nets.families import plain_model
 from models.nets.shapes import GPTConfig, LlamaConfig, MoeConfig
-from models.training.sampling import continued
-from tests.helpers import parametrize, slow_except
+from models.training.sampling import continued, prompt_ids
+from tests.helpers import parametrize, refused, slow_except
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SIZES = dict(layers=2, width=32, heads=4, context=64)
@@ -76,9 +76,10 @@ def test_a_prompt_continues_as_without_a_cache():
     model = plain_model(MODELS["gpt"], "float32")
     params = jax.jit(model.init)(jax.random.key(1), TOKENS)["params"]
     variables = {"params": jax.tree.map(lambda leaf: 3 * leaf, params)}
-    prompt = "a prompt of bytes"
     context = MODELS["gpt"].context
-    found = continued(model, variables, prompt, context=context, count=12)
+    # The context ends the text behind the twelfth token
+    prompt = "a prompt of bytes".ljust(context - 12, ".")
+    found = continued(model, variables, prompt, context=context)
     ids = list(prompt.encode())
     apply = jax.jit(model.apply)
     for _ in range(12):
@@ -88,3 +89,16 @@ def test_a_prompt_continues_as_without_a_cache():
     assert found.text == bytes(ids[len(prompt) :]).decode("utf-8", "replace")
     assert len(set(ids[len(prompt) :])) > 2
     assert found.tokens_per_second > 0
+
+
+@parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt of a sample has 0 tokens, .* write some text"),
+        (64 * "a", "has 64 tokens, and the model reads 1 to 63 .* shorten the prompt"),
+    ],
+    ids=["empty", "long"],
+)
+def test_a_prompt_without_room_raises(prompt, message):
+    with refused(message):
+        prompt_ids(prompt, 64)

@@ -32,6 +32,7 @@ from models.training.described import describe, read_config
 from models.training.forms import Float, Stored
 from models.training.intact import write_json
 from models.training.options import parser_of
+from models.training.parameters import on_host
 from models.training.settings import Data, config_of, settings_of
 from models.training.text import Corpus
 from tests.helpers import parametrize, refused, same_bits, slow, slow_except
@@ -400,6 +401,11 @@ def test_a_field_that_does_nothing_is_named():
 def test_checkpoints_fall_on_calls():
     with refused("checkpoint_every=7 is not a multiple of steps_per_call=5; use 5"):
         run(CONFIG, checkpoint_every=7)
+
+
+def test_a_gpt_does_not_start_from_a_folder(tmp_path):
+    with refused("is a folder, which only Llamas start from"):
+        on_host(tmp_path, None, MICRO)
 
 
 def test_too_little_text():
