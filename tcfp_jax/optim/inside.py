@@ -12,8 +12,9 @@ place, because the state is donated.
     state, metrics = step(state, batch)
 
 Inside are updated stacks of stored weights that one scan runs over, and stored matrices
-that one place outside of loops reads, such as a head. Everything else is updated behind
-the backward pass: norms, biases, small weights, and weights that several places read.
+that no loop or branch reads, such as a table or a head. Everything else is updated
+behind the backward pass: norms, biases, small weights, and matrices that all layers of
+a scan share.
 
 Left out: gradients as a result (use `value_and_grad`); accumulation over microbatches,
 which needs all gradients (use larger batches and recomputation, or FSDP); other
@@ -302,8 +303,9 @@ def _checked_loss(loss: PyTree) -> Array:
             return value
     parts = jax.tree.leaves(loss)
     found = [f"{jnp.result_type(part)}{list(jnp.shape(part))}" for part in parts]
+    given = ", ".join(found) or type(loss).__name__
     raise TypeError(
-        f"the loss is {', '.join(found)}, not a real scalar; return its mean, or the"
+        f"the loss is {given}, not a real scalar; return its mean, or the"
         " weighted sum of several losses; has_aux=True is for (loss, aux)"
     )
 

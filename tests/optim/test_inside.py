@@ -421,9 +421,17 @@ def several(params, x):
     return y.mean(), (y**2).mean()
 
 
+def nothing(params, x):
+    return None
+
+
 @parametrize(
     "loss, found",
-    [(not_a_scalar, r"float32\[128\]"), (several, r"float32\[\], float32\[\]")],
+    [
+        (not_a_scalar, r"float32\[128\]"),
+        (several, r"float32\[\], float32\[\]"),
+        (nothing, "NoneType"),
+    ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss, found):
     step = tcfp_jax.train_step(loss, TX)
