@@ -81,9 +81,12 @@ def example(line: Any, tokenizer: Tokenizer) -> Example:
     ]
     if len(keys) != 1:
         has = sorted(line) if isinstance(line, Mapping) else type(line).__name__
+        advice = ""
+        if {"chosen", "rejected"} & set(has):
+            advice = "; give pairs of answers alone"
         raise ValueError(
             'a line is an object with either "text" or "messages", and this one has'
-            f" {has}"
+            f" {has}{advice}"
         )
     check_halves(line[keys[0]])
     if keys == ["text"]:

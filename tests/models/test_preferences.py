@@ -29,7 +29,7 @@ from models.training.dpo import (
     reference_variables,
 )
 from models.training.evaluation import evaluate_pairs
-from models.training.examples import COUNTED, DOCUMENTS, TOKENS
+from models.training.examples import COUNTED, DOCUMENTS, TOKENS, load_examples
 from models.training.learners import model_of
 from models.training.options import parser_of, with_hyphens
 from models.training.preferences import (
@@ -202,6 +202,12 @@ class TestReading:
         path = write(tmp_path / "pairs.jsonl", [good, line])
         with refused(f"line 2: .*{message}"):
             load_pairs([str(path)], tokenizer, 8)
+
+    def test_a_pair_among_texts_is_an_error(self, tmp_path, tokenizer):
+        lines = [dict(text="ab"), of_text("a", "b", "c")]
+        path = write(tmp_path / "data.jsonl", lines)
+        with refused("line 2: .*'rejected'.*; give pairs of answers alone"):
+            load_examples([str(path)], tokenizer, 8)
 
     @parametrize(
         "line, expected",
