@@ -280,8 +280,10 @@ def _ratio(summary: Summary, show: _Scale, study: Study) -> str:
         return "diverged"
     if not math.isfinite(summary.standard_error):
         return show(summary.mean_ratio)
-    # The error of a logarithm near zero is that of its number.
-    return f"{show(summary.mean_ratio)} ± {summary.standard_error:.4f}"
+    error = summary.standard_error
+    if show.in_nats:
+        error /= summary.mean_ratio  # of the ratio's logarithm
+    return f"{show(summary.mean_ratio)} ± {error:.4f}"
 
 
 def _described(result: Result, rows: list[Row]) -> str:

@@ -157,6 +157,17 @@ def test_stored_weights_give_the_result_of_fresh_ones(name):
     assert_nearly_equal((again, *pull(G)), (y, dx))
 
 
+def test_both_halves_in_bf16_give_the_product_of_their_floats():
+    served = tcfp_jax.recipe(
+        "tcfp12_single", forward="bf16", wgrad="bf16", forward_weight="hi+lo"
+    )
+    halves = tcfp_jax.split(W)
+    in_bf16 = tcfp_jax.matmul(X, halves, recipe=served)
+    of_floats = tcfp_jax.matmul(X, halves.dequantize(), recipe="bf16")
+    assert same_bits(in_bf16, of_floats)
+    assert not same_bits(in_bf16, tcfp_jax.matmul(X, W, recipe="bf16"))
+
+
 @slow_except("bfloat16-tcfp12_fast", "float16-float32_scale", "bfloat16-bf16")
 @every_kind
 @parametrize("dtype", ["bfloat16", "float16"])
