@@ -20,7 +20,7 @@ from tcfp_jax import Recipe, TCFPMode, fake_quantize, matmul, recipe
 from tcfp_jax.conversion import convert_to_tcfp, diagnose, find_weights, survey
 from tcfp_jax.linen import TCFPDense, TCFPLayerNorm
 from tcfp_jax.nnx import TCFPLayerNorm as NnxLayerNorm
-from tcfp_jax.products import grouped_matmul
+from tcfp_jax.products import fp4_matmul, grouped_matmul, pack_fp4
 from tcfp_jax.weights.small_blocks import skipped_share, without_small_blocks
 from tests.helpers import assert_close, drawn, parametrize, refused, same_bits, slow
 
@@ -366,3 +366,17 @@ def test_a_filter_of_torchao_is_told_what_a_rule_returns():
 def test_a_group_is_shown_by_one_name():
     with refused(r"include=\(\"linear\", \"norm\"\), or name it"):
         convert_to_tcfp(nn.Dense(32), "tcfp12", X, include="layer_norm", strict=True)
+
+
+# FP4 products
+
+
+@slow
+def test_both_operands_in_four_bits_have_the_correlation_of_an_fp4_gemm():
+    w4a4 = recipe("nvfp4", activation="float4_e2m1fn")
+    x = drawn(256, 2944)
+    w = drawn(2944, 2944, seed=1)
+    found = fp4_matmul(x, pack_fp4(w, w4a4), recipe=w4a4)
+    exact = np.float64(x) @ np.float64(w)
+    pearson = np.corrcoef(exact.ravel(), np.float64(found).ravel())[0, 1]
+    assert pearson == pytest.approx(0.991, abs=5e-4)
