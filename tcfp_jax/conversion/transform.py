@@ -412,11 +412,11 @@ def transform(
       include: products that take `recipe` without a rule: "linear"; "head", the product
         that makes the model's output; "small", matrices with a side below 1024, which
         are slower than in BF16; "measured", products of "linear" (and of "head", if
-        named) that measured times on this device say to be faster than BF16, at each
-        call's own rows and at any size; a shape, recipe or device that was not timed
-        goes by size. "embed", tables whose rows are looked up: they are stored like
-        kernels, and where a stored form exists, rows are its dequantized rows; a float
-        table without one is read unchanged. "norm" (or "layer_norm"), gains and
+        named) that were measured to be faster than BF16 on this device. Each call is
+        judged by its own rows, at any size. Size decides for a shape, recipe or device
+        that was not timed. "embed", tables whose rows are looked up: they are stored
+        like kernels, and rows are dequantized from the stored form. A float table
+        without one is read unchanged. "norm" (or "layer_norm"), gains and
         their biases, rounded to the packed format.
       strict: raise if a product has no low-precision form and no rule excludes it,
         or if a rule matches nothing.

@@ -227,8 +227,8 @@ def choose_codes(
       choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`,
         such as `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The
         result has the format and tile of the recipe. It keeps its own rule, because
-        products follow the rule of the codes; but FP8 products of a recipe with the
-        rule "fold_exact" rely on it, so there the result must have it, too.
+        products follow the rule of the codes. If the recipe has the rule "fold_exact",
+        its FP8 products rely on it, and the result must have it, too.
       fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by
         the path of the first.
 

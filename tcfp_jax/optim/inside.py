@@ -122,10 +122,10 @@ def train_step(
         norm of all gradients is known only after the last layer.
       clip: "late" limits the norm of each gradient to its part of `max_norm`: the
         gradient of one matrix of a layer, of all experts of a layer together, or of any
-        other parameter as a whole. With the second moments v, the mean squares of
-        earlier gradients, and the number n of values, a part is `max_norm
-        sqrt(0.99 sum v / sum of all v + 0.01 n / sum of all n)`, so the norm of all
-        gradients is at most `max_norm`. A part without second moments may have all of
+        other parameter as a whole. The part of a gradient with n values is `max_norm
+        sqrt(0.99 sum v / sum of all v + 0.01 n / sum of all n)`. Here v are the second
+        moments, the mean squares of earlier gradients. The norm of all gradients is
+        then at most `max_norm`. A part without second moments may have all of
         `max_norm`, as in the first step. "matrix" limits each gradient to `max_norm`
         itself, which rarely clips.
       has_aux: whether `loss_fn` returns a pair.

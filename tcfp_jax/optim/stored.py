@@ -82,9 +82,9 @@ def store(
         on.
       remainder: treatment of the rounding error. "stochastic" rounds to one of the two
         neighbours so that the mean is right. "feedback" keeps the error for the next
-        step in a third FP8 tensor: three bytes per weight and no random bits, but E3M4
-        rounds the error in turn, so updates far below a 64th of the grid's step are
-        lost. "dropped" loses updates below half a step of the grid.
+        step in a third FP8 tensor: three bytes per weight, and no random bits. The
+        error is rounded to E3M4, which loses updates far below a 64th of the grid's
+        step. "dropped" loses updates below half a step of the grid.
       gradient_dtype: dtype of the gradients of stored weights, floats of 16 bits or
         more; None for the parameters' own.
       shardings: shardings of the result, as `tcfp_jax.sharding.state_shardings`
