@@ -159,7 +159,7 @@ RUNS = {
     # It writes 30 GB into the temporary folder.
     "folder": Run("folder", 270),
     # States stay in `runs`, so that `benchmarks.finish --resume` goes on in slices.
-    "finish": Run("finish", 400),
+    "finish": Run("finish", 470),
     "fp4": Run("fp4", 140),
     "fp4-activations": Run("fp4 --cases activations", 80),
 }
