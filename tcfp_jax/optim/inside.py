@@ -106,7 +106,8 @@ def train_step(
     all weights do not fit: it holds the gradient of one matrix, not all of them. It
     takes moments in 8 bits and recipes with one scale per weight. With others, and for
     stacks that no scan runs over, it holds all gradients as the ordinary step does. It
-    warns if these are more than a quarter of the stacks' values.
+    warns if no scan runs over a stack, or if these are more than a quarter of the
+    stacks' values.
     Without clipping it gives the results of the ordinary step, with the same random
     bits; XLA may add a few sums in another order or precision.
 
@@ -151,8 +152,9 @@ def train_step(
         a branch.
 
     Warns:
-      UserWarning: the step holds the gradients of more than a quarter of the values in
-        stacks, stored or float, or no weight is stored.
+      UserWarning: no scan runs over a stored stack, the step holds the gradients of
+        more than a quarter of the values in stacks, stored or float, or no weight is
+        stored.
 
     >>> from tcfp_jax.optim.adam import adamw
     >>> from tcfp_jax.optim.stored import store

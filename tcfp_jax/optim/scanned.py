@@ -102,7 +102,8 @@ def updated_inside(
       ValueError: a scan runs over a stack, and something else reads it, too.
 
     Warns:
-      UserWarning: more than a quarter of the stacks' values is not updated inside.
+      UserWarning: no scan runs over a stack, or more than a quarter of the stacks'
+        values is not updated inside.
     """
     homes: dict[int, _Shapes] = {}
     for number, leaf in enumerate(tree.leaves):
@@ -150,7 +151,8 @@ def updated_inside(
 def _warn_of_whole_gradients(
     tree: Tree, inside: Sequence[int], readers: Mapping[int, Sequence[str]]
 ) -> None:
-    """Warn if many of the stacks' values are updated behind the backward pass.
+    """Warn if a stack could be updated inside and is not, because of its readers, or if
+    many of the stacks' values are not.
 
     A float array of three axes or more counts as a stack. If nothing is stored, float
     matrices count, too.
@@ -159,6 +161,7 @@ def _warn_of_whole_gradients(
     whole = []
     values = 0
     held = 0
+    is_surprise = False
     for number, leaf in enumerate(tree.leaves):
         own = leaf.parameter
         if isinstance(own, Parameter):
@@ -173,8 +176,9 @@ def _warn_of_whole_gradients(
             held += size
             why = _why_behind(leaf, readers.get(number, ()))
             whole.append(f"{'/'.join(leaf.names)} {list(own.shape)} ({why})")
+            is_surprise |= leaf.is_fused
     # Narrow matrices of small models, such as keys of few heads, are no surprise.
-    if held > values / 4:
+    if is_surprise or held > values / 4:
         warnings.warn(
             "train_step holds the gradients of all layers of some weights, as the"
             f" ordinary step does: {', '.join(whole)}; store the weights"

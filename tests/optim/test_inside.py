@@ -497,6 +497,19 @@ def test_gradients_of_all_layers_are_warned_of(loss, moments, why):
     assert metrics.skipped["kernel"].shape == ()
 
 
+def test_a_small_stack_that_no_scan_runs_over_is_warned_of():
+    """It is less than a quarter of the values."""
+
+    def loss(params, x):
+        return scanned(params["large"], x) + unrolled(params["small"], x)
+
+    params = {"large": {"kernel": stack(layers=12)}, "small": {"kernel": stack()}}
+    words = r"does: small/kernel \[3, 128, 128\] \(no scan runs over it, it is read by"
+    with pytest.warns(UserWarning, match=words):
+        metrics = of_shapes(tcfp_jax.train_step(loss, TX), store(params))
+    assert metrics.skipped["large/kernel"].shape == (12,)
+
+
 def in_parts(params, x):
     """Microbatches inside the loss: each round reads all layers."""
     return jnp.mean(
