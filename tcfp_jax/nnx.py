@@ -23,7 +23,7 @@ from tcfp_jax.layers.nnx import (
     is_variable,
 )
 from tcfp_jax.optim.feedback import layer_state
-from tcfp_jax.optim.gradients import with_slots
+from tcfp_jax.optim.gradients import arithmetic_named, with_slots
 from tcfp_jax.optim.stored import apply_updates
 from tcfp_jax.optim.suited import suited
 from tcfp_jax.paths import PyTree, entries
@@ -166,7 +166,8 @@ def value_and_grad(
             model = args[place]
             before = _values(nnx.state(model, wrt))
             nnx.update(model, given([slots])[0])
-            result = f(*args, **kwargs)
+            with arithmetic_named():
+                result = f(*args, **kwargs)
             nnx.update(model, before)  # the slots stay in here
             return result
 

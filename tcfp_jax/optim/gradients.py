@@ -5,10 +5,15 @@ The gradient of a float8 array is float8: three bits without a scale. So each st
 weight gets a `slot`, zeros of the kernel's shape, and the function is differentiated
 with respect to the slots. Products read the FP8 values and send the gradient to the
 slot. Nothing reads the zeros, so the compiled program has none.
+
+Codes and scales are arrays, which the function could take for numbers. Only the
+optimizer reads the state of rounding (`Training.rounding`). So the function gets random
+keys in its place: any code moves them, and JAX refuses arithmetic on them.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -66,7 +71,8 @@ def value_and_grad(
         _, slots, given = with_slots(argnums, args)
 
         def of_slots(slots: Sequence[PyTree]) -> PyTree:
-            return fun(*given(slots), **kwargs)
+            with arithmetic_named():
+                return fun(*given(slots), **kwargs)
 
         result, gradients = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
         return result, gradients[0] if isinstance(argnums, int) else gradients
@@ -153,7 +159,26 @@ def filled(leaf: PyTree, slot: PyTree) -> PyTree:
     if not isinstance(leaf, Parameter):
         return slot
     codes = _codes(leaf, slot)
-    return replace(codes, state=replace(codes.state, slot=slot))
+    bits = jnp.zeros((*codes.state.amax.shape, 2), jnp.uint32)
+    keys = jax.random.wrap_key_data(bits, impl="threefry2x32")
+    return replace(codes, state=replace(codes.state, slot=slot, rounding=keys))
+
+
+@contextlib.contextmanager
+def arithmetic_named() -> Iterator[None]:
+    """Say what to do where JAX refuses arithmetic on the keys of a stored weight."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        if "key<fry>" not in str(error) and "abstract method" not in str(error):
+            raise
+        raise TypeError(
+            "the function takes FP8 codes and scales of a stored weight for numbers,"
+            " such as by jax.tree.map(lambda p: 0.5 * p, params) or a sum over"
+            " jax.tree.leaves(params); compute with the float parameters,"
+            " jax.tree.leaves(tcfp_jax.dequantize(params)), whose gradients are those"
+            f" of the weights. Or it computes with a random key: {error}"
+        ) from error
 
 
 @jax.custom_vjp

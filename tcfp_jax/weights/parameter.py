@@ -179,9 +179,11 @@ class Parameter(NotAnArray):
         A dtype that changed raises. A value that changed shows in the sample; a kernel
         without one is compared with its amax. With concrete arrays that raises, too; a
         traced program makes the scales NaN. Inside `value_and_grad`, which has looked,
-        the codes are constants. Inside `shard_map` nothing is compared.
+        the codes are constants, and only dtypes are compared. Inside `shard_map`
+        nothing is compared.
         """
         if self.state.slot is not None:
+            self._check_dtypes()
             return replace(self, stored=lax.stop_gradient(self.stored))
         rows = self.stored.backward
         if rows is None or rows.lo is None:  # the transpose of a parameter
@@ -201,6 +203,15 @@ class Parameter(NotAnArray):
     @property
     def _name(self) -> str:
         return f"the stored weight {list(self.shape)}"
+
+    def _check_dtypes(self) -> None:
+        """Raise a ValueError if a value or a scale was cast."""
+        for array in jax.tree.leaves(self.stored):
+            if array.dtype.itemsize > 1 and array.dtype != jnp.float32:
+                raise ValueError(
+                    f"{self._name} holds {array.dtype} where codes of 8 bits or float32"
+                    f" were written: {_REPAIR}"
+                )
 
     def _check_arrays(self) -> None:
         """Raise a ValueError if arrays of the state, or dtypes, are not those that a

@@ -37,7 +37,8 @@ class Training:
     Attributes:
       rounding: state of stochastic rounding, float32 `[*stack, 3]`: two words of a seed
         and the count of roundings, as integers below 2**24. Integer arrays would make
-        `jax.grad` fail before the error that names `value_and_grad`.
+        `jax.grad` fail before the error that names `value_and_grad`. Inside of it keys
+        `[*stack]`, on which arithmetic raises.
       amax: the largest |w| at the last rounding, float32 `[*stack]`.
       error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths
         of the step at each `W_lo`.

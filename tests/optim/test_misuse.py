@@ -265,6 +265,10 @@ def in_a_scan(params):
     return [jax.lax.scan(add, 0.0, params["kernel"].rows.values)[0]]
 
 
+def as_bfloat16_of_float32(leaf):
+    return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+
+
 LEAVES = {
     "all": jax.tree.leaves,
     "codes": lambda params: [params["kernel"].rows.values],
@@ -285,6 +289,36 @@ def test_a_loss_over_leaves_raises_while_it_is_traced(name):
     for run in (grad, jax.jit(grad), functools.partial(jax.eval_shape, grad)):
         with refused(message, TypeError):
             run(stored())
+
+
+CHANGES_IN_A_LOSS = {
+    "factor": (lambda leaf: 2 * leaf, "jax.tree.map"),
+    "noise": (lambda leaf: leaf + jnp.ones((), leaf.dtype), "jax.tree.map"),
+    "cast": (lambda leaf: leaf.astype(jnp.bfloat16), "jax.tree.map"),
+    "cast of scales": (as_bfloat16_of_float32, "holds bfloat16"),
+}
+
+
+@parametrize("name", CHANGES_IN_A_LOSS)
+def test_a_loss_of_changed_leaves_raises_while_it_is_traced(name):
+    change, message = CHANGES_IN_A_LOSS[name]
+
+    def loss(params):
+        return square(jax.tree.map(change, params))
+
+    grad = tcfp_jax.grad(loss)
+    for run in (grad, jax.jit(grad), functools.partial(jax.eval_shape, grad)):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run(stored())
+
+
+def test_a_loss_may_move_leaves():
+    def of_moved(params):
+        moved = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf])[1], params)
+        return square(jax.lax.stop_gradient(params)) * 0 + square(moved)
+
+    found = tcfp_jax.grad(of_moved)(stored())
+    assert same_bits(found, tcfp_jax.grad(square)(stored()))
 
 
 def test_losses_over_floats_and_over_reads_are_right():
