@@ -94,9 +94,9 @@ class _Progress:
 def compile_steps(config: Config, names: Iterable[str], text: jax.Array) -> None:
     """Compile the steps of endings in threads; the cache of programs keeps them.
 
-    They end before anything runs: cuDNN fails now and then if another thread compiles
-    while it captures a graph. A step that failed here compiles again where it is used,
-    and reports its error.
+    All are compiled before one runs, because cuDNN sometimes fails if another thread
+    compiles while it captures a graph. A step that failed here compiles again where it
+    is used, and reports its error.
     """
     run = forks.train_config(config, VARIANTS[BASELINE])
     key = batch_key(run)

@@ -104,8 +104,8 @@ WHOLE = {
     "llama-1b-unrolled": "Llama-3.2-1B, unrolled",
     "large-olmoe": "OLMoE-1B-7B",
     "large-backward-llama-8b": "Llama-3-8B, updated inside the backward pass",
-    "large-backward-llama-8b-block": "the same, every block recomputed",
-    "large-backward-qwen3-14b-block": "Qwen3-14B, the same",
+    "large-backward-llama-8b-block": "Llama-3-8B, the same, with blocks recomputed",
+    "large-backward-qwen3-14b-block": "Qwen3-14B, the same, with blocks recomputed",
 }
 
 

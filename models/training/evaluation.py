@@ -84,7 +84,7 @@ def evaluate(
         plain = dict.fromkeys(("forward", "dgrad", "wgrad"), "bf16")
         config = replace(config, products=recipe(config.recipe, **plain))
     elif products == "bf16" and config.update == "backward":
-        # Nor may floats next to a state for which all gradients were too large.
+        # Nor may floats next to a state that leaves no room for all gradients.
         config = replace(config, products=exact(recipe(config.recipe)))
     elif products == "bf16":
         # A separate program dequantizes, so that all kinds of weights share one program

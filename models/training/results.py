@@ -78,7 +78,7 @@ def table(name: str, result: RunResult, baseline: RunResult | None) -> str:
 def remarks(result: RunResult) -> Iterator[str]:
     """Yield lines about speed and memory, and about steps that changed nothing."""
     if math.isnan(result.tokens_per_second):
-        yield "tokens/s: not measured: no step was left, or each call compiled one\n"
+        yield "tokens/s: not measured, as no step was left or each call compiled\n"
     if result.peak_bytes is not None:
         yield f"peak memory of the device: {sized(result.peak_bytes)}\n"
     in_bf16 = result.heldout_loss_bf16

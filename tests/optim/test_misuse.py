@@ -312,6 +312,14 @@ def test_a_loss_of_changed_leaves_raises_while_it_is_traced(name):
             run(stored())
 
 
+def test_an_error_of_the_loss_keeps_its_words():
+    def loss(params):
+        raise TypeError("abstract method f of A")
+
+    with pytest.raises(TypeError, match=r"^abstract method f of A"):
+        tcfp_jax.grad(loss)(stored())
+
+
 def test_a_loss_may_move_leaves():
     def of_moved(params):
         moved = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf])[1], params)
