@@ -70,7 +70,6 @@ DECIDING = (
     "memory-llama-8b",
     FORKS,
     CLIPPING,
-    HEAD,
     FROM_SCRATCH,
     "finish",
     "train_step",

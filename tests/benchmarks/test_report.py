@@ -198,7 +198,7 @@ def test_every_table_with_numbers_is_printed(capsys):
     printed = re.findall(r"^## (\S+)$", capsys.readouterr().out, re.MULTILINE)
     measured = {name for name in report.SECTIONS if records.read_result(name)}
     assert set(printed) == measured
-    assert len(measured & set(report.DECIDING)) > len(report.DECIDING) / 2
+    assert set(report.DECIDING) < measured
 
 
 def test_the_originals_table_has_the_fastest_product_and_bytes_of_steps(tmp_path):
