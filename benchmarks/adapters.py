@@ -304,7 +304,6 @@ def table(result: Result) -> str:
         "tokens per second": "{tokens_per_second:,.0f}",
         "speedup per layer over BF16": "**{layer_speed_over_bf16:.2f}**",
         "state, GB": "{state_gigabytes:.1f}",
-        "step, GB": "{step_gigabytes:.1f}",
         "peak, GB": "{peak_gigabytes:.1f}",
         "loading, s": "{loading_seconds:.0f}",
     }
@@ -316,8 +315,8 @@ def table(result: Result) -> str:
         f" {size['hidden']}, a vocabulary of {size['vocabulary']}, {batch} ×"
         f" {positions} tokens per step; blocks keep {size['remat']}. `{IN_E4M3}` rounds"
         " activations and gradients to E4M3 by rows. State is all that outlives a step,"
-        " step the memory of the compiled step with it, peak the allocator's, loading"
-        " the time to draw and quantize the weights layer by layer."
+        " peak is of the allocator, and loading is the time to draw and quantize the"
+        " weights layer by layer."
     )
 
 

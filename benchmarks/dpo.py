@@ -225,7 +225,6 @@ def table(result: Result) -> str:
         "margin": "{margin:.2f}",
         "state, GB": "{state_gigabytes:.1f}",
         "of it the reference, GB": "{reference_gigabytes:.1f}",
-        "step, GB": "{step_gigabytes:.1f}",
         "peak, GB": "{peak_gigabytes:.1f}",
     }
     rows = []
@@ -242,7 +241,8 @@ def table(result: Result) -> str:
         f" {config['sequence'] - config['prompt']} of each answer, beta"
         f" {config['beta']}. Accuracy and margin of the rewards are means of steps"
         f" {config['steps'] - LAST + 1} to {config['steps']}, over pairs that are seen"
-        " for the first time. State is all that outlives a step."
+        " for the first time. State is all that outlives a step, and peak is of the"
+        " allocator."
     )
 
 

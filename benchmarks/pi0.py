@@ -21,13 +21,6 @@ from benchmarks.large import check_losses
 from benchmarks.records import Result, cells
 from examples import pi0
 
-# How each way trains, for readers.
-MEANINGS = {
-    "float": "BF16 products, float32 weights, moments and average",
-    "stored": "stored weights, moments of 8 bits, a stored average",
-    "late": "the same, updated inside the backward pass",
-}
-
 
 @dataclass(frozen=True)
 class Config:
@@ -132,9 +125,7 @@ def table(result: Result) -> str:
     """Return the page's table, one line per way."""
     columns = {
         "`--step`": "`{way}`",
-        "": "{meaning}",
         "state, GB": "{state_gigabytes:.1f}",
-        "step, GB": "{step_gigabytes:.1f}",
         "peak, GB": "{peak_gigabytes:.1f}",
         "examples per second": "{examples_per_second:.1f}",
         "tokens per second": "{tokens_per_second:,.0f}",
@@ -143,13 +134,12 @@ def table(result: Result) -> str:
     rows = []
     for row in result.rows:
         losses = row["losses"]
-        more = dict(meaning=MEANINGS[row["way"]], first=losses[0], last=losses[-1])
-        rows.append({**row, **more})
+        rows.append({**row, "first": losses[0], "last": losses[-1]})
     config = result.config
     return (
         f"{cells(rows, columns)}\n\n{config['batch']} examples per step, losses of the"
-        f" first and of step {config['steps']}. State is all that outlives a step, step"
-        " the memory of the compiled step with it, peak the allocator's."
+        f" first and of step {config['steps']}. State is all that outlives a step, and"
+        " peak is of the allocator."
     )
 
 
