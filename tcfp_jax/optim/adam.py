@@ -27,6 +27,7 @@ from pallas_kernels import moments as codes
 from pallas_kernels.checks import check_choice
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim import encoding
+from tcfp_jax.optim.arguments import GRADIENTS, MOMENTS, PARAMETERS, check_made
 from tcfp_jax.optim.encoding import Format, Keys, Moment, Scales
 from tcfp_jax.optim.numbers import check_numbers, usable
 from tcfp_jax.optim.steps import (
@@ -316,11 +317,7 @@ class Leaf(NamedTuple):
     def gradient(self, g: PyTree) -> Array:
         """Return the gradient in the parameter's shape, or as a stored matrix."""
         path = "/".join(self.names)
-        if is_quantized(g):
-            raise ValueError(
-                f"the gradient of {path} is a stored weight, not floats; take it with"
-                " tcfp_jax.value_and_grad"
-            )
+        GRADIENTS.check_floats(path, g)
         own = self.parameter
         shape = own.kernel_shape if isinstance(own, Parameter) else jnp.shape(own)
         if jnp.shape(g) != shape:
@@ -340,6 +337,8 @@ class Tree:
         for names, leaf in found:
             if is_quantized(leaf):
                 _check_whole("/".join(names), leaf)
+            else:
+                PARAMETERS.check_floats("/".join(names), leaf)
         narrow = encoding.narrow_leaves(params)
         if callable(mask):
             mask = mask(jax.tree.map(_seen, params, is_leaf=is_quantized))
@@ -352,13 +351,13 @@ class Tree:
 
     def gradients(self, grads: PyTree) -> list[Array]:
         """Return the gradient of each parameter, for a stored one as a matrix."""
-        given = self.treedef.flatten_up_to(grads)
+        given = GRADIENTS.leaves(self.treedef, grads)
         return list(map(Leaf.gradient, self.leaves, given))
 
     def with_moments(self, state: AdamWState) -> list[tuple[Leaf, Moment, Moment]]:
         """Return each parameter with its moments."""
-        mu = self.treedef.flatten_up_to(state.mu)
-        nu = self.treedef.flatten_up_to(state.nu)
+        mu = MOMENTS.leaves(self.treedef, state.mu)
+        nu = MOMENTS.leaves(self.treedef, state.nu)
         found = []
         for leaf, m, v in zip(self.leaves, mu, nu, strict=True):
             for form, moment in zip(leaf.forms, (m, v), strict=True):
@@ -367,6 +366,12 @@ class Tree:
                         f"a moment of {'/'.join(leaf.names)} is {moment.dtype} in the"
                         f" state, and {form} in this optimizer; make it with the"
                         " moments= of the state, or a new state by tx.init"
+                    )
+                if moment.shape != jnp.shape(leaf.parameter):
+                    raise ValueError(
+                        f"a moment of {'/'.join(leaf.names)} is {list(moment.shape)} in"
+                        f" the state, not {list(jnp.shape(leaf.parameter))}; pass the"
+                        " state that tx.init(params) made for these parameters"
                     )
             first = encoding.found(m, leaf.names, state.mu_scale)
             second = encoding.found(v, leaf.names, state.nu_scale)
@@ -394,11 +399,7 @@ class Tree:
 
 def check_state(state: object) -> None:
     """Raise `TypeError` unless a state is that of `adamw`."""
-    if not isinstance(state, AdamWState):
-        raise TypeError(
-            f"the state is a {type(state).__name__}, not adamw's; pass the one that"
-            " this tx.init made"
-        )
+    check_made(state, AdamWState, "adamw")
 
 
 def _check_whole(path: str, leaf: PyTree) -> None:

@@ -28,11 +28,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Contracts
 from tcfp_jax.formats.casting import check_key
+from tcfp_jax.optim.arguments import check_made
 from tcfp_jax.optim.feedback_step import Entry, WeightStep
 from tcfp_jax.paths import PyTree, entries, find, named_leaves, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.parameter import is_quantized
 from tcfp_jax.weights.placement import check_blocks
 
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
@@ -162,6 +164,7 @@ def error_feedback(
                 "error_feedback quantizes params + updates; call tx.update(grads,"
                 " opt_state, params)"
             )
+        check_made(state, ErrorFeedbackState, "error_feedback")
         # The weights that the caller is about to have: layers of the next step read the
         # result.
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
@@ -262,6 +265,7 @@ class _Weights:
                     " weight has two axes or more; unselect it"
                 )
         if not any(chosen):
+            _check_floats(params)
             raise ValueError(
                 "found no weight: no leaf named 'kernel' has two axes; pass"
                 " find_weights(model), or mask="
@@ -275,6 +279,7 @@ class _Weights:
         # by `optax.masked` or `partition`
         hidden = any(map(_is_hidden, jax.tree.leaves(params, is_leaf=_is_hidden)))
         if weights and not set(weights) & set(paths) and not hidden:
+            _check_floats(params)
             raise ValueError(
                 f"none of the {len(weights)} weights is among the {len(paths)}"
                 f" parameters: {min(weights)} is not,"
@@ -315,6 +320,16 @@ class _Weights:
             amax=self.treedef.unflatten(amax),
             key=key_data,
             scaled_errors=kept if scaled else None,
+        )
+
+
+def _check_floats(params: PyTree) -> None:
+    """Raise a ValueError if parameters are stored weights."""
+    if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+        raise ValueError(
+            "the parameters are stored weights, and error_feedback keeps quantized"
+            " copies of float ones; train them with tcfp_jax.optim.adamw, or with"
+            " tcfp_jax.optim.on_stored(tx)"
         )
 
 

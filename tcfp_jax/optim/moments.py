@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from tcfp_jax.optim import encoding
+from tcfp_jax.optim.arguments import check_made
 from tcfp_jax.optim.encoding import Format, Scales
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import PyTree, named_leaves, path_names
@@ -179,8 +180,7 @@ def low_precision_moments(
     def init(params: PyTree) -> LowPrecisionState:
         chosen = plan(params)
         first = inner_tx.init(params)
-        for form, (names, leaf) in zip(chosen, named_leaves(first)[0], strict=True):
-            encoding.check_moment("/".join(names), form, leaf)
+        _check_moments(chosen, first)
         # Without the barrier XLA rounds the zeros at compile time, which takes seconds.
         first = lax.optimization_barrier(first)
         own_words = None if words is None else jnp.copy(words)
@@ -192,6 +192,7 @@ def low_precision_moments(
         params: PyTree = None,
         **extra: object,
     ) -> tuple[PyTree, LowPrecisionState]:
+        check_made(state, LowPrecisionState, "low_precision_moments")
         like = updates if params is None else params
         chosen = plan(like)
         leaves, treedef = named_leaves(state.inner)
@@ -217,6 +218,18 @@ def _format_of(role: str, dtype: DTypeLike) -> Format:
         f"{role}={name!r} cannot hold these moments: {_NEEDS[role]}; use one of"
         f" {list(_FORMATS[role])}"
     )
+
+
+def _check_moments(formats: list[Format], state: PyTree) -> None:
+    """Raise a ValueError unless the formats fit the leaves of a first state."""
+    found = named_leaves(state)[0]
+    if len(found) != len(formats):
+        raise ValueError(
+            "low_precision_moments needs float parameters, and some of these are stored"
+            " weights; write tcfp_jax.optim.on_stored(low_precision_moments(...))"
+        )
+    for form, (names, leaf) in zip(formats, found, strict=True):
+        encoding.check_moment("/".join(names), form, leaf)
 
 
 def _check_fields(

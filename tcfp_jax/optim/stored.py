@@ -17,6 +17,7 @@ small parameters, which stay float.
 
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import starmap
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,16 @@ from jax.interpreters import partial_eval
 from jax.typing import ArrayLike, DTypeLike
 
 from tcfp_jax.formats.casting import check_key
+from tcfp_jax.optim.arguments import (
+    AVERAGED,
+    GRADIENTS,
+    PARAMETERS,
+    TO_STORE,
+    UPDATED,
+    UPDATES,
+    check_made,
+    is_whole,
+)
 from tcfp_jax.optim.numbers import check_numbers
 from tcfp_jax.optim.wrappers import check_wrappers
 from tcfp_jax.paths import PyTree, named_leaves
@@ -121,6 +132,7 @@ def store(
     names_of_all = sorted("/".join(names) for names, _ in found)
     floats = _floats_of(names_of_all, recipe)
     if not chosen:
+        TO_STORE.check_tree(tree)
         why = _nothing_to_store(names_of_all, recipe)
         if floats:
             repair = "keep float parameters and error_feedback"
@@ -210,17 +222,9 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     >>> dequantize(apply_updates(params, updates))["kernel"].tolist()
     [[0.75, 0.75], [0.75, 0.75]]
     """
-    found, treedef = named_leaves(params, _is_whole)
-    updated = []
-    for (names, leaf), update in zip(
-        found, treedef.flatten_up_to(updates), strict=True
-    ):
-        updated.append(_updated("/".join(names), leaf, update))
-    return treedef.unflatten(updated)
-
-
-def _is_whole(node: object) -> bool:
-    return node is None or is_quantized(node)
+    pairs = UPDATES.pairs(params, updates)
+    treedef = jax.tree.structure(params, is_leaf=is_whole)
+    return treedef.unflatten(starmap(_updated, pairs))
 
 
 class OnStoredState(NamedTuple):
@@ -259,19 +263,18 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
     """
     check_numbers(step_size=step_size)
     share = jnp.asarray(step_size, jnp.float32)
-    found, treedef = named_leaves(old, _is_whole)
     averages: list[PyTree] = []
-    for (names, leaf), wanted in zip(
-        found, treedef.flatten_up_to(dequantize(new)), strict=True
-    ):
+    for path, leaf, wanted in AVERAGED.pairs(old, dequantize(new)):
         if leaf is None:
             averages.append(None)
-        elif is_quantized(leaf):
+            continue
+        AVERAGED.check_floats(path, wanted)
+        if is_quantized(leaf):
             change = wanted.astype(jnp.float32) - dequantize(leaf).astype(jnp.float32)
-            averages.append(_updated("/".join(names), leaf, share * change))
+            averages.append(_updated(path, leaf, share * change))
         else:
             averages.append(_average(jnp.asarray(wanted), jnp.asarray(leaf), share))
-    return treedef.unflatten(averages)
+    return jax.tree.structure(old, is_leaf=is_whole).unflatten(averages)
 
 
 def _average(new: Array, old: Array, share: Array) -> Array:
@@ -321,6 +324,7 @@ def on_stored(
 
     def init(params: PyTree) -> OnStoredState:
         check_wrappers(params, rewrites=False)
+        PARAMETERS.check_tree(params)
         return OnStoredState(inner.init(dequantize(params)), jnp.zeros((), jnp.int32))
 
     def update(
@@ -331,6 +335,10 @@ def on_stored(
                 "on_stored shows the parameters to the optimizer; call tx.update(grads,"
                 " state, params)"
             )
+        check_made(state, OnStoredState, "on_stored")
+        for path, _, gradient in GRADIENTS.pairs(params, updates):
+            if gradient is not None:
+                GRADIENTS.check_floats(path, gradient)
         floats = dequantize(params)
 
         def step() -> tuple[PyTree, PyTree]:
@@ -458,18 +466,17 @@ def _nothing_to_store(
 
 
 def _updated(path: str, leaf: PyTree, update: PyTree) -> PyTree:
+    if leaf is None:
+        return None
     if not is_quantized(leaf):
+        UPDATED.check_floats(path, leaf)
+        UPDATES.check_floats(path, update)
         return optax.apply_updates(leaf, update)
     if isinstance(update, Rewritten):
         return update.onto(leaf)
     if update is None:
         return leaf
-    if is_quantized(update):
-        raise ValueError(
-            f"the update of {path} is a stored weight, which optimizers do not return;"
-            " take gradients with tcfp_jax.value_and_grad, and use"
-            " tcfp_jax.optim.on_stored(tx) instead of tx"
-        )
+    UPDATES.check_floats(path, update)
     parameter = parameter_of(leaf)
     if tuple(update.shape) != parameter.kernel_shape:
         raise ValueError(

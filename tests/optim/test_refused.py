@@ -8,8 +8,8 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
+from tcfp_jax import optim
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.optim import on_stored
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import assert_close, drawn, parametrize, refusals, refused, same_bits
 from tests.optim.zoo import KERNEL, KEY, RECIPE, TWO_LAYERS, X, loss, stored_of
@@ -17,6 +17,7 @@ from tests.optim.zoo import KERNEL, KEY, RECIPE, TWO_LAYERS, X, loss, stored_of
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 WEIGHT = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)))
 LOOKED_UP = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1,)), float_reads="lookup")
+HEADS = Weight(tcfp_jax.recipe(RECIPE), Layout((0,), (1, 2)))
 TRANSPOSED = Weight(tcfp_jax.recipe(RECIPE), Layout((1,), (0,)))
 
 
@@ -110,6 +111,108 @@ def in_a_dense_of(layer):
     return with_stored(lambda params: layer.apply({"params": params["up"]}, X))
 
 
+ADAMW = optim.adamw(1e-2, moments="float32")
+ON_STORED = optim.on_stored(optax.adam(1e-2))
+NARROW = optim.low_precision_moments(optax.adam(1e-2), key=KEY)
+FEEDBACK = optim.error_feedback("tcfp12")
+
+
+def update(tx, grads=TWO_LAYERS, of=None):
+    """The call of an optimizer with these gradients, and the state of another."""
+
+    def call(params):
+        given = grads(params) if callable(grads) else grads
+        tx.update(given, jax.eval_shape((of or tx).init, params), params)
+
+    return with_stored(call)
+
+
+def update_of_floats(tx):
+    tx.update(TWO_LAYERS, ADAMW.init(TWO_LAYERS), TWO_LAYERS)
+
+
+def update_of_a_reshaped_kernel():
+    """Its moments have the shape of the stored matrix."""
+    kernel = {"kernel": drawn(16, 4, 8)}
+    params = stored_of(kernel, {"kernel": HEADS})
+    ADAMW.update(kernel, ADAMW.init(params), kernel)
+
+
+def applied(call):
+    """The call with stored parameters and their updates by AdamW."""
+
+    def run(params):
+        updates, state = ADAMW.update(TWO_LAYERS, ADAMW.init(params), params)
+        call(params, updates, state)
+
+    return with_stored(run)
+
+
+apply = tcfp_jax.apply_updates
+HELD = "first argument of tx.update, hold a stored weight at down/kernel, where floats"
+OF_STORED = "second argument of apply_updates, hold the update of a stored weight at do"
+test_an_argument_instead_of_another_is_named = refusals(
+    {
+        ValueError: {
+            f"gradients, {HELD}": update(ADAMW, lambda params: params),
+            f"{HELD} belong; pass the": update(ON_STORED, lambda params: params),
+            "of type tuple, but the parameters of type dict; .* returns .value,": (
+                update(ADAMW, (0.0, TWO_LAYERS))
+            ),
+            "of type tuple, .* pass": update(ON_STORED, (0.0, TWO_LAYERS)),
+            "have no down/kernel, which is a par": update(ADAMW, TWO_LAYERS["up"]),
+            "have rest, which is not a par": update(ADAMW, {**TWO_LAYERS, "rest": X}),
+            "hold None at down/kernel": update(
+                ADAMW, {**TWO_LAYERS, "down": {"kernel": None}}
+            ),
+            "other containers": lambda: ADAMW.update([(X,)], ADAMW.init([[X]]), [[X]]),
+            r"a moment of kernel is \[16, 32\] in the state, not \[16, 4, 8\]": (
+                update_of_a_reshaped_kernel
+            ),
+            "third of tx.update, hold an object of type function, where": (
+                lambda: ADAMW.init(loss)
+            ),
+            "hold an object of type str at up, where": lambda: ON_STORED.init(
+                {"up": "kernel"}
+            ),
+            "first argument of store, hold an object of type str, where": (
+                lambda: tcfp_jax.store(RECIPE, TWO_LAYERS, key=KEY)
+            ),
+            r"optim\.on_stored\(low_precision_moments": with_stored(NARROW.init),
+            "are stored weights, and error_feedback keeps": with_stored(FEEDBACK.init),
+            "first argument of apply_updates, hold the update of a stored weight": (
+                applied(lambda params, updates, state: apply(updates, params))
+            ),
+            "of apply_updates, are of type tuple, .*returns .updates, state": (
+                applied(lambda params, *made: apply(params, made))
+            ),
+            OF_STORED: applied(
+                lambda params, updates, state: apply(TWO_LAYERS, updates)
+            ),
+            "apply_updates, hold a stored weight at down": with_stored(
+                lambda params: apply(TWO_LAYERS, params)
+            ),
+            "of incremental_update, have no": with_stored(
+                lambda params: optim.incremental_update(params["up"], params, 0.5)
+            ),
+            "of incremental_update, hold the update": applied(
+                lambda params, updates, state: optim.incremental_update(
+                    updates, params, 0.5
+                )
+            ),
+        },
+        TypeError: {
+            "type OnStoredState, not adamw's; pass": update(ADAMW, of=ON_STORED),
+            "type AdamWState, not on_stored's": update(ON_STORED, of=ADAMW),
+            "type AdamWState, not low_precision_moments's": lambda: update_of_floats(
+                NARROW
+            ),
+            "type AdamWState, not error_feedback's": lambda: update_of_floats(FEEDBACK),
+        },
+    }
+)
+
+
 EITHER = (TypeError, ValueError)
 test_code_that_does_not_know_stored_weights_says_the_remedy = refusals(
     {
@@ -138,7 +241,9 @@ test_code_that_does_not_know_stored_weights_says_the_remedy = refusals(
             "argnums=3": with_stored(
                 lambda params: tcfp_jax.grad(loss, argnums=3)(params, X)
             ),
-            r"tx\.update": lambda: on_stored(optax.sgd(0.1)).update(TWO_LAYERS, None),
+            r"tx\.update": lambda: optim.on_stored(optax.sgd(0.1)).update(
+                TWO_LAYERS, None
+            ),
             "pass the parameters of this model": in_a_dense_of(
                 TCFPDense(8, recipe=RECIPE)
             ),
