@@ -8,10 +8,13 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 import tcfp_jax
 from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax import Recipe, TCFPMode, recipe, recipes
+from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.recipes import Dual, Single, definition
 from tests.helpers import parametrize, refused
 
@@ -119,6 +122,15 @@ def test_flags_that_contradict_raise():
     for wrong in ("false", 1, None, []):
         with refused(r"abd=.* use True or False"):
             Recipe.from_flags(abd=wrong)
+
+
+@parametrize("call", [convert_to_tcfp, TCFPLinear])
+def test_flags_of_a_call_belong_in_its_recipe(call):
+    written = r"abd=True: .* write recipe=tcfp_jax.Recipe.from_flags\(abd=True\)"
+    with refused(written, TypeError):
+        call(nn.Dense(4), TCFPMode.TCFP12, abd=True)
+    with refused("unexpected keyword argument 'abc'", TypeError):
+        call(nn.Dense(4), TCFPMode.TCFP12, abc=True)
 
 
 @parametrize(

@@ -30,11 +30,13 @@ from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import Args, Function, PyTree, Tree
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.recipes.flags import refuses_flags
 from tcfp_jax.weights.layout import Weights
 
 _Model = TypeVar("_Model")
 
 
+@refuses_flags
 def convert_to_tcfp(
     model: _Model,
     recipe: Recipe | str | None = None,

@@ -19,6 +19,7 @@ from tcfp_jax.layers import CHOICES, Absent, Multiply
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.recipes.flags import refuses_flags
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import fake_quantize
 
@@ -42,6 +43,7 @@ class _LowPrecision(nnx.Module):
     stored: Stored | None
     keys: nnx.RngStream
 
+    @refuses_flags
     def __init__(
         self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any
     ) -> None:

@@ -224,7 +224,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """
     pairs = UPDATES.pairs(params, updates)
     treedef = jax.tree.structure(params, is_leaf=is_whole)
-    return treedef.unflatten(starmap(_updated, pairs))
+    return jax.tree.unflatten(treedef, starmap(_updated, pairs))
 
 
 class OnStoredState(NamedTuple):
@@ -274,7 +274,7 @@ def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree
             averages.append(_updated(path, leaf, share * change))
         else:
             averages.append(_average(jnp.asarray(wanted), jnp.asarray(leaf), share))
-    return jax.tree.structure(old, is_leaf=is_whole).unflatten(averages)
+    return jax.tree.unflatten(jax.tree.structure(old, is_leaf=is_whole), averages)
 
 
 def _average(new: Array, old: Array, share: Array) -> Array:
