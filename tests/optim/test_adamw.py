@@ -445,7 +445,7 @@ test_mistakes = refusals(
             r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]": lambda: (
                 update(TURNED, STORED)
             ),
-            "gradient of small/kernel is a stored weight.*value_and_grad": lambda: (
+            "hold a stored weight at small/kernel.*value_and_grad": lambda: (
                 update({"small": STORED["small"]}, STORED)
             ),
             "mask must be a tree of bools": lambda: init(STORED, mask={"up": True}),

@@ -570,7 +570,7 @@ def test_a_state_of_something_else_is_refused(kind):
     words = r"a dict, not that of train_step; .*step.init\(params\)"
     if kind == "another optimizer":
         state = step.state(params, optax.sgd(1.0).init(params))
-        words = "a tuple, not adamw's"
+        words = "type tuple, not adamw's"
     with refused(words, TypeError):
         jax.eval_shape(step, state, X)
 
