@@ -445,8 +445,8 @@ test_mistakes = refusals(
             r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]": lambda: (
                 update(TURNED, STORED)
             ),
-            "hold a stored weight at small/kernel.*value_and_grad": lambda: (
-                update({"small": STORED["small"]}, STORED)
+            "hold a stored weight at small/kernel.*value_and_grad": lambda: update(
+                {"small": STORED["small"]}, STORED
             ),
             "mask must be a tree of bools": lambda: init(STORED, mask={"up": True}),
         },
