@@ -13,9 +13,6 @@ the same losses at other times.
 Calls follow each other on one machine: states that are there are read, and a run that
 the budget stopped goes on from its checkpoint. JSON is written after each ending, and
 `--resume` keeps its rows. Processes that share file and folder share the seeds.
-
-`--base-steps 0` begins every base from scratch. Only the change by an end is then
-compared within a base, and has little noise.
 """
 
 import argparse
@@ -319,12 +316,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--endings", help=f"of {', '.join(ENDINGS)} (default: all)")
     add("--model", default="4x256", help="a Llama of ids (default: 4x256)")
-    add(
-        "--base-steps",
-        type=int,
-        default=800,
-        help="in common; 0 begins from scratch (default: 800)",
-    )
+    add("--base-steps", type=positive, default=800, help="in common (default: 800)")
     add("--steps", type=positive, default=800, help="behind them (default: 800)")
     add("--data", nargs="+", default=[], metavar="PATH", help="as in convergence")
     add("--seeds", type=positive, default=3, help="how many of each (default: 3)")
@@ -374,7 +366,7 @@ def _asked(options: argparse.Namespace) -> Config:
         options.model,
         size,
         learning_rate=forks.whole_run(size)["learning_rate"],
-        warmup_steps=options.base_steps // 4 or options.steps // 10,
+        warmup_steps=options.base_steps // 4,
         base_steps=options.base_steps,
         steps=options.steps,
         text_bytes=2**40 if options.data else Config.text_bytes,

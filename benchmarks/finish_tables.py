@@ -140,14 +140,6 @@ def _described(result: Result, rows: Sequence[Row]) -> str:
         " ± is the standard error of the mean. Runs that differ from the first step on"
         " would be compared with ten times this error."
     )
-    if not run["base_steps"]:
-        begun = f"{run['steps']} steps from scratch with the products of the line"
-        paired = (
-            "A change by the end is of two runs that went on from one state of the base"
-            " with the same batches. Losses above BF16's are of runs that differ from"
-            " the first step on, whose noise is ten times as large. ± is the standard"
-            " error of the mean."
-        )
     said = [
         f"Model `{run['model']}`: {begun}. A step has {run['batch']} ×"
         f" {run['sequence']} tokens, a run {together:.0f} million."

@@ -140,18 +140,6 @@ def trained(config, base):
 
 
 @slow
-def test_bases_may_begin_from_scratch(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(finish, "SMOKE", replace(finish.SMOKE, base_steps=0))
-    command = ["--smoke", "--endings", ",".join(NAMES), "--out", str(tmp_path)]
-    rows = benchmark("finish").run(command)
-    assert [one.name for one in rows] == list(NAMES)
-    assert {one.base for one in rows} == {"seed-0"}
-    assert len({one.heldout_loss for one in rows}) == len(rows)
-    printed = capsys.readouterr().out
-    assert "20 steps from scratch with the products of the line" in printed
-
-
-@slow
 def test_a_stopped_base_goes_on(tmp_path):
     config = replace(finish.SMOKE, bases=str(tmp_path))
     names = ["nvfp4", "nvfp4_bf16_forward_20"]
