@@ -329,11 +329,11 @@ class Fp4:
         or "mxfp4", blocks of 32 with E8M0 scales.
       tile: "vector" along the contraction, or "square" of 16 x 16 (32 x 32) of a
         matrix, whose transpose has the same blocks.
-      rule: choice of a block's scale. NVFP4: "amax", max |x| / 6; "four_over_six", the
-        better of max |x| / 6 and max |x| / 4; "fold_exact", the better scale of
-        mantissa 1, 1.25 or 1.5, whose products with codes are E4M3 numbers;
-        "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", the rule
-        of OCP.
+      rule: choice of a block's scale. For MXFP4 it is "amax", the rule of OCP. For
+        NVFP4 "amax" is max |x| / 6, and "four_over_six" the better of max |x| / 6 and
+        max |x| / 4. "fold_exact" is the better scale of mantissa 1, 1.25 or 1.5, whose
+        products with codes are E4M3 numbers. "one_level" is max |x| / 6 in E4M3 with an
+        `outer` of one.
 
     Raises:
       ValueError: an unknown format or tile, or a rule that the format does not have.

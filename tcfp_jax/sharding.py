@@ -117,11 +117,11 @@ def fsdp(params: PyTree, mesh: AnyMesh, axis: str = "fsdp") -> PyTree:
     Use this for fully sharded data parallelism on one mesh axis. Write the shardings by
     hand for a mesh with a `tensor` axis.
 
-    An axis may be split if the mesh divides it, each device's part is contiguous in the
-    stored matrix, and no block of values that share a scale is cut: neither a weight's,
-    nor one of 128 values of an 8-bit moment. Every device holds a parameter whole if it
-    has no such axis (four heads of 64 on eight devices), or fewer than two axes. A
-    stack of layers is not split along its layers.
+    An axis may be split if the mesh divides it, and if each device's part is contiguous
+    in the stored matrix. No block of values that share a scale may be cut: neither a
+    weight's, nor one of 128 values of an 8-bit moment. Every device holds a parameter
+    whole if it has no such axis (four heads of 64 on eight devices), or fewer than two
+    axes. A stack of layers is not split along its layers.
 
     Args:
       params: parameters or their shapes, stored (`tcfp_jax.store`) or float. Prefer

@@ -179,9 +179,9 @@ def load_data(
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder holds no text.
-      ValueError: names do not fit together, a path is a device or a pipe, a named file
-        is not text, an array is not a row of integers, an id is out of range, or there
-        are more tokens than an int32 can count.
+      ValueError: names do not fit together, or a path is a device or a pipe. A named
+        file is not text, or an array is not a row of integers. An id is out of range,
+        or there are more tokens than an int32 can count.
     """
     check_names(data, vocabulary)
     check_paths(data)

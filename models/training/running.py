@@ -150,12 +150,12 @@ def run(
 
     Raises:
       ImportError: TensorBoard's files are asked for without tensorboardX.
-      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder; the
-        text is too short or not readable; the model cannot continue the prompt of
-        `config.sample`; `out` holds another run, or another process
-        writes it; the mesh does not divide what it splits; processes have different
-        settings; `config.start` is a checkpoint of another model; a disk has no room
-        for what is written; or the weights cannot be written to `outputs.export`.
+      ValueError: `checkpoint_every` does not fit, or TensorBoard has no folder. The
+        text is too short or not readable, or the model cannot continue the prompt of
+        `config.sample`. `out` holds another run, or another process writes it. The mesh
+        does not divide what it splits, or processes have different settings.
+        `config.start` is a checkpoint of another model. A disk has no room for what is
+        written, or the weights cannot be written to `outputs.export`.
       FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at
         the end.
       FileExistsError: `out` holds a run and `resume` is "never".

@@ -6,7 +6,7 @@ For few rows of x it is bound by the bytes of the weight, which are read once.
     out[m, n]  = sums[n, m] * factor[m]                            unless k is split
 
 The weight is the operand that `wgmma` takes from registers, because nothing else can be
-decoded without a trip through shared memory: the tensor core computes the transposed
+decoded without a trip through shared memory. So the tensor core computes the transposed
 product, 64 outputs n for every warpgroup and all of m. One warpgroup copies codes,
 scales and x ahead; the others decode (`decode.py`) and multiply. The rows of x are read
 by every block, so a block has as many warpgroups as fit, which share them. If there are

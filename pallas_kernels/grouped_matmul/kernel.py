@@ -57,11 +57,12 @@ def call(plan: Plan, out: jax.ShapeDtypeStruct, *operands: Array) -> Array:
     Args:
       plan: everything for which the kernel is compiled.
       out: `[m, n]` for rows, `[e, k, n]` within groups.
-      operands: x `[m, k]`, one or two halves of w `[e, n, k]`, or x `[k, m]` and g
-        `[n, m]`; the lists `starts`, `before` and the facts of tiles, or `starts`; the
-        scales `[1]` and `[e]` or `[1]`, or those of rows and of columns `[e, n]`, or
-        those of blocks `[k / tile_k, m]` and `[e, k / tile_k, n]` (squares:
-        n / tile_k), long enough for whole tiles.
+      operands: matrices, lists and scales. For rows, x is `[m, k]` with one or two
+        halves of w `[e, n, k]`, and the lists are `starts`, `before` and the facts of
+        tiles. Within groups, x is `[k, m]` and g `[n, m]`, and the list is `starts`.
+        The scales are `[1]` and `[e]` or `[1]`, or those of rows and of columns
+        `[e, n]`. Those of blocks are `[k / tile_k, m]` and `[e, k / tile_k, n]`
+        (squares: n / tile_k), long enough for whole tiles.
     """
     interpret = device_kind() == "cpu"
     accumulation = "full" if plan.promote else "fast"

@@ -2,10 +2,10 @@
 
 It multiplies in float32 on a CPU, and on a GPU on BF16 tensor cores.
 XLA has no grouped product on a CPU or a Hopper GPU. It masks x once for each group and
-multiplies densely, so the forward product of e groups costs e times the multiplications
-and reads e copies of x: 7 to 170 times the time of a grouped kernel on an H100. No
-weight is gathered for a row. FP8 values are exact in bfloat16 and their products in
-float32, so the result has the rounding of float32 sums alone.
+multiplies densely. So the forward product of e groups costs e times the multiplications
+and reads e copies of x. It takes 7 to 170 times the time of a grouped kernel on an
+H100. No weight is gathered for a row. FP8 values are exact in bfloat16 and their
+products in float32, so the result has the rounding of float32 sums alone.
 """
 
 from collections.abc import Callable

@@ -9,10 +9,10 @@ float32 accumulation. On a GPU three details decide whether XLA calls
   along the contraction), so no transpose kernel is needed;
 * the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton
   GEMMs takes minutes;
-* an optimization barrier on x keeps every dot apart (XLA would join dots that share x,
+* an optimization barrier on x keeps every dot apart. XLA would join dots that share x,
   such as q, k and v or both halves of a residual product, and concatenate their weights
-  at run time), and one on the scale keeps it inside (XLA would factor it out and
-  multiply in a pass of its own). XLA then computes the small product with W_lo first
+  at run time. A barrier on the scale keeps it inside: XLA would factor it out and
+  multiply in a pass of its own. XLA then computes the small product with W_lo first
   and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
 With any other scaling the operands are dequantized. An FP8 value times a power of two

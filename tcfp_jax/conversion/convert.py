@@ -78,13 +78,15 @@ def convert_to_tcfp(
         itself. To Linen's `apply` pass `rngs={"tcfp": key}`.
 
     Raises:
-      TypeError: not a Flax module, an argument that the model's call does not have, or
-        `rngs` of another type.
-      ValueError: both `recipe` and `mode`, a bound model, `rngs` of a Linen model, an
-        unknown recipe or group, a rule that is not a regex, "measured" without sample
-        arguments, nothing to convert (without sample arguments: when the model is
-        called; if measured times advise against it, it runs unchanged), or a product
-        that `strict` forbids. Then nothing changes.
+      TypeError: not a Flax module, an argument that the model's call does not have,
+        flags of PyTorch TCFP (they go into `Recipe.from_flags`), or `rngs` of another
+        type.
+      ValueError: both `recipe` and `mode`, a bound model, or `rngs` of a Linen model.
+        An unknown recipe or group, or a rule that is not a regex. "measured" without
+        sample arguments, or a product that `strict` forbids. Nothing to convert;
+        without sample arguments this raises when the model is called. If measured times
+        advise against every product, nothing raises, and the model runs unchanged.
+        After an error the model is as it was.
 
     >>> x = jax.numpy.ones((2, 3))
     >>> every = ("linear", "small")

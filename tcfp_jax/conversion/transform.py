@@ -409,15 +409,16 @@ def transform(
         wins, also over `include`. The pair `(regex, "inline")` opens functions with a
         `jax.custom_vjp` that read such a weight: their products convert, and the
         gradient is ours instead of theirs.
-      include: products that take `recipe` without a rule: "linear"; "head", the product
-        that makes the model's output; "small", matrices with a side below 1024, which
-        are slower than in BF16; "measured", products of "linear" (and of "head", if
-        named) that were measured to be faster than BF16 on this device. Each call is
-        judged by its own rows, at any size. Size decides for a shape, recipe or device
-        that was not timed. "embed", tables whose rows are looked up: they are stored
-        like kernels, and rows are dequantized from the stored form. A float table
-        without one is read unchanged. "norm" (or "layer_norm"), gains and
-        their biases, rounded to the packed format.
+      include: groups of products that take `recipe` without a rule. "linear" is every
+        product but the output head. "head" is the head, the product that makes the
+        model's output. "small" adds matrices with a side below 1024, which are slower
+        than in BF16. "measured" takes products of "linear" (and of "head", if named)
+        that were measured to be faster than BF16 on this device. Each call is judged by
+        its own rows, at any size. Size decides for a shape, recipe or device that was
+        not timed. "embed" is tables whose rows are looked up: they are stored like
+        kernels, and rows are dequantized from the stored form. A float table without
+        one is read unchanged. "norm" (or "layer_norm") is gains and their biases, which
+        are rounded to the packed format.
       strict: raise if a product has no low-precision form and no rule excludes it,
         or if a rule matches nothing.
 

@@ -3,9 +3,9 @@
 Read one as `CATALOG[name]` or `formats.<name>`. A name begins with a number (`int8`,
 `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a trailing `n` or `z` stands for fnuz). After
 an underscore, one letter is the number format of the scale and one is the format of the
-zero point: `F` float32, `f` float16 (or e5m3, if it scales tiles of signed numbers),
-`b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after them are the size of a tile,
-`c` is a channel, and a final `s` makes tiles square.
+zero point. The letters are `F` float32, `f` float16 (e5m3, if it scales tiles of signed
+numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after them are the size of
+a tile, `c` is a channel, and a final `s` makes tiles square.
 
 Some names of TensorCast contradict its definitions; here the name is right. `uint8_*`
 have 8 bits (16 there), `bf8b32s` and `bf8nb32s` have tiles of 32 (16 there),

@@ -6,8 +6,8 @@ arrays, each with one value of every block. It has the bits of `nvfp4_arrays.obs
 with fewer operations:
 
 * E2M1 and E4M3 are the top bits of a float32 whose exponent is moved down so that the
-  number's smallest normal value is float32's: x / s * 2**-126 >> 22 is the code of the
-  value below x / s. The quotient may be a product by a reciprocal.
+  number's smallest normal value is float32's. The code of the value below x / s is then
+  x / s * 2**-126 >> 22. The quotient may be a product by a reciprocal.
 * The decision is then exact: x lies above the middle m of two values if x - m * s > 0.
   A GPU has that sign from one fused operation, a CPU from (x - m * high) - m * low for
   the two halves of s, 12 digits each.

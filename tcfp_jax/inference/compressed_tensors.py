@@ -77,10 +77,11 @@ def save_compressed(
       ImportError: the `safetensors` package is missing, which
         `pip install "tcfp_jax[export]"` brings.
       TypeError: compressed-tensors does not have the format of a weight.
-      ValueError: nothing is quantized; a weight is a stack; blocks do not divide k; a
-        name is taken; scales are NaN, look inverted to readers, or break the rule
-        "fold_exact" that they name; fused weights differ; "float8" without FP8 weights;
-        the folder holds the shards of another model; or a choice is unknown.
+      ValueError: nothing is quantized, a weight is a stack, or a choice is unknown.
+        Blocks do not divide k, or a name is taken. Scales are NaN, look inverted to
+        readers, or break the rule "fold_exact" that they name. Fused weights differ.
+        "float8" is asked for without FP8 weights. The folder holds the shards of
+        another model.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4_packing import quantize_fp4
@@ -162,12 +163,12 @@ def load_compressed(
       FileNotFoundError: a file is missing.
       ImportError: the `safetensors` package is missing, which
         `pip install "tcfp_jax[export]"` brings.
-      ValueError: a file, its header, the index or the config is damaged or is not
-        inside of the folder; a tensor is in two files, or not in the one that the index
-        names; the format is another; weights are rotated or sparse, have zero points,
-        scales that are NaN, negative or out of range, or break the rule "fold_exact"
-        that the file notes; codes or scales are missing; a weight has unknown arrays; a
-        global scale is inverted or not one positive number.
+      ValueError: a file, its header, the index or the config is damaged, or is not
+        inside of the folder. A tensor is in two files, or not in the one that the index
+        names. The format is another. Weights are rotated or sparse, or have zero
+        points. Scales are NaN, negative or out of range, or break the rule "fold_exact"
+        that the file notes. Codes or scales are missing, or a weight has unknown
+        arrays. A global scale is inverted or not one positive number.
     """
     check_choice("global_scale", global_scale, ("divisor", "multiplier"))
     config, arrays, metadata = safetensors.read(Path(folder))

@@ -196,7 +196,7 @@ def check_global_scales(
     """Raise a ValueError if most NVFP4 weights seem to have an inverted global scale.
 
     A quantizer that fills the range of E4M3 has a largest block scale s near 448 and a
-    global scale of 448 * 6 / max |w|, so a reader of the inverse finds values up to
+    global scale of 448 * 6 / max |w|. A reader of the inverse finds values up to
     7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds the largest float16.
     A file is inverted if more than half of the weights whose global scale is not 1 are
     suspect. That never holds if half of the weights fit float16. It always holds if the

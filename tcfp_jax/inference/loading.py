@@ -40,9 +40,9 @@ def restored(variables: Tree, recipe: RecipeOrWeights) -> dict[str, PyTree]:
       recipe: the argument of `quantize_params`.
 
     Raises:
-      ValueError: the variables are not such dicts, the recipe does not name a weight,
-        weights are packed (a dict does not hold their length), arrays do not fit each
-        other, scales have another scaling than the recipe, have values that no
+      ValueError: the variables are not such dicts, or the recipe does not name a
+        weight. Weights are packed: a dict does not hold their length. Arrays do not fit
+        each other. Scales have another scaling than the recipe, have values that no
         quantizer makes, or break its rule "fold_exact".
 
     >>> import jax.numpy as jnp

@@ -233,7 +233,7 @@ def choose_codes(
         the path of the first.
 
     Raises:
-      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen
+      ValueError: no weight is FP4, one has an odd k, or a group is not there. A chosen
         operand does not fit: its shape, its format, a rule other than the recipe's
         "fold_exact", or scales that break that rule.
 

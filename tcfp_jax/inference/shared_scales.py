@@ -119,9 +119,9 @@ def store_together(
         and weights that are multiplied alone are left out.
 
     Raises:
-      ValueError: k is odd, recipes differ, a chosen operand does not fit, no weight is
-        called by any name of a group, or FP8 products could not rely on its rule as the
-        recipe does; or `quantize_together` raises it.
+      ValueError: k is odd, recipes differ, or no weight is called by any name of a
+        group. A chosen operand does not fit, or FP8 products could not rely on its rule
+        as the recipe does. Or `quantize_together` raises it.
     """
     made: dict[str, Stored] = {}
     for family in _families(stored, fused):

@@ -8,9 +8,9 @@ operation.
 
 With 128256 ids the logits of 16384 tokens take 4.2 GB in BF16, and their gradient as
 much again. Here both exist for some tokens at a time. A gradient needs nothing but the
-weight of each token in the mean, so the forward pass computes the gradients of a chunk
-as soon as it has the chunk's logits, and keeps the gradients of x and the kernel alone.
-The backward pass multiplies them by a number.
+weight of each token in the mean. So the forward pass computes the gradients of a chunk
+as soon as it has the chunk's logits. It keeps only the gradients of x and the kernel,
+and the backward pass multiplies them by a number.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu
 et al. 2024, "Liger Kernel".

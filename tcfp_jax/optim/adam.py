@@ -141,10 +141,11 @@ def adamw(
         state.
 
     Raises:
-      ValueError: an unknown `moments`; a number out of range; a key that is missing, or
-        that would not be used; a mesh that cuts blocks of moments; `init` inside
-        `MultiSteps` or `apply_if_finite` with stored parameters; `update` without
-        parameters, or with a gradient of another shape than its parameter.
+      ValueError: an unknown `moments`, or a number out of range. A key that is missing,
+        or that would not be used. A mesh that cuts blocks of moments. `init` with
+        stored parameters inside `MultiSteps` or `apply_if_finite`. `update` without
+        parameters, or with gradients or a state that do not fit them.
+      TypeError: `update` with the state of another optimizer.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = adamw(0.1, moments="float32")

@@ -111,10 +111,11 @@ def error_feedback(
         Axes before the last two are a stack of layers with a scale each.
 
     Raises:
-      ValueError: a stochastic remainder without a key, or a key that would not be used;
-        an unknown `error_dtype`, or one although no error is kept; parameters without
-        any weight of the mask or the mapping; a mapping and `mask=`; `update` without
-        params; `init` with parameters on a mesh that cuts a block of a weight.
+      ValueError: a stochastic remainder without a key, or a key that would not be used.
+        An unknown `error_dtype`, or one although no error is kept. Parameters without
+        any weight of the mask or the mapping, or stored ones. Both a mapping and
+        `mask=`. `update` without params. `init` with parameters on a mesh that cuts a
+        block of a weight.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))

@@ -115,9 +115,10 @@ def low_precision_moments(
       fields: "mu", "nu" or "float32" by name of field, besides `mu` and `nu`.
 
     Raises:
-      ValueError: a format that cannot hold these moments; no key, or one that would not
-        be used; a name that is no field; a transformation without moments; `init` with
-        parameters on a mesh that cuts a block of a moment.
+      ValueError: a format that cannot hold these moments. No key, or one that would not
+        be used. A name that is no field, or a transformation without moments. `init`
+        with parameters on a mesh that cuts a block of a moment, or with stored
+        parameters outside of `on_stored`.
 
     >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
     >>> tx = low_precision_moments(optax.adamw(1e-3), key=jax.random.key(0))

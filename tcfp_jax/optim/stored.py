@@ -9,10 +9,12 @@ back to floats.
     # Rounded into W_hi and W_lo.
     params = apply_updates(params, updates)
 
-Left out: weights in four bits, which are too coarse to be parameters (freeze them and
-train adapters, or keep float parameters with recipe("nvfp4")); weights of one FP8
-tensor (keep float parameters and `tcfp_jax.error_feedback`); norms, biases and other
-small parameters, which stay float.
+Left out:
+
+* Weights in four bits are too coarse to be parameters. Freeze them and train adapters,
+  or keep float parameters with recipe("nvfp4").
+* Weights of one FP8 tensor: keep float parameters and `tcfp_jax.error_feedback`.
+* Norms, biases and other small parameters stay float.
 """
 
 import warnings

@@ -11,11 +11,14 @@ The weight is quantized outside of these rules, or by the optimizer
 float copy. The gradient is the straight-through one: the gradient of the products above
 as if rounding were the identity.
 
-Left out: kernels with other axes than `[k, n]` (`tcfp_jax.products.einsum` contracts
-them, and a conversion does it by itself), rows in groups
-(`tcfp_jax.products.grouped_matmul`), batches of weights (`jax.vmap`), and a weight that
-is quantized in each step and not trained there (`jax.lax.dot_general` on operands of
-`tcfp_jax.quantize`).
+Left out:
+
+* kernels with other axes than `[k, n]`: `tcfp_jax.products.einsum` contracts them, and
+  a conversion does it by itself;
+* rows in groups: `tcfp_jax.products.grouped_matmul`;
+* batches of weights: `jax.vmap`;
+* a weight that is quantized in each step and not trained there: `jax.lax.dot_general`
+  on operands of `tcfp_jax.quantize`.
 """
 
 import contextlib
@@ -99,10 +102,10 @@ def matmul(
       again.
 
     Raises:
-      TypeError: x or w is integer, complex or 8-bit; or a gradient with respect to a
-        stored weight is asked for, a second derivative where operands are rounded, or a
-        derivative in forward mode with another recipe than "bf16" (in a jitted function
-        the message is JAX's own: "can't apply forward-mode").
+      TypeError: x or w is integer, complex or 8-bit. Or a derivative is asked for that
+        does not exist: with respect to a stored weight, a second one where operands are
+        rounded, or one in forward mode with another recipe than "bf16". In a jitted
+        function the message of the last is JAX's own: "can't apply forward-mode".
       ValueError: k differs, w is not `[k, n]`, or the recipe cannot read `quantized`.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)

@@ -152,10 +152,11 @@ class Recipe(_Checked):
       weight: `Dual(...)` or `Single(...)`, in which the weight is stored;
         `Fp4Training(...)`, which rounds a float weight at each product; or None for
         BF16.
-      scaling: which values share a scale. `Tensor()`; `Row()`, for rows of x and g and
-        columns of W, anew for each product; `Block(size, tile)`, where `tile` is the
-        form of a weight's blocks, and x and g have vectors; or, for a weight in
-        float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products.
+      scaling: which values share a scale. `Tensor()` is one for all. `Row()` has
+        one for each row of x and g and for each column of W, anew for each product.
+        `Block(size, tile)` has one for each block; `tile` is the form of a weight's
+        blocks, and x and g have vectors. `Fp4(format, tile, rule)` is for a weight in
+        float4_e2m1fn, whose codes serve both products.
       activation: the format of x in products that round it to fewer bits than BF16.
         "float4_e2m1fn" is for the forward product with an NVFP4 weight: x is NVFP4,
         too.

@@ -15,9 +15,9 @@ or half of it if that has the smaller squared error: E4M3's residuals shrink wit
 stochastic one takes the covering scale: clipping is biased.
 
 The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This
-module adds the needs of weights in training: blocks of any even size, scales by RMS, a
-NaN or inf that makes its whole block NaN, subnormal float32 read as zero, and an array
-type whose fields products and checkpoints read directly. For finite `x` without
+module adds the needs of weights in training: blocks of any even size, scales by RMS,
+and subnormal float32 read as zero. A NaN or inf makes its whole block NaN. The fields
+of its array type are read directly by products and checkpoints. For finite `x` without
 subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
 `quantize_tcfp12(x).dequantize()` is `formats.cast(x, formats.tcfp12)` bit for bit.
 
