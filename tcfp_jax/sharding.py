@@ -74,8 +74,8 @@ def state_shardings(
     Raises:
       TypeError: a leaf of `params_shardings` is not a sharding on a mesh.
       ValueError: a mesh does not divide an axis, or cuts a block of values that share a
-        scale; a kernel's shard is not contiguous in the stored matrix; shardings on
-        several meshes; a parameter without a sharding.
+        scale. A kernel's shard is not contiguous in the stored matrix. Shardings are on
+        several meshes, or a parameter has none.
 
     >>> import optax
     >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))

@@ -165,9 +165,9 @@ class LlamaConfig:
         rotates them like all others.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide the width or have an odd size,
-        kv_heads do not divide heads, the vocabulary is below 256, a factor is not
-        positive, or a choice is unknown.
+      ValueError: a size is below 1, the vocabulary is below 256, or a factor is not
+        positive. Heads do not divide the width or have an odd size, or kv_heads do not
+        divide heads. A choice is unknown.
     """
 
     layers: int

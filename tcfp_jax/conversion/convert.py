@@ -67,12 +67,12 @@ def convert_to_tcfp(
       rules: as in `transform`; a path is a parameter's, such as "block_0/mlp/kernel".
       include: as in `transform`; None is "measured" with sample arguments, and "linear"
         without. "measured" weighs each product once, at the rows that the sample
-        arguments give it on one device (an argument with a sharding has its share of
-        the rows), and the choice holds for every call. Pass the arguments of a training
+        arguments give it on one device; an argument with a sharding has its share of
+        the rows. The choice holds for every call. Pass the arguments of a training
         step.
       strict: as in `transform`; needs sample arguments.
       options: keyword arguments for the call with `inputs`.
-      rngs: random bits of an NNX model for recipes that draw some (FP4 training): each
+      rngs: random bits of an NNX model for recipes that draw some (FP4 training). Each
         converted module gets a fork of the stream "tcfp", as Flax's Dropout does, and
         each of its calls draws another key. None: the model may hold such a stream
         itself. To Linen's `apply` pass `rngs={"tcfp": key}`.

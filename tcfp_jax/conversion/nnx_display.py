@@ -2,8 +2,8 @@
 
 Flax counts the values of all arrays in a variable. A stored parameter has two halves,
 scales and a state, which are more values than the kernel has. So a converted module
-shows a copy of itself, whose arrays are the same and whose stored parameters are one
-array for Flax: `nnx.display`, `print` and notebooks give the kernel's shape and the
+shows a copy of itself. Its arrays are the same, and its stored parameters are one array
+for Flax. `nnx.display`, `print` and notebooks then give the kernel's shape and the
 bytes of all its arrays.
 """
 

@@ -403,7 +403,7 @@ def transform(
       recipe: a `Recipe` or the name of one.
       params: the positional argument that holds the parameters.
       rules: pairs of a regex and a recipe (None: no change), as a mapping or a
-        sequence; the regex is matched against the parameter's path
+        sequence. The regex is matched against the parameter's path
         ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or
         functions `(path, product)` to a recipe, or None for no opinion. The first match
         wins, also over `include`. The pair `(regex, "inline")` opens functions with a

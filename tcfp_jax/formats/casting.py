@@ -96,9 +96,9 @@ def cast(
 
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
-      ValueError: an unknown mode; a key without "stochastic", the reverse, or several
-        keys; a `scalemode` for a datatype without a scale of its kind, or whose
-        exponent scales name their own; a tile that does not fit `x`.
+      ValueError: an unknown mode. A key without "stochastic", the reverse, or several
+        keys. A `scalemode` for a datatype without a scale of its kind, or whose
+        exponent scales name their own. A tile that does not fit `x`.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 

@@ -116,9 +116,9 @@ def quantize_nvfp4(
     Raises:
       TypeError: `x` is not real floating point, the key is not two words, or a gradient
         is asked for.
-      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or
-        tile, an amax that is not one magnitude, or signs that are not 16 of 1 and -1,
-        or for squares.
+      ValueError: an odd k, an axis that is shorter than a tile, or an unknown rule or
+        tile. An amax that is not one magnitude. Signs that are not 16 of 1 and -1, or
+        signs for squares.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)

@@ -108,10 +108,10 @@ def pack(
 
     Raises:
       TypeError: as `formats.cast`, or a gradient is asked for, which bytes do not have.
-      ValueError: as `formats.cast`; also for `sparsity` that does not divide
-        the last axis, or with a zero point, a codebook, an exponent or a residual; and
-        for a NaN if an unscaled number has no code for it. A traced NaN cannot be seen:
-        it is stored as 0, or as the codebook value nearest to 0.
+      ValueError: as `formats.cast`. Also for `sparsity` that does not divide the last
+        axis, or with a zero point, a codebook, an exponent or a residual. Also for a
+        NaN if an unscaled number has no code for it. A traced NaN cannot be seen: it is
+        stored as 0, or as the codebook value nearest to 0.
 
     >>> from tcfp_jax import formats
     >>> packed = pack(jnp.linspace(-1.0, 1.0, 64), formats.mxfp4e2)

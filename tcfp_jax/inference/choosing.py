@@ -11,10 +11,10 @@
 h is 1 or the diagonal of the Hessian of a calibration: how large the inputs of each
 column are. The search contains all choices of the rules of `Fp4`, so before the last
 line its error is never above theirs. The last line is there because the best q is
-orthogonal to its error and so shorter than w, by 0.7 % for a Gaussian, which makes
-every output too small by as much. That costs more than noise without a direction. It is
+orthogonal to its error and so shorter than w, by 0.7 % for a Gaussian. Every output
+would be too small by as much, which costs more than noise without a direction. It is
 the correction of Banner et al. 2019, "Post training 4-bit quantization of convolutional
-networks", by one number for a matrix; the squared error e |w|^2 becomes
+networks", by one number for a matrix. The squared error e |w|^2 becomes
 e / (1 - e) |w|^2, 0.03 dB. MXFP4 and the rule "one_level" have no scale of the scales
 and stay shrunk.
 

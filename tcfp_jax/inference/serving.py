@@ -55,7 +55,7 @@ def quantize_params(
         other state as well (`nnx.state(model, (nnx.Param, nnx.BatchStat))`); in the
         result, dicts by name. A stack of layers on the host, as `tcfp_jax.store` takes
         it, moves to the device layer by layer, except with "packed" and `fused`.
-      recipe: the recipe of the model, which takes every `kernel`; or
+      recipe: the recipe of the model, which takes every `kernel`. Or
         `tcfp_jax.conversion.find_weights(model)`, which is needed if the model has
         kernels of more than two axes, several recipes, or layers that stay in BF16.
       storage: "recipe" stores the operands of the products, one FP8 tensor or two, in

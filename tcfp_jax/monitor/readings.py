@@ -139,9 +139,9 @@ def read_product(
 ) -> tuple[Reading, ...]:
     """Return the readings of x and the weight, in the order of `operands`.
 
-    `w` `[k, n]`, or a stack of a grouped product, is zeros for a stored parameter, and
-    None without a float weight; `made` is x if it is quantized already; `words` are
-    those of FP4 training's key.
+    `w` is `[k, n]`, or a stack of a grouped product. It is zeros for a stored
+    parameter, and None without a float weight. `made` is x if it is quantized already;
+    `words` are those of FP4 training's key.
     """
     if recipe.fp4 is not None:
         assert w is not None, "nothing is stored"

@@ -1,6 +1,6 @@
 """AdamW for trees with stored weights: optax's arithmetic, and moments in one byte.
 
-`pallas_kernels.adamw` updates a stored weight of 4096 values or more in place: it reads
+`pallas_kernels.adamw` updates a stored weight of 4096 values or more in place. It reads
 and writes the gradient, `W_hi`, `W_lo` and both moments once, 4.03 bytes of state per
 weight, and makes no float copy. XLA updates everything else with the same arithmetic:
 float parameters, small weights, rows of fewer than 128 values, other formats of

@@ -84,8 +84,8 @@ def error_feedback(
 
     Place it last in `optax.chain`: it reads the final update and passes it on
     unchanged. A transformation after it, or a wrapper that makes another update of its
-    own, leaves the layers with weights that are not their parameters: the next product
-    raises, or is NaN in a compiled program (`tcfp_jax.weights.freshness`).
+    own, leaves the layers with weights that are not their parameters. The next product
+    then raises, or is NaN in a compiled program (`tcfp_jax.weights.freshness`).
 
     An optimizer that sees a part of the parameters (`optax.partition`, `optax.masked`,
     `nnx.Optimizer(wrt=...)`) holds the weights of that part; layers quantize the others

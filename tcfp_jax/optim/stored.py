@@ -109,9 +109,9 @@ def store(
     Raises:
       TypeError: a kernel or its gradient is not real floating point, or the gradient
         has fewer than 16 bits.
-      ValueError: a recipe without a residual; no kernel among the parameters;
-        parameters that are stored already; a key that is missing, or that would not be
-        used; kernels on a mesh that cuts a block of a scale.
+      ValueError: a recipe without a residual. No kernel among the parameters, or
+        parameters that are stored already. A key that is missing, or that would not be
+        used. Kernels on a mesh that cuts a block of a scale.
 
     >>> params = {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}
     >>> stored = store(params, "tcfp12_single", key=jax.random.key(0))

@@ -165,9 +165,9 @@ def quantize_tcfp12(
 
     Raises:
       TypeError: `x` is not real floating point.
-      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not
-        positive and finite or is given without `scale="sigma"`, an unknown `residual`
-        or `scale`, or a key with `scale="sigma"`, which clips.
+      ValueError: `x` is a scalar, or `block` is odd or not in [2, 1024]. `sigma` is not
+        positive and finite, or is given without `scale="sigma"`. `residual` or `scale`
+        is unknown. A key is given with `scale="sigma"`, which clips.
 
     >>> packed = quantize_tcfp12(jnp.linspace(-1.0, 1.0, 64))
     >>> packed.nbytes * 8 / 64
