@@ -202,7 +202,7 @@ def checkpoint_in_fp8(x: Array, name: str) -> Array:
 
     Use this like `jax.ad_checkpoint.checkpoint_name`, for values of which elementwise
     functions compute a gradient, such as gate and up of a SwiGLU. The forward pass does
-    not change by a bit. The backward pass computes everything behind x again from
+    not change by a bit. The backward pass computes everything after x again from
     `q s`. Here q is x / s rounded to E4M3, and s is the smallest power of two with
     `max |x| / s <= 448` in a row along the last axis. The error of a value is at most
     1/16 of it, or 2**-10 s. A NaN or inf makes its row NaN. Without a policy that keeps

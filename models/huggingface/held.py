@@ -74,7 +74,7 @@ class Matrices:
 def filled(
     parameter: OnHost, stacked: bool, dtype: DTypeLike | None = None
 ) -> np.ndarray:
-    """Return all of a parameter that is read by layers, or whole if it is no stack."""
+    """Return a whole parameter, which is read layer by layer if it is a stack."""
     whole = np.empty(parameter.shape, parameter.dtype if dtype is None else dtype)
     layers = whole if stacked else whole[None]
     for place, layer in enumerate(layers):

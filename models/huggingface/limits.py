@@ -174,7 +174,7 @@ def encoded(
     model: tokenizers.Tokenizer, texts: Sequence[str], marked: bool = False
 ) -> list[np.ndarray]:
     """Return the ids of texts, uint32; `marked` with those that the tokenizer puts
-    before and behind each.
+    before and after each.
 
     Raises:
       ValueError: the tokenizer fails, or reaches a limit.

@@ -76,7 +76,7 @@ def complete(
     """Change a tokenizer as Transformers does when it reads a folder.
 
     It adds tokens that only the settings name, and classes of Llama and Gemma write the
-    marks before and behind a text.
+    marks before and after a text.
     """
     model.no_padding()
     model.no_truncation()

@@ -62,8 +62,8 @@ def render(
       date: Day of `strftime_now`, such as "2026-11-28"; None is now.
 
     Raises:
-      ValueError: the text is longer than `MOST_TEXT`, or nobody can tell where its
-        answers are.
+      ValueError: the text is longer than `MOST_TEXT`, or tags of answers are not at the
+        top level of the template.
       Exception: whatever the template raises.
     """
     compiled = _compiled(template, date)

@@ -86,7 +86,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with those that the tokenizer puts before and
-        behind it.
+        after it.
 
         Raises:
           ValueError: the tokenizer fails, or reaches a limit.
@@ -94,7 +94,7 @@ class Tokenizer:
         return list(self._of_file(limits.encoded, [text], True)[0].tolist())
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts, uint32, without those before and behind.
+        """Return the ids of texts, uint32, without those before and after.
 
         Raises:
           ValueError: as `encode`.
@@ -217,7 +217,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _end(tokenizer: Tokenizer) -> int | None:
     """Return the id that ends a text: the one that settings name, else the one that
-    tokenizer.json puts behind a text, else the first at which an answer ends.
+    tokenizer.json puts after a text, else the first at which an answer ends.
     """
     named = tokenizer.specials.get("eos_token")
     if isinstance(named, str):

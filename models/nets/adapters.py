@@ -183,7 +183,7 @@ def change_of(adapter: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter adds to the matrices of a stack; `change[layer]` is `[k, n]`.
+    """Change of the matrices of a stack by an adapter; `change[layer]` is `[k, n]`.
 
     Attributes:
       adapter: The two thin matrices of each layer.

@@ -84,7 +84,7 @@ class Block(nn.Module):
 
         Args:
           x: Activations.
-          rotation: Of each position, `models.nets.positions.rotations`.
+          rotation: Rotation of each position, `models.nets.positions.rotations`.
           mask: Tokens that a token sees, besides causality; see `causal_attention`.
           kind: Index into a leading axis of rotation and mask; None if they have none.
           start: Position of the first token, with which keys and values are kept.

@@ -201,7 +201,7 @@ def _constrained(x: jax.Array, spec: P) -> jax.Array:
 @dataclass(frozen=True)
 class OnMesh:
     """A jitted function whose program is made for a mesh, which is current while it is
-    traced; None is no mesh.
+    traced; None means no mesh.
     """
 
     function: Any

@@ -88,9 +88,9 @@ def _span(
 
 
 def _shared(tails: Sequence[str], tokenizer: Tokenizer) -> int:
-    """Return how much of the texts behind an answer belongs to it.
+    """Return how much of the texts after an answer belongs to it.
 
-    They are the text behind it in the whole conversation, in one that ends with it, and
+    They are the text after it in the whole conversation, in one that ends with it, and
     in one that asks for another answer.
     """
     whole, alone, *_ = tails

@@ -13,8 +13,8 @@ def cache_programs() -> None:
 
     On GPUs, compilation times candidate kernels and takes the fastest. Two processes
     may take different ones and differ in the last bit, so a resumed run loads the
-    programs of the process that began it. They do not lie in the folder of the run:
-    whoever writes that folder would choose which code this machine runs.
+    programs of the process that began it. They are not in the folder of the run: a user
+    who may write that folder could then choose which code this machine runs.
     """
     config: Any = jax.config  # which makes its attributes at run time
     if config.jax_compilation_cache_dir is None:

@@ -175,7 +175,7 @@ def load_data(
         text; or one `.npy` of integers, which is mapped and not read at once.
       vocabulary: Number of token ids of an `.npy`.
       byte_limit: Largest size in bytes of the text or of the array, about; nothing
-        behind it is read.
+        after it is read.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder holds no text.

@@ -2,7 +2,7 @@
 
     chats.jsonl  chats.JSONL  chats.ndjson  chats.json  a folder of such files
 
-The name of a file says that it holds documents; of a `.json` in a folder, its content
+The name of a file says that it holds documents; for a `.json` in a folder, its content
 does. So conversations are never learned as plain text, with their JSON.
 """
 

@@ -4,11 +4,11 @@
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
     "Hello"}]}
 
-Other keys are ignored. A text counts as a whole. Of a conversation, in the words of the
-model's own chat template, the answers of the assistant count, each with the mark that
-ends it. Rows are filled with the longest document that still fits, so that little is
-padding. A document that is longer than a row goes on in a row of its own, where it does
-not see its beginning.
+Other keys are ignored. A text counts as a whole. A conversation is written by the
+model's own chat template, and only the answers of the assistant count, each with the
+mark that ends it. Rows are filled with the longest document that still fits, so that
+little is padding. A document that is longer than a row goes on in a row of its own,
+where it does not see its beginning.
 """
 
 import bisect
@@ -130,7 +130,7 @@ def _text(text: Any, tokenizer: Tokenizer) -> Example:
 
 
 def chat(messages: Messages, tokenizer: Tokenizer, asked: int = 0) -> Example:
-    """Return a conversation, of which the answers behind the first `asked` messages
+    """Return a conversation, of which the answers after the first `asked` messages
     count.
     """
     whole, spans = answers(messages, tokenizer)

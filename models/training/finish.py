@@ -76,7 +76,7 @@ class Finish:
         """Return the number of steps before the switch, a multiple of `steps_per_call`.
 
         Raises:
-          ValueError: no step is left before it or behind it.
+          ValueError: no step is left before it or after it.
 
         >>> Finish("bf16", 0.1).switch(400, 10)
         360

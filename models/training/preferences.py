@@ -6,7 +6,7 @@
      "rejected": [{"role": "assistant", "content": "Go away"}]}
 
 Fields and forms are those of TRL. Other keys are ignored. Each answer has a row of its
-own, behind its prompt, and the tokens of the answer count, with the mark that ends it.
+own, after its prompt, and the tokens of the answer count, with the mark that ends it.
 A row that is too long loses its end, as with TRL's `truncation_mode="keep_start"`: the
 prompt stays, and the answer is cut. A pair from which nothing can be learned is left
 out, and its place is told.
@@ -120,8 +120,8 @@ def are_pairs(paths: Sequence[str]) -> bool:
 
 
 def _is_pair(line: Mapping[str, Any]) -> bool:
-    """Return whether an object is meant as a pair: it has both answers, or one of them
-    and is no other document.
+    """Return whether an object is meant as a pair: it has both answers, or has one of
+    them and is not another document.
 
     >>> _is_pair({"prompt": "Hi", "chosen": "Hello"})
     True
@@ -135,7 +135,7 @@ def load_pairs(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> Cor
     """Read files of pairs, and hold every twentieth pair out, at least one.
 
     Returns:
-      Parts int32 `[pairs, 2, 3, sequence + 1]`: the chosen answer behind its prompt,
+      Parts int32 `[pairs, 2, 3, sequence + 1]`: the chosen answer after its prompt,
         and the rejected one, each a row of `models.training.examples.load_examples`.
 
     Raises:

@@ -195,7 +195,7 @@ def check_same(settings: Mapping[str, Any]) -> None:
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """Return an array that lies on devices of several processes, in each of them; all
+    """Return an array that is on devices of several processes, in each of them; all
     call this together.
     """
     if array.is_fully_addressable or array.is_fully_replicated:

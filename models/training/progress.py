@@ -86,7 +86,7 @@ class Lines:
     """Standard error for a bar that no terminal shows: a line for each change."""
 
     def write(self, text: str) -> None:
-        """Write a line; what erases a line is left out."""
+        """Write a line, without the characters that erase one."""
         line = text.strip()
         if line:
             print(line, file=sys.stderr)

@@ -28,7 +28,7 @@ class Continuation(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Tokens `[positions]`, the place behind the last one, and the cache of those that
+    """Tokens `[positions]`, the place after the last one, and the cache of those that
     the model has read.
     """
 
@@ -113,9 +113,9 @@ def prompt_ids(
 def _first(model: nn.Module) -> Any:
     @jax.jit
     def run(variables: Any, tokens: jax.Array, begin: int) -> Written:
-        """Read the prompt, and write the first token behind it.
+        """Read the prompt, and write the first token after it.
 
-        Rows of the cache behind the prompt are replaced before a token sees them.
+        Rows of the cache after the prompt are replaced before a token sees them.
         """
         logits, held = _applied(model, variables, tokens, 0)
         likeliest = jnp.argmax(logits[begin - 1]).astype(tokens.dtype)

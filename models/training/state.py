@@ -62,7 +62,7 @@ def optimizer_of(
 ) -> optax.GradientTransformation:
     """Return clipped AdamW for the form of the weights.
 
-    Of float weights it is a chain, whose last state holds the quantized weights.
+    For float weights it is a chain, whose last state holds the quantized weights.
 
     Args:
       config: The run.

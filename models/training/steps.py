@@ -7,7 +7,7 @@ So a checkpoint needs no data-loader state, two recipes with one seed see identi
 weights and batches, and a resumed run equals the uninterrupted one bit for bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)
-        one `lax.scan`, one dispatch; of pairs, also the rewards of each step
+        one `lax.scan`, one dispatch; for pairs, also the rewards of each step
 
 On a mesh of `models.nets.meshes` the same functions run on all its devices, of all
 processes. Every device holds the whole text and reads the windows of its part of a
@@ -124,7 +124,7 @@ def make_train_step(
 
     Its arguments are the state (donated: do not use it again), the training text as
     integers `[tokens]`, and `batch_key(config)`. It returns the new state and the
-    losses, float32 `[count]`, in nats per token; of pairs float32 `[count, 5]`, the
+    losses, float32 `[count]`, in nats per token; for pairs float32 `[count, 5]`, the
     losses and `models.training.dpo.REWARDS`. Configs that differ only in the seed share
     one compiled function.
     """
@@ -296,7 +296,7 @@ def _parameters(
 
 
 def _state(config: TrainConfig, seed_key: jax.Array, params: Any) -> Any:
-    """Return the first state of these parameters, of pairs with their reference."""
+    """Return the first state of these parameters, with the reference for pairs."""
     opt_state = _optimizer(config, seed_key).init(params)
     step = jnp.zeros((), jnp.int32)
     if config.preferences is None:
@@ -426,7 +426,7 @@ def loss_function(
     config: TrainConfig,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return (the mean loss, numbers that a step tells) as a function of parameters,
-    quantized weights, windows, and a `product_key`; of pairs
+    quantized weights, windows, and a `product_key`; for pairs
     `models.training.dpo.pair_loss`. The numbers are the loss itself, else.
     """
     model = learner_of(config).model

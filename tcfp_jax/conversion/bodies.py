@@ -172,7 +172,7 @@ def _walk_while(walk: Walk, eqn: Equation, inputs: Facts, place: Place) -> Facts
 def _settled(
     one_round: Callable[[Facts], Facts], carry: Facts, kept: set[int]
 ) -> tuple[Facts, Facts]:
-    """Walk a loop's body until its facts rest.
+    """Walk a loop's body until its facts no longer change.
 
     Returns the facts of the carried values, and those of the body's outputs.
     """

@@ -48,8 +48,8 @@ class Census:
     Attributes:
       inline: the rules that open custom derivatives.
       products: the products by place, in the program's order. A loop's body is walked
-        until its facts rest; its products are found again at the same places, and count
-        once.
+        until its facts no longer change; its products are found again at the same
+        places, and count once.
       lookups: gathers of rows of tables by place, as products that contract the axis
         that is looked up.
       feeds: by place, the parameters of a product or of a lookup.

@@ -7,7 +7,7 @@
 The weight has to be linear in parameters. Haliax multiplies each weight by a scale of
 1, Keras merges LoRA, other models join or pad their weights. Such a weight shows no
 parameter, so no stored weight fits it; each product of the new program reads one. The
-census marks these products and the operations behind them, and `unfolded` makes the new
+census marks these products and the operations after them, and `unfolded` makes the new
 program. `report.examined` keeps the rewritten products of which a part converts; others
 stay as they were.
 """

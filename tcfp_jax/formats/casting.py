@@ -76,7 +76,7 @@ def cast(
       x: real floats of any shape; float64 is rounded to float32 first. Ragged last
         tiles are filled with zeros.
       datatype: made by `formats.datatype`, or from the catalog, also by its name.
-      axis: the axis that takes the place of the last one, along which tiles lie.
+      axis: the axis along which tiles are cut, instead of the last one.
       roundmode: "even" (nearest, ties to even), "nearest" (ties away from zero), "zero"
         (toward zero), or "stochastic" (one of the two neighbours, by distance).
         "stochastic" is unbiased except for values that saturate: the largest of a tile

@@ -171,7 +171,7 @@ class NumberSpec:
 
     @property
     def fixed_point(self) -> int:
-        """The bits behind the point of an integer under an exponent scale.
+        """The bits after the point of an integer under an exponent scale.
 
         OCP's MXINT8 is a number below 2.
         """

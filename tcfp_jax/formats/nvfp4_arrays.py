@@ -53,7 +53,7 @@ class Nvfp4(NamedTuple):
     Attributes:
       codes: uint8 `[..., k / 2]`: byte j has code 2 j in its low half and code 2 j + 1
         in its high half.
-      scales: float8_e4m3fn `[..., ceil(k / 16)]`; of squares
+      scales: float8_e4m3fn `[..., ceil(k / 16)]`; for squares
         `[..., ceil(n / 16), ceil(k / 16)]`.
       outer: float32 `[]`, the scale of the scales.
     """

@@ -320,7 +320,7 @@ def _stochastic_code(do: _Portable, units: Array, random: Array) -> Array:
     """Return the codes of E2M1's `float_bits.round_to_grid`, "stochastic".
 
     `random` are `counter.random_bits`. Round up if a random k of 24 bits is below the
-    24 bits behind the code, so if these and 2**24 - 1 - k carry.
+    24 bits after the code, so if these and 2**24 - 1 - k carry.
     """
     # As integers, of which a GPU's NaN from an infinity is the largest, too.
     bits = jnp.minimum(to_bits(units), _LARGEST_BITS)

@@ -98,7 +98,7 @@ def pack(
 ) -> PackedArray:
     """Round `x` as `cast` does, and store it in the bits of the datatype.
 
-    Use this to save memory or disk space, for example for weights that rest in a file.
+    Use this to save memory or disk space, for example for weights in a file.
     Use `cast` for values that a program computes with.
 
     Args:

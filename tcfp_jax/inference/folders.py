@@ -1,4 +1,4 @@
-"""Files of folders that somebody else may have written: of models, runs and exports.
+"""Files in folders of models, runs and exports, which another program may have written.
 
 Every file of such a folder is opened here, for reading and for writing. A link that
 leads out of the folder, a device and a pipe are refused by name. So a folder that was
@@ -22,7 +22,7 @@ LARGEST_TEXT = 32 << 20
 
 
 def within(folder: Path, name: str) -> Path:
-    """Return where a file of a folder lies, after its links are followed.
+    """Return the path of a file of a folder, after its links are followed.
 
     An index could name any file of this machine, and so could a link in an archive. In
     the cache of Hugging Face `models--x/snapshots/revision` holds links into
@@ -155,8 +155,8 @@ def extended(folder: Path, name: str) -> BufferedRandom:
 
     Raises:
       OSError: it cannot be written.
-      ValueError: it is a link, a device or a pipe, or has a second name, under which it
-        may belong to somebody else.
+      ValueError: it is a link, a device or a pipe. Or it has a second name, which may
+        belong to another program.
     """
     path = folder / name
     if os.path.lexists(path):

@@ -2,7 +2,7 @@
 
 The `safetensors` package checks each header and writes files. It refuses offsets that
 overlap, leave holes or end outside of the file, and sizes that are negative or
-overflow. The index and names that are there twice are checked here.
+overflow. The index and repeated names are checked here.
 """
 
 import math

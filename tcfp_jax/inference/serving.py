@@ -146,7 +146,7 @@ def _shape(leaf: PyTree) -> PyTree:
 def _served(kernel: jax.Array | OnHost, weight: Weight) -> Stored:
     """Return a weight as products read it.
 
-    Of a stack on the host the device holds one float layer at a time.
+    The device holds one float layer at a time of a stack on the host.
     """
     layout = weight.layout.unstacked
     stored = _Served(dataclasses.replace(weight, layout=layout))

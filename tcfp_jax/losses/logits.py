@@ -8,9 +8,10 @@ is computed, without a pass. Its format is E5M2 with every recipe. Most of 32768
 probabilities are below 4e-6, which E4M3 rounds to 0 under the scale of a 1, so nothing
 would lower the logits of rare ids.
 
-The largest gradient of a token is its target's. It is about alike for all tokens of a
-weight, so FP8 would round it in the same direction for all, by up to 11 %. `balance`
-is the factor of each token that leaves a power of two of it, which FP8 holds exactly.
+The largest gradient of a token is its target's. It is about the same for all tokens of
+equal weight, so FP8 would round it in the same direction for all, by up to 11 %.
+`balance` is the factor of each token that leaves a power of two of it, which FP8 holds
+exactly.
 """
 
 import math

@@ -254,7 +254,7 @@ class Settings(NamedTuple):
         return WeightStep(leaf.forms, self.nesterov, leaf.decays, is_bounded)
 
     def scalars(self, taken: Array, factor: Array) -> Scalars:
-        """Return the numbers of a step, after so many that were taken."""
+        """Return the numbers of the step that follows `taken` steps."""
         rate = self.learning_rate
         lr = rate(taken) if callable(rate) else rate
         epsilons = (self.eps, self.eps_root)

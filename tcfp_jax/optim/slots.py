@@ -127,7 +127,7 @@ class Update:
 
     @property
     def steps_in_place(self) -> bool:
-        """Whether an entry takes its step where it is."""
+        """True if an entry takes its step in place."""
         # A step without a bound reads the values before it writes them.
         return self.is_fused and self.step.is_bounded
 

@@ -1,8 +1,8 @@
 """Annotations: names in a traced program that say where products are.
 
-A product of ours is FP8 operands behind a custom derivative, which nobody can read in a
-jaxpr. So three identity functions pass an array through `checkpoint_name` with a name
-that stands for the product:
+A product of ours is FP8 operands and a custom derivative, and a jaxpr does not show
+that they are one product. So three identity functions pass an array through
+`checkpoint_name` with a name that stands for the product:
 
     mark    on the kernel of a layer; the census of a model reads the kernel's layout
             and the recipe from it

@@ -167,7 +167,7 @@ class Layout:
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
 
     def kernel_sharding(self, sharding: Sharding, shape: Shape) -> Sharding:
-        """Return how the kernel of this shape lies if its matrix lies so."""
+        """Return the sharding of the kernel of this shape, given its matrix's."""
         sizes = self._sizes(shape)
         spec = split_entries(sharding, entries(sharding, len(sizes)), sizes)
         by_axis = dict(zip(self._order, spec, strict=True))

@@ -46,7 +46,7 @@ class Parameter(NotAnArray):
     `tcfp_jax.matmul` and its relatives; take gradients by `tcfp_jax.value_and_grad`,
     and update it by `tcfp_jax.apply_updates`.
 
-    * Its values have two halves, and the operand `[*stack, k, n]` is there (`rows`).
+    * Its values have two halves, and the operand `[*stack, k, n]` is present (`rows`).
     * The operand of the forward product is a copy of the same values, or absent.
     * The values are those that the last rounding wrote: `intact` raises otherwise.
     * `swap()` is the transpose for one product; no tree holds it.

@@ -89,7 +89,7 @@ class Stored(NotAnArray):
     to float parameters, or that do not change (inference, frozen weights under LoRA). A
     weight that is trained itself is a `Parameter`.
 
-    * One operand at least is there. An absent one is the transpose of the other.
+    * At least one operand is present. An absent one is the transpose of the other.
     * With one scale, or with square blocks, both hold the same numbers. With rows and
       vectors they are two quantizations of one weight.
     * A residual may be in one operand alone: a product that reads both halves then
@@ -103,8 +103,8 @@ class Stored(NotAnArray):
       sample: float32 `[..., 16]`, values of the parameter that the weight was made of
         (`sampling.sample_of`). None if no parameter exists to compare with, as in
         inference.
-      padding: the number of zero codes behind k in packed codes: one if k is odd,
-        because a byte holds two.
+      padding: the number of zero codes after the first k in packed codes: one if k is
+        odd, because a byte holds two.
       e5m2: whether the codes are E5M2. Arrays say so by their dtype; other leaves in
         the places of arrays, such as shardings, need it here. The children of such a
         weight are `forward_float8_e5m2` and so on: checkpoints know arrays by name, and
