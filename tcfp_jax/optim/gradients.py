@@ -31,6 +31,10 @@ from tcfp_jax.weights.parameter import (
 )
 
 _NO_METHOD = "Cannot call abstract method"
+_FLOATS = (
+    "compute with the float parameters, jax.tree.leaves(tcfp_jax.dequantize(params)),"
+    " whose gradients are those of the weights"
+)
 
 
 def value_and_grad(
@@ -161,13 +165,18 @@ def filled(leaf: PyTree, slot: PyTree) -> PyTree:
     if not isinstance(leaf, Parameter):
         return slot
     codes = _codes(leaf, slot)
-    bits = jnp.zeros((*codes.state.amax.shape, 2), jnp.uint32)
-    keys = jax.random.wrap_key_data(bits, impl="threefry2x32")
+    keys = guarding_keys(codes.state.amax.shape)
     return replace(codes, state=replace(codes.state, slot=slot, rounding=keys))
 
 
+def guarding_keys(shape: tuple[int, ...]) -> Array:
+    """Return random keys: any code moves them, and JAX refuses arithmetic on them."""
+    bits = jnp.zeros((*shape, 2), jnp.uint32)
+    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+
+
 @contextlib.contextmanager
-def arithmetic_named() -> Iterator[None]:
+def arithmetic_named(instead: str = _FLOATS) -> Iterator[None]:
     """Say what to do where JAX refuses arithmetic on the keys of a stored weight."""
     try:
         yield
@@ -178,9 +187,8 @@ def arithmetic_named() -> Iterator[None]:
         raise TypeError(
             "the function takes FP8 codes and scales of a stored weight for numbers,"
             " such as by jax.tree.map(lambda p: 0.5 * p, params) or a sum over"
-            " jax.tree.leaves(params); compute with the float parameters,"
-            " jax.tree.leaves(tcfp_jax.dequantize(params)), whose gradients are those"
-            f" of the weights. Or it computes with a random key: {error}"
+            f" jax.tree.leaves(params); {instead}. Or it computes with a random key:"
+            f" {error}"
         ) from error
 
 

@@ -36,8 +36,8 @@ from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import not_differentiated
 from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree, check_state
 from tcfp_jax.optim.encoding import Keys, Moment, decode
-from tcfp_jax.optim.gradients import filled, slot_of
-from tcfp_jax.optim.scanned import numbers_of, updated_inside
+from tcfp_jax.optim.gradients import arithmetic_named, filled, slot_of
+from tcfp_jax.optim.scanned import ORDINARY, arrays_of, updated_inside
 from tcfp_jax.optim.slots import Clip, Facts, Held, Own, Stack, Update, Updated
 from tcfp_jax.optim.steps import Stepped
 from tcfp_jax.paths import PyTree
@@ -212,7 +212,7 @@ class TrainStep:
         clip: Clip | None,
         has_aux: bool,
     ) -> None:
-        self.loss_fn = loss_fn
+        self.loss_fn = arithmetic_named(ORDINARY)(loss_fn)
         self.optimizer = optimizer
         self.clip = clip
         self.has_aux = has_aux
@@ -403,7 +403,7 @@ class _Run:
                 if stack is None:
                     leaves.append(filled(self.tree.leaves[number].parameter, slot))
                 else:
-                    leaves.append(Deferred(numbers_of(slot.shape), slot, stack))
+                    leaves.append(Deferred(*arrays_of(slot), stack))
             found = self.of.loss_fn(self.tree.treedef.unflatten(leaves), *inputs)
             loss, aux = _pair_of(found) if self.of.has_aux else (found, None)
             return _checked_loss(loss), aux

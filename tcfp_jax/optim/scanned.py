@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from tcfp_jax.optim.adam import Leaf, Tree
+from tcfp_jax.optim.gradients import guarding_keys
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.deferred import Deferred, Home, Slots
 from tcfp_jax.weights.parameter import Parameter
@@ -30,24 +31,10 @@ _OF_INDICES = (
     " (value_and_grad, update, apply_updates)"
 )
 _SLOT = "tcfp_slot"  # the name of the equation that `_Shapes.slot` leaves
-# Equations that take an array for numbers. Others move it, as a scan cuts a stack.
-_ARITHMETIC = {
-    "abs",
-    "add",
-    "clamp",
-    "convert_element_type",
-    "div",
-    "dot_general",
-    "integer_pow",
-    "max",
-    "min",
-    "mul",
-    "neg",
-    "pow",
-    "reduce_sum",
-    "square",
-    "sub",
-}
+ORDINARY = (
+    "read tcfp_jax.dequantize(params) in an ordinary step (value_and_grad, update,"
+    " apply_updates)"
+)
 
 
 class _Shapes(Home):
@@ -68,9 +55,10 @@ class _Shapes(Home):
 
     def slot(self, index: Array, zero: Array) -> Array:
         def make() -> Array:
-            # It reads the index, which shows where in the program it stands.
-            value = checkpoint_name(index, _SLOT)
-            value = value.astype(self.whole.state.gradient_dtype)
+            # It reads both arrays, which shows where in the program they stand.
+            dtype = self.whole.state.gradient_dtype
+            value = checkpoint_name(index, _SLOT).astype(dtype)
+            value += checkpoint_name(zero, _SLOT).astype(dtype)
             return jnp.broadcast_to(value, self._shapes(index).shape)
 
         return self._slots.find(index, zero, make)
@@ -82,9 +70,11 @@ class _Shapes(Home):
         return jax.tree.map(_without_layers, shapes)
 
 
-def numbers_of(shape: tuple[int, ...]) -> Array:
-    """Return the numbers of the entries: int32 `[layers]`, or 0 without a stack."""
-    return jnp.arange(shape[0], dtype=jnp.int32) if shape else jnp.int32(0)
+def arrays_of(zero: Array) -> tuple[Array, Array, Array]:
+    """Return the index, the zero and the keys of a `Deferred`."""
+    shape = zero.shape
+    index = jnp.arange(shape[0], dtype=jnp.int32) if shape else jnp.int32(0)
+    return index, zero, guarding_keys(shape)
 
 
 def _without_layers(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -111,32 +101,34 @@ def updated_inside(
         if isinstance(own, Parameter) and leaf.is_fused and 1 not in own.shape[:-2]:
             homes[number] = _Shapes(own)
 
-    def loss_of(numbers: dict[int, Array]) -> PyTree:
+    def loss_of(given: dict[int, tuple[Array, Array, Array]]) -> PyTree:
         leaves = [leaf.parameter for leaf in tree.leaves]
-        for number, index in numbers.items():
-            zero = jnp.zeros(index.shape, jnp.float32)
-            leaves[number] = Deferred(index, zero, homes[number])
+        for number, arrays in given.items():
+            leaves[number] = Deferred(*arrays, homes[number])
         return loss_fn(tree.treedef.unflatten(leaves), *inputs)
 
-    numbers = {}
+    given = {}
     for number, home in homes.items():
-        numbers[number] = numbers_of(home.whole.shape[:-2][:1])
+        layers = home.whole.shape[:-2][:1]
+        given[number] = arrays_of(jnp.zeros(layers, jnp.float32))
     try:
-        program = jax.make_jaxpr(loss_of)(numbers)
+        program = jax.make_jaxpr(loss_of)(given)
     except Exception as error:
         error.add_note(_OF_INDICES)
         raise
     uses = {var: _Uses() for var in program.jaxpr.invars}
-    of_parameters = [*uses.values()]
+    of_arrays = [*uses.values()]
     _find_uses(program.jaxpr, uses)
     for var in program.jaxpr.outvars:
         if not isinstance(var, core.Literal) and var in uses:
             uses[var].others += ("the result",)
     found = []
     readers: dict[int, tuple[str, ...]] = {}
-    for (number, home), use in zip(homes.items(), of_parameters, strict=True):
+    for (number, home), use, of_zero in zip(
+        homes.items(), of_arrays[::3], of_arrays[1::3], strict=True
+    ):
         readers[number] = use.others
-        _check_reads(tree.leaves[number], use)
+        _check_alike(tree.leaves[number], use, of_zero)
         if not home.stacked and use.others == (_SLOT,):
             found.append(number)
         if not use.scans:
@@ -200,16 +192,21 @@ def _why_behind(leaf: Leaf, readers: Sequence[str]) -> str:
     return f"no scan runs over it{by}"
 
 
-def _check_reads(leaf: Leaf, use: "_Uses") -> None:
-    """Raise `TypeError` if the loss takes arrays of a stored weight for numbers."""
-    found = sorted(_ARITHMETIC.intersection(use.others))
-    if found:
+def _check_alike(leaf: Leaf, index: "_Uses", zero: "_Uses") -> None:
+    """Raise `TypeError` if the loss changes some arrays of a stored weight.
+
+    Arithmetic on all of them raises by their keys. Code that moves a weight moves all
+    of its arrays.
+    """
+    apart = set(index.others) ^ set(zero.others)
+    if "stop_gradient" in zero.others:  # It may leave integers out.
+        apart -= {"stop_gradient", _SLOT}
+    if apart:
+        found = sorted(apart - {_SLOT}) or ["other values"]
         raise TypeError(
-            f"the loss computes with the arrays of the stored weight"
-            f" {'/'.join(leaf.names)} ({', '.join(found)}), as jax.tree.map over the"
-            " parameters does, but codes and scales are not numbers: read"
-            " tcfp_jax.dequantize(params) in an ordinary step (value_and_grad, update,"
-            " apply_updates)"
+            f"the loss changes some arrays of the stored weight {'/'.join(leaf.names)}"
+            f" ({', '.join(found)}), such as by jax.tree.map over those of floats, but"
+            f" codes and scales are not numbers: {ORDINARY}"
         )
 
 

@@ -5,7 +5,8 @@ A scan over a stack of weights reads one entry in each round. In
 `tcfp_jax.train_step` the optimizer writes this entry as soon as its gradient is there,
 so the stack lives in references of JAX, and the tree of parameters holds a `Deferred`
 in its place: the numbers of the layers, which any scan cuts as it cuts arrays. An entry
-reads its values where a product asks for them.
+reads its values where a product asks for them. Code that computes with all arrays of
+the tree meets random keys, too, on which JAX refuses arithmetic.
 
 Left out: the references and their updates (`tcfp_jax.optim.slots`).
 """
@@ -91,15 +92,17 @@ class Deferred(Parameter):
       index: the numbers of the entries.
       zero: float32 zeros of the same shape. JAX runs the rule of a slot only if
         something that is differentiated goes into it.
+      keys: random keys of the same shape, on which arithmetic raises.
       home: where the arrays are.
     """
 
     index: Array
     zero: Array
+    keys: Array
     home: Home
 
-    def __init__(self, index: Array, zero: Array, home: Home) -> None:
-        vars(self).update(index=index, zero=zero, home=home)
+    def __init__(self, index: Array, zero: Array, keys: Array, home: Home) -> None:
+        vars(self).update(index=index, zero=zero, keys=keys, home=home)
 
     @property
     def is_stack(self) -> bool:
@@ -160,13 +163,13 @@ class Deferred(Parameter):
         return self if self.is_stack else Parameter(self.stored, self.state)
 
 
-def _children(entry: Deferred) -> tuple[tuple[Array, Array], Home]:
-    return (entry.index, entry.zero), entry.home
+def _children(entry: Deferred) -> tuple[tuple[Array, Array, Array], Home]:
+    return (entry.index, entry.zero, entry.keys), entry.home
 
 
 def _entry(home: Home, children: Iterable[Array]) -> Deferred:
-    index, zero = children
-    return Deferred(index, zero, home)
+    index, zero, keys = children
+    return Deferred(index, zero, keys, home)
 
 
 jax.tree_util.register_pytree_node(Deferred, _children, _entry)  # type: ignore[type-var]

@@ -367,30 +367,92 @@ def summed(params, x):
     return scanned(params, x) + sum(map(jnp.sum, leaves))
 
 
-def of_matrices(change):
-    """A loss of matrices outside of loops, whose arrays it changes."""
-
-    def loss(params, x):
-        return jnp.mean(product(x, jax.tree.map(change, params)["kernel"]))
-
-    return loss
+def penalized(params, x):
+    return scanned(params, x) + optax.tree.norm(params)
 
 
-ARITHMETIC = {
-    "half of a stack": (halved, stack()),
-    "an average of stacks": (averaged, stack()),
-    "a sum over leaves": (summed, stack()),
-    "half of a matrix": (of_matrices(lambda leaf: leaf * 0.5), stack()[0]),
-    "a matrix and itself": (of_matrices(lambda leaf: leaf + leaf), stack()[0]),
+def of_one_layer(params, x):
+    def layer(x, kernel):
+        return product(x, jax.tree.map(jnp.sin, kernel)), None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["kernel"])[0])
+
+
+def of_floats_alone(change):
+    """Change the arrays of floats, as mixed precision does."""
+
+    def one(leaf):
+        return change(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return one
+
+
+def as_bfloat16(leaf):
+    return leaf.astype(jnp.bfloat16)
+
+
+CHANGES = {
+    "half": lambda leaf: leaf * 0.5,
+    "itself": lambda leaf: leaf + leaf,
+    "nothing added": lambda leaf: leaf + 0.0,
+    "tanh": jnp.tanh,
+    "exp": jnp.exp,
+    "sqrt": jnp.sqrt,
+    "a cast": as_bfloat16,
+    "positive values": lambda leaf: jnp.where(leaf > 0, leaf, 0),
+    "a cast of floats": of_floats_alone(as_bfloat16),
+    "half of floats": of_floats_alone(lambda leaf: leaf * 0.5),
+    "tanh of floats": of_floats_alone(jnp.tanh),
+    "other floats": of_floats_alone(jnp.zeros_like),
 }
+LOSSES = {
+    "an average": averaged,
+    "a sum": summed,
+    "a penalty": penalized,
+    "an entry": of_one_layer,
+}
+
+
+def of_changed(change, loss):
+    return lambda params, x: loss(jax.tree.map(change, params), x)
+
+
+def alone(params, x):
+    """A matrix outside of loops."""
+    return jnp.mean(product(x, params["kernel"]))
+
+
+ARITHMETIC = {name: (loss, stack()) for name, loss in LOSSES.items()}
+for name, change in CHANGES.items():
+    ARITHMETIC[f"{name}, stack"] = (of_changed(change, scanned), stack())
+    ARITHMETIC[f"{name}, matrix"] = (of_changed(change, alone), stack()[0])
 
 
 @parametrize("name", ARITHMETIC)
 def test_arithmetic_on_the_parameters_of_a_loss_is_refused(name):
     loss, kernel = ARITHMETIC[name]
-    words = r"the arrays of the stored weight kernel \(.*dequantize.*ordinary step"
-    with refused(words, TypeError):
+    with refused(r"stored weight.*dequantize.*ordinary step", TypeError):
         of_shapes(tcfp_jax.train_step(loss, TX), store({"kernel": kernel}))
+
+
+MOVES = {
+    "nowhere": lambda leaf: leaf,
+    "copies": jnp.copy,
+    "without a gradient": jax.lax.stop_gradient,
+    "floats without a gradient": of_floats_alone(jax.lax.stop_gradient),
+}
+
+
+@parametrize("name", MOVES)
+def test_arrays_of_a_parameter_may_move(name):
+    step = tcfp_jax.train_step(of_changed(MOVES[name], alone), TX)
+    assert of_shapes(step, store({"kernel": stack()[0]})).skipped["kernel"].shape == ()
+
+
+def test_a_rebuilt_tree_is_updated_inside():
+    step = tcfp_jax.train_step(of_changed(MOVES["nowhere"], scanned), TX)
+    metrics = of_shapes(step, store({"kernel": stack()}))
+    assert metrics.skipped["kernel"].shape == (LAYERS,)
 
 
 def test_gradients_that_the_loss_asks_for_are_refused():
