@@ -77,7 +77,8 @@ class Argument(NamedTuple):
 
 GRADIENTS = Argument(
     "gradients, first argument of tx.update",
-    "pass the gradients of tcfp_jax.value_and_grad, which returns (value, gradients)",
+    "pass the gradients, the second result of tcfp_jax.value_and_grad (NNX:"
+    " tcfp_jax.nnx.value_and_grad)",
 )
 MOMENTS = Argument(
     "moments, in the state of tx.update",

@@ -156,7 +156,7 @@ test_an_argument_instead_of_another_is_named = refusals(
         ValueError: {
             f"gradients, {HELD}": update(ADAMW, lambda params: params),
             f"{HELD} belong; pass the": update(ON_STORED, lambda params: params),
-            "of type tuple, but the parameters of type dict; .* returns .value,": (
+            "of type tuple, but the parameters of type dict; .* second result of": (
                 update(ADAMW, (0.0, TWO_LAYERS))
             ),
             "of type tuple, .* pass": update(ON_STORED, (0.0, TWO_LAYERS)),
