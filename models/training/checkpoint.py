@@ -106,6 +106,8 @@ class RunDirectory:
       resume: "never" refuses a folder that holds a run; "allowed" continues the run, or
         starts one.
       option: Option of the command line that chooses another folder, for messages.
+      device: Kind of device that trains the run, as `describe` names it; None is this
+        machine's. Weights can be read on another one.
 
     Raises:
       FileExistsError: the folder holds a run and `resume` is "never", or it holds parts
@@ -122,10 +124,13 @@ class RunDirectory:
         *,
         resume: Resume,
         option: str = "--out",
+        device: str | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._steps = config.steps
         wanted = describe(config, corpus_digest)
+        if device is not None:
+            wanted["device"] = device
         self._lock: BufferedRandom | None = None
         self._is_new = False
         # All processes look before the first one writes, and wait until it has written.

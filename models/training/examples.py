@@ -20,7 +20,7 @@ import numpy as np
 
 from ..huggingface.tokenizer import Messages, Tokenizer
 from .answers import answers
-from .documents import made_of, split
+from .documents import document_files, made_of, split
 from .text import Corpus
 
 # Planes of a row.
@@ -61,11 +61,12 @@ def load_examples(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> 
     parts = split(found)
     train, heldout = (packed(part, sequence + 1) for part in parts)
     counted = int(heldout[:, COUNTED].sum())
+    files = tuple(map(str, document_files(paths)))
     return Corpus(
         train,
         heldout,
-        tuple(paths),
-        tuple(paths),
+        files,
+        files,
         sum(one.size for one in parts[1]) / counted,
     )
 

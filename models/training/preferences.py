@@ -156,7 +156,8 @@ def load_pairs(paths: Sequence[str], tokenizer: Tokenizer, sequence: int) -> Cor
             f" held out; {''.join(f'{note}; ' for note in notes)}give at least 2"
         )
     train, heldout = map(np.stack, split(found))
-    return Corpus(train, heldout, tuple(paths), tuple(paths), None, notes)
+    files = tuple(map(str, document_files(paths)))
+    return Corpus(train, heldout, files, files, None, notes)
 
 
 def _note(reason: str, places: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-from .settings import TrainConfig
+from .settings import TrainConfig, short_name
 
 
 @contextlib.contextmanager
@@ -98,13 +98,12 @@ class Lines:
 
 def bar_of(config: TrainConfig, begin: int, on: bool) -> tqdm:
     """Return the progress bar of a run that goes on after some steps."""
-    name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
     terminal = sys.stderr.isatty()
     return tqdm(
         file=sys.stderr if terminal else Lines(),
         total=config.steps * config.tokens_per_step,
         initial=begin * config.tokens_per_step,
-        desc=name,
+        desc=short_name(config.recipe),
         unit="tok",
         unit_scale=True,
         disable=not on,

@@ -20,7 +20,7 @@ from ..nets.meshes import everywhere, make_mesh
 from .checkpoint import METRICS_FILE, Resume, RunDirectory, check_new
 from .corpora import checked_corpus, corpus_of
 from .deciding import before_steps, decided
-from .described import describe, flatten, holds_run, read_config
+from .described import describe, flatten, holds_run, read_config, recorded
 from .evaluation import evaluated
 from .exporting import Export
 from .fitting import fitted
@@ -269,7 +269,7 @@ def written_files(
 def export_run(
     out: Path, path: Path, mesh: Mesh | None = None, form: Form = "bf16"
 ) -> None:
-    """Write the parameters of the newest checkpoint in `out`.
+    """Write the parameters of the newest checkpoint in `out`, on any kind of device.
 
     Args:
       out: Folder of the run.
@@ -284,7 +284,10 @@ def export_run(
     target.check(config)
     mesh = _mesh_of_processes(mesh)
     digest = corpus_of(config).digest
-    with RunDirectory(out, config, digest, resume="allowed") as directory:
+    device = recorded(out).get("device")
+    with RunDirectory(
+        out, config, digest, resume="allowed", device=device
+    ) as directory:
         if not directory.holds_state:
             raise ValueError(
                 f"{out} has no checkpoint with weights to export; train it first"

@@ -23,7 +23,7 @@ from models import train
 from models.nets.shapes import GPTConfig
 from models.training import room, running, samples
 from models.training.checkpoint import ENTRIES, RunDirectory
-from models.training.described import check_same, describe, read_config
+from models.training.described import check_same, describe, read_config, recorded
 from models.training.evaluation import Heldout
 from models.training.exporting import Export
 from models.training.intact import (
@@ -32,6 +32,7 @@ from models.training.intact import (
     VERSION_FILE,
     check_digests,
     write_json,
+    write_sealed,
 )
 from models.training.processes import end_after
 from models.training.progress import Pace, bar_of
@@ -547,7 +548,8 @@ def test_a_refusal_for_the_disk_leaves_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, monkeypatch):
+@pytest.fixture
+def still(monkeypatch):
     """Steps without arithmetic, after which the weights are the first ones."""
 
     def make_train_step(config, count, mesh):
@@ -559,6 +561,9 @@ def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, monkeypatch)
     monkeypatch.setattr(running, "make_train_step", make_train_step)
     found = Heldout(2.0, math.exp(2.0), 2.0, {})
     monkeypatch.setattr(running, "evaluated", lambda *arguments: found)
+
+
+def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, still):
     path = tmp_path / "new/weights.npz"
     out = tmp_path / "run"
     outputs = running.Outputs(export=Export(path))
@@ -567,6 +572,20 @@ def test_a_run_without_checkpoints_exports_its_last_state(tmp_path, monkeypatch)
     assert same_bits(dict(np.load(path)), leaves(train.init(CONFIG).params))
     with refused("has no checkpoint with weights to export"):
         train.export_run(out, path)
+
+
+def test_a_run_of_a_gpu_is_exported_on_a_cpu(tmp_path, still):
+    """As docs/finetune.md does with a model whose floats fit no GPU."""
+    out = tmp_path / "run"
+    running.run(CONFIG, out=out)
+    content = recorded(out)
+    assert content["device"] == "cpu"
+    write_sealed(out / "config.json", {**content, "device": "gpu"})
+    path = tmp_path / "weights.npz"
+    train.export_run(out, path)
+    assert same_bits(dict(np.load(path)), leaves(train.init(CONFIG).params))
+    with refused("device='gpu' in the folder but 'cpu' now"):
+        running.run(CONFIG, out=out, resume="allowed")
 
 
 def test_the_pace_leaves_out_compilation_and_pauses(monkeypatch):
@@ -581,8 +600,10 @@ def test_the_pace_leaves_out_compilation_and_pauses(monkeypatch):
     assert pace.tokens_per_second == 150 / (12 - 10 + 21 - 20)
 
 
-def test_a_bar_writes_lines_where_no_terminal_shows_it(capsys):
-    with bar_of(CONFIG, 0, True) as bar:
+@parametrize("recipe", ["tcfp12", tcfp_jax.recipe("tcfp12", wgrad="full")])
+def test_a_bar_writes_lines_where_no_terminal_shows_it(capsys, recipe):
+    config = dataclasses.replace(CONFIG, recipe=recipe)
+    with bar_of(config, 0, True) as bar:
         bar.update(CONFIG.steps // 2 * CONFIG.tokens_per_step)
     said = capsys.readouterr().err
     assert "\r" not in said

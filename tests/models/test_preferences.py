@@ -238,6 +238,20 @@ class TestReading:
         with refused(f"holds 0 pair.*{EQUAL}.*{LONG}"):
             load_pairs([str(path)], tokenizer, 8)
 
+    @parametrize(
+        "load, lines",
+        [
+            (load_pairs, [of_text("a", "b", "c"), of_text("b", "c", "d")]),
+            (load_examples, [dict(text="abc"), dict(text="bcd")]),
+        ],
+    )
+    def test_the_files_of_a_folder_are_named(self, tmp_path, tokenizer, load, lines):
+        paths = [
+            str(write(tmp_path / f"{i}.jsonl", [line])) for i, line in enumerate(lines)
+        ]
+        corpus = load([str(tmp_path)], tokenizer, 8)
+        assert corpus.train_files == corpus.heldout_files == tuple(paths)
+
     def test_a_vocabulary_has_all_ids_of_the_tokenizer(self, folder):
         data = replace(config_for(folder).data, vocabulary=3)
         with refused(f"vocabulary=3 is less than the {len(LETTERS)} ids of .*leave it"):
