@@ -191,7 +191,7 @@ def adamw(
                 "adamw decays and rewrites the parameters; call tx.update(grads,"
                 " opt_state, params)"
             )
-        check_state(state)
+        check_made(state, AdamWState, "adamw")
         tree = Tree(intact(params), moments, mask)
         gradients = tree.gradients(grads)
         keep, factor = _finite(gradients, max_norm)
@@ -396,11 +396,6 @@ class Tree:
         for leaf, moment in zip(self.leaves, moments, strict=True):
             kept.append(encoding.kept(moment, leaf.names, scales))
         return self.treedef.unflatten(kept), encoding.by_name(scales, self.params)
-
-
-def check_state(state: object) -> None:
-    """Raise `TypeError` unless a state is that of `adamw`."""
-    check_made(state, AdamWState, "adamw")
 
 
 def _check_whole(path: str, leaf: PyTree) -> None:

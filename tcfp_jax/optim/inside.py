@@ -34,7 +34,8 @@ from jax import Array
 
 from pallas_kernels.checks import check_choice
 from pallas_kernels.derivatives import not_differentiated
-from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree, check_state
+from tcfp_jax.optim.adam import AdamW, AdamWState, Leaf, Tree
+from tcfp_jax.optim.arguments import check_made
 from tcfp_jax.optim.encoding import Keys, Moment, decode
 from tcfp_jax.optim.gradients import arithmetic_named, filled, slot_of
 from tcfp_jax.optim.scanned import ORDINARY, arrays_of, updated_inside
@@ -245,7 +246,7 @@ class TrainStep:
                 " it by step.init(params), or by step.state(params, opt_state) after"
                 " ordinary steps"
             )
-        check_state(state.opt_state)
+        check_made(state.opt_state, AdamWState, "adamw")
         settings = self.optimizer.settings
         tree = Tree(intact(state.params), settings.moments, settings.mask)
         run = _Run(self, tree, state)
