@@ -352,6 +352,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps to train")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
     options = parser.parse_args(arguments)
+    if options.batch < 1:
+        parser.error(f"--batch {options.batch} must be at least 1")
     config = TINY if options.tiny else Config()
     result = measure(config, options.step, options.batch, options.steps, options.rate)
     if result["peak_bytes"] is not None:

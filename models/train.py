@@ -86,9 +86,8 @@ from .training.running import (
 )
 from .training.settings import (
     TrainConfig,
-    config_of,
     preset,
-    settings_of,
+    resumed,
     short_name,
 )
 from .training.state import TrainState
@@ -223,7 +222,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
             given["model"] = options.model
         elif folder is None or not Path(folder).samefile(options.model):
             given["start"] = options.model
-    return config_of({**settings_of(config), **given})
+    return resumed(config, given)
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:

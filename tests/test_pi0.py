@@ -25,6 +25,12 @@ def test_all_of_pi0_trains(way, capsys):
     assert f"step 12 loss {losses[-1]:.4f}" in capsys.readouterr().out
 
 
+def test_an_empty_batch_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        pi0.main(["--tiny", "--batch", "0"])
+    assert "--batch 0 must be at least 1" in capsys.readouterr().err
+
+
 def test_the_shapes_are_those_of_pi0():
     config = pi0.Config()
     init, _ = pi0.float_training(config, 1e-4)

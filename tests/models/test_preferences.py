@@ -48,6 +48,7 @@ from models.training.settings import (
     TrainConfig,
     config_of,
     preset,
+    resumed,
     settings_of,
 )
 from models.training.steps import batch_key, init, loss_function, make_train_step
@@ -540,6 +541,19 @@ class TestSettings:
         assert preset("llama-tiny").preferences is None
         with refused(r"beta=0\.2 is for pairs"):
             preset("llama-tiny", beta=0.2)
+
+    def test_a_run_is_resumed_with_the_settings_of_its_data(self, folder):
+        config = config_for(folder)
+        assert resumed(config, {"beta": 0.2}).preferences == Preferences(0.2)
+        of_text = replace(config, data=Data(), preferences=None)
+        with refused(r"beta=0\.2 is for pairs"):
+            resumed(of_text, {"beta": 0.2})
+        data = config.data
+        given = dict(
+            data=data.paths, vocabulary=data.vocabulary, tokenizer=data.tokenizer
+        )
+        assert resumed(of_text, given).preferences == Preferences()
+        assert resumed(of_text, {}) == of_text
 
     def test_runs_that_cannot_learn_from_pairs_are_refused(self, folder):
         with refused("use a Llama"):
