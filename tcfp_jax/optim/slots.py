@@ -159,6 +159,17 @@ class Update:
         return Updated(done, squares, ~keep)
 
 
+def _check_whole_mesh(name: str) -> None:
+    """Raise `TypeError` inside `jax.shard_map`, which takes no references."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise TypeError(
+            f"jax.shard_map reads the stored weight {name}, which train_step updates"
+            " inside the backward pass: read its values outside"
+            " (tcfp_jax.dequantize), or take the ordinary step (value_and_grad,"
+            " update, apply_updates)"
+        )
+
+
 def clip_factor(norm: Array, limit: Array) -> Array:
     """Return the factor that scales a gradient of this norm to the limit."""
     return jnp.where(norm > limit, limit / norm, jnp.float32(1))
@@ -203,6 +214,7 @@ class Stack(Home):
         def make() -> Array:
             return _slot(self, self._refs, self._facts, self._own, index, zero)
 
+        _check_whole_mesh(self.name)
         return self._slots.find(index, zero, make)
 
     def zeros(self) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import tcfp_jax
 from tcfp_jax.conversion import find_weights
@@ -622,6 +622,26 @@ def test_explicit_axes_are_refused():
         params = store(placed({"kernel": stack()}, mesh, None, "a"))
         with refused(r"explicit axes .*AxisType.Auto"):
             of_shapes(tcfp_jax.train_step(scanned, TX), params)
+
+
+def test_a_weight_that_shard_map_reads_is_refused():
+    mesh = jax.make_mesh(
+        (2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+    def loss(params, x):
+        def layer(x, kernel):
+            specs = PartitionSpec("a"), PartitionSpec()
+            sharded = jax.shard_map(product, in_specs=specs, out_specs=specs[0])
+            return sharded(x, kernel), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params["kernel"])[0])
+
+    with (
+        jax.set_mesh(mesh),
+        refused("shard_map reads the stored weight kernel", TypeError),
+    ):
+        of_shapes(tcfp_jax.train_step(loss, TX), store({"kernel": stack()}))
 
 
 @parametrize("kind", ["parameters", "another optimizer"])
