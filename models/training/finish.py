@@ -143,9 +143,10 @@ class Finish:
         if wanted.feedback and not same_form(kept, wanted):
             raise ValueError(
                 f"finish={self} of float weights with recipe {describe(kept)!r}:"
-                f" {self.products!r} keeps the rounding error of each weight, but the"
-                f" optimizer's state holds none for weight={wanted.weight}; use"
-                f" {BF16!r}, 'tensorwise' or 'rowwise'"
+                f" {self.products!r} keeps the error of weight={wanted.weight} with"
+                f" scaling={wanted.scaling}, but the optimizer keeps"
+                f" weight={kept.weight} with scaling={kept.scaling}; use {BF16!r},"
+                " 'tensorwise' or 'rowwise'"
             )
         return wanted
 

@@ -130,8 +130,10 @@ def test_a_finish_that_cannot_be_is_refused(finish, message):
 
 
 def test_a_finish_of_floats_needs_their_state():
-    with refused("keeps the rounding error of each weight, but the optimizer's state"):
+    with refused("keeps the error of weight=Dual.* the optimizer keeps weight=Fp4"):
         replace(floats("nvfp4_training"), finish="tcfp12_fast:0.5")
+    with refused("with scaling=Block.* but the optimizer keeps .* with scaling=Tensor"):
+        replace(floats("tcfp12"), finish="tcfp12_blockwise:0.5")
     with refused("the forward product alone is BF16 in FP4 training"):
         replace(floats("tensorwise"), finish=f"{BF16_FORWARD}:0.5")
     with refused("finish=bf16:0.5 of a run with recipe 'bf16': the run multiplies so"):
