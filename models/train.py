@@ -1,7 +1,7 @@
 r"""Train a language model on text next to BF16, from the same initial weights and
 batches.
 
-    python -m models.train  # a GPT, stored weights, two CPU cores: three minutes
+    python -m models.train  # a GPT, stored weights, two CPU cores: two minutes
     python -m models.train --model llama-tiny
         # a Llama, which is plain Flax and converted
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
@@ -45,6 +45,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ from .nets.meshes import make_mesh, parse_mesh
 from .nets.sizes import family_of
 from .training.checkpoint import METRICS_FILE, Resume, steps_of_checkpoints
 from .training.compiled import cache_programs
-from .training.described import holds_run, read_config
+from .training.described import holds_run, read_config, resumed
 from .training.evaluation import evaluate
 from .training.examples import COUNTED, DOCUMENTS, in_color
 from .training.exporting import Export
@@ -87,7 +88,6 @@ from .training.running import (
 from .training.settings import (
     TrainConfig,
     preset,
-    resumed,
     short_name,
 )
 from .training.state import TrainState
@@ -331,9 +331,16 @@ def _check_disks(
 
 
 def _check_memory(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Raise `ValueError` if --memory is given and nothing is chosen by bytes."""
+    """Raise `ValueError` if --memory is no size, or nothing is chosen by bytes."""
+    if options.memory is None:
+        return
+    if not 0 < options.memory < math.inf:
+        raise ValueError(
+            f"--memory {options.memory:g} is no size; give a positive, finite number of"
+            " GB, or leave it for what JAX may allocate"
+        )
     # A run that is resumed has chosen.
-    if options.memory is None or options.resume:
+    if options.resume:
         return
     if config.update != "auto" and not is_open(config.size):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
 from ..nets.sizes import FAMILIES, family_of
 from .intact import read_sealed
+from .preferences import settings_for
 from .settings import TrainConfig, config_of, settings_of
 
 CONFIG_FILE = "config.json"
@@ -42,6 +44,19 @@ def read_config(path: Path) -> TrainConfig:
         return config_of(fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_run(path, f"{type(error).__name__}: {error}") from error
+
+
+def resumed(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Return a run with the settings that are given to continue it.
+
+    Raises:
+      ValueError: as `config_of`, or a setting of pairs of answers is given for other
+        data.
+    """
+    fields = {**settings_of(config), **given}
+    if config.preferences is None:
+        fields = {**fields, **settings_for(fields), **given}
+    return config_of(fields)
 
 
 def recorded(path: Path) -> dict[str, Any]:

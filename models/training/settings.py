@@ -375,19 +375,6 @@ def config_of(settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**fields, weights=weights, data=data, preferences=preferences)
 
 
-def resumed(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
-    """Return a run with the settings that are given to continue it.
-
-    Raises:
-      ValueError: as `config_of`, or a setting of pairs of answers is given for other
-        data.
-    """
-    fields = {**settings_of(config), **given}
-    if config.preferences is None:
-        fields = {**fields, **pairs.settings_for(fields), **given}
-    return config_of(fields)
-
-
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a

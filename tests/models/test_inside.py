@@ -99,6 +99,13 @@ def test_auto_has_room_for_the_last_products(monkeypatch):
     assert found == ["behind", "backward"]
 
 
+@parametrize("given", ["0", "-1", "nan", "inf"])
+def test_a_memory_that_is_no_size_is_refused(tmp_path, capsys, given):
+    command = ["--update=auto", f"--memory={given}", "--out", str(tmp_path / "run")]
+    assert train.main(command) == 2
+    assert f"--memory {given} is no size" in capsys.readouterr().err
+
+
 def test_memory_is_for_choices(tmp_path, capsys):
     assert train.main(["--memory=3", "--out", str(tmp_path / "run")]) == 2
     assert "nothing is chosen by bytes" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from models.nets.losses import IGNORED, cross_entropy, head_objective
 from models.nets.meshes import everywhere, make_mesh, parse_mesh
 from models.nets.shapes import LlamaConfig
 from models.training.data import Data
+from models.training.described import resumed
 from models.training.dpo import (
     REWARDS,
     dpo_losses,
@@ -48,7 +49,6 @@ from models.training.settings import (
     TrainConfig,
     config_of,
     preset,
-    resumed,
     settings_of,
 )
 from models.training.steps import batch_key, init, loss_function, make_train_step
