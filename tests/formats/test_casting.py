@@ -125,7 +125,7 @@ CODES = [
 @slow_except("e2m2f", "e3m3fnuz")
 @parametrize("code", CODES)
 def test_stochastic_rounding_is_unbiased(code):
-    """Within 4 standard errors at each point over the whole range, and in the mean of a
+    """Within 5 standard errors at each of 2,000 points, and within 4 in the mean of a
     format's points.
     """
     spec = number(code)
@@ -149,7 +149,7 @@ def test_stochastic_rounding_is_unbiased(code):
     assert np.all((got == lower) | (got == upper))
     bias = got.mean(0) - x
     error = np.sqrt((x - lower) * (upper - x) / draws)
-    assert np.all(np.abs(bias) <= 4 * error)
+    assert np.all(np.abs(bias) <= 5 * error)
     # The errors of all points, each in units of its standard error, sum to a variable
     # of variance `free.sum()`.
     free = error > 0

@@ -42,7 +42,9 @@ RECIPES = {
     "e5m2_gradients": tcfp_jax.recipe("tcfp12_fast", gradient="float8_e5m2"),
     "bf16_forward": tcfp_jax.recipe("tcfp12", forward="bf16"),
     "bf16_dgrad": tcfp_jax.recipe("tcfp12_fast", dgrad="bf16", wgrad="bf16"),
-    "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
+    "weights_only": tcfp_jax.recipe(
+        "tcfp12", forward="bf16", dgrad="bf16", wgrad="bf16"
+    ),
 }
 EPS = 2.0**-23  # of float32
 M = 24
