@@ -159,7 +159,7 @@ class Update:
         return Updated(done, squares, ~keep)
 
 
-def _check_whole_mesh(name: str) -> None:
+def _check_outside_shard_map(name: str) -> None:
     """Raise `TypeError` inside `jax.shard_map`, which takes no references."""
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise TypeError(
@@ -214,7 +214,7 @@ class Stack(Home):
         def make() -> Array:
             return _slot(self, self._refs, self._facts, self._own, index, zero)
 
-        _check_whole_mesh(self.name)
+        _check_outside_shard_map(self.name)
         return self._slots.find(index, zero, make)
 
     def zeros(self) -> Array:
